@@ -1,0 +1,281 @@
+"""The only schema: what a run is, as frozen dataclasses, and the checks that need more than one field.
+
+Recipes in `configs/` edit an `ml_collections.ConfigDict` generated from these classes, and `overrides.freeze` turns
+that back into them, so past the door every field exists and has its declared type. A field that is None is a part the
+run does not have: a model without `decoder` is an encoder, a recipe without `ema` keeps no average.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+
+class ConfigError(ValueError):
+    """The user's config or input is wrong. The message is one line: what: got X, expected Y; do Z."""
+
+
+@dataclass(frozen=True)
+class EmbedConfig:
+    """Token embedding of one side."""
+
+    vocab: int | None = None  # rows of the table; None: taken from the tokenizer
+    width: int | None = None  # width of the table; None: the model width; smaller: factorised (ALBERT, GPT-2 notes)
+    scale: bool = False  # multiply by sqrt(model width) (Vaswani et al. 2017, section 3.4)
+    kinds: int = 0  # token types (BERT's segments A and B); 0: none
+    norm: bool = False  # normalise after the embedding sum, as BERT does
+    dropout: float = 0.0
+    deviation: float | None = None  # initial standard deviation; None: width ** -0.5
+
+
+@dataclass(frozen=True)
+class EncodingConfig:
+    """What position does. `kind` is a file of `jaxformer/nn/encodings/`."""
+
+    kind: str = "sinusoidal"
+    max_length: int = 512  # learned: rows of the table
+    base: float = 10000.0  # sinusoidal, rope: the geometric progression's base
+    fraction: float = 1.0  # rope: share of the head width that is rotated
+    interleaved: bool = False  # rope: pairs are neighbours (True) or halves (False)
+    buckets: int = 32  # t5: relative buckets
+    max_distance: int = 128  # t5: distances beyond share the last bucket
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Multi-head attention. MHA, GQA and MQA differ by `kv_heads` only."""
+
+    heads: int = 4
+    kv_heads: int | None = None  # None: as many as heads
+    head_width: int | None = None  # None ("narrow"): width // heads; the full width is the notes' "wide" heads
+    scale: bool = True  # divide scores by sqrt(head_width)
+    output: bool = True  # the output projection; without it heads * head_width must equal the width
+    bias: bool = True  # biases of the projections
+    window: int | None = None  # how many positions back (and, where not causal, ahead) are visible; None: all
+    kernel: str = "auto"  # a file of jaxformer/nn/kernels/, or auto
+    block: int = 128  # blockwise: rows and columns of one tile
+    dropout: float = 0.0  # on the attention probabilities
+
+
+@dataclass(frozen=True)
+class FeedForwardConfig:
+    width: int | None = None  # None: 4 * model width
+    activation: str = "gelu"  # relu, gelu (exact), gelu_tanh, silu, tanh
+    gated: bool = False  # act(x W_gate) * (x W_in): GLU variants (Shazeer 2020)
+    bias: bool = True
+    dropout: float = 0.0  # on the hidden activations
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    kind: str = "layer"  # layer, rms, batch, none
+    order: str = "pre"  # pre, post, sandwich (pre and post around each sub-layer)
+    epsilon: float = 1e-5
+    bias: bool = True  # layer norm: learned shift
+    momentum: float = 0.99  # batch norm: share of the old running statistics kept by one step
+    final: bool | None = None  # a norm after the last layer; None: exactly when the order is not post
+
+
+@dataclass(frozen=True)
+class StackConfig:
+    """A transformer encoder or decoder."""
+
+    layers: int = 4
+    width: int = 128
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
+    encoding: EncodingConfig = field(default_factory=EncodingConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    ffn: FeedForwardConfig | None = field(default_factory=FeedForwardConfig)  # None: attention only
+    norm: NormConfig = field(default_factory=NormConfig)
+    dropout: float = 0.0  # on the output of every sub-layer, before the residual sum
+    residual_attention: bool = True
+    residual_cross: bool = True
+    residual_ffn: bool = True
+    causal: bool | None = None  # None: decoders are, encoders are not
+    unroll: int | None = None  # layers per scan iteration; None: all on CPU (faster), 1 elsewhere (compile time)
+    remat: str = "none"  # none, full
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """A recurrent encoder or decoder: what transformers replaced."""
+
+    cell: str = "lstm"  # rnn, lstm, gru
+    layers: int = 1
+    width: int = 256
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
+    bidirectional: bool = False  # encoders only; each direction has width // 2
+    attention: str = "none"  # decoders with an encoder: none (last state), additive (Bahdanau), dot (Luong)
+    dropout: float = 0.0  # between layers and before the head
+    recurrent_dropout: float = 0.0  # on the recurrent weights' input, one mask a sequence (variational)
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    kind: str = "tokens"  # tokens (a vocabulary row for every slot), classes (one decision a sequence)
+    tied: bool = True  # tokens: share the table of the embedding below
+    bias: bool = False
+    transform: bool = False  # tokens: dense + gelu + norm before the projection, as BERT's masked LM has
+    classes: int | None = None  # classes: None: taken from the data
+    pooling: str = "first"  # classes: first (token), mean (over tokens), last (recurrent, decoder)
+    width: int | None = None  # classes: a tanh layer before the decision; None: no such layer
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which parts exist decides the family.
+
+    encoder only: BERT-like. decoder only: GPT-like. Both: seq2seq. The `recurrent_*` parts likewise; transformer and
+    recurrent parts do not mix.
+    """
+
+    encoder: StackConfig | None = None
+    decoder: StackConfig | None = None
+    recurrent_encoder: RecurrentConfig | None = None
+    recurrent_decoder: RecurrentConfig | None = None
+    head: HeadConfig = field(default_factory=HeadConfig)
+    share_embeddings: bool = False  # one table for source and target (joint vocabulary)
+    dtype: str = "float32"  # compute precision: float32 or bfloat16; parameters stay float32
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    kind: str = "bpe"  # byte, character, word, bpe, unigram, file
+    vocab: int = 8000  # word, bpe, unigram: rows to learn, special tokens included
+    joint: bool = True  # one vocabulary for source and target; False: one each
+    lowercase: bool = False
+    multiple: int = 8  # the model's vocabulary is padded to a multiple of this (sharding needs even tables)
+    path: str = ""  # file: a tokenizer.json or a SentencePiece .model; with joint=False "source,target"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where examples come from and how they become batches."""
+
+    source: str = "numerals"  # a file of jaxformer/data/sources/
+    name: str = ""  # tfds: "wmt14_translate/de-en"; numerals: "de", "fr", "es"; algorithmic: see the file
+    dir: str = ""  # local sources: the folder of the files; tfds: the prepared data_dir
+    cache: str = ""  # where local data is prepared; "": $JAXFORMER_CACHE or ~/.cache/jaxformer
+    splits: dict[str, tuple[str, ...]] = field(default_factory=dict)  # split -> files, or one tfds split expression
+    columns: dict[str, str] = field(default_factory=dict)  # role (source target text pair label) -> column of the data
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    batch: int = 32  # rows of a global batch; with `tokens`, the most rows
+    tokens: int | None = None  # token budget of a batch (padding included); rows = tokens // bucket
+    length: int = 128  # longest sequence, special tokens included; longer ones are cut (LM: row length)
+    buckets: tuple[int, ...] = ()  # sequence lengths of the static shapes; (): only `length`
+    packing: str = "none"  # none, concat (LM: rows cut from one long text), first_fit (several examples a row)
+    shuffle: bool = True
+    examples: int | None = None  # use only the first so many training examples
+    skip_long: bool = False  # drop examples over `length` instead of cutting them (training only)
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    name: str = "translation"  # a file of jaxformer/tasks/
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    mask_rate: float = 0.15  # masked_lm: share of tokens predicted
+    whole_words: bool = False  # masked_lm: mask all pieces of a word together
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: str = "adamw"  # adamw, adam, adafactor, lion, sgd, muon
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    momentum: float = 0.9  # sgd, muon
+    weight_decay: float = 0.0
+    decay_exclude: tuple[str, ...] = ("bias", "scale", "embed")  # not decayed: paths that contain one of these words
+    clip: float | None = 1.0  # global norm of the gradient
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    kind: str = "cosine"  # constant, linear, cosine, wsd, inverse_sqrt, noam
+    peak: float = 1e-3  # highest learning rate; noam: the factor before width ** -0.5
+    warmup: int = 100  # steps
+    floor: float = 0.0  # linear, cosine, wsd: final rate as a share of the peak
+    decay: float = 0.2  # wsd: share of the run spent decaying
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 1000
+    seed: int = 0
+    accumulation: int = 1  # microbatches summed before one update
+    ema: float | None = None  # decay of the weight average; evaluation and decoding then use the average
+    log_every: int = 20  # steps
+    evaluate_every: int = 200  # steps; 0: only at the end
+    checkpoint_every: int = 200  # steps; 0: only at the end
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    keep_last: int = 1  # newest checkpoints, for resuming
+    keep_best: int = 1  # best by `metric`; 0: none
+    metric: str = "loss"  # a validation measure
+    mode: str = "min"  # min, max
+    average: int = 0  # evaluate and decode with the mean of this many checkpoints; 0: no averaging
+    average_of: str = "last"  # last, best
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    batch: int = 64  # rows
+    examples: int | None = None  # validation during training reads only the first so many; None: all
+    decode_examples: int = 0  # validation examples decoded and scored at each evaluation; 0: loss only
+    samples: int = 5  # decoded examples shown at each evaluation
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    method: str = "greedy"  # greedy, sample, beam
+    beams: int = 4
+    length_penalty: float = 0.6  # GNMT's alpha (Wu et al. 2016, equation 14)
+    early_stop: bool = True  # stop a sequence when no live beam can beat its worst finished one
+    hypotheses: int = 1  # n-best
+    max_length: int = 64  # new tokens
+    max_ratio: float | None = None  # seq2seq: at most ratio * source length + 10 new tokens
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    batch: int = 32  # rows
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes. One of them may be -1: the devices that are left."""
+
+    stage: int = 1
+    data: int = -1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class InitConfig:
+    directory: str = ""  # a workdir (or checkpoint) whose parameters start this run; "": random
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    init: InitConfig = field(default_factory=InitConfig)

@@ -1,0 +1,1 @@
+"""One decoding engine for every family: warped sampling and beam search over the Decodable protocol."""

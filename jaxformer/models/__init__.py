@@ -1,0 +1,1 @@
+"""Whole models: the transformer in its three fillings, and the recurrent baseline."""

@@ -1,0 +1,37 @@
+"""What position does. One file a way, each defining `ENCODING`, an `Encoding` of up to four hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from flax import linen as nn
+
+from jaxformer import registry
+from jaxformer.types import Array, Slots
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The places where position can act; a hook that is None does nothing there.
+
+    Attributes:
+      embed: module class. `embed(EncodingConfig, width)(slots) -> [B, T, D]`, added to the input of the stack.
+      shared: module class. `shared(EncodingConfig, AttentionConfig, head_width)(slots) -> pytree`, made once a stack
+        (or decoding step) from the query slots and handed to every layer as `shared`.
+      rotate: function. `rotate(config, x [B, T, H, K], shared) -> [B, T, H, K]`, applied to queries and to keys before
+        they are cached.
+      score: function. `score(config, shared, q, k, query_position, key_position) -> additive [b, H, T, S]` with b = B
+        or 1, for a tile: q `[B, T, H, K]`, k `[B, S, G, K]`, positions int32 `[B, T]`, `[B, S]`. Float32. It must be
+        differentiable with respect to `shared`, q and k.
+    """
+
+    embed: type[nn.Module] | None = None
+    shared: type[nn.Module] | None = None
+    rotate: Callable[..., Array] | None = None
+    score: Callable[..., Array] | None = None
+
+
+def get(kind: str) -> Encoding:
+    """The encoding defined by the file `kind` of this folder."""
+    return registry.member(__name__, kind, "ENCODING")

@@ -1,0 +1,47 @@
+"""How the weighted sum is computed. One file a way, each defining `KERNEL`; all equal in value and in gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, NamedTuple
+
+from jaxformer import registry
+from jaxformer.config import AttentionConfig
+from jaxformer.nn.masks import Mask
+from jaxformer.types import Array, PyTree
+
+
+class Score(NamedTuple):
+    """An additive score as a function of a tile, so that no kernel needs the whole `[T, S]` table.
+
+    `function(args, q, k, query_position, key_position) -> [b, H, T, S]` float32 (b = B or 1); `args` is the pytree it
+    is differentiable in.
+    """
+
+    function: Callable[..., Array]
+    args: PyTree
+
+
+class Noise(NamedTuple):
+    """Dropout of the attention probabilities."""
+
+    rate: float
+    key: Array
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`apply(q [B,T,H,K], k [B,S,G,K], v [B,S,G,K], mask, score, noise, config) -> [B,T,H,K]`.
+
+    `q` is already scaled. H is a multiple of G: query head h reads key head h // (H // G). The softmax is float32; a
+    query that sees nothing returns 0. `refuse(config, score, noise)` returns why the kernel can't honour these
+    arguments, or None.
+    """
+
+    apply: Callable[[Array, Array, Array, Mask, Score | None, Noise | None, AttentionConfig], Array]
+    refuse: Callable[[AttentionConfig, bool, bool], str | None] = lambda config, score, noise: None
+
+
+def get(kind: str) -> Kernel:
+    """The kernel defined by the file `kind` of this folder."""
+    return registry.member(__name__, kind, "KERNEL")

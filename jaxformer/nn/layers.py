@@ -1,0 +1,182 @@
+"""Dense, embedding, normalisation, dropout: the leaves of every model. Shapes are the true ones, nothing is fused."""
+
+from __future__ import annotations
+
+import math
+from typing import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxformer.config import EmbedConfig, NormConfig
+from jaxformer.parallel.rules import constrain
+from jaxformer.types import Array, Stream
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+
+
+def dot(x: Array, kernel: Array, inputs: int = 1) -> Array:
+    """Contracts the last `inputs` axes of `x` with the first `inputs` axes of `kernel`, in the dtype of `x`."""
+    axes = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
+    return jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
+
+
+class Dense(nn.Module):
+    """A linear map whose kernel keeps its true shape, e.g. `[D, H, K]` for a query projection.
+
+    Attributes:
+      shape: kernel shape, input axes first.
+      names: logical name of each kernel axis.
+      inputs: how many leading axes are contracted with the last axes of the input.
+      bias: adds a learned `shape[inputs:]`, initially zero.
+      init: initialiser of the kernel; None: normal with variance 1 / fan-in (LeCun), truncated at two deviations.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    inputs: int = 1
+    bias: bool = True
+    init: Callable | None = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        axes = tuple(range(len(self.shape)))
+        init = self.init or nn.initializers.variance_scaling(
+            1.0, "fan_in", "truncated_normal", in_axis=axes[: self.inputs], out_axis=axes[self.inputs :]
+        )
+        kernel = self.param("kernel", nn.with_logical_partitioning(init, self.names), self.shape)
+        y = dot(x, kernel, self.inputs)
+        if self.bias:
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.names[self.inputs :])
+            y = y + self.param("bias", zeros, self.shape[self.inputs :]).astype(y.dtype)
+        return y
+
+
+class Dropout(nn.Module):
+    """Zeroes entries with probability `rate` and scales the rest by 1 / (1 - rate). Active when a key is supplied.
+
+    `axes` are broadcast: with `axes=(1,)` one mask serves a whole sequence (variational dropout).
+    """
+
+    rate: float
+    axes: tuple[int, ...] = ()
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        if self.rate == 0.0 or not self.has_rng("dropout"):
+            return x
+        shape = tuple(1 if i in self.axes else size for i, size in enumerate(x.shape))
+        keep = jax.random.bernoulli(self.make_rng("dropout"), 1.0 - self.rate, shape)
+        return jnp.where(keep, x / (1.0 - self.rate), jnp.zeros((), x.dtype))
+
+
+class Norm(nn.Module):
+    """The normalisation that `config.kind` names, over the last axis (batch norm: over batch and time).
+
+    layer: `(x - mean) / sqrt(var + eps) * scale + bias` (Ba et al. 2016). rms: `x / sqrt(mean(x^2) + eps) * scale`
+    (Zhang and Sennrich 2019). batch: see `BatchNorm`. none: the identity. Statistics are float32 in any precision.
+    """
+
+    config: NormConfig
+
+    @nn.compact
+    def __call__(self, x: Array, visible: Array | None = None) -> Array:
+        """`x` is `[B, T, D]`; `visible` `[B, T]` is False at padding, which batch norm leaves out of its statistics."""
+        config, width = self.config, x.shape[-1]
+        if config.kind == "none":
+            return x
+        if config.kind == "batch":
+            return BatchNorm(config.epsilon, config.momentum, name="batch")(x, visible)
+        y = x.astype(jnp.float32)
+        if config.kind == "layer":
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.epsilon)
+        y = y * self.param("scale", nn.with_logical_partitioning(nn.initializers.ones_init(), (None,)), (width,))
+        if config.kind == "layer" and config.bias:
+            y = y + self.param("bias", nn.with_logical_partitioning(nn.initializers.zeros_init(), (None,)), (width,))
+        return y.astype(x.dtype)
+
+
+class BatchNorm(nn.Module):
+    """Batch normalisation (Ioffe and Szegedy 2015) of `[B, T, D]`: one mean and variance a feature.
+
+    Statistics run over all visible slots of the global batch, so they are the same on one device and on eight. In
+    training (a dropout key is supplied) the batch's own statistics are used and the running ones, in the collection
+    "batch_stats", move towards them; otherwise the running ones are used.
+    """
+
+    epsilon: float
+    momentum: float
+
+    @nn.compact
+    def __call__(self, x: Array, visible: Array | None = None) -> Array:
+        width = x.shape[-1]
+        running_mean = self.variable("batch_stats", "mean", jnp.zeros, (width,), jnp.float32)
+        running_var = self.variable("batch_stats", "var", jnp.ones, (width,), jnp.float32)
+        scale = self.param("scale", nn.with_logical_partitioning(nn.initializers.ones_init(), (None,)), (width,))
+        bias = self.param("bias", nn.with_logical_partitioning(nn.initializers.zeros_init(), (None,)), (width,))
+        y = x.astype(jnp.float32)
+        if self.has_rng("dropout"):
+            weight = jnp.ones(x.shape[:-1]) if visible is None else visible.astype(jnp.float32)
+            count = jnp.maximum(jnp.sum(weight), 1.0)
+            mean = jnp.einsum("bt,btd->d", weight, y) / count
+            var = jnp.einsum("bt,btd->d", weight, jnp.square(y - mean)) / count
+            if not self.is_initializing() and self.is_mutable_collection("batch_stats"):
+                running_mean.value = self.momentum * running_mean.value + (1 - self.momentum) * mean
+                running_var.value = self.momentum * running_var.value + (1 - self.momentum) * var
+        else:
+            mean, var = running_mean.value, running_var.value
+        y = (y - mean) * jax.lax.rsqrt(var + self.epsilon) * scale + bias
+        return y.astype(x.dtype)
+
+
+class Embed(nn.Module):
+    """Token table `[V, E]`, with the width correction, token types, norm and dropout that `config` asks for.
+
+    With `config.width` smaller than the model width a projection follows (factorised embedding, Lan et al. 2020).
+    `attend` turns hidden states into logits with the same table (Press and Wolf 2017).
+    """
+
+    config: EmbedConfig
+    width: int
+    dtype: jnp.dtype = jnp.float32
+
+    def setup(self) -> None:
+        config = self.config
+        if config.vocab is None:
+            raise ValueError("embed.vocab: got None, expected a size; resolve the config with a tokenizer first")
+        self.inner = config.width or self.width
+        deviation = self.inner**-0.5 if config.deviation is None else config.deviation
+        init = nn.with_logical_partitioning(nn.initializers.normal(deviation), ("vocab", "table"))
+        self.table = self.param("table", init, (config.vocab, self.inner))
+        if self.inner != self.width:
+            self.up = Dense((self.inner, self.width), ("table", "embed"), bias=False)
+        if config.kinds:
+            init = nn.with_logical_partitioning(nn.initializers.normal(deviation), (None, "table"))
+            self.kind_table = self.param("kinds", init, (config.kinds, self.width))
+
+    def __call__(self, stream: Stream) -> Array:
+        """Embeddings `[B, T, D]` of a stream, before position, norm and dropout."""
+        x = jnp.take(self.table, stream.tokens, axis=0).astype(self.dtype)
+        if self.inner != self.width:
+            x = self.up(x)
+        if self.config.scale:
+            x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
+        if self.config.kinds:
+            kind = jnp.zeros_like(stream.tokens) if stream.kind is None else stream.kind
+            x = x + jnp.take(self.kind_table, kind, axis=0).astype(self.dtype)
+        return constrain(x, "batch", "length", "act_embed")
+
+    def attend(self, x: Array) -> Array:
+        """Float32 logits `[..., V]` of hidden states `[..., D]`: `x @ table.T`, through `up` transposed if factorised."""
+        if self.inner != self.width:
+            x = jnp.einsum("...d,ed->...e", x, self.up.variables["params"]["kernel"].astype(x.dtype))
+        table = self.table.astype(x.dtype)
+        return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)

@@ -1,0 +1,52 @@
+"""Who may look at whom, as data. A mask is ids until the kernel turns it into booleans, whole or tile by tile."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax.numpy as jnp
+
+from jaxformer.types import Array, Slots
+
+
+@flax.struct.dataclass
+class Mask:
+    """Query slot `t` sees key slot `s` iff they share a segment other than 0, and the order rules allow it.
+
+    Attributes:
+      query, key: the two sides' `Slots`, `[B, T]` and `[B, S]`.
+      causal: only keys at positions up to the query's.
+      window: only keys less than `window` positions back (and, where not causal, ahead).
+    """
+
+    query: Slots
+    key: Slots
+    causal: bool = flax.struct.field(pytree_node=False, default=False)
+    window: int | None = flax.struct.field(pytree_node=False, default=None)
+
+    def dense(self) -> Array:
+        """bool `[B, T, S]`, True where visible."""
+        return visible(self.query, self.key, self.causal, self.window)
+
+
+def visible(query: Slots, key: Slots, causal: bool, window: int | None) -> Array:
+    """The one predicate: bool `[B, T, S]` for slots `[B, T]` and `[B, S]`."""
+    see = (query.segment[:, :, None] == key.segment[:, None, :]) & (key.segment[:, None, :] != 0)
+    back = query.position[:, :, None] - key.position[:, None, :]
+    if causal:
+        see &= back >= 0
+    if window is not None:
+        see &= back < window
+        if not causal:
+            see &= back > -window
+    return see
+
+
+def slots(segment: Array) -> Slots:
+    """Slots whose positions count from 0 inside each run of equal segment ids of `segment` int32 `[B, T]`.
+
+    Padding (segment 0) gets position 0.
+    """
+    index = jnp.arange(segment.shape[1])[None, :]
+    starts = jnp.concatenate([jnp.ones_like(segment[:, :1], bool), segment[:, 1:] != segment[:, :-1]], axis=1)
+    first = jnp.maximum.accumulate(jnp.where(starts, index, 0), axis=1)
+    return Slots(position=jnp.where(segment == 0, 0, index - first), segment=segment)

@@ -1,0 +1,86 @@
+"""THE table: where each logical axis goes on the mesh. Every sharding decision of the project is a row of it."""
+
+from __future__ import annotations
+
+import jax
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxformer.types import Array, PyTree
+
+WEIGHTS: dict[str, str | tuple[str, ...] | None] = {
+    "vocab": "tensor",
+    "table": "fsdp",  # width of an embedding table: its own name, since a look-up wants it whole where a matmul does not
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head": None,
+    "ffn": "tensor",
+    "experts": "expert",
+    "layers": "stage",
+    "buckets": None,
+}
+ACTIVATIONS: dict[str, str | tuple[str, ...] | None] = {
+    "batch": ("data", "fsdp", "expert"),
+    "length": "context",
+    "act_embed": None,
+    "act_heads": "tensor",
+    "act_ffn": "tensor",
+    "act_vocab": "tensor",
+}
+RULES = tuple((WEIGHTS | ACTIVATIONS).items())
+
+
+def spec(names: tuple[str | None, ...]) -> PartitionSpec:
+    """The mesh axes of an array whose axes have these logical names (None: replicated).
+
+    Raises:
+      ValueError: a name is not in the table. (Linen would replicate it silently.)
+    """
+    table = dict(RULES)
+    for name in names:
+        if name is not None and name not in table:
+            raise ValueError(f"logical axis: got {name!r}, expected one of {', '.join(table)}; add it to rules.py")
+    return PartitionSpec(*(None if name is None else table[name] for name in names))
+
+
+def constrain(x: Array, *names: str | None) -> Array:
+    """Asks the partitioner to lay `x` out by its axes' logical names; does nothing without a mesh of several devices.
+
+    An axis that the mesh does not divide evenly stays whole, as does one whose mesh axes have size 1.
+    """
+    wanted = spec(names)
+    if len(names) != x.ndim:
+        raise ValueError(f"constrain: got {len(names)} names for shape {x.shape}, expected one name an axis")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, fit(wanted, x.shape, mesh))
+
+
+def fit(wanted: PartitionSpec, shape: tuple[int, ...], mesh) -> PartitionSpec:
+    """`wanted` with every mesh axis dropped that does not divide its array axis."""
+    axes = []
+    for size, entry in zip(shape, tuple(wanted) + (None,) * (len(shape) - len(wanted)), strict=True):
+        kept: list[str] = []
+        for axis in (entry,) if isinstance(entry, str) else entry or ():
+            if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0:
+                kept.append(axis)
+                size //= mesh.shape[axis]
+        axes.append(tuple(kept) if len(kept) > 1 else kept[0] if kept else None)
+    return PartitionSpec(*axes)
+
+
+def shardings(boxed: PyTree, mesh: Mesh) -> PyTree:
+    """Shardings of a tree of (boxed) abstract arrays, as `jax.eval_shape` of an `init` returns it."""
+    specs = nn.get_partition_spec(boxed)
+
+    def place(names: PartitionSpec, value: jax.ShapeDtypeStruct) -> NamedSharding:
+        return NamedSharding(mesh, fit(spec(tuple(names)), value.shape, mesh))
+
+    return jax.tree.map(place, specs, nn.meta.unbox(boxed), is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def batch_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+    """Where a batch array `[B, ...]` goes: its rows over the data axes."""
+    return NamedSharding(mesh, fit(spec(("batch",) + (None,) * (len(shape) - 1)), shape, mesh))

@@ -1,0 +1,55 @@
+"""What a model is trained to do. One file a task, each defining `TASK`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Callable, Mapping
+
+import numpy as np
+
+from jaxformer import registry
+from jaxformer.config import Config
+from jaxformer.types import Array, Batch, Sums
+
+if TYPE_CHECKING:
+    from jaxformer.data.sources import Example
+    from jaxformer.data.tokenizers import Tokenizers
+
+Features = Mapping[str, np.ndarray]
+"""One encoded example. int32 `source` [n] and `target` [m] (decoder input), optional `kind` [n] (source token types),
+`labels` [m] or [n] or [] and float32 `weights` of the same shape. The pipeline pads and stacks these into a `Batch`."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A record; functions only.
+
+    Attributes:
+      roles: what an example must have ("source", "target", "text", "label").
+      encode: `(config, tokenizers, example, rng) -> Features`. `rng` is a numpy Generator that depends on the run's
+        seed, the epoch and the example only. Cuts to `config.data.length`.
+      loss: `(config, logits, batch) -> Sums` with at least "loss", whose quotient is minimised.
+      metrics: `(config, logits, batch) -> Sums`, added over the whole split in evaluation; includes "loss" without
+        smoothing or regularisers, so that it compares between runs.
+      finish: `(config, values, size) -> values`: adds measures derived from the divided ones (perplexity, bits per
+        byte). `size` has the split's "examples", "bytes" and "words" and the evaluation's label count "labels".
+      prompt: `(config, tokenizers, line) -> Features` of an input line without labels, for decoding.
+      decode: `(model, lines, config.decode) -> list of results`, one a line; `model` is a `jaxformer.Model`.
+      line: `(result) -> str`: a result as one line of text output.
+      score: `(config, results, examples) -> values`: corpus measures of decoded results (BLEU, exact match).
+    """
+
+    roles: tuple[str, ...]
+    encode: Callable[..., Features]
+    loss: Callable[[Config, Array, Batch], Sums]
+    metrics: Callable[[Config, Array, Batch], Sums]
+    finish: Callable[[Config, dict[str, float], Mapping[str, float]], dict[str, float]]
+    prompt: Callable[..., Features] | None = None
+    decode: Callable[..., list[Any]] | None = None
+    line: Callable[[Any], str] = str
+    score: Callable[..., dict[str, float]] | None = None
+
+
+def get(name: str) -> Task:
+    """The task defined by the file `name` of this folder."""
+    return registry.member(__name__, name, "TASK")

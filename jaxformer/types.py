@@ -1,0 +1,95 @@
+"""The structures that travel between rooms. No computation beyond what a field's meaning needs.
+
+Axis letters, used in annotations and einsums everywhere:
+
+    B batch         T query/target length   S key/source length   D model width
+    H query heads   G key/value heads       K head width          F feed-forward width
+    V vocabulary    L layers                N beams               C classes
+    R relative buckets   M microbatches     E experts
+"""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, NamedTuple, Protocol, Self
+
+import flax.struct
+import jax
+
+Array = jax.Array
+PyTree = Any
+
+
+class Slots(NamedTuple):
+    """Who sits where: `position` and `segment`, both int32 `[B, T]`.
+
+    Segment 0 means that nothing is there (padding). Two slots may see each other only inside one segment, so the
+    same two arrays express padding, packing and the valid part of a cache.
+    """
+
+    position: Array
+    segment: Array
+
+
+class Stream(NamedTuple):
+    """One side of an example: `tokens` int32 `[B, T]`, their `slots`, and token types `kind` `[B, T]` or None."""
+
+    tokens: Array
+    slots: Slots
+    kind: Array | None = None
+
+
+class Batch(NamedTuple):
+    """What a step consumes. Which stream is None is what makes a model an encoder, a decoder or both.
+
+    `labels` (int32) and `weights` (float32) are aligned with the logits: `[B, T]` for token-level tasks, `[B]` for
+    sequence-level ones. Losses never shift. A weight of 0 removes an entry from every sum. For decoding, `target`
+    holds the prompt.
+    """
+
+    source: Stream | None
+    target: Stream | None
+    labels: Array | None = None
+    weights: Array | None = None
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything a step changes, and nothing else: no callables, so that it can be saved and sharded as it is.
+
+    Attributes:
+      step: int32 scalar, the number of completed optimizer updates.
+      params: parameter pytree, float32.
+      opt_state: optax state.
+      key: the run's PRNG key. It never changes; a step draws from `fold_in(key, step)`.
+      variables: other collections: batch-norm statistics under "batch_stats", the weight average under "ema".
+    """
+
+    step: Array
+    params: PyTree
+    opt_state: PyTree
+    key: Array
+    variables: Mapping[str, PyTree]
+
+
+Sums = Mapping[str, tuple[Array, Array]]
+"""Measures as name -> (numerator, denominator). Added over microbatches, devices, hosts and batches; divided once."""
+
+
+class State(Protocol):
+    """Decoding state: a pytree of per-sequence rows."""
+
+    def rows(self, index: Array) -> Self:
+        """The state whose row `i` is this one's row `index[i]`. `index` is int32 `[B']`; B' may differ from B."""
+        ...
+
+
+class Decodable(Protocol):
+    """What a decoder needs of a model, whatever its family. Logits are float32 `[B, V]`."""
+
+    def start(self, batch: Batch, length: int) -> tuple[Array, State]:
+        """Reads `batch` (prompt in `batch.target`), with room for `length` slots. Logits of the next token."""
+        ...
+
+    def step(self, tokens: Array, state: State) -> tuple[Array, State]:
+        """Appends `tokens` int32 `[B, 1]`. Logits of the token after them."""
+        ...
