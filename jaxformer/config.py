@@ -39,6 +39,7 @@ class EncodingConfig:
     interleaved: bool = False  # rope: pairs are neighbours (True) or halves (False)
     buckets: int = 32  # t5: relative buckets
     max_distance: int = 128  # t5: distances beyond share the last bucket
+    bidirectional: bool | None = None  # t5: buckets for keys ahead too; None: exactly when the stack is not causal
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
 
 from flax import linen as nn
 
 from jaxformer import registry
-from jaxformer.types import Array, Slots
+from jaxformer.types import Array
 
 
 @dataclass(frozen=True)

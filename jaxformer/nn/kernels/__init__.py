@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jaxformer import registry
 from jaxformer.config import AttentionConfig
@@ -23,10 +27,20 @@ class Score(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Dropout of the attention probabilities."""
+    """Dropout of the attention probabilities with probability `rate`, a static number, drawn from `key`."""
 
     rate: float
     key: Array
+
+    def drop(self, probs: Array) -> Array:
+        """Zeroes entries with probability `rate` and scales the rest so that the mean stays.
+
+        Sixteen random bits an entry instead of 32 halve the cost of drawing them, which is a large share of a small
+        model's attention on a CPU. The scale is that of the rate rounded to 1/65536, so there is no bias.
+        """
+        threshold = min(round(self.rate * 65536), 65535)
+        bits = jax.random.bits(self.key, probs.shape, jnp.uint16)
+        return jnp.where(bits >= threshold, probs * (65536 / (65536 - threshold)), 0.0)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,38 @@
+"""A learned vector for every position, added to the input (Gehring et al. 2017; BERT and GPT-2)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxformer.config import ConfigError, EncodingConfig
+from jaxformer.nn.encodings import Encoding
+from jaxformer.types import Array, Slots
+
+
+class Learned(nn.Module):
+    """Rows of a table `[max_length, D]`, initially normal with deviation 0.02 (as in BERT and GPT-2).
+
+    Positions are data, so only the number of slots can be checked when the model is traced. A position outside the
+    table reads NaN rather than some other position's row.
+
+    Raises:
+      ConfigError: there are more slots than rows.
+    """
+
+    config: EncodingConfig
+    width: int
+
+    @nn.compact
+    def __call__(self, slots: Slots) -> Array:
+        rows, length = self.config.max_length, slots.position.shape[1]
+        if length > rows:
+            raise ConfigError(
+                f"encoding.max_length: got {rows}, expected at least the sequence length {length}; raise it"
+            )
+        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (None, "table"))
+        table = self.param("table", init, (rows, self.width))
+        return jnp.take(table, slots.position, axis=0, mode="fill", fill_value=jnp.nan)
+
+
+ENCODING = Encoding(embed=Learned)

@@ -1,0 +1,40 @@
+"""Fixed sines and cosines added to the input (Vaswani et al. 2017, section 3.5)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from jaxformer.config import EncodingConfig
+from jaxformer.nn.encodings import Encoding
+from jaxformer.types import Array, Slots
+
+
+def sinusoids(position: Array, width: int, base: float = 10000.0) -> Array:
+    """Float32 `[..., D]` codes of integer positions `[...]`:
+
+        PE(p, 2i) = sin(p / base^(2i / D)),   PE(p, 2i + 1) = cos(p / base^(2i / D))
+
+    The sine and the cosine of a pair share one exponent: only then is PE(p + n) a rotation of PE(p). An odd width
+    drops the last cosine.
+    """
+    pairs = (width + 1) // 2
+    frequency = jnp.asarray(base ** (-2.0 * np.arange(pairs) / width), jnp.float32)
+    angle = position.astype(jnp.float32)[..., None] * frequency
+    code = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+    return code.reshape(*position.shape, 2 * pairs)[..., :width]
+
+
+class Sinusoidal(nn.Module):
+    """`sinusoids` of the slots' positions, `[B, T, D]`. No parameters, any length."""
+
+    config: EncodingConfig
+    width: int
+
+    @nn.compact
+    def __call__(self, slots: Slots) -> Array:
+        return sinusoids(slots.position, self.width, self.config.base)
+
+
+ENCODING = Encoding(embed=Sinusoidal)
