@@ -157,7 +157,10 @@ class Embed(nn.Module):
         init = nn.with_logical_partitioning(nn.initializers.normal(deviation), ("vocab", "table"))
         self.table = self.param("table", init, (config.vocab, self.inner))
         if self.inner != self.width:
-            self.up = Dense((self.inner, self.width), ("table", "embed"), bias=False)
+            init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+            self.up = self.param(
+                "up", nn.with_logical_partitioning(init, ("table", "embed")), (self.inner, self.width)
+            )
         if config.kinds:
             init = nn.with_logical_partitioning(nn.initializers.normal(deviation), (None, "table"))
             self.kind_table = self.param("kinds", init, (config.kinds, self.width))
@@ -166,7 +169,7 @@ class Embed(nn.Module):
         """Embeddings `[B, T, D]` of a stream, before position, norm and dropout."""
         x = jnp.take(self.table, stream.tokens, axis=0).astype(self.dtype)
         if self.inner != self.width:
-            x = self.up(x)
+            x = dot(x, self.up)
         if self.config.scale:
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
         if self.config.kinds:
@@ -177,6 +180,6 @@ class Embed(nn.Module):
     def attend(self, x: Array) -> Array:
         """Float32 logits `[..., V]` of hidden states `[..., D]`: `x @ table.T`, through `up` transposed if factorised."""
         if self.inner != self.width:
-            x = jnp.einsum("...d,ed->...e", x, self.up.variables["params"]["kernel"].astype(x.dtype))
+            x = jnp.einsum("...d,ed->...e", x, self.up.astype(x.dtype))
         table = self.table.astype(x.dtype)
         return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)

@@ -1,0 +1,74 @@
+"""From a config to a module, and from a module to parameters that are laid out over a mesh from the start."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.sharding import Mesh
+
+from jaxformer.config import ModelConfig
+from jaxformer.models.rnn import Recurrent
+from jaxformer.models.transformer import Transformer
+from jaxformer.parallel import rules
+from jaxformer.types import Array, Batch, PyTree, Slots, Stream
+
+
+def build(config: ModelConfig) -> nn.Module:
+    """The module that `config` describes; its vocabulary sizes must be resolved."""
+    recurrent = config.recurrent_encoder is not None or config.recurrent_decoder is not None
+    return Recurrent(config) if recurrent else Transformer(config)
+
+
+def resolve(config: ModelConfig, source: int, target: int, classes: int | None = None) -> ModelConfig:
+    """`config` with what only the data knows filled in: vocabulary rows of each side, and the number of classes.
+
+    A size that the config already names is kept.
+    """
+    parts: dict[str, Any] = {}
+    sides = {"encoder": source, "recurrent_encoder": source, "decoder": target, "recurrent_decoder": target}
+    for name, vocab in sides.items():
+        part = getattr(config, name)
+        if part is not None and part.embed.vocab is None:
+            parts[name] = dataclasses.replace(part, embed=dataclasses.replace(part.embed, vocab=vocab))
+    if config.head.kind == "classes" and config.head.classes is None:
+        parts["head"] = dataclasses.replace(config.head, classes=classes)
+    return dataclasses.replace(config, **parts)
+
+
+def example(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:
+    """A batch of the right structure for shapes and initialisation: every slot real, all tokens 0."""
+    ids = np.zeros((rows, length), np.int32)
+    stream = Stream(ids, Slots(np.tile(np.arange(length, dtype=np.int32), (rows, 1)), ids + 1))
+    encodes = config.encoder is not None or config.recurrent_encoder is not None
+    decodes = config.decoder is not None or config.recurrent_decoder is not None
+    return Batch(stream if encodes else None, stream if decodes else None)
+
+
+def initialise(module: nn.Module, key: Array) -> dict[str, PyTree]:
+    """Boxed variables: parameters with their axes' logical names, and batch-norm statistics if there are any."""
+    return dict(module.init({"params": key}, example(module.config)))
+
+
+def shapes(module: nn.Module) -> PyTree:
+    """Boxed shapes of the variables, without computing them."""
+    return jax.eval_shape(lambda: initialise(module, jax.random.key(0)))
+
+
+def create(module: nn.Module, key: Array, mesh: Mesh) -> dict[str, PyTree]:
+    """Variables made on the mesh, each device computing its own shards.
+
+    The values are the same on every mesh: JAX's counter-based generator is partitionable.
+    """
+    layout = rules.shardings(shapes(module), mesh)
+    make = jax.jit(lambda key: nn.meta.unbox(initialise(module, key)), out_shardings=layout)
+    return make(key)
+
+
+def count(params: PyTree) -> int:
+    """Number of parameters."""
+    return sum(int(np.prod(jnp.shape(x))) for x in jax.tree.leaves(params))

@@ -1,0 +1,116 @@
+"""The transformer. Encoder-only, decoder-only and encoder-decoder are three fillings of one module."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxformer.config import ModelConfig, StackConfig
+from jaxformer.nn.cache import TransformerState
+from jaxformer.nn.heads import Head, last_slot
+from jaxformer.nn.layers import Embed
+from jaxformer.nn.stack import Stack
+from jaxformer.types import Array, Batch, Slots, Stream
+
+
+class Transformer(nn.Module):
+    """Embeddings, stacks and head as `config` fills them (Vaswani et al. 2017; Devlin et al. 2019; Radford et al. 2019).
+
+    A model with an encoder reads `batch.source`, one with a decoder reads `batch.target`; with both, the decoder's
+    queries come from the target and its cross-attention's keys and values from the encoder's output.
+    """
+
+    config: ModelConfig
+
+    def setup(self) -> None:
+        config = self.config
+        dtype = jnp.dtype(config.dtype)
+        encoder, decoder = config.encoder, config.decoder
+        if encoder is not None:
+            self.source_embed = Embed(encoder.embed, encoder.width, dtype)
+            self.encoder = Stack(encoder, causal=bool(encoder.causal))
+        if decoder is not None:
+            if encoder is None or not config.share_embeddings:
+                self.target_embed = Embed(decoder.embed, decoder.width, dtype)
+            self.decoder = Stack(decoder, causal=decoder.causal is not False)
+        last: StackConfig = decoder or encoder
+        self.head = Head(config.head, last.width, last.embed.vocab)
+
+    def __call__(self, batch: Batch) -> Array:
+        """Float32 logits: `[B, T, V]` (T of the target if there is a decoder) or, for a classifier, `[B, C]`."""
+        slots = (batch.source if self.config.decoder is None else batch.target).slots
+        return self.head(self.hidden(batch), slots, self.output_embed())
+
+    def hidden(self, batch: Batch) -> Array:
+        """The hidden states `[B, T, D]` below the head."""
+        memory = None if self.config.encoder is None else self.encode(batch.source)
+        if self.config.decoder is None:
+            return memory
+        memory_slots = None if memory is None else batch.source.slots
+        x = self.input_embed()(batch.target)
+        return self.decoder(x, batch.target.slots, memory, memory_slots)[0]
+
+    def encode(self, source: Stream) -> Array:
+        """The encoder's output `[B, S, D]`."""
+        return self.encoder(self.source_embed(source), source.slots)[0]
+
+    def input_embed(self) -> Embed:
+        """The decoder's embedding: the source's own where the two are shared."""
+        shared = self.config.encoder is not None and self.config.share_embeddings
+        return self.source_embed if shared else self.target_embed
+
+    def output_embed(self) -> Embed:
+        """The embedding whose table a tied head reads."""
+        return self.source_embed if self.config.decoder is None else self.input_embed()
+
+    def start(self, batch: Batch, length: int) -> tuple[Array, TransformerState]:
+        """Reads source and prompt (`batch.target` `[B, T]`, padded on either side) and makes room for `length` slots.
+
+        Returns:
+          Logits `[B, V]` of the token after each row's last real one, and the state.
+        """
+        target = batch.target
+        rows, prompt = target.tokens.shape
+        if length < prompt:
+            raise ValueError(f"start: got length {length}, expected room for the prompt's {prompt} slots")
+        memory, memory_slots = None, None
+        if self.config.encoder is not None:
+            memory = self.decoder.project(self.encode(batch.source))
+            memory_slots = batch.source.slots
+        room = ((0, 0), (0, length - prompt))
+        slots = Slots(jnp.pad(target.slots.position, room), jnp.pad(target.slots.segment, room))
+        held = self.decoder.empty(rows, length, jnp.dtype(self.config.dtype))
+        last = last_slot(target.slots)[:, None]
+        state = TransformerState(
+            held=held,
+            slots=slots,
+            index=jnp.zeros((), jnp.int32),
+            position=jnp.take_along_axis(target.slots.position, last, axis=1)[:, 0] + 1,
+            memory=memory,
+            memory_slots=memory_slots,
+        )
+        x, state = self.advance(target, state)
+        x = jnp.take_along_axis(x, last[:, :, None], axis=1)
+        return self.head(x, target.slots, self.output_embed())[:, 0], state
+
+    def step(self, tokens: Array, state: TransformerState) -> tuple[Array, TransformerState]:
+        """Appends `tokens` `[B, 1]` to every row. Logits `[B, V]` of the token after them."""
+        here = Slots(state.position[:, None], jnp.ones_like(tokens))
+        put = lambda all, new: all.at[:, state.index].set(new[:, 0])  # noqa: E731
+        slots = Slots(put(state.slots.position, here.position), put(state.slots.segment, here.segment))
+        state = state.replace(slots=slots, position=state.position + 1)
+        x, state = self.advance(Stream(tokens, here), state)
+        return self.head(x, here, self.output_embed())[:, 0], state
+
+    def advance(self, target: Stream, state: TransformerState) -> tuple[Array, TransformerState]:
+        """Runs the decoder over new slots that `state.slots` already describes."""
+        x, held = self.decoder(
+            self.input_embed()(target),
+            target.slots,
+            state.memory,
+            state.memory_slots,
+            held=state.held,
+            held_slots=state.slots,
+            index=state.index,
+        )
+        return x, state.replace(held=held, index=state.index + target.tokens.shape[1])

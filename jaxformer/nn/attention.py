@@ -1,0 +1,111 @@
+"""Attention, once. Who looks at whom is the mask, what position does is the encoding, how it is summed the kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxformer.config import AttentionConfig, EncodingConfig
+from jaxformer.nn import encodings, kernels
+from jaxformer.nn.cache import Cache, KeyValues
+from jaxformer.nn.kernels import Noise, Score, dense
+from jaxformer.nn.layers import Dense
+from jaxformer.nn.masks import Mask
+from jaxformer.parallel.rules import constrain
+from jaxformer.types import Array
+
+
+class Attention(nn.Module):
+    """Multi-head scaled dot-product attention (Vaswani et al. 2017, section 3.2).
+
+        head_h = softmax(q_h k_g(h)^T / sqrt(K) + score + mask) v_g(h)        y = concat(head_1 .. head_H) W_o
+
+    MHA, GQA and MQA differ by `config.kv_heads`. Self-attention reads `x`; cross-attention reads `memory`, with
+    queries from `x`.
+
+    Attributes:
+      encoding: what position does in self-attention.
+      width: model width D.
+    """
+
+    config: AttentionConfig
+    encoding: EncodingConfig
+    width: int
+
+    def setup(self) -> None:
+        config, width = self.config, self.width
+        self.heads, self.kv_heads, self.head_width = shape(config, width)
+        keys = (width, self.kv_heads, self.head_width)
+        self.query = Dense((width, self.heads, self.head_width), ("embed", "heads", "head"), bias=config.bias)
+        self.key = Dense(keys, ("embed", "kv_heads", "head"), bias=config.bias)
+        self.value = Dense(keys, ("embed", "kv_heads", "head"), bias=config.bias)
+        if config.output:
+            self.out = Dense((self.heads, self.head_width, width), ("heads", "head", "embed"), 2, config.bias)
+
+    def __call__(
+        self,
+        x: Array,
+        mask: Mask,
+        position: Any = None,
+        memory: Array | KeyValues | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Array, Cache | None]:
+        """Attends from `x` `[B, T, D]`.
+
+        Args:
+          mask: over T query slots and the S key slots: x's own, the cache's, or the memory's.
+          position: what the encoding's `shared` hook returned for the slots of `x`; None in cross-attention.
+          memory: `[B, S, D]`, or its keys and values from `project`, for cross-attention.
+          cache: self-attention only: written at its index, then read whole.
+
+        Returns:
+          `[B, T, D]` and the written cache (None without one).
+        """
+        encoding = encodings.get(self.encoding.kind) if memory is None else encodings.Encoding()
+        q = self.query(x)
+        held = memory if isinstance(memory, KeyValues) else self.project(x if memory is None else memory)
+        k, v = held.k, held.v
+        if encoding.rotate is not None:
+            q, k = encoding.rotate(self.encoding, q, position), encoding.rotate(self.encoding, k, position)
+        if cache is not None:
+            cache = cache.write(k, v)
+            k, v = cache.held.k.astype(q.dtype), cache.held.v.astype(q.dtype)
+        if self.config.scale:
+            q = q * jnp.asarray(self.head_width**-0.5, q.dtype)
+        q = constrain(q, "batch", "length", "act_heads", None)
+        score = None
+        if encoding.score is not None:
+            score = Score(functools.partial(encoding.score, self.encoding), position)
+        o = self.weigh(q, k, v, mask, score)
+        if not self.config.output:
+            return o.reshape(*x.shape[:-1], self.width), cache
+        return self.out(o), cache
+
+    def project(self, memory: Array) -> KeyValues:
+        """Keys and values `[B, S, G, K]` of `memory` `[B, S, D]`, so that decoding projects it once."""
+        return KeyValues(self.key(memory), self.value(memory))
+
+    def weigh(self, q: Array, k: Array, v: Array, mask: Mask, score: Score | None) -> Array:
+        """The kernel's `[B, T, H, K]`. With the collection "intermediates" mutable, the probabilities are sown too."""
+        config, noise = self.config, None
+        if config.dropout > 0.0 and self.has_rng("dropout"):
+            noise = Noise(config.dropout, self.make_rng("dropout"))
+        if self.is_mutable_collection("intermediates"):
+            self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, score, None, config))
+        kernel = kernels.get(choose(config, q.shape[1], k.shape[1]))
+        return kernel.apply(q, k, v, mask, score, noise, config)
+
+
+def shape(config: AttentionConfig, width: int) -> tuple[int, int, int]:
+    """Query heads H, key heads G and head width K."""
+    return config.heads, config.kv_heads or config.heads, config.head_width or width // config.heads
+
+
+def choose(config: AttentionConfig, queries: int, keys: int) -> str:
+    """The kernel's name. "auto" is dense while the `[T, S]` table is small, and blockwise beyond 1024 x 1024."""
+    if config.kernel != "auto":
+        return config.kernel
+    return "dense" if queries * keys <= 1024 * 1024 else "blockwise"

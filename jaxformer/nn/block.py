@@ -1,0 +1,89 @@
+"""One transformer layer: self-attention, cross-attention if there is a memory, feed-forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable
+
+import flax.struct
+from flax import linen as nn
+
+from jaxformer.config import StackConfig
+from jaxformer.nn.attention import Attention
+from jaxformer.nn.cache import Cache, KeyValues
+from jaxformer.nn.ffn import FeedForward
+from jaxformer.nn.layers import Dropout, Norm
+from jaxformer.nn.masks import Mask
+from jaxformer.parallel.rules import constrain
+from jaxformer.types import Array
+
+
+@flax.struct.dataclass
+class Context:
+    """What all layers of a stack share.
+
+    Attributes:
+      mask: self-attention's.
+      position: what the encoding's `shared` hook returned.
+      memory: the encoder's output `[B, S, D]`, when its keys and values are not precomputed.
+      memory_mask: cross-attention's.
+      index: the cache slot to write to, when decoding.
+    """
+
+    mask: Mask
+    position: Any = None
+    memory: Array | None = None
+    memory_mask: Mask | None = None
+    index: Array | None = None
+
+
+class Block(nn.Module):
+    """A layer, in the signature that `nn.scan` wants: the residual stream is the carry.
+
+    Where the norms stand is `config.norm.order`: pre (Xiong et al. 2020) `x + f(norm(x))`, post (Vaswani et al. 2017)
+    `norm(x + f(x))`, sandwich (Ding et al. 2021) `x + norm(f(norm(x)))`. A residual that is off drops the `x +`.
+    """
+
+    config: StackConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Array, held: KeyValues | None, memory: KeyValues | None, context: Context
+    ) -> tuple[Array, KeyValues | None]:
+        """`x` `[B, T, D]`; `held` and `memory` are this layer's cached keys and values for self and cross-attention."""
+        config = self.config
+        attention = Attention(config.attention, config.encoding, config.width, name="attention")
+        cache = None if held is None else Cache(held, context.index)
+
+        def attend(y: Array) -> Array:
+            nonlocal cache
+            y, cache = attention(y, context.mask, context.position, cache=cache)
+            return y
+
+        x = self.sublayer("attention", x, attend, config.residual_attention, context)
+        if context.memory_mask is not None:
+            cross = Attention(
+                dataclasses.replace(config.attention, window=None), config.encoding, config.width, name="cross"
+            )
+            source = context.memory if memory is None else memory
+            look = lambda y: cross(y, context.memory_mask, memory=source)[0]  # noqa: E731
+            x = self.sublayer("cross", x, look, config.residual_cross, context)
+        if config.ffn is not None:
+            ffn = FeedForward(config.ffn, config.width, name="ffn")
+            x = self.sublayer("ffn", x, ffn, config.residual_ffn, context)
+        return x, None if cache is None else cache.held
+
+    def sublayer(
+        self, name: str, x: Array, function: Callable[[Array], Array], residual: bool, context: Context
+    ) -> Array:
+        """`function` with the norms, dropout and residual sum of `config` around it."""
+        norm, visible = self.config.norm, context.mask.query.segment != 0
+        y = x if norm.order == "post" else Norm(norm, name=f"{name}_norm")(x, visible)
+        y = function(y)
+        if norm.order == "sandwich":
+            y = Norm(norm, name=f"{name}_post_norm")(y, visible)
+        y = Dropout(self.config.dropout)(y)
+        y = x + y if residual else y
+        if norm.order == "post":
+            y = Norm(norm, name=f"{name}_norm")(y, visible)
+        return constrain(y, "batch", "length", "act_embed")

@@ -1,0 +1,35 @@
+"""The position-wise feed-forward layer and its gated forms."""
+
+from __future__ import annotations
+
+from flax import linen as nn
+
+from jaxformer.config import FeedForwardConfig
+from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout
+from jaxformer.parallel.rules import constrain
+from jaxformer.types import Array
+
+
+class FeedForward(nn.Module):
+    """`act(x W_in + b) W_out + b` (Vaswani et al. 2017, equation 2), or `(act(x W_gate) * (x W_in)) W_out` if gated.
+
+    The gated forms are Shazeer 2020's: gelu gives GEGLU, silu SwiGLU, relu ReGLU.
+    """
+
+    config: FeedForwardConfig
+    width: int
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        config = self.config
+        inner = config.width or 4 * self.width
+        activation = ACTIVATIONS[config.activation]
+        y = Dense((self.width, inner), ("embed", "ffn"), bias=config.bias, name="in")(x)
+        if config.gated:
+            gate = Dense((self.width, inner), ("embed", "ffn"), bias=config.bias, name="gate")(x)
+            y = activation(gate) * y
+        else:
+            y = activation(y)
+        y = constrain(y, "batch", "length", "act_ffn")
+        y = Dropout(config.dropout)(y)
+        return Dense((inner, self.width), ("ffn", "embed"), bias=config.bias, name="out")(y)
