@@ -1,0 +1,422 @@
+"""The front of the config: `ConfigDict` for recipes and the command line, the dataclasses of `config.py` past the door.
+
+Everything here is generated from the dataclasses, so a field added there is at once a default, a recipe edit, a
+command-line override, a JSON key and a checked type. What a type cannot say is in `checks.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import os
+import traceback
+import types
+import typing
+from typing import Any, Iterator, Mapping, Sequence
+
+from ml_collections import ConfigDict
+
+from jaxformer.checks import check
+from jaxformer.config import Config, ConfigError
+from jaxformer.registry import nearest
+
+__all__ = ["check", "defaults", "differences", "freeze", "from_json", "load", "parse", "same", "section", "to_json"]
+
+RESUMABLE = (
+    "train.steps", "train.log_every", "train.evaluate_every", "train.checkpoint_every",
+    "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.average", "checkpoint.average_of",
+    "evaluate", "decode", "mesh", "data.cache",
+)  # fmt: skip
+"""What may change between the start of a run and its resumption: how long, how often, how shown, on which devices."""
+
+RESOLVED = ("vocab", "classes")
+"""Fields that a run fills in when they are None, so that None agrees with whatever the saved config has."""
+
+
+# --- the ConfigDict side ----------------------------------------------------------------------------------------------
+
+
+def defaults() -> ConfigDict:
+    """A `ConfigDict` with every field of `Config` at its default. Optional parts are None: see `section`."""
+    return section(Config)
+
+
+def section(kind: type, **edits: Any) -> ConfigDict:
+    """A part of the config as a `ConfigDict`, with `edits` applied; nested parts are edited by nested dicts.
+
+    `config.model.encoder = section(StackConfig, layers=6, attention=dict(heads=8))` gives a run an encoder.
+
+    Raises:
+      ConfigError: an edit names no field of `kind`.
+    """
+    out = _loose(kind())
+    _edit(out, kind, edits, kind.__name__)
+    return out
+
+
+def _loose(value: Any) -> Any:
+    """A dataclass instance as a `ConfigDict`. It is not type-safe on purpose: `freeze` alone judges, with full paths."""
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: _loose(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return ConfigDict(fields, type_safe=False)
+    return ConfigDict(value, type_safe=False) if isinstance(value, dict) else value
+
+
+def _edit(config: ConfigDict, kind: type, edits: Mapping[str, Any], path: str) -> None:
+    hints = fields(kind)
+    for name, value in edits.items():
+        if name not in hints:
+            raise _unknown(path, name, kind)
+        part = _part(hints[name])
+        if part is None or not isinstance(value, (Mapping, ConfigDict)):
+            config[name] = value
+            continue
+        base = config[name] if isinstance(config[name], ConfigDict) else _loose(part())
+        _edit(base, part, dict(value.items()), f"{path}.{name}")
+        config[name] = base
+
+
+@functools.cache
+def fields(kind: type) -> dict[str, Any]:
+    """Field name -> type of a config dataclass, in the order of declaration."""
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+def _members(hint: Any) -> tuple[Any, bool]:
+    """A hint without `| None`, and whether None was allowed."""
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint, False
+    kinds = [k for k in typing.get_args(hint) if k is not type(None)]
+    return kinds[0], len(kinds) < len(typing.get_args(hint))
+
+
+def _part(hint: Any) -> type | None:
+    """The dataclass of a field that is a part of the config, optional or not; None for a plain value."""
+    kind, _ = _members(hint)
+    return kind if dataclasses.is_dataclass(kind) else None
+
+
+def describe(hint: Any) -> str:
+    """A field's type in words for an error message."""
+    kind, optional = _members(hint)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        words = f"a section ({kind.__name__})"
+    elif origin is tuple:
+        words = f"a tuple of {args[0].__name__}"
+    elif origin is dict:
+        words = f"a dict of str to {describe(args[1])}"
+    elif kind is bool:
+        words = "true or false"
+    else:
+        words = kind.__name__
+    return words + (" or None" if optional else "")
+
+
+# --- freeze -----------------------------------------------------------------------------------------------------------
+
+
+def freeze(config: ConfigDict | Mapping[str, Any]) -> Config:
+    """The typed, checked config. Keys that are missing take their defaults.
+
+    Raises:
+      ConfigError: an unknown key, a wrong type, or values that make no sense together. One line, with the full path.
+    """
+    frozen = _typed(config, Config, "config")
+    check(frozen)
+    return frozen
+
+
+def _typed(value: Any, hint: Any, path: str) -> Any:
+    """`value` as `hint` wants it: numbers, tuples, dicts and sections converted where nothing is lost."""
+    kind, optional = _members(hint)
+    if value is None and optional:
+        return None
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if isinstance(value, (Mapping, ConfigDict)):
+            hints = fields(kind)
+            given = dict(value.items())
+            for name in given:
+                if name not in hints:
+                    raise _unknown(path, name, kind)
+            return kind(**{name: _typed(item, hints[name], f"{path}.{name}") for name, item in given.items()})
+    elif origin is dict:
+        if isinstance(value, (Mapping, ConfigDict)) and all(isinstance(key, str) for key in value):
+            return {key: _typed(item, args[1], f"{path}.{key}") for key, item in value.items()}
+    elif origin is tuple:
+        if isinstance(value, (tuple, list)):
+            return tuple(_typed(item, args[0], f"{path}[{i}]") for i, item in enumerate(value))
+    elif kind is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value):
+            return float(value)
+    elif kind is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    elif isinstance(value, kind):
+        return value
+    raise ConfigError(f"{path}: got {_show(value)}, expected {describe(hint)}")
+
+
+def _finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int too large for a float
+        return False
+
+
+def _show(value: Any) -> str:
+    """A value and its type on one short line."""
+    if value is None:
+        return "None"
+    if isinstance(value, ConfigDict) or dataclasses.is_dataclass(value):
+        return f"a section ({type(value).__name__})"
+    text = ascii(value) if isinstance(value, str) else " ".join(repr(value).split())
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _unknown(path: str, name: Any, kind: type) -> ConfigError:
+    """The error for a key that `kind` does not have, with the nearest one, here or elsewhere in the schema."""
+    hints, name = fields(kind), ascii(name).strip("'")[:60]
+    hint = nearest(name, tuple(hints))
+    if not hint:
+        elsewhere = [p for p in schema() if p.endswith("." + name)]
+        hint = f"; did you mean {' or '.join(elsewhere[:2])}?" if elsewhere else ""
+    return ConfigError(f"{path}.{name}: got an unknown key, expected one of {', '.join(hints)}{hint}")
+
+
+@functools.cache
+def schema() -> tuple[str, ...]:
+    """The paths of all plain values of the schema, optional parts included."""
+
+    def walk(kind: type, path: str) -> Iterator[str]:
+        for name, hint in fields(kind).items():
+            part = _part(hint)
+            yield from walk(part, f"{path}.{name}") if part else [f"{path}.{name}"]
+
+    return tuple(walk(Config, "config"))
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def to_json(config: Config) -> str:
+    """The config as sorted, indented JSON: equal configs give equal text."""
+    return json.dumps(dataclasses.asdict(config), sort_keys=True, indent=2, allow_nan=False) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """The config that `to_json` wrote, judged as strictly as a recipe.
+
+    Raises:
+      ConfigError: the text is not such JSON.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique)
+    except (json.JSONDecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config.json: got no valid JSON ({error}), expected what a run wrote") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"config.json: got {_show(value)}, expected a JSON object")
+    return freeze(value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"config.json: got key {twice!a} twice, expected it once")
+    return out
+
+
+# --- recipes and the command line -------------------------------------------------------------------------------------
+
+
+def load(recipe: str) -> ConfigDict:
+    """What the `get_config` of a recipe returns; `recipe` is `path.py` or `path.py:variant`.
+
+    Raises:
+      ConfigError: no such file, no `get_config`, no such variant, or the file fails (the message has the line).
+    """
+    path, variant = recipe, ""
+    if not os.path.exists(path) and ":" in recipe:
+        path, _, variant = recipe.rpartition(":")
+    namespace: dict[str, Any] = {"__file__": path, "__name__": os.path.splitext(os.path.basename(path))[0]}
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, ValueError) as error:
+        raise ConfigError(_unreadable(path, error)) from None
+    with _blame(path):
+        exec(compile(text, path, "exec"), namespace)  # a recipe is a program of the user's, run as they asked
+    function = namespace.get("get_config")
+    if not callable(function):
+        raise ConfigError(f"{path}: got no get_config, expected a function get_config(variant) that returns a config")
+    with _blame(path):
+        takes_variant = bool(inspect.signature(function).parameters)
+        if variant and not takes_variant:
+            raise ConfigError(f"{path}: got variant {variant!r}, expected none; this recipe has no variants")
+        config = function(variant) if takes_variant else function()
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"{path}: got {_show(config)} from get_config, expected a ConfigDict; return the config")
+    return config
+
+
+def _unreadable(path: str, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        folder = os.path.dirname(path) or "."
+        known = sorted(n for n in os.listdir(folder) if n.endswith(".py")) if os.path.isdir(folder) else []
+        return f"{path!a}: no such file, expected a recipe (.py){nearest(os.path.basename(path), known)}"
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return f"{path!a}: got an unreadable file ({reason}), expected a recipe (.py)"
+
+
+class _blame:
+    """Turns whatever a recipe raises into one line with the recipe's own line number."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, ConfigError) or not isinstance(error, Exception):
+            return
+        lines = [f.lineno for f in traceback.extract_tb(trace) if f.filename == self.path]
+        line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
+        where = f"{self.path}:{line}" if line else self.path
+        text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+        raise ConfigError(f"{where}: got {type(error).__name__}: {text}, expected a working recipe") from None
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """The config of `--config=path[:variant]` and `--config.a.b=VALUE` arguments, in any order; later ones win.
+
+    Raises:
+      ConfigError: an argument is not of these forms, or the config is wrong.
+    """
+    recipes = [a.removeprefix("--config=") for a in argv if a.startswith("--config=")]
+    edits = [a for a in argv if not a.startswith("--config=")]
+    if len(recipes) != 1 or not recipes[0]:
+        got = f"{len(recipes)} of them" if recipes != [""] else "an empty one"
+        raise ConfigError(f"--config: got {got}, expected one; give --config=configs/NAME.py[:variant]")
+    config = load(recipes[0])
+    for edit in edits:
+        if not edit.startswith("--config.") or "=" not in edit:
+            raise ConfigError(f"argument {edit!a}: expected --config.PATH=VALUE")
+        path, _, text = edit.removeprefix("--config.").partition("=")
+        override(config, path, text)
+    return freeze(config)
+
+
+def override(config: ConfigDict, path: str, text: str) -> None:
+    """Sets the value at `path` ("train.steps") to `text`, read as the field's type.
+
+    Tuples are "a,b", entries of a dict `path.KEY`; None, true and false are words. Sections come from the recipe.
+
+    Raises:
+      ConfigError: no such field, a part that this recipe does not have, or a text that is not of its type.
+    """
+    node, kind, here = config, Config, "config"
+    names = path.split(".")
+    for i, name in enumerate(names):
+        hints = fields(kind)
+        if name not in hints:
+            raise _unknown(here, name, kind)
+        hint, rest = hints[name], names[i + 1 :]
+        part, here = _part(hint), f"{here}.{name}"
+        if part is None:
+            return _assign(node, name, hint, rest, text, here)
+        if not rest:
+            raise ConfigError(
+                f"{here}: got {text!a} for a section, expected one of its fields ({', '.join(fields(part))}); "
+                "sections come from the recipe"
+            )
+        if name not in node or not isinstance(node[name], ConfigDict):
+            raise ConfigError(f"{here}.{'.'.join(rest)}: this recipe has no {here}, expected one; add it in the recipe")
+        node, kind = node[name], part
+
+
+def _assign(node: ConfigDict, name: str, hint: Any, rest: list[str], text: str, path: str) -> None:
+    kind, _ = _members(hint)
+    if typing.get_origin(kind) is dict:
+        if len(rest) != 1 or not rest[0]:
+            raise ConfigError(f"{path}: got {text!a} for a dict, expected entries; give --{path}.KEY=VALUE")
+        entries = dict(node[name].items()) if name in node and node[name] is not None else {}
+        entries[rest[0]] = _read(text, typing.get_args(kind)[1], f"{path}.{rest[0]}")
+        node[name] = ConfigDict(entries, type_safe=False)
+        return
+    if rest:
+        raise ConfigError(f"{path}.{'.'.join(rest)}: {path} is {describe(hint)} and has no fields; give --{path}=VALUE")
+    node[name] = _read(text, hint, path)
+
+
+def _read(text: str, hint: Any, path: str) -> Any:
+    """A command-line text as a value of type `hint`."""
+    kind, optional = _members(hint)
+    if optional and text in ("None", "none", "null"):
+        return None
+    if typing.get_origin(kind) is tuple:
+        inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
+        items = [item.strip() for item in inner.split(",")]
+        return tuple(_read(item, typing.get_args(kind)[0], path) for item in items if item)
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind is str:
+        return text
+    if kind in (int, float):
+        try:
+            return _typed(kind(text), kind, path)
+        except ValueError:  # ConfigError is one: the text, not the number, is what the user gave
+            pass
+    raise ConfigError(f"{path}: got {ascii(text)[:80]}, expected {describe(hint)}")
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+    """Path ("train.seed") -> the two values, for every field in which two configs differ, in schema order."""
+
+    def walk(x: Any, y: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+        if dataclasses.is_dataclass(x) and type(x) is type(y):
+            for f in dataclasses.fields(x):
+                name = f"{path}.{f.name}" if path else f.name
+                yield from walk(getattr(x, f.name), getattr(y, f.name), name)
+        elif x != y:
+            yield path, (x, y)
+
+    return dict(walk(a, b, ""))
+
+
+def same(config: Config, saved: Config) -> list[str]:
+    """The paths in which `config` is a different run from the one that wrote `saved`; empty if it may resume it."""
+    return [path for path, (mine, _) in differences(config, saved).items() if not _resumable(path, mine)]
+
+
+def _resumable(path: str, mine: Any) -> bool:
+    if mine is None and path.rpartition(".")[2] in RESOLVED:
+        return True
+    return any(path == allowed or path.startswith(allowed + ".") for allowed in RESUMABLE)
+
+
+def refuse_other(config: Config, saved: Config, workdir: str) -> None:
+    """Raises a ConfigError that names the first differing fields if `workdir` holds a different run."""
+    paths = same(config, saved)
+    if paths:
+        found = differences(config, saved)
+        shown = [f"{p} {_brief(found[p][1])} there, {_brief(found[p][0])} here" for p in paths[:3]]
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        raise ConfigError(
+            f"{workdir}: got a run of a different config ({'; '.join(shown)}{more}), expected the same one; "
+            "give another --workdir"
+        )
+
+
+def _brief(value: Any) -> str:
+    return type(value).__name__ if dataclasses.is_dataclass(value) else _show(value).rpartition(" (")[0] or "None"
