@@ -1,0 +1,49 @@
+"""Attention with linear biases: scores fall off in a straight line with distance (Press et al. 2022)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from jaxformer.config import AttentionConfig, EncodingConfig
+from jaxformer.nn.encodings import Encoding
+from jaxformer.types import Array, PyTree, Slots
+
+
+def slopes(heads: int) -> np.ndarray:
+    """Float32 `[H]`, the penalty of one step for every head.
+
+    For H a power of two, slope h = 2^(-8 (h + 1) / H). Otherwise the slopes of the next lower power P of two are
+    followed by every other slope of 2 P, starting with the first, as in the authors' code.
+    """
+    power = 2 ** (heads.bit_length() - 1)
+    geometric = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
+    between = 2.0 ** (-8.0 * np.arange(1, 2 * power + 1, 2) / (2 * power))
+    return np.concatenate([geometric, between[: heads - power]]).astype(np.float32)
+
+
+class Slopes(nn.Module):
+    """The heads' slopes, float32 `[H]`: constants, no parameters."""
+
+    config: EncodingConfig
+    attention: AttentionConfig
+    head_width: int
+
+    @nn.compact
+    def __call__(self, slots: Slots) -> Array:
+        return jnp.asarray(slopes(self.attention.heads))
+
+
+def score(
+    config: EncodingConfig, shared: PyTree, q: Array, k: Array, query_position: Array, key_position: Array
+) -> Array:
+    """Float32 `[b, H, T, S]`: -slope_h |i - j|. Symmetric, so that it serves encoders as well as decoders.
+
+    For keys at or before the query this is the paper's slope_h (j - i).
+    """
+    distance = jnp.abs(query_position[:, None, :, None] - key_position[:, None, None, :])
+    return -shared[:, None, None] * distance.astype(jnp.float32)
+
+
+ENCODING = Encoding(shared=Slopes, score=score)

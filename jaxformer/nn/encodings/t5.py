@@ -1,0 +1,86 @@
+"""T5's relative bias: a learned number for each head and bucket of distances (Raffel et al. 2020, section 2.1)."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig
+from jaxformer.nn.encodings import Encoding
+from jaxformer.types import Array, Slots
+
+
+def bucket_of_distance(buckets: int, max_distance: int) -> np.ndarray:
+    """int32 `[max_distance + 1]`: the bucket of each distance n >= 0 in one direction; the last serves all beyond.
+
+    Half of the buckets hold one distance each; in the other half a bucket's width grows geometrically:
+
+        bucket(n) = n                                                        for n < E = buckets // 2
+        bucket(n) = E + floor((buckets - E) log(n / E) / log(max_distance / E))     up to buckets - 1
+
+    Computed in double precision with a little added, since the floor falls on whole numbers for such n as powers of 2.
+
+    Raises:
+      ConfigError: there are too few buckets, or the exact ones already reach `max_distance`.
+    """
+    exact = buckets // 2
+    if exact < 1 or max_distance <= exact:
+        raise ConfigError(
+            f"encoding.max_distance: got {max_distance} with {buckets} buckets a direction, expected at least 2 "
+            f"buckets and a distance above {exact}; change encoding.buckets or encoding.max_distance"
+        )
+    distance = np.arange(max_distance + 1)
+    steps = np.log(np.maximum(distance, 1) / exact) / math.log(max_distance / exact) * (buckets - exact)
+    far = np.minimum(exact + np.floor(steps + 1e-9), buckets - 1)
+    return np.where(distance < exact, distance, far).astype(np.int32)
+
+
+def bucket_of_offset(config: EncodingConfig) -> np.ndarray:
+    """int32 `[2 N + 1]`, N = max_distance: the bucket of key position - query position = -N ... N.
+
+    Bidirectional: keys ahead have the upper half of the buckets. Otherwise keys ahead share bucket 0 with distance 0.
+
+    Raises:
+      ConfigError: `config.bidirectional` is still None, or see `bucket_of_distance`.
+    """
+    if config.bidirectional is None:
+        raise ConfigError("encoding.bidirectional: got None, expected True or False; resolve it from the stack's order")
+    buckets = config.buckets // 2 if config.bidirectional else config.buckets
+    back = bucket_of_distance(buckets, config.max_distance)
+    ahead = back[1:] + buckets if config.bidirectional else np.zeros_like(back[1:])
+    return np.concatenate([back[::-1], ahead])
+
+
+class Table(nn.Module):
+    """The learned biases, float32 `[R, H]`, shared by all layers of a stack. Initial variance 1 / (H K).
+
+    Raises:
+      ConfigError: the buckets make no sense; see `bucket_of_distance`.
+    """
+
+    config: EncodingConfig
+    attention: AttentionConfig
+    head_width: int
+
+    @nn.compact
+    def __call__(self, slots: Slots) -> Array:
+        heads = self.attention.heads
+        init = nn.initializers.normal((heads * self.head_width) ** -0.5)
+        init = nn.with_logical_partitioning(init, ("buckets", "heads"))
+        return self.param("table", init, (self.config.buckets, heads))
+
+
+def score(
+    config: EncodingConfig, shared: Array, q: Array, k: Array, query_position: Array, key_position: Array
+) -> Array:
+    """Float32 `[b, H, T, S]`: the table's entry for the bucket of each key position - query position."""
+    offset = key_position[:, None, :] - query_position[:, :, None]
+    by_offset = shared[bucket_of_offset(config)]  # [2 N + 1, H]
+    index = jnp.clip(offset, -config.max_distance, config.max_distance) + config.max_distance
+    return jnp.moveaxis(by_offset[index], -1, 1).astype(jnp.float32)
+
+
+ENCODING = Encoding(shared=Table, score=score)

@@ -1,0 +1,253 @@
+"""Exact attention in memory linear in length: tiles, an online softmax, and a backward that recomputes its tiles.
+
+The method of FlashAttention-2 (Dao 2023) in plain JAX. For query rows i and key tiles j = 1, 2, ...
+
+    S_ij = q_i k_j^T + score_ij
+    m' = max(m, rowmax S_ij),  l' = e^(m - m') l + rowsum e^(S_ij - m'),  o' = e^(m - m') o + e^(S_ij - m') v_j
+
+and at the end o / l. Only o and the rows' L = m + log l are kept for the backward, which needs no more than
+
+    P_ij = e^(S_ij - L_i),   dP_ij = do_i v_j^T,   dS_ij = P_ij (dP_ij - rowsum(do_i o_i)),   dv_j = sum_i P_ij^T do_i
+
+and pulls dS back through the tile's S to q, k and the arguments of the score. Dropout multiplies P_ij in o and dP_ij in
+the backward by one and the same random factor, drawn from the key folded with the tile's number.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer.config import AttentionConfig
+from jaxformer.nn.kernels import Kernel, Noise, Score
+from jaxformer.nn.masks import Mask, visible
+from jaxformer.types import Array, PyTree, Slots
+
+HIDDEN = -1e30
+
+
+class Rule(NamedTuple):
+    """What is fixed when the program is traced: the mask's rules, the score function, the dropout rate."""
+
+    causal: bool
+    window: int | None
+    score: object | None
+    rate: float
+
+
+class Ids(NamedTuple):
+    """Integer data of the tiles: slots `[tiles, B, rows]` of both sides, which tiles matter, the score's integers."""
+
+    query: Slots
+    key: Slots
+    active: Array  # bool [query tiles, key tiles]
+    score: PyTree  # leaves of the score's arguments that have no gradient (None where the leaf has one)
+    noise: Array | None
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    score: Score | None,
+    noise: Noise | None,
+    config: AttentionConfig,
+) -> Array:
+    """Equals the dense kernel. Tiles are `config.block` rows by as many columns; lengths are padded up to whole tiles.
+
+    Tiles in which nothing can be visible (above the diagonal of a causal mask, beyond a window, between different
+    documents) are skipped at run time.
+    """
+    rows, columns = min(config.block, q.shape[1]), min(config.block, k.shape[1])
+    query = Slots(*(_tiles(ids, rows) for ids in mask.query))
+    key = Slots(*(_tiles(ids, columns) for ids in mask.key))
+    active = _active(query, key, mask.causal, mask.window)
+    args = None if score is None else score.args
+    real = jax.tree.map(lambda leaf: leaf if _has_gradient(leaf) else None, args)
+    fixed = jax.tree.map(lambda leaf: None if _has_gradient(leaf) else leaf, args)
+    rule = Rule(
+        mask.causal, mask.window, None if score is None else score.function, 0.0 if noise is None else noise.rate
+    )
+    ids = Ids(query, key, active, fixed, None if noise is None else noise.key)
+    o = _attention(rule, _tiles(q, rows), _tiles(k, columns), _tiles(v, columns), real, ids)
+    return _whole(o, q.shape[1])
+
+
+def _has_gradient(leaf: Array) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def _tiles(x: Array, size: int) -> Array:
+    """`[B, T, ...]` as `[tiles, B, size, ...]`, filled up with zeros (for ids: segment 0, nothing there)."""
+    batch, length = x.shape[:2]
+    count = -(-length // size)
+    x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
+
+
+def _whole(x: Array, length: int) -> Array:
+    """The inverse of `_tiles`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _active(query: Slots, key: Slots, causal: bool, window: int | None) -> Array:
+    """bool `[query tiles, key tiles]`: False only where no row of the batch has a visible pair in the tile.
+
+    Compares the ranges of segments and positions that occur in the tiles, so it costs next to nothing; where segment
+    ids or positions are not monotonic it may call an empty tile active, which wastes time and changes nothing.
+    """
+
+    def ranges(slots: Slots) -> tuple[Array, ...]:
+        there = slots.segment != 0
+        return tuple(
+            edge
+            for ids in (slots.segment, slots.position)
+            for edge in (
+                jnp.min(jnp.where(there, ids, jnp.iinfo(jnp.int32).max), axis=-1),
+                jnp.max(jnp.where(there, ids, -1), axis=-1),
+            )
+        )
+
+    # An empty tile has an empty range of segments (from the largest integer to -1), which overlaps with none.
+    segment_from, segment_to, position_from, position_to = (edge[:, None] for edge in ranges(query))
+    key_segment_from, key_segment_to, key_from, key_to = (edge[None] for edge in ranges(key))
+    active = (segment_from <= key_segment_to) & (key_segment_from <= segment_to)
+    if causal:
+        active &= key_from <= position_to
+    if window is not None:
+        active &= (position_from - window) < key_to
+        if not causal:
+            active &= (key_from - window) < position_to
+    return jnp.any(active, axis=-1)
+
+
+def _logits(rule: Rule, q: Array, k: Array, real: PyTree, fixed: PyTree, query: Slots, key: Slots) -> Array:
+    """Float32 scores `[B, G, H/G, T, S]` of one tile, before the mask. The backward differentiates this function."""
+    batch, rows, heads, width = q.shape
+    groups = k.shape[2]
+    grouped = q.reshape(batch, rows, groups, heads // groups, width)
+    scores = jnp.einsum("btgnk,bsgk->bgnts", grouped, k, preferred_element_type=jnp.float32)
+    if rule.score is not None:
+        args = jax.tree.map(lambda a, b: b if a is None else a, real, fixed, is_leaf=lambda leaf: leaf is None)
+        extra = rule.score(args, q, k, query.position, key.position)
+        scores = scores + extra.reshape(extra.shape[0], groups, heads // groups, *extra.shape[2:])
+    return scores
+
+
+def _visible(rule: Rule, query: Slots, key: Slots) -> Array:
+    return visible(query, key, rule.causal, rule.window)[:, None, None]
+
+
+def _drop(rule: Rule, ids: Ids, i: Array, j: Array, x: Array) -> Array:
+    """Dropout of one tile: the same draw in forward and backward."""
+    if ids.noise is None:
+        return x
+    return Noise(rule.rate, jax.random.fold_in(ids.noise, i * ids.active.shape[1] + j)).drop(x)
+
+
+def _numbered(tiles: PyTree) -> PyTree:
+    """`(number, tile)` to scan over."""
+    return jnp.arange(jax.tree.leaves(tiles)[0].shape[0]), tiles
+
+
+def _forward(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids) -> tuple[Array, Array]:
+    """Outputs `[tiles, B, T, H, K]` and log-sums `[tiles, B, G, H/G, T]` of tiled inputs."""
+    groups, width = k.shape[3], v.shape[-1]
+
+    def row(args):
+        i, (q_i, query) = args
+        batch, rows, heads, _ = q_i.shape
+
+        def column(carry, xs):
+            j, (k_j, v_j, key) = xs
+
+            def add(top, total, o):
+                see = _visible(rule, query, key)
+                scores = jnp.where(see, _logits(rule, q_i, k_j, real, ids.score, query, key), HIDDEN)
+                higher = jnp.maximum(top, jnp.max(scores, axis=-1))
+                # `see` once more: in a row that has seen nothing yet, hidden scores equal the maximum.
+                probs = jnp.where(see, jnp.exp(scores - higher[..., None]), 0.0)
+                shrink = jnp.exp(top - higher)
+                dropped = _drop(rule, ids, i, j, probs).astype(v_j.dtype)
+                new = jnp.einsum("bgnts,bsgk->bgntk", dropped, v_j, preferred_element_type=jnp.float32)
+                return higher, total * shrink + jnp.sum(probs, axis=-1), o * shrink[..., None] + new
+
+            return jax.lax.cond(ids.active[i, j], add, lambda *carry: carry, *carry), None
+
+        shape = (batch, groups, heads // groups, rows)
+        start = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
+        (top, total, o), _ = jax.lax.scan(column, start, _numbered((k, v, ids.key)))
+        total = jnp.where(total == 0.0, 1.0, total)  # a row that sees nothing: o is 0 already
+        o = jnp.moveaxis(o / total[..., None], 3, 1).reshape(batch, rows, heads, width)
+        return o.astype(q_i.dtype), top + jnp.log(total)
+
+    return jax.lax.map(row, _numbered((q, ids.query)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids) -> Array:
+    return _forward(rule, q, k, v, real, ids)[0]
+
+
+def _attention_forward(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids):
+    o, log_sum = _forward(rule, q, k, v, real, ids)
+    return o, (q, k, v, real, ids, o, log_sum)
+
+
+def _attention_backward(rule: Rule, saved, do: Array):
+    """One pass over key tiles j, and for each over query tiles i. dq is carried along: it gathers from every j."""
+    q, k, v, real, ids, o, log_sum = saved
+    groups = k.shape[3]
+
+    def grouped(x: Array) -> Array:  # [B, T, H, K] as [B, G, H/G, T, K]
+        return jnp.moveaxis(x.reshape(*x.shape[:2], groups, -1, x.shape[-1]), 1, 3)
+
+    delta = jax.lax.map(lambda x: grouped(jnp.sum(_float(x[0]) * _float(x[1]), -1, keepdims=True)), (do, o))
+
+    def column(carry, xs):
+        dq, dreal = carry
+        j, (k_j, v_j, key) = xs
+
+        def row(carry, xs):
+            i, (q_i, do_i, log_sum_i, delta_i, query, dq_i) = xs
+
+            def add(dk_j, dv_j, dreal, dq_i):
+                scores, pull = jax.vjp(
+                    lambda q, k, real: _logits(rule, q, k, real, ids.score, query, key), q_i, k_j, real
+                )
+                probs = jnp.where(_visible(rule, query, key), jnp.exp(scores - log_sum_i[..., None]), 0.0)
+                do_g = grouped(do_i)
+                dropped = _drop(rule, ids, i, j, probs).astype(do_i.dtype)
+                dv = jnp.einsum("bgnts,bgntk->bsgk", dropped, do_g, preferred_element_type=jnp.float32)
+                dprobs = jnp.einsum("bgntk,bsgk->bgnts", do_g, v_j, preferred_element_type=jnp.float32)
+                dscores = probs * (_drop(rule, ids, i, j, dprobs) - delta_i)
+                added = (dv, *pull(dscores))
+                before = (dv_j, dq_i, dk_j, dreal)
+                dv_j, dq_i, dk_j, dreal = jax.tree.map(lambda a, b: a + _float(b), before, added)
+                return dk_j, dv_j, dreal, dq_i
+
+            carry = jax.lax.cond(ids.active[i, j], add, lambda *carry: carry, *carry, dq_i)
+            return carry[:-1], carry[-1]
+
+        start = (jnp.zeros(k_j.shape), jnp.zeros(v_j.shape), dreal)
+        (dk_j, dv_j, dreal), dq = jax.lax.scan(row, start, _numbered((q, do, log_sum, delta, ids.query, dq)))
+        return (dq, dreal), (dk_j.astype(k_j.dtype), dv_j.astype(v_j.dtype))
+
+    start = (jnp.zeros(q.shape), jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf)), real))
+    (dq, dreal), (dk, dv) = jax.lax.scan(column, start, _numbered((k, v, ids.key)))
+    dreal = jax.tree.map(lambda d, leaf: d.astype(jnp.result_type(leaf)), dreal, real)
+    return dq.astype(q.dtype), dk, dv, dreal, None
+
+
+def _float(x: Array) -> Array:
+    return x.astype(jnp.float32)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+KERNEL = Kernel(attend)
