@@ -1,0 +1,76 @@
+"""From encoded prompts of any length to few batches of few static shapes, and back to the order of the input."""
+
+from __future__ import annotations
+
+from typing import Iterator, Mapping, NamedTuple, Sequence
+
+import numpy as np
+
+from jaxformer.config import ConfigError
+from jaxformer.types import Batch, Slots, Stream
+
+Prompt = Mapping[str, np.ndarray]
+"""int32 `source` [n] and/or `target` [m], optional `kind` [n]: what a task's `prompt` makes of a line."""
+
+
+class Job(NamedTuple):
+    """A batch of prompts: `index[i]` is the place of row i among the inputs; rows beyond are empty (segment 0)."""
+
+    index: np.ndarray
+    batch: Batch
+
+
+def jobs(prompts: Sequence[Prompt], rows: int, pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> Iterator[Job]:
+    """Batches of prompts of similar length, the longest first, so that too little memory shows at once.
+
+    A batch has `rows` rows, or the next power of two of the prompts there are, if that is less.
+
+    Args:
+      pad: tokens that fill source and target.
+      buckets: preferred lengths; beyond them, and by default, powers of two.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: tuple(-len(prompts[i].get(side, ())) for side in SIDES))
+    for begin in range(0, len(order), rows):
+        index = np.asarray(order[begin : begin + rows])
+        height = min(rows, 1 << (len(index) - 1).bit_length())
+        yield Job(index, stack([prompts[i] for i in index], height, pad, buckets))
+
+
+SIDES = ("source", "target")
+
+
+def stack(prompts: Sequence[Prompt], rows: int, pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> Batch:
+    """Prompts padded on the right to one length a side, and to `rows` rows with empty ones."""
+    return Batch(*(_side(prompts, side, rows, fill, buckets) for side, fill in zip(SIDES, pad, strict=True)))
+
+
+def _side(prompts: Sequence[Prompt], side: str, rows: int, pad: int, buckets: tuple[int, ...]) -> Stream | None:
+    given = [side in prompt for prompt in prompts]
+    if not any(given):
+        return None
+    if not all(given):
+        raise ConfigError(
+            f"prompts: got some without {side!r}, expected the same fields in all of them; encode them alike"
+        )
+    length = bucket(max(len(prompt[side]) for prompt in prompts), buckets)
+    tokens = np.full((rows, length), pad, np.int32)
+    segment, kind = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32)
+    for row, prompt in enumerate(prompts):
+        size = len(prompt[side])
+        tokens[row, :size], segment[row, :size] = prompt[side], 1
+        if side == "source" and "kind" in prompt:
+            kind[row, :size] = prompt["kind"]
+    position = np.where(segment != 0, np.arange(length, dtype=np.int32), 0)
+    typed = side == "source" and "kind" in prompts[0]
+    return Stream(tokens, Slots(position, segment), kind if typed else None)
+
+
+def bucket(length: int, buckets: tuple[int, ...] = ()) -> int:
+    """The static length for sequences up to `length`: the smallest bucket that holds it, else a power of two.
+
+    A length of 1 (a seq2seq model's start token) stays 1; others are at least 8, since a shape is a compilation.
+    """
+    if length <= 1:
+        return 1
+    fitting = [size for size in buckets if size >= length]
+    return min(fitting) if fitting else max(8, 1 << (length - 1).bit_length())

@@ -1,0 +1,164 @@
+"""Beam search: the most probable outputs, as far as N hypotheses a prompt can find them."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxformer.config import DecodeConfig
+from jaxformer.decode import top, warp
+from jaxformer.decode.sample import Hypotheses, is_any, so_far
+from jaxformer.types import Array, Batch, Decodable, State, Stream
+
+
+@flax.struct.dataclass
+class Beams:
+    """B prompts with N live hypotheses each, and a separate pool of their N best finished ones.
+
+    Attributes:
+      step: int32 scalar, the length of the live hypotheses.
+      tokens: int32 `[B, N, T]`, live.
+      scores: float32 `[B, N]`, their log-probabilities, best first; -inf where there is no hypothesis.
+      parent: int32 `[B, N]`, the beam that each live hypothesis extended last: the model's state follows it.
+      pool: the finished ones, best first, scores divided by the length penalty; -inf where there is none.
+      done: bool `[B]`, the prompt's pool is final.
+    """
+
+    step: Array
+    tokens: Array
+    scores: Array
+    parent: Array
+    pool: Hypotheses
+    done: Array
+
+
+def search(
+    model: Decodable,
+    batch: Batch,
+    config: DecodeConfig,
+    eos: tuple[int, ...],
+    pad: int,
+    limit: Array | None = None,
+) -> Hypotheses:
+    """The `config.hypotheses` best outputs for each prompt of `batch.target`, best first.
+
+    Every step extends the N live hypotheses by every token and ranks the extensions by log-probability. Those among
+    the N best that end go to the pool; the N best that do not end live on. At a row's limit all end. Finished
+    hypotheses compete by log P / lp(length). A finished one never takes the place of a live one.
+
+    A prompt is done when nothing alive can still enter the `config.hypotheses` best, whatever follows. With
+    `config.early_stop` it is also done when the pool is full and no live hypothesis, scored as if it ended now, beats
+    the worst of it. That is much sooner, makes one beam equal greedy search, and loses nothing at length penalty 0.
+
+    Args:
+      eos: tokens that end a hypothesis.
+      pad: fills hypotheses after their end.
+      limit: int32 `[B]`, new tokens allowed in each row, at most `config.max_length`; None: that many.
+
+    Returns:
+      `Hypotheses`; where fewer than asked for exist, a score of -inf and length 0.
+    """
+    rows, width, length = batch.target.tokens.shape[0], config.beams, config.max_length
+    limit = jnp.full(rows, length) if limit is None else jnp.minimum(limit, length)
+    spread = jnp.repeat(jnp.arange(rows), width)
+    prompt = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), batch.target)
+    first = jnp.arange(rows)[:, None] * width  # flat index of each prompt's beam 0
+
+    def advance(carry: tuple[Beams, State]) -> tuple[Beams, State]:
+        beams, state = carry
+        last = jax.lax.dynamic_slice_in_dim(beams.tokens, beams.step - 1, 1, axis=2).reshape(rows * width, 1)
+        logits, state = model.step(last, state.rows((first + beams.parent).reshape(-1)))
+        return extend(beams, logits, prompt, config, eos, limit), state
+
+    logits, state = model.start(batch, batch.target.tokens.shape[1] + length)
+    begin = empty(rows, width, length, pad, limit)
+    beams = extend(begin, jnp.repeat(logits, width, axis=0), prompt, config, eos, limit)
+    carry = (beams, state.rows(spread))
+    beams, _ = jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), advance, carry)
+    return jax.tree.map(lambda x: x[:, : config.hypotheses], beams.pool)
+
+
+def empty(rows: int, width: int, length: int, pad: int, limit: Array) -> Beams:
+    """One live hypothesis a prompt, with nothing in it, and empty pools."""
+    tokens = jnp.full((rows, width, length), pad, jnp.int32)
+    nothing = jnp.full((rows, width), -jnp.inf)
+    zeros = jnp.zeros((rows, width), jnp.int32)
+    pool = Hypotheses(tokens, zeros, nothing)
+    return Beams(jnp.zeros((), jnp.int32), tokens, nothing.at[:, 0].set(0.0), zeros, pool, limit <= 0)
+
+
+def extend(
+    beams: Beams, logits: Array, prompt: Stream, config: DecodeConfig, eos: tuple[int, ...], limit: Array
+) -> Beams:
+    """The beams one token longer, from the logits `[B N, V]` of that token."""
+    rows, width, length = beams.tokens.shape
+    history, real = so_far(config, prompt, beams.tokens.reshape(rows * width, length), beams.step)
+    logits = warp.penalise(config, logits, history, real)
+    # Each live hypothesis can end in as many ways as there are end tokens; so many more candidates leave N to live on.
+    wanted = width * (1 + len(eos))
+    scores, parent, token = candidates(beams.scores, logits, wanted)
+    ended, cut = is_any(token, eos), (beams.step + 1 >= limit)[:, None]
+    tokens = jnp.take_along_axis(beams.tokens, parent[:, :, None], axis=1).at[:, :, beams.step].set(token)
+
+    leading = jnp.arange(scores.shape[1]) < width
+    enters = (ended | cut) & leading & ~beams.done[:, None]
+    final = jnp.where(enters, scores / length_penalty(beams.step + 1, config.length_penalty), -jnp.inf)
+    lengths = jnp.full_like(token, beams.step + 1)
+    joined = jax.tree.map(
+        lambda old, new: jnp.concatenate([old, new], 1), beams.pool, Hypotheses(tokens, lengths, final)
+    )
+    pool = pick(joined, jax.lax.top_k(joined.scores, width)[1])
+    pool = pool._replace(lengths=jnp.where(jnp.isneginf(pool.scores), 0, pool.lengths))
+
+    alive, index = jax.lax.top_k(jnp.where(ended, -jnp.inf, scores), width)
+    beams = Beams(
+        step=beams.step + 1,
+        tokens=pick(tokens, index),
+        scores=alive,
+        parent=pick(parent, index),
+        pool=pool,
+        done=beams.done,
+    )
+    return beams.replace(done=beams.done | cut[:, 0] | settled(beams, config, limit))
+
+
+def candidates(scores: Array, logits: Array, count: int) -> tuple[Array, Array, Array]:
+    """The `count` most probable extensions of hypotheses with log-probabilities `scores` `[B, N]`.
+
+    Equivalent to the largest of all N V sums of a score and a log-probability, but each beam's best are taken first,
+    from the unnormalised logits `[B N, V]`, whose order is the same: the large array is read, never copied.
+
+    Returns:
+      Log-probabilities, beams extended and tokens added, each `[B, count]` (or fewer, if there are not so many).
+    """
+    rows, width = scores.shape
+    each = min(count, logits.shape[1])
+    best, token = top.top_k(logits, each)
+    gain = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    total = (scores[:, :, None] + gain.reshape(rows, width, each)).reshape(rows, width * each)
+    total, index = jax.lax.top_k(total, min(count, width * each))
+    return total, index // each, pick(token.reshape(rows, width * each), index)
+
+
+def settled(beams: Beams, config: DecodeConfig, limit: Array) -> Array:
+    """bool `[B]`: the pool's best can not, or with early stopping will hardly, change any more."""
+    alpha, best = config.length_penalty, beams.scores[:, 0]
+    # Log-probabilities only fall, so the largest penalty that can still apply bounds what a live one may reach.
+    largest = jnp.maximum(length_penalty(beams.step + 1, alpha), length_penalty(limit, alpha))
+    done = beams.pool.scores[:, config.hypotheses - 1] >= best / largest
+    if config.early_stop:
+        worst = beams.pool.scores[:, -1]
+        done |= ~jnp.isneginf(worst) & (worst >= best / length_penalty(beams.step, alpha))
+    return done
+
+
+def length_penalty(length: Array, alpha: float) -> Array:
+    """`lp(y) = ((5 + |y|) / 6) ** alpha` (Wu et al. 2016, equation 14); the end token counts."""
+    return ((5.0 + length) / 6.0) ** alpha
+
+
+def pick(tree, index: Array):
+    """Entries `index` `[B, n]` along axis 1 of every array `[B, m, ...]` of a tree."""
+    rows = jnp.arange(index.shape[0])[:, None]
+    return jax.tree.map(lambda x: x[rows, index], tree)

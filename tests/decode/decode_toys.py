@@ -1,0 +1,74 @@
+"""Models small enough to know everything about: their probabilities can be enumerated."""
+
+from __future__ import annotations
+
+import itertools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.decode.batching import stack
+from jaxformer.types import Array
+
+
+@flax.struct.dataclass
+class Prefix:
+    """The state of `PrefixModel`: a running hash of all tokens so far, per row."""
+
+    code: Array
+
+    def rows(self, index: Array) -> Prefix:
+        return Prefix(self.code[index])
+
+
+class PrefixModel:
+    """Logits depend on the whole prefix: a table row chosen by a rolling hash of every real token so far."""
+
+    def __init__(self, vocab: int, seed: int = 0, scale: float = 2.0, buckets: int = 997) -> None:
+        self.buckets = buckets
+        self.table = jnp.asarray(np.random.default_rng(seed).normal(size=(buckets, vocab)) * scale, jnp.float32)
+
+    def start(self, batch, length):
+        code = jnp.zeros(batch.target.tokens.shape[0], jnp.int32)
+        for slot in range(batch.target.tokens.shape[1]):
+            real = batch.target.slots.segment[:, slot] != 0
+            code = jnp.where(real, self.mix(code, batch.target.tokens[:, slot]), code)
+        return self.table[code], Prefix(code)
+
+    def step(self, tokens, state):
+        code = self.mix(state.code, tokens[:, 0])
+        return self.table[code], Prefix(code)
+
+    def mix(self, code, token):
+        return (code * 31 + token + 7) % self.buckets
+
+    def log_probs(self, prompt, output) -> list[np.ndarray]:
+        """The log-probability vectors before each token of `output`, computed without any decoding."""
+        code, rows = 0, []
+        for token in prompt:
+            code = (code * 31 + int(token) + 7) % self.buckets
+        for token in output:
+            row = np.asarray(self.table[code], np.float64)
+            rows.append(row - np.log(np.exp(row).sum()))
+            code = (code * 31 + int(token) + 7) % self.buckets
+        return rows
+
+    def score(self, prompt, output) -> float:
+        return float(sum(row[token] for row, token in zip(self.log_probs(prompt, output), output, strict=True)))
+
+
+def outputs(vocab: int, length: int, eos: tuple[int, ...]):
+    """All outputs: those that end with their first end token, and those cut off at `length`."""
+    others = [token for token in range(vocab) if token not in eos]
+    for size in range(1, length + 1):
+        for body in itertools.product(others, repeat=size - 1):
+            for last in range(vocab) if size == length else eos:
+                yield (*body, last)
+
+
+def batch_of(*prompts, rows: int | None = None, buckets: tuple[int, ...] = ()):
+    """A decoder-only batch of prompts."""
+    features = [{"target": np.asarray(prompt, np.int32)} for prompt in prompts]
+    return jax.tree.map(jnp.asarray, stack(features, rows or len(prompts), (0, 0), buckets))
