@@ -13,7 +13,7 @@ from jaxformer.types import Array
 
 
 def softmax(scores: Array, mask: Array | None = None) -> Array:
-    """p_ts = e^(scores_ts) / sum_s' e^(scores_ts') over the visible s, `[..., T, S]`; the row maximum is taken off first.
+    """p_ts = e^(scores_ts) / sum_s' e^(scores_ts') over the visible s, `[..., T, S]`; the row maximum goes first.
 
     Hidden entries are 0, and so is a whole row without any visible entry.
     """

@@ -1,7 +1,7 @@
 """Rotary position embedding: queries and keys are turned by an angle proportional to their position (Su et al. 2021).
 
-Channels are taken in pairs, and pair i of a head at position p is rotated by p * theta_i, theta_i = base^(-2i / R), with
-R the number of rotated channels. Since rotations compose, q_m . k_n depends on positions through m - n only.
+Channels are taken in pairs; pair i of a head at position p is rotated by p * theta_i, theta_i = base^(-2i / R), with
+R rotated channels in all. Since rotations compose, q_m . k_n depends on positions through m - n only.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def probabilities(
 
 
 def _grouped(q: Array, k: Array, mask: Mask, score: Score | None, noise: Noise | None) -> Array:
-    """Probabilities `[B, G, H/G, T, S]`: the queries of a group read one key head, which is never repeated in memory."""
+    """Probabilities `[B, G, H/G, T, S]`: a group of query heads reads one key head, never repeated in memory."""
     batch, length, heads, width = q.shape
     groups = k.shape[2]
     grouped = q.reshape(batch, length, groups, heads // groups, width)
