@@ -1,0 +1,378 @@
+"""Recurrent layers, the encoder and decoder made of them, and attention between the two: what transformers replaced.
+
+One decoding step is the same code over a single slot.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxformer.config import NormConfig, RecurrentConfig
+from jaxformer.nn.cells import CELLS, Carry, Cell, Dot, Marks, batch_major, ends, marks, orthogonal, over_time, zeros
+from jaxformer.nn.layers import Dense, Dropout, Norm
+from jaxformer.parallel.rules import constrain
+from jaxformer.types import Array, PyTree, Slots
+
+
+class Gates(nn.Module):
+    """The parameters of one cell: `[D, G, W]` for the input, `[W, G, W]` for the recurrence.
+
+    Attributes:
+      dropout: rate on the recurrent product's input, one mask a sequence (Gal and Ghahramani 2016).
+    """
+
+    cell: str
+    width: int
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: Array) -> tuple[Array, Array, dict[str, Array | None]]:
+        """Of `x` `[B, T, D]`: the input's share of all gates `[T, B, G, W]`, computed before the loop as one matmul;
+        the recurrent kernel `[W, G * W]`; and the constants that `recur` reads."""
+        cell, width = CELLS[self.cell], self.width
+        names = ("embed", None, "ffn")
+        inputs = Dense((x.shape[-1], cell.gates, width), names, name="input")(x.swapaxes(0, 1))
+        kernel = self.param("recurrent", nn.with_logical_partitioning(orthogonal, names), (width, cell.gates, width))
+        consts: dict[str, Array | None] = {"bias": None, "keep": None}
+        if cell.bias:
+            init = nn.with_logical_partitioning(nn.initializers.zeros_init(), (None, "ffn"))
+            consts["bias"] = self.param("recurrent_bias", init, (cell.gates, width))
+        if self.dropout and self.has_rng("dropout"):
+            consts["keep"] = Dropout(self.dropout)(jnp.ones((x.shape[0], width)))
+        return inputs, kernel.reshape(width, -1).astype(x.dtype), consts
+
+
+def recur(cell: Cell, dot: Dot, consts: dict[str, Array | None], carry: Carry, inputs: Array) -> Carry:
+    """One step of `cell` from `carry`, given the input's share of the gates `[B, G, W]`."""
+    h = carry[0] if consts["keep"] is None else carry[0] * consts["keep"]
+    recurrent = dot("recurrent", h).reshape(inputs.shape)
+    if consts["bias"] is not None:
+        recurrent = recurrent + consts["bias"]
+    return cell.step(inputs.astype(jnp.float32), recurrent, carry)
+
+
+class Layer(nn.Module):
+    """A recurrent layer in one direction."""
+
+    cell: str
+    width: int
+    recurrent_dropout: float = 0.0
+    reverse: bool = False
+
+    @nn.compact
+    def __call__(
+        self, x: Array, marks: Marks, carry: Carry | None = None, first: Carry | None = None
+    ) -> tuple[Array, Carry, Carry]:
+        """Reads `x` `[B, T, D]`.
+
+        Args:
+          marks: of the slots, read in this layer's direction.
+          carry: state `[B, W]` before the first slot; None: zeros.
+          first: state `[B, T, W]` that a segment starting at a slot starts from; None: zeros.
+
+        Returns:
+          Outputs `[B, T, W]` (zero at padding), the state after every slot `[B, T, W]`, and the last state `[B, W]`.
+        """
+        cell = CELLS[self.cell]
+        inputs, kernel, consts = Gates(self.cell, self.width, self.recurrent_dropout, name="gates")(x)
+
+        def body(dot: Dot, consts: PyTree, carry: Carry, inputs: Array):
+            return recur(cell, dot, consts, carry, inputs), None
+
+        carry = zeros(cell, x.shape[0], self.width) if carry is None else carry
+        first = None if first is None else batch_major(first)
+        kernels = {"recurrent": kernel}
+        last, (states, _) = over_time(body, kernels, consts, carry, inputs, marks, first, self.reverse)
+        states = batch_major(states)
+        y = jnp.where(marks.real[:, :, None], states[0], 0.0).astype(x.dtype)
+        return constrain(y, "batch", None, "act_embed"), states, last
+
+
+class Encoded(NamedTuple):
+    """What an encoder read: `outputs` `[B, S, D]`; by layer and direction, the carries after every slot `[B, S, W]`;
+    and the slots' `segment` `[B, S]`."""
+
+    outputs: Array
+    states: tuple[tuple[Carry, ...], ...]
+    segment: Array
+
+
+class Front(nn.Module):
+    """The norm and the dropout on embeddings that `config.embed` asks for."""
+
+    config: RecurrentConfig
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        if self.config.embed.norm:
+            x = Norm(NormConfig(), name="norm")(x)
+        return Dropout(self.config.embed.dropout)(x)
+
+
+class Encoder(nn.Module):
+    """Stacked layers, each reading the sequence in one direction or in both (Schuster and Paliwal 1997)."""
+
+    config: RecurrentConfig
+
+    @nn.compact
+    def __call__(self, x: Array, slots: Slots) -> Encoded:
+        """Reads embeddings `[B, S, D]`. Outputs are `[B, S, D]`, in two directions the halves [forward; backward]."""
+        config = self.config
+        directions = ("forward", "backward") if config.bidirectional else ("forward",)
+        width = config.width // len(directions)
+        x = Front(config, name="front")(x)
+        states = []
+        for index in range(config.layers):
+            ys, carries = [], []
+            for direction in directions:
+                reverse = direction == "backward"
+                layer = Layer(config.cell, width, config.recurrent_dropout, reverse, name=f"{direction}_{index}")
+                y, carry, _ = layer(x, marks(slots.segment, reverse))
+                ys.append(y)
+                carries.append(carry)
+            x = Dropout(config.dropout)(jnp.concatenate(ys, axis=-1))
+            states.append(tuple(carries))
+        return Encoded(x, tuple(states), slots.segment)
+
+
+def summary(directions: tuple[Array, ...], source: Array, target: Array) -> Array:
+    """The whole source as the last thing each direction has read, `[B, T, D]`, for every target slot's segment.
+
+    Args:
+      directions: `[B, S, W]` read forwards and, if there is a second, backwards.
+      source, target: segments `[B, S]` and `[B, T]`.
+    """
+    return jnp.concatenate([ends(x, source, target, last=i == 0) for i, x in enumerate(directions)], axis=-1)
+
+
+class Memory(NamedTuple):
+    """What a decoder attends to: `keys` `[B, S, W]`, computed once a source, and `values` `[B, S, E]`."""
+
+    keys: Array
+    values: Array
+
+
+def additive_scores(query: Array, keys: Array, vector: Array) -> Array:
+    """Bahdanau et al. (2015): e_j = v^T tanh(W s + U h_j). Float32 `[B, S]` of W s `[B, W]`, U h `[B, S, W]`, v."""
+    hidden = jnp.tanh(query.astype(keys.dtype)[:, None] + keys)
+    return jnp.einsum("bsw,w->bs", hidden, vector.astype(keys.dtype), preferred_element_type=jnp.float32)
+
+
+def dot_scores(query: Array, keys: Array) -> Array:
+    """Luong et al. (2015), "general": e_j = s^T W h_j. Float32 `[B, S]` of s `[B, W]` and W h `[B, S, W]`."""
+    return jnp.einsum("bw,bsw->bs", query.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+
+
+def probabilities(scores: Array, visible: Array) -> Array:
+    """Softmax of float32 `[B, S]` over the visible slots; zeros where none is."""
+    probs = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    return jnp.where(visible, probs, 0.0)
+
+
+def look(probs: Array, values: Array) -> Array:
+    """The context: float32 `[B, E]`, the mean of `values` `[B, S, E]` under `probs` `[B, S]`."""
+    return jnp.einsum("bs,bse->be", probs.astype(values.dtype), values, preferred_element_type=jnp.float32)
+
+
+def additive_step(cell: Cell, dot: Dot, consts: PyTree, carry: Carry, slot: PyTree) -> tuple[Carry, PyTree]:
+    """Attention before the cell (Bahdanau et al. 2015): alpha_i = attend(s_{i-1}), s_i = cell(s_{i-1}, [y_i; c_i])."""
+    inputs, visible = slot
+    scores = additive_scores(dot("query", carry[0]), consts["memory"].keys, consts["vector"])
+    probs = probabilities(scores, visible)
+    context = look(probs, consts["memory"].values)
+    inputs = inputs + dot("context", context).reshape(inputs.shape)
+    return recur(cell, dot, consts, carry, inputs), (context, probs)
+
+
+def dot_step(cell: Cell, dot: Dot, consts: PyTree, carry: Carry, slot: PyTree) -> tuple[Carry, PyTree]:
+    """Attention after the cell, with input feeding (Luong et al. 2015).
+
+    s_i = cell(s_{i-1}, [y_i; o_{i-1}]), alpha_i = attend(s_i), o_i = tanh(W_c [s_i; c_i]).
+    """
+    (*state, fed), (inputs, visible) = carry, slot
+    inputs = inputs + dot("context", fed).reshape(inputs.shape)
+    state = recur(cell, dot, consts, tuple(state), inputs)
+    probs = probabilities(dot_scores(state[0], consts["memory"].keys), visible)
+    context = look(probs, consts["memory"].values)
+    output = jnp.tanh(dot("combine", jnp.concatenate([state[0], context], axis=-1)) + consts["shift"])
+    return (*state, output), (context, probs)
+
+
+class AttendingLayer(nn.Module):
+    """A layer that looks at the encoder's outputs once a step, the bottom one of a decoder with attention.
+
+    Its output is o_i = tanh(W_c [s_i; c_i]) for state s_i and context c_i = sum_j alpha_ij h_j. See `additive_step`
+    and `dot_step`. The weights alpha `[B, T, S]` are sown as the intermediate "attention".
+    """
+
+    cell: str
+    width: int
+    attention: str
+    recurrent_dropout: float = 0.0
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        marks: Marks,
+        memory: Memory,
+        visible: Array,
+        carry: Carry | None = None,
+        first: Carry | None = None,
+    ) -> tuple[Array, Carry]:
+        """Reads `x` `[B, T, D]`; `visible` bool `[B, T, S]` says which memory slots each slot may look at.
+
+        Returns:
+          Outputs `[B, T, W]` (zero at padding) and the last carry.
+        """
+        cell, width, source = CELLS[self.cell], self.width, memory.values.shape[-1]
+        additive = self.attention == "additive"
+        inputs, recurrent, consts = Gates(self.cell, width, self.recurrent_dropout, name="gates")(x)
+        fed = source if additive else width
+        context = self.kernel("context", (fed, cell.gates, width), ("embed", None, "ffn"))
+        combine = self.kernel("combine", (width + source, width), ("embed", None)).astype(x.dtype)
+        shift = self.kernel("combine_bias", (width,), (None,), nn.initializers.zeros_init())
+        kernels = {"recurrent": recurrent, "context": context.reshape(fed, -1).astype(x.dtype)}
+        consts |= {"memory": memory}
+        if additive:
+            kernels["query"] = self.kernel("query", (width, width), ("embed", "ffn")).astype(x.dtype)
+            consts["vector"] = self.kernel("vector", (width,), ("ffn",), nn.initializers.normal(width**-0.5))
+        else:
+            kernels["combine"] = combine
+            consts["shift"] = shift
+        if carry is None:
+            carry = zeros(cell, x.shape[0], width) + (() if additive else (jnp.zeros((x.shape[0], width)),))
+        first = None if first is None else batch_major(first)
+        body = partial(additive_step if additive else dot_step, cell)
+        xs = (inputs, visible.swapaxes(0, 1))
+        last, (states, (contexts, probs)) = over_time(body, kernels, consts, carry, xs, marks, first)
+        if additive:
+            # The output does not return into the recurrence, so it is one matmul after the loop.
+            both = jnp.concatenate([states[0], contexts], axis=-1)
+            y = jnp.tanh(jax.lax.dot_general(both.astype(x.dtype), combine, (((2,), (0,)), ((), ()))) + shift)
+        else:
+            y = states[-1]
+        self.sow("intermediates", "attention", batch_major(probs))
+        y = jnp.where(marks.real[:, :, None], batch_major(y), 0.0).astype(x.dtype)
+        return constrain(y, "batch", None, "act_embed"), last
+
+    def kernel(self, name: str, shape: tuple[int, ...], names: tuple[str | None, ...], init: Any = None) -> Array:
+        out = tuple(range(1, len(shape)))
+        init = init or nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=(0,), out_axis=out)
+        return self.param(name, nn.with_logical_partitioning(init, names), shape)
+
+
+@flax.struct.dataclass
+class RecurrentState:
+    """Decoding state: what the decoder remembers of each row, however much it has read.
+
+    Attributes:
+      layers: the carry of every layer, `[B, W]` each.
+      memory: keys and values of the source, or None.
+      visible: bool `[B, S]`, the source slots of the row's last segment, or None.
+    """
+
+    layers: tuple[Carry, ...]
+    memory: Memory | None = None
+    visible: Array | None = None
+
+    def rows(self, index: Array) -> Self:
+        """The state whose row `i` is this one's row `index[i]`."""
+        return jax.tree.map(lambda x: x[index], self)
+
+
+class Decoder(nn.Module):
+    """Stacked layers in one direction: a language model or, given an encoder, the other half of a seq2seq model.
+
+    What the encoder read enters as the first state of every segment: handed over layer by layer where encoder and
+    decoder are alike and read forwards (Sutskever et al. 2014), otherwise tanh(W [last forward; last backward]) of the
+    encoder's top layer, with its own W for every layer and state (after Bahdanau et al. 2015). With attention the
+    bottom layer, besides, attends (Wu et al. 2016 for stacks).
+
+    Attributes:
+      encoder: the encoder's config, or None for a language model.
+    """
+
+    config: RecurrentConfig
+    encoder: RecurrentConfig | None = None
+
+    def setup(self) -> None:
+        config, encoder = self.config, self.encoder
+        cell = CELLS[config.cell]
+        self.front = Front(config)
+        plain = partial(Layer, config.cell, config.width, config.recurrent_dropout)
+        attends = config.attention != "none"
+        bottom = (
+            AttendingLayer(config.cell, config.width, config.attention, config.recurrent_dropout)
+            if attends
+            else plain()
+        )
+        self.layers = (bottom, *(plain() for _ in range(config.layers - 1)))
+        self.dropout = Dropout(config.dropout)
+        if attends:
+            # Bahdanau's U has a bias, Luong's W has none.
+            shape = (encoder.width, config.width)
+            self.key = Dense(shape, ("embed", "ffn"), bias=config.attention == "additive")
+        if encoder is not None and not self.alike():
+            shape = (encoder.width, config.layers * cell.states, config.width)
+            self.bridge = Dense(shape, ("embed", None, "ffn"))
+
+    def alike(self) -> bool:
+        """Can the encoder's states be handed over as they are?"""
+        config, encoder = self.config, self.encoder
+        same = all(getattr(config, name) == getattr(encoder, name) for name in ("cell", "layers", "width"))
+        return same and not encoder.bidirectional
+
+    def first(self, encoded: Encoded, target: Array) -> tuple[Carry, ...]:
+        """By layer, the state `[B, T, W]` that a segment starting at a target slot (segments `[B, T]`) starts from."""
+        source = encoded.segment
+        if self.alike():
+            return tuple(tuple(ends(x, source, target, last=True) for x in forward) for (forward,) in encoded.states)
+        top = summary(tuple(carry[0] for carry in encoded.states[-1]), source, target)
+        made = jnp.tanh(self.bridge(top.astype(encoded.outputs.dtype)).astype(jnp.float32))
+        states = CELLS[self.config.cell].states
+        arrays = jnp.moveaxis(made, 2, 0)
+        return tuple(tuple(arrays[i * states : (i + 1) * states]) for i in range(self.config.layers))
+
+    def memory(self, encoded: Encoded) -> Memory | None:
+        """What the attention reads; None without attention."""
+        if self.config.attention == "none":
+            return None
+        return Memory(self.key(encoded.outputs), encoded.outputs)
+
+    def __call__(
+        self,
+        x: Array,
+        marks: Marks,
+        memory: Memory | None = None,
+        visible: Array | None = None,
+        carry: tuple[Carry, ...] | None = None,
+        first: tuple[Carry, ...] | None = None,
+    ) -> tuple[Array, tuple[Carry, ...]]:
+        """Reads embeddings `[B, T, D]`.
+
+        Args:
+          memory, visible: with attention: what to look at, and which of it each slot may see, bool `[B, T, S]`.
+          carry: by layer, the state `[B, W]` before the first slot; None: nothing was read.
+          first: by layer, see `first`; None: zeros.
+
+        Returns:
+          Outputs `[B, T, W]` and the last carries.
+        """
+        y, last = self.front(x), []
+        for index, layer in enumerate(self.layers):
+            before = None if carry is None else carry[index]
+            begin = None if first is None else first[index]
+            if isinstance(layer, AttendingLayer):
+                y, after = layer(y, marks, memory, visible, before, begin)
+            else:
+                y, _, after = layer(y, marks, before, begin)
+            y = self.dropout(y)
+            last.append(after)
+        return y, tuple(last)
