@@ -1,0 +1,436 @@
+"""From text to token ids and back: byte, character, word, BPE and unigram vocabularies, and loaded ones.
+
+A `Tokenizer` is a `Vocabulary` (one of the three classes at the top: a look-up table, a model of the `tokenizers`
+library, a SentencePiece model) with the roles of its special tokens and the padded size the model's table has. The
+functions that learn a vocabulary from text are in `vocabularies.py`.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import os
+import re
+import string
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import sentencepiece
+import tokenizers as hf
+
+from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
+from jaxformer.data import vocabularies
+from jaxformer.data.vocabularies import SPECIALS
+
+ROLES = {
+    "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
+    "bos": ("<s>", "<bos>", "[BOS]", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>"),
+    "eos": ("</s>", "<eos>", "[EOS]", "<|end_of_text|>", "<|endoftext|>"),
+    "unk": ("<unk>", "[UNK]", "<|unk|>"),
+    "mask": ("<mask>", "[MASK]", "<|mask|>"),
+    "cls": ("<cls>", "[CLS]", "<s>"),
+    "sep": ("<sep>", "[SEP]", "</s>"),
+}
+"""What each special token is called, most specific name first. RoBERTa has no [CLS] of its own: its <s> serves."""
+
+SAMPLE = 2**18
+"""At most so many examples, evenly spaced over the split, are read to learn a vocabulary."""
+
+
+class Vocabulary(Protocol):
+    """Pieces of text and how a text becomes a sequence of them."""
+
+    kind: str
+    pieces: Sequence[str]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def parse(self, text: str, specials: dict[str, int]) -> list[int]: ...
+
+    def payload(self) -> Any: ...
+
+
+def _between(text: str, specials: dict[str, int], vocabulary: Vocabulary, space: str) -> list[int]:
+    """Ids of a text in which the names of `specials` stand for themselves.
+
+    `space` is what is dropped next to a special token: vocabularies that put a space before every text would double it.
+    """
+    ids: list[int] = []
+    for part in re.split("(" + "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) + ")", text):
+        if part in specials:
+            ids.append(specials[part])
+        elif part := part.removeprefix(space if ids else "").removesuffix(space if part else ""):
+            ids.extend(vocabulary.encode(part))
+    return ids
+
+
+class Table:
+    """Look-up: every byte, every character or every whitespace-separated word is one token."""
+
+    def __init__(self, kind: str, pieces: Sequence[str], lowercase: bool):
+        self.kind = kind
+        self.pieces = tuple(pieces)
+        self._lowercase = lowercase
+        self._unk = self.pieces.index("<unk>")
+        # A word of the data that looks like a special token must not become one, except that <unk> is what it says:
+        # published corpora (WikiText-2) carry it.
+        hidden = set(SPECIALS) - {"<unk>"}
+        self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece not in hidden}
+
+    def encode(self, text: str) -> list[int]:
+        text = text.lower() if self._lowercase else text
+        if self.kind == "byte":
+            return [byte + len(SPECIALS) for byte in text.encode()]
+        get, unk = self._ids.get, self._unk
+        return [get(piece, unk) for piece in (vocabularies.words(text) if self.kind == "word" else text)]
+
+    def decode(self, ids: list[int]) -> str:
+        if self.kind == "byte":
+            return bytes(i - len(SPECIALS) for i in ids if i >= len(SPECIALS)).decode(errors="replace")
+        return (" " if self.kind == "word" else "").join(self.pieces[i] for i in ids)
+
+    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
+        return _between(text, specials, self, "")
+
+    def payload(self) -> Any:
+        pieces = [] if self.kind == "byte" else list(self.pieces)
+        return {"pieces": pieces, "lowercase": self._lowercase}
+
+    @classmethod
+    def of(cls, kind: str, payload: Any) -> Table:
+        return cls(kind, vocabularies.byte_pieces() if kind == "byte" else payload["pieces"], payload["lowercase"])
+
+
+class Fast:
+    """A model of the `tokenizers` library: trained here (kinds bpe and unigram) or loaded (kind file)."""
+
+    def __init__(self, kind: str, model: hf.Tokenizer):
+        model.no_truncation()  # a loaded file may cut and pad, which is the pipeline's work
+        model.no_padding()
+        model.encode_special_tokens = True  # "</s>" in the data is four characters, not the end
+        self.kind = kind
+        self.model = model
+        size = max(model.get_vocab(with_added_tokens=True).values()) + 1
+        self.pieces = tuple(model.id_to_token(index) or "" for index in range(size))
+
+    @functools.cached_property
+    def _parser(self) -> hf.Tokenizer:
+        return hf.Tokenizer.from_str(self.model.to_str())  # the setting above is not part of the file
+
+    def encode(self, text: str) -> list[int]:
+        return self.model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.model.decode(ids, skip_special_tokens=True)
+
+    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
+        if self.kind == "file":
+            return self._parser.encode(text, add_special_tokens=False).ids
+        return _between(text, specials, self, " ")
+
+    def payload(self) -> Any:
+        return json.loads(self.model.to_str())
+
+    @classmethod
+    def of(cls, kind: str, payload: Any) -> Fast:
+        return cls(kind, hf.Tokenizer.from_str(json.dumps(payload)))
+
+
+class Sentences:
+    """A loaded SentencePiece model."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, model: bytes):
+        self._bytes = model
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.pieces = tuple(self._model.id_to_piece(index) for index in range(len(self._model)))
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
+
+    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
+        return _between(text, specials, self, " ")
+
+    def payload(self) -> Any:
+        return base64.b64encode(self._bytes).decode()
+
+    @classmethod
+    def of(cls, kind: str, payload: Any) -> Sentences:
+        return cls(base64.b64decode(payload))
+
+
+class Tokenizer:
+    """A vocabulary with special tokens.
+
+    Attributes:
+      size: real rows. `vocab`: rows of the model's table, `size` rounded up to a multiple.
+      pad, bos, eos, unk, mask, cls, sep: ids of the special tokens, None where a loaded vocabulary has none. Those
+        trained here have all of them, as ids 0 to 6.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, multiple: int = 1):
+        self.vocabulary = vocabulary
+        self.multiple = multiple
+        self.size = len(vocabulary.pieces)
+        self.vocab = -(-self.size // multiple) * multiple
+        known = {piece: index for index, piece in reversed(list(enumerate(vocabulary.pieces)))}
+        roles = {role: next((n for n in names if n in known), None) for role, names in ROLES.items()}
+        self.pad, self.bos, self.eos, self.unk, self.mask, self.cls, self.sep = (known.get(n) for n in roles.values())
+        self.names = {role: name for role, name in roles.items() if name is not None}  # role -> piece
+        self._specials = {name: known[name] for name in self.names.values()}
+        self._hidden = set(self._specials.values()) - {self.unk}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without special tokens around it. Special tokens' names inside it are ordinary text."""
+        return self.vocabulary.encode(text)
+
+    def parse(self, text: str) -> list[int]:
+        """As `encode`, but a special token's name in the text ("the <mask> sat") is that token."""
+        return self.vocabulary.parse(text, self._specials)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`. Special tokens and the rows that only pad the vocabulary are skipped; <unk> is shown."""
+        return self.vocabulary.decode([i for i in map(int, ids) if i < self.size and i not in self._hidden])
+
+    def word_starts(self, ids: Sequence[int]) -> list[bool]:
+        """Whether each piece begins a word, for whole-word masking.
+
+        Where words are joined pieces, a piece begins one when it begins with white space (also in its disguises "Ġ"
+        and "▁") or with punctuation; WordPiece marks the opposite with "##".
+        """
+        starts = self._starts
+        return [position == 0 or starts[i] for position, i in enumerate(ids)]
+
+    @functools.cached_property
+    def _starts(self) -> list[bool]:
+        pieces = self.vocabulary.pieces
+        if self.vocabulary.kind == "word":
+            return [True] * len(pieces)
+        if isinstance(self.vocabulary, Fast) and isinstance(self.vocabulary.model.model, hf.models.WordPiece):
+            return [not piece.startswith("##") for piece in pieces]
+        begin = tuple("Ġ▁Ċĉč" + string.whitespace + string.punctuation)
+        return [piece.startswith(begin) for piece in pieces]
+
+    def remembering(self, budget: int) -> Tokenizer:
+        """The same tokenizer, keeping the ids of texts it has seen in up to `budget` bytes of memory."""
+        return Remembering(self.vocabulary, self.multiple, budget)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes when the mapping from text to ids does."""
+        return hashlib.sha256(self._text().encode()).hexdigest()[:16]
+
+    def _json(self) -> dict[str, Any]:
+        return {"kind": self.vocabulary.kind, "multiple": self.multiple, "vocabulary": self.vocabulary.payload()}
+
+    def _text(self) -> str:
+        return json.dumps(self._json(), ensure_ascii=False)
+
+    @classmethod
+    def _of(cls, content: Any, multiple: int) -> Tokenizer:
+        if "added_tokens" in content:
+            return cls(Fast.of("file", content), multiple)
+        kind = content["kind"]
+        family = {"byte": Table, "character": Table, "word": Table, "sentencepiece": Sentences}.get(kind, Fast)
+        return cls(family.of(kind, content["vocabulary"]), content["multiple"])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes one JSON file. The same tokenizer always gives the same bytes."""
+        write(Path(path), self._text())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], multiple: int = 1) -> Tokenizer:
+        """Reads what `save` wrote, a `tokenizer.json` of the `tokenizers` library or a SentencePiece `.model`.
+
+        Args:
+          path: the file.
+          multiple: what the vocabulary is padded to, unless the file says it.
+
+        Raises:
+          ConfigError: the file is missing or is none of these.
+        """
+        path = Path(path)
+        content = _read(path)
+        try:
+            if path.suffix == ".model":
+                return cls(Sentences(content), multiple)
+            return cls._of(json.loads(content), multiple)
+        except Exception as error:  # the two libraries raise bare Exception and RuntimeError
+            raise _unreadable(path, error) from error
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Writes a `tokenizer.json` that the `tokenizers` library loads.
+
+        Raises:
+          ValueError: the kind is not a model of that library.
+        """
+        if not isinstance(self.vocabulary, Fast):
+            kind = self.vocabulary.kind
+            raise ValueError(f"tokenizer: got kind {kind!r}, expected bpe, unigram or a tokenizer.json; use save")
+        write(Path(path), self.vocabulary.model.to_str(pretty=True))
+
+
+class Remembering(Tokenizer):
+    """A tokenizer that does not split the same text twice: training sees every text once an epoch."""
+
+    def __init__(self, vocabulary: Vocabulary, multiple: int, budget: int):
+        super().__init__(vocabulary, multiple)
+        self._budget = budget
+        self._seen: dict[str, array[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        known = self._seen.get(text)
+        if known is not None:
+            return known.tolist()
+        ids = super().encode(text)
+        # Once full it stays as it is: with epochs in random order, what is kept is as good as what would replace it.
+        if self._budget > 0:
+            self._seen[text] = array("i", ids)
+            self._budget -= 4 * len(ids) + len(text) + 200  # about 200 bytes go to the two objects and the table
+        return ids
+
+
+@dataclass(frozen=True)
+class Tokenizers:
+    """The tokenizers of the two sides; one object when the vocabulary is joint or there is one side only."""
+
+    source: Tokenizer
+    target: Tokenizer
+
+    FILE = "tokenizer.json"
+
+    @property
+    def joint(self) -> bool:
+        return self.target is self.source
+
+    @classmethod
+    def build(cls, config: DataConfig, examples: Any, roles: Sequence[str]) -> Self:
+        """Loads or learns what `config.tokenizer` describes.
+
+        Args:
+          config: the data section.
+          examples: the training split.
+          roles: what the task reads of an example ("source", "target", "text", "pair", "label").
+
+        Raises:
+          ConfigError: unknown kind, a vocabulary too small for its kind, a missing file.
+        """
+        settings = config.tokenizer
+        sides = ("source", "target") if not settings.joint and "target" in roles else ("joint",)
+        if settings.kind == "file":
+            paths = settings.path.split(",") if len(sides) == 2 else [settings.path]
+            if len(paths) != len(sides) or not all(paths):
+                wanted = "two files, source,target" if len(sides) == 2 else "a tokenizer.json or a .model file"
+                raise ConfigError(f"data.tokenizer.path: got {settings.path!r}, expected {wanted}; set it")
+            built = [Tokenizer.load(path, settings.multiple) for path in paths]
+        else:
+            texts = _texts(config, examples, roles)
+            if sides == ("joint",):
+                texts = {"joint": [text for side in texts.values() for text in side]}
+            built = [Tokenizer(_learn(settings, texts[side]), settings.multiple) for side in sides]
+        return cls(built[0], built[-1])
+
+    def remembering(self, budget: int) -> Tokenizers:
+        """Both with a memory of the texts they have seen, of `budget` bytes together."""
+        if self.joint:
+            one = self.source.remembering(budget)
+            return Tokenizers(one, one)
+        return Tokenizers(self.source.remembering(budget // 2), self.target.remembering(budget // 2))
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes `tokenizer.json`: the tokenizer, or {"source": ..., "target": ...} where they differ."""
+        path = Path(directory) / self.FILE
+        if self.joint:
+            self.source.save(path)
+        else:
+            both = {"source": self.source._json(), "target": self.target._json()}
+            write(path, json.dumps(both, ensure_ascii=False))
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], multiple: int = 1) -> Self:
+        """Reads what `save` wrote.
+
+        Raises:
+          ConfigError: there is no `tokenizer.json`, or it is damaged.
+        """
+        path = Path(directory) / cls.FILE
+        try:
+            content = json.loads(_read(path))
+            if "source" not in content:
+                one = Tokenizer._of(content, multiple)
+                return cls(one, one)
+            return cls(*(Tokenizer._of(content[side], multiple) for side in ("source", "target")))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise _unreadable(path, error) from error
+
+
+def _learn(config: TokenizerConfig, texts: Iterable[str]) -> Vocabulary:
+    if config.kind == "byte":
+        return Table("byte", vocabularies.byte_pieces(), config.lowercase)
+    if config.kind == "character":
+        return Table("character", vocabularies.characters(texts, config.lowercase), config.lowercase)
+    if config.kind == "word":
+        return Table("word", vocabularies.frequent_words(texts, config.vocab, config.lowercase), config.lowercase)
+    if config.kind in ("bpe", "unigram"):
+        smallest = len(SPECIALS) + 256
+        if config.vocab < smallest:
+            raise ConfigError(
+                f"data.tokenizer.vocab: got {config.vocab}, expected at least {smallest} for {config.kind} "
+                f"(256 bytes and {len(SPECIALS)} special tokens); raise it or use kind byte or character"
+            )
+        train = vocabularies.bpe if config.kind == "bpe" else vocabularies.unigram
+        return Fast(config.kind, train(texts, config.vocab, config.lowercase))
+    kinds = "byte, character, word, bpe, unigram, file"
+    raise ConfigError(f"data.tokenizer.kind: got {config.kind!r}, expected one of {kinds}; change it")
+
+
+def _texts(config: DataConfig, examples: Any, roles: Sequence[str]) -> dict[str, list[str]]:
+    """The texts of a sample of `examples`, by side."""
+    texts: dict[str, list[str]] = {"source": [], "target": []}
+    if config.tokenizer.kind == "byte":
+        return texts
+    for example in _sample(examples, config.examples):
+        for role in ("source", "text", "pair", "target"):
+            if role in roles or (role == "pair" and "text" in roles and role in example):
+                texts["target" if role == "target" else "source"].append(example[role])
+    return texts
+
+
+def _sample(examples: Any, limit: int | None) -> Iterator[Any]:
+    count = len(examples) if limit is None else min(limit, len(examples))
+    return (examples[index] for index in range(0, count, max(-(-count // SAMPLE), 1)))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"tokenizer: got {path}, expected a readable file ({error.strerror}); check it") from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())[:120]
+    return ConfigError(f"tokenizer: got {path}, expected a tokenizer.json or a .model file ({reason}); check it")
+
+
+def write(path: Path, text: str) -> None:
+    """Writes `text` atomically: a reader sees the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)  # temporary files are private, a run's files need not be
+    os.replace(file.name, path)
