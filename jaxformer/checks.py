@@ -52,6 +52,7 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (HeadConfig, "pooling"): ("first", "mean", "last"),
     (ModelConfig, "dtype"): ("float32", "bfloat16"),
     (TokenizerConfig, "kind"): ("byte", "character", "word", "bpe", "unigram", "file"),
+    (DataConfig, "document"): ("line", "file"),
     (DataConfig, "packing"): ("none", "concat", "first_fit"),
     (OptimizerConfig, "name"): ("adamw", "adam", "adafactor", "lion", "sgd", "muon"),
     (ScheduleConfig, "kind"): ("constant", "linear", "cosine", "wsd", "inverse_sqrt", "noam"),
@@ -188,11 +189,11 @@ def _stack(stack: StackConfig, path: str, config: Config) -> None:
             "set output=True or change the head width",
         )  # fmt: skip
     if encoding.kind == "rope":
-        rotated = head_width * encoding.fraction
-        if rotated != int(rotated) or int(rotated) % 2 or rotated < 2:
+        rotated = int(head_width * encoding.fraction)
+        if rotated % 2 or rotated < 2:
             raise _wrong(
                 f"{path}.encoding.fraction", encoding.fraction,
-                f"an even rotated width (head width {head_width} * fraction = {rotated:g})",
+                f"an even rotated width (head width {head_width} * fraction = {rotated})",
             )  # fmt: skip
     if encoding.kind == "learned" and encoding.max_length < config.data.length:
         raise _wrong(f"{path}.encoding.max_length", encoding.max_length, f"at least data.length ({config.data.length})")
@@ -240,7 +241,8 @@ def _model(model: ModelConfig) -> None:
                 "none where there is no encoder",
             )  # fmt: skip
     if model.recurrent_encoder is not None and model.recurrent_encoder.attention != "none":
-        raise _wrong("config.model.recurrent_encoder.attention", model.recurrent_encoder.attention, "none: it is the decoder that attends")  # fmt: skip
+        attention = model.recurrent_encoder.attention
+        raise _wrong("config.model.recurrent_encoder.attention", attention, "none: it is the decoder that attends")
     if model.decoder is not None and model.decoder.causal is False and encoder is not None:
         raise _wrong("config.model.decoder.causal", "False", "True or None: a decoder cannot see what it predicts")
     if model.share_embeddings:

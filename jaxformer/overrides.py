@@ -23,7 +23,22 @@ from jaxformer.checks import check
 from jaxformer.config import Config, ConfigError
 from jaxformer.registry import nearest
 
-__all__ = ["check", "defaults", "differences", "freeze", "from_json", "load", "parse", "same", "section", "to_json"]
+__all__ = [
+    "changes",
+    "check",
+    "defaults",
+    "differences",
+    "edit",
+    "freeze",
+    "from_json",
+    "load",
+    "override",
+    "parse",
+    "read",
+    "same",
+    "section",
+    "to_json",
+]
 
 RESUMABLE = (
     "train.steps", "train.log_every", "train.evaluate_every", "train.checkpoint_every",
@@ -58,10 +73,10 @@ def section(kind: type, **edits: Any) -> ConfigDict:
 
 
 def _loose(value: Any) -> Any:
-    """A dataclass instance as a `ConfigDict`. It is not type-safe on purpose: `freeze` alone judges, with full paths."""
+    """A dataclass instance as a `ConfigDict`, not type-safe on purpose: `freeze` alone judges, with full paths."""
     if dataclasses.is_dataclass(value):
-        fields = {f.name: _loose(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return ConfigDict(fields, type_safe=False)
+        values = {f.name: _loose(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return ConfigDict(values, type_safe=False)
     return ConfigDict(value, type_safe=False) if isinstance(value, dict) else value
 
 
@@ -217,11 +232,33 @@ def from_json(text: str) -> Config:
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique)
-    except (json.JSONDecodeError, RecursionError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"config.json: got no valid JSON ({error}), expected what a run wrote") from None
     if not isinstance(value, dict):
         raise ConfigError(f"config.json: got {_show(value)}, expected a JSON object")
     return freeze(value)
+
+
+def read(workdir: str | os.PathLike[str]) -> Config:
+    """The resolved config of the run in `workdir`.
+
+    Raises:
+      ConfigError: there is no run, or its `config.json` cannot be read.
+    """
+    path = os.path.join(workdir, "config.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{workdir}: got no config.json, expected the workdir of a run; check --workdir") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: got an unreadable file ({error}), expected what a run wrote") from None
+    try:
+        return from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -306,12 +343,23 @@ def parse(argv: Sequence[str]) -> Config:
         got = f"{len(recipes)} of them" if recipes != [""] else "an empty one"
         raise ConfigError(f"--config: got {got}, expected one; give --config=configs/NAME.py[:variant]")
     config = load(recipes[0])
-    for edit in edits:
-        if not edit.startswith("--config.") or "=" not in edit:
-            raise ConfigError(f"argument {edit!a}: expected --config.PATH=VALUE")
-        path, _, text = edit.removeprefix("--config.").partition("=")
-        override(config, path, text)
+    _override_all(config, edits)
     return freeze(config)
+
+
+def edit(config: Config, argv: Sequence[str]) -> Config:
+    """`config` with `--config.a.b=VALUE` arguments applied. Errors are those of `parse`."""
+    loose = _loose(config)
+    _override_all(loose, argv)
+    return freeze(loose)
+
+
+def _override_all(config: ConfigDict, argv: Sequence[str]) -> None:
+    for argument in argv:
+        if not argument.startswith("--config.") or "=" not in argument:
+            raise ConfigError(f"argument {argument!a}: expected --config.PATH=VALUE")
+        path, _, text = argument.removeprefix("--config.").partition("=")
+        override(config, path, text)
 
 
 def override(config: ConfigDict, path: str, text: str) -> None:
@@ -380,7 +428,7 @@ def _read(text: str, hint: Any, path: str) -> Any:
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
-def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+def changes(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     """Path ("train.seed") -> the two values, for every field in which two configs differ, in schema order."""
 
     def walk(x: Any, y: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -394,29 +442,27 @@ def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     return dict(walk(a, b, ""))
 
 
+def differences(config: Config, saved: Config) -> list[str]:
+    """What makes `config` another run than the one that wrote `saved`: "path: here X, there Y"; empty if it may resume.
+
+    What may change on resuming (`RESUMABLE`) and what a run fills in by itself (`RESOLVED`) does not count.
+    """
+    found = changes(config, saved)
+    return [f"{path}: here {_brief(found[path][0])}, there {_brief(found[path][1])}" for path in same(config, saved)]
+
+
 def same(config: Config, saved: Config) -> list[str]:
-    """The paths in which `config` is a different run from the one that wrote `saved`; empty if it may resume it."""
-    return [path for path, (mine, _) in differences(config, saved).items() if not _resumable(path, mine)]
+    """The paths of `differences`; empty if `config` may resume the run that wrote `saved`."""
+    return [path for path, (mine, _) in changes(config, saved).items() if not _resumable(path, mine)]
 
 
 def _resumable(path: str, mine: Any) -> bool:
-    if mine is None and path.rpartition(".")[2] in RESOLVED:
+    if mine in (None, ()) and path.rpartition(".")[2] in RESOLVED:
         return True
     return any(path == allowed or path.startswith(allowed + ".") for allowed in RESUMABLE)
 
 
-def refuse_other(config: Config, saved: Config, workdir: str) -> None:
-    """Raises a ConfigError that names the first differing fields if `workdir` holds a different run."""
-    paths = same(config, saved)
-    if paths:
-        found = differences(config, saved)
-        shown = [f"{p} {_brief(found[p][1])} there, {_brief(found[p][0])} here" for p in paths[:3]]
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        raise ConfigError(
-            f"{workdir}: got a run of a different config ({'; '.join(shown)}{more}), expected the same one; "
-            "give another --workdir"
-        )
-
-
 def _brief(value: Any) -> str:
-    return type(value).__name__ if dataclasses.is_dataclass(value) else _show(value).rpartition(" (")[0] or "None"
+    if value is None or dataclasses.is_dataclass(value):
+        return "None" if value is None else f"a {type(value).__name__}"
+    return _show(value).rpartition(" (")[0]
