@@ -1,0 +1,261 @@
+"""Every kernel of the folder equals the dense one, in value and in gradient; the dense one equals the plain formula."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from jaxformer import registry
+from jaxformer.config import AttentionConfig, EncodingConfig
+from jaxformer.nn import encodings, kernels, reference
+from jaxformer.nn.kernels import Noise, Score, blockwise, dense
+from jaxformer.nn.masks import Mask, slots
+from jaxformer.types import Slots
+
+KERNELS = registry.names("jaxformer.nn.kernels")
+SCORES = [kind for kind in registry.names("jaxformer.nn.encodings") if encodings.get(kind).score is not None]
+BATCH, HEADS, HEAD_WIDTH = 2, 4, 4
+LONG = [[1, 1, 1, 1, 2, 2, 2, 0, 0], [0] * 9]  # packed and padded; the second row sees nothing at all
+
+
+def mask_of(name: str, rows: int = 7, columns: int = 9) -> Mask:
+    ones = slots(jnp.ones((BATCH, max(rows, columns)), jnp.int32))
+    segments = slots(jnp.array(LONG))
+    side = segments if name in ("packed", "packed causal") else ones
+    if name == "padded":
+        side = slots(jnp.array([[1] * 6 + [0] * 3, [1] * 2 + [0] * 7]))
+    query, key = (Slots(*(ids[:, :length] for ids in side)) for length in (rows, columns))
+    if name == "step":  # late queries against a longer cache
+        query = query._replace(position=query.position + 2)
+    window = 3 if "window" in name else None
+    return Mask(query, key, causal="causal" in name or name == "step", window=window)
+
+
+MASKS = ["full", "padded", "causal", "packed", "packed causal", "window", "causal window", "step"]
+
+
+def inputs(rows=7, columns=9, groups=2, dtype=jnp.float32):
+    draw = np.random.default_rng(0).standard_normal
+    q, do = (jnp.asarray(draw((BATCH, 8, HEADS, HEAD_WIDTH))[:, :rows], dtype) for _ in range(2))
+    k, v = (jnp.asarray(draw((BATCH, columns, groups, HEAD_WIDTH)), dtype) for _ in range(2))
+    return q, k, v, do
+
+
+def general(args, q, k, query_position, key_position):
+    """A score that depends on everything a score may depend on, with an integer argument that has no gradient."""
+    near = jnp.abs(query_position[:, None, :, None] - key_position[:, None, None, :]) < args["near"]
+    by_query = jnp.einsum("bthk,hk->bht", q, args["weight"])[..., None]
+    by_key = jnp.einsum("bsgk,k->bs", jnp.tanh(k), args["weight"][0])[:, None, None]
+    return jnp.where(near, by_query * by_key, -0.5).astype(jnp.float32)
+
+
+@functools.cache
+def score_of(kind: str | None) -> Score:
+    """The score of that encoding, with the real-valued part of its arguments."""
+    if kind is None:
+        return Score(None, {})
+    if kind == "general":
+        return Score(general, {"weight": jnp.linspace(-1, 1, HEADS * HEAD_WIDTH).reshape(HEADS, -1)})
+    encoding, config = encodings.get(kind), EncodingConfig(kind=kind, buckets=6, max_distance=8, bidirectional=True)
+    if encoding.shared is None:
+        return Score(functools.partial(encoding.score, config), None)
+    module = encoding.shared(config, AttentionConfig(heads=HEADS), HEAD_WIDTH)
+    shared = nn.meta.unbox(module.init_with_output(jax.random.key(3), mask_of("full").query)[0])
+    return Score(functools.partial(encoding.score, config), shared)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "function", "config"))
+def compiled(name, function, config, q, k, v, do, mask, args):
+    def forward(q, k, v, args):
+        if function is general:
+            args = args | {"near": jnp.int32(4)}
+        o = kernels.get(name).apply(q, k, v, mask, Score(function, args) if function else None, None, config)
+        assert o.dtype == q.dtype
+        return jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32)), o
+
+    (_, o), gradients = jax.value_and_grad(forward, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, args)
+    return o, gradients
+
+
+def run(name, mask, score=None, block=4, **shapes):
+    """Output, and gradients with respect to q, k, v and the score's arguments."""
+    function, args = score_of(score)
+    return compiled(name, function, AttentionConfig(heads=HEADS, block=block), *inputs(**shapes), mask, args)
+
+
+@functools.cache
+def expected(mask, score=None, groups=2, rows=7, columns=9):
+    return run("dense", mask_of(mask, rows, columns), score, groups=groups, rows=rows, columns=columns)
+
+
+def compare(name, mask, score=None, block=4, groups=2, rows=7, columns=9):
+    if kernels.get(name).refuse(AttentionConfig(), score is not None, False) is not None:
+        pytest.skip("the kernel refuses this")
+    got = run(name, mask_of(mask, rows, columns), score, block, groups=groups, rows=rows, columns=columns)
+    chex.assert_trees_all_close(got, expected(mask, score, groups, rows, columns), rtol=1e-4, atol=2e-5)
+
+
+OTHERS = [name for name in KERNELS if name != "dense"]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_kernel_is_dense_under_masks(name, mask):
+    compare(name, mask)
+
+
+@pytest.mark.parametrize("score", ["general", *SCORES])
+@pytest.mark.parametrize("name", OTHERS)
+def test_kernel_is_dense_with_scores(name, score):
+    compare(name, "packed causal", score)
+
+
+@pytest.mark.parametrize(("groups", "block"), [(1, 3), (4, 128)])
+@pytest.mark.parametrize("name", OTHERS)
+def test_kernel_is_dense_for_groups_and_tiles(name, groups, block):
+    compare(name, "causal", groups=groups, block=block)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 9), (8, 4)])
+@pytest.mark.parametrize("name", OTHERS)
+def test_kernel_is_dense_for_lengths(name, rows, columns):
+    compare(name, "padded", rows=rows, columns=columns)
+
+
+# What holds for every file of the folder, dense included
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_dense_is_the_formula(groups):
+    mask = mask_of("packed causal")
+    q, k, v, _ = inputs(groups=groups)
+    o = jax.jit(dense.attend, static_argnums=(4, 5, 6))(q, k, v, mask, None, None, AttentionConfig(heads=HEADS))
+    for head in range(HEADS):
+        group = head // (HEADS // groups)
+        one = reference.attend(q[:, :, head], k[:, :, group], v[:, :, group], mask.dense(), scale=False)
+        chex.assert_trees_all_close(o[:, :, head], one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(name):
+    o, (dq, dk, dv, _) = run(name, mask_of("packed"))
+    assert (o[1] == 0).all()
+    assert (o[0] != 0).any()
+    for gradient in (dq[1], dk[1], dv[1], dk[0, 7:], dv[0, 7:]):
+        assert (gradient == 0).all()
+    chex.assert_tree_all_finite((o, dq, dk, dv))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_hidden_keys_have_no_influence_even_when_infinite_in_size(name):
+    q, k, v, _ = inputs()
+    mask, config = mask_of("padded"), AttentionConfig(heads=HEADS, block=4)
+    hidden = (mask.key.segment == 0)[:, :, None, None]
+    apply = jax.jit(lambda k, v: kernels.get(name).apply(q, k, v, mask, None, None, config))
+    chex.assert_trees_all_equal(apply(k, v), apply(jnp.where(hidden, 1e9, k), jnp.where(hidden, 1e3, v)))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_large_scores_do_not_overflow(name):
+    q, k, v, _ = inputs()
+    o = kernels.get(name).apply(1e4 * q, k, v, mask_of("causal"), None, None, AttentionConfig(heads=HEADS, block=4))
+    chex.assert_tree_all_finite(o)
+    chex.assert_trees_all_close(o[:, 0], jnp.repeat(v[:, 0], 2, axis=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_bfloat16_is_close_to_float32(name):
+    half = run(name, mask_of("causal"), dtype=jnp.bfloat16)
+    full = expected("causal")
+    chex.assert_trees_all_close(jax.tree.map(lambda x: x.astype(jnp.float32), half), full, atol=0.12)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_the_same_draw(name):
+    if kernels.get(name).refuse(AttentionConfig(), False, True) is not None:
+        pytest.skip("the kernel refuses this")
+    mask, config = mask_of("full"), AttentionConfig(heads=HEADS, block=4)
+    (q, k, v, do), key = inputs(), jax.random.key(5)
+
+    def total(k, v, key):
+        o = kernels.get(name).apply(q, k, v, mask, None, Noise(0.3, key), config)
+        return jnp.sum(o * do), o
+
+    forward = jax.jit(lambda k, v, key: jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(k, v, key))
+    (_, o), gradients = forward(k, v, key)
+    chex.assert_trees_all_equal(forward(k, v, key)[0][1], o)
+
+    many = np.stack([forward(k, v, key)[0][1] for key in jax.random.split(key, 200)])
+    plain = np.asarray(expected("full")[0])
+    assert np.abs(o - plain).max() > 0.1
+    assert np.abs(many.mean(0) - plain).max() < 6 * many.std(0).max() / 200**0.5
+
+    def moved(x, way, step):
+        return np.asarray(x) + step * way
+
+    ways = [np.random.default_rng(i).standard_normal(k.shape).astype(np.float32) for i in range(2)]
+    for ahead, back, slope in (
+        ((moved(k, ways[0], 1e-2), v), (moved(k, ways[0], -1e-2), v), np.sum(gradients[0] * ways[0])),
+        ((k, moved(v, ways[1], 1e-2)), (k, moved(v, ways[1], -1e-2)), np.sum(gradients[1] * ways[1])),
+    ):
+        difference = forward(*ahead, key)[0][0] - forward(*back, key)[0][0]
+        np.testing.assert_allclose(slope, difference / 2e-2, rtol=2e-2, atol=2e-2)
+
+
+def test_probabilities_are_what_the_dense_kernel_sums_with():
+    mask, config = mask_of("packed causal"), AttentionConfig(heads=HEADS)
+    q, k, v, _ = inputs()
+    probs = dense.probabilities(q, k, mask, None, None, config)
+    chex.assert_shape(probs, (BATCH, HEADS, 7, 9))
+    assert (probs[:, 0][~mask.dense()] == 0).all()
+    chex.assert_trees_all_close(probs.sum(-1), jnp.broadcast_to(mask.dense().any(-1)[:, None], probs.shape[:3]) * 1.0)
+    o = jnp.einsum("bhts,bshk->bthk", probs, jnp.repeat(v, 2, axis=2))
+    chex.assert_trees_all_close(o, expected("packed causal")[0], rtol=1e-4, atol=1e-5)
+
+
+def test_noise_rate_and_scale():
+    x = jnp.ones((200, 200))
+    y = Noise(0.25, jax.random.key(0)).drop(x)
+    np.testing.assert_allclose(jnp.mean(y == 0), 0.25, atol=0.01)
+    np.testing.assert_allclose(y[y != 0], 4 / 3, rtol=1e-5)
+    chex.assert_trees_all_equal(Noise(0.0, jax.random.key(0)).drop(x), x)
+
+
+# Memory, and tiles that are skipped
+
+
+def temporary(name, length):
+    """Bytes of temporaries of a compiled gradient at this length. Nothing is run."""
+    config = AttentionConfig(heads=2, block=64)
+    x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def loss(q, k, v, side):
+        return jnp.sum(kernels.get(name).apply(q, k, v, Mask(side, side, causal=True), None, None, config) ** 2)
+
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x, Slots(ids, ids))
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_blockwise_memory_is_linear_in_length_and_dense_memory_is_not():
+    sizes = {name: [temporary(name, length) for length in (1024, 2048, 4096)] for name in ("blockwise", "dense")}
+    for small, large in zip(sizes["blockwise"], sizes["blockwise"][1:], strict=False):
+        assert 1.5 < large / small < 2.2
+    for small, large in zip(sizes["dense"], sizes["dense"][1:], strict=False):
+        assert 3.5 < large / small < 4.2
+    assert sizes["blockwise"][-1] < sizes["dense"][-1] / 20
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_skipped_tiles_are_empty_ones(name):
+    mask, size = mask_of(name, 9, 9), 3
+    query, key = (Slots(*(blockwise._tiles(ids, size) for ids in side)) for side in (mask.query, mask.key))
+    active = blockwise._active(query, key, mask.causal, mask.window)
+    seen = mask.dense().reshape(BATCH, 3, size, 3, size).any(axis=(0, 2, 4))
+    assert (active | ~seen).all()
+    if name in ("causal", "causal window", "window", "padded", "full"):
+        chex.assert_trees_all_equal(active, seen)
