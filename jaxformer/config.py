@@ -160,6 +160,7 @@ class DataConfig:
     cache: str = ""  # where local data is prepared; "": $JAXFORMER_CACHE or ~/.cache/jaxformer
     splits: dict[str, tuple[str, ...]] = field(default_factory=dict)  # split -> files, or one tfds split expression
     columns: dict[str, str] = field(default_factory=dict)  # role (source target text pair label) -> column of the data
+    document: str = "line"  # text: what one example is: line, file (kept whole, newlines included)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     batch: int = 32  # rows of a global batch; with `tokens`, the most rows
     tokens: int | None = None  # token budget of a batch (padding included); rows = tokens // bucket

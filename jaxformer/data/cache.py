@@ -1,0 +1,219 @@
+"""Local data parsed once: files -> tfds array_record, in a cache keyed by content.
+
+A cache entry is a folder `<cache>/sources/<name>-<key>` that a tfds builder wrote. Its key is a hash of the files'
+bytes and of everything that decides how they are read, so changed data or a changed setting is another entry and an
+entry never goes stale. It appears whole or not at all (written beside its place, then renamed), and a file lock makes
+the second of two processes that start at once wait for the first and use its work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import io
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxformer.config import ConfigError, DataConfig
+from jaxformer.data.sources import Example
+
+if TYPE_CHECKING:
+    import tensorflow_datasets as tfds
+
+Rows = Iterable[Mapping[str, Any]]
+Parse = Callable[[], tuple[Mapping[str, Any], Mapping[str, Rows]]]
+"""Reads the files: (tfds features by role, rows by split). Called only when the entry does not exist."""
+
+KEPT = 32 << 20  # bytes; a data set up to this size stays in memory once read: 20,000 examples/s become a million
+
+logger = logging.getLogger(__name__)
+
+
+def root(config: DataConfig) -> Path:
+    """Where derived data goes: `config.cache`, $JAXFORMER_CACHE or ~/.cache/jaxformer."""
+    return Path(config.cache or os.environ.get("JAXFORMER_CACHE") or "~/.cache/jaxformer").expanduser().absolute()
+
+
+def content_key(files: Iterable[Path], *settings: object) -> str:
+    """A hash of the bytes of `files`, in order, and of `settings`. Reads every byte: about a second a gigabyte."""
+    key = hashlib.sha256(repr(settings).encode())
+    for path in files:
+        with open(path, "rb") as file:
+            key.update(hashlib.file_digest(file, "sha256").digest())
+    return key.hexdigest()[:16]
+
+
+def entry(config: DataConfig, name: str, key: str, parse: Parse) -> Path:
+    """The folder of the entry `name`-`key`, written from `parse()` when nobody has written it yet.
+
+    Raises:
+      ConfigError: the data is malformed (from `parse`; nothing stays behind), or the cache cannot be written.
+    """
+    place = root(config) / "sources" / f"{name}-{key}"
+    if place.is_dir():
+        return place
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(place.with_name(f"{place.name}.lock")):
+            if not place.is_dir():
+                for leftover in place.parent.glob(f"{place.name}.partial-*"):  # its writer was killed: we hold the lock
+                    shutil.rmtree(leftover, ignore_errors=True)
+                _write(place, parse)
+    except OSError as error:
+        what = f"{place}: {error.strerror or error}, expected to write prepared data there"
+        raise ConfigError(f"{what}; set --config.data.cache or $JAXFORMER_CACHE to a writable folder") from error
+    return place
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on `path`; the system drops it when the process dies."""
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(place: Path, parse: Parse) -> None:
+    """Runs a tfds builder over the parsed rows beside `place` and renames the result to it."""
+    import tensorflow_datasets as tfds
+
+    features, splits = parse()
+    partial = Path(tempfile.mkdtemp(prefix=f"{place.name}.partial-", dir=place.parent))
+    try:
+        tfds.disable_progress_bar()
+        builder = _builder_class()(features, splits, data_dir=str(partial), file_format="array_record")
+        with contextlib.redirect_stdout(io.StringIO()):  # tfds prints banners, and our stdout may be a pipe of results
+            builder.download_and_prepare()
+        os.replace(builder.data_path, place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    counts = ", ".join(f"{name} {split.num_examples:,}" for name, split in builder.info.splits.items())
+    logger.info("prepared %s: %s", place, counts)
+
+
+@functools.cache
+def _builder_class() -> type[tfds.core.GeneratorBasedBuilder]:
+    """The builder of local files. Made at first use, so that importing the library does not import tfds."""
+    import tensorflow_datasets as tfds
+
+    with tfds.core.registered.skip_registration():  # it has no name under which tfds could find it
+
+        class LocalFiles(tfds.core.GeneratorBasedBuilder):
+            """Rows by split, kept in the order in which they are given."""
+
+            VERSION = tfds.core.Version("1.0.0")
+
+            def __init__(self, features: Mapping[str, Any], splits: Mapping[str, Rows], **kwargs: Any):
+                self._features, self._splits = features, splits
+                super().__init__(**kwargs)
+
+            def _info(self) -> tfds.core.DatasetInfo:
+                features = tfds.features.FeaturesDict(dict(self._features))
+                return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+            def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+                return {split: self._generate_examples(rows) for split, rows in self._splits.items()}
+
+            def _generate_examples(self, rows: Rows) -> Iterator[tuple[int, Mapping[str, Any]]]:
+                yield from enumerate(rows)
+
+    return LocalFiles
+
+
+@dataclass
+class Records:
+    """One split of a prepared tfds data set, as roles: str for text, int for labels.
+
+    Small to pickle: loader processes get the folder's name and open it themselves.
+
+    Attributes:
+      directory: the data set's folder, as tfds wrote it.
+      split: a tfds split expression: "train", "train[:90%]".
+      columns: role -> feature; "a/b" is feature b of feature a.
+      length: examples in the split.
+    """
+
+    directory: str
+    split: str
+    columns: Mapping[str, str]
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Example:
+        if self._kept is not None:
+            return self._kept[index]
+        return self._roles(self._source[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Example]:
+        """Several examples at once: twice as fast as one by one when they come from disk."""
+        if self._kept is not None:
+            return [self._kept[index] for index in indices]
+        return [self._roles(row) for row in self._source.__getitems__(list(indices))]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @functools.cached_property
+    def _builder(self) -> tfds.core.DatasetBuilder:
+        import tensorflow_datasets as tfds
+
+        return tfds.builder_from_directory(self.directory)
+
+    @functools.cached_property
+    def _source(self) -> Any:
+        return self._builder.as_data_source(self.split)
+
+    @functools.cached_property
+    def _kept(self) -> list[Example] | None:
+        if self._builder.info.dataset_size > KEPT:
+            return None
+        return [self._roles(row) for row in self._source.__getitems__(list(range(self.length)))]
+
+    def _roles(self, row: Mapping[str, Any]) -> Example:
+        return {role: _plain(_field(row, column)) for role, column in self.columns.items()}
+
+
+def _field(row: Mapping[str, Any], column: str) -> Any:
+    for name in column.split("/"):
+        row = row[name]
+    return row
+
+
+def _plain(value: Any) -> str | int:
+    return value.decode("utf-8") if isinstance(value, bytes) else int(value)
+
+
+def size(examples: Iterable[Example], roles: Sequence[str] = ("text",), document: str = "line") -> dict[str, int]:
+    """What a split holds, for measures per byte and per word.
+
+    Args:
+      examples: the split.
+      roles: the texts that count.
+      document: "line" (a text is a line whose newline was taken off: it counts as one byte and one line end) or "file"
+        (a text holds its own newlines).
+
+    Returns:
+      examples; lines: line ends; bytes: of UTF-8, line ends included; words: runs without white space. The WikiText
+      convention of one end token a line counts words + lines.
+    """
+    total = {"examples": 0, "lines": 0, "bytes": 0, "words": 0}
+    for index in range(len(examples)):
+        example = examples[index]
+        total["examples"] += 1
+        for role in roles:
+            text = example[role]
+            ends = 1 if document == "line" else 0
+            total["lines"] += text.count("\n") + ends
+            total["bytes"] += len(text.encode("utf-8")) + ends
+            total["words"] += len(text.split())
+    return total
