@@ -74,3 +74,11 @@ def bucket(length: int, buckets: tuple[int, ...] = ()) -> int:
         return 1
     fitting = [size for size in buckets if size >= length]
     return min(fitting) if fitting else max(8, 1 << (length - 1).bit_length())
+
+
+def pad_like(values: Sequence[np.ndarray], length: int, dtype: type) -> np.ndarray:
+    """Arrays of up to `length` entries as the rows of one, filled up with 0."""
+    rows = np.zeros((len(values), length), dtype)
+    for row, value in enumerate(values):
+        rows[row, : len(value)] = value
+    return rows

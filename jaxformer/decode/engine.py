@@ -110,12 +110,13 @@ def run(
     source_pad: int = 0,
     buckets: tuple[int, ...] = (),
     room: int | None = None,
+    rows: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[Hypothesis]]:
     """Decodes prompts of any lengths; result i belongs to prompt i and holds up to `config.hypotheses`, best first.
 
     Prompts are sorted by length and batched into few static shapes; one program is compiled for each. A prompt's
-    result does not depend on the others (a draw depends on the seed and the prompt's index).
+    result does not depend on the others (a draw depends on the seed and the prompt's id).
 
     Args:
       module: a Linen module with `start` and `step`; `variables` are its own.
@@ -123,6 +124,7 @@ def run(
       source_pad: fills empty places of the source.
       buckets: preferred prompt lengths (see `batching.bucket`).
       room: the most target positions the model has, prompt included; None: no bound.
+      rows: ids of the prompts; None: their places in the list.
       progress: called after each batch with how many prompts are done, and of how many.
 
     Raises:
@@ -131,6 +133,7 @@ def run(
     prompts = [_with_target(prompt, vocabulary) for prompt in prompts]
     limits = [_limit(prompt, config, room) for prompt in prompts]
     results: list[list[Hypothesis]] = [[] for _ in prompts]
+    ids = range(len(prompts)) if rows is None else rows
     key, done = jax.random.key(config.seed), 0
     for index, batch in jobs(prompts, config.batch, (source_pad, vocabulary.pad), buckets):
         empty = batch.target.tokens.shape[0] - len(index)
@@ -139,8 +142,8 @@ def run(
         longest = int(limit.max())
         length = longest if longest == config.max_length else min(config.max_length, bucket(longest))
         static = dataclasses.replace(config, max_length=length, seed=0, batch=1, max_ratio=None)
-        rows = np.pad(index.astype(np.int32), (0, empty))
-        found = jax.device_get(_compiled(module, variables, batch, static, vocabulary, limit, rows, key))
+        names = np.pad(np.asarray([ids[i] for i in index], np.int32), (0, empty))
+        found = jax.device_get(_compiled(module, variables, batch, static, vocabulary, limit, names, key))
         for row, i in enumerate(index):
             results[i] = _unpad(found, row)
         done += len(index)

@@ -1,0 +1,283 @@
+"""What users hold: a trained model with its tokenizers. Strings in, strings out."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Iterator, Mapping, NamedTuple, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from jaxformer import overrides, tasks
+from jaxformer.config import Config, ConfigError, DecodeConfig
+from jaxformer.decode import engine
+from jaxformer.decode.batching import Prompt, jobs, pad_like
+from jaxformer.nn.heads import pool
+from jaxformer.registry import nearest
+from jaxformer.types import Array, Batch, PyTree
+
+if TYPE_CHECKING:
+    from jaxformer.data.tokenizers import Tokenizers
+
+METHODS = {
+    "translate": "an encoder and a decoder with a head of tokens",
+    "generate": "a decoder with a head of tokens",
+    "fill_mask": "an encoder with a head of tokens",
+    "classify": "a head of classes",
+}
+"""What each method needs of the model."""
+
+IMPLIED = {
+    "beam": ("beams", "length_penalty", "early_stop"),
+    "sample": ("temperature", "top_k", "top_p", "min_p", "seed"),
+}
+"""Options that choose the decoding method where it is not given."""
+
+
+class Output(NamedTuple):
+    """One decoded text, its new tokens int32 `[n]`, and its score (see `jaxformer.decode.sample.Hypotheses`)."""
+
+    text: str
+    score: float
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A module with parameters, the config it was built from, and the tokenizers of its text.
+
+    Which methods fit is decided by the parts that exist, and the others say which does.
+
+    Attributes:
+      module: the Linen module.
+      params: its parameters, a plain pytree.
+      variables: other collections that it reads (batch-norm statistics); empty for most models.
+      config: the resolved config of the run.
+      tokenizers: `source` and `target` tokenizers.
+      classes: names of a classifier's classes; None: their numbers.
+    """
+
+    module: nn.Module
+    params: PyTree
+    variables: Mapping[str, PyTree]
+    config: Config
+    tokenizers: Tokenizers
+    classes: tuple[str, ...] | None = field(default=None)
+
+    def __call__(self, batch: Batch) -> Array:
+        """Float32 logits of a batch: `[B, T, V]`, or `[B, C]` of a classifier."""
+        return engine.forward(self.module, self._variables, batch)
+
+    def translate(self, lines: Sequence[str], decode: DecodeConfig | None = None, **options: Any) -> list[str]:
+        """The best output for each line, e.g. `translate(lines, beams=5)`. An empty line stays empty.
+
+        Args:
+          decode: how to decode; None: as the run's config says.
+          options: fields of `DecodeConfig` that replace its own. Beam options choose beam search and sampling options
+            sampling, unless `method` is given too.
+
+        Raises:
+          ConfigError: the model has no encoder and decoder, or an option is unknown or out of range.
+        """
+        self._require("translate")
+        return [outputs[0].text if outputs else "" for outputs in self.outputs(lines, decode, **options)]
+
+    def generate(self, prompts: Sequence[str], decode: DecodeConfig | None = None, **options: Any) -> list[str]:
+        """A continuation of each prompt (without the prompt); the empty prompt gives a text from its start.
+
+        Arguments and errors are those of `translate`.
+        """
+        self._require("generate")
+        return [outputs[0].text for outputs in self.outputs(prompts, decode, **options)]
+
+    def outputs(self, lines: Sequence[str], decode: DecodeConfig | None = None, **options: Any) -> list[list[Output]]:
+        """All hypotheses of `translate` or `generate` with their scores: up to `hypotheses` a line, best first.
+
+        Empty lines of a translation have none. Arguments and errors are those of `translate`.
+        """
+        self._require("translate", "generate")
+        config = self._decode_config(decode, options)
+        lines = _lines(lines)
+        seq2seq = self._family() == "translate"
+        wanted = [i for i, line in enumerate(lines) if line.strip() or not seq2seq]
+        prompts = [self._prompt(lines[i]) for i in wanted]
+        found = engine.run(
+            self.module,
+            self._variables,
+            prompts,
+            config,
+            self._vocabulary(),
+            source_pad=self.tokenizers.source.pad,
+            buckets=self.config.data.buckets,
+            room=self._room(),
+            rows=np.asarray(wanted, np.int32),
+        )
+        results: list[list[Output]] = [[] for _ in lines]
+        for i, prompt, hypotheses in zip(wanted, prompts, found, strict=True):
+            given = () if seq2seq else prompt.get("target", ())
+            results[i] = [Output(self._text(given, h.tokens), h.score, h.tokens) for h in hypotheses]
+        return results
+
+    def classify(self, lines: Sequence[str]) -> list[dict[str, Any]]:
+        """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels."""
+        self._require("classify")
+        results: list[dict[str, Any]] = [{} for _ in lines]
+        for index, _, logits in self._forward([self._prompt(line) for line in _lines(lines)]):
+            for i, row in zip(index, np.asarray(jax.nn.softmax(logits, axis=-1)), strict=True):
+                names = self.classes or tuple(str(c) for c in range(len(row)))
+                best = int(row.argmax())
+                probabilities = dict(zip(names, map(float, row), strict=True))
+                results[i] = {"label": names[best], "probability": float(row[best]), "probabilities": probabilities}
+        return results
+
+    def fill_mask(self, lines: Sequence[str], top: int = 5) -> list[list[list[dict[str, Any]]]]:
+        """For each line, for each mask in it, the `top` likeliest `{"token", "id", "probability"}`.
+
+        Raises:
+          ConfigError: a line has no mask token, or the model is no masked language model.
+        """
+        self._require("fill_mask")
+        tokenizer = self.tokenizers.source
+        prompts = [self._prompt(line) for line in _lines(lines)]
+        for line, prompt in zip(lines, prompts, strict=True):
+            if not np.any(np.asarray(prompt["source"]) == tokenizer.mask):
+                name = tokenizer.names["mask"]
+                raise ConfigError(
+                    f"fill_mask: got {line!r}, expected a line with {name}; write it where a word is missing"
+                )
+        results: list[list[list[dict[str, Any]]]] = [[] for _ in prompts]
+        for index, batch, logits in self._forward(prompts):
+            rows, slots = np.nonzero(batch.source.tokens[: len(index)] == tokenizer.mask)
+            probabilities = np.asarray(jax.nn.softmax(logits[rows, slots, : tokenizer.size], axis=-1))
+            for row, probs in zip(rows, probabilities, strict=True):
+                best = np.argsort(-probs, kind="stable")[:top]
+                results[index[row]].append(
+                    [{"token": tokenizer.decode([int(t)]), "id": int(t), "probability": float(probs[t])} for t in best]
+                )
+        return results
+
+    def embed(self, lines: Sequence[str], pooling: str = "mean") -> np.ndarray:
+        """One vector a line, float32 `[n, D]`, from the hidden states below the head (an encoder's, if there is one).
+
+        Args:
+          pooling: "mean" over the real tokens, the "first" or the "last" of them.
+        """
+        poolings = ("mean", "first", "last")
+        if pooling not in poolings:
+            hint = nearest(str(pooling), poolings)
+            raise ConfigError(f"embed: got pooling {pooling!r}, expected one of {', '.join(poolings)}{hint}")
+        lines = _lines(lines)
+        vectors = np.zeros((len(lines), self._width()), np.float32)
+        side = "source" if self._encodes() else "target"
+        prompts = [{name: x for name, x in self._prompt(line).items() if name in (side, "kind")} for line in lines]
+        for index, batch, x in self._forward(prompts, "encode" if self._encodes() else "hidden"):
+            pooled = pool(x.astype(jnp.float32), getattr(batch, side).slots, pooling)
+            vectors[index] = np.asarray(pooled[: len(index)])
+        return vectors
+
+    def score(self, lines: Sequence[str], targets: Sequence[str] | None = None) -> list[float]:
+        """The log-likelihood (natural logarithm) of each line; in translation, of `targets[i]` given `lines[i]`.
+
+        It is the sum over tokens, the end of the text included where the task trains on it.
+        """
+        self._require("translate", "generate")
+        seq2seq = self._family() == "translate"
+        lines = _lines(lines)
+        if seq2seq != (targets is not None) or (seq2seq and len(_lines(targets)) != len(lines)):
+            expected = "as many targets as lines" if seq2seq else "none: a language model reads lines only"
+            got = "none" if targets is None else str(len(targets))
+            raise ConfigError(f"score: got targets {got}, expected {expected}; change the call")
+        task, rng = tasks.get(self.config.task.name), np.random.default_rng(0)
+        texts = (
+            [{"source": s, "target": t} for s, t in zip(lines, targets)] if seq2seq else [{"text": x} for x in lines]
+        )
+        features = [task.encode(self.config, self.tokenizers, example, rng) for example in texts]
+        scores = np.zeros(len(lines))
+        for index, batch, logits in self._forward(features):
+            labels = pad_like([features[i]["labels"] for i in index], batch.target.tokens.shape[1], np.int32)
+            weights = pad_like([features[i]["weights"] for i in index], batch.target.tokens.shape[1], np.float32)
+            gains = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, :, None], axis=-1)[:, :, 0]
+            scores[index] = np.asarray(jnp.sum(gains * weights, axis=1))
+        return scores.tolist()
+
+    @property
+    def _variables(self) -> dict[str, PyTree]:
+        return {"params": self.params, **{name: x for name, x in self.variables.items() if name != "ema"}}
+
+    def _encodes(self) -> bool:
+        return self.config.model.encoder is not None or self.config.model.recurrent_encoder is not None
+
+    def _decodes(self) -> bool:
+        return self.config.model.decoder is not None or self.config.model.recurrent_decoder is not None
+
+    def _width(self) -> int:
+        model = self.config.model
+        encoder = model.encoder or model.recurrent_encoder
+        return (encoder or model.decoder or model.recurrent_decoder).width
+
+    def _family(self) -> str:
+        """The method that fits this model."""
+        if self.config.model.head.kind == "classes":
+            return "classify"
+        if not self._decodes():
+            return "fill_mask"
+        return "translate" if self._encodes() else "generate"
+
+    def _require(self, *methods: str) -> None:
+        fits = self._family()
+        if fits not in methods:
+            needs = " or ".join(METHODS[method] for method in methods)
+            raise ConfigError(f"model: got {METHODS[fits]}, expected {needs} for this method; use model.{fits}")
+
+    def _prompt(self, line: str) -> Prompt:
+        prompt = tasks.get(self.config.task.name).prompt
+        if prompt is None:
+            raise ConfigError(f"task {self.config.task.name}: got a line to encode, expected none: it has no prompts")
+        return prompt(self.config, self.tokenizers, line)
+
+    def _decode_config(self, decode: DecodeConfig | None, options: dict[str, Any]) -> DecodeConfig:
+        """The decoding options of one call, judged as those of a recipe are."""
+        if "method" not in options:
+            implied = [method for method, names in IMPLIED.items() if any(name in options for name in names)]
+            if len(implied) > 1:
+                got = ", ".join(options)
+                raise ConfigError(f"decode options: got {got}, expected one method's; add method='beam' or 'sample'")
+            options = {**options, **({"method": implied[0]} if implied else {})}
+        base = dataclasses.asdict(self.config.decode if decode is None else decode)
+        return overrides.freeze({**dataclasses.asdict(self.config), "decode": {**base, **options}}).decode
+
+    def _vocabulary(self) -> engine.Vocabulary:
+        target = self.tokenizers.target
+        return engine.Vocabulary(eos=(target.eos,), pad=target.pad, start=target.bos, size=target.size)
+
+    def _room(self) -> int | None:
+        """How many target positions exist: learned ones have a table of them, the others no end."""
+        decoder = self.config.model.decoder
+        learned = decoder is not None and decoder.encoding.kind == "learned"
+        return decoder.encoding.max_length if learned else None
+
+    def _text(self, given: Sequence[int], tokens: np.ndarray) -> str:
+        """The text of new tokens. After a prompt, what they add to its text: a tokenizer may join across the border."""
+        decode = self.tokenizers.target.decode
+        before, whole = decode(list(given)), decode([*given, *tokens.tolist()])
+        return whole[len(before) :] if whole.startswith(before) else decode(tokens.tolist())
+
+    def _forward(
+        self, prompts: Sequence[Prompt], method: str | None = None
+    ) -> Iterator[tuple[np.ndarray, Batch, Array]]:
+        """Batches of prompts through the module: places among the inputs, the batch, and its real rows' output."""
+        pads = (self.tokenizers.source.pad, self.tokenizers.target.pad)
+        for index, batch in jobs(prompts, self.config.evaluate.batch, pads, self.config.data.buckets):
+            given = batch.source if method == "encode" else batch
+            yield index, batch, engine.forward(self.module, self._variables, given, method)[: len(index)]
+
+
+def _lines(lines: Sequence[str]) -> list[str]:
+    """The input as a list of strings."""
+    if isinstance(lines, (str, bytes)) or not all(isinstance(line, str) for line in lines):
+        got = type(lines).__name__ if isinstance(lines, (str, bytes)) else "other things than strings in it"
+        raise ConfigError(f"lines: got {got}, expected a list of strings; write [line]")
+    return list(lines)

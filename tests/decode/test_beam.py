@@ -1,0 +1,182 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decode_toys import PrefixModel, batch_of, outputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.config import DecodeConfig
+from jaxformer.decode.beam import length_penalty, search
+from jaxformer.decode.sample import sample
+
+PROMPTS = ([1], [2, 3], [1, 1, 2], [3])
+MODEL = PrefixModel(vocab=4, seed=1)
+BEAM = DecodeConfig(method="beam", beams=3, max_length=7, hypotheses=3)
+
+
+class Seeded(PrefixModel):
+    """The same model with its table as an argument, so that one compilation serves many tables."""
+
+    def __init__(self, table):
+        self.buckets, self.table = table.shape[0], table
+
+
+@functools.lru_cache
+def compiled(config, eos):
+    return jax.jit(lambda table, batch, limit: search(Seeded(table), batch, config, eos, 9, limit))
+
+
+def run(batch, config, limit=None, eos=(0,), model=MODEL):
+    return jax.device_get(compiled(config, eos)(model.table, batch, limit))
+
+
+def listed(found, row):
+    return [
+        (float(score), tuple(tokens[:length].tolist()))
+        for score, tokens, length in zip(found.scores[row], found.tokens[row], found.lengths[row], strict=True)
+    ]
+
+
+def penalty(size, alpha):
+    return ((5 + size) / 6) ** alpha
+
+
+def best(model, prompt, length, alpha, eos, count):
+    """The best outputs, by looking at all of them."""
+    scored = [(model.score(prompt, out) / penalty(len(out), alpha), out) for out in outputs(4, length, eos)]
+    return sorted(scored, reverse=True)[:count]
+
+
+def same(found, wanted):
+    assert [out for _, out in found] == [out for _, out in wanted]
+    np.testing.assert_allclose([s for s, _ in found], [s for s, _ in wanted], rtol=1e-4)
+
+
+@pytest.mark.parametrize("early_stop", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("eos", [(0,), (0, 2)])
+def test_wide_enough_it_is_exact(eos, alpha, early_stop):
+    config = DecodeConfig(
+        method="beam", beams=64, max_length=3, hypotheses=6, length_penalty=alpha, early_stop=early_stop
+    )
+    found = run(batch_of(*PROMPTS), config, eos=eos)
+    for row, prompt in enumerate(PROMPTS):
+        same(listed(found, row), best(MODEL, prompt, 3, alpha, eos, 6))
+
+
+def test_limits_are_per_row():
+    config = DecodeConfig(method="beam", beams=64, max_length=3, hypotheses=2)
+    found = run(batch_of([1], [1], [1], [1]), config, limit=jnp.array([0, 1, 2, 3]))
+    assert found.lengths[0].tolist() == [0, 0]
+    assert np.isneginf(found.scores[0]).all()
+    for row in (1, 2, 3):
+        same(listed(found, row), best(MODEL, [1], row, 0.6, (0,), 2))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), alpha=st.sampled_from([0.0, 0.6, 1.5]), penalised=st.booleans())
+def test_one_beam_is_greedy(seed, alpha, penalised):
+    model = PrefixModel(vocab=4, seed=seed)
+    shared = DecodeConfig(max_length=7, length_penalty=alpha, repetition_penalty=1.7 if penalised else 1.0)
+    one = run(batch_of(*PROMPTS), dataclasses.replace(shared, method="beam", beams=1), model=model)
+    greedy = jax.device_get(compiled_greedy(shared)(model.table, batch_of(*PROMPTS)))
+    assert one.tokens.tolist() == greedy.tokens.tolist()
+    assert one.lengths.tolist() == greedy.lengths.tolist()
+    np.testing.assert_allclose(one.scores * penalty(one.lengths, alpha), greedy.scores, rtol=1e-4, atol=1e-5)
+
+
+@functools.lru_cache
+def compiled_greedy(config):
+    return jax.jit(lambda table, batch: sample(Seeded(table), batch, config, (0,), 9))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), early_stop=st.booleans())
+def test_hypotheses_are_sorted_distinct_finished_and_score_what_the_model_says(seed, early_stop):
+    model = PrefixModel(vocab=4, seed=seed)
+    found = run(batch_of(*PROMPTS), dataclasses.replace(BEAM, early_stop=early_stop), model=model)
+    for row, prompt in enumerate(PROMPTS):
+        hypotheses = listed(found, row)
+        scores = [score for score, _ in hypotheses]
+        assert scores == sorted(scores, reverse=True)
+        assert len({out for _, out in hypotheses}) == len(hypotheses)
+        for score, out in hypotheses:
+            assert 0 not in out[:-1]
+            assert out[-1] == 0 or len(out) == 7
+            assert score == pytest.approx(model.score(prompt, out) / penalty(len(out), 0.6), rel=1e-4)
+        assert (found.tokens[row, 0, found.lengths[row, 0] :] == 9).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_early_stop_loses_nothing_without_a_length_penalty(seed):
+    model = PrefixModel(vocab=4, seed=seed)
+    exact = dataclasses.replace(BEAM, length_penalty=0.0, early_stop=False)
+    slow = run(batch_of(*PROMPTS), exact, model=model)
+    fast = run(batch_of(*PROMPTS), dataclasses.replace(exact, early_stop=True), model=model)
+    assert fast.tokens.tolist() == slow.tokens.tolist()
+    np.testing.assert_allclose(fast.scores, slow.scores, rtol=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), alpha=st.sampled_from([0.6, 2.0]))
+def test_without_early_stop_the_end_of_the_search_changes_nothing(seed, alpha):
+    """The bound is exact: the same search that keeps all it finds to the very end agrees with it."""
+    model = PrefixModel(vocab=4, seed=seed)
+    bounded = run(batch_of(*PROMPTS), dataclasses.replace(BEAM, length_penalty=alpha, early_stop=False), model=model)
+    for row, prompt in enumerate(PROMPTS):
+        wanted = search_by_hand(model, prompt, beams=3, length=7, alpha=alpha)
+        same(listed(bounded, row), wanted)
+
+
+def search_by_hand(model, prompt, beams, length, alpha):
+    live, pool = [(0.0, ())], []
+    for size in range(1, length + 1):
+        ranked = []
+        for score, out in live:
+            row = model.log_probs(prompt, [*out, 0])[-1]
+            ranked += [(score + row[token], (*out, token)) for token in range(4)]
+        ranked.sort(reverse=True)
+        live = [(score, out) for score, out in ranked if out[-1] != 0][:beams]
+        ends = [(s, out) for s, out in ranked[:beams] if out[-1] == 0 or size == length]
+        pool += [(score / penalty(size, alpha), out) for score, out in ends]
+    return sorted(pool, reverse=True)[:beams]
+
+
+def test_a_larger_length_penalty_prefers_longer_outputs():
+    lengths = []
+    for alpha in (0.0, 1.0, 3.0):
+        config = DecodeConfig(method="beam", beams=16, max_length=7, length_penalty=alpha, early_stop=False)
+        lengths.append(run(batch_of(*PROMPTS), config).lengths[:, 0])
+    assert (lengths[0] <= lengths[1]).all()
+    assert (lengths[1] <= lengths[2]).all()
+    assert lengths[0].sum() < lengths[2].sum()
+
+
+def test_the_length_penalty_is_that_of_gnmt():
+    np.testing.assert_allclose(length_penalty(jnp.array([1, 7, 13]), 0.6), [1.0, 2**0.6, 3**0.6], rtol=1e-6)
+    np.testing.assert_allclose(length_penalty(jnp.array([1, 7]), 0.0), [1.0, 1.0])
+
+
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_results_do_not_depend_on_batch_mates_or_padding(early_stop):
+    config = dataclasses.replace(BEAM, early_stop=early_stop, repetition_penalty=1.3)
+    together = run(batch_of(*PROMPTS), config)
+    order = (2, 0, 3, 1)
+    shuffled = run(batch_of(*(PROMPTS[i] for i in order)), config)
+    padded = run(batch_of(PROMPTS[1], rows=4, buckets=(16,)), config, limit=jnp.array([7, 0, 0, 0]))
+    for place, i in enumerate(order):
+        same(listed(shuffled, place), listed(together, i))
+    same(listed(padded, 0), listed(together, 1))
+
+
+def test_fewer_outputs_than_asked_for_leave_empty_places():
+    config = DecodeConfig(method="beam", beams=8, max_length=1, hypotheses=8)
+    found = run(batch_of([1]), config)
+    assert found.lengths[0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert np.isneginf(found.scores[0, 4:]).all()
+    assert sorted(found.tokens[0, :4, 0].tolist()) == [0, 1, 2, 3]

@@ -1,0 +1,94 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.config import DecodeConfig
+from jaxformer.decode import warp
+
+PROBS = np.array([[0.4, 0.1, 0.3, 0.2]], np.float32)
+LOGITS = np.log(PROBS) + 1.7  # a constant changes no probability
+NONE = (jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), bool))
+
+
+def kept(logits) -> list[int]:
+    return np.flatnonzero(np.isfinite(np.asarray(logits)[0])).tolist()
+
+
+@pytest.mark.parametrize(("k", "left"), [(1, [0]), (2, [0, 2]), (3, [0, 2, 3]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3])])
+def test_top_k_keeps_the_k_most_probable(k, left):
+    out = warp.top_k(jnp.asarray(LOGITS), k)
+    assert kept(out) == left
+    np.testing.assert_array_equal(out[0, left], LOGITS[0, left])
+
+
+def test_top_k_breaks_ties_by_lowest_id():
+    assert kept(warp.top_k(jnp.zeros((1, 5)), 2)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("p", "left"), [(0.01, [0]), (0.39, [0]), (0.41, [0, 2]), (0.69, [0, 2]), (0.71, [0, 2, 3]), (0.95, [0, 1, 2, 3])]
+)
+def test_top_p_keeps_the_smallest_set_of_that_mass(p, left):
+    assert kept(warp.top_p(jnp.asarray(LOGITS), p)) == left
+
+
+def test_top_p_of_equal_tokens_keeps_only_as_many_as_needed():
+    assert kept(warp.top_p(jnp.zeros((1, 10)), 0.45)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("p", "left"), [(0.2, [0, 1, 2, 3]), (0.3, [0, 2, 3]), (0.6, [0, 2]), (0.8, [0]), (1.0, [0])])
+def test_min_p_compares_with_the_most_probable(p, left):
+    assert kept(warp.min_p(jnp.asarray(LOGITS), p)) == left
+
+
+@settings(max_examples=20, deadline=None)
+@given(p=st.floats(0.05, 0.99), seed=st.integers(0, 10_000))
+def test_nucleus_is_minimal(p, seed):
+    logits = np.random.default_rng(seed).normal(size=(3, 17)).astype(np.float32) * 2
+    probs = np.asarray(jax.nn.softmax(logits), np.float64)
+    for row, keep in zip(probs, np.isfinite(np.asarray(warp.top_p(jnp.asarray(logits), p))), strict=True):
+        assert row[keep].sum() >= p - 1e-5
+        assert row[keep].sum() - row[keep].min() < p + 1e-5
+        assert row[keep].min() >= row[~keep].max(initial=0.0)
+
+
+def test_temperature_divides():
+    np.testing.assert_allclose(warp.temperature(jnp.asarray(LOGITS), 0.5), LOGITS * 2, rtol=1e-6)
+
+
+def test_repetition_penalty_is_the_formula_of_ctrl():
+    logits = jnp.array([[2.0, -2.0, 3.0, -3.0, 0.5], [2.0, -2.0, 3.0, -3.0, 0.5]])
+    tokens = jnp.array([[0, 1, 0, 4], [3, 3, 2, 2]])
+    real = jnp.array([[True, True, True, False], [True, True, False, True]])
+    out = warp.repetition_penalty(logits, tokens, real, 2.0)
+    # Divided where positive, multiplied where negative, once though 0 and 3 occur twice; 4 stands in an empty slot.
+    np.testing.assert_allclose(out, [[1.0, -4.0, 3.0, -3.0, 0.5], [2.0, -2.0, 1.5, -6.0, 0.5]])
+
+
+class Variants(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_the_order_is_penalty_temperature_top_k_top_p_min_p(self):
+        config = DecodeConfig(repetition_penalty=1.5, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, method="sample")
+        logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9)) * 2, jnp.float32)
+        tokens, real = jnp.array([[1, 2], [3, 3]]), jnp.array([[True, False], [True, True]])
+        out = self.variant(warp.warp(config))(logits, tokens, real)
+        step = warp.repetition_penalty(logits, tokens, real, 1.5)
+        step = warp.min_p(warp.top_p(warp.top_k(warp.temperature(step, 0.5), 4), 0.9), 0.1)
+        chex.assert_trees_all_close(out, step, rtol=1e-6)
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_the_default_changes_nothing(self):
+        out = self.variant(warp.warp(DecodeConfig()))(jnp.asarray(LOGITS), *NONE)
+        chex.assert_trees_all_equal(out, jnp.asarray(LOGITS))
+
+
+def test_top_p_sees_what_top_k_left():
+    # Of all four, 0.4 + 0.3 are needed for 0.6; of the two that top-k leaves, 0.4 / 0.7 = 0.571 is not enough either,
+    # but for 0.55 it is.
+    both = warp.warp(DecodeConfig(top_k=2, top_p=0.55))(jnp.asarray(LOGITS), *NONE)
+    alone = warp.warp(DecodeConfig(top_p=0.55))(jnp.asarray(LOGITS), *NONE)
+    assert (kept(both), kept(alone)) == ([0], [0, 2])
