@@ -7,13 +7,10 @@ command-line override, a JSON key and a checked type. What a type cannot say is 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import json
-import math
 import os
 import traceback
-import types
 import typing
 from typing import Any, Iterator, Mapping, Sequence
 
@@ -22,6 +19,7 @@ from ml_collections import ConfigDict
 from jaxformer.checks import check
 from jaxformer.config import Config, ConfigError
 from jaxformer.registry import nearest
+from jaxformer.schema import describe, fields, members, part_of, read_text, show, typed, unknown
 
 __all__ = [
     "changes",
@@ -72,64 +70,35 @@ def section(kind: type, **edits: Any) -> ConfigDict:
     return out
 
 
+class _Loose(ConfigDict):
+    """A `ConfigDict` that keeps what it is given: even without type safety the original makes 1.0 of True."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if isinstance(value, int) and key in self and isinstance(self[key], float):
+            del self[key]
+        super().__setitem__(key, value)
+
+
 def _loose(value: Any) -> Any:
     """A dataclass instance as a `ConfigDict`, not type-safe on purpose: `freeze` alone judges, with full paths."""
     if dataclasses.is_dataclass(value):
         values = {f.name: _loose(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return ConfigDict(values, type_safe=False)
-    return ConfigDict(value, type_safe=False) if isinstance(value, dict) else value
+        return _Loose(values, type_safe=False)
+    return _Loose(value, type_safe=False) if isinstance(value, dict) else value
 
 
 def _edit(config: ConfigDict, kind: type, edits: Mapping[str, Any], path: str) -> None:
     hints = fields(kind)
     for name, value in edits.items():
         if name not in hints:
-            raise _unknown(path, name, kind)
-        part = _part(hints[name])
+            raise unknown(path, name, kind)
+        part = part_of(hints[name])
         if part is None or not isinstance(value, (Mapping, ConfigDict)):
             config[name] = value
             continue
         base = config[name] if isinstance(config[name], ConfigDict) else _loose(part())
         _edit(base, part, dict(value.items()), f"{path}.{name}")
         config[name] = base
-
-
-@functools.cache
-def fields(kind: type) -> dict[str, Any]:
-    """Field name -> type of a config dataclass, in the order of declaration."""
-    hints = typing.get_type_hints(kind)
-    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
-
-
-def _members(hint: Any) -> tuple[Any, bool]:
-    """A hint without `| None`, and whether None was allowed."""
-    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
-        return hint, False
-    kinds = [k for k in typing.get_args(hint) if k is not type(None)]
-    return kinds[0], len(kinds) < len(typing.get_args(hint))
-
-
-def _part(hint: Any) -> type | None:
-    """The dataclass of a field that is a part of the config, optional or not; None for a plain value."""
-    kind, _ = _members(hint)
-    return kind if dataclasses.is_dataclass(kind) else None
-
-
-def describe(hint: Any) -> str:
-    """A field's type in words for an error message."""
-    kind, optional = _members(hint)
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        words = f"a section ({kind.__name__})"
-    elif origin is tuple:
-        words = f"a tuple of {args[0].__name__}"
-    elif origin is dict:
-        words = f"a dict of str to {describe(args[1])}"
-    elif kind is bool:
-        words = "true or false"
-    else:
-        words = kind.__name__
-    return words + (" or None" if optional else "")
 
 
 # --- freeze -----------------------------------------------------------------------------------------------------------
@@ -141,79 +110,9 @@ def freeze(config: ConfigDict | Mapping[str, Any]) -> Config:
     Raises:
       ConfigError: an unknown key, a wrong type, or values that make no sense together. One line, with the full path.
     """
-    frozen = _typed(config, Config, "config")
+    frozen = typed(config, Config, "config")
     check(frozen)
     return frozen
-
-
-def _typed(value: Any, hint: Any, path: str) -> Any:
-    """`value` as `hint` wants it: numbers, tuples, dicts and sections converted where nothing is lost."""
-    kind, optional = _members(hint)
-    if value is None and optional:
-        return None
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        if isinstance(value, (Mapping, ConfigDict)):
-            hints = fields(kind)
-            given = dict(value.items())
-            for name in given:
-                if name not in hints:
-                    raise _unknown(path, name, kind)
-            return kind(**{name: _typed(item, hints[name], f"{path}.{name}") for name, item in given.items()})
-    elif origin is dict:
-        if isinstance(value, (Mapping, ConfigDict)) and all(isinstance(key, str) for key in value):
-            return {key: _typed(item, args[1], f"{path}.{key}") for key, item in value.items()}
-    elif origin is tuple:
-        if isinstance(value, (tuple, list)):
-            return tuple(_typed(item, args[0], f"{path}[{i}]") for i, item in enumerate(value))
-    elif kind is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value):
-            return float(value)
-    elif kind is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    elif isinstance(value, kind):
-        return value
-    raise ConfigError(f"{path}: got {_show(value)}, expected {describe(hint)}")
-
-
-def _finite(value: int | float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int too large for a float
-        return False
-
-
-def _show(value: Any) -> str:
-    """A value and its type on one short line."""
-    if value is None:
-        return "None"
-    if isinstance(value, ConfigDict) or dataclasses.is_dataclass(value):
-        return f"a section ({type(value).__name__})"
-    text = ascii(value) if isinstance(value, str) else " ".join(repr(value).split())
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
-
-
-def _unknown(path: str, name: Any, kind: type) -> ConfigError:
-    """The error for a key that `kind` does not have, with the nearest one, here or elsewhere in the schema."""
-    hints, name = fields(kind), ascii(name).strip("'")[:60]
-    hint = nearest(name, tuple(hints))
-    if not hint:
-        elsewhere = [p for p in schema() if p.endswith("." + name)]
-        hint = f"; did you mean {' or '.join(elsewhere[:2])}?" if elsewhere else ""
-    return ConfigError(f"{path}.{name}: got an unknown key, expected one of {', '.join(hints)}{hint}")
-
-
-@functools.cache
-def schema() -> tuple[str, ...]:
-    """The paths of all plain values of the schema, optional parts included."""
-
-    def walk(kind: type, path: str) -> Iterator[str]:
-        for name, hint in fields(kind).items():
-            part = _part(hint)
-            yield from walk(part, f"{path}.{name}") if part else [f"{path}.{name}"]
-
-    return tuple(walk(Config, "config"))
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -237,7 +136,7 @@ def from_json(text: str) -> Config:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"config.json: got no valid JSON ({error}), expected what a run wrote") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"config.json: got {_show(value)}, expected a JSON object")
+        raise ConfigError(f"config.json: got {show(value)}, expected a JSON object")
     return freeze(value)
 
 
@@ -299,7 +198,7 @@ def load(recipe: str) -> ConfigDict:
             raise ConfigError(f"{path}: got variant {variant!r}, expected none; this recipe has no variants")
         config = function(variant) if takes_variant else function()
     if not isinstance(config, ConfigDict):
-        raise ConfigError(f"{path}: got {_show(config)} from get_config, expected a ConfigDict; return the config")
+        raise ConfigError(f"{path}: got {show(config)} from get_config, expected a ConfigDict; return the config")
     return config
 
 
@@ -375,11 +274,12 @@ def override(config: ConfigDict, path: str, text: str) -> None:
     for i, name in enumerate(names):
         hints = fields(kind)
         if name not in hints:
-            raise _unknown(here, name, kind)
+            raise unknown(here, name, kind)
         hint, rest = hints[name], names[i + 1 :]
-        part, here = _part(hint), f"{here}.{name}"
+        part, here = part_of(hint), f"{here}.{name}"
         if part is None:
-            return _assign(node, name, hint, rest, text, here)
+            _assign(node, name, hint, rest, text, here)
+            return
         if not rest:
             raise ConfigError(
                 f"{here}: got {text!a} for a section, expected one of its fields ({', '.join(fields(part))}); "
@@ -391,38 +291,17 @@ def override(config: ConfigDict, path: str, text: str) -> None:
 
 
 def _assign(node: ConfigDict, name: str, hint: Any, rest: list[str], text: str, path: str) -> None:
-    kind, _ = _members(hint)
+    kind, _ = members(hint)
     if typing.get_origin(kind) is dict:
         if len(rest) != 1 or not rest[0]:
             raise ConfigError(f"{path}: got {text!a} for a dict, expected entries; give --{path}.KEY=VALUE")
         entries = dict(node[name].items()) if name in node and node[name] is not None else {}
-        entries[rest[0]] = _read(text, typing.get_args(kind)[1], f"{path}.{rest[0]}")
+        entries[rest[0]] = read_text(text, typing.get_args(kind)[1], f"{path}.{rest[0]}")
         node[name] = ConfigDict(entries, type_safe=False)
         return
     if rest:
         raise ConfigError(f"{path}.{'.'.join(rest)}: {path} is {describe(hint)} and has no fields; give --{path}=VALUE")
-    node[name] = _read(text, hint, path)
-
-
-def _read(text: str, hint: Any, path: str) -> Any:
-    """A command-line text as a value of type `hint`."""
-    kind, optional = _members(hint)
-    if optional and text in ("None", "none", "null"):
-        return None
-    if typing.get_origin(kind) is tuple:
-        inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
-        items = [item.strip() for item in inner.split(",")]
-        return tuple(_read(item, typing.get_args(kind)[0], path) for item in items if item)
-    if kind is bool and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if kind is str:
-        return text
-    if kind in (int, float):
-        try:
-            return _typed(kind(text), kind, path)
-        except ValueError:  # ConfigError is one: the text, not the number, is what the user gave
-            pass
-    raise ConfigError(f"{path}: got {ascii(text)[:80]}, expected {describe(hint)}")
+    node[name] = read_text(text, hint, path)
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
@@ -465,4 +344,4 @@ def _resumable(path: str, mine: Any) -> bool:
 def _brief(value: Any) -> str:
     if value is None or dataclasses.is_dataclass(value):
         return "None" if value is None else f"a {type(value).__name__}"
-    return _show(value).rpartition(" (")[0]
+    return show(value).rpartition(" (")[0]
