@@ -1,0 +1,370 @@
+"""From a data set to batches: an endless training iterator whose state is three numbers, and evaluation passes.
+
+The order of the examples is one seeded shuffle an epoch (grain's, computed index by index, so any size will do). That
+order is cut into blocks. A block's examples are encoded, their lengths decide which of them share a batch
+(`packing.py`), and the block's batches are put in random order. All of this depends on the seed, the epoch and the
+block only, so every host plans the same global batches and fills its own rows, and (epoch, block, batch) is all that a
+checkpoint needs, whatever the number of hosts that reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grain
+import numpy as np
+
+from jaxformer.config import Config, ConfigError
+from jaxformer.data import cache, concat, packing
+from jaxformer.data.packing import Features, Planned, Shape
+from jaxformer.data.sources import Dataset, Examples
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.types import Batch
+
+if TYPE_CHECKING:
+    from jaxformer.tasks import Task
+
+BLOCK = 2**16
+"""Examples that are planned together; up to so many, a block is an epoch."""
+MEMORY = 512 << 20
+"""Bytes for the ids of texts already split into tokens."""
+PREFETCH = 2
+"""Batches made ahead in the background."""
+UNCUT = 2**30
+"""A length that nothing exceeds."""
+
+PACKINGS = ("none", "concat", "first_fit")
+
+logger = logging.getLogger(__name__)
+
+
+class Encoder:
+    """Examples of a split, encoded by the task.
+
+    The generator that the task draws from depends on the seed, the epoch and the example's index only: the same on any
+    host, in any batch, after any interruption.
+    """
+
+    def __init__(self, config: Config, tokenizers: Tokenizers, task: Task, examples: Examples, count: int):
+        self._config, self._tokenizers, self._task = config, tokenizers, task
+        self._examples, self._count = examples, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __call__(self, indices: Sequence[int], epoch: int) -> list[Features]:
+        # One counter-based generator that is set to each example's key: making a new one costs ten times as much.
+        bits = np.random.Philox(0)
+        start = bits.state
+        counter = np.zeros(4, np.uint64)
+        rng = np.random.Generator(bits)
+        high = np.uint64((self._config.train.seed % 2**32) << 32 | epoch % 2**32)
+        encoded = []
+        for index, example in zip(indices, concat.examples_at(self._examples, indices), strict=True):
+            start["state"] = {"counter": counter, "key": np.array([high, index], np.uint64)}
+            bits.state = start
+            encoded.append(self._task.encode(self._config, self._tokenizers, example, rng))
+        return encoded
+
+
+@dataclass
+class Block:
+    """A planned block: `batches` of places in the block, and what is at these places.
+
+    Where planning needed the lengths, all of the block is encoded. Else each host encodes the rows that it fills.
+    """
+
+    batches: list[Planned]
+    encode: Callable[[Sequence[int], int], list[Features]]
+    indices: Sequence[int]
+    epoch: int
+    encoded: list[Features] | None
+
+    def features(self, places: Sequence[int]) -> list[Features]:
+        if self.encoded is not None:
+            return [self.encoded[place] for place in places]
+        return self.encode([self.indices[place] for place in places], self.epoch)
+
+
+@dataclass
+class Plan:
+    """How a split becomes blocks of global batches.
+
+    Attributes:
+      encode: `(indices, epoch) -> features`, with a length: the number of examples (of rows, for packing concat).
+      buckets: batch shapes, shortest first.
+      pack: several examples a row (first fit).
+      seed: of the order; None: the order of the data.
+      longest: examples above this length are dropped; None: none are.
+      size: examples of a block.
+    """
+
+    encode: Any
+    buckets: list[Shape]
+    pack: bool
+    seed: int | None
+    longest: int | None
+    size: int
+    dropped: dict[int, int] = field(default_factory=dict)  # block -> examples dropped when it was last planned
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of an epoch."""
+        return -(-len(self.encode) // self.size)
+
+    def __call__(self, number: int) -> Block:
+        """Block `number`, counted through all epochs."""
+        epoch, block = divmod(number, self.blocks)
+        indices = self._order(epoch, range(block * self.size, min((block + 1) * self.size, len(self.encode))))
+        encoded, lengths = None, [0] * len(indices)  # enough to know where there is one bucket only
+        if self.pack or len(self.buckets) > 1 or self.longest is not None:
+            encoded = self.encode(indices, epoch)
+            if self.longest is not None:
+                kept = [example for example in encoded if packing.size(example) <= self.longest]
+                self._drop(block, len(encoded) - len(kept))
+                encoded = kept
+            lengths = [packing.size(example) for example in encoded]
+        pack = packing.first_fit if self.pack else packing.bucketed
+        batches = pack(lengths, self.buckets[-1] if self.pack else self.buckets)
+        if self.seed is not None:
+            turn = np.random.default_rng((self.seed, epoch, block)).permutation(len(batches))
+            batches = [batches[place] for place in turn]
+        return Block(batches, self.encode, indices, epoch, encoded)
+
+    def _order(self, epoch: int, places: range) -> Sequence[int]:
+        """The examples at these places of the epoch's order: a pseudorandom permutation, computed place by place."""
+        if self.seed is None:
+            return places
+        seed = int(np.random.SeedSequence((self.seed, epoch)).generate_state(1)[0])
+        last = len(self.encode) - 1
+        return [grain.experimental.index_shuffle(place, max_index=last, seed=seed, rounds=4) for place in places]
+
+    def _drop(self, block: int, count: int) -> None:
+        first = block not in self.dropped
+        self.dropped[block] = count
+        if first and len(self.dropped) == self.blocks and sum(self.dropped.values()):
+            share = f"{sum(self.dropped.values()):,} of {len(self.encode):,}"
+            logger.info("dropped %s training examples longer than %d tokens", share, self.longest)
+
+
+class Batches(grain.IterDataset):
+    """The batches of planned blocks, in order."""
+
+    def __init__(self, blocks: grain.IterDataset, per_epoch: int, fill: Callable[[Block, Planned], Batch]):
+        super().__init__(blocks)
+        self._per_epoch, self._fill = per_epoch, fill
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return BatchIterator(iter(self._parent), self._per_epoch, self._fill)
+
+
+class BatchIterator(grain.DatasetIterator):
+    """Its state is the place of the next batch: {"epoch", "block", "batch"}."""
+
+    def __init__(self, blocks: grain.DatasetIterator, per_epoch: int, fill: Callable[[Block, Planned], Batch]):
+        super().__init__(blocks)
+        self._per_epoch, self._fill = per_epoch, fill
+        self._number, self._batch = 0, 0
+        self._block: Block | None = None
+
+    def __next__(self) -> Batch:
+        if self._block is None:
+            self._block = next(self._parent)
+        empty = 0
+        while self._batch >= len(self._block.batches):
+            empty = empty + 1 if self._batch == 0 else 0
+            if empty > self._per_epoch:
+                raise ConfigError("data.skip_long: got an epoch without examples, expected some; raise data.length")
+            self._block = next(self._parent)
+            self._number, self._batch = self._number + 1, 0
+        planned = self._block.batches[self._batch]
+        self._batch += 1
+        return self._fill(self._block, planned)
+
+    def get_state(self) -> dict[str, int]:
+        epoch, block = divmod(self._number, self._per_epoch)
+        return {"epoch": epoch, "block": block, "batch": self._batch}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self._number = state["epoch"] * self._per_epoch + state["block"]
+        self._batch = state["batch"]
+        self._block = None
+        self._parent.set_state({"next_index": self._number})
+
+
+class Pipeline:
+    """The batches of a run.
+
+    Args:
+      config: the run.
+      dataset: its examples.
+      tokenizers: its vocabularies.
+      task: says what an example becomes.
+      process_index, process_count: which host of how many this is; each fills its own slice of a batch's rows.
+      multiple: rows of a batch divide by it (the number of data shards) and by `process_count`.
+
+    Raises:
+      ConfigError: no training examples; a packing that the task cannot have.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset,
+        tokenizers: Tokenizers,
+        task: Task,
+        process_index: int = 0,
+        process_count: int = 1,
+        multiple: int = 1,
+    ):
+        data = config.data
+        if data.packing not in PACKINGS:
+            raise ConfigError(f"data.packing: got {data.packing!r}, expected one of {', '.join(PACKINGS)}; change it")
+        self.config, self.dataset, self.task = config, dataset, task
+        self.tokenizers = tokenizers
+        self._remembering = tokenizers.remembering(MEMORY)
+        self._process, self._processes = process_index, process_count
+        self._multiple = math.lcm(multiple, process_count)
+        self._check(self._encoder("train", 1, config)([0], 0)[0])
+        self._plan = self._planned("train", data.examples, packing.shapes(*self._budget()), train=True)
+        self._like = self._plan.encode([0], 0)[0]  # which arrays a batch has, also where a host's rows are all empty
+        self._sizes: dict[tuple[str, int | None], dict[str, int]] = {}
+
+    def train(self) -> grain.DatasetIterator:
+        """An endless iterator over this host's rows of the training batches, numpy `[B / process_count, T]`.
+
+        `get_state()` is {"epoch", "block", "batch"} of the batch that would come next; `set_state` goes there. The next
+        block is encoded, and the next batches are filled, in the background; `close()` ends that.
+        """
+        blocks = grain.MapDataset.range(2**40).map(self._plan)
+        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+        batches = Batches(blocks.to_iter_dataset(ahead), self._plan.blocks, self._fill)
+        return iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=PREFETCH))
+
+    def evaluate(self, split: str, examples: int | None = None, rows: int | None = None) -> Iterator[Batch]:
+        """One pass over a split in the order of the data: every example once, the last batch filled up with empty rows.
+
+        Args:
+          split: "validation", "test", "train".
+          examples: only the first so many.
+          rows: of a global batch; None: `config.evaluate.batch`. Rounded up to a multiple of the data shards.
+
+        Raises:
+          ConfigError: there is no such split, or it is empty.
+        """
+        rows = self.config.evaluate.batch if rows is None else rows
+        rows = -(-rows // self._multiple) * self._multiple
+        buckets = packing.shapes(self._budget()[0], rows, None, self._multiple)
+        plan = self._planned(split, examples, buckets, train=False)
+        return (self._fill(block, batch) for block in map(plan, range(plan.blocks)) for batch in block.batches)
+
+    def shapes(self) -> list[Shape]:
+        """The (rows, length) of the global training batches: what gets compiled."""
+        return self._plan.buckets
+
+    def size(self, split: str, examples: int | None = None) -> dict[str, int]:
+        """What a split holds: "examples", and "bytes", "words" and "lines" (line ends) of the text that is predicted.
+
+        Reads the whole split the first time. What one evaluation predicts, "labels", is its sum of weights.
+        """
+        if (split, examples) not in self._sizes:
+            roles = self.task.roles
+            predicted = next((role for role in ("target", "text", "source") if role in roles), None)
+            chosen = _First(self._split(split), self._count(split, examples))
+            self._sizes[split, examples] = cache.size(
+                chosen, (predicted,) if predicted else (), self.config.data.document
+            )
+        return self._sizes[split, examples]
+
+    @property
+    def dropped(self) -> int:
+        """Training examples that `skip_long` has left out, of an epoch's blocks planned so far."""
+        return sum(self._plan.dropped.values())
+
+    @property
+    def epoch_batches(self) -> int | None:
+        """Batches of a training epoch where all rows are alike, else None: then it differs between epochs."""
+        plan = self._plan
+        if plan.pack or len(plan.buckets) > 1 or plan.longest is not None:
+            return None
+        sizes = [min(plan.size, len(plan.encode) - begin) for begin in range(0, len(plan.encode), plan.size)]
+        return sum(-(-size // plan.buckets[0].rows) for size in sizes)
+
+    def _budget(self) -> tuple[set[int], int, int | None, int]:
+        data = self.config.data
+        lengths = {data.length}
+        if data.packing == "none":
+            lengths |= {bucket for bucket in data.buckets if bucket < data.length}
+        return lengths, data.batch, data.tokens, self._multiple
+
+    def _split(self, split: str) -> Examples:
+        if split not in self.dataset.splits:
+            known = ", ".join(self.dataset.splits)
+            raise ConfigError(f"split: got {split!r}, expected one of {known}; choose one or add its files")
+        return self.dataset.splits[split]
+
+    def _count(self, split: str, limit: int | None) -> int:
+        count = len(self._split(split))
+        count = count if limit is None else min(limit, count)
+        if count < 1:
+            raise ConfigError(f"data: got no examples in split {split!r}, expected at least one; check the files")
+        return count
+
+    def _encoder(self, split: str, count: int, config: Config) -> Encoder:
+        return Encoder(config, self._remembering, self.task, self._split(split), count)
+
+    def _check(self, features: Features) -> None:
+        kind, task = self.config.data.packing, self.config.task.name
+        if kind == "concat" and ("target" not in features or "source" in features):
+            raise ConfigError(
+                f"data.packing: got concat for task {task!r}, which is not language modelling, expected none or "
+                "first_fit; change it"
+            )
+        if kind == "first_fit" and "labels" in features and np.ndim(features["labels"]) == 0:
+            raise ConfigError(f"data.packing: got first_fit for task {task!r}, expected none; change it")
+
+    def _planned(self, split: str, limit: int | None, buckets: list[Shape], train: bool) -> Plan:
+        data, config = self.config.data, self.config
+        count = self._count(split, limit)
+        if data.packing == "concat":
+            key = f"{self.dataset.key} {split} {count}"
+            documents = _First(self._split(split), count)
+            tokens = concat.stream(cache.root(data) / "streams", key, documents, self.tokenizers.target)
+            encode, longest = concat.Rows(tokens, data.length), None
+        else:
+            longest = data.length if train and data.skip_long else None
+            if longest is not None:  # uncut, so that what is too long shows
+                config = dataclasses.replace(config, data=dataclasses.replace(data, length=UNCUT))
+            encode = self._encoder(split, count, config)
+        seed = config.train.seed if train and data.shuffle else None
+        return Plan(encode, buckets, data.packing == "first_fit", seed, longest, BLOCK)
+
+    def _fill(self, block: Block, planned: Planned) -> Batch:
+        """This host's rows of a planned batch."""
+        rows = planned.shape.rows // self._processes
+        mine = planned.rows[self._process * rows : (self._process + 1) * rows]
+        encoded = iter(block.features([place for row in mine for place in row]))
+        filled = [[next(encoded) for _ in row] for row in mine]
+        return packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._like)
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first `count` examples of a split."""
+
+    examples: Examples
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.examples[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
+        return concat.examples_at(self.examples, indices)
