@@ -120,10 +120,14 @@ def _builder_class() -> type[tfds.core.GeneratorBasedBuilder]:
                 return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
 
             def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-                return {split: self._generate_examples(rows) for split, rows in self._splits.items()}
+                return {split: self._generate_examples(split, rows) for split, rows in self._splits.items()}
 
-            def _generate_examples(self, rows: Rows) -> Iterator[tuple[int, Mapping[str, Any]]]:
-                yield from enumerate(rows)
+            def _generate_examples(self, split: str, rows: Rows) -> Iterator[tuple[int, Mapping[str, Any]]]:
+                index = -1
+                for index, row in enumerate(rows):
+                    yield index, row
+                if index < 0:
+                    raise ConfigError(f"data.splits.{split}: got files without a usable example, expected one at least")
 
     return LocalFiles
 

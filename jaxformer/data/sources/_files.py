@@ -22,7 +22,8 @@ def folder(config: DataConfig) -> Path:
     """The folder of the files.
 
     Raises:
-      ConfigError: `data.dir` is empty or no folder, or `data.splits` does not name files of a training split.
+      ConfigError: `data.dir` is empty or no folder, or `data.splits` has no training split or a
+        name that tfds cannot store.
     """
     if not config.dir:
         raise ConfigError("data.dir: got '', expected the folder of the data files; set --config.data.dir=DIR")
@@ -32,6 +33,9 @@ def folder(config: DataConfig) -> Path:
     if "train" not in config.splits:
         got = ", ".join(config.splits) or "nothing"
         raise ConfigError(f"data.splits: got {got}, expected files for at least 'train'")
+    for split in config.splits:
+        if not split.isidentifier() or split == "all":  # tfds reads "all" as the union of the others
+            raise ConfigError(f"data.splits: got the name {split!r}, expected letters, digits and _, and not 'all'")
     return path
 
 
@@ -91,7 +95,7 @@ def complete(rows: Iterable[tuple[str, dict[str, Any]]], split: str, roles: Iter
         else:
             raise ConfigError(f"{where}: got an empty {empty}, expected text; remove it from the {split} files")
     if dropped:
-        logger.warning("%s: dropped %d training examples with an empty side, the first at %s", split, dropped, first)
+        logger.warning("dropped %d training examples with an empty side, the first at %s", dropped, first)
 
 
 def prepared(config: DataConfig, kind: str, paths: Iterable[Path], settings: object, parse: cache.Parse) -> Dataset:
@@ -101,13 +105,10 @@ def prepared(config: DataConfig, kind: str, paths: Iterable[Path], settings: obj
     key = cache.content_key(paths, kind, VERSION, settings)
     directory = cache.entry(config, kind, key, parse)
     info = tfds.builder_from_directory(directory).info
-    columns = {role: role for role in info.features}
+    columns = {role: role for role in sorted(info.features)}
     splits = {
         name: cache.Records(str(directory), name, columns, split.num_examples) for name, split in info.splits.items()
     }
-    empty = [name for name, split in splits.items() if not len(split)]
-    if empty:
-        raise ConfigError(f"data.splits.{empty[0]}: got files without a usable example, expected at least one")
     classes = tuple(info.features["label"].names) if "label" in columns else None
     return Dataset(splits=splits, key=f"{kind}-{key}", classes=classes)
 

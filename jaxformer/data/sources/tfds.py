@@ -1,0 +1,115 @@
+"""Stock tfds data sets by name, read from a folder where they lie prepared as array_record.
+
+    config.name = "wmt14_translate/de-en"       as tfds spells it: data set, configuration, optionally ":version"
+    config.dir = "/data/tfds"                   tfds' data_dir
+    config.splits = {"train": ("train[:90%]",), "validation": ("train[90%:]",)}     empty: the data set's own splits
+    config.columns = {"source": "en", "target": "de"}                                 empty: what follows
+
+Without `columns`, a translation is read in the direction of its configuration's name ("de-en": German is the source),
+and the only text feature of another data set is the role text; a class feature named label is the label. "a/b" is
+feature b inside feature a. Preparing most stock data sets needs TensorFlow once (see `jaxformer.data.prepare`);
+reading never does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+from jaxformer import registry
+from jaxformer.config import ConfigError, DataConfig
+from jaxformer.data import cache
+from jaxformer.data.sources import Dataset
+
+
+def build(config: DataConfig) -> Dataset:
+    """The data set `config.name` below `config.dir`.
+
+    Raises:
+      ConfigError: it is not prepared there, or has no such split or column.
+    """
+    builder = _opened(config)
+    columns = dict(config.columns) or _default_columns(builder, config)
+    for role, column in columns.items():
+        _check(builder, role, column, config.name)
+    own = tuple(builder.info.splits)
+    expressions = {split: parts[0] for split, parts in config.splits.items()} or {split: split for split in own}
+    splits = {}
+    for split, expression in expressions.items():
+        try:
+            length = len(builder.as_data_source(expression))
+        except ValueError as error:
+            name = expression.split("[")[0]
+            expected = f"expected one of {', '.join(own)} or a part, as train[:90%]{registry.nearest(name, own)}"
+            raise ConfigError(f"data.splits.{split}: got {expression!r}, {expected}") from error
+        splits[split] = cache.Records(str(builder.data_path), expression, columns, length)
+    if "train" not in splits:
+        raise ConfigError(f"data.splits: got {', '.join(splits)}, expected a 'train' among them; say which part trains")
+    classes = tuple(_feature(builder, columns["label"]).names) if "label" in columns else None
+    counts = {name: (split.num_examples, split.num_bytes) for name, split in builder.info.splits.items()}
+    content = repr((builder.info.full_name, counts, expressions, sorted(columns.items())))
+    return Dataset(splits=splits, key=f"tfds-{hashlib.sha256(content.encode()).hexdigest()[:16]}", classes=classes)
+
+
+def _opened(config: DataConfig) -> tfds.core.DatasetBuilder:
+    """The builder, from the prepared files alone: tfds' own `data_source` would begin to download."""
+    if not config.name:
+        raise ConfigError("data.name: got '', expected a tfds data set; set --config.data.name=lm1b, for example")
+    if not config.dir:
+        raise ConfigError("data.dir: got '', expected the folder of prepared tfds data; set --config.data.dir=DIR")
+    try:
+        builder = tfds.core.read_only_builder.builder_from_files(config.name, data_dir=config.dir)
+    except (tfds.core.DatasetNotFoundError, ValueError) as error:
+        what = f"{config.name}: got no prepared data set in {config.dir}"
+        how = f"run `jaxformer data prepare {config.name} --dir={config.dir}` where jaxformer[prepare] is installed"
+        raise ConfigError(f"{what}; {how}") from error
+    stored = builder.info.file_format
+    if stored != tfds.core.FileFormat.ARRAY_RECORD:
+        what = f"{config.name}: got files in the format {stored.value} in {builder.data_path}, expected array_record"
+        raise ConfigError(f"{what}; prepare it into another folder with `jaxformer data prepare {config.name}`")
+    return builder
+
+
+def _default_columns(builder: tfds.core.DatasetBuilder, config: DataConfig) -> dict[str, str]:
+    """Roles that are clear from the features: a translation's two languages, or the only text, and the label."""
+    features = builder.info.features
+    languages = config.name.split(":")[0].partition("/")[2].split("-")
+    if isinstance(features, tfds.features.FeaturesDict) and len(languages) == 2 and set(languages) <= set(features):
+        return {"source": languages[0], "target": languages[1]}
+    texts = [name for name, feature in features.items() if isinstance(feature, tfds.features.Text)]
+    if len(texts) != 1:
+        expected = f"expected roles with columns among {config.name}'s {', '.join(sorted(features))}"
+        raise ConfigError(f"data.columns: got nothing, {expected}; set data.columns")
+    columns = {"text": texts[0]}
+    if "label" in features and isinstance(features["label"], tfds.features.ClassLabel):
+        columns["label"] = "label"
+    return columns
+
+
+def _feature(builder: tfds.core.DatasetBuilder, column: str) -> Any:
+    """The feature at "a/b". Raises KeyError with the names that exist where the path breaks."""
+    feature: Any = builder.info.features
+    for name in column.split("/"):
+        known = tuple(sorted(feature)) if isinstance(feature, tfds.features.FeaturesDict) else ()
+        if name not in known:
+            raise KeyError(known)
+        feature = feature[name]
+    return feature
+
+
+def _check(builder: tfds.core.DatasetBuilder, role: str, column: str, name: str) -> None:
+    try:
+        feature = _feature(builder, column)
+    except KeyError as error:
+        known = error.args[0]
+        expected = f"expected one of {', '.join(known)}{registry.nearest(column.split('/')[-1], known)}"
+        raise ConfigError(f"data.columns.{role}: got {column!r}, which {name} does not have, {expected}") from error
+    wanted = tfds.features.ClassLabel if role == "label" else tfds.features.Text
+    if not isinstance(feature, wanted):
+        expected = f"expected a {wanted.__name__} feature"
+        raise ConfigError(f"data.columns.{role}: got {column!r}, a {type(feature).__name__} in {name}, {expected}")
+
+
+SOURCE = build

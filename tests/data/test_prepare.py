@@ -1,0 +1,180 @@
+"""Stock tfds data sets: prepared once by `prepare`, read by the source "tfds", both with small stand-ins."""
+
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from jaxformer.config import ConfigError, DataConfig
+from jaxformer.data.prepare import prepare
+from jaxformer.data.sources import build
+
+PAIRS = [("ein Hund", "a dog"), ("zwei Hunde", "two dogs"), ("drei Hunde läuft", "three dogs")]
+
+
+class StandInTranslate(tfds.core.GeneratorBasedBuilder):
+    """A translation set that comes as an archive, as the stock ones do."""
+
+    VERSION = tfds.core.Version("1.2.0")
+    BUILDER_CONFIGS = (tfds.core.BuilderConfig(name="de-en", version=tfds.core.Version("1.2.0")),)
+    ARCHIVE = ""
+
+    def _info(self):
+        languages = tfds.features.Translation(languages=("de", "en"))
+        return tfds.core.DatasetInfo(builder=self, features=languages, disable_shuffling=True)
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(), "validation": self._generate_examples()}
+
+    def _generate_examples(self):
+        with tarfile.open(self.ARCHIVE) as archive:
+            sides = [archive.extractfile(f"text.{side}").read().decode().splitlines() for side in ("de", "en")]
+        for i, (german, english) in enumerate(zip(*sides)):
+            yield i, {"de": german, "en": english}
+
+
+class StandInReviews(tfds.core.GeneratorBasedBuilder):
+    """Nested text, a label, and numbers."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        f = tfds.features
+        nested = {"title": f.Text(), "body": f.Text(), "stars": f.Scalar(dtype=np.int32)}
+        spec = {"review": f.FeaturesDict(nested), "text": f.Text(), "label": f.ClassLabel(names=["bad", "good"])}
+        return tfds.core.DatasetInfo(builder=self, features=f.FeaturesDict(spec), disable_shuffling=True)
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+        for i in range(10):
+            nested = {"title": f"title {i}", "body": f"body {i}", "stars": i}
+            yield i, {"review": nested, "text": f"text {i}", "label": "good" if i % 2 else "bad"}
+
+
+class StandInNeedsTensorflow(tfds.core.GeneratorBasedBuilder):
+    """What most stock builders do on the way."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict({"text": tfds.features.Text()}))
+
+    def _split_generators(self, dl_manager):
+        import tensorflow as tf
+
+        return {"train": tf.io.gfile.glob("*")}
+
+    def _generate_examples(self):
+        yield 0, {"text": ""}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tfds")
+    with tarfile.open(root / "archive.tar.gz", "w:gz") as archive:
+        for side, name in enumerate(("text.de", "text.en")):
+            path = root / name
+            path.write_text("".join(f"{pair[side]}\n" for pair in PAIRS), encoding="utf-8")
+            archive.add(path, arcname=name)
+    StandInTranslate.ARCHIVE = str(root / "archive.tar.gz")
+    prepare("stand_in_translate/de-en", root / "data")
+    prepare("stand_in_reviews", root / "data")
+    return str(root / "data")
+
+
+def config(folder, name="stand_in_translate/de-en", splits=(), columns=()):
+    return DataConfig(source="tfds", name=name, dir=folder, splits=dict(splits), columns=dict(columns))
+
+
+def test_prepare_says_where_and_does_nothing_the_second_time(folder):
+    path = prepare("stand_in_translate/de-en", folder)
+    assert path.parts[-3:] == ("stand_in_translate", "de-en", "1.2.0")
+    before = sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir())
+    assert prepare("stand_in_translate/de-en", folder) == path
+    assert sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir()) == before
+
+
+def test_a_translation_is_read_in_the_direction_of_its_name(folder):
+    data = build(config(folder))
+    assert set(data.splits) == {"train", "validation"}
+    assert [data.splits["train"][i] for i in range(3)] == [{"source": de, "target": en} for de, en in PAIRS]
+    turned = build(config(folder, columns={"source": "en", "target": "de"}))
+    assert turned.splits["train"][1] == {"source": "two dogs", "target": "zwei Hunde"}
+    assert turned.key != data.key
+
+
+def test_split_expressions(folder):
+    data = build(config(folder, splits={"train": ("train[:2]",), "test": ("validation[2:]",)}))
+    assert [len(data.splits[split]) for split in ("train", "test")] == [2, 1]
+    assert data.splits["test"][0]["target"] == "three dogs"
+
+
+def test_text_and_label_are_found_and_nested_features_named(folder):
+    data = build(config(folder, "stand_in_reviews"))
+    assert data.classes == ("bad", "good")
+    assert data.splits["train"][3] == {"text": "text 3", "label": 1}
+    nested = build(config(folder, "stand_in_reviews", columns={"source": "review/body", "target": "review/title"}))
+    assert nested.splits["train"][3] == {"source": "body 3", "target": "title 3"}
+    assert nested.classes is None
+
+
+def test_reading_imports_no_tensorflow(folder):
+    assert build(config(folder)).splits["train"][0]
+    assert "tensorflow" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "lm1b"}, r"lm1b: got no prepared data set in .*; run `jaxformer data prepare lm1b --dir="),
+        ({"name": "no_such_set"}, r"no_such_set: got no prepared data set"),
+        ({"name": ""}, r"data.name: got ''"),
+        ({"splits": {"train": ("trian",)}}, r"data.splits.train: got 'trian', expected one of train, validation"),
+        ({"splits": {"test": ("train",)}}, r"data.splits: got test, expected a 'train'"),
+        ({"columns": {"source": "fr"}}, r"data.columns.source: got 'fr'.*expected one of de, en"),
+        (
+            {"name": "stand_in_reviews", "columns": {"text": "review/bdy"}},
+            r"got 'review/bdy'.*expected one of body, stars, title; did you mean 'body'",
+        ),
+        ({"name": "stand_in_reviews", "columns": {"text": "review/stars"}}, r"a Scalar in .*expected a Text feature"),
+        ({"name": "stand_in_reviews", "columns": {"label": "text"}}, r"expected a ClassLabel feature"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(folder, changes, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        build(config(folder, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_other_file_formats_are_refused(tmp_path, folder):
+    path = prepare("stand_in_reviews", tmp_path)
+    info = path / "dataset_info.json"
+    info.write_text(info.read_text().replace("array_record", "riegeli"))
+    with pytest.raises(ConfigError, match=r"stand_in_reviews: got files in the format riegeli.*expected array_record"):
+        build(config(str(tmp_path), "stand_in_reviews"))
+
+
+def test_no_folder():
+    with pytest.raises(ConfigError, match=r"data.dir: got ''"):
+        build(DataConfig(source="tfds", name="lm1b"))
+
+
+def test_without_tensorflow_prepare_says_which_extra_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)  # what an import then meets is an ImportError
+    with pytest.raises(ConfigError, match=r"needs TensorFlow.*pip install 'jaxformer\[prepare\]'") as error:
+        prepare("stand_in_needs_tensorflow", tmp_path)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("stand_in_needs_tensorflow/*"))
+
+
+def test_prepare_of_a_name_that_tfds_does_not_know(tmp_path):
+    with pytest.raises(ConfigError, match=r"no_such_set: got a name that tfds does not know") as error:
+        prepare("no_such_set", tmp_path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"wmt14_translate/xx-yy") as error:
+        prepare("wmt14_translate/xx-yy", tmp_path)
+    assert "\n" not in str(error.value)

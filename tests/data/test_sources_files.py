@@ -1,0 +1,231 @@
+"""Local files: what comes out is what stands in them, and what is wrong is said with file and line."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxformer.config import ConfigError, DataConfig
+from jaxformer.data.cache import size
+from jaxformer.data.sources import _files, build
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, content):
+        data = content if isinstance(content, bytes) else content.encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        return name
+
+    return write
+
+
+@pytest.fixture
+def config(tmp_path):
+    def config(source, columns=(), document="line", **splits):
+        return DataConfig(
+            source=source,
+            dir=str(tmp_path),
+            cache=str(tmp_path / "cache"),
+            splits=splits,
+            columns=dict(columns),
+            document=document,
+        )
+
+    return config
+
+
+def rows(data, split="train"):
+    return [data.splits[split][i] for i in range(len(data.splits[split]))]
+
+
+def entries(config):
+    return {path for path in Path(config.cache or "/none").glob("sources/*") if path.is_dir()}
+
+
+def fails(config, message):
+    before = entries(config)
+    with pytest.raises(ConfigError, match=message) as error:
+        build(config)
+    assert "\n" not in str(error.value)
+    assert entries(config) == before, "a failed build left something behind"
+
+
+def test_parallel_pairs_line_with_line(write, config):
+    write("a.en.gz", "one\u2028dog\ntwo\r\nthree")  # U+2028 and \r end no line; the last newline may be missing
+    write("a.de", "\ufeffeins\nzwei\ndrei\n")
+    data = build(config("parallel", train=("a.en.gz", "a.de"), test_2017=("a.de", "a.de")))
+    assert [(row["source"], row["target"]) for row in rows(data)] == [
+        ("one\u2028dog", "eins"),
+        ("two", "zwei"),
+        ("three", "drei"),
+    ]
+    assert len(rows(data, "test_2017")) == 3
+    assert data.classes is None
+
+
+def test_training_drops_pairs_with_an_empty_side_and_tests_refuse_them(write, config, caplog):
+    write("a", "one\n\nthree\nfour\n")
+    write("b", "eins\nzwei\n \nvier\n")
+    with caplog.at_level("WARNING"):
+        data = build(config("parallel", train=("a", "b")))
+    assert [row["source"] for row in rows(data)] == ["one", "four"]
+    assert "dropped 2 training examples" in caplog.text
+    assert "a:2" in caplog.text
+    write("c", "x\n")
+    fails(config("parallel", train=("c", "c"), test=("a", "b")), r"a:2: got an empty source, expected text")
+
+
+def test_parallel_errors(write, config):
+    write("three", "1\n2\n3\n")
+    write("two", "1\n2\n")
+    write("empty", "")
+    fails(config("parallel", train=("three", "two")), r"two:2: the file ends here, but .*three has 3 lines")
+    fails(config("parallel", train=("two", "three")), r"two:2: the file ends here, but .*three has 3 lines")
+    fails(config("parallel", train=("two", "empty")), r"empty: got an empty file")
+    fails(config("parallel", train=("two",)), r"data.splits.train: got 1 files, expected two")
+    fails(config("parallel", train=("two", "nowhere")), r"nowhere: got no such file.*--config.data.dir")
+    fails(config("parallel", test=("two", "two")), r"data.splits: got test, expected files for at least 'train'")
+    fails(config("parallel", train=("two", "two"), all=("two", "two")), r"data.splits: got the name 'all'")
+    fails(DataConfig(source="parallel"), r"data.dir: got ''.*set --config.data.dir=DIR")
+    fails(DataConfig(source="parallel", dir="/no/such"), r"data.dir: got '/no/such', which is no folder")
+
+
+def test_bytes_that_are_not_utf8_are_named_by_file_and_line(write, config):
+    write("latin", b"good\nalso good\nm\xfcde\n")
+    write("ascii", b"a\nb\nc\n")
+    fails(config("parallel", train=("ascii", "latin")), r"latin:3: got byte 0xfc, expected UTF-8")
+    fails(config("text", train=("latin",)), r"latin:3: got byte 0xfc, expected UTF-8")
+    fails(config("text", train=("latin",), document="file"), r"latin:3: got byte 0xfc, expected UTF-8")
+
+
+def test_damaged_gzip(write, config, tmp_path):
+    write("a.gz", "some text\n" * 1000)
+    (tmp_path / "cut.gz").write_bytes((tmp_path / "a.gz").read_bytes()[:-12])
+    (tmp_path / "plain.gz").write_text("plain")
+    fails(config("text", train=("cut.gz",)), r"cut.gz: got .*expected a whole gzip file")
+    fails(config("text", train=("plain.gz",)), r"plain.gz: got .*expected a whole gzip file")
+
+
+def test_text_lines_keep_empty_lines_and_order(write, config):
+    write("a.txt", " = Title = \n\nword word\n")
+    write("b.txt.gz", "last")
+    data = build(config("text", train=("a.txt", "b.txt.gz"), validation=("a.txt[1:]",), test=("a.txt[:34%]",)))
+    assert [row["text"] for row in rows(data)] == [" = Title = ", "", "word word", "last"]
+    assert [row["text"] for row in rows(data, "validation")] == ["", "word word"]
+    assert [row["text"] for row in rows(data, "test")] == [" = Title = "]
+    assert size(data.splits["train"]) == {"examples": 4, "lines": 4, "bytes": 28, "words": 6}
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(min_size=2, max_size=40).filter(lambda t: "\ufeff" not in t), percent=st.integers(50, 99))
+def test_cuts_of_a_file_meet_without_gap_or_overlap(write, config, text, percent):
+    write("t.txt", text)
+    cut = len(text) * percent // 100
+    splits = {"train": (f"t.txt[:{percent}%]",), "validation": (f"t.txt[{percent}%:]",)}
+    data = build(config("text", document="file", **splits))
+    assert rows(data) == [{"text": text[:cut]}]
+    assert rows(data, "validation") == [{"text": text[cut:]}]
+    assert size(data.splits["train"], document="file")["bytes"] == len(text[:cut].encode())
+
+
+def test_one_file_one_example(write, config):
+    write("b.txt", "second\r\nfile\n")
+    write("a.txt", "first\n\n")
+    data = build(config("text", document="file", train=("*.txt",)))
+    assert [row["text"] for row in rows(data)] == ["first\n\n", "second\r\nfile\n"]
+
+
+def test_text_errors(write, config):
+    write("a", "x\n")
+    fails(config("text", train=("*.none",)), r"got '\*.none', which matches no file")
+    fails(config("text", train=("a[5:]",), document="file"), r"a: got an empty cut \[5:\]")
+    fails(config("text", train=("a[5:]",)), r"data.splits.train: got files without a usable example")
+    fails(config("text", train=("a",), document="page"), r"data.document: got 'page', expected one of line, file")
+
+
+def test_tsv_by_column_names_with_sorted_classes(write, config):
+    write("train.tsv", 'id\tsentence\tlabel\n1\t"a" b\t10\n\n2\tc\t9\r\n')
+    write("dev.tsv.gz", "label\tid\tsentence\n9\t3\td\n")
+    columns = {"text": "sentence", "label": "label"}
+    data = build(config("table", columns, train=("train.tsv",), validation=("dev.tsv.gz",)))
+    assert data.classes == ("9", "10")
+    assert rows(data) == [{"text": '"a" b', "label": 1}, {"text": "c", "label": 0}]
+    assert rows(data, "validation") == [{"text": "d", "label": 0}]
+
+
+def test_tsv_without_a_header(write, config):
+    write("pairs.tsv", "Run!\tCours !\nStop\tHalte\n")
+    data = build(config("table", {"source": "#1", "target": "#2"}, train=("pairs.tsv",)))
+    assert [(row["source"], row["target"]) for row in rows(data)] == [("Run!", "Cours !"), ("Stop", "Halte")]
+
+
+def test_jsonl(write, config):
+    records = [{"text": "two\nlines", "y": "pos", "more": [1]}, {"text": "ü", "y": "neg"}]
+    write("a.jsonl.gz", "\n".join(json.dumps(record) for record in records))
+    data = build(config("table", {"text": "text", "label": "y"}, train=("a.jsonl.gz",)))
+    assert data.classes == ("neg", "pos")
+    assert rows(data) == [{"text": "two\nlines", "label": 1}, {"text": "ü", "label": 0}]
+
+
+def test_table_errors(write, config):
+    columns = {"text": "sentence", "label": "label"}
+    write("good.tsv", "sentence\tlabel\na\t0\n")
+    write("ragged.tsv", "sentence\tlabel\na\t0\nb\n")
+    write("column.tsv", "sentences\tlabel\na\t0\n")
+    write("new.tsv", "sentence\tlabel\na\t0\nb\t2\n")
+    write("bad.jsonl", '{"sentence": "a", "label": 0}\n{"sentence": \n')
+    write("list.jsonl", "[1]\n")
+    write("type.jsonl", '{"sentence": "a", "label": 0.5}\n')
+    write("missing.jsonl", '{"sentence": "a", "label": 0}\n\n{"sentence": "b"}\n')
+    write("void.tsv", "sentence\tlabel\n")
+    write("data.csv", "x")
+    fails(config("table", columns, train=("ragged.tsv",)), r"ragged.tsv:3: got 1 cells, expected 2")
+    fails(config("table", columns, train=("column.tsv",)), r"column.tsv:1: got no column 'sentence'.*'sentences'")
+    fails(config("table", columns, train=("good.tsv",), test=("new.tsv",)), r"new.tsv:3: got label '2', expected .*: 0")
+    fails(config("table", columns, train=("bad.jsonl",)), r"bad.jsonl:2: got malformed JSON")
+    fails(config("table", columns, train=("list.jsonl",)), r"list.jsonl:1: got list, expected one JSON object")
+    fails(config("table", columns, train=("type.jsonl",)), r"type.jsonl:1: got float in column 'label'")
+    fails(config("table", columns, train=("missing.jsonl",)), r"missing.jsonl:3: got no column 'label'")
+    fails(config("table", columns, train=("void.tsv",)), r"data.splits.train: got files without a usable example")
+    fails(config("table", columns, train=("data.csv",)), r"data.csv: got an unknown table format, expected .tsv")
+    fails(config("table", {}, train=("good.tsv",)), r"data.columns: got nothing")
+    fails(config("table", {"txt": "sentence"}, train=("good.tsv",)), r"got 'txt'.*did you mean 'text'")
+
+
+def test_lines_end_at_newlines_only(tmp_path):
+    (tmp_path / "a").write_bytes("a\x0bb\x85c\u2028d\r e\nf".encode())
+    assert list(_files.lines(tmp_path / "a")) == [(1, "a\x0bb\x85c\u2028d\r e"), (2, "f")]
+
+
+@pytest.mark.skipif(not (SHARED / "multi30k_en_de").is_dir(), reason="no example data")
+def test_multi30k(tmp_path):
+    splits = {"train": ("val.en", "val.de"), "test": ("test_2016_flickr.en", "test_2016_flickr.de")}
+    data = build(DataConfig(source="parallel", dir=str(SHARED / "multi30k_en_de"), cache=str(tmp_path), splits=splits))
+    assert {split: len(examples) for split, examples in data.splits.items()} == {"train": 1014, "test": 1000}
+    assert data.splits["train"][0] == {
+        "source": "A group of men are loading cotton onto a truck",
+        "target": "Eine Gruppe von Männern lädt Baumwolle auf einen Lastwagen",
+    }
+
+
+@pytest.mark.skipif(not (SHARED / "tiny_shakespeare").is_dir(), reason="no example data")
+def test_tiny_shakespeare_is_cut_where_others_cut_it(tmp_path):
+    splits = {"train": ("input.txt[:90%]",), "validation": ("input.txt[90%:]",)}
+    folder = str(SHARED / "tiny_shakespeare")
+    data = build(DataConfig(source="text", dir=folder, cache=str(tmp_path), splits=splits, document="file"))
+    assert [len(data.splits[split][0]["text"]) for split in splits] == [1_003_854, 111_540]
+
+
+@pytest.mark.skipif(not (SHARED / "wikitext2").is_dir(), reason="no example data")
+def test_wikitext2_has_the_published_number_of_words(tmp_path):
+    splits = {"train": ("valid.txt",)}
+    data = build(DataConfig(source="text", dir=str(SHARED / "wikitext2"), cache=str(tmp_path), splits=splits))
+    counted = size(data.splits["train"])
+    assert counted["words"] + counted["lines"] == 217_646
+    assert counted["bytes"] == 1_121_681
