@@ -1,0 +1,5 @@
+"""`python -m jaxformer` is `jaxformer`."""
+
+from jaxformer.cli import console
+
+console()
