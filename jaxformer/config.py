@@ -179,6 +179,9 @@ class TaskConfig:
     z_loss: float = 0.0
     mask_rate: float = 0.15  # masked_lm: share of tokens predicted
     whole_words: bool = False  # masked_lm: mask all pieces of a word together
+    language: str = ""  # translation: code of the target language, whose tokenised BLEU is added; "": left out
+    classes: tuple[str, ...] = ()  # classification: names of the classes; (): taken from the data
+    vocab: int | None = None  # real rows of the labels' vocabulary, without its padding; None: from the tokenizer
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from jaxformer.types import Array, Batch, Sums
 
 if TYPE_CHECKING:
     from jaxformer.data.sources import Example
-    from jaxformer.data.tokenizers import Tokenizers
 
 Features = Mapping[str, np.ndarray]
 """One encoded example. int32 `source` [n] and `target` [m] (decoder input), optional `kind` [n] (source token types),
@@ -32,11 +31,14 @@ class Task:
       metrics: `(config, logits, batch) -> Sums`, added over the whole split in evaluation; includes "loss" without
         smoothing or regularisers, so that it compares between runs.
       finish: `(config, values, size) -> values`: adds measures derived from the divided ones (perplexity, bits per
-        byte). `size` has the split's "examples", "bytes" and "words" and the evaluation's label count "labels".
+        byte). `size` has the split's "examples", "lines", "bytes" and "words", and "labels", the evaluation's
+        sum of weights.
+      input: `(example) -> str`: the line that `prompt` and `decode` read, made of an example.
       prompt: `(config, tokenizers, line) -> Features` of an input line without labels, for decoding.
       decode: `(model, lines, config.decode) -> list of results`, one a line; `model` is a `jaxformer.Model`.
       line: `(result) -> str`: a result as one line of text output.
       score: `(config, results, examples) -> values`: corpus measures of decoded results (BLEU, exact match).
+      signatures: `(config) -> name -> str`: what exactly a score is (sacreBLEU's signature), to print beside it.
     """
 
     roles: tuple[str, ...]
@@ -46,8 +48,10 @@ class Task:
     finish: Callable[[Config, dict[str, float], Mapping[str, float]], dict[str, float]]
     prompt: Callable[..., Features] | None = None
     decode: Callable[..., list[Any]] | None = None
+    input: Callable[[Example], str] = lambda example: example["source" if "source" in example else "text"]
     line: Callable[[Any], str] = str
     score: Callable[..., dict[str, float]] | None = None
+    signatures: Callable[[Config], dict[str, str]] = lambda config: {}
 
 
 def get(name: str) -> Task:

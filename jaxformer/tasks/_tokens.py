@@ -1,0 +1,63 @@
+"""What the token-level tasks share: shifted labels, and the sums of their loss and measures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Sequence
+
+import numpy as np
+
+from jaxformer import losses, metrics
+from jaxformer.config import Config, ConfigError
+from jaxformer.tasks import Features
+from jaxformer.types import Array, Batch, Sums
+
+if TYPE_CHECKING:
+    from jaxformer.data.tokenizers import Tokenizer
+
+
+def required(tokenizer: Tokenizer, task: str, *roles: str) -> int:
+    """The id of the first of these special tokens that the vocabulary has.
+
+    Raises:
+      ConfigError: it has none of them.
+    """
+    for role in roles:
+        token = getattr(tokenizer, role)
+        if token is not None:
+            return token
+    raise ConfigError(f"task {task}: got a tokenizer without {' or '.join(roles)} token, expected one; use another")
+
+
+def start(tokenizer: Tokenizer, task: str) -> int:
+    """The token before the first: <bos>, or <eos> where a vocabulary has no other (GPT-2's)."""
+    return required(tokenizer, task, "bos", "eos")
+
+
+def shifted(ids: Sequence[int], first: int, last: int, length: int) -> Features:
+    """A decoder's input and what it has to say: `labels[t]` is the token after `target[t]`.
+
+        target   <first> ids[0] ids[1] ...  ids[n-1]
+        labels   ids[0]  ids[1] ...  ids[n-1] <last>
+
+    A text of more than `length` slots is cut without `last`: the model must not learn that it ends there.
+    """
+    tokens = np.array([first, *ids[:length], last], np.int32)[: length + 1]
+    return {"target": tokens[:-1], "labels": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
+
+
+def loss(config: Config, logits: Array, batch: Batch) -> Sums:
+    """The cross-entropy that training minimises, smoothing and z-loss included."""
+    task = config.task
+    return {
+        "loss": losses.cross_entropy(
+            logits, batch.labels, batch.weights, task.label_smoothing, task.z_loss, classes=task.vocab
+        )
+    }
+
+
+def measures(config: Config, logits: Array, batch: Batch) -> Sums:
+    """The negative log likelihood (nats a token) and the share of tokens that are the likeliest."""
+    return {
+        "loss": losses.cross_entropy(logits, batch.labels, batch.weights),
+        "accuracy": metrics.accuracy(logits, batch.labels, batch.weights),
+    }

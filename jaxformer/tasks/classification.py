@@ -1,0 +1,112 @@
+"""One decision about a text, or about a pair of texts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
+
+import numpy as np
+
+from jaxformer import losses, metrics
+from jaxformer.config import Config, DecodeConfig
+from jaxformer.tasks import Features, Task
+from jaxformer.types import Array, Batch, Sums
+
+if TYPE_CHECKING:
+    from jaxformer.data.sources import Example
+    from jaxformer.data.tokenizers import Tokenizers
+    from jaxformer.model import Model
+
+
+def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Features:
+    """`<cls> text <sep>` (and `pair <sep>`), and the label."""
+    pair = example.get("pair")
+    return {**_inputs(config, tokenizers, example["text"], pair), "labels": np.array(example["label"], np.int32)}
+
+
+def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
+    """A text; after a tab, its pair."""
+    text, tab, pair = line.partition("\t")
+    return _inputs(config, tokenizers, text, pair if tab else None)
+
+
+def _inputs(config: Config, tokenizers: Tokenizers, text: str, pair: str | None) -> Features:
+    """The stream that the model has. Without <cls> and <sep>, <bos> and <eos> take their places."""
+    tokenizer = tokenizers.source
+    first = _known(tokenizer.bos if tokenizer.cls is None else tokenizer.cls)
+    last = _known(tokenizer.eos if tokenizer.sep is None else tokenizer.sep)
+    parts = [tokenizer.encode(part) for part in (text, pair) if part is not None]
+    room = config.data.length - len(first) - len(last) * len(parts)
+    parts = [[*part, *last] for part in shorten(parts, max(room, 0))]
+    parts[0] = [*first, *parts[0]]
+    tokens = np.array([token for part in parts for token in part], np.int32)
+    model = config.model
+    if model.encoder is None and model.recurrent_encoder is None:
+        return {"target": tokens}
+    embed = (model.encoder or model.recurrent_encoder).embed
+    if not embed.kinds:
+        return {"source": tokens}
+    kind = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
+    return {"source": tokens, "kind": np.minimum(kind, embed.kinds - 1)}
+
+
+def shorten(parts: Sequence[Sequence[int]], room: int) -> list[Sequence[int]]:
+    """One or two parts cut at their ends to `room` tokens together; of two, the longer one gives way first."""
+    if len(parts) == 1:
+        return [parts[0][:room]]
+    first, second = parts
+    second = second[: max(room // 2, room - len(first))]
+    return [first[: room - len(second)], second]
+
+
+def _known(token: int | None) -> list[int]:
+    return [] if token is None else [token]
+
+
+def loss(config: Config, logits: Array, batch: Batch) -> Sums:
+    """The cross-entropy that training minimises, smoothing and z-loss included."""
+    task = config.task
+    return {"loss": losses.cross_entropy(logits, batch.labels, batch.weights, task.label_smoothing, task.z_loss)}
+
+
+def measures(config: Config, logits: Array, batch: Batch) -> Sums:
+    """The negative log likelihood (nats an example), accuracy, and F1 averaged over the classes."""
+    given = (logits, batch.labels, batch.weights)
+    return {
+        "loss": losses.cross_entropy(*given),
+        "accuracy": metrics.accuracy(*given),
+        "macro_f1": metrics.f1(*given),
+    }
+
+
+def finish(config: Config, values: dict[str, float], size: Mapping[str, float]) -> dict[str, float]:
+    """Nothing to add."""
+    return values
+
+
+def text(example: Example) -> str:
+    """The text, and after a tab its pair, if it has one. Tabs inside the text become blanks."""
+    pair = example.get("pair")
+    return example["text"].replace("\t", " ") + ("" if pair is None else "\t" + pair)
+
+
+def decode(model: Model, lines: Sequence[str], config: DecodeConfig) -> list[dict[str, Any]]:
+    """For each line `{"label", "probability", "probabilities"}`."""
+    return model.classify(lines)
+
+
+def line(result: Mapping[str, Any]) -> str:
+    """The likeliest class and its probability, with a tab between them."""
+    return f"{result['label']}\t{result['probability']:.4f}"
+
+
+TASK = Task(
+    roles=("text", "label"),
+    encode=encode,
+    loss=loss,
+    metrics=measures,
+    finish=finish,
+    input=text,
+    prompt=prompt,
+    decode=decode,
+    line=line,
+)
