@@ -28,7 +28,8 @@ class PrefixModel:
 
     def __init__(self, vocab: int, seed: int = 0, scale: float = 2.0, buckets: int = 997) -> None:
         self.buckets = buckets
-        self.table = jnp.asarray(np.random.default_rng(seed).normal(size=(buckets, vocab)) * scale, jnp.float32)
+        self.known = (np.random.default_rng(seed).normal(size=(buckets, vocab)) * scale).astype(np.float32)
+        self.table = jnp.asarray(self.known)
 
     def start(self, batch, length):
         code = jnp.zeros(batch.target.tokens.shape[0], jnp.int32)
@@ -50,7 +51,7 @@ class PrefixModel:
         for token in prompt:
             code = (code * 31 + int(token) + 7) % self.buckets
         for token in output:
-            row = np.asarray(self.table[code], np.float64)
+            row = self.known[code].astype(np.float64)
             rows.append(row - np.log(np.exp(row).sum()))
             code = (code * 31 + int(token) + 7) % self.buckets
         return rows
@@ -71,4 +72,4 @@ def outputs(vocab: int, length: int, eos: tuple[int, ...]):
 def batch_of(*prompts, rows: int | None = None, buckets: tuple[int, ...] = ()):
     """A decoder-only batch of prompts."""
     features = [{"target": np.asarray(prompt, np.int32)} for prompt in prompts]
-    return jax.tree.map(jnp.asarray, stack(features, rows or len(prompts), (0, 0), buckets))
+    return jax.tree.map(jnp.asarray, stack(features, rows or len(prompts), (0, 0), buckets or (4,)))

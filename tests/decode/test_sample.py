@@ -12,6 +12,7 @@ from jaxformer.decode.sample import sample
 
 EOS, PAD = (0,), 5
 MODEL = PrefixModel(vocab=5, seed=3)
+PROMPTS = ([1], [2, 3], [4, 4, 1], [3, 2])
 GREEDY = DecodeConfig(method="greedy", max_length=8)
 SAMPLE = DecodeConfig(method="sample", max_length=6, hypotheses=1)
 
@@ -33,9 +34,8 @@ def by_hand(prompt, length, eos=EOS):
 
 
 def test_greedy_takes_the_most_probable_token_each_time():
-    prompts = ([1], [2, 3], [4, 4, 1], [3])
-    found = run(batch_of(*prompts), GREEDY)
-    for row, prompt in enumerate(prompts):
+    found = run(batch_of(*PROMPTS), GREEDY)
+    for row, prompt in enumerate(PROMPTS):
         wanted = by_hand(prompt, 8)
         assert found.lengths[row, 0] == len(wanted)
         assert found.tokens[row, 0].tolist() == wanted + [PAD] * (8 - len(wanted))
@@ -97,11 +97,11 @@ def test_draws_follow_the_warped_distribution_but_are_scored_by_the_model():
 
 
 def test_a_draw_does_not_depend_on_the_batch():
-    prompts = ([1], [2, 3], [4, 4, 1], [3, 2])
+    prompts = PROMPTS
     together = run(batch_of(*prompts), SAMPLE, rows=jnp.array([10, 11, 12, 13]))
     shuffled = run(batch_of(*(prompts[i] for i in (3, 1, 0, 2))), SAMPLE, rows=jnp.array([13, 11, 10, 12]))
     alone = run(batch_of(prompts[2]), SAMPLE, rows=jnp.array([12]))
-    padded = run(batch_of(prompts[2], rows=4, buckets=(32,)), SAMPLE, rows=jnp.array([12, 0, 0, 0]))
+    padded = run(batch_of(prompts[2], rows=4, buckets=(5,)), SAMPLE, rows=jnp.array([12, 0, 0, 0]))
     for place, i in enumerate((3, 1, 0, 2)):
         assert shuffled.tokens[place].tolist() == together.tokens[i].tolist()
     for other in (alone, padded):
@@ -114,9 +114,10 @@ def test_a_draw_does_not_depend_on_the_batch():
 
 
 def test_more_draws_keep_the_first_ones():
-    one = run(batch_of([1], [2, 3]), SAMPLE)
-    four = run(batch_of([1], [2, 3]), dataclasses.replace(SAMPLE, hypotheses=4))
-    assert four.tokens.shape == (2, 4, 6)
+    rows = jnp.arange(4)
+    one = run(batch_of(*PROMPTS), SAMPLE, rows=rows)
+    four = run(batch_of(*PROMPTS), dataclasses.replace(SAMPLE, hypotheses=4), rows=rows)
+    assert four.tokens.shape == (4, 4, 6)
     assert four.tokens[:, 0].tolist() == one.tokens[:, 0].tolist()
     assert len({tuple(tokens) for tokens in four.tokens[0].tolist()}) > 1
 
@@ -130,8 +131,7 @@ def test_a_strong_repetition_penalty_forbids_what_was_said_in_prompt_and_output(
 
 
 def test_nearly_zero_temperature_is_greedy():
-    prompts = ([1], [2, 3], [4, 4, 1])
-    cold = run(batch_of(*prompts), dataclasses.replace(GREEDY, method="sample", temperature=1e-4))
-    greedy = run(batch_of(*prompts), GREEDY)
+    cold = run(batch_of(*PROMPTS), dataclasses.replace(GREEDY, method="sample", temperature=1e-4))
+    greedy = run(batch_of(*PROMPTS), GREEDY)
     assert cold.tokens.tolist() == greedy.tokens.tolist()
     np.testing.assert_allclose(cold.scores, greedy.scores, rtol=1e-6)
