@@ -1,5 +1,6 @@
 """Every encoding of the folder keeps the contract; each known one has its paper's values."""
 
+import functools
 from fractions import Fraction
 
 import chex
@@ -28,8 +29,11 @@ def config_of(kind, **changes):
 
 
 def made(module, side):
-    variables = nn.meta.unbox(module.init(jax.random.key(0), side))
-    return module.apply(variables, side)
+    return jax.jit(lambda side: nn.meta.unbox(module.init_with_output(jax.random.key(0), side)[0]))(side)
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
 
 
 def positions(*rows):
@@ -43,9 +47,7 @@ def positions(*rows):
 def test_hooks_keep_the_contract(kind):
     encoding, config = encodings.get(kind), config_of(kind)
     side = slots(jnp.array([[1, 1, 1, 2, 2], [1, 1, 1, 0, 0]]))
-    key = jax.random.key(1)
-    q = jax.random.normal(key, (2, 5, 4, HEAD_WIDTH))
-    k = jax.random.normal(key, (2, 5, 2, HEAD_WIDTH))
+    q, k = normal(2, 5, 4, HEAD_WIDTH), normal(2, 5, 2, HEAD_WIDTH)
     if encoding.embed is not None:
         chex.assert_shape(made(encoding.embed(config, WIDTH), side), (2, 5, WIDTH))
     shared = made(encoding.shared(config, ATTENTION, HEAD_WIDTH), side) if encoding.shared is not None else None
@@ -55,24 +57,28 @@ def test_hooks_keep_the_contract(kind):
             chex.assert_equal_shape_prefix([turned, x], 4)
             assert turned.dtype == x.dtype
     if encoding.score is not None:
-        one = encoding.score(config, shared, q[:, :3], k, side.position[:, :3], side.position)
+        one = jax.jit(functools.partial(encoding.score, config))(
+            shared, q[:, :3], k, side.position[:, :3], side.position
+        )
         assert one.shape in ((1, 4, 3, 5), (2, 4, 3, 5))
         assert one.dtype == jnp.float32
-        whole = encoding.score(config, shared, q, k, side.position, side.position)
-        chex.assert_trees_all_close(whole[..., :3, :], one, rtol=1e-5)
 
         def total(shared, q, k):
-            return jnp.sum(encoding.score(config, shared, q, k, side.position, side.position))
+            whole = encoding.score(config, shared, q, k, side.position, side.position)
+            return jnp.sum(whole), whole
 
-        chex.assert_tree_all_finite(jax.grad(total, argnums=(0, 1, 2))(shared, q, k))
+        (_, whole), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(shared, q, k)
+        np.testing.assert_allclose(whole[..., :3, :], one, rtol=1e-5)
+        chex.assert_tree_all_finite(gradients)
 
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_only_relative_position_matters_to_scores(kind):
     """Moving all positions by one number changes neither rotated products nor scores."""
     encoding, config = encodings.get(kind), config_of(kind)
-    q, k = jax.random.normal(jax.random.key(1), (2, 1, 5, 4, HEAD_WIDTH))
+    q, k = np.asarray(normal(2, 1, 5, 4, HEAD_WIDTH))
 
+    @jax.jit
     def scores(side):
         shared = made(encoding.shared(config, ATTENTION, HEAD_WIDTH), side) if encoding.shared is not None else None
         turn = (lambda x: encoding.rotate(config, x, shared)) if encoding.rotate is not None else (lambda x: x)
@@ -152,7 +158,7 @@ def test_rope_by_hand():
 
 
 def test_rope_forms_differ_by_a_permutation_of_channels():
-    x = jax.random.normal(jax.random.key(0), (1, 3, 2, HEAD_WIDTH))
+    x = normal(1, 3, 2, HEAD_WIDTH)
     order = np.array([0, 3, 1, 4, 2, 5])  # halves -> neighbours
     halves = turned(config_of("rope"), x, [0, 4, 9])
     neighbours = turned(config_of("rope", interleaved=True), x[..., order], [0, 4, 9])
@@ -162,7 +168,7 @@ def test_rope_forms_differ_by_a_permutation_of_channels():
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_keeps_lengths_position_zero_and_the_rest(interleaved):
     config = config_of("rope", fraction=0.7, interleaved=interleaved)  # 4 of 6 channels
-    x = jax.random.normal(jax.random.key(0), (1, 3, 2, HEAD_WIDTH))
+    x = normal(1, 3, 2, HEAD_WIDTH)
     y = turned(config, x, [0, 5, 9])
     chex.assert_trees_all_close(y[:, 0], x[:, 0])
     chex.assert_trees_all_equal(y[..., 4:], x[..., 4:])

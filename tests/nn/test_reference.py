@@ -13,12 +13,14 @@ from jaxformer.nn.masks import Mask, slots
 WIDTH, HEADS, HEAD_WIDTH, LENGTH = 6, 2, 3, 5
 
 
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
 @pytest.fixture(scope="module")
 def setup():
-    keys = iter(jax.random.split(jax.random.key(0), 5))
-    x = jax.random.normal(next(keys), (2, LENGTH, WIDTH))
-    projections = [jax.random.normal(next(keys), (WIDTH, HEADS, HEAD_WIDTH)) / WIDTH**0.5 for _ in range(3)]
-    return x, projections, jax.random.normal(next(keys), (HEADS, HEAD_WIDTH, WIDTH))
+    projections = [normal(i, WIDTH, HEADS, HEAD_WIDTH) / WIDTH**0.5 for i in range(3)]
+    return normal(3, 2, LENGTH, WIDTH), projections, normal(4, HEADS, HEAD_WIDTH, WIDTH)
 
 
 def mask_of(name):
@@ -81,7 +83,7 @@ def test_loop_is_batched_is_dense_kernel(setup, name, scale):
 
 def test_one_head_of_full_width_is_single_head(setup):
     x = setup[0]
-    wq, wk, wv = (jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) for i in range(3))
+    wq, wk, wv = (normal(i, WIDTH, WIDTH) for i in range(3))
     looped = reference.multi_head_loop(x, wq[:, None], wk[:, None], wv[:, None], jnp.eye(WIDTH)[None])
     chex.assert_trees_all_close(looped, reference.single_head(x, wq, wk, wv), rtol=1e-5, atol=1e-6)
 
@@ -101,5 +103,5 @@ def test_heads_slice_channels_not_time(setup):
     x, (wq, wk, wv), wo = setup
     for head in range(HEADS):
         only = jnp.zeros_like(wo).at[head].set(wo[head])
-        jacobian = jax.jacobian(lambda x, wo=only: reference.multi_head_loop(x, wq, wk, wv, wo)[0])(x)[:, :, 0]
+        jacobian = jax.jit(jax.jacobian(lambda x, wo=only: reference.multi_head_loop(x, wq, wk, wv, wo)[0]))(x)[:, :, 0]
         assert (jnp.max(jnp.abs(jacobian), axis=(1, 3)) > 1e-4).all()
