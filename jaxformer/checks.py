@@ -110,7 +110,7 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
 
 SHAPES: dict[str, tuple[str, str, str]] = {
     "translation": ("encoder decoder", "tokens", "an encoder and a decoder"),
-    "language_model": ("decoder", "tokens", "a decoder alone"),
+    "language_modelling": ("decoder", "tokens", "a decoder alone"),
     "masked_lm": ("encoder", "tokens", "an encoder alone"),
     "classification": ("encoder|decoder", "classes", "an encoder or a decoder, not both"),
 }
@@ -276,9 +276,14 @@ def _task(config: Config) -> None:
             raise _wrong("config.task.name", task, f"{words} for this task (the model has: {sides.replace(' ', ', ')})")
         if model.head.kind != head:
             raise _wrong("config.model.head.kind", model.head.kind, f"{head} for the task {task}")
-        if config.data.packing != "none" and task != "language_model":
+        if config.data.packing != "none" and task != "language_modelling":
             raise _wrong("config.data.packing", config.data.packing, f"none for the task {task}")
-    if sides == "decoder" and model.decoder is not None and model.decoder.causal is False and task == "language_model":
+    if (
+        sides == "decoder"
+        and model.decoder is not None
+        and model.decoder.causal is False
+        and task == "language_modelling"
+    ):
         raise _wrong(
             "config.model.decoder.causal", "False", "True or None: a language model cannot see what it predicts"
         )

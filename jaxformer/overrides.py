@@ -36,6 +36,7 @@ __all__ = [
     "same",
     "section",
     "to_json",
+    "variable",
 ]
 
 RESUMABLE = (
@@ -181,17 +182,9 @@ def load(recipe: str) -> ConfigDict:
     path, variant = recipe, ""
     if not os.path.exists(path) and ":" in recipe:
         path, _, variant = recipe.rpartition(":")
-    namespace: dict[str, Any] = {"__file__": path, "__name__": os.path.splitext(os.path.basename(path))[0]}
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, ValueError) as error:
-        raise ConfigError(_unreadable(path, error)) from None
-    with _blame(path):
-        exec(compile(text, path, "exec"), namespace)  # a recipe is a program of the user's, run as they asked
-    function = namespace.get("get_config")
+    function = variable(path, "get_config", "a function get_config(variant) that returns a config")
     if not callable(function):
-        raise ConfigError(f"{path}: got no get_config, expected a function get_config(variant) that returns a config")
+        raise ConfigError(f"{path}: got get_config = {show(function)}, expected a function get_config(variant)")
     with _blame(path):
         takes_variant = bool(inspect.signature(function).parameters)
         if variant and not takes_variant:
@@ -202,13 +195,32 @@ def load(recipe: str) -> ConfigDict:
     return config
 
 
+def variable(path: str, name: str, what: str) -> Any:
+    """The variable `name` that a Python file of the user's defines; `what` says in errors what it should be.
+
+    Raises:
+      ConfigError: no such file, no such variable, or the file fails (the message has the line).
+    """
+    namespace: dict[str, Any] = {"__file__": path, "__name__": os.path.splitext(os.path.basename(path))[0]}
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, ValueError) as error:
+        raise ConfigError(_unreadable(path, error)) from None
+    with _blame(path):
+        exec(compile(text, path, "exec"), namespace)  # a recipe is a program of the user's, run as they asked
+    if name not in namespace:
+        raise ConfigError(f"{path}: got no {name}, expected {what}")
+    return namespace[name]
+
+
 def _unreadable(path: str, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         folder = os.path.dirname(path) or "."
         known = sorted(n for n in os.listdir(folder) if n.endswith(".py")) if os.path.isdir(folder) else []
-        return f"{path!a}: no such file, expected a recipe (.py){nearest(os.path.basename(path), known)}"
+        return f"{path!a}: no such file, expected a Python file{nearest(os.path.basename(path), known)}"
     reason = error.strerror if isinstance(error, OSError) else str(error)
-    return f"{path!a}: got an unreadable file ({reason}), expected a recipe (.py)"
+    return f"{path!a}: got an unreadable file ({reason}), expected a Python file"
 
 
 class _blame:
@@ -227,7 +239,7 @@ class _blame:
         line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
         where = f"{self.path}:{line}" if line else self.path
         text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-        raise ConfigError(f"{where}: got {type(error).__name__}: {text}, expected a working recipe") from None
+        raise ConfigError(f"{where}: got {type(error).__name__}: {text}, expected a working file") from None
 
 
 def parse(argv: Sequence[str]) -> Config:

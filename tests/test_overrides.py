@@ -71,7 +71,7 @@ def test_sections_take_nested_edits():
     part.norm.order = "post"
     config = overrides.defaults()
     config.model.decoder = part
-    config.task.name = "language_model"
+    config.task.name = "language_modelling"
     decoder = overrides.freeze(config).model.decoder
     assert (decoder.width, decoder.attention.kv_heads, decoder.norm.order) == (64, 2, "post")
 
@@ -145,8 +145,8 @@ NONSENSE = [
     ({"model__encoder": None, "model__decoder": None}, "at least one"),
     ({"model__recurrent_encoder": section(RecurrentConfig)}, "one family"),
     ({"model__decoder": None}, "config.task.name: got 'translation', expected an encoder and a decoder"),
-    ({"model__decoder": None, "task__name": "language_model"}, "a decoder alone"),
-    ({"task__name": "language_model"}, "a decoder alone"),
+    ({"model__decoder": None, "task__name": "language_modelling"}, "a decoder alone"),
+    ({"task__name": "language_modelling"}, "a decoder alone"),
     ({"task__name": "masked_lm"}, "an encoder alone"),
     ({"task__name": "classification", "model__decoder": None}, "config.model.head.kind: got 'tokens'"),
     ({"model__head__kind": "classes"}, "expected tokens for the task translation"),
@@ -404,7 +404,7 @@ def test_any_argument_is_taken_or_refused(where, text):
 
 BAD_RECIPES = [
     ("x = 1", "got no get_config"),
-    ("get_config = 3", "got no get_config"),
+    ("get_config = 3", "got get_config = 3 (int)"),
     ("def get_config(", ":1: got SyntaxError"),
     ("\n\n1/0", ":3: got ZeroDivisionError"),
     ("import nothing_of_that_name", "ModuleNotFoundError"),
