@@ -1,0 +1,394 @@
+"""What is saved comes back exactly, on any mesh; the right checkpoints are kept; damage is survived or said."""
+
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxformer import checkpoint, overrides
+from jaxformer.checkpoint import Checkpoints
+from jaxformer.config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    EmbedConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    StackConfig,
+    TaskConfig,
+    TokenizerConfig,
+)
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.models import build
+from jaxformer.parallel import mesh as meshes
+from jaxformer.train import optim
+from jaxformer.types import TrainState
+
+RULE = optim.optimizer(OptimizerConfig(), lambda n: 0.1, {"block": {"kernel": jnp.zeros((8, 4))}})
+DATA = {"epoch": 2, "block": 0, "batch": 7, "more": {"rows": [1, 2.5, None], "text": "ä"}}
+
+
+def state_at(step, ema=False):
+    params = {"block": {"kernel": jnp.arange(32.0).reshape(8, 4) + step, "bias": jnp.full((4,), step / 3)}}
+    opt_state = jax.tree.map(lambda x: x + step, RULE.init(params))
+    variables = {"batch_stats": {"mean": jnp.full((4,), step * 2.0)}}
+    if ema:
+        variables["ema"] = jax.tree.map(lambda x: -x, params)
+    return TrainState(jnp.int32(step), params, opt_state, jax.random.key(7), variables)
+
+
+def abstract(state, place=None):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x) if place else x.sharding), state
+    )
+
+
+def same(restored, state):
+    unkeyed = [each.replace(key=jax.random.key_data(each.key)) for each in (restored, state)]
+    chex.assert_trees_all_equal(*unkeyed)
+    assert restored.key.dtype == state.key.dtype
+
+
+def opened(path, **fields):
+    return Checkpoints(path, CheckpointConfig(**fields))
+
+
+def save_all(checkpoints, losses, **fields):
+    for step, loss in losses:
+        checkpoints.save(state_at(step, **fields), {"position": step}, {"loss": loss} if loss is not None else {})
+    checkpoints.wait()
+
+
+def kept(path, part):
+    return sorted(checkpoint.steps(path / "checkpoints" / part))
+
+
+def damage(directory):
+    """Cuts every file of the arrays in half."""
+    for file in (directory / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def test_save_and_restore_are_exact(tmp_path):
+    state = state_at(3, ema=True)
+    checkpoints = opened(tmp_path)
+    assert checkpoints.restore(abstract(state)) is None
+    assert checkpoints.save(state, DATA, {"loss": 1.0})
+    checkpoints.close()
+
+    again = opened(tmp_path)
+    restored, data = again.restore(abstract(state))
+    same(restored, state)
+    assert jax.random.bits(restored.key) == jax.random.bits(state.key)
+    assert data == DATA
+    again.close()
+
+
+def test_the_state_may_be_donated_while_it_is_saved(tmp_path):
+    checkpoints = opened(tmp_path)
+    state = TrainState(jnp.int32(1), {"w": jnp.arange(300_000.0)}, (), jax.random.key(0), {})
+    target = abstract(state)
+    checkpoints.save(state, {}, {"loss": 1.0})
+    bump = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    jax.block_until_ready(bump(state.params))
+    checkpoints.wait()
+    chex.assert_trees_all_equal(checkpoints.restore(target)[0].params["w"], jnp.arange(300_000.0))
+    checkpoints.close()
+
+
+def test_keeps_the_last_n_and_the_best_k_also_after_reopening(tmp_path):
+    fields = {"keep_last": 2, "keep_best": 2}
+    first = opened(tmp_path, **fields)
+    save_all(first, [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, float("nan"))])
+    first.close()
+    assert kept(tmp_path, "last") == [4, 5]
+    assert kept(tmp_path, "best") == [2, 3]
+    second = opened(tmp_path, **fields)
+    save_all(second, [(6, 2.5), (7, 2.0), (8, 1.5)])
+    second.close()
+    assert kept(tmp_path, "last") == [7, 8]
+    assert kept(tmp_path, "best") == [2, 8]
+    ranked = checkpoint.ranked(tmp_path, "best", CheckpointConfig(**fields))
+    assert [directory.name for directory in ranked] == ["2", "8"]
+
+
+def test_best_may_mean_most_and_nothing(tmp_path):
+    most = opened(tmp_path / "most", metric="bleu", mode="max")
+    for step, bleu in [(1, 20.0), (2, 30.0), (3, 25.0)]:
+        most.save(state_at(step), {}, {"bleu": bleu})
+    most.close()
+    assert kept(tmp_path / "most", "best") == [2]
+    none = opened(tmp_path / "none", keep_best=0)
+    save_all(none, [(1, 1.0)])
+    none.close()
+    assert not (tmp_path / "none" / "checkpoints" / "best").exists()
+
+
+def test_an_unknown_metric_is_said_and_the_state_saved(tmp_path):
+    checkpoints = opened(tmp_path, metric="bleu")
+    with pytest.raises(ConfigError, match=r"metric: got 'bleu'.*\(loss\)"):
+        checkpoints.save(state_at(1), {}, {"loss": 1.0})
+    checkpoints.close()
+    assert kept(tmp_path, "last") == [1]
+
+
+def test_a_step_is_saved_once_unless_forced(tmp_path):
+    checkpoints = opened(tmp_path)
+    save_all(checkpoints, [(1, 1.0)])
+    other = state_at(1).replace(params=state_at(2).params)
+    assert not checkpoints.save(other, {"position": 9}, {"loss": 1.0})
+    assert checkpoints.restore(abstract(other))[1] == {"position": 1}
+    assert checkpoints.save(other, {"position": 9}, {"loss": 1.0}, force=True)
+    checkpoints.wait()
+    restored, data = checkpoints.restore(abstract(other))
+    same(restored, other)
+    assert data == {"position": 9}
+    checkpoints.close()
+
+
+def test_restores_on_another_mesh(tmp_path):
+    mesh = meshes.make(MeshConfig(data=1, fsdp=4, tensor=2))
+
+    def split(x):
+        matrix = x.shape == (8, 4)
+        return NamedSharding(mesh, PartitionSpec("fsdp", "tensor") if matrix else PartitionSpec())
+
+    state = state_at(5)
+    spread = jax.tree.map(lambda x: jax.device_put(x, split(x)), state)
+    checkpoints = opened(tmp_path)
+    checkpoints.save(spread, {}, {"loss": 1.0})
+    one = SingleDeviceSharding(jax.devices()[0])
+    alone, _ = checkpoints.restore(abstract(state, lambda x: one))
+    same(alone, state)
+    assert {x.sharding for x in jax.tree.leaves(alone)} == {one}
+    small = meshes.make(MeshConfig(data=1, tensor=2), jax.devices()[:2])
+    two, _ = checkpoints.restore(abstract(state, lambda x: NamedSharding(small, PartitionSpec())))
+    same(two, state)
+    assert all(x.sharding.mesh.size == 2 for x in jax.tree.leaves(two))
+    layout = jax.tree.map(split, state.params)
+    params = checkpoints.average(1, layout=layout)
+    chex.assert_trees_all_equal(params, state.params)
+    assert params["block"]["kernel"].sharding == layout["block"]["kernel"]
+    checkpoints.close()
+
+
+def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(tmp_path, caplog):
+    fields = {"keep_last": 3, "keep_best": 1}
+    checkpoints = opened(tmp_path, **fields)
+    save_all(checkpoints, [(1, 1.0), (2, 2.0), (3, 3.0)])
+    checkpoints.close()
+    damage(tmp_path / "checkpoints" / "last" / "3")
+    (tmp_path / "checkpoints" / "last" / "2" / "data" / "metadata").unlink()
+
+    again = opened(tmp_path, **fields)
+    with caplog.at_level(logging.WARNING, "jaxformer"):
+        restored, data = again.restore(abstract(state_at(1)))
+    same(restored, state_at(1))
+    assert data == {"position": 1}
+    messages = [record.getMessage() for record in caplog.records if record.name == "jaxformer"]
+    assert ["last/3 cannot be read" in messages[0], "last/2 cannot be read" in messages[1]] == [True, True]
+    assert all("going back to" in message and "\n" not in message for message in messages)
+    assert sorted(x.name for x in (tmp_path / "checkpoints" / "damaged").iterdir()) == ["last-2", "last-3"]
+    assert again.save(state_at(2), {"position": 22}, {})
+    again.wait()
+    assert again.restore(abstract(state_at(1)))[1] == {"position": 22}
+    again.close()
+
+
+def test_goes_back_to_the_best_and_never_to_zero(tmp_path):
+    checkpoints = opened(tmp_path)
+    save_all(checkpoints, [(1, 1.0), (2, 2.0)])
+    checkpoints.close()
+    damage(tmp_path / "checkpoints" / "last" / "2")
+    again = opened(tmp_path)
+    same(again.restore(abstract(state_at(1)))[0], state_at(1))
+    again.close()
+    damage(tmp_path / "checkpoints" / "best" / "1")
+    last = opened(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"none of which can be read \(newest 1: .*expected one to resume from"
+    ) as error:
+        last.restore(abstract(state_at(1)))
+    assert "\n" not in str(error.value)
+    last.close()
+
+
+def test_a_checkpoint_of_another_model_is_refused_not_passed_over(tmp_path):
+    checkpoints = opened(tmp_path, keep_last=2)
+    save_all(checkpoints, [(1, 1.0), (2, 2.0)])
+    target = abstract(state_at(2))
+    wide = {"block": target.params["block"] | {"kernel": jax.ShapeDtypeStruct((8, 6), jnp.float32)}}
+    with pytest.raises(ConfigError, match=r"params/block/kernel float32\[8, 4\], expected float32\[8, 6\]"):
+        checkpoints.restore(target.replace(params=wide))
+    half = {"block": target.params["block"] | {"kernel": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)}}
+    with pytest.raises(ConfigError, match=r"float32\[8, 4\], expected bfloat16\[8, 4\]"):
+        checkpoints.restore(target.replace(params=half))
+    with pytest.raises(ConfigError, match=r"variables/batch_stats/mean float32\[4\], expected no such array"):
+        checkpoints.restore(target.replace(variables={}))
+    assert not (tmp_path / "checkpoints" / "damaged").exists()
+    checkpoints.close()
+
+
+def test_average_is_the_mean(tmp_path, caplog):
+    checkpoints = opened(tmp_path, keep_last=3, keep_best=2)
+    save_all(checkpoints, [(1, 1.0), (2, 4.0), (4, 2.0), (9, 3.0)])
+    chex.assert_trees_all_close(checkpoints.average(2), state_at(6.5).params, rtol=1e-6)
+    chex.assert_trees_all_close(checkpoints.average(3), state_at(5).params, rtol=1e-6)
+    chex.assert_trees_all_close(checkpoints.average(2, of="best"), state_at(2.5).params, rtol=1e-6)
+    chex.assert_trees_all_close(checkpoints.average(99), state_at(5).params, rtol=1e-6)
+    damage(tmp_path / "checkpoints" / "last" / "4")
+    chex.assert_trees_all_close(checkpoints.average(2), state_at(5.5).params, rtol=1e-6)
+    assert "last/4 cannot be read" in caplog.text
+    checkpoints.close()
+
+
+def test_average_prefers_the_running_average(tmp_path):
+    checkpoints = opened(tmp_path, keep_last=2)
+    save_all(checkpoints, [(2, None), (4, None)], ema=True)
+    expected = jax.tree.map(lambda x: -x, state_at(3).params)
+    chex.assert_trees_all_close(checkpoints.average(2), expected, rtol=1e-6)
+    checkpoints.close()
+    newest = tmp_path / "checkpoints" / "last" / "4"
+    params, variables = checkpoint.read_weights(newest)
+    chex.assert_trees_all_equal(params, jax.tree.map(lambda x: -x, state_at(4).params))
+    chex.assert_trees_all_equal(variables, {"batch_stats": {"mean": np.full((4,), 8.0, np.float32)}})
+
+
+def test_checkpoints_describe_themselves_and_a_relative_workdir_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"model": {"width": 8}}')
+    checkpoints = opened("run")
+    save_all(checkpoints, [(1, 0.5)])
+    checkpoints.close()
+    about = checkpoint.about(tmp_path / "run" / "checkpoints" / "last" / "1")
+    assert about["step"] == 1
+    assert about["values"] == {"loss": 0.5}
+    assert about["config"] == {"model": {"width": 8}}
+    assert about["key"] == "threefry2x32"
+
+
+def test_failed_saves_surface_and_leave_the_earlier_checkpoint(tmp_path):
+    """A limit on file sizes stands in for a full disk."""
+    resource = pytest.importorskip("resource")
+    checkpoints = opened(tmp_path, keep_best=0)
+    state = TrainState(jnp.int32(1), {"w": jax.random.normal(jax.random.key(0), (250_000,))}, (), jax.random.key(0), {})
+    checkpoints.save(state, {}, {})
+    checkpoints.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(Exception, match=r"(?i)too large"):  # noqa: PT012
+            checkpoints.save(state.replace(step=jnp.int32(2)), {}, {})
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert kept(tmp_path, "last") == [1]
+    again = opened(tmp_path, keep_best=0)
+    same(again.restore(abstract(state))[0], state)
+    again.close()
+
+
+KILLED = """
+import os, signal, sys
+import jax, jax.numpy as jnp
+from jaxformer.checkpoint import Checkpoints
+from jaxformer.config import CheckpointConfig
+from jaxformer.types import TrainState
+
+checkpoints = Checkpoints(sys.argv[1], CheckpointConfig(keep_best=0))
+at = lambda step: TrainState(jnp.int32(step), {"w": jnp.full((1 << 22,), float(step))}, (), jax.random.key(0), {})
+checkpoints.save(at(1), {"position": 1}, {})
+checkpoints.wait()
+checkpoints.save(at(2), {"position": 2}, {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL
+    checkpoints = opened(tmp_path, keep_best=0)
+    target = abstract(TrainState(jnp.int32(0), {"w": jnp.zeros(1 << 22)}, (), jax.random.key(0), {}))
+    restored, data = checkpoints.restore(target)
+    assert data["position"] == restored.step == restored.params["w"][0] == restored.params["w"][-1]
+    assert checkpoints.save(restored.replace(step=jnp.int32(3)), {}, {})
+    checkpoints.close()
+    assert kept(tmp_path, "last") == [3]
+    assert [x.name for x in (tmp_path / "checkpoints" / "last").iterdir()] == ["3"]
+
+
+def test_load_says_what_is_wrong_with_a_path(tmp_path):
+    with pytest.raises(ConfigError, match="got nothing there, expected a workdir"):
+        checkpoint.load(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"without a config\.json"):
+        checkpoint.load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no checkpoints, expected a trained run"):
+        checkpoint.load(tmp_path)
+    save_all(checkpoints := opened(tmp_path), [(1, 1.0)])
+    checkpoints.close()
+    with pytest.raises(ConfigError, match="inside the run"):
+        checkpoint.load(tmp_path / "checkpoints" / "last" / "1" / "state")
+    root = tmp_path / "checkpoints"
+    for path, chosen in [(tmp_path, ""), (root, ""), (root / "best", "best"), (root / "last" / "1", "last/1")]:
+        assert checkpoint.locate(path) == (tmp_path, chosen)
+
+
+def test_load_rebuilds_the_model(tmp_path):
+    config = Config(
+        model=ModelConfig(decoder=StackConfig(layers=2, width=8, embed=EmbedConfig(vocab=264), unroll=1)),
+        data=DataConfig(source="pylib", tokenizer=TokenizerConfig(kind="byte")),
+        task=TaskConfig(name="language_modelling"),
+        checkpoint=CheckpointConfig(keep_last=2),
+    )
+    Tokenizers.build(config.data, [{"text": "abc"}], ("text",)).save(tmp_path)
+    (tmp_path / "config.json").write_text(overrides.to_json(config))
+    module = build.build(config.model)
+    params = nn.meta.unbox(build.initialise(module, jax.random.key(0)))["params"]
+    at = lambda step: TrainState(jnp.int32(step), jax.tree.map(lambda x: x + step, params), (), jax.random.key(0), {})  # noqa: E731
+    checkpoints = Checkpoints(tmp_path, config.checkpoint)
+    for step, loss in [(1, 1.0), (2, 2.0), (3, 3.0)]:
+        checkpoints.save(at(step), {}, {"loss": loss})
+    checkpoints.close()
+
+    def loaded(path=tmp_path):
+        return checkpoint.load(path).params
+
+    chex.assert_trees_all_equal(loaded(), at(1).params)
+    chex.assert_trees_all_equal(loaded(tmp_path / "checkpoints" / "last"), at(3).params)
+    chex.assert_trees_all_equal(loaded(tmp_path / "checkpoints" / "last" / "2"), at(2).params)
+    model = checkpoint.load(tmp_path)
+    assert model.config == config
+    out = model(build.example(config.model))
+    chex.assert_trees_all_equal(out, module.apply({"params": at(1).params}, build.example(config.model)))
+
+    damage(tmp_path / "checkpoints" / "best" / "1")
+    chex.assert_trees_all_equal(loaded(), at(3).params)
+    with pytest.raises(ConfigError, match="none that can be read"):
+        checkpoint.load(tmp_path / "checkpoints" / "best" / "1")
+    averaging = dataclasses.replace(config, checkpoint=CheckpointConfig(keep_last=2, average=2))
+    (tmp_path / "config.json").write_text(overrides.to_json(averaging))
+    chex.assert_trees_all_close(loaded(), at(2.5).params, rtol=1e-6)
+    wider = dataclasses.replace(config, model=ModelConfig(decoder=dataclasses.replace(config.model.decoder, layers=4)))
+    (tmp_path / "config.json").write_text(overrides.to_json(wider))
+    with pytest.raises(ConfigError, match=r"decoder/blocks/.* float32\[2, .*expected float32\[4, "):
+        loaded()
