@@ -29,8 +29,10 @@ from jaxformer.types import Batch
 if TYPE_CHECKING:
     from jaxformer.tasks import Task
 
-BLOCK = 2**16
-"""Examples that are planned together; up to so many, a block is an epoch."""
+WHOLE = 2**16
+"""Up to so many examples are planned together: a block is an epoch."""
+BLOCK = 2**14
+"""Examples of a block of a larger data set. They are encoded before the first of their batches can be made."""
 MEMORY = 512 << 20
 """Bytes for the ids of texts already split into tokens."""
 PREFETCH = 2
@@ -230,6 +232,7 @@ class Pipeline:
         self._remembering = tokenizers.remembering(MEMORY)
         self._process, self._processes = process_index, process_count
         self._multiple = math.lcm(multiple, process_count)
+        self._count("train", data.examples)  # at least one, or it raises
         self._check(self._encoder("train", 1, config)([0], 0)[0])
         self._plan = self._planned("train", data.examples, packing.shapes(*self._budget()), train=True)
         self._like = self._plan.encode([0], 0)[0]  # which arrays a batch has, also where a host's rows are all empty
@@ -342,7 +345,8 @@ class Pipeline:
                 config = dataclasses.replace(config, data=dataclasses.replace(data, length=UNCUT))
             encode = self._encoder(split, count, config)
         seed = config.train.seed if train and data.shuffle else None
-        return Plan(encode, buckets, data.packing == "first_fit", seed, longest, BLOCK)
+        size = len(encode) if len(encode) <= WHOLE else BLOCK
+        return Plan(encode, buckets, data.packing == "first_fit", seed, longest, size)
 
     def _fill(self, block: Block, planned: Planned) -> Batch:
         """This host's rows of a planned batch."""

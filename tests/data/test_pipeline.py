@@ -1,0 +1,423 @@
+"""The pipeline: every example once an epoch, the same global batches on any number of hosts, exact resuming."""
+
+import json
+
+import chex
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.config import Config, ConfigError, DataConfig, EvaluateConfig, TokenizerConfig, TrainConfig
+from jaxformer.data import packing, pipeline
+from jaxformer.data.pipeline import Pipeline
+from jaxformer.data.sources import Dataset
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.tasks import Task
+
+BYTES = Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind="byte")), [], ("text",))
+LENGTH = 12
+
+
+def names(count, split="t", longest=9):
+    """Distinct texts of different lengths: the number, and a tail."""
+    return [{"text": f"{number}{split}" + "x" * (number * 7 % longest)} for number in range(count)]
+
+
+def record(encode, roles=("text",)):
+    return Task(roles=roles, encode=encode, loss=dict, metrics=dict, finish=dict)
+
+
+def encode_text(config, tokenizers, example, rng):
+    ids = tokenizers.target.encode(example["text"])[: config.data.length - 1]
+    return {
+        "target": np.array([tokenizers.target.bos, *ids], np.int32),
+        "labels": np.array([*ids, tokenizers.target.eos], np.int32),
+    }
+
+
+def encode_pair(config, tokenizers, example, rng):
+    source = tokenizers.source.encode(example["text"][:2])
+    return encode_text(config, tokenizers, example, rng) | {"source": np.array(source, np.int32)}
+
+
+def encode_noise(config, tokenizers, example, rng):
+    ids = np.array(tokenizers.source.encode(example["text"])[: config.data.length], np.int32)
+    return {"source": ids, "labels": rng.integers(0, 1000, len(ids)), "weights": rng.random(len(ids))}
+
+
+def encode_class(config, tokenizers, example, rng):
+    ids = tokenizers.source.encode(example["text"])[: config.data.length]
+    return {"source": np.array(ids, np.int32), "labels": np.array(len(ids) % 2)}
+
+
+LANGUAGE, PAIR, NOISE, CLASS = map(record, (encode_text, encode_pair, encode_noise, encode_class))
+
+
+def made(data=None, task=LANGUAGE, count=37, seed=0, splits=None, tokenizers=BYTES, **hosts):
+    data = {"batch": 4, "length": LENGTH} | (data or {})
+    config = Config(data=DataConfig(**data), train=TrainConfig(seed=seed), evaluate=EvaluateConfig(batch=4))
+    dataset = Dataset(splits or {"train": names(count), "validation": names(10, "v")}, "key")
+    return Pipeline(config, dataset, tokenizers, task, **hosts)
+
+
+def take(iterator, count):
+    try:
+        return [next(iterator) for _ in range(count)]
+    finally:
+        iterator.close()
+
+
+def epochs(pipe, count):
+    """The batches of each of the first epochs."""
+    iterator, found = pipe.train(), [[] for _ in range(count + 1)]
+    try:
+        while not found[count]:
+            batch = next(iterator)  # after an epoch's last batch the state still names that epoch
+            found[iterator.get_state()["epoch"]].append(batch)
+    finally:
+        iterator.close()
+    return found[:count]
+
+
+def texts(batch):
+    """The labelled texts of a batch's segments, end tokens taken off."""
+    found = []
+    for labels, segments in zip(batch.labels, batch.target.slots.segment, strict=True):
+        found += [BYTES.target.decode(labels[segments == number]) for number in range(1, segments.max() + 1)]
+    return found
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(pipeline, "WHOLE", 16)
+    monkeypatch.setattr(pipeline, "BLOCK", 16)
+
+
+SETTINGS = {
+    "fixed": {},
+    "buckets": {"buckets": (5, 8)},
+    "budget": {"buckets": (5, 8), "tokens": 40, "batch": 100},
+    "first_fit": {"packing": "first_fit", "length": 24},
+}
+
+
+@pytest.mark.parametrize("whole", [16, 2**16])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_example_once_an_epoch(name, whole, monkeypatch):
+    monkeypatch.setattr(pipeline, "WHOLE", whole)
+    monkeypatch.setattr(pipeline, "BLOCK", 16)
+    expected = sorted(example["text"] for example in names(37))
+    pipe = made(SETTINGS[name])
+    orders = []
+    for batches in epochs(pipe, 3):
+        seen = [text for batch in batches for text in texts(batch)]
+        assert sorted(seen) == expected
+        orders.append(seen)
+        if pipe.epoch_batches is not None:
+            assert len(batches) == pipe.epoch_batches
+        shapes = {batch.target.tokens.shape for batch in batches}
+        assert shapes <= set(map(tuple, pipe.shapes()))
+        assert sum(batch.weights.sum() for batch in batches) == sum(len(text) + 1 for text in expected)
+    assert orders[0] != orders[1] != orders[2]
+    assert orders[0] != expected
+    assert (pipe.epoch_batches is None) == (name != "fixed")
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=40),
+    name=st.sampled_from(sorted(SETTINGS)),
+    seed=st.integers(0, 3),
+)
+def test_every_example_once_with_any_lengths(lengths, name, seed):
+    examples = [{"text": chr(65 + number) + "y" * length} for number, length in enumerate(lengths)]
+    pipe = made(SETTINGS[name], seed=seed, splits={"train": examples})
+    (batches,) = epochs(pipe, 1)
+    assert sorted(text for batch in batches for text in texts(batch)) == sorted(e["text"] for e in examples)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_hosts_share_the_same_global_batches(name, small_blocks):
+    whole = take(made(SETTINGS[name], multiple=4).train(), 14)
+    for count in (2, 4):
+        parts = [
+            take(made(SETTINGS[name], multiple=4, process_index=index, process_count=count).train(), 14)
+            for index in range(count)
+        ]
+        for step, batch in enumerate(whole):
+            joined = jax_concatenate([part[step] for part in parts])
+            chex.assert_trees_all_equal(joined, batch)
+
+
+def jax_concatenate(batches):
+    import jax
+
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_resuming_is_exact(name, small_blocks):
+    iterator = made(SETTINGS[name], task=LANGUAGE).train()
+    states, batches = [iterator.get_state()], []
+    for _ in range(40):
+        batches.append(next(iterator))
+        states.append(iterator.get_state())
+    iterator.close()
+    assert states[-1]["epoch"] >= 1
+    fresh = made(SETTINGS[name]).train()
+    for start in (0, 1, 3, 7, 12, 21, 30, 5):  # within blocks, at their ends, in another epoch, and back
+        fresh.set_state(json.loads(json.dumps(states[start])))
+        assert fresh.get_state() == states[start]
+        for offset in range(4):
+            chex.assert_trees_all_equal(next(fresh), batches[start + offset])
+            assert fresh.get_state() == states[start + offset + 1]
+    fresh.close()
+
+
+def test_state_does_not_depend_on_the_number_of_hosts(small_blocks):
+    one = made(SETTINGS["buckets"], multiple=2).train()
+    take_one = [next(one) for _ in range(14)]
+    state = one.get_state()
+    take_one += [next(one) for _ in range(3)]
+    one.close()
+    for index in range(2):
+        part = made(SETTINGS["buckets"], process_index=index, process_count=2).train()
+        part.set_state(state)
+        for offset, batch in enumerate(take(part, 3)):
+            rows = take_one[14 + offset].target.tokens
+            half = len(rows) // 2
+            np.testing.assert_array_equal(batch.target.tokens, rows[index * half : (index + 1) * half])
+
+
+def test_seed_decides_the_order():
+    first, again, other = (take(made(seed=seed).train(), 5) for seed in (0, 0, 1))
+    chex.assert_trees_all_equal(first, again)
+    assert [texts(batch) for batch in first] != [texts(batch) for batch in other]
+    # Seed 1's first epoch is not seed 0's second.
+    second = epochs(made(seed=0), 2)[1]
+    assert texts(second[0]) != texts(other[0])
+
+
+def test_order_of_the_data_without_shuffling():
+    batches = take(made({"shuffle": False}, count=10).train(), 6)
+    in_order = [example["text"] for example in names(10)]
+    assert [texts(batch) for batch in batches] == [in_order[:4], in_order[4:8], in_order[8:]] * 2
+
+
+def test_token_budget_and_multiple():
+    pipe = made({"buckets": (5, 8), "tokens": 50, "batch": 9}, multiple=2)
+    assert pipe.shapes() == [(8, 5), (6, 8), (4, 12)]
+    for batch in take(pipe.train(), 12):
+        assert batch.target.tokens.size <= 50
+
+
+def test_first_fit_fills_rows():
+    pipe = made(SETTINGS["first_fit"], count=200)
+    (batches,) = epochs(pipe, 1)
+    empty, slots = map(sum, zip(*map(packing.padding, batches), strict=True))
+    assert empty / slots < 0.1
+    for batch in batches:
+        segment, position = batch.target.slots.segment, batch.target.slots.position
+        begins = np.diff(segment, axis=1, prepend=0) > 0
+        assert (position[begins] == 0).all()
+        inside = (segment > 0) & ~begins
+        assert (position[inside] == position[:, :-1][inside[:, 1:]] + 1).all()
+        assert (batch.target.tokens[begins] == BYTES.target.bos).all()
+
+
+def test_pairs_share_a_bucket():
+    for batch in take(made(SETTINGS["buckets"], task=PAIR).train(), 8):
+        assert batch.source.tokens.shape == batch.target.tokens.shape == batch.labels.shape
+        assert [BYTES.source.decode(row) for row in batch.source.tokens] == [
+            text[:2] for text in (BYTES.target.decode(row) for row in batch.target.tokens)
+        ]
+
+
+def test_noise_depends_on_seed_epoch_and_example_only(small_blocks):
+    def labels(batches):
+        found = {}
+        for batch in batches:
+            for tokens, row, weights, segment in zip(
+                batch.source.tokens, batch.labels, batch.weights, batch.source.slots.segment, strict=True
+            ):
+                if segment.any():
+                    found[BYTES.source.decode(tokens[segment > 0])] = row, weights
+        return {text: (np.trim_zeros(row).tolist(), np.trim_zeros(w).tolist()) for text, (row, w) in found.items()}
+
+    first, second = map(labels, epochs(made({"buckets": (5, 8)}, task=NOISE), 2))
+    assert len(first) == 37
+    assert all(first[text] != second[text] for text in first)
+    (alone,) = map(labels, epochs(made({"batch": 3}, task=NOISE), 1))  # other batches, one shape, encoded lazily
+    assert alone == first
+    (other,) = map(labels, epochs(made(task=NOISE, seed=1), 1))
+    assert all(first[text] != other[text] for text in first)
+
+
+def test_class_labels():
+    (batches,) = epochs(made(task=CLASS), 1)
+    assert sum(batch.weights.sum() for batch in batches) == 37
+    for batch in batches:
+        assert batch.labels.shape == batch.weights.shape == (4,)
+        assert batch.target is None
+        lengths = (batch.source.slots.segment > 0).sum(1)
+        np.testing.assert_array_equal(batch.labels, lengths % 2 * (lengths > 0))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_evaluation_is_one_pass_with_full_shapes(name, small_blocks):
+    pipe = made(SETTINGS[name], splits={"train": names(3), "validation": names(37, "v")})
+    batches = list(pipe.evaluate("validation"))
+    assert sorted(text for batch in batches for text in texts(batch)) == sorted(e["text"] for e in names(37, "v"))
+    assert {len(batch.labels) for batch in batches} == {4}
+    chex.assert_trees_all_equal(batches, list(pipe.evaluate("validation")))
+    assert (batches[-1].weights.sum(1) == 0).any()
+    first = list(pipe.evaluate("validation", examples=6, rows=3))
+    assert sorted(text for batch in first for text in texts(batch)) == sorted(e["text"] for e in names(6, "v"))
+    assert {len(batch.labels) for batch in first} == {3}
+
+
+def test_evaluation_keeps_the_order_and_splits_among_hosts():
+    whole = list(made().evaluate("validation"))
+    assert [text for batch in whole for text in texts(batch)] == [e["text"] for e in names(10, "v")]
+    parts = [list(made(process_index=index, process_count=4).evaluate("validation")) for index in range(4)]
+    for step, batch in enumerate(whole):  # the last host's rows of the last batch are empty, and have the same shape
+        chex.assert_trees_all_equal(jax_concatenate([part[step] for part in parts]), batch)
+
+
+DOCUMENTS = [{"text": text} for text in ("the first one", "", "b", "another document, longer than a row of tokens")]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_concat_predicts_every_token_once(tmp_path, shuffle):
+    data = {"packing": "concat", "cache": str(tmp_path), "length": 8, "shuffle": shuffle}
+    pipe = made(data, splits={"train": DOCUMENTS, "validation": DOCUMENTS[:1]})
+    stream = [1]
+    for document in DOCUMENTS:
+        stream += [*BYTES.target.encode(document["text"]), 2]
+    rows = -(-(len(stream) - 1) // 8)
+    for batches in epochs(pipe, 2):
+        assert len(batches) == pipe.epoch_batches == -(-rows // 4)
+        found = {}
+        for batch in batches:
+            np.testing.assert_array_equal(batch.weights, batch.target.slots.segment)
+            for inputs, labels, weights in zip(batch.target.tokens, batch.labels, batch.weights, strict=True):
+                if weights.any():
+                    end = int(weights.sum())
+                    np.testing.assert_array_equal(inputs[1:end], labels[: end - 1])
+                    found[tuple(inputs[:end])] = labels[:end]
+        if not shuffle:
+            assert np.concatenate(list(found.values())).tolist() == stream[1:]
+        assert len(found) == rows
+        ordered = [stream[begin : begin + 8] for begin in range(0, len(stream) - 1, 8)]
+        for inputs in ordered:
+            begin = ordered.index(inputs) * 8
+            end = min(begin + 8, len(stream) - 1)
+            assert found[tuple(stream[begin:end])].tolist() == stream[begin + 1 : end + 1]
+
+
+def test_concat_is_written_once_and_read_again(tmp_path):
+    data = {"packing": "concat", "cache": str(tmp_path), "length": 8}
+    first = made(data, splits={"train": DOCUMENTS})
+    (path,) = (tmp_path / "streams").iterdir()
+    stamp = path.stat().st_mtime_ns
+    second = made(data, splits={"train": DOCUMENTS})
+    assert list((tmp_path / "streams").iterdir()) == [path]
+    assert path.stat().st_mtime_ns == stamp
+    chex.assert_trees_all_equal(take(first.train(), 5), take(second.train(), 5))
+    made(data | {"examples": 2}, splits={"train": DOCUMENTS})
+    words = DataConfig(tokenizer=TokenizerConfig(kind="character"))
+    made(data, splits={"train": DOCUMENTS}, tokenizers=Tokenizers.build(words, DOCUMENTS, ("text",)))
+    assert len(list((tmp_path / "streams").iterdir())) == 3  # other documents, another tokenizer
+
+
+def test_concat_resumes_and_splits_among_hosts(tmp_path):
+    data = {"packing": "concat", "cache": str(tmp_path), "length": 4}
+    iterator = made(data, splits={"train": DOCUMENTS}).train()
+    batches = [next(iterator) for _ in range(3)]
+    state = iterator.get_state()
+    batches += [next(iterator) for _ in range(6)]
+    iterator.close()
+    parts = []
+    for index in range(2):
+        part = made(data, splits={"train": DOCUMENTS}, process_index=index, process_count=2).train()
+        part.set_state(state)
+        parts.append(take(part, 6))
+    for step in range(6):
+        chex.assert_trees_all_equal(jax_concatenate([part[step] for part in parts]), batches[3 + step])
+
+
+def test_long_examples_are_dropped_in_training_only():
+    long = [{"text": "z" * 30}, {"text": "q" * 12}]
+    splits = {"train": [*names(9), *long], "validation": long}
+    pipe = made({"skip_long": True}, splits=splits)
+    (batches,) = epochs(pipe, 1)
+    assert sorted(text for batch in batches for text in texts(batch)) == sorted(e["text"] for e in names(9))
+    assert pipe.dropped == 2
+    assert pipe.epoch_batches is None
+    (batch,) = pipe.evaluate("validation")
+    assert texts(batch) == ["z" * (LENGTH - 1), "q" * (LENGTH - 1)]
+    cut = epochs(made(splits=splits), 1)[0]
+    assert sum(batch.weights.sum(1).astype(bool).sum() for batch in cut) == 11
+
+
+def test_nothing_left_is_an_error_and_not_an_endless_loop():
+    iterator = made({"skip_long": True}, splits={"train": [{"text": "z" * 30}] * 3}).train()
+    with pytest.raises(ConfigError, match=r"data\.skip_long: got an epoch without examples"):
+        next(iterator)
+    iterator.close()
+
+
+def test_texts_are_split_once(monkeypatch):
+    calls = []
+    encode = BYTES.source.vocabulary.encode
+    monkeypatch.setattr(BYTES.source.vocabulary, "encode", lambda text: calls.append(text) or encode(text))
+    epochs(made(SETTINGS["buckets"]), 3)
+    assert len(calls) == len(set(calls)) == 37
+
+
+def test_only_the_first_training_examples():
+    (batches,) = epochs(made({"examples": 5}), 1)
+    assert sorted(text for batch in batches for text in texts(batch)) == sorted(e["text"] for e in names(5))
+
+
+def test_size():
+    pipe = made(splits={"train": names(3), "validation": [{"text": "ab cd"}, {"text": "ä"}]})
+    assert pipe.size("validation") == {"examples": 2, "lines": 2, "bytes": 9, "words": 3}
+    assert pipe.size("validation", 1) == {"examples": 1, "lines": 1, "bytes": 6, "words": 2}
+
+
+@pytest.mark.parametrize(
+    ("data", "task", "splits", "message"),
+    [
+        ({}, LANGUAGE, {"train": []}, "got no examples in split 'train'"),
+        ({}, LANGUAGE, {"validation": names(3)}, "split: got 'train', expected one of validation"),
+        ({"packing": "tight"}, LANGUAGE, None, "data.packing: got 'tight'"),
+        ({"packing": "concat"}, PAIR, None, "data.packing: got concat for task 'translation'"),
+        ({"packing": "first_fit"}, CLASS, None, "data.packing: got first_fit"),
+    ],
+)
+def test_bad_settings(data, task, splits, message):
+    with pytest.raises(ConfigError) as error:
+        made(data, task=task, splits=splits)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_evaluating_an_absent_split():
+    with pytest.raises(ConfigError, match="split: got 'tset', expected one of train, validation"):
+        made().evaluate("tset")
+
+
+def test_concat_needs_an_end_token(tmp_path):
+    import tokenizers as hf
+
+    hf.Tokenizer(hf.models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>")).save(str(tmp_path / "t.json"))
+    config = DataConfig(tokenizer=TokenizerConfig(kind="file", path=str(tmp_path / "t.json")))
+    loaded = Tokenizers.build(config, [], ("text",))
+
+    def encode(config, tokenizers, example, rng):
+        return {"target": np.array(tokenizers.target.encode(example["text"]), np.int32)}
+
+    with pytest.raises(ConfigError, match="without end token"):
+        made({"packing": "concat", "cache": str(tmp_path)}, task=record(encode), tokenizers=loaded)

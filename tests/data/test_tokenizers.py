@@ -1,0 +1,288 @@
+"""Tokenizers: what is encoded can be decoded, files give back the same tokenizer, learning is deterministic."""
+
+import json
+import os
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+import tokenizers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
+from jaxformer.data.tokenizers import Tokenizer, Tokenizers
+
+TEXTS = [
+    "A dog is running through the green grass.",
+    "Ein Hund läuft durch das grüne Gras.",
+    "Two dogs, three men; and a horse!",
+    "Zwei Hunde, drei Männer und ein Pferd!",
+    "a dog and a dog and a dog",
+] * 3
+PAIRS = [{"source": a, "target": b} for a, b in zip(TEXTS[0::2], TEXTS[1::2], strict=False)]
+KINDS = ("byte", "character", "word", "bpe", "unigram")
+
+
+def build(kind, texts=TEXTS, **settings):
+    config = DataConfig(tokenizer=TokenizerConfig(kind=kind, **{"vocab": 300, **settings}))
+    return Tokenizers.build(config, [{"text": text} for text in texts], ("text",)).source
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return {kind: build(kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_are_the_first_ids_and_the_table_is_padded(trained, kind):
+    tokenizer = trained[kind]
+    ids = [getattr(tokenizer, role) for role in ("pad", "bos", "eos", "unk", "mask", "cls", "sep")]
+    assert ids == list(range(7))
+    assert tokenizer.size <= tokenizer.vocab < tokenizer.size + 8
+    assert tokenizer.vocab % 8 == 0
+    ids = [0, 1, *tokenizer.encode("a dog and"), 2, tokenizer.vocab - 1]
+    assert tokenizer.decode(ids if tokenizer.vocab > tokenizer.size else ids[:-1]) == "a dog and"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_known_text_comes_back(trained, kind):
+    for text in TEXTS[:5]:
+        ids = trained[kind].encode(text)
+        assert trained[kind].decode(ids) == text
+        assert min(ids) > 6
+        assert max(ids) < trained[kind].size
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "unigram"])
+@settings(max_examples=25, deadline=None)
+@given(text=st.text(max_size=40))
+def test_any_text_comes_back(trained, kind, text):
+    expected = text if kind == "byte" else unicodedata.normalize("NFC", text)
+    assert trained[kind].decode(trained[kind].encode(text)) == expected
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize(
+    "text", [" leading", "  two  spaces ", "\ttab\nline\n\n", "<s> </s> <pad><mask>", "日本 ▁ Ġ", ""]
+)
+def test_awkward_text_comes_back_without_special_tokens(trained, kind, text):
+    ids = trained[kind].encode(text)
+    assert trained[kind].decode(ids) == text
+    assert not set(ids) & set(range(7))
+
+
+def test_byte_ids_are_the_bytes():
+    assert build("byte", []).encode("aä") == [7 + 97, 7 + 0xC3, 7 + 0xA4]
+
+
+def test_characters_are_those_of_the_training_text():
+    tokenizer = build("character", ["cab", "bad"])
+    assert tokenizer.vocabulary.pieces[7:] == ("a", "b", "c", "d")
+    assert tokenizer.encode("dax") == [10, 7, tokenizer.unk]
+    assert tokenizer.decode(tokenizer.encode("dax")) == "da<unk>"
+
+
+def test_words_are_ranked_by_frequency_and_capped():
+    tokenizer = build("word", ["b a b", "c b a <unk> <s>"], vocab=9)
+    assert tokenizer.vocabulary.pieces[7:] == ("b", "a")
+    assert tokenizer.encode("a c  b <unk> <s>") == [8, 3, 7, 3, 3]  # a word "<s>" is unknown, not the beginning
+    assert tokenizer.decode([8, 3, 7]) == "a <unk> b"
+
+
+def test_vocabulary_size_is_respected(trained):
+    assert trained["bpe"].size == 300
+    assert 263 < trained["unigram"].size <= 300  # so small a text has no more useful pieces
+    assert build("bpe", vocab=280).size == build("unigram", vocab=275).size + 5 == 280
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lowercase(kind):
+    tokenizer = build(kind, ["a GREEN Dog"], lowercase=True)
+    assert tokenizer.decode(tokenizer.encode("A green dog")) == "a green dog"
+
+
+def test_first_word_has_the_pieces_it_has_inside_a_sentence(trained):
+    for kind in ("bpe", "unigram"):
+        inside = trained[kind].encode("a dog")
+        assert inside[-len(trained[kind].encode("dog")) :] == trained[kind].encode("dog")
+
+
+def test_word_starts(trained):
+    tokenizer = trained["bpe"]
+    ids = tokenizer.encode("running dog, zebra")
+    words, current = [], []
+    for i, start in zip(ids, tokenizer.word_starts(ids), strict=True):
+        if start and current:
+            words.append(tokenizer.decode(current))
+            current = []
+        current.append(i)
+    assert [*words, tokenizer.decode(current)] == ["running", "dog", ",", "zebra"]
+    assert trained["word"].word_starts([9, 10, 11]) == [True] * 3
+    assert trained["character"].word_starts(trained["character"].encode("a dog")) == [True, True, False, False, False]
+
+
+def test_parse_reads_special_tokens(trained):
+    for kind in ("bpe", "unigram", "word"):
+        tokenizer = trained[kind]
+        ids = tokenizer.parse("a <mask> and")
+        assert ids == [*tokenizer.encode("a"), tokenizer.mask, *tokenizer.encode("and")]
+    tokenizer = trained["character"]
+    assert tokenizer.parse("a <mask>d") == [*tokenizer.encode("a "), tokenizer.mask, *tokenizer.encode("d")]
+    assert tokenizer.mask not in tokenizer.encode("a <mask>d")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("joint", [True, False])
+def test_saved_and_loaded(tmp_path, kind, joint):
+    config = DataConfig(tokenizer=TokenizerConfig(kind=kind, vocab=300, joint=joint, lowercase=True, multiple=16))
+    both = Tokenizers.build(config, PAIRS, ("source", "target"))
+    both.save(tmp_path)
+    first = (tmp_path / "tokenizer.json").read_bytes()
+    loaded = Tokenizers.load(tmp_path)
+    assert loaded.joint == both.joint == joint
+    assert loaded.source.vocab % 16 == 0
+    for side in ("source", "target"):
+        ours, theirs = getattr(both, side), getattr(loaded, side)
+        assert ours.fingerprint == theirs.fingerprint
+        assert ours.vocab == theirs.vocab
+        for pair in PAIRS[:3]:
+            assert ours.encode(pair["target"]) == theirs.encode(pair["target"])
+    loaded.save(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == first
+    assert os.listdir(tmp_path) == ["tokenizer.json"]
+
+
+def test_sides_learn_from_their_own_text():
+    config = DataConfig(tokenizer=TokenizerConfig(kind="character", joint=False))
+    both = Tokenizers.build(config, [{"source": "ab", "target": "xyz"}], ("source", "target"))
+    assert both.source.vocabulary.pieces[7:] == ("a", "b")
+    assert both.target.vocabulary.pieces[7:] == ("x", "y", "z")
+    joint = Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind="character")), [{"text": "ab"}], ("text",))
+    assert joint.joint
+    alone = Tokenizers.build(config, [{"text": "ab"}], ("text",))
+    assert alone.joint  # one side only
+
+
+def test_only_the_chosen_training_examples_are_read():
+    config = DataConfig(tokenizer=TokenizerConfig(kind="character"), examples=1)
+    built = Tokenizers.build(config, [{"text": "ab"}, {"text": "xyz"}], ("text",))
+    assert built.source.vocabulary.pieces[7:] == ("a", "b")
+
+
+LEARN = """
+import json, sys
+from jaxformer.config import DataConfig, TokenizerConfig
+from jaxformer.data.tokenizers import Tokenizers
+texts = json.loads(sys.stdin.read())
+for kind in ("bpe", "unigram", "word"):
+    config = DataConfig(tokenizer=TokenizerConfig(kind=kind, vocab=300))
+    print(Tokenizers.build(config, [{"text": text} for text in texts], ("text",)).source.fingerprint)
+"""
+
+
+def test_another_process_learns_the_same(trained):
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "PYTHONHASHSEED": "7"}
+    run = subprocess.run(
+        [sys.executable, "-c", LEARN],
+        input=json.dumps(TEXTS),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split() == [trained[kind].fingerprint for kind in ("bpe", "unigram", "word")]
+
+
+def test_loads_a_tokenizer_json(tmp_path):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "dog", "run", "##ning", "<s>"]
+    model = hf.Tokenizer(hf.models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    model.pre_tokenizer = hf.pre_tokenizers.BertPreTokenizer()
+    model.decoder = hf.decoders.WordPiece()
+    model.add_special_tokens(pieces[:5])
+    model.enable_truncation(2)  # what the file says about lengths is not ours to follow
+    model.enable_padding(length=7)
+    model.save(str(tmp_path / "tokenizer.json"))
+    config = DataConfig(tokenizer=TokenizerConfig(kind="file", path=str(tmp_path / "tokenizer.json")))
+    tokenizer = Tokenizers.build(config, [], ("text",)).source
+    assert (tokenizer.pad, tokenizer.unk, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 1, 2, 3, 4)
+    assert tokenizer.eos is None
+    assert tokenizer.bos == 8
+    assert tokenizer.vocab == 16
+    ids = tokenizer.encode("dog running cat")
+    assert ids == [5, 6, 7, 1]
+    assert tokenizer.word_starts(ids) == [True, True, False, True]
+    assert tokenizer.parse("dog [MASK]") == [5, 4]
+    tokenizer.save(tmp_path / "copy.json")
+    assert Tokenizer.load(tmp_path / "copy.json").encode("dog running cat") == ids
+
+
+def test_loads_a_sentencepiece_model(tmp_path):
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=60,
+        hard_vocab_limit=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    tokenizer = Tokenizer.load(tmp_path / "m.model", multiple=8)
+    assert (tokenizer.unk, tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.mask) == (0, 1, 2, None, None)
+    ids = tokenizer.encode("a dog and")
+    assert tokenizer.decode([1, *ids, 2]) == "a dog and"
+    assert sum(tokenizer.word_starts(ids)) == 3
+    both = Tokenizers(tokenizer, tokenizer)
+    both.save(tmp_path / "run")
+    assert Tokenizers.load(tmp_path / "run").source.encode("a dog and") == ids
+    with pytest.raises(ValueError, match="sentencepiece"):
+        tokenizer.export(tmp_path / "x.json")
+
+
+def test_exported_file_is_a_plain_tokenizer_json(tmp_path, trained):
+    trained["bpe"].export(tmp_path / "tokenizer.json")
+    model = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert model.encode("a dog").ids == trained["bpe"].encode("a dog")
+    assert Tokenizer.load(tmp_path / "tokenizer.json").encode("a dog") == trained["bpe"].encode("a dog")
+
+
+def test_memory_returns_the_same_ids(trained):
+    memory = trained["bpe"].remembering(10_000)
+    for _ in range(3):
+        ids = memory.encode(TEXTS[0])
+        assert ids == trained["bpe"].encode(TEXTS[0])
+        ids.clear()  # the caller's own list
+    assert memory.vocab == trained["bpe"].vocab
+    assert memory.decode(memory.encode("a dog")) == "a dog"
+    small = trained["bpe"].remembering(0)
+    assert small.encode("a dog") == trained["bpe"].encode("a dog")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "bpe", "vocab": 100}, "data.tokenizer.vocab: got 100, expected at least 263"),
+        ({"kind": "wordpiece"}, "data.tokenizer.kind: got 'wordpiece', expected one of"),
+        ({"kind": "file", "path": ""}, "data.tokenizer.path: got ''"),
+        ({"kind": "file", "path": "absent.json"}, "got absent.json, expected a readable file"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ConfigError) as error:
+        Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(**settings)), [{"text": "a"}], ("text",))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "not json", '{"kind": "bpe", "multiple": 8, "vocabulary": {}}'])
+def test_damaged_files(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    for load in (lambda: Tokenizers.load(tmp_path), lambda: Tokenizer.load(tmp_path / "tokenizer.json")):
+        with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+            load()
+    with pytest.raises(ConfigError, match="readable"):
+        Tokenizers.load(tmp_path / "absent")
