@@ -1,0 +1,53 @@
+# Thin on purpose: each target is a few commands that can be typed by hand.
+#   make quickstart   install, train on embedded data, evaluate, translate a handful, write the report
+#   make test lint    PYTHON chooses the interpreter of a new environment, VENV its folder
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint format bench lock
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN := runs/quickstart
+WORKERS ?= auto
+TESTS ?= tests
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(VENV)/.installed: requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed")'
+	$(BIN)/uv --version >/dev/null 2>&1 || $(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
+	touch $@
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python -m jaxformer train --config=configs/quickstart.py --workdir=$(RUN)
+	$(BIN)/python -m jaxformer evaluate --workdir=$(RUN) --split=test
+	printf '%s\n' 'seven' 'forty-two' 'one hundred and sixteen' 'nine hundred and ninety-nine' > $(RUN)/handful.txt
+	$(BIN)/python -m jaxformer decode --workdir=$(RUN) --input=$(RUN)/handful.txt --output=$(RUN)/handful.out.txt
+	paste -d '=' $(RUN)/handful.txt $(RUN)/handful.out.txt | sed 's/=/  ->  /'
+	$(BIN)/python -m jaxformer report --workdir=$(RUN)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed
+	for script in benchmarks/[a-z]*.py; do $(BIN)/python "$$script"; done
+
+# One file for all Python versions: the newest jax of each, told apart by markers.
+lock: $(VENV)/.installed
+	$(BIN)/uv pip compile --quiet --universal --no-emit-index-url --no-header --no-annotate --python-version 3.11 \
+	  --extra test -o requirements.lock pyproject.toml
+	! grep -nE 'https?:|file:|^-' requirements.lock
