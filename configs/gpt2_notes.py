@@ -1,0 +1,34 @@
+"""The GPT-2 of the study notes: vocabulary 512, embedding 128 to width 144, 6 heads, 12 layers, learned positions.
+
+Command:  python -m jaxformer train --config=configs/gpt2_notes.py --workdir=runs/gpt2_notes
+Hardware: 2 CPU cores
+"""
+
+from jaxformer.config import StackConfig
+from jaxformer.overrides import defaults, section
+
+
+def get_config():
+    config = defaults()
+    config.data.source = "pylib"
+    config.data.tokenizer.kind = "bpe"
+    config.data.tokenizer.vocab = 512
+    config.data.packing = "concat"
+    config.data.length = 128
+    config.data.batch = 8
+    config.task.name = "language_modelling"
+    config.model.decoder = section(
+        StackConfig,
+        layers=12,
+        width=144,
+        embed=dict(width=128, deviation=0.02, dropout=0.1),
+        encoding=dict(kind="learned", max_length=512),
+        attention=dict(heads=6, dropout=0.1),
+        ffn=dict(activation="gelu_tanh"),
+        dropout=0.1,
+    )
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.beta2 = 0.95
+    config.schedule.peak = 1e-3
+    config.train.steps = 500
+    return config

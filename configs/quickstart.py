@@ -1,0 +1,39 @@
+"""Number words, English to German, from nothing but the installed packages.
+
+Command:  make quickstart
+          python -m jaxformer train --config=configs/quickstart.py --workdir=runs/quickstart
+Variants: (none) German, fr French, es Spanish
+Hardware: 2 CPU cores
+"""
+
+from jaxformer.config import StackConfig
+from jaxformer.overrides import defaults, section
+
+
+def get_config(variant: str = ""):
+    config = defaults()
+    config.data.source = "numerals"
+    config.data.name = variant or "de"
+    config.data.tokenizer.kind = "bpe"
+    config.data.tokenizer.vocab = 320
+    config.data.batch = 128
+    config.data.length = 48
+    config.data.buckets = (24, 32, 48)
+
+    stack = dict(layers=2, width=128, attention=dict(heads=4), ffn=dict(width=256, activation="relu"))
+    config.model.encoder = section(StackConfig, **stack, encoding=dict(kind="rope"))
+    config.model.decoder = section(StackConfig, **stack, encoding=dict(kind="rope"))
+    config.model.share_embeddings = True
+
+    config.optimizer.beta2 = 0.98
+    config.schedule.kind = "cosine"
+    config.schedule.peak = 3e-3
+    config.schedule.warmup = 100
+    config.train.steps = 1200
+    config.train.evaluate_every = 400
+    config.train.checkpoint_every = 400
+    config.evaluate.decode_examples = 100
+    config.evaluate.samples = 3
+    config.decode.max_length = 48
+    config.decode.batch = 128
+    return config

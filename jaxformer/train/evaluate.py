@@ -1,0 +1,121 @@
+"""Evaluation: the measures of a whole split, every example once, and the scores of decoded text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterable, Mapping
+
+import jax
+from flax import linen as nn
+from jax.sharding import Mesh
+
+from jaxformer import checkpoint, metrics, tasks
+from jaxformer.config import Config, ConfigError
+from jaxformer.data import sources
+from jaxformer.data.pipeline import Pipeline
+from jaxformer.data.sources import Dataset
+from jaxformer.model import Model
+from jaxformer.parallel import mesh as meshes
+from jaxformer.registry import nearest
+from jaxformer.train import step as steps
+from jaxformer.types import Batch, PyTree, Sums
+
+Measure = Callable[[PyTree, Batch], Sums]
+
+
+def make(config: Config, module: nn.Module) -> Measure:
+    """The compiled function `(variables, batch) -> sums`; no dropout key is supplied, so nothing is random."""
+    task = tasks.get(config.task.name)
+
+    def measure(variables: PyTree, batch: Batch) -> Sums:
+        return task.metrics(config, module.apply(variables, batch), batch)
+
+    return jax.jit(measure)
+
+
+def weights(config: Config, params: PyTree, variables: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """What evaluation and decoding apply: the running average in place of the parameters, if the run keeps one."""
+    others = {name: value for name, value in variables.items() if name != "ema"}
+    return {"params": params if config.train.ema is None else variables["ema"], **others}
+
+
+def measure(
+    config: Config, function: Measure, variables: PyTree, batches: Iterable[Batch], size: Mapping[str, float], mesh: Mesh
+) -> dict[str, float]:
+    """The measures of one pass over `batches`: sums first, one division at the end."""
+    total: Sums = {}
+    for batch in batches:
+        sums = jax.device_get(function(variables, steps.place(batch, mesh)))
+        total = metrics.add(total, sums) if total else sums
+    if not total:
+        raise ConfigError("evaluation: got a split without examples, expected at least one; check config.data.splits")
+    labels = {"labels": float(total["loss"][1])}
+    return tasks.get(config.task.name).finish(config, metrics.divide(total), {**size, **labels})
+
+
+def decode(model: Model, dataset: Dataset, split: str, examples: int | None) -> tuple[dict[str, float], list[dict]]:
+    """Decodes and scores the first `examples` of a split (None: all).
+
+    Returns:
+      The task's corpus measures, and a record of input, output and reference for every example.
+    """
+    config = model.config
+    task = tasks.get(config.task.name)
+    part = dataset.splits[split]
+    chosen = [part[i] for i in range(len(part) if examples is None else min(examples, len(part)))]
+    lines = [example[task.roles[0]] for example in chosen]
+    results = task.decode(model, lines, config.decode)
+    reference = task.roles[1] if len(task.roles) > 1 else task.roles[0]
+    records = [
+        {"input": line, "output": task.line(result), "reference": str(example[reference])}
+        for line, result, example in zip(lines, results, chosen, strict=True)
+    ]
+    return task.score(config, results, chosen), records
+
+
+def evaluate(workdir: str | Path, split: str = "test") -> dict[str, Any]:
+    """Evaluates a trained run on a split, and writes `eval-<split>.json` and the decoded text beside it.
+
+    Raises:
+      ConfigError: `workdir` is not a run, or its data has no such split.
+    """
+    workdir = Path(workdir)
+    model = checkpoint.load(workdir)
+    config = model.config
+    task = tasks.get(config.task.name)
+    dataset = sources.build(config.data)
+    known = tuple(dataset.splits)
+    if split not in known:
+        raise ConfigError(f"split: got {split!r}, expected one of {', '.join(known)}{nearest(split, known)}")
+    begun = time.monotonic()
+    devices = meshes.make(config.mesh, jax.devices()[:1]) if config.mesh.data == -1 else meshes.make(config.mesh)
+    pipeline = Pipeline(config, dataset, model.tokenizers, task)
+    with jax.set_mesh(devices):
+        function = make(config, model.module)
+        variables = {"params": model.params, **model.variables}
+        batches = pipeline.evaluate(split)
+        result = measure(config, function, variables, batches, pipeline.size(split), devices)
+    if task.score is not None:
+        scores, records = decode(model, dataset, split, None)
+        result |= scores
+        write_json(workdir / "samples" / f"{split}.json", records)
+    result = {"split": split, "seconds": round(time.monotonic() - begun, 1), **result}
+    write_json(workdir / f"eval-{split}.json", result)
+    return result
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def head(batches: Iterable[Batch], count: int | None) -> Iterable[Batch]:
+    """The first `count` batches, or all."""
+    return batches if count is None else itertools.islice(batches, count)

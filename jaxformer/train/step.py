@@ -1,0 +1,155 @@
+"""The training step: gradients of summed losses, one division, one optimizer update. One of three places with `jit`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxformer.config import Config
+from jaxformer.models import build
+from jaxformer.parallel import rules
+from jaxformer.tasks import Task
+from jaxformer.train import optim
+from jaxformer.types import Array, Batch, PyTree, Sums, TrainState
+
+Step = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
+
+
+def create(config: Config, module: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """A fresh state, made on the mesh. `config.train.seed` decides parameters and all later randomness."""
+    root = jax.random.key(config.train.seed)
+    variables = build.create(module, jax.random.fold_in(root, 0), mesh)
+    params = variables.pop("params")
+    if config.train.ema is not None:
+        variables["ema"] = jax.tree.map(jnp.copy, params)
+    layout = layout_of(config, module, optimizer, mesh)
+    opt_state = jax.jit(optimizer.init, out_shardings=layout.opt_state)(params)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    step, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.fold_in(root, 1)), everywhere)
+    return TrainState(step, params, opt_state, key, variables)
+
+
+def layout_of(
+    config: Config, module: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """The sharding of every leaf of a state. Moments and the average lie where their parameters do."""
+    boxed = build.shapes(module)
+    layout = rules.shardings(boxed, mesh)
+    params = layout.pop("params")
+    if config.train.ema is not None:
+        layout["ema"] = params
+    opt_state = optim.state_shardings(optimizer, nn.meta.unbox(boxed["params"]), params, mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return TrainState(everywhere, params, opt_state, everywhere, layout)
+
+
+def abstract(config: Config, module: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of a state, computing nothing: what a checkpoint is restored into."""
+    boxed = nn.meta.unbox(build.shapes(module))
+    params = boxed.pop("params")
+    if config.train.ema is not None:
+        boxed["ema"] = params
+    shapes = TrainState(
+        jax.ShapeDtypeStruct((), jnp.int32),
+        params,
+        jax.eval_shape(optimizer.init, params),
+        jax.eval_shape(lambda: jax.random.key(0)),
+        boxed,
+    )
+    place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
+    return jax.tree.map(place, shapes, layout_of(config, module, optimizer, mesh))
+
+
+def make(
+    config: Config,
+    module: nn.Module,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    mesh: Mesh,
+) -> Step:
+    """The compiled step `(state, batch) -> (state, sums)`; the state passed in is donated.
+
+    The batch is split into `config.train.accumulation` microbatches. Their summed losses' gradients are added and
+    divided once by the summed weights, so k microbatches equal one batch whatever their token counts.
+    """
+
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
+        key = jax.random.fold_in(state.key, state.step)
+        variables = {name: value for name, value in state.variables.items() if name != "ema"}
+        grads, variables, sums = accumulate(config, module, task, state.params, variables, batch, key)
+        norm = optax.global_norm(grads)
+        if config.optimizer.clip is not None:
+            grads = optim.clip_by_norm(grads, norm, config.optimizer.clip)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        if config.train.ema is not None:
+            decay = config.train.ema
+            average = lambda old, new: decay * old + (1.0 - decay) * new  # noqa: E731
+            variables["ema"] = jax.tree.map(average, state.variables["ema"], params)
+        one = jnp.ones(())
+        sums = sums | {"gradient_norm": (norm, one), "learning_rate": (jnp.asarray(schedule(state.step)), one)}
+        return TrainState(state.step + 1, params, opt_state, state.key, variables), sums
+
+    layout = layout_of(config, module, optimizer, mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(update, donate_argnums=0, out_shardings=(layout, everywhere))
+
+
+def accumulate(
+    config: Config, module: nn.Module, task: Task, params: PyTree, variables: PyTree, batch: Batch, key: Array
+) -> tuple[PyTree, PyTree, Sums]:
+    """Gradients of the mean loss over the whole batch, the updated other variables, and the step's sums."""
+    parts = config.train.accumulation
+
+    def gradients(variables: PyTree, batch: Batch, key: Array) -> tuple[PyTree, PyTree, Sums]:
+        loss = functools.partial(summed_loss, config, module, task)
+        grads, (variables, sums) = jax.grad(loss, has_aux=True)(params, variables, batch, key)
+        return grads, variables, sums
+
+    if parts == 1:
+        grads, variables, sums = gradients(variables, batch, key)
+    else:
+        # Row i goes to microbatch i % parts: the rows of one device then stay on it.
+        split = lambda x: jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)  # noqa: E731
+        batches = jax.tree.map(split, batch)
+
+        def add(carry: tuple, each: tuple) -> tuple[tuple, None]:
+            total, variables, sums = carry
+            batch, index = each
+            grads, variables, more = gradients(variables, batch, jax.random.fold_in(key, index))
+            return (jax.tree.map(jnp.add, total, grads), variables, jax.tree.map(jnp.add, sums, more)), None
+
+        first = jax.tree.map(lambda x: x[0], batches)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients, variables, first, key))
+        start = (zeros[0], variables, zeros[2])
+        (grads, variables, sums), _ = jax.lax.scan(add, start, (batches, jnp.arange(parts)))
+    weight = jnp.maximum(sums["loss"][1], 1e-8)
+    return jax.tree.map(lambda g: g / weight, grads), variables, sums
+
+
+def summed_loss(
+    config: Config, module: nn.Module, task: Task, params: PyTree, variables: PyTree, batch: Batch, key: Array
+) -> tuple[Array, tuple[PyTree, Sums]]:
+    """The loss's numerator, with the updated variables and all sums beside it."""
+    inputs = {"params": params, **variables}
+    logits, changed = module.apply(inputs, batch, rngs={"dropout": key}, mutable=list(variables))
+    sums = dict(task.loss(config, logits, batch))
+    return sums["loss"][0], (dict(changed), sums)
+
+
+def place(batch: Batch, mesh: Mesh) -> Batch:
+    """Puts this host's rows of a batch on its devices, as part of one global batch."""
+
+    def put(x: Array) -> Array:
+        rows = x.shape[0] * jax.process_count()
+        shape = (rows, *x.shape[1:])
+        return jax.make_array_from_process_local_data(rules.batch_sharding(mesh, shape), x, shape)
+
+    return jax.tree.map(put, batch)

@@ -1,0 +1,207 @@
+"""What is true of any transformer, whatever its size: causality, padding, packing, batch order, caching, layout."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import builders
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxformer import registry
+from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig
+from jaxformer.types import Batch, Slots, Stream
+
+ENCODINGS = registry.names("jaxformer.nn.encodings")
+KERNELS = registry.names("jaxformer.nn.kernels")
+
+
+def encoding(kind: str) -> EncodingConfig:
+    return EncodingConfig(kind=kind, max_length=32, buckets=8, max_distance=16)
+
+
+@pytest.mark.parametrize("kind", ENCODINGS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_decoder_is_causal_by_gradient(kind, kernel):
+    config = builders.decoder(encoding=encoding(kind), attention=AttentionConfig(heads=2, kernel=kernel, block=4))
+    module, variables = builders.make(config)
+    batch = builders.batch(config, [6])
+    table = variables["params"]["target_embed"]["table"]
+    slots = batch.target.slots
+
+    def logits(x):
+        return module.apply(variables, x, slots, method=lambda m, x, s: m.decoder(x, s)[0])
+
+    x = table[batch.target.tokens]
+    influence = jnp.abs(jax.jit(jax.jacrev(logits))(x)).sum(axis=(0, 2, 3, 5))
+    assert influence.shape == (6, 6)
+    np.testing.assert_array_equal(np.triu(influence, 1), 0.0)
+    assert (np.diag(influence) > 0).all() and influence[5, 0] > 0
+
+
+@pytest.mark.parametrize("family", builders.FAMILIES)
+def test_padding_changes_nothing(family):
+    config = builders.FAMILIES[family]()
+    module, variables = builders.make(config)
+    lean, padded = builders.batch(config, [4]), builders.batch(config, [4], width=9)
+
+    def copy(old: Stream | None, new: Stream | None) -> Stream | None:
+        if old is None:
+            return None
+        tokens = np.array(new.tokens)
+        tokens[:, : old.tokens.shape[1]] = old.tokens
+        tokens[:, old.tokens.shape[1] :] = 7  # whatever stands in padding must not matter
+        return new._replace(tokens=tokens)
+
+    padded = padded._replace(source=copy(lean.source, padded.source), target=copy(lean.target, padded.target))
+    run = builders.apply(module)
+    short, long = run(variables, lean), run(variables, padded)
+    if config.head.kind == "tokens":
+        long = long[:, : short.shape[1]]
+    chex.assert_trees_all_close(short, long, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", builders.FAMILIES)
+def test_batch_order_changes_nothing(family):
+    config = builders.FAMILIES[family]()
+    module, variables = builders.make(config)
+    batch = builders.batch(config, [5, 2, 4])
+    turn = lambda x: x[np.array([2, 0, 1])]  # noqa: E731
+    run = builders.apply(module)
+    chex.assert_trees_all_close(
+        run(variables, jax.tree.map(turn, batch)), turn(run(variables, batch)), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("kind", ENCODINGS)
+def test_packed_examples_do_not_see_each_other(kind):
+    config = builders.decoder(encoding=encoding(kind))
+    module, variables = builders.make(config)
+    row = builders.packed(np.random.default_rng(0), [4, 4, 2, 4])
+    run = builders.apply(module)
+    together = run(variables, Batch(None, row))[0]
+    first = 0
+    for length in (4, 4, 2, 4):
+        part = slice(first, first + length)
+        slots = Slots(np.arange(length, dtype=np.int32)[None], np.ones((1, length), np.int32))
+        alone = run(variables, Batch(None, Stream(row.tokens[:, part], slots)))[0]
+        chex.assert_trees_all_close(together[part], alone, rtol=1e-5, atol=1e-6)
+        first += length
+
+
+CASES = [("seq2seq", kind, {}) for kind in ENCODINGS] + [
+    ("decoder", "rope", {"window": 3}),
+    ("decoder", "alibi", {"kv_heads": 1, "head_width": 6}),
+]
+
+
+@pytest.mark.parametrize("family, kind, edits", CASES, ids=str)
+def test_prefill_and_step_equal_forward(family, kind, edits):
+    config = builders.FAMILIES[family](encoding=encoding(kind), attention=AttentionConfig(heads=2, **edits))
+    module, variables = builders.make(config)
+    batch = builders.batch(config, [7, 7])
+    whole = builders.apply(module)(variables, batch)
+    cut = jax.tree.map(lambda x: x[:, :3], batch.target)
+    start = jax.jit(lambda batch: module.apply(variables, batch, 7, method=module.start))
+    logits, state = start(batch._replace(target=cut))
+    chex.assert_trees_all_close(logits, whole[:, 2], rtol=2e-5, atol=2e-6)
+    step = jax.jit(lambda tokens, state: module.apply(variables, tokens, state, method=module.step))
+    for i in range(3, 7):
+        logits, state = step(batch.target.tokens[:, i : i + 1], state)
+        chex.assert_trees_all_close(logits, whole[:, i], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_ragged_prompts_decode_as_if_alone(side):
+    config = builders.decoder()
+    module, variables = builders.make(config)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, 13, n).astype(np.int32) for n in (2, 5)]
+    tokens, segment, position = (np.zeros((2, 5), np.int32) for _ in range(3))
+    for i, prompt in enumerate(prompts):
+        where = slice(0, len(prompt)) if side == "right" else slice(5 - len(prompt), 5)
+        tokens[i, where], segment[i, where], position[i, where] = prompt, 1, np.arange(len(prompt))
+    batch = Batch(None, Stream(tokens, Slots(position, segment)))
+    logits, state = module.apply(variables, batch, 7, method=module.start)
+    follow = np.array([[4], [9]], np.int32)
+    after, _ = module.apply(variables, follow, state, method=module.step)
+    for i, prompt in enumerate(prompts):
+        alone = np.concatenate([prompt, follow[i]])[None]
+        slots = Slots(np.arange(alone.shape[1], dtype=np.int32)[None], np.ones_like(alone))
+        whole = module.apply(variables, Batch(None, Stream(alone, slots)))[0]
+        chex.assert_trees_all_close(logits[i], whole[-2], rtol=2e-5, atol=2e-6)
+        chex.assert_trees_all_close(after[i], whole[-1], rtol=2e-5, atol=2e-6)
+
+
+def test_rows_picks_sequences():
+    config = builders.seq2seq()
+    module, variables = builders.make(config)
+    batch = builders.batch(config, [4, 4, 4])
+    _, state = module.apply(variables, batch, 6, method=module.start)
+    picked = state.rows(jnp.array([2, 2, 0, 1]))
+    tokens = jnp.array([[1], [2], [3]])
+    logits, _ = module.apply(variables, tokens, state, method=module.step)
+    again, _ = module.apply(variables, tokens[jnp.array([2, 2, 0, 1])], picked, method=module.step)
+    chex.assert_trees_all_close(again, logits[jnp.array([2, 2, 0, 1])], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
+def test_scanned_layers_equal_a_loop_over_layers(order):
+    config = builders.encoder(norm=NormConfig(order=order), layers=3)
+    module, variables = builders.make(config)
+    batch = builders.batch(config, [4, 2])
+    one = dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, layers=1, unroll=1))
+    params = variables["params"]
+    x, slots = None, batch.source.slots
+    looped = type(module)(one)
+    for layer in range(3):
+        blocks = jax.tree.map(lambda a, i=layer: a[i : i + 1], params["encoder"]["blocks"])
+        own = {**params, "encoder": {**params["encoder"], "blocks": blocks}}
+        first = layer == 0
+
+        def run(m, x, own=own, first=first):
+            x = m.source_embed(batch.source) if first else x
+            context = builders_context(m, slots)
+            return m.encoder.blocks(x, None, None, context)[0]
+
+        x = looped.apply({"params": own}, x, method=run)
+    if order != "post":
+        x = looped.apply(variables, x, method=lambda m, x: m.encoder.final_norm(x))
+    whole = module.apply(variables, batch, method=module.hidden)
+    chex.assert_trees_all_close(x, whole, rtol=1e-5, atol=1e-6)
+
+
+def builders_context(module, slots):
+    from jaxformer.nn.block import Context
+    from jaxformer.nn.masks import Mask
+
+    return Context(mask=Mask(slots, slots), position=module.encoder.shared(slots))
+
+
+def test_an_encoder_without_positions_is_permutation_equivariant_and_one_with_them_is_not():
+    for kind in ENCODINGS:
+        config = builders.encoder(encoding=encoding(kind))
+        module, variables = builders.make(config)
+        batch = builders.batch(config, [5])
+        order = np.array([3, 0, 5, 1, 4, 2])
+        moved = batch.source._replace(tokens=batch.source.tokens[:, order])
+        there = module.apply(variables, batch)[:, order]
+        back = module.apply(variables, Batch(moved, None))
+        same = np.allclose(there, back, rtol=1e-5, atol=1e-6)
+        assert same == (kind == "none"), kind
+
+
+@pytest.mark.parametrize("family", builders.FAMILIES)
+def test_jit_and_bfloat16_agree_with_float32(family):
+    config = builders.FAMILIES[family]()
+    module, variables = builders.make(config)
+    batch = builders.batch(config)
+    plain = module.apply(variables, batch)
+    assert plain.dtype == jnp.float32
+    chex.assert_trees_all_close(jax.jit(module.apply)(variables, batch), plain, rtol=1e-5, atol=1e-6)
+    half = type(module)(dataclasses.replace(config, dtype="bfloat16")).apply(variables, batch)
+    assert half.dtype == jnp.float32
+    real = np.s_[...] if config.head.kind == "classes" else (batch.target or batch.source).slots.segment == 1
+    chex.assert_trees_all_close(half[real], plain[real], rtol=0.1, atol=0.1)
