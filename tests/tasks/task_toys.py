@@ -1,0 +1,41 @@
+"""Configs, tokenizers and encoded examples for tests of tasks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxformer import tasks
+from jaxformer.config import Config, EmbedConfig, ModelConfig, StackConfig, TaskConfig, TokenizerConfig
+from jaxformer.data.tokenizers import Tokenizers
+
+TEXT = "the cat sat on the mat while a dog ran after some other cats in our garden"
+
+
+def words(text: str = TEXT) -> Tokenizers:
+    """One word tokenizer for both sides."""
+    return learned(TokenizerConfig(kind="word", vocab=100), text)
+
+
+def learned(settings: TokenizerConfig, text: str = TEXT) -> Tokenizers:
+    config = dataclasses.replace(Config().data, tokenizer=settings)
+    return Tokenizers.build(config, [{"text": text}], ("text",))
+
+
+def config(name: str, length: int = 32, kinds: int = 0, side: str = "encoder", **task) -> Config:
+    stack = StackConfig(embed=EmbedConfig(kinds=kinds))
+    base = Config(model=ModelConfig(**{side: stack}), task=TaskConfig(name=name, **task))
+    return dataclasses.replace(base, data=dataclasses.replace(base.data, length=length))
+
+
+def encoded(settings: Config, tokenizers: Tokenizers, seed: int = 0, **example) -> dict[str, np.ndarray]:
+    task = tasks.get(settings.task.name)
+    return dict(task.encode(settings, tokenizers, example, np.random.default_rng(seed)))
+
+
+def without(tokenizers: Tokenizers, *roles: str) -> Tokenizers:
+    """A fresh tokenizer that lacks these special tokens, as loaded vocabularies may."""
+    for role in roles:
+        setattr(tokenizers.source, role, None)
+    return tokenizers

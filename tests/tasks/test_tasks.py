@@ -1,0 +1,114 @@
+"""What holds for any task: a file dropped into the folder is tested here."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from task_toys import TEXT, config, encoded, words
+
+from jaxformer import metrics, registry, tasks
+from jaxformer.types import Batch
+
+NAMES = registry.names("jaxformer.tasks")
+EXAMPLE = {"source": TEXT, "target": TEXT, "text": TEXT, "label": 2}
+
+
+def test_the_folder_holds_the_tasks():
+    assert set(NAMES) >= {"translation", "language_modelling", "masked_lm", "classification"}
+    with pytest.raises(ValueError, match="did you mean 'translation'"):
+        tasks.get("translate")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_are_int32_aligned_and_cut(name):
+    task = tasks.get(name)
+    example = {role: EXAMPLE[role] for role in task.roles}
+    features = encoded(config(name, length=6), words(), **example)
+    for key, value in features.items():
+        assert value.dtype == (np.float32 if key == "weights" else np.int32)
+        assert value.shape in ((6,), ())
+    assert set(features) <= {"source", "target", "kind", "labels", "weights"}
+    if "weights" in features:
+        assert features["weights"].shape == features["labels"].shape
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_generator_gives_the_same_features(name):
+    task = tasks.get(name)
+    example = {role: EXAMPLE[role] for role in task.roles}
+    first, second = (encoded(config(name), words(), seed=7, **example) for _ in range(2))
+    assert first.keys() == second.keys()
+    for key in first:
+        np.testing.assert_array_equal(first[key], second[key])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_has_the_streams_of_training(name):
+    task = tasks.get(name)
+    example = {role: EXAMPLE[role] for role in task.roles}
+    trained = encoded(config(name), words(), **example)
+    prompt = task.prompt(config(name), words(), task.input(example))
+    assert set(prompt) == set(trained) - {"labels", "weights"}
+    assert all(value.dtype == np.int32 for value in prompt.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_measures_of_parts_add_up_and_leave_out_smoothing(name):
+    task, settings = tasks.get(name), config(name, label_smoothing=0.2, z_loss=0.1)
+    rng = np.random.default_rng(0)
+    shape = (4,) if "label" in task.roles else (4, 3)
+    logits = rng.standard_normal((*shape, 5)).astype(np.float32)
+    labels, weights = rng.integers(5, size=shape).astype(np.int32), np.float32(rng.random(shape) > 0.4)
+    both = jax.jit(lambda x, b: (task.loss(settings, x, b), task.metrics(settings, x, b)))
+    halves = [both(logits[i], Batch(None, None, labels[i], weights[i])) for i in (slice(2), slice(2, None))]
+    smooth, bare = (metrics.divide(metrics.add(*sums)) for sums in zip(*halves, strict=True))
+
+    gain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nll = -np.take_along_axis(gain, labels[..., None], -1)[..., 0]
+    np.testing.assert_allclose(bare["loss"], (nll * weights).sum() / weights.sum(), rtol=1e-5)
+    np.testing.assert_allclose(bare["accuracy"], ((logits.argmax(-1) == labels) * weights).sum() / weights.sum())
+    extra = 0.2 * (nll + gain.mean(-1)) - 0.1 * np.log(np.exp(logits).sum(-1)) ** 2
+    np.testing.assert_allclose(smooth["loss"], ((nll - extra) * weights).sum() / weights.sum(), rtol=1e-5)
+
+    size = {"examples": 4, "lines": 4, "bytes": 4, "words": 4, "labels": weights.sum()}
+    values = task.finish(settings, bare, size)
+    assert values["loss"] == bare["loss"]
+    assert all(np.isfinite(value) for value in values.values())
+
+
+def test_smoothing_spreads_over_the_real_vocabulary():
+    logits = np.random.default_rng(0).standard_normal((1, 2, 8)).astype(np.float32)
+    batch = Batch(None, None, np.array([[1, 3]]), np.ones((1, 2), np.float32))
+    settings = config("translation", label_smoothing=0.5, vocab=5)
+    loss = jax.jit(lambda x: tasks.get("translation").loss(settings, x, batch)["loss"][0])(logits)
+    gain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    picked = np.take_along_axis(gain, batch.labels[..., None], -1)[..., 0]
+    np.testing.assert_allclose(loss, -(0.5 * picked + 0.5 * gain[..., :5].mean(-1)).sum(), rtol=1e-5)
+
+
+def stand_in(method, answer):
+    """A model that answers with what is given."""
+    tokenizers = types.SimpleNamespace(source=words().source)
+    return types.SimpleNamespace(**{"tokenizers": tokenizers, method: lambda lines, *options: answer})
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "method", "answer", "output"),
+    [
+        ("translation", "a cat", "translate", ["eine Katze"], "eine Katze"),
+        ("language_modelling", "a cat", "generate", [" sat\non it"], " sat\\non it"),
+        (
+            "masked_lm",
+            "the <mask> sat on <mask>",
+            "fill_mask",
+            [[[{"token": " cat"}, {"token": "dog"}], [{"token": "it"}]]],
+            "the cat sat on it",
+        ),
+        ("classification", "good", "classify", [{"label": "positive", "probability": 0.75}], "positive\t0.7500"),
+    ],
+)
+def test_results_become_one_line_each(name, line, method, answer, output):
+    task, settings = tasks.get(name), config(name)
+    results = task.decode(stand_in(method, answer), [line], settings.decode)
+    assert [task.line(result) for result in results] == [output]

@@ -1,0 +1,159 @@
+"""Sums that add up, and scores against values worked out by hand."""
+
+import math
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer import metrics
+
+MULTI30K = Path(__file__).parents[2] / "shared" / "data" / "multi30k_en_de"
+
+
+def logits_of(predictions, classes):
+    """Logits whose highest entry is the prediction."""
+    return jnp.asarray(np.eye(classes, dtype=np.float32)[np.asarray(predictions)])
+
+
+class Counts(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_accuracy_counts_weighted_hits(self):
+        labels, weights = jnp.array([[0, 2, 1, 1]]), jnp.array([[1.0, 1.0, 1.0, 0.0]])
+        hits, count = self.variant(metrics.accuracy)(logits_of([[0, 2, 0, 1]], 3), labels, weights)
+        assert (float(hits), float(count)) == (2.0, 3.0)
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_macro_f1_of_a_confusion_matrix(self):
+        # rows true, columns predicted:   a b c      class d never occurs and doesn't count
+        #                               a 2 1 0
+        #                               b 0 1 0
+        #                               c 1 0 0
+        labels, predicted = jnp.array([0, 0, 0, 1, 2, 3]), [0, 0, 1, 1, 0, 3]
+        weights = jnp.array([1.0, 1, 1, 1, 1, 0])
+        pair = self.variant(metrics.f1)(logits_of(predicted, 4), labels, weights)
+        chex.assert_trees_all_equal(pair, (jnp.array([4.0, 2, 0, 0]), jnp.array([6.0, 3, 1, 0])))
+        precision, recall = np.array([2 / 3, 1 / 2]), np.array([2 / 3, 1.0])
+        wanted = np.mean([*(2 * precision * recall / (precision + recall)), 0.0])
+        np.testing.assert_allclose(metrics.divide({"f1": pair})["f1"], wanted, rtol=1e-7)
+
+
+def test_untrained_logits_are_not_all_right():
+    assert float(metrics.accuracy(jnp.zeros((4, 3)), jnp.array([0, 1, 2, 2]), jnp.ones(4))[0]) == 1.0
+
+
+def test_labels_without_weight_count_for_no_class():
+    pair = metrics.f1(logits_of([0, 1], 2), jnp.array([0, -100]), jnp.array([1.0, 0.0]))
+    chex.assert_trees_all_equal(pair, (jnp.array([2.0, 0.0]), jnp.array([2.0, 0.0])))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 999))
+def test_parts_of_a_corpus_add_up(seed):
+    rng = np.random.default_rng(seed)
+    predicted, labels = rng.integers(3, size=(2, 8))
+    weights = (rng.random(8) > 0.3).astype(np.float32)
+
+    def sums(part):
+        given_ = (logits_of(predicted[part], 3), jnp.asarray(labels[part]), jnp.asarray(weights[part]))
+        return jax.device_get({"accuracy": metrics.accuracy(*given_), "f1": metrics.f1(*given_)})
+
+    parts = metrics.add(sums(slice(4)), sums(slice(4, None)))
+    whole = sums(slice(None))
+    chex.assert_trees_all_equal(jax.tree.map(np.float64, parts), jax.tree.map(np.float64, whole))
+    np.testing.assert_equal(metrics.divide(parts), metrics.divide(whole))
+
+
+def test_counts_beyond_float32_stay_exact():
+    much, one = np.float32(2**24), np.float32(1)
+    total = metrics.add({"loss": (much, much)}, {"loss": (one, one)})
+    assert total["loss"] == (2**24 + 1, 2**24 + 1)
+
+
+def test_sums_of_different_measures_do_not_add():
+    with pytest.raises(ValueError, match=r"sums: got \['b'\], expected \['a'\]"):
+        metrics.add({"a": (1.0, 1.0)}, {"b": (1.0, 1.0)})
+
+
+def test_division_happens_once():
+    sums = {"loss": (np.array(3.0), np.array(4.0)), "none": (np.array(0.0), np.array(0.0))}
+    values = metrics.divide(sums)
+    assert values["loss"] == 0.75
+    assert math.isnan(values["none"])
+
+
+def test_perplexities_and_bits():
+    assert metrics.perplexity(math.log(8.0)) == pytest.approx(8.0)
+    assert metrics.perplexity(6 * math.log(2.0), 3) == pytest.approx(4.0)
+    assert metrics.perplexity(1e6) == math.inf
+    assert math.isnan(metrics.perplexity(1.0, 0))
+    assert metrics.bits_per_byte(10 * math.log(2.0), 5) == pytest.approx(2.0)
+
+
+def test_a_uniform_model_over_bytes_needs_eight_bits():
+    assert metrics.bits_per_byte(100 * math.log(256), 100) == pytest.approx(8.0)
+
+
+HYPOTHESES = ["the cat sat on the mat .", "a dog runs"]
+REFERENCES = ["The cat sat on a mat .", "a dog runs"]
+
+
+def test_bleu_by_hand():
+    # Matches of orders 1 to 4: 8 of 10, 5 of 8, 2 of 6, 0 of 4 -> smoothed to 1/2 of 4 ("exp"); equal lengths.
+    precisions = [8 / 10, 5 / 8, 2 / 6, 0.5 / 4]
+    score = metrics.bleu(HYPOTHESES, REFERENCES)
+    assert score.value == pytest.approx(100 * math.prod(precisions) ** 0.25)
+
+
+def test_bleu_is_perfect_for_equal_text_and_penalises_brevity():
+    text = ["one two three four five six"]
+    assert metrics.bleu(text, text).value == pytest.approx(100.0)
+    assert metrics.bleu(["one two three four"], text).value == pytest.approx(100 * math.exp(1 - 6 / 4))
+
+
+def test_signatures_say_what_was_computed():
+    import sacrebleu
+
+    version = f"version:{sacrebleu.__version__}"
+    assert metrics.bleu(HYPOTHESES, REFERENCES).signature == f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|{version}"
+    assert metrics.chrf(HYPOTHESES, REFERENCES).signature == f"nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|{version}"
+    tokenised = metrics.bleu_tokenised(HYPOTHESES, REFERENCES, "en").signature
+    assert tokenised.startswith("nrefs:1|case:mixed|eff:no|tok:none|smooth:exp")
+    assert tokenised.endswith("lc.norm.tok.en(sacremoses)")
+
+
+def test_tokenised_bleu_ignores_case_and_splits_words_as_moses_does():
+    assert metrics.moses(["Er sagte: »Hallo«,  dann  ging's los."], "de") == [
+        'er sagte : " hallo " , dann ging \' s los .'
+    ]
+    assert metrics.bleu(["EIN HUND LÄUFT IM PARK."], ["ein hund läuft im park."]).value < 20
+    assert metrics.bleu_tokenised(["EIN HUND LÄUFT IM PARK."], ["ein hund läuft im park."], "de").value > 99.99
+
+
+def test_chrf_of_equal_and_of_disjoint_text():
+    assert metrics.chrf(["abc def"], ["abc def"]).value == pytest.approx(100.0)
+    assert metrics.chrf(["xyz"], ["abc"]).value == 0.0
+
+
+def test_exact_match_is_a_share():
+    assert metrics.exact_match(["a b ", "c", "D"], ["a b", "c", "d"]) == pytest.approx(2 / 3)
+    assert math.isnan(metrics.exact_match([], []))
+
+
+@pytest.mark.parametrize("score", [metrics.bleu, metrics.chrf, metrics.exact_match])
+def test_every_reference_needs_a_hypothesis(score):
+    with pytest.raises(ValueError, match="got 1 hypotheses, expected 2"):
+        score(["a"], ["a", "b"])
+
+
+@pytest.mark.skipif(not MULTI30K.exists(), reason="needs the Multi30k data")
+def test_multi30k_reference_length_is_the_literatures():
+    """12103 is the reference length in the log of Wu et al. 2021: the tokenised scores compare."""
+    lines = (MULTI30K / "test_2016_flickr.de").read_text(encoding="utf-8").split("\n")[:-1]
+    assert len(lines) == 1000
+    assert sum(len(line.split()) for line in metrics.moses(lines, "de")) == 12103
