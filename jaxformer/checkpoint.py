@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from flax import linen as nn
 from flax import traverse_util
 from jax.experimental import multihost_utils
@@ -298,8 +299,9 @@ def read_data(directory: Path) -> dict:
     Raises:
       ConfigError: another number of processes saved it, each with a state of its own.
     """
-    states = _json(directory / "data").get("processes", [])
-    count = jax.process_count()
+    states, count = _json(directory / "data").get("processes"), jax.process_count()
+    if not states:
+        raise Damaged("no data state in it")
     if len(states) != count and any(state != states[0] for state in states):
         raise ConfigError(
             f"checkpoint {directory}: got the data states of {len(states)} processes, expected {count}; resume with as "
@@ -411,39 +413,33 @@ def locate(path: Path) -> tuple[Path, str]:
 
 def _metadata(directory: Path) -> dict[tuple[str, ...], Any]:
     """Shape and dtype of every array, by path."""
-
-    def read() -> dict:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            return traverse_util.flatten_dict(reader.metadata(directory / "state").item_metadata.tree)
-
-    return _damage(read)
+    # From the handler, not a Checkpointer, which warns that the part has no metadata of a whole checkpoint.
+    handler = ocp.PyTreeCheckpointHandler()
+    return _reading(lambda: traverse_util.flatten_dict(handler.metadata(epath.Path(directory / "state")).tree))
 
 
 def _arrays(directory: Path, args: ocp.args.PyTreeRestore) -> dict:
-    def read() -> dict:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            return reader.restore(directory / "state", args=args)
-
-    return _damage(read)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return _reading(lambda: reader.restore(directory / "state", args=args))
 
 
 def _json(directory: Path) -> dict:
-    def read() -> dict:
-        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-            return dict(reader.restore(directory, args=ocp.args.JsonRestore()))
-
-    return _damage(read)
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        return _reading(lambda: dict(reader.restore(directory, args=ocp.args.JsonRestore())))
 
 
-def _damage(read: Callable[[], dict]) -> dict:
+def _reading(read: Callable[[], dict]) -> dict:
     """What `read` returns, with whatever Orbax and its storage raise on damaged files turned into `Damaged`."""
     try:
         return read()
     except Exception as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise
-        words = " ".join(str(error).split())
-        raise Damaged(f"{type(error).__name__}: {words[:160]}{'...' if len(words) > 160 else ''}") from error
+        cause = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        words = " ".join(str(cause).split())
+        raise Damaged(f"{type(cause).__name__}: {words[:160]}{'...' if len(words) > 160 else ''}") from error
 
 
 def _shapes(tree: PyTree) -> dict[tuple[str, ...], str]:
