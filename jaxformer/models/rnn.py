@@ -42,8 +42,12 @@ def check(config: ModelConfig) -> None:
             f"model.recurrent_decoder.attention: got {decoder.attention!r} without an encoder, expected 'none'; "
             "add a recurrent_encoder or set it to 'none'"
         )
-    if config.share_embeddings and encoder is not None and decoder is not None and encoder.embed != decoder.embed:
-        raise ConfigError("model.share_embeddings: got sides with unlike embed sections, expected equal; make them so")
+    if config.share_embeddings and encoder is not None and decoder is not None:
+        sides = [(part.width, part.embed) for part in (encoder, decoder)]
+        if sides[0] != sides[1]:
+            raise ConfigError(
+                "model.share_embeddings: got sides with unlike width or embed, expected equal; make them so"
+            )
 
 
 def check_part(path: str, part: RecurrentConfig) -> None:

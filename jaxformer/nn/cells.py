@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree
 
 Carry = tuple[Array, ...]
@@ -104,7 +105,9 @@ Dot = Callable[[str, Array], Array]
 Body = Callable[[Dot, PyTree, Carry, PyTree], tuple[Carry, PyTree]]
 
 
-def _scan(body: Body, reverse: bool, kernels: dict[str, Array], consts: PyTree, carry: Carry, xs: PyTree) -> PyTree:
+def ordinary_scan(
+    body: Body, reverse: bool, kernels: dict[str, Array], consts: PyTree, carry: Carry, xs: PyTree
+) -> PyTree:
     def step(carry: Carry, x: PyTree) -> tuple[Carry, PyTree]:
         return body(lambda name, a: _product(a, kernels[name]), consts, carry, x)
 
@@ -129,7 +132,7 @@ def scan(body: Body, reverse: bool, kernels: dict[str, Array], consts: PyTree, c
       kernels: matrices `[M, N]` by name, in the compute dtype.
       consts, carry, xs: all else that the body reads; it must not close over traced values.
     """
-    return _scan(body, reverse, kernels, consts, carry, xs)
+    return ordinary_scan(body, reverse, kernels, consts, carry, xs)
 
 
 def _scan_forward(body: Body, reverse: bool, kernels: dict[str, Array], consts: PyTree, carry: Carry, xs: PyTree):
@@ -181,6 +184,10 @@ def over_time(
 ) -> tuple[Carry, tuple[Carry, PyTree]]:
     """Runs `body` over the time axis of `xs` `[T, B, ...]`, honouring padding and segments.
 
+    On a mesh only the rows are sharded inside the loop: kernels are gathered once before it, since a collective at
+    every time step would cost more than it saves. (Left to itself, XLA's partitioner shards the loop along several
+    axes and, in jax 0.10 to 0.12, returns wrong gradients on a mesh of batch, fsdp and tensor axes.)
+
     Args:
       carry: state before the first slot, each `[B, W]`.
       first: state `[T, B, W]` that a segment starting at a slot starts from; None: zeros.
@@ -189,6 +196,8 @@ def over_time(
       The last carry, and (carry, y) after every slot `[T, B, ...]`.
     """
     rows = jax.tree.map(lambda x: x.swapaxes(0, 1)[:, :, None], marks)
+    kernels = {name: constrain(kernel, None, None) for name, kernel in kernels.items()}
+    carry, xs = tuple(constrain(x, "batch", None) for x in carry), jax.tree.map(by_row, xs)
 
     def guarded(dot: Dot, consts: PyTree, carry: Carry, slot: PyTree):
         x, here, first = slot
@@ -196,9 +205,15 @@ def over_time(
         carry = tuple(jnp.where(here.fresh, new, old) for new, old in zip(first, carry, strict=True))
         after, y = body(dot, consts, carry, x)
         carry = tuple(jnp.where(here.real, new, old) for new, old in zip(after, carry, strict=True))
+        carry = tuple(constrain(x, "batch", None) for x in carry)
         return carry, (carry, y)
 
     return scan(guarded, reverse, kernels, consts, carry, (xs, rows, first))
+
+
+def by_row(x: Array) -> Array:
+    """Lays `[T, B, ...]` out by its batch axis alone."""
+    return constrain(x, None, "batch", *(None,) * (x.ndim - 2))
 
 
 def carry_like(carry: Carry, first: Carry | None) -> Carry:

@@ -158,6 +158,8 @@ class Memory(NamedTuple):
     values: Array
 
 
+# Checkpointed: else the backward pass keeps tanh(...), `[T, B, S, W]` in all, which is slower than computing it anew.
+@jax.checkpoint
 def additive_scores(query: Array, keys: Array, vector: Array) -> Array:
     """Bahdanau et al. (2015): e_j = v^T tanh(W s + U h_j). Float32 `[B, S]` of W s `[B, W]`, U h `[B, S, W]`, v."""
     hidden = jnp.tanh(query.astype(keys.dtype)[:, None] + keys)
@@ -344,7 +346,7 @@ class Decoder(nn.Module):
         """What the attention reads; None without attention."""
         if self.config.attention == "none":
             return None
-        return Memory(self.key(encoded.outputs), encoded.outputs)
+        return Memory(*(constrain(x, "batch", None, None) for x in (self.key(encoded.outputs), encoded.outputs)))
 
     def __call__(
         self,
