@@ -248,6 +248,7 @@ def test_noise_depends_on_seed_epoch_and_example_only(small_blocks):
     first, second = map(labels, epochs(made({"buckets": (5, 8)}, task=NOISE), 2))
     assert len(first) == 37
     assert all(first[text] != second[text] for text in first)
+    assert len({noise[1][0] for noise in first.values()}) == 37  # no two examples share their noise
     (alone,) = map(labels, epochs(made({"batch": 3}, task=NOISE), 1))  # other batches, one shape, encoded lazily
     assert alone == first
     (other,) = map(labels, epochs(made(task=NOISE, seed=1), 1))
