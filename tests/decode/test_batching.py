@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.config import ConfigError
+from jaxformer.decode.batching import bucket, jobs, stack
+
+
+@pytest.mark.parametrize(
+    ("length", "buckets", "wanted"),
+    [
+        (0, (), 1),
+        (1, (), 1),
+        (2, (), 8),
+        (8, (), 8),
+        (9, (), 16),
+        (100, (), 128),
+        (9, (12, 24), 12),
+        (25, (12, 24), 32),
+    ],
+)
+def test_bucket(length, buckets, wanted):
+    assert bucket(length, buckets) == wanted
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(0, 20), min_size=1, max_size=12), rows=st.integers(1, 5))
+def test_every_prompt_is_in_one_job_with_exactly_its_tokens(lengths, rows):
+    prompts = [{"source": np.arange(size) + 100 * i, "target": np.array([i])} for i, size in enumerate(lengths)]
+    seen = []
+    for index, batch in jobs(prompts, rows, (7, 9)):
+        assert batch.source.tokens.shape[0] <= max(rows, 1)
+        for row, i in enumerate(index):
+            real = batch.source.slots.segment[row] == 1
+            assert batch.source.tokens[row][real].tolist() == prompts[i]["source"].tolist()
+            assert batch.source.slots.position[row][real].tolist() == list(range(lengths[i]))
+            assert (batch.source.tokens[row][~real] == 7).all()
+            assert batch.target.tokens[row].tolist() == [i]
+        assert (batch.source.slots.segment[len(index) :] == 0).all()
+        assert (batch.target.slots.segment[len(index) :] == 0).all()
+        seen += index.tolist()
+    assert sorted(seen) == list(range(len(lengths)))
+    ordered = [lengths[i] for i in seen]
+    assert ordered == sorted(ordered, reverse=True)
+
+
+def test_token_types_and_absent_sides():
+    batch = stack([{"source": [1, 2], "kind": [0, 1]}, {"source": [3], "kind": [1]}], 2, (0, 0), (2,))
+    assert batch.target is None
+    assert batch.source.kind.tolist() == [[0, 1], [1, 0]]
+    assert stack([{"target": [1]}], 1, (0, 0)).source is None
+
+
+def test_mixed_fields_are_refused():
+    with pytest.raises(ConfigError, match="some without 'source'"):
+        stack([{"source": [1]}, {"target": [1]}], 2, (0, 0))
