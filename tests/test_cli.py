@@ -1,0 +1,266 @@
+"""The command line: what it refuses and how, and whom it calls with what. In process, except where a process counts."""
+
+import io
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer import cli, lines, overrides
+from jaxformer.config import ConfigError
+
+RECIPE = """
+from jaxformer import overrides
+from jaxformer.config import StackConfig
+from jaxformer.overrides import section
+
+def get_config(variant=""):
+    config = overrides.defaults()
+    config.model.encoder = section(StackConfig, width=32)
+    config.model.decoder = section(StackConfig, width=32)
+    return config
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "toy.py").write_text(RECIPE)
+    return f"--config={tmp_path}/toy.py"
+
+
+@pytest.fixture
+def run(tmp_path, recipe):
+    """A workdir with a config and nothing else."""
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "config.json").write_text(overrides.to_json(overrides.parse([recipe])))
+    return workdir
+
+
+def stand_in(monkeypatch, name: str, **functions):
+    """Puts a module with these functions in the place of `jaxformer.<name>`."""
+    module = types.ModuleType(f"jaxformer.{name}")
+    vars(module).update(functions)
+    monkeypatch.setitem(sys.modules, f"jaxformer.{name}", module)
+    parent, _, leaf = f"jaxformer.{name}".rpartition(".")
+    monkeypatch.setattr(__import__(parent, fromlist=["_"]), leaf, module, raising=False)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    (["trian"], "did you mean 'train'?"),
+    (["--workdir=x"], "command: got '--workdir=x'"),
+    (["train"], "expected --workdir=VALUE"),
+    (["train", "--workdir=x"], "--config: got 0 of them"),
+    (["train", "--workdri=x"], "did you mean --workdir?"),
+    (["train", "--workdir"], "--workdir: got no value"),
+    (["train", "--workdir=x", "--workdir=y"], "2 times"),
+    (["train", "--workdir=", "--config=x"], "expected --workdir=VALUE"),
+    (["train", "--workdir=x", "--config=nothing.py"], "'nothing.py': no such file"),
+    (["train", "--workdir=x", "--config=nothing.py", "word"], "got 'word', expected only flags"),
+    (["evaluate", "--workdir=nowhere"], "nowhere: got no config.json, expected the workdir of a run"),
+    (["evaluate", "--config.train.steps=1", "--workdir=x"], "got --config.train.steps, expected --workdir, --split"),
+    (["decode", "--workdir=x", "--config.train.steps=3"], "expected --config.decode.FIELD=VALUE"),
+    (["decode", "--workdir=x", "--input=nowhere.txt"], "--input: got 'nowhere.txt' (No such file"),
+    (["sweep", "--config=x", "--sweep=x", "--workdir=x", "--executor=slrum"], "did you mean 'slurm'?"),
+    (["sweep", "--config=x", "--sweep=nothing.py", "--workdir=x"], "'nothing.py': no such file"),
+    (["experiment", "--workdir=x"], "got 'nothing', expected NAME"),
+    (["experiment", "a", "--workdir=x", "--scale=big"], "expected one of smoke, full"),
+    (["report"], "expected --workdir=VALUE"),
+    (["report", "--workdir=nowhere"], "nowhere: got no config.json"),
+    (["data", "prepare"], "expected prepare NAME"),
+    (["data", "prepair", "x", "--dir=y"], "expected prepare"),
+    (["import", "--source=x"], "not part of version"),
+    (["export"], "not part of version"),
+    (["plan", "--config=x"], "not part of version"),
+]
+
+
+@pytest.mark.parametrize(("argv", "expected"), REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
+def test_wrong_input_is_one_line_and_code_2(argv, expected, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert expected in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_override_leaves_nothing_behind(recipe, tmp_path, capsys):
+    assert cli.main(["train", recipe, f"--workdir={tmp_path}/run", "--config.model.encoder.width=33"]) == 2
+    assert "config.model.encoder.width: got 33, expected a multiple" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.text(max_size=12) | st.sampled_from(["train", "--workdir=x", "--config", "sweep", "--config.a"])))
+def test_no_arguments_crash_the_parser(argv):
+    for name, command in cli.COMMANDS.items():
+        try:
+            cli.read(name, command, argv)
+        except ConfigError as error:
+            assert "\n" not in str(error)
+
+
+def test_help_names_every_command_and_flag(capsys):
+    assert cli.main([]) == 0
+    everything = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert f"  {name} " in everything
+        assert cli.main([name, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert all(f"--{flag}=" in text for flag in command.flags)
+        assert max(map(len, text.splitlines())) <= 120
+    assert "not part of this version" in everything
+    assert all(f"  {name} " in everything for name in cli.ABSENT)
+
+
+# --- wiring -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (143, 143)])
+def test_train_gets_the_config_and_its_code_is_the_exit_code(monkeypatch, recipe, returned, code):
+    calls = []
+    stand_in(monkeypatch, "train.loop", train=lambda *arguments: calls.append(arguments) or returned)
+    argv = ["train", "--config.train.steps=9", *recipe.split("=", 1), "--workdir=out", "--config.train.seed=4"]
+    assert cli.main(argv) == code
+    ((config, workdir),) = calls
+    assert (config.train.steps, config.train.seed, workdir) == (9, 4, "out")
+
+
+def test_a_crash_is_not_swallowed(monkeypatch, recipe):
+    stand_in(monkeypatch, "train.loop", train=lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", recipe, "--workdir=out"])
+
+
+def test_evaluate_prints_its_values(monkeypatch, run, capsys):
+    values = {"split": "test", "loss": 1.25, "examples": 7}
+    stand_in(monkeypatch, "train.evaluate", evaluate=lambda workdir, split: values)
+    assert cli.main(["evaluate", f"--workdir={run}"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[:3] == ["split     test", "loss      1.25", "examples  7"]
+    assert f"{run}/eval-test.json" in out
+
+
+def test_report_and_data_prepare(monkeypatch, run, capsys):
+    stand_in(monkeypatch, "report", write=lambda workdirs: f"page of {len(workdirs)}")
+    assert cli.main(["report", f"--workdir={run}", f"--workdir={run}"]) == 0
+    assert capsys.readouterr().out == "written to page of 2\n"
+    stand_in(monkeypatch, "data.prepare", prepare=lambda name, folder: f"{folder}/{name}")
+    assert cli.main(["data", "prepare", "lm1b", "--dir=/data"]) == 0
+    assert capsys.readouterr().out == "prepared in /data/lm1b\n"
+
+
+def test_sweep_prints_its_commands(recipe, tmp_path, capsys):
+    (tmp_path / "edits.py").write_text("from jaxformer.sweep import seeds\nSWEEP = seeds(2)\n")
+    argv = ["sweep", recipe, f"--sweep={tmp_path}/edits.py", f"--workdir={tmp_path}/out", "--executor=print"]
+    assert cli.main(argv) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2
+    assert rows[1].endswith(f"--config.train.seed=1 --workdir={tmp_path}/out/train.seed=1")
+    assert cli.main([*argv, "--workers=0"]) == 2
+
+
+# --- decode -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reverser(monkeypatch, run):
+    """A run whose task turns lines round; the sizes of the chunks and the options it was given are recorded."""
+    calls = []
+
+    def decode(model, chunk, config):
+        calls.append((len(chunk), config))
+        return [line[::-1] for line in chunk]
+
+    task = types.SimpleNamespace(decode=decode, line=lambda result: result.replace("%", "\n"))
+    model = types.SimpleNamespace(config=overrides.read(run))
+    stand_in(monkeypatch, "checkpoint", load=lambda path: model)
+    stand_in(monkeypatch, "tasks", get=lambda name: task)
+    return calls
+
+
+def test_decode_is_one_line_out_for_one_line_in(reverser, run, tmp_path):
+    (tmp_path / "in.txt").write_bytes("ab\n\nx\u2028y\x0cz\r\na%b\nlast".encode())
+    argv = ["decode", f"--workdir={run}", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.txt"]
+    assert cli.main(argv) == 0
+    assert (tmp_path / "out.txt").read_bytes().decode() == "ba\n\nz\x0cy\u2028x\nb\\na\ntsal\n"
+    assert [size for size, _ in reverser] == [5]
+
+
+def test_decode_streams_in_chunks_with_edited_options(reverser, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "DECODE_CHUNK", 2)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{i}\n" for i in range(10, 17))))
+    argv = ["decode", f"--workdir={run}", "--config.decode.batch=2", "--config.decode.beams=7"]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.split() == ["01", "11", "21", "31", "41", "51", "61"]
+    assert [(size, config.beams) for size, config in reverser] == [(4, 7), (3, 7)]
+
+
+def test_decode_leaves_no_half_written_file(reverser, run, tmp_path, capsys):
+    (tmp_path / "in.txt").write_bytes(b"good\n\xff\xfe\n")
+    (tmp_path / "out.txt").write_text("old")
+    argv = ["decode", f"--workdir={run}", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.txt"]
+    assert cli.main(argv) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+    assert (tmp_path / "out.txt").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", "out.txt", "run", "toy.py"]
+
+
+def test_decode_refuses_an_output_that_cannot_be(reverser, run, tmp_path, capsys):
+    for output in (tmp_path, tmp_path / "no" / "folder"):
+        assert cli.main(["decode", f"--workdir={run}", f"--output={output}"]) == 2
+        assert "--output: got" in capsys.readouterr().err
+
+
+def test_chunks_of_nothing_are_none():
+    assert list(lines.chunks(io.StringIO(""), 3, "x")) == []
+    assert list(lines.chunks(io.StringIO("\n"), 3, "x")) == [[""]]
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def test_the_program_exits_with_the_code_and_without_a_traceback(recipe):
+    command = [sys.executable, "-m", "jaxformer", "train", recipe, "--workdir=x", "--config.train.steps=0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: config.train.steps: got 0, expected at least 1\n"
+
+
+def test_help_does_not_wait_for_jax():
+    code = "import sys; from jaxformer import cli; cli.main(['--help']); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_a_reader_that_leaves_is_no_crash():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "jaxformer"], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_doctor_finds_this_installation_well(capsys):
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "nothing wrong found" in out
+    assert "cpu" in out
+
+
+def test_inspect_refuses_what_is_no_run(tmp_path, capsys):
+    assert cli.main(["inspect", f"--workdir={tmp_path}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_values_of_any_kind_are_printed(capsys):
+    cli._table({"a": 1.0, "bc": None, "d": "text", "e": [1, 2]})
+    assert capsys.readouterr().out == "a   1\nbc  null\nd   text\ne   [1, 2]\n"
