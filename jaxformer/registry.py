@@ -9,14 +9,21 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import importlib.util
 import pkgutil
 from typing import Any
 
 
 @functools.cache
 def names(package: str) -> tuple[str, ...]:
-    """Sorted names of the members of `package` (files starting with "_" are not members)."""
-    path = importlib.import_module(package).__path__
+    """Sorted names of the members of `package` (files starting with "_" are not members).
+
+    Nothing of the package is imported, so a config with a wrong name is refused before jax is loaded.
+    """
+    found = importlib.util.find_spec(package)
+    path = found.submodule_search_locations if found is not None else None
+    if path is None:
+        raise ValueError(f"registry: got {package!r}, expected a package")
     return tuple(sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_")))
 
 

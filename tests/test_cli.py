@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import types
+from importlib import metadata
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer import cli, lines, overrides
+from jaxformer import cli, inspection, lines, overrides
 from jaxformer.config import ConfigError
 
 RECIPE = """
@@ -236,9 +237,12 @@ def test_the_program_exits_with_the_code_and_without_a_traceback(recipe):
     assert done.stderr == "error: config.train.steps: got 0, expected at least 1\n"
 
 
-def test_help_does_not_wait_for_jax():
-    code = "import sys; from jaxformer import cli; cli.main(['--help']); sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+def test_help_and_refusals_do_not_wait_for_jax(recipe):
+    argv = ["train", recipe, "--workdir=x", "--config.task.name=translate"]
+    code = (
+        f"import sys; from jaxformer import cli; cli.main([]); sys.exit(10 * cli.main({argv}) + ('jax' in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 20
 
 
 def test_a_reader_that_leaves_is_no_crash():
@@ -249,11 +253,15 @@ def test_a_reader_that_leaves_is_no_crash():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_doctor_finds_this_installation_well(capsys):
+def test_doctor_says_what_is_there_and_what_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(inspection, "PACKAGES", ("jax", "ml_collections"))
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "nothing wrong found" in out
-    assert "cpu" in out
+    assert f"jax             {metadata.version('jax')}" in out
+    monkeypatch.setattr(inspection, "PACKAGES", ("nothing_of_that_name",))
+    assert cli.main(["doctor"]) == 2
+    assert "wrong: nothing_of_that_name: ModuleNotFoundError" in capsys.readouterr().out
 
 
 def test_inspect_refuses_what_is_no_run(tmp_path, capsys):
