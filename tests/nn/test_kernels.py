@@ -216,10 +216,12 @@ def test_probabilities_are_what_the_dense_kernel_sums_with():
 
 
 def test_noise_rate_and_scale():
-    x = jnp.ones((200, 200))
+    x = jnp.ones((200, 201))
     y = Noise(0.25, jax.random.key(0)).drop(x)
     np.testing.assert_allclose(jnp.mean(y == 0), 0.25, atol=0.01)
     np.testing.assert_allclose(y[y != 0], 4 / 3, rtol=1e-5)
+    neighbours = np.asarray((y[:, :-1] == 0) & (y[:, 1:] == 0))  # entries of one random word are independent
+    np.testing.assert_allclose([neighbours[:, 0::2].mean(), neighbours[:, 1::2].mean()], 1 / 16, atol=0.01)
     chex.assert_trees_all_equal(Noise(0.0, jax.random.key(0)).drop(x), x)
 
 
