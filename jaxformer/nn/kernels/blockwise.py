@@ -127,20 +127,28 @@ def _active(query: Slots, key: Slots, causal: bool, window: int | None) -> Array
 
 
 def _logits(rule: Rule, q: Array, k: Array, real: PyTree, fixed: PyTree, query: Slots, key: Slots) -> Array:
-    """Float32 scores `[B, G, H/G, T, S]` of one tile, before the mask. The backward differentiates this function."""
-    batch, rows, heads, width = q.shape
-    groups = k.shape[2]
-    grouped = q.reshape(batch, rows, groups, heads // groups, width)
-    scores = jnp.einsum("btgnk,bsgk->bgnts", grouped, k, preferred_element_type=jnp.float32)
+    """Float32 scores `[B, H, T, S]` of one tile, before the mask. The backward differentiates this function."""
+    batch, rows, heads, _ = q.shape
+    scores = jnp.einsum("bgrk,bsgk->bgrs", _fold(q, k.shape[2]), k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(batch, heads, rows, -1)
     if rule.score is not None:
         args = jax.tree.map(lambda a, b: b if a is None else a, real, fixed, is_leaf=lambda leaf: leaf is None)
-        extra = rule.score(args, q, k, query.position, key.position)
-        scores = scores + extra.reshape(extra.shape[0], groups, heads // groups, *extra.shape[2:])
+        scores = scores + rule.score(args, q, k, query.position, key.position)
     return scores
 
 
+def _fold(x: Array, groups: int) -> Array:
+    """`[B, T, H, K]` as `[B, G, H/G * T, K]`: the rows of all query heads that read one key head."""
+    return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], groups, -1, x.shape[-1])
+
+
+def _fold_scores(x: Array, groups: int) -> Array:
+    """`[B, H, T, S]` as `[B, G, H/G * T, S]`, the same rows."""
+    return x.reshape(x.shape[0], groups, -1, x.shape[-1])
+
+
 def _visible(rule: Rule, query: Slots, key: Slots) -> Array:
-    return visible(query, key, rule.causal, rule.window)[:, None, None]
+    return visible(query, key, rule.causal, rule.window)[:, None]
 
 
 def _drop(rule: Rule, ids: Ids, i: Array, j: Array, x: Array) -> Array:
@@ -156,7 +164,7 @@ def _numbered(tiles: PyTree) -> PyTree:
 
 
 def _forward(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids) -> tuple[Array, Array]:
-    """Outputs `[tiles, B, T, H, K]` and log-sums `[tiles, B, G, H/G, T]` of tiled inputs."""
+    """Outputs `[tiles, B, T, H, K]` and log-sums `[tiles, B, H, T]` of tiled inputs."""
     groups, width = k.shape[3], v.shape[-1]
 
     def row(args):
@@ -174,16 +182,18 @@ def _forward(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids) -
                 probs = jnp.where(see, jnp.exp(scores - higher[..., None]), 0.0)
                 shrink = jnp.exp(top - higher)
                 dropped = _drop(rule, ids, i, j, probs).astype(v_j.dtype)
-                new = jnp.einsum("bgnts,bsgk->bgntk", dropped, v_j, preferred_element_type=jnp.float32)
-                return higher, total * shrink + jnp.sum(probs, axis=-1), o * shrink[..., None] + new
+                dropped = _fold_scores(dropped, groups)
+                new = jnp.einsum("bgrs,bsgk->bgrk", dropped, v_j, preferred_element_type=jnp.float32)
+                o = o * shrink[..., None] + new.reshape(o.shape)
+                return higher, total * shrink + jnp.sum(probs, axis=-1), o
 
             return jax.lax.cond(ids.active[i, j], add, lambda *carry: carry, *carry), None
 
-        shape = (batch, groups, heads // groups, rows)
+        shape = (batch, heads, rows)
         start = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
         (top, total, o), _ = jax.lax.scan(column, start, _numbered((k, v, ids.key)))
         total = jnp.where(total == 0.0, 1.0, total)  # a row that sees nothing: o is 0 already
-        o = jnp.moveaxis(o / total[..., None], 3, 1).reshape(batch, rows, heads, width)
+        o = jnp.moveaxis(o / total[..., None], 2, 1)
         return o.astype(q_i.dtype), top + jnp.log(total)
 
     return jax.lax.map(row, _numbered((q, ids.query)))
@@ -203,11 +213,7 @@ def _attention_backward(rule: Rule, saved, do: Array):
     """One pass over key tiles j, and for each over query tiles i. dq is carried along: it gathers from every j."""
     q, k, v, real, ids, o, log_sum = saved
     groups = k.shape[3]
-
-    def grouped(x: Array) -> Array:  # [B, T, H, K] as [B, G, H/G, T, K]
-        return jnp.moveaxis(x.reshape(*x.shape[:2], groups, -1, x.shape[-1]), 1, 3)
-
-    delta = jax.lax.map(lambda x: grouped(jnp.sum(_float(x[0]) * _float(x[1]), -1, keepdims=True)), (do, o))
+    delta = jnp.moveaxis(jnp.sum(_float(do) * _float(o), axis=-1), 3, 2)  # [tiles, B, H, T]
 
     def column(carry, xs):
         dq, dreal = carry
@@ -221,11 +227,11 @@ def _attention_backward(rule: Rule, saved, do: Array):
                     lambda q, k, real: _logits(rule, q, k, real, ids.score, query, key), q_i, k_j, real
                 )
                 probs = jnp.where(_visible(rule, query, key), jnp.exp(scores - log_sum_i[..., None]), 0.0)
-                do_g = grouped(do_i)
-                dropped = _drop(rule, ids, i, j, probs).astype(do_i.dtype)
-                dv = jnp.einsum("bgnts,bgntk->bsgk", dropped, do_g, preferred_element_type=jnp.float32)
-                dprobs = jnp.einsum("bgntk,bsgk->bgnts", do_g, v_j, preferred_element_type=jnp.float32)
-                dscores = probs * (_drop(rule, ids, i, j, dprobs) - delta_i)
+                rows = _fold(do_i, groups)
+                dropped = _fold_scores(_drop(rule, ids, i, j, probs).astype(do_i.dtype), groups)
+                dv = jnp.einsum("bgrs,bgrk->bsgk", dropped, rows, preferred_element_type=jnp.float32)
+                dprobs = jnp.einsum("bgrk,bsgk->bgrs", rows, v_j, preferred_element_type=jnp.float32)
+                dscores = probs * (_drop(rule, ids, i, j, dprobs.reshape(probs.shape)) - delta_i[..., None])
                 added = (dv, *pull(dscores))
                 before = (dv_j, dq_i, dk_j, dreal)
                 dv_j, dq_i, dk_j, dreal = jax.tree.map(lambda a, b: a + _float(b), before, added)
