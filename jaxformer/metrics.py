@@ -130,7 +130,7 @@ def moses(texts: Sequence[str], language: str) -> list[str]:
     """Texts lower-cased, punctuation normalised and tokenised as Moses' scripts do, tokens separated by a space."""
     import sacremoses
 
-    # In this order: lower-casing after normalising changes the tokens of a few abbreviations.
+    # Lower-cased first: with its capital, "Bart." passes for an abbreviation that keeps its full stop.
     normalise = sacremoses.MosesPunctNormalizer(lang=language).normalize
     tokenise = sacremoses.MosesTokenizer(lang=language).tokenize
     return [tokenise(normalise(text.lower()), return_str=True, escape=False) for text in texts]
