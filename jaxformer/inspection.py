@@ -56,11 +56,11 @@ def _summary(config: Config) -> str:
     for name in ("encoder", "decoder", "recurrent_encoder", "recurrent_decoder"):
         part = getattr(model, name)
         if part is not None:
-            about = f"{part.layers} layers, width {part.width}, vocabulary {part.embed.vocab}"
+            about = f"layers {part.layers}, width {part.width}, vocabulary {part.embed.vocab}"
             if hasattr(part, "cell"):
                 rows.append((name, f"{about}, {part.cell}, attention {part.attention}"))
             else:
-                heads = f"{part.attention.heads} heads"
+                heads = f"heads {part.attention.heads}"
                 rows.append((name, f"{about}, {heads}, {part.encoding.kind} positions, {part.norm.order} norm"))
     rows += [
         ("head", model.head.kind),
