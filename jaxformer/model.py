@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Iterator, Mapping, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from flax import linen as nn
 from jaxformer import overrides, tasks
 from jaxformer.config import Config, ConfigError, DecodeConfig
 from jaxformer.decode import engine
-from jaxformer.decode.batching import Prompt, jobs, pad_like
+from jaxformer.decode.batching import Prompt, jobs
 from jaxformer.nn.heads import pool
+from jaxformer.nn.recurrent import Encoded
 from jaxformer.registry import nearest
 from jaxformer.types import Array, Batch, PyTree
 
@@ -91,7 +93,7 @@ class Model:
         Arguments and errors are those of `translate`.
         """
         self._require("generate")
-        return [outputs[0].text for outputs in self.outputs(prompts, decode, **options)]
+        return [outputs[0].text if outputs else "" for outputs in self.outputs(prompts, decode, **options)]
 
     def outputs(self, lines: Sequence[str], decode: DecodeConfig | None = None, **options: Any) -> list[list[Output]]:
         """All hypotheses of `translate` or `generate` with their scores: up to `hypotheses` a line, best first.
@@ -110,7 +112,7 @@ class Model:
             prompts,
             config,
             self._vocabulary(),
-            source_pad=self.tokenizers.source.pad,
+            source_pad=self.tokenizers.source.pad or 0,
             buckets=self.config.data.buckets,
             room=self._room(),
             rows=np.asarray(wanted, np.int32),
@@ -125,9 +127,9 @@ class Model:
         """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels."""
         self._require("classify")
         results: list[dict[str, Any]] = [{} for _ in lines]
-        for index, _, logits in self._forward([self._prompt(line) for line in _lines(lines)]):
-            for i, row in zip(index, np.asarray(jax.nn.softmax(logits, axis=-1)), strict=True):
-                names = self.classes or tuple(str(c) for c in range(len(row)))
+        for index, _, rows in self._forward([self._prompt(line) for line in _lines(lines)], None, _softmax):
+            for i, row in zip(index, rows, strict=True):
+                names = self.classes or self.config.task.classes or tuple(str(c) for c in range(len(row)))
                 best = int(row.argmax())
                 probabilities = dict(zip(names, map(float, row), strict=True))
                 results[i] = {"label": names[best], "probability": float(row[best]), "probabilities": probabilities}
@@ -137,26 +139,25 @@ class Model:
         """For each line, for each mask in it, the `top` likeliest `{"token", "id", "probability"}`.
 
         Raises:
-          ConfigError: a line has no mask token, or the model is no masked language model.
+          ConfigError: a line has no mask token (within the model's length), or the model is no masked language model.
         """
         self._require("fill_mask")
-        tokenizer = self.tokenizers.source
-        prompts = [self._prompt(line) for line in _lines(lines)]
+        tokenizer, lines = self.tokenizers.source, _lines(lines)
+        if tokenizer.mask is None:
+            raise ConfigError("fill_mask: got a tokenizer without a mask token, expected one; use another model")
+        prompts = [self._prompt(line) for line in lines]
         for line, prompt in zip(lines, prompts, strict=True):
-            if not np.any(np.asarray(prompt["source"]) == tokenizer.mask):
+            if tokenizer.mask not in prompt["source"]:
                 name = tokenizer.names["mask"]
-                raise ConfigError(
-                    f"fill_mask: got {line!r}, expected a line with {name}; write it where a word is missing"
-                )
+                raise ConfigError(f"fill_mask: got {line!r}, expected {name} in it; write it where a word is missing")
         results: list[list[list[dict[str, Any]]]] = [[] for _ in prompts]
         for index, batch, logits in self._forward(prompts):
-            rows, slots = np.nonzero(batch.source.tokens[: len(index)] == tokenizer.mask)
-            probabilities = np.asarray(jax.nn.softmax(logits[rows, slots, : tokenizer.size], axis=-1))
-            for row, probs in zip(rows, probabilities, strict=True):
-                best = np.argsort(-probs, kind="stable")[:top]
-                results[index[row]].append(
-                    [{"token": tokenizer.decode([int(t)]), "id": int(t), "probability": float(probs[t])} for t in best]
-                )
+            for row, slot in np.argwhere(batch.source.tokens[: len(index)] == tokenizer.mask):
+                scores = logits[row, slot, : tokenizer.size]
+                probs = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+                best = np.argsort(-probs, kind="stable")[:top].tolist()
+                found = [{"token": tokenizer.decode([t]), "id": t, "probability": float(probs[t])} for t in best]
+                results[index[row]].append(found)
         return results
 
     def embed(self, lines: Sequence[str], pooling: str = "mean") -> np.ndarray:
@@ -173,9 +174,9 @@ class Model:
         vectors = np.zeros((len(lines), self._width()), np.float32)
         side = "source" if self._encodes() else "target"
         prompts = [{name: x for name, x in self._prompt(line).items() if name in (side, "kind")} for line in lines]
-        for index, batch, x in self._forward(prompts, "encode" if self._encodes() else "hidden"):
-            pooled = pool(x.astype(jnp.float32), getattr(batch, side).slots, pooling)
-            vectors[index] = np.asarray(pooled[: len(index)])
+        method = "encode" if self._encodes() else "hidden"
+        for index, _, rows in self._forward(prompts, method, _pooling(side, pooling)):
+            vectors[index] = rows
         return vectors
 
     def score(self, lines: Sequence[str], targets: Sequence[str] | None = None) -> list[float]:
@@ -196,11 +197,8 @@ class Model:
         )
         features = [task.encode(self.config, self.tokenizers, example, rng) for example in texts]
         scores = np.zeros(len(lines))
-        for index, batch, logits in self._forward(features):
-            labels = pad_like([features[i]["labels"] for i in index], batch.target.tokens.shape[1], np.int32)
-            weights = pad_like([features[i]["weights"] for i in index], batch.target.tokens.shape[1], np.float32)
-            gains = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, :, None], axis=-1)[:, :, 0]
-            scores[index] = np.asarray(jnp.sum(gains * weights, axis=1))
+        for index, _, rows in self._forward(features, None, _log_likelihood):
+            scores[index] = rows
         return scores.tolist()
 
     @property
@@ -251,7 +249,8 @@ class Model:
 
     def _vocabulary(self) -> engine.Vocabulary:
         target = self.tokenizers.target
-        return engine.Vocabulary(eos=(target.eos,), pad=target.pad, start=target.bos, size=target.size)
+        end = target.sep if target.eos is None else target.eos
+        return engine.Vocabulary(eos=() if end is None else (end,), pad=target.pad or 0, size=target.size)
 
     def _room(self) -> int | None:
         """How many target positions exist: learned ones have a table of them, the others no end."""
@@ -266,13 +265,36 @@ class Model:
         return whole[len(before) :] if whole.startswith(before) else decode(tokens.tolist())
 
     def _forward(
-        self, prompts: Sequence[Prompt], method: str | None = None
-    ) -> Iterator[tuple[np.ndarray, Batch, Array]]:
+        self, prompts: Sequence[Prompt], method: str | None = None, finish: Finish | None = None
+    ) -> Iterator[tuple[np.ndarray, Batch, np.ndarray]]:
         """Batches of prompts through the module: places among the inputs, the batch, and its real rows' output."""
-        pads = (self.tokenizers.source.pad, self.tokenizers.target.pad)
+        pads = (self.tokenizers.source.pad or 0, self.tokenizers.target.pad or 0)
         for index, batch in jobs(prompts, self.config.evaluate.batch, pads, self.config.data.buckets):
-            given = batch.source if method == "encode" else batch
-            yield index, batch, engine.forward(self.module, self._variables, given, method)[: len(index)]
+            output = engine.forward(self.module, self._variables, batch, method, finish)
+            yield index, batch, np.asarray(output)[: len(index)]
+
+
+Finish = Callable[[Any, Batch], Array]
+"""What is made of a module's output on the device."""
+
+
+def _softmax(logits: Array, batch: Batch) -> Array:
+    return jax.nn.softmax(logits, axis=-1)
+
+
+def _log_likelihood(logits: Array, batch: Batch) -> Array:
+    """`[B]`: the weighted sum of the labels' log-probabilities."""
+    gains = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.labels[:, :, None], axis=-1)[:, :, 0]
+    return jnp.sum(gains * batch.weights, axis=1)
+
+
+@functools.cache
+def _pooling(side: str, how: str) -> Finish:
+    def finish(output: Any, batch: Batch) -> Array:
+        x = output.outputs if isinstance(output, Encoded) else output
+        return pool(x.astype(jnp.float32), getattr(batch, side).slots, how)
+
+    return finish
 
 
 def _lines(lines: Sequence[str]) -> list[str]:

@@ -10,7 +10,8 @@ from jaxformer.config import ConfigError
 from jaxformer.types import Batch, Slots, Stream
 
 Prompt = Mapping[str, np.ndarray]
-"""int32 `source` [n] and/or `target` [m], optional `kind` [n]: what a task's `prompt` makes of a line."""
+"""int32 `source` [n] and/or `target` [m], optional `kind` [n]: what a task's `prompt` makes of a line. To score texts,
+`labels` and `weights` [m] too, as its `encode` makes them."""
 
 
 class Job(NamedTuple):
@@ -40,8 +41,18 @@ SIDES = ("source", "target")
 
 
 def stack(prompts: Sequence[Prompt], rows: int, pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> Batch:
-    """Prompts padded on the right to one length a side, and to `rows` rows with empty ones."""
-    return Batch(*(_side(prompts, side, rows, fill, buckets) for side, fill in zip(SIDES, pad, strict=True)))
+    """Prompts padded on the right to one length a side, and to `rows` rows with empty ones.
+
+    Where they come with `labels` and `weights` for every target slot, so does the batch, with weight 0 in the padding.
+    """
+    source, target = (_side(prompts, side, rows, fill, buckets) for side, fill in zip(SIDES, pad, strict=True))
+    if target is None or "labels" not in prompts[0]:
+        return Batch(source, target)
+    labels, weights = np.zeros(target.tokens.shape, np.int32), np.zeros(target.tokens.shape, np.float32)
+    for row, prompt in enumerate(prompts):
+        labels[row, : len(prompt["labels"])] = prompt["labels"]
+        weights[row, : len(prompt["weights"])] = prompt["weights"]
+    return Batch(source, target, labels, weights)
 
 
 def _side(prompts: Sequence[Prompt], side: str, rows: int, pad: int, buckets: tuple[int, ...]) -> Stream | None:
@@ -74,11 +85,3 @@ def bucket(length: int, buckets: tuple[int, ...] = ()) -> int:
         return 1
     fitting = [size for size in buckets if size >= length]
     return min(fitting) if fitting else max(8, 1 << (length - 1).bit_length())
-
-
-def pad_like(values: Sequence[np.ndarray], length: int, dtype: type) -> np.ndarray:
-    """Arrays of up to `length` entries as the rows of one, filled up with 0."""
-    rows = np.zeros((len(values), length), dtype)
-    for row, value in enumerate(values):
-        rows[row, : len(value)] = value
-    return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -94,10 +94,23 @@ def _compiled(module, variables, batch, config, vocabulary, limit, rows, key) ->
     return decode(model, batch, config, vocabulary, limit, rows, key)
 
 
-@functools.partial(jax.jit, static_argnames=("module", "method"))
-def forward(module: nn.Module, variables: PyTree, batch: Batch, method: str | None = None) -> Array:
-    """`module.apply` without decoding, compiled once a shape: for scores, classes and hidden states."""
-    return module.apply(variables, batch, method=method)
+@functools.partial(jax.jit, static_argnames=("module", "method", "finish"))
+def forward(
+    module: nn.Module,
+    variables: PyTree,
+    batch: Batch,
+    method: str | None = None,
+    finish: Callable[[Any, Batch], Array] | None = None,
+) -> Any:
+    """The module applied without decoding, compiled once a shape: for classes, scores and hidden states.
+
+    Args:
+      method: one of the module's, or None for its call. "encode" is given the source alone.
+      finish: what to make of the output `(output, batch) -> array`, in the same program; a function of a module, since
+        each new one is a compilation.
+    """
+    output = module.apply(variables, batch.source if method == "encode" else batch, method=method)
+    return output if finish is None else finish(output, batch)
 
 
 def run(

@@ -8,6 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from jaxformer.decode.batching import stack
 from jaxformer.types import Array
@@ -58,6 +59,24 @@ class PrefixModel:
 
     def score(self, prompt, output) -> float:
         return float(sum(row[token] for row, token in zip(self.log_probs(prompt, output), output, strict=True)))
+
+
+class PrefixModule(nn.Module):
+    """`PrefixModel` as a Linen module: its table is the parameter "table"."""
+
+    def setup(self) -> None:
+        self.table = self.param("table", nn.initializers.normal(2.0), (97, 16))
+
+    def start(self, batch, length):
+        return self.model().start(batch, length)
+
+    def step(self, tokens, state):
+        return self.model().step(tokens, state)
+
+    def model(self) -> PrefixModel:
+        model = PrefixModel(vocab=1, buckets=97)
+        model.table = self.table
+        return model
 
 
 def outputs(vocab: int, length: int, eos: tuple[int, ...]):

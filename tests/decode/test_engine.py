@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decode_toys import PrefixModule
 from flax import linen as nn
 
 from jaxformer.config import (
@@ -39,6 +40,7 @@ MODELS = {
         recurrent_decoder=dataclasses.replace(CELL, attention="additive"),
     ),
 }
+SEEDS = {"seq2seq": 7, "decoder": 3, "recurrent": 8}
 METHODS = {
     "greedy": DecodeConfig(max_length=8),
     "beam": DecodeConfig(method="beam", beams=3, hypotheses=2, max_length=8),
@@ -48,15 +50,18 @@ METHODS = {
 
 @functools.lru_cache
 def model(name):
-    module = build.build(MODELS[name])
-    variables = nn.meta.unbox(build.initialise(module, jax.random.key(3)))
-    # Larger weights than fresh ones, so that outputs differ and some end before the limit.
-    return module, jax.tree.map(lambda x: x * 2.5, variables)
+    """A module and weights large enough that outputs differ and some end before the limit."""
+    if name == "toy":
+        table = np.random.default_rng(0).normal(size=(97, VOCAB)).astype(np.float32)
+        return PrefixModule(), {"params": {"table": table}}
+    module, rng = build.build(MODELS[name]), np.random.default_rng(SEEDS[name])
+    shapes = nn.meta.unbox(build.shapes(module))
+    return module, jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
 
 
 def prompts(name, count=6):
     rng = np.random.default_rng(4)
-    side = "target" if name == "decoder" else "source"
+    side = "target" if name in ("decoder", "toy") else "source"
     return [{side: rng.integers(1, SIZE, 1 + 2 * i % 7).astype(np.int32)} for i in range(count)]
 
 
@@ -104,13 +109,13 @@ def test_scores_are_the_log_probabilities_of_one_forward_pass(name, method):
 
 
 def test_rows_beyond_the_vocabulary_are_never_chosen():
-    given = prompts("decoder", 1)
+    given = prompts("toy", 1)
     config = DecodeConfig(method="sample", temperature=50.0, max_length=8, hypotheses=40)
-    sampled = run("decoder", given, config)
+    sampled = run("toy", given, config)
     chosen = np.concatenate([h.tokens for hypotheses in sampled for h in hypotheses])
     assert chosen.max() == SIZE - 1
     free = dataclasses.replace(END, size=None)
-    sampled = run("decoder", given, config, vocabulary=free)
+    sampled = run("toy", given, config, vocabulary=free)
     assert np.concatenate([h.tokens for hypotheses in sampled for h in hypotheses]).max() == VOCAB - 1
 
 
@@ -118,12 +123,12 @@ def test_lengths_are_limited_by_max_ratio_and_by_room():
     forever = dataclasses.replace(END, eos=())
     given = [{"source": np.full(size, 3, np.int32)} for size in (1, 4, 2)]
     config = DecodeConfig(max_length=13, max_ratio=0.5)
-    assert [len(h[0].tokens) for h in run("seq2seq", given, config, vocabulary=forever)] == [10, 12, 11]
+    assert [len(h[0].tokens) for h in run("toy", given, config, vocabulary=forever)] == [10, 12, 11]
     given = [{"target": np.full(size, 3, np.int32)} for size in (1, 4, 6)]
     config = DecodeConfig(max_length=5)
-    assert [len(h[0].tokens) for h in run("decoder", given, config, vocabulary=forever, room=6)] == [5, 3, 1]
+    assert [len(h[0].tokens) for h in run("toy", given, config, vocabulary=forever, room=6)] == [5, 3, 1]
     with pytest.raises(ConfigError, match="got 6 tokens, expected at most the model's 5 positions"):
-        run("decoder", given, config, room=5)
+        run("toy", given, config, room=5)
 
 
 def test_prompts_without_a_target_start_from_the_start_token():
@@ -136,7 +141,7 @@ def test_prompts_without_a_target_start_from_the_start_token():
 
 
 def test_no_prompts_no_results():
-    assert run("decoder", [], METHODS["greedy"]) == []
+    assert run("toy", [], METHODS["greedy"]) == []
 
 
 def test_one_program_serves_seeds_and_batches_of_a_shape():
@@ -146,8 +151,8 @@ def test_one_program_serves_seeds_and_batches_of_a_shape():
     draws = []
     for seed in (0, 1):
         config = dataclasses.replace(config, seed=seed)
-        given = prompts("decoder")
-        draws.append(run("decoder", given, config, buckets=(16,), progress=lambda *numbers: calls.append(numbers)))
+        given = prompts("toy")
+        draws.append(run("toy", given, config, buckets=(16,), progress=lambda *numbers: calls.append(numbers)))
     assert engine._compiled._cache_size() == 1
     assert calls == [(2, 6), (4, 6), (6, 6)] * 2
     assert [h[0].tokens.tolist() for h in draws[0]] != [h[0].tokens.tolist() for h in draws[1]]
@@ -156,4 +161,4 @@ def test_one_program_serves_seeds_and_batches_of_a_shape():
 def test_forward_calls_a_method():
     module, variables = model("seq2seq")
     batch = jax.tree.map(jnp.asarray, stack(prompts("seq2seq", 2), 2, (0, 0)))
-    assert engine.forward(module, variables, batch.source, "encode").shape == (2, 8, 8)
+    assert engine.forward(module, variables, batch, "encode").shape == (2, 8, 8)

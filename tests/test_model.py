@@ -1,0 +1,214 @@
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from jaxformer import tasks
+from jaxformer.config import (
+    AttentionConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    DecodeConfig,
+    EmbedConfig,
+    EncodingConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    ModelConfig,
+    StackConfig,
+    TaskConfig,
+    TokenizerConfig,
+)
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.decode.batching import stack
+from jaxformer.model import Model
+from jaxformer.models import build
+
+STACK = StackConfig(
+    layers=1,
+    width=8,
+    embed=EmbedConfig(vocab=264),
+    attention=AttentionConfig(heads=2),
+    ffn=FeedForwardConfig(width=8),
+    encoding=EncodingConfig(kind="learned", max_length=32),
+)
+PARTS = {
+    "translation": ModelConfig(encoder=STACK, decoder=STACK),
+    "language_modelling": ModelConfig(decoder=STACK),
+    "masked_lm": ModelConfig(encoder=STACK),
+    "classification": ModelConfig(encoder=STACK, head=HeadConfig(kind="classes", classes=3)),
+}
+DATA = DataConfig(tokenizer=TokenizerConfig(kind="byte"), length=24, buckets=(24,))
+LINES = ["ab", "a longer line", "x"]
+
+
+@functools.lru_cache
+def model(task) -> Model:
+    config = Config(model=PARTS[task], data=DATA, task=TaskConfig(name=task), decode=DecodeConfig(max_length=6))
+    module, rng = build.build(config.model), np.random.default_rng(7)
+    shapes = nn.meta.unbox(build.shapes(module))["params"]
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
+    return Model(module, params, {}, config, Tokenizers.build(config.data, [], ("text",)))
+
+
+THREE = {"beams": 3, "hypotheses": 3}
+
+
+def test_translate_is_one_line_for_each_and_empty_stays_empty():
+    german = model("translation").translate([*LINES, "", "  "], **THREE)
+    assert len(german) == 5
+    assert all(isinstance(line, str) for line in german)
+    assert german[3:] == ["", ""]
+    assert model("translation").translate([]) == []
+
+
+def test_outputs_are_the_hypotheses_with_scores():
+    found = model("translation").outputs(["", *LINES], **THREE)
+    assert [len(outputs) for outputs in found] == [0, 3, 3, 3]
+    assert [outputs[0].text for outputs in found[1:]] == model("translation").translate(LINES, **THREE)
+    for outputs in found[1:]:
+        assert [o.score for o in outputs] == sorted((o.score for o in outputs), reverse=True)
+        decode = model("translation").tokenizers.target.decode
+        assert all(o.text == decode(o.tokens) for o in outputs)
+
+
+def test_options_choose_the_method_and_the_task_hands_over_the_config():
+    lm = model("language_modelling")
+    greedy = lm.generate(LINES)
+    assert lm.generate(LINES, top_k=1) == greedy  # sampling from one token
+    assert lm.generate(LINES, beams=1) == greedy
+    assert tasks.get("language_modelling").decode(lm, LINES, DecodeConfig(max_length=6)) == greedy
+    with pytest.raises(ConfigError, match="expected one method's"):
+        lm.generate(LINES, beams=2, top_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beam": 5}, r"decode\.beam: got an unknown key.*did you mean 'beams'"),
+        ({"beams": "five"}, r"decode\.beams: got 'five'.*expected int"),
+        ({"beams": 0}, r"decode\.beams: got 0, expected at least 1"),
+        ({"top_p": 1.5}, r"decode\.top_p: got 1\.5"),
+        ({"method": "beem"}, r"decode\.method: got 'beem'.*did you mean 'beam'"),
+        ({"beams": 2, "hypotheses": 3}, r"decode\.hypotheses: got 3, expected at most decode\.beams"),
+    ],
+)
+def test_wrong_options_are_one_line(options, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        model("translation").translate(LINES, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_generate_continues_the_prompt_without_repeating_it():
+    lm = model("language_modelling")
+    texts = lm.generate([*LINES, ""])
+    outputs = {line: found[0] for line, found in zip([*LINES, ""], lm.outputs([*LINES, ""]), strict=True)}
+    for prompt, text in zip([*LINES, ""], texts, strict=True):
+        ids = lm.tokenizers.target.encode(prompt)
+        out = outputs[prompt]
+        assert text == out.text
+        assert lm.tokenizers.target.decode([*ids, *out.tokens]) == prompt + text
+    assert lm.generate([]) == []
+
+
+def test_generate_stops_where_the_positions_end():
+    lm = model("language_modelling")
+    assert [len(lm.outputs(["y" * size])[0][0].tokens) for size in (29, 31)] == [3, 1]
+    with pytest.raises(ConfigError, match="got 33 tokens, expected at most the model's 32 positions; shorten it"):
+        lm.generate(["y" * 32])
+
+
+def test_classify_gives_probabilities_by_name():
+    classifier = model("classification")
+    named = Model(classifier.module, classifier.params, {}, classifier.config, classifier.tokenizers, ("a", "b", "c"))
+    batch = stack([tasks.get("classification").prompt(named.config, named.tokenizers, LINES[1])], 1, (0, 0), (24,))
+    probs = np.asarray(jax.nn.softmax(named(batch)))[0]
+    for found in (named.classify(LINES)[1], named.classify(LINES[1:2])[0]):
+        np.testing.assert_allclose(list(found["probabilities"].values()), probs, rtol=1e-5)
+        assert found["label"] == "abc"[probs.argmax()]
+        assert found["probability"] == pytest.approx(probs.max(), rel=1e-5)
+    assert list(classifier.classify([""])[0]["probabilities"]) == ["0", "1", "2"]
+    assert classifier.classify([]) == []
+
+
+def test_fill_mask_ranks_every_mask():
+    bert = model("masked_lm")
+    found = bert.fill_mask(["a <mask> b<mask>", "<mask>"], top=3)
+    assert [[len(candidates) for candidates in masks] for masks in found] == [[3, 3], [3]]
+    prompt = tasks.get("masked_lm").prompt(bert.config, bert.tokenizers, "a <mask> b<mask>")["source"]
+    slots = np.flatnonzero(prompt == bert.tokenizers.source.mask)
+    logits = np.asarray(bert(stack([{"source": prompt}], 1, (0, 0), (24,))))[0, :, : bert.tokenizers.source.size]
+    for slot, candidates in zip(slots, found[0], strict=True):
+        probs = np.asarray(jax.nn.softmax(logits[slot]))
+        assert [c["id"] for c in candidates] == np.argsort(-probs)[:3].tolist()
+        np.testing.assert_allclose([c["probability"] for c in candidates], np.sort(probs)[::-1][:3], rtol=1e-4)
+        assert candidates[0]["token"] == bert.tokenizers.source.decode([candidates[0]["id"]])
+    with pytest.raises(ConfigError, match="got 'no gap', expected <mask> in it"):
+        bert.fill_mask(["<mask>", "no gap"])
+    assert bert.fill_mask([]) == []
+
+
+@pytest.mark.parametrize("task", PARTS)
+def test_embed_pools_the_real_tokens(task):
+    it = model(task)
+    vectors = it.embed(LINES)
+    assert vectors.shape == (3, 8)
+    assert vectors.dtype == np.float32
+    np.testing.assert_allclose(it.embed(LINES[:1]), vectors[:1], rtol=1e-4, atol=1e-5)  # other padding, other mates
+    assert it.embed([]).shape == (0, 8)
+
+
+def test_poolings_are_what_they_say():
+    it = model("masked_lm")
+    prompt = tasks.get("masked_lm").prompt(it.config, it.tokenizers, "abc")["source"]
+    hidden = np.asarray(
+        it.module.apply({"params": it.params}, stack([{"source": prompt}], 1, (0, 0)), method="hidden")
+    )[0]
+    wanted = {"first": hidden[0], "last": hidden[len(prompt) - 1], "mean": hidden[: len(prompt)].mean(axis=0)}
+    for pooling, vector in wanted.items():
+        np.testing.assert_allclose(it.embed(["abc"], pooling)[0], vector, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match="did you mean 'mean'"):
+        it.embed(["abc"], "means")
+
+
+@pytest.mark.parametrize("task", ["translation", "language_modelling"])
+def test_score_is_the_log_likelihood(task):
+    it = model(task)
+    examples = [{"source": "ab", "target": "longer"}, {"source": "a longer one", "target": "x"}]
+    examples = [{"text": e["target"]} for e in examples] if task == "language_modelling" else examples
+    arguments = [[e[role] for e in examples] for role in tasks.get(task).roles]
+    for score, example in zip(it.score(*arguments), examples, strict=True):
+        features = tasks.get(task).encode(it.config, it.tokenizers, example, None)
+        logits = np.asarray(it(stack([features], 1, (0, 0), (24,)))[0], np.float64)
+        log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        assert score == pytest.approx(sum(log_probs[t, label] for t, label in enumerate(features["labels"])), rel=1e-4)
+
+
+def test_score_wants_what_the_model_reads():
+    with pytest.raises(ConfigError, match="as many targets as lines"):
+        model("translation").score(["a"])
+    with pytest.raises(ConfigError, match="none: a language model reads lines only"):
+        model("language_modelling").score(["a"], ["b"])
+
+
+@pytest.mark.parametrize(
+    ("task", "method", "fits"),
+    [
+        ("translation", "generate", "translate"),
+        ("language_modelling", "translate", "generate"),
+        ("masked_lm", "classify", "fill_mask"),
+        ("classification", "fill_mask", "classify"),
+        ("classification", "score", "classify"),
+    ],
+)
+def test_a_method_that_does_not_fit_names_the_one_that_does(task, method, fits):
+    with pytest.raises(ConfigError, match=f"use model.{fits}$"):
+        getattr(model(task), method)(LINES)
+
+
+@pytest.mark.parametrize("lines", ["a line", b"bytes", [1, 2]])
+def test_lines_must_be_a_list_of_strings(lines):
+    with pytest.raises(ConfigError, match="expected a list of strings"):
+        model("classification").classify(lines)
