@@ -15,10 +15,11 @@ def get_config(variant: str = ""):
     config.data.source = "numerals"
     config.data.name = variant or "de"
     config.data.tokenizer.kind = "bpe"
-    config.data.tokenizer.vocab = 320
+    config.data.tokenizer.vocab = 352
+    config.data.examples = 50_000
     config.data.batch = 128
-    config.data.length = 48
-    config.data.buckets = (24, 32, 48)
+    config.data.length = 40
+    config.data.buckets = (14, 24, 40)
 
     stack = dict(layers=2, width=128, attention=dict(heads=4), ffn=dict(width=256, activation="relu"))
     config.model.encoder = section(StackConfig, **stack, encoding=dict(kind="rope"))

@@ -27,6 +27,7 @@ def get_config(variant: str = "base"):
     config.data.buckets = (16, 32, 64, 128, 256)
     config.data.skip_long = True
     config.task.label_smoothing = 0.1
+    config.task.language = "de"
 
     stack = dict(
         layers=6,

@@ -324,3 +324,7 @@ def _train(config: Config) -> None:
     if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
         got = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise _wrong("config.mesh", got, "sizes of at least 1, and -1 at most once")
+    for name in ("stage", "expert", "context"):
+        if sizes[name] != 1:
+            reason = "pipelines, mixtures of experts and ring attention are not in this version"
+            raise _wrong(f"config.mesh.{name}", sizes[name], f"1 ({reason})", "use data, fsdp and tensor")

@@ -69,7 +69,13 @@ def train(arguments: Arguments) -> int:
     distributed.join()
     from jaxformer.train import loop
 
-    return loop.train(config, arguments.flags["workdir"]) or 0
+    workdir = arguments.flags["workdir"]
+    code = loop.train(config, workdir)
+    if code == 0 and distributed.first():
+        from jaxformer import report as reports
+
+        print(f"written to {reports.write([workdir])}", file=sys.stderr)
+    return code
 
 
 def evaluate(arguments: Arguments) -> int:

@@ -7,7 +7,6 @@ run does not have: a model without `decoder` is an encoder, a recipe without `em
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 
 

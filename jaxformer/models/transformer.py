@@ -14,7 +14,7 @@ from jaxformer.types import Array, Batch, Slots, Stream
 
 
 class Transformer(nn.Module):
-    """Embeddings, stacks and head as `config` fills them (Vaswani et al. 2017; Devlin et al. 2019; Radford et al. 2019).
+    """Embeddings, stacks and head as `config` fills them (Vaswani et al. 2017, Devlin et al. 2019, GPT-2 2019).
 
     A model with an encoder reads `batch.source`, one with a decoder reads `batch.target`; with both, the decoder's
     queries come from the target and its cross-attention's keys and values from the encoder's output.

@@ -171,9 +171,7 @@ class Embed(nn.Module):
         self.table = self.param("table", init, (config.vocab, self.inner))
         if self.inner != self.width:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-            self.up = self.param(
-                "up", nn.with_logical_partitioning(init, ("table", "embed")), (self.inner, self.width)
-            )
+            self.up = self.param("up", nn.with_logical_partitioning(init, ("table", "embed")), (self.inner, self.width))
         if config.kinds:
             init = nn.with_logical_partitioning(nn.initializers.normal(deviation), (None, "table"))
             self.kind_table = self.param("kinds", init, (config.kinds, self.width))
@@ -191,7 +189,7 @@ class Embed(nn.Module):
         return constrain(x, "batch", "length", "act_embed")
 
     def attend(self, x: Array) -> Array:
-        """Float32 logits `[..., V]` of hidden states `[..., D]`: `x @ table.T`, through `up` transposed if factorised."""
+        """Float32 logits `[..., V]` of hidden states `[..., D]`: `x @ table.T`, through `up.T` if factorised."""
         if self.inner != self.width:
             x = jnp.einsum("...d,ed->...e", x, self.up.astype(x.dtype))
         table = self.table.astype(x.dtype)

@@ -39,3 +39,8 @@ def join() -> None:
     value = os.environ.get(VARIABLE, "")
     if value:
         jax.distributed.initialize(**arguments(value))
+
+
+def first() -> bool:
+    """Whether this process is the one that writes files and talks."""
+    return jax.process_index() == 0

@@ -10,7 +10,7 @@ from jaxformer.types import Array, PyTree
 
 WEIGHTS: dict[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
-    "table": "fsdp",  # width of an embedding table: its own name, since a look-up wants it whole where a matmul does not
+    "table": "fsdp",  # width of an embedding table: its own name, since look-ups and matmuls want it differently
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import time
@@ -44,7 +43,12 @@ def weights(config: Config, params: PyTree, variables: Mapping[str, PyTree]) -> 
 
 
 def measure(
-    config: Config, function: Measure, variables: PyTree, batches: Iterable[Batch], size: Mapping[str, float], mesh: Mesh
+    config: Config,
+    function: Measure,
+    variables: PyTree,
+    batches: Iterable[Batch],
+    size: Mapping[str, float],
+    mesh: Mesh,
 ) -> dict[str, float]:
     """The measures of one pass over `batches`: sums first, one division at the end."""
     total: Sums = {}
@@ -67,7 +71,7 @@ def decode(model: Model, dataset: Dataset, split: str, examples: int | None) -> 
     task = tasks.get(config.task.name)
     part = dataset.splits[split]
     chosen = [part[i] for i in range(len(part) if examples is None else min(examples, len(part)))]
-    lines = [example[task.roles[0]] for example in chosen]
+    lines = [task.input(example) for example in chosen]
     results = task.decode(model, lines, config.decode)
     reference = task.roles[1] if len(task.roles) > 1 else task.roles[0]
     records = [
@@ -101,7 +105,7 @@ def evaluate(workdir: str | Path, split: str = "test") -> dict[str, Any]:
         result = measure(config, function, variables, batches, pipeline.size(split), devices)
     if task.score is not None:
         scores, records = decode(model, dataset, split, None)
-        result |= scores
+        result |= scores | {"signatures": task.signatures(config)}
         write_json(workdir / "samples" / f"{split}.json", records)
     result = {"split": split, "seconds": round(time.monotonic() - begun, 1), **result}
     write_json(workdir / f"eval-{split}.json", result)
@@ -114,8 +118,3 @@ def write_json(path: Path, value: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)
-
-
-def head(batches: Iterable[Batch], count: int | None) -> Iterable[Batch]:
-    """The first `count` batches, or all."""
-    return batches if count is None else itertools.islice(batches, count)

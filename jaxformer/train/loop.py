@@ -20,8 +20,7 @@ from flax import linen as nn
 from jaxformer import metrics, overrides, tasks
 from jaxformer.checkpoint import Checkpoints
 from jaxformer.config import Config, ConfigError
-from jaxformer.data import packing
-from jaxformer.data import sources
+from jaxformer.data import packing, sources
 from jaxformer.data.pipeline import Pipeline
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
@@ -87,10 +86,14 @@ class Run:
         self.reports = Reports(workdir, config.train.steps, self.step)
         self.measure = evaluation.make(config, self.module)
         self.values: dict[str, float] = {}
+        self.measured_at = -1
         self.stop_asked = False
+        if jax.process_index() == 0 and not self.step:
+            (workdir / "parameters.txt").write_text(optim.decay_table(shapes, config.optimizer, names) + "\n")
         count = build.count(self.state.params)
         begun = f"resumed at step {self.step:,}" if self.step else "started"
-        self.reports.say(f"{begun}: {count:,} parameters, {jax.device_count()} {jax.default_backend()} device(s)")
+        where = f"{jax.device_count()} {jax.default_backend()} device(s)"
+        self.reports.say(f"{begun}: {count:,} parameters, listed in parameters.txt; {where}")
 
     def first_state(self) -> TrainState:
         """The newest checkpoint's state, or a fresh one, or one that starts from another run's parameters."""
@@ -154,7 +157,9 @@ class Run:
         return 0
 
     def save(self) -> None:
-        self.checkpoints.save(self.state, self.batches.get_state(), self.values, force=True)
+        """Saves the state; it competes for the best checkpoints only with measures of its own."""
+        values = self.values if self.measured_at == self.step else {}
+        self.checkpoints.save(self.state, self.batches.get_state(), values, force=True)
 
     def evaluate(self) -> dict[str, float]:
         """Measures of the validation split, a few decoded examples, and both reported."""
@@ -172,7 +177,7 @@ class Run:
             values |= scores
             self.show(records[: config.evaluate.samples])
         self.reports.write(self.step, "validation", values)
-        self.values = values
+        self.values, self.measured_at = values, self.step
         return values
 
     def show(self, records: list[dict]) -> None:
@@ -248,7 +253,9 @@ def resolve(config: Config, dataset: Dataset, tokenizers: Tokenizers) -> Config:
     """The config with the sizes that only data and tokenizers know."""
     classes = None if dataset.classes is None else len(dataset.classes)
     model = build.resolve(config.model, tokenizers.source.vocab, tokenizers.target.vocab, classes)
-    task = dataclasses.replace(config.task, classes=dataset.classes or ())
+    decodes = model.decoder is not None or model.recurrent_decoder is not None
+    side = tokenizers.target if decodes else tokenizers.source
+    task = dataclasses.replace(config.task, classes=dataset.classes or (), vocab=side.size)
     return dataclasses.replace(config, model=model, task=task)
 
 

@@ -35,9 +35,7 @@ def create(config: Config, module: nn.Module, optimizer: optax.GradientTransform
     return TrainState(step, params, opt_state, key, variables)
 
 
-def layout_of(
-    config: Config, module: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> TrainState:
+def layout_of(config: Config, module: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """The sharding of every leaf of a state. Moments and the average lie where their parameters do."""
     boxed = build.shapes(module)
     layout = rules.shardings(boxed, mesh)

@@ -1,0 +1,90 @@
+"""What README and docs say is true: commands run (at toy size) or parse, Python runs, paths and links exist."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jaxformer import cli, overrides
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOY = [
+    "--config.train.steps=2",
+    "--config.train.evaluate_every=0",
+    "--config.evaluate.examples=16",
+    "--config.evaluate.decode_examples=4",
+    "--config.data.batch=16",
+    "--config.data.buckets=48",
+    "--config.data.examples=200",
+    "--config.decode.max_length=8",
+    *(f"--config.model.{part}.{edit}" for part in ("encoder", "decoder") for edit in ("layers=1", "width=16")),
+]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, words) of every `jaxformer` command, without what stands before a pipe."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page, "bash"):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line.split("|")[-1], comments=True)
+                if words and words[0] == "jaxformer":
+                    found.append((page.name, words[1:]))
+    return found
+
+
+@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda x: x if isinstance(x, str) else "-".join(x)[:60])
+def test_every_command_is_one(page, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = cli.read(words[0], cli.COMMANDS[words[0]], words[1:])
+    if cli.COMMANDS[words[0]].config == "recipe":
+        overrides.parse(arguments.config)
+
+
+def test_the_commands_and_the_python_of_the_readme_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("configs", "experiments"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    first = [words for page, words in commands() if page == "README.md" and "runs/quickstart" in " ".join(words)]
+    assert [words[0] for words in first] == ["train", "evaluate", "decode", "report", "inspect"]
+    for words in first:
+        if words[0] == "train":
+            words = [word for word in words if "train.steps" not in word] + TOY
+        monkeypatch.setattr("sys.stdin", io.StringIO("three hundred and five\n"))
+        assert cli.main(words) == 0, capsys.readouterr().err
+    workdir = tmp_path / "runs" / "quickstart"
+    named = re.search(r"A workdir holds(.*?)\.\nExit", (ROOT / "README.md").read_text(), re.S).group(1)
+    for name in re.findall(r"`([^`]+)`", named):
+        name = name.replace("<split>", "test").rstrip("/")
+        assert (workdir / name).exists(), f"README: a workdir holds {name}, but this one does not"
+    for block in blocks(ROOT / "README.md", "python"):
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_every_path_that_a_page_names_exists():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for path in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / path).exists(), f"{page.name}: link to {path}"
+        for path in re.findall(
+            r"`((?:configs|docs|experiments|jaxformer|launch|tests|benchmarks)/[\w/]+(?:\.\w+|/))[:`]", text
+        ):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_every_recipe_says_how_to_run_it():
+    for recipe in sorted((ROOT / "configs").glob("*.py")):
+        text = recipe.read_text(encoding="utf-8").split('"""')[1]
+        for word in ("Command:", "Hardware:", "Score:", "Time:"):
+            assert word in text, f"{recipe.name}: no {word}"
+        for variant in [""] + re.findall(r"^(?:Variants:|\s{9,10})\s(\w+) +", text, re.M):
+            overrides.freeze(overrides.load(f"{recipe}:{variant}" if variant else str(recipe)))

@@ -1,0 +1,136 @@
+"""Whole runs at toy size: a complete workdir, resuming bit for bit, refusing another config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+
+import chex
+import jax
+import pytest
+
+from jaxformer import checkpoint, overrides
+from jaxformer.config import ConfigError, RecurrentConfig, StackConfig
+from jaxformer.train import loop
+from jaxformer.train.evaluate import evaluate
+
+TINY = dict(layers=1, width=16, attention=dict(heads=2), ffn=dict(width=16), embed=dict(dropout=0.1), unroll=1)
+
+
+def recipe(**edits):
+    config = overrides.defaults()
+    config.data.source, config.data.name = "algorithmic", "reverse/4"
+    config.data.tokenizer.kind = "character"
+    config.data.batch, config.data.length = 8, 8
+    config.data.examples = 40  # five batches an epoch: the run below crosses two epochs
+    config.model.encoder = overrides.section(StackConfig, **TINY)
+    config.model.decoder = overrides.section(StackConfig, **TINY)
+    config.model.share_embeddings = True
+    config.mesh.data, config.mesh.fsdp = 2, 4
+    config.train.steps, config.train.log_every = 12, 1
+    config.train.evaluate_every, config.train.checkpoint_every = 6, 4
+    config.train.ema = 0.9
+    config.evaluate.examples = 16
+    config.decode.max_length = 8
+    for path, value in edits.items():
+        overrides.override(config, path.replace("__", "."), str(value))
+    return overrides.freeze(config)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run") / "whole"
+    config = recipe()
+    assert loop.train(config, workdir) == 0
+    return config, workdir
+
+
+def rows(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_a_complete_workdir(finished):
+    _, workdir = finished
+    assert {"config.json", "environment.json", "metrics.jsonl", "tokenizer.json", "result.json"} <= {
+        path.name for path in workdir.iterdir()
+    }
+    assert list((workdir / "tensorboard").glob("events*"))
+    train = [row for row in rows(workdir) if row["split"] == "train"]
+    assert [row["step"] for row in train] == list(range(1, 13))
+    assert {"loss", "learning_rate", "gradient_norm", "tokens_per_second", "padding", "wall_time"} <= train[0].keys()
+    assert json.loads((workdir / "result.json").read_text())["step"] == 12
+
+
+def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkeypatch):
+    config, whole = finished
+    calls = []
+    add = loop.Window.add
+
+    def interrupt(self, sums, batch):
+        calls.append(None)
+        if len(calls) == 7:  # inside the second epoch, between two checkpoints
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(self, sums, batch)
+
+    monkeypatch.setattr(loop.Window, "add", interrupt)
+    assert loop.train(config, tmp_path) == loop.PREEMPTED
+    assert rows(tmp_path)[-1]["step"] == 7
+    assert not (tmp_path / "result.json").exists()
+    assert loop.train(config, tmp_path) == 0
+    mine, theirs = checkpoint.load(tmp_path), checkpoint.load(whole)
+    chex.assert_trees_all_equal(jax.device_get(mine.params), jax.device_get(theirs.params))
+    measured = [(r["step"], r["split"], r["loss"]) for r in rows(tmp_path)]
+    assert measured == [(r["step"], r["split"], r["loss"]) for r in rows(whole)]
+
+
+def test_evaluation_of_a_finished_run(finished):
+    _, workdir = finished
+    result = evaluate(workdir, "validation")
+    assert json.loads((workdir / "eval-validation.json").read_text()) == result
+    assert 0.0 <= result["exact_match"] <= 1.0 and result["loss"] > 0.0
+    with pytest.raises(ConfigError, match="split: got 'tests'.*did you mean 'test'"):
+        evaluate(workdir, "tests")
+
+
+def test_a_finished_run_is_not_trained_again(finished):
+    config, workdir = finished
+    before = rows(workdir)
+    assert loop.train(config, workdir) == 0
+    assert rows(workdir) == before
+
+
+def test_a_workdir_of_another_config_is_refused_untouched(finished):
+    _, workdir = finished
+    before = sorted((p.name, p.stat().st_mtime_ns) for p in workdir.iterdir())
+    with pytest.raises(ConfigError, match="optimizer.beta1"):
+        loop.train(recipe(optimizer__beta1=0.5), workdir)
+    assert sorted((p.name, p.stat().st_mtime_ns) for p in workdir.iterdir()) == before
+
+
+def test_a_run_can_start_from_another_ones_parameters(finished, tmp_path):
+    config, workdir = finished
+    edited = dataclasses.replace(
+        config,
+        init=dataclasses.replace(config.init, directory=str(workdir)),
+        train=dataclasses.replace(config.train, steps=1),
+        schedule=dataclasses.replace(config.schedule, peak=1e-12),
+    )
+    assert loop.train(edited, tmp_path / "second") == 0
+    mine, theirs = checkpoint.load(tmp_path / "second"), checkpoint.load(workdir)
+    chex.assert_trees_all_close(jax.device_get(mine.params), jax.device_get(theirs.params), rtol=1e-5, atol=1e-7)
+
+
+def test_the_recurrent_baseline_uses_the_same_trainer(tmp_path):
+    config = overrides.defaults()
+    config.data.source, config.data.name = "algorithmic", "copy/4"
+    config.data.tokenizer.kind = "character"
+    config.data.batch, config.data.length, config.data.examples = 8, 8, 16
+    part = dict(cell="gru", width=8)
+    config.model.recurrent_encoder = overrides.section(RecurrentConfig, **part, bidirectional=True)
+    config.model.recurrent_decoder = overrides.section(RecurrentConfig, **part, attention="additive")
+    config.train.steps = 2
+    config.evaluate.examples, config.evaluate.decode_examples, config.decode.max_length = 8, 4, 6
+    assert loop.train(overrides.freeze(config), tmp_path) == 0
+    assert "exact_match" in json.loads((tmp_path / "result.json").read_text())

@@ -1,0 +1,137 @@
+"""The training step: microbatches, meshes, batch norm, the average. All on eight simulated devices."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import builders
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from jaxformer import tasks
+from jaxformer.config import (
+    AttentionConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    NormConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TrainConfig,
+)
+from jaxformer.models import build
+from jaxformer.parallel import mesh as meshes
+from jaxformer.train import optim, step
+
+ROWS = [5, 2, 4, 1, 3, 5, 2, 5]
+
+
+def config_of(model: ModelConfig, task: str = "translation", **train) -> Config:
+    return Config(
+        model=model,
+        task=TaskConfig(name=task, label_smoothing=0.1),
+        # Not Adam: a key's bias has no gradient but rounding error, which Adam would blow up to the full rate.
+        optimizer=OptimizerConfig(name="sgd", weight_decay=0.1),
+        schedule=ScheduleConfig(kind="constant", peak=0.1, warmup=1),
+        train=TrainConfig(steps=10, **train),
+    )
+
+
+def run(config: Config, mesh: jax.sharding.Mesh, batches: list) -> tuple[step.TrainState, list[dict]]:
+    """The state after a step on each of `batches`, and the steps' sums."""
+    module = build.build(config.model)
+    schedule = optim.schedule(config.schedule, config.train.steps, 8)
+    with jax.set_mesh(mesh):
+        optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
+        state = step.create(config, module, optimizer, mesh)
+        update = step.make(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
+        sums = []
+        for batch in batches:
+            state, new = update(state, step.place(batch, mesh))
+            sums.append(jax.device_get(new))
+    return state, sums
+
+
+def one_device() -> jax.sharding.Mesh:
+    return meshes.make(MeshConfig(), jax.devices()[:1])
+
+
+def losses(sums: list[dict]) -> np.ndarray:
+    return np.array([s["loss"][0] / s["loss"][1] for s in sums])
+
+
+def test_microbatches_equal_one_batch_although_their_token_counts_differ():
+    model = builders.seq2seq()
+    batch = builders.batch(model, ROWS)
+    whole, sums = run(config_of(model), one_device(), [batch])
+    split, other = run(config_of(model, accumulation=4), one_device(), [batch])
+    chex.assert_trees_all_close(split.params, whole.params, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(other, sums, rtol=1e-5, atol=1e-6)
+    averaged = jnp.mean(jnp.array([s.sum() for s in np.split(batch.weights, 4)]))
+    assert averaged != batch.weights[:2].sum(), "the microbatches must be ragged for this test to mean anything"
+
+
+MESHES = {
+    "fsdp": MeshConfig(data=1, fsdp=8),
+    "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
+}
+
+
+@pytest.fixture(scope="module")
+def single():
+    """Three steps on one device: the reference of every mesh."""
+    model = builders.seq2seq(attention=AttentionConfig(heads=2, dropout=0.1), dropout=0.1)
+    model = dataclasses.replace(
+        model,
+        encoder=dataclasses.replace(model.encoder, embed=dataclasses.replace(model.encoder.embed, vocab=16)),
+        decoder=dataclasses.replace(model.decoder, embed=dataclasses.replace(model.decoder.embed, vocab=16)),
+    )
+    config = config_of(model)
+    batches = [builders.batch(model, ROWS, seed=seed) for seed in range(3)]
+    return config, batches, run(config, one_device(), batches)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_changes_nothing_but_where_things_lie(name, single):
+    config, batches, (reference, sums) = single
+    mesh = meshes.make(MESHES[name])
+    state, other = run(config, mesh, batches)
+    np.testing.assert_allclose(losses(other), losses(sums), rtol=2e-5)
+    chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(reference.params), rtol=2e-4, atol=2e-6)
+    kernel = state.params["decoder"]["blocks"]["ffn"]["in"]["kernel"]
+    held = kernel.addressable_shards[0].data.size * 8 / kernel.size
+    assert held == {"fsdp": 1, "mixed": 2}[name]
+    moment = next(x for x in jax.tree.leaves(state.opt_state) if x.shape == kernel.shape)
+    assert moment.sharding.is_equivalent_to(kernel.sharding, kernel.ndim)
+
+
+def test_batch_norm_sees_the_global_batch_without_padding():
+    model = builders.seq2seq(norm=NormConfig(kind="batch", momentum=0.5))
+    config = config_of(model)
+    batch = builders.batch(model, ROWS)
+    alone, _ = run(config, one_device(), [batch])
+    spread, _ = run(config, meshes.make(MeshConfig(data=8)), [batch])
+    chex.assert_trees_all_close(jax.device_get(spread.variables), jax.device_get(alone.variables), rtol=1e-4, atol=1e-6)
+    filled = batch.source.tokens + 7 * (batch.source.slots.segment == 0)
+    other = batch._replace(source=batch.source._replace(tokens=filled % builders.VOCAB))
+    padded, _ = run(config, one_device(), [other])
+    chex.assert_trees_all_close(padded.variables, alone.variables, rtol=1e-5, atol=1e-6)
+    start = jax.tree.leaves(build.shapes(build.build(model))["batch_stats"])
+    assert len(start) == len(jax.tree.leaves(alone.variables["batch_stats"]))
+    means = [x for path, x in jax.tree.leaves_with_path(alone.variables["batch_stats"]) if "mean" in str(path)]
+    assert all(float(jnp.abs(x).max()) > 0 for x in means)
+
+
+def test_the_average_follows_the_parameters():
+    model = builders.decoder()
+    batches = [builders.batch(model, ROWS, seed=seed) for seed in range(2)]
+    config = config_of(model, "language_modelling", ema=0.75)
+    first, _ = run(config, one_device(), batches[:1])
+    second, _ = run(config, one_device(), batches)
+    expected = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, first.variables["ema"], second.params)
+    chex.assert_trees_all_close(second.variables["ema"], expected, rtol=1e-6, atol=1e-7)
