@@ -26,7 +26,7 @@ def get_config():
     config.task.label_smoothing = 0.1
     config.task.language = "de"  # of the targets: adds the lower-cased tokenised BLEU of the literature
 
-    part = dict(cell="lstm", width=256, embed=dict(dropout=0.3), dropout=0.3)
+    part = dict(cell="lstm", width=256, embed=dict(dropout=0.2), dropout=0.2)
     config.model.recurrent_encoder = section(RecurrentConfig, **part, bidirectional=True)
     config.model.recurrent_decoder = section(RecurrentConfig, **part, attention="additive")
     config.model.share_embeddings = True
@@ -36,7 +36,7 @@ def get_config():
     config.schedule.peak = 3e-3
     config.schedule.warmup = 200
     config.schedule.floor = 0.02
-    config.train.steps = 4000
+    config.train.steps = 2500
     config.train.log_every = 50
     config.train.evaluate_every = 500
     config.train.checkpoint_every = 200

@@ -37,8 +37,9 @@ def get_config(variant: str = "transformer"):
             layers=2,
             width=128,
             dropout=0.3,
-            embed=dict(dropout=0.5),
-            attention=dict(heads=4, dropout=0.1),
+            embed=dict(scale=True, dropout=0.5),
+            encoding=dict(kind="rope"),
+            attention=dict(heads=4),
             ffn=dict(width=256),
         )
     config.model.head.kind = "classes"

@@ -25,7 +25,7 @@ def get_config(variant: str = "transformer"):
 
     if recurrent:
         config.model.recurrent_decoder = section(
-            RecurrentConfig, cell="lstm", layers=2, width=240, dropout=0.2, embed=dict(dropout=0.2)
+            RecurrentConfig, cell="lstm", layers=2, width=268, dropout=0.2, embed=dict(dropout=0.2)
         )
     else:
         config.model.decoder = section(
@@ -42,7 +42,7 @@ def get_config(variant: str = "transformer"):
     config.optimizer.weight_decay = 0.05
     config.schedule.peak = 2e-3
     config.schedule.warmup = 200
-    config.train.steps = 3000
+    config.train.steps = 1500
     config.train.evaluate_every = 500
     config.train.checkpoint_every = 500
     config.evaluate.batch = 32

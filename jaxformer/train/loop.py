@@ -128,6 +128,9 @@ class Run:
 
     def loop(self) -> int:
         config = self.config.train
+        if self.step >= config.steps and (self.workdir / "result.json").exists():
+            self.reports.say("finished before; raise config.train.steps to go on")
+            return 0
         update = steps.make(self.config, self.module, self.task, self.optimizer, self.schedule, self.mesh)
         window = Window()
         while self.step < config.steps:

@@ -1,0 +1,63 @@
+"""The recipes as models: sizes that the papers state, and losses that start where chance does."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from jaxformer import losses, overrides
+from jaxformer.models import build
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def model_of(name: str, vocab: int, *edits: str):
+    config = overrides.parse([f"--config={ROOT / 'configs' / name}", *edits]).model
+    return build.build(build.resolve(config, vocab, vocab, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "millions"),
+    [
+        # Radford et al. 2019 call it 117M; the released checkpoint has 124.4M (50257 rows, here padded to 50304).
+        ("gpt2_124m.py", 50304, 124.48),
+        # Vaswani et al. 2017, table 3: 65 and 213 million with a shared vocabulary of about 37000.
+        ("transformer_base.py", 37000, 63),
+        ("transformer_big.py", 37000, 214),
+        # Devlin et al. 2019: 110 million; without the pooler, with the transform before the tied projection.
+        ("bert_mlm.py:base", 30522, 109.5),
+    ],
+)
+def test_parameter_counts_are_the_papers(name, vocab, millions):
+    shapes = nn.meta.unbox(build.shapes(model_of(name, vocab)))["params"]
+    assert build.count(shapes) / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_the_notes_gpt2_starts_at_chance():
+    module = model_of("gpt2_notes.py", 512, "--config.model.decoder.unroll=1")
+    config = module.config.decoder
+    assert (config.layers, config.width, config.embed.width, config.attention.heads) == (12, 144, 128, 6)
+    batch = build.example(module.config, 2, 32)
+    tokens = np.random.default_rng(0).integers(0, 512, (2, 33)).astype(np.int32)
+    batch = batch._replace(target=batch.target._replace(tokens=tokens[:, :-1]))
+
+    @jax.jit
+    def loss(key):
+        variables = nn.meta.unbox(build.initialise(module, key))
+        total, count = losses.cross_entropy(module.apply(variables, batch), tokens[:, 1:], np.ones((2, 32)))
+        return total / count
+
+    assert float(loss(jax.random.key(0))) == pytest.approx(math.log(512), abs=0.5)
+
+
+def test_the_two_wikitext2_models_have_the_same_size():
+    sizes = [
+        build.count(nn.meta.unbox(build.shapes(model_of(f"wikitext2.py:{variant}", 8000)))["params"])
+        for variant in ("transformer", "lstm")
+    ]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.02), sizes
