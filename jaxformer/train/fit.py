@@ -1,0 +1,88 @@
+"""Training without files: a config, batches from memory, parameters. For experiments and for trying an idea out.
+
+The update is `step.make`'s, the measures are the task's; what is left out is the data pipeline, checkpoints and logs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Iterable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxformer import metrics, tasks
+from jaxformer.config import Config, MeshConfig
+from jaxformer.models import build
+from jaxformer.parallel import mesh as meshes
+from jaxformer.train import optim
+from jaxformer.train import step as steps
+from jaxformer.types import Array, Batch, PyTree, Sums, TrainState
+
+
+class Trainer:
+    """Trains one config from any number of seeds on one device, compiling once.
+
+    `config.model` must be resolved. `config.data` and `config.train.seed` are not read: the batches and the seed are
+    arguments. `config.train.steps` is what the schedule is made for.
+    """
+
+    def __init__(self, config: Config) -> None:
+        # Small models are faster on one device; so the numbers also do not depend on how many there are.
+        self.config = config = dataclasses.replace(config, mesh=MeshConfig(data=1))
+        self.mesh = meshes.make(config.mesh, jax.devices()[:1])
+        self.module = module = build.build(config.model)
+        task = tasks.get(config.task.name)
+        shapes = nn.meta.unbox(build.shapes(module))["params"]
+        self.parameters = build.count(shapes)
+        model = config.model
+        last = model.decoder or model.recurrent_decoder or model.encoder or model.recurrent_encoder
+        schedule = optim.schedule(config.schedule, config.train.steps, last.width)
+        names = jax.tree.map(_names, build.shapes(module)["params"], is_leaf=_is_box)
+        optimizer = optim.optimizer(config.optimizer, schedule, shapes, names)
+        layout = steps.layout_of(config, module, optimizer, self.mesh)
+
+        def start(seed: Array) -> TrainState:
+            root = jax.random.key(seed)
+            variables = nn.meta.unbox(build.initialise(module, jax.random.fold_in(root, 0)))
+            params = variables.pop("params")
+            if config.train.ema is not None:
+                variables["ema"] = params
+            opt_state = optimizer.init(params)
+            return TrainState(jnp.zeros((), jnp.int32), params, opt_state, jax.random.fold_in(root, 1), variables)
+
+        def measure(variables: PyTree, batch: Batch) -> Sums:
+            return task.metrics(config, module.apply(variables, batch), batch)
+
+        self._start = jax.jit(start, out_shardings=layout)
+        self._update = steps.make(config, module, task, optimizer, schedule, self.mesh)
+        self._measure = jax.jit(measure)
+
+    def train(self, seed: int, batches: Iterable[Batch]) -> TrainState:
+        """The state after one update with each of `batches`. The start is `jaxformer train`'s for the same seed."""
+        with jax.set_mesh(self.mesh):
+            state = self._start(jnp.uint32(seed))
+            for batch in batches:
+                state, _ = self._update(state, steps.place(batch, self.mesh))
+        return state
+
+    def measure(self, state: TrainState, batches: Iterable[Batch]) -> dict[str, float]:
+        """The task's measures over all of `batches`."""
+        average = {} if self.config.train.ema is None else {"params": state.variables["ema"]}
+        others = {name: value for name, value in state.variables.items() if name != "ema"}
+        variables = {"params": state.params, **others, **average}
+        total: Sums = {}
+        with jax.set_mesh(self.mesh):
+            for batch in batches:
+                sums = jax.device_get(self._measure(variables, steps.place(batch, self.mesh)))
+                total = metrics.add(total, sums) if total else sums
+        return metrics.divide(total)
+
+
+def _is_box(x: object) -> bool:
+    return isinstance(x, nn.meta.AxisMetadata)
+
+
+def _names(x: object) -> tuple[str | None, ...]:
+    return tuple(x.names) if _is_box(x) else ()
