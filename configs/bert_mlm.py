@@ -3,6 +3,8 @@
 Command:  python -m jaxformer train --config=configs/bert_mlm.py --workdir=runs/bert_mlm
 Variants: tiny (2 layers, width 128), base (12 layers, width 768: the paper's)
 Hardware: tiny: 2 CPU cores; base: accelerators
+Time:     not measured here
+Score:    not measured here
 """
 
 from jaxformer.config import StackConfig

@@ -3,6 +3,7 @@
 Command:  python -m jaxformer train --config=configs/gpt2_124m.py --workdir=runs/gpt2_124m \
               --config.data.dir=DIR --config.data.splits.train=train.txt --config.data.splits.validation=valid.txt
 Hardware: one or more accelerators of 40 GB; half a million tokens a step by accumulation
+Time:     not measured here
 Score:    not measured here. nanoGPT reports validation loss 2.85 after 300 billion tokens of OpenWebText
 """
 

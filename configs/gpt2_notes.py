@@ -2,6 +2,8 @@
 
 Command:  python -m jaxformer train --config=configs/gpt2_notes.py --workdir=runs/gpt2_notes
 Hardware: 2 CPU cores
+Time:     not measured here
+Score:    starts at loss ln 512 = 6.24
 """
 
 from jaxformer.config import StackConfig

@@ -3,6 +3,7 @@
 Command:  jaxformer data prepare lm1b --dir=DIR      (once, needs the extra [prepare])
           python -m jaxformer train --config=configs/lm1b.py --workdir=runs/lm1b --config.data.dir=DIR
 Hardware: 8 accelerators
+Time:     not measured here
 Score:    not measured here
 """
 

@@ -4,6 +4,8 @@ Command:  python -m jaxformer train --config=configs/multi30k_tiny.py --workdir=
               --config.data.dir=DIR     (DIR holds train.en.gz, train.de.gz, val.en, ...)
           python -m jaxformer evaluate --workdir=runs/multi30k_tiny --split=test
 Hardware: 2 CPU cores
+Time:     82 minutes on a shared machine (88 minutes of processor time over both cores)
+Score:    test2016 38.73 BLEU cased 13a, 39.11 lower-cased tokenised (beam 5, mean of the last 10 checkpoints)
 """
 
 from jaxformer.config import StackConfig

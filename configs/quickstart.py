@@ -4,6 +4,8 @@ Command:  make quickstart
           python -m jaxformer train --config=configs/quickstart.py --workdir=runs/quickstart
 Variants: (none) German, fr French, es Spanish
 Hardware: 2 CPU cores
+Time:     a few minutes, installation included
+Score:    see docs/results.md
 """
 
 from jaxformer.config import StackConfig

@@ -5,6 +5,8 @@ Command:  python -m jaxformer train --config=configs/shakespeare_char.py:cpu --w
 Variants: cpu  4 layers, width 128, length 64, batch 12, 2000 steps (published validation loss: 1.88)
           gpu  6 layers, width 384, length 256, batch 64, 5000 steps (published: 1.4697)
 Hardware: cpu: 2 CPU cores; gpu: one accelerator
+Time:     cpu: 6.4 minutes on a shared machine; gpu: not measured here
+Score:    cpu: validation loss 1.669 (published 1.88); gpu: not measured here (published 1.4697)
 """
 
 from jaxformer.config import StackConfig

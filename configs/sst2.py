@@ -1,9 +1,13 @@
-"""SST-2 sentence-level sentiment from scratch: 6,920 training sentences, no pre-training.
+"""SST-2 sentiment from scratch: trained on the labelled phrases of the training sentences, judged on whole sentences.
+
+Training with the phrases is what the published figures do (Kim 2014; Socher et al. 2013).
 
 Command:  python -m jaxformer train --config=configs/sst2.py:transformer --workdir=runs/sst2 --config.data.dir=DIR
           python -m jaxformer evaluate --workdir=runs/sst2 --split=test
 Variants: transformer, bilstm
 Hardware: 2 CPU cores
+Time:     transformer: 6.8 minutes on a shared machine
+Score:    transformer: 80.8 % test accuracy; bilstm: not measured here
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig
@@ -15,7 +19,7 @@ def get_config(variant: str = "transformer"):
     config = defaults()
     config.data.source = "table"
     config.data.splits = {
-        "train": ("sentences.train.tsv",),
+        "train": ("glue.train.tsv.gz",),
         "validation": ("sentences.dev.tsv",),
         "test": ("sentences.test.tsv",),
     }
@@ -24,7 +28,7 @@ def get_config(variant: str = "transformer"):
     config.data.tokenizer.vocab = 12000
     config.data.batch = 64
     config.data.length = 64
-    config.data.buckets = (16, 32, 64)
+    config.data.buckets = (8, 16, 32, 64)
     config.task.name = "classification"
 
     if recurrent:
@@ -51,9 +55,9 @@ def get_config(variant: str = "transformer"):
     config.optimizer.decay_exclude = ("bias", "scale")
     config.schedule.peak = 1e-3
     config.schedule.warmup = 100
-    config.train.steps = 1000
-    config.train.evaluate_every = 100
-    config.train.checkpoint_every = 100
+    config.train.steps = 2000
+    config.train.evaluate_every = 250
+    config.train.checkpoint_every = 250
     config.checkpoint.metric = "accuracy"
     config.checkpoint.mode = "max"
     return config

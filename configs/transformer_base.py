@@ -3,6 +3,7 @@
 Command:  jaxformer data prepare wmt14_translate/de-en --dir=DIR      (once, needs the extra [prepare])
           python -m jaxformer train --config=configs/transformer_base.py --workdir=runs/base --config.data.dir=DIR
 Hardware: 8 accelerators (the paper: 8 P100, 12 hours, 100,000 steps of 25,000 source and 25,000 target tokens)
+Time:     not measured here
 Score:    not measured here. The paper: 27.3 BLEU (tokenised) on newstest2014
 """
 

@@ -5,6 +5,8 @@ Command:  python -m jaxformer train --config=configs/wikitext2.py:transformer --
           python -m jaxformer evaluate --workdir=runs/wikitext2 --split=test
 Variants: transformer, lstm
 Hardware: 2 CPU cores
+Time:     not measured here
+Score:    not measured here
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig

@@ -162,7 +162,7 @@ class Run:
     def save(self) -> None:
         """Saves the state; it competes for the best checkpoints only with measures of its own."""
         values = self.values if self.measured_at == self.step else {}
-        self.checkpoints.save(self.state, self.batches.get_state(), values, force=True)
+        self.checkpoints.save(self.state, self.batches.get_state(), values)
 
     def evaluate(self) -> dict[str, float]:
         """Measures of the validation split, a few decoded examples, and both reported."""
