@@ -7,11 +7,13 @@ Time:     not measured here
 Score:    not measured here. The paper: 28.4 BLEU (tokenised) on newstest2014
 """
 
-from configs.transformer_base import get_config as base
+from pathlib import Path
+
+from jaxformer.overrides import load
 
 
 def get_config():
-    config = base("big")
+    config = load(f"{Path(__file__).with_name('transformer_base.py')}:big")
     config.train.steps = 300000
     config.checkpoint.keep_last = 20
     config.checkpoint.average = 20

@@ -126,14 +126,16 @@ def test_help_names_every_command_and_flag(capsys):
 # --- wiring -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (143, 143)])
-def test_train_gets_the_config_and_its_code_is_the_exit_code(monkeypatch, recipe, returned, code):
-    calls = []
-    stand_in(monkeypatch, "train.loop", train=lambda *arguments: calls.append(arguments) or returned)
+@pytest.mark.parametrize("code", [0, 143])
+def test_train_gets_the_config_and_its_code_is_the_exit_code(monkeypatch, recipe, code):
+    calls, reported = [], []
+    stand_in(monkeypatch, "train.loop", train=lambda *arguments: calls.append(arguments) or code)
+    stand_in(monkeypatch, "report", write=lambda workdirs: reported.append(workdirs) or "page")
     argv = ["train", "--config.train.steps=9", *recipe.split("=", 1), "--workdir=out", "--config.train.seed=4"]
     assert cli.main(argv) == code
     ((config, workdir),) = calls
     assert (config.train.steps, config.train.seed, workdir) == (9, 4, "out")
+    assert reported == ([["out"]] if code == 0 else []), "a finished run gets its page, a preempted one does not yet"
 
 
 def test_a_crash_is_not_swallowed(monkeypatch, recipe):
@@ -254,14 +256,14 @@ def test_a_reader_that_leaves_is_no_crash():
 
 
 def test_doctor_says_what_is_there_and_what_is_wrong(monkeypatch, capsys):
-    monkeypatch.setattr(inspection, "PACKAGES", ("jax", "ml_collections"))
+    monkeypatch.setattr(inspection, "requirements", lambda: {"ml_collections": "1"})
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "nothing wrong found" in out
-    assert f"jax             {metadata.version('jax')}" in out
-    monkeypatch.setattr(inspection, "PACKAGES", ("nothing_of_that_name",))
-    assert cli.main(["doctor"]) == 2
-    assert "wrong: nothing_of_that_name: ModuleNotFoundError" in capsys.readouterr().out
+    assert f"ml_collections        {metadata.version('ml_collections')} (needs 1)" in out
+    monkeypatch.setattr(inspection, "requirements", lambda: {"nothing_of_that_name": ""})
+    assert cli.main(["doctor"]) == 1
+    assert "FAIL  nothing_of_that_name  not installed; install it" in capsys.readouterr().out
 
 
 def test_inspect_refuses_what_is_no_run(tmp_path, capsys):

@@ -19,7 +19,7 @@ TOY = [
     "--config.evaluate.examples=16",
     "--config.evaluate.decode_examples=4",
     "--config.data.batch=16",
-    "--config.data.buckets=48",
+    "--config.data.buckets=40",
     "--config.data.examples=200",
     "--config.decode.max_length=8",
     *(f"--config.model.{part}.{edit}" for part in ("encoder", "decoder") for edit in ("layers=1", "width=16")),
@@ -78,7 +78,7 @@ def test_every_path_that_a_page_names_exists():
         for path in re.findall(
             r"`((?:configs|docs|experiments|jaxformer|launch|tests|benchmarks)/[\w/]+(?:\.\w+|/))[:`]", text
         ):
-            assert (ROOT / path).exists(), f"{page.name}: {path}"
+            assert "NAME" in path or (ROOT / path).exists(), f"{page.name}: {path}"
 
 
 def test_every_recipe_says_how_to_run_it():
