@@ -255,6 +255,15 @@ def about(directory: Path) -> dict[str, Any]:
         return {}
 
 
+def arrays(directory: Path) -> dict[tuple[str, ...], Any]:
+    """Shape and dtype of every array in a checkpoint by its path (`params/...`), from its metadata: none is read.
+
+    Raises:
+      Damaged: the metadata cannot be read.
+    """
+    return _metadata(directory)
+
+
 def quality(about: dict[str, Any], config: CheckpointConfig) -> float:
     """The metric, turned so that more is better; minus infinity where it is missing or not a finite number."""
     value = about.get("values", {}).get(config.metric, math.nan)

@@ -285,7 +285,7 @@ def figure(*titles: str, height: float = 3.4) -> tuple[Figure, list[Axes]]:
     """A figure with one panel for every title, side by side, quiet in everything that is not data."""
     from matplotlib.figure import Figure  # the object alone: no window, no global state
 
-    made = Figure(figsize=(4.2 * len(titles), height), layout="constrained")
+    made = Figure(figsize=(4.2 * len(titles) + 1.4, height), layout="constrained")
     panels = list(made.subplots(1, len(titles), squeeze=False)[0])
     for panel, title in zip(panels, titles):
         panel.set_title(title, fontsize=10, loc="left")

@@ -1,103 +1,224 @@
-"""What lies in a workdir, and what this machine and installation are, in words."""
+"""What lies in a workdir, and what this machine and installation are, in words for a terminal."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+import math
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
+import time
+import tomllib
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Iterator, NamedTuple
 
-from jaxformer import __version__
-from jaxformer.config import Config
-
-PACKAGES = (
-    "jax",
-    "flax",
-    "optax",
-    "orbax.checkpoint",
-    "grain",
-    "tensorflow_datasets",
-    "ml_collections",
-    "tokenizers",
-    "sentencepiece",
-    "num2words",
-    "sacrebleu",
-    "sacremoses",
-    "matplotlib",
-    "tensorboardX",
-)
-
+from jaxformer import __version__, overrides
+from jaxformer.config import Config, RecurrentConfig, StackConfig
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def describe(path: str | Path) -> str:
-    """A run as text: its config's main lines, every parameter with its shape, its checkpoints, its last figures.
+    """A run as text: model, task, how far it is, its checkpoints and results, and every parameter with its shape.
+
+    No array is loaded: shapes come from a checkpoint's metadata, or from `parameters.txt` before there is one.
+
+    Args:
+      path: a workdir, or something below its `checkpoints`.
 
     Raises:
-      ConfigError: there is no run at `path`, or its checkpoint cannot be read.
+      ConfigError: there is no run at `path`.
     """
     from jaxformer import checkpoint
 
-    model = checkpoint.load(path)
-    workdir, _ = checkpoint.locate(Path(path).absolute())
-    sections = [_summary(model.config), _parameters(model.params), _checkpoints(workdir), _figures(workdir)]
-    return f"{path}\n\n" + "\n\n".join(text for text in sections if text)
+    path = Path(path).absolute()
+    # A run that has just begun has no checkpoints yet, which is no reason to say nothing of it.
+    workdir, chosen = (path, "") if (path / "config.json").is_file() else checkpoint.locate(path)
+    config = overrides.read(workdir)
+    found = {part: checkpoint.ranked(workdir, part, config.checkpoint) for part in ("last", "best")}
+    source = _chosen(workdir / "checkpoints", chosen, found)
+    arrays, broken = {}, ""
+    if source:
+        try:
+            arrays = checkpoint.arrays(source)
+        except checkpoint.Damaged as error:
+            broken = f"  {source.parent.name}/{source.name} cannot be read: {error}"
+    checkpoints = [_checkpoints(config, found, checkpoint.about), _used(config), _size(source, arrays), broken]
+    sections = {
+        "model": _rows(_model(config)),
+        "run": _rows(_task(config) + _progress(workdir, config)),
+        "checkpoints": "\n".join(filter(None, checkpoints)),
+        "results": _rows(_results(workdir)) or "  none yet; see jaxformer evaluate",
+        "parameters": _parameters(arrays, workdir),
+    }
+    return f"{path}\n\n" + "\n\n".join(f"{name}\n{text}" for name, text in sections.items())
 
 
-def _summary(config: Config) -> str:
+def _chosen(folder: Path, chosen: str, found: dict[str, list[Path]]) -> Path | None:
+    """The checkpoint that is meant, as `checkpoint.load` understands it; None where there is none."""
+    if chosen and chosen not in found:
+        return folder / chosen
+    ranked = found[chosen] if chosen else [*found["best"], *found["last"]]
+    return ranked[0] if ranked else None
+
+
+def _model(config: Config) -> list[tuple[str, str]]:
     model, rows = config.model, []
     for name in ("encoder", "decoder", "recurrent_encoder", "recurrent_decoder"):
         part = getattr(model, name)
         if part is not None:
-            about = f"layers {part.layers}, width {part.width}, vocabulary {part.embed.vocab}"
-            if hasattr(part, "cell"):
-                rows.append((name, f"{about}, {part.cell}, attention {part.attention}"))
-            else:
-                heads = f"heads {part.attention.heads}"
-                rows.append((name, f"{about}, {heads}, {part.encoding.kind} positions, {part.norm.order} norm"))
-    rows += [
-        ("head", model.head.kind),
+            rows.append(
+                (name.replace("_", " "), _recurrent(part) if isinstance(part, RecurrentConfig) else _stack(part))
+            )
+    head = model.head
+    words = f"one of {head.classes} classes" if head.kind == "classes" else "tokens"
+    shared = ", tied to the embedding" if head.kind == "tokens" and head.tied else ""
+    rows.append(("head", words + shared + (", one table for both sides" if model.share_embeddings else "")))
+    return [*rows, ("compute", model.dtype)]
+
+
+def _stack(part: StackConfig) -> str:
+    attention, norm = part.attention, part.norm
+    grouped = f" ({attention.kv_heads} for keys and values)" if attention.kv_heads else ""
+    ffn = "no feed-forward"
+    if part.ffn is not None:
+        gated = "gated " if part.ffn.gated else ""
+        ffn = f"feed-forward {part.ffn.width or 4 * part.width} {gated}{part.ffn.activation}"
+    return (
+        f"layers {part.layers}, width {part.width}, heads {attention.heads}{grouped}, {ffn}, "
+        f"{part.encoding.kind} positions, {norm.order} {norm.kind} norm, vocabulary {part.embed.vocab}"
+    )
+
+
+def _recurrent(part: RecurrentConfig) -> str:
+    both = " in both directions" if part.bidirectional else ""
+    attention = "" if part.attention == "none" else f", {part.attention} attention"
+    return f"layers {part.layers}, width {part.width}, {part.cell}{both}{attention}, vocabulary {part.embed.vocab}"
+
+
+def _task(config: Config) -> list[tuple[str, str]]:
+    data, schedule, tokenizer = config.data, config.schedule, config.data.tokenizer
+    batch = f"{data.tokens:,} tokens" if data.tokens else f"{data.batch} rows"
+    source = " ".join(word for word in (data.source, data.name, data.dir) if word)
+    rate = f"{schedule.kind} rate up to {schedule.peak:g} after {schedule.warmup:,} steps"
+    return [
         ("task", config.task.name),
-        ("data", " ".join(word for word in (config.data.source, config.data.name, config.data.dir) if word)),
-        ("train", f"{config.train.steps} steps, {config.optimizer.name}, {config.schedule.kind}, {model.dtype}"),
+        ("data", f"{source}; {tokenizer.kind} tokens, at most {data.length}; batches of {batch}"),
+        ("optimizer", f"{config.optimizer.name}, {rate}"),
     ]
-    return _rows(rows)
 
 
-def _parameters(params: Any) -> str:
-    import jax
-
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    rows = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, leaf.size) for path, leaf in leaves]
-    total = sum(size for _, _, size in rows)
-    shown = [(name, f"{'x'.join(map(str, shape)) or 'scalar':>16}  {size:>14,}") for name, shape, size in rows]
-    return f"parameters: {total:,}\n" + _rows(shown)
+def _progress(workdir: Path, config: Config) -> list[tuple[str, str]]:
+    step, loss = _last_report(workdir / "metrics.jsonl")
+    ended = ", finished" if (workdir / "result.json").exists() else ", not finished"
+    report = f", train loss {loss:.4g}" if math.isfinite(loss) else ""
+    return [("step", f"{step:,} of {config.train.steps:,}{ended}{report}")]
 
 
-def _checkpoints(workdir: Path) -> str:
+def _last_report(path: Path) -> tuple[int, float]:
+    """Step and loss of the last whole training row; 0 and NaN without one."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:  # torn: the run is writing it, or was killed while it did
+            continue
+        if isinstance(row, dict) and row.get("split") == "train" and isinstance(row.get("step"), int):
+            loss = row.get("loss")
+            return row["step"], float(loss) if isinstance(loss, (int, float)) else math.nan
+    return 0, math.nan
+
+
+def _checkpoints(config: Config, found: dict[str, list[Path]], about: Callable[[Path], dict[str, Any]]) -> str:
+    """A line a checkpoint with what it measured: the newest first, and the best first."""
+    keep = config.checkpoint
     rows = []
-    for part in ("last", "best"):
-        folder = workdir / "checkpoints" / part
-        steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
-        rows.append((f"checkpoints/{part}", ", ".join(f"step {step:,}" for step in steps) or "none"))
-    return _rows(rows)
+    for part, title in (
+        ("last", "last"),
+        ("best", f"best ({'least' if keep.mode == 'min' else 'most'} {keep.metric})"),
+    ):
+        for directory in found[part]:
+            rows.append((title, f"step {int(directory.name):,}", _values(about(directory).get("values"))))
+            title = ""
+        if not found[part]:
+            rows.append((title, "none", ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    lines = (f"  {title:<{widths[0]}}  {step:<{widths[1]}}  {values}".rstrip() for title, step, values in rows)
+    return "\n".join(lines)
 
 
-def _figures(workdir: Path) -> str:
+def _used(config: Config) -> str:
+    keep = config.checkpoint
+    return f"  evaluated and decoded with the mean of the {keep.average_of} {keep.average}" if keep.average else ""
+
+
+def _size(source: Path | None, held: dict[tuple[str, ...], Any]) -> str:
+    """What the arrays of a checkpoint amount to, by kind."""
+    sizes: dict[str, int] = {}
+    for path, each in held.items():
+        sizes[path[0]] = sizes.get(path[0], 0) + math.prod(each.shape) * each.dtype.itemsize
+    kinds = {"params": "parameters", "opt_state": "optimizer", "variables": "other variables"}
+    words = [f"{name} {sizes[key] / 1e6:,.1f} MB" for key, name in kinds.items() if key in sizes]
+    return f"  in {source.parent.name}/{source.name}: {', '.join(words)}" if words else ""
+
+
+def _results(workdir: Path) -> list[tuple[str, str]]:
     rows = []
     for path in [workdir / "result.json", *sorted(workdir.glob("eval-*.json"))]:
         if path.exists():
-            values = json.loads(path.read_text(encoding="utf-8"))
-            shown = [f"{name} {value:.5g}" for name, value in values.items() if isinstance(value, (int, float))]
-            rows.append((path.name, ", ".join(shown)))
-    return _rows(rows)
+            try:
+                rows.append((path.name, _values(json.loads(path.read_text(encoding="utf-8")))))
+            except (OSError, ValueError) as error:
+                rows.append((path.name, f"cannot be read ({error})"))
+    return rows
+
+
+def _values(values: Any) -> str:
+    if not isinstance(values, dict):
+        return ""
+    numbers = {k: v for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    return "  ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.5g}" for name, value in numbers.items()
+    )
+
+
+def _parameters(held: dict[tuple[str, ...], Any], workdir: Path) -> str:
+    """Every parameter with its shape and size, under the part of the model that it belongs to."""
+    rows = [("/".join(path[1:]), tuple(each.shape)) for path, each in held.items() if path[0] == "params"]
+    rows = rows or _listed(workdir / "parameters.txt")
+    if not rows:
+        return "  not known: neither a checkpoint nor parameters.txt says"
+    total = sum(math.prod(shape) for _, shape in rows)
+    lines = [("total", "", f"{total:,}", "")]
+    for part in dict.fromkeys(name.split("/")[0] for name, _ in rows):
+        inside = [(name, shape) for name, shape in rows if name.split("/")[0] == part]
+        size = sum(math.prod(shape) for _, shape in inside)
+        lines.append((part, "", f"{size:,}", f"{size / max(total, 1):.1%}"))
+        for name, shape in inside:
+            words = " x ".join(map(str, shape)) or "scalar"
+            lines.append((f"  {name.removeprefix(part).lstrip('/')}", words, f"{math.prod(shape):,}", ""))
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    texts = (f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in lines)
+    return "\n".join(text.rstrip() for text in texts)
+
+
+def _listed(path: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes in a `parameters.txt`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return []
+    found = (re.match(r"(\S+)\s+(scalar|\d+(?: x \d+)*)(?:\s|$)", line) for line in lines)
+    return [(m[1], () if m[2] == "scalar" else tuple(map(int, m[2].split(" x ")))) for m in found if m]
 
 
 def _rows(rows: list[tuple[str, str]]) -> str:
@@ -108,47 +229,135 @@ def _rows(rows: list[tuple[str, str]]) -> str:
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
+class Finding(NamedTuple):
+    """A line of the doctor: `level` is ok, warn or FAIL; the words of the last two end in what to do."""
+
+    level: str
+    name: str
+    words: str
+
+
+MODULES = {"orbax-checkpoint": "orbax.checkpoint"}
+"""Distributions whose module is not named as they are."""
+
+LITTLE, TOO_LITTLE = 5e9, 2e8  # bytes: a few checkpoints of a small model with its data; less than one of them
+
+
 def doctor() -> int:
-    """Prints what an experiment depends on here. Returns 0, or 2 if something is missing."""
-    rows = [("jaxformer", __version__), ("python", f"{platform.python_version()} ({sys.executable})")]
-    rows += [("platform", platform.platform()), ("cpus", str(os.cpu_count()))]
-    wrong = [] if sys.version_info >= (3, 11) else ["python: got less than 3.11, expected 3.11 or newer"]
-    for name in PACKAGES:
-        try:
-            importlib.import_module(name)
-            rows.append((name, metadata.version(name.replace(".", "-").replace("_", "-"))))
-        except Exception as error:  # a broken package fails in its own ways, and each is what the user came to see
-            wrong.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}; install requirements.lock")
-    rows += _devices(wrong) + _folders(wrong)
-    print(_rows(rows))
-    print("\n".join(f"wrong: {line}" for line in wrong) or "nothing wrong found")
-    return 2 if wrong else 0
+    """Checks what an experiment depends on here and prints a line for each. Returns 0, or 1 if something fails."""
+    failed = 0
+    for level, name, words in _findings():
+        print(f"{level:<4}  {name:<20}  {words}", flush=True)
+        failed += level == "FAIL"
+    print(f"{failed} of these must be put right" if failed else "nothing wrong found")
+    return 1 if failed else 0
 
 
-def _devices(wrong: list[str]) -> list[tuple[str, str]]:
+def _findings() -> Iterator[Finding]:
+    yield Finding("ok", "jaxformer", __version__)
+    yield Finding("ok", "python", f"{platform.python_version()} ({sys.executable})")
+    yield Finding("ok", "platform", f"{platform.platform()}, {os.cpu_count()} cpus")
+    for name, least in requirements().items():
+        yield _package(name, least)
+    yield _other_frameworks()
+    yield from _devices()
+    yield from _folders()
+
+
+@functools.cache
+def requirements() -> dict[str, str]:
+    """What the library needs: distribution -> least version, "" for any. From its metadata, or its `pyproject.toml`."""
+    try:
+        lines = [line for line in metadata.requires("jaxformer") or [] if "extra ==" not in line]
+    except metadata.PackageNotFoundError:  # run from a checkout without being installed
+        path = Path(__file__).parents[1] / "pyproject.toml"
+        lines = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["dependencies"] if path.exists() else []
+    found = (re.match(r"([\w.-]+)(?:\[[^]]*])?\s*(?:\(?>=\s*([\d.]+))?", line) for line in lines)
+    return {match[1]: match[2] or "" for match in found if match}
+
+
+def _package(name: str, least: str) -> Finding:
+    remedy = "install it with: pip install -r requirements.lock"
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding("FAIL", name, f"not installed; {remedy}")
+    if _release(version) < _release(least):
+        return Finding("FAIL", name, f"got {version}, expected at least {least}; {remedy}")
+    try:
+        importlib.import_module(MODULES.get(name, name.replace("-", "_")))
+    except Exception as error:  # a broken package fails in its own ways, and each is what the user came to see
+        return Finding("FAIL", name, f"{version}, but importing it: {_one_line(error)}; {remedy}")
+    return Finding("ok", name, version + (f" (needs {least})" if least else ""))
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without trailing zeros: 1.10.0rc1 is (1, 10)."""
+    numbers = [int(digits) for digits in re.findall(r"\d+", re.match(r"[\d.]*", version)[0])]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _other_frameworks() -> Finding:
+    loaded = [name for name in ("tensorflow", "torch") if name in sys.modules]
+    if loaded:
+        return Finding(
+            "warn", "frameworks", f"{' and '.join(loaded)} got imported, which jaxformer never does; find by whom"
+        )
+    return Finding("ok", "frameworks", "neither tensorflow nor torch got imported")
+
+
+def _devices() -> Iterator[Finding]:
     try:
         import jax
-        import jax.numpy as jnp
+        import numpy as np
 
-        kinds = sorted({device.device_kind for device in jax.devices()})
-        value = float(jax.jit(lambda x: (x @ x).sum())(jnp.ones((8, 8))))
-        if value != 512.0:
-            wrong.append(f"devices: got {value} for a product of ones, expected 512; this backend computes wrongly")
-        return [("devices", f"{jax.device_count()} x {', '.join(kinds)} ({jax.default_backend()})")]
+        backend, kinds = jax.default_backend(), sorted({device.device_kind for device in jax.devices()})
+        yield Finding("ok", "devices", f"{jax.device_count()} x {', '.join(kinds)} (backend {backend})")
+        yield _idle_accelerator(backend)
+        # Small whole numbers are exact in every precision that a matrix unit may choose.
+        x = np.arange(64, dtype=np.float32).reshape(8, 8) % 5
+        begun = time.monotonic()
+        got = np.asarray(jax.jit(lambda x: x @ x)(x))
+        seconds = time.monotonic() - begun
+        right = np.array_equal(got, x @ x)
+        wrong = f"got a wrong product from {backend}, expected the same as on the host; try another jaxlib or driver"
+        done = f"compiled and computed in {seconds:.1f} s"
+        yield Finding("ok" if right else "FAIL", "matrix product", done if right else wrong)
+        yield Finding("ok", "processes", f"{jax.process_count()}, this is number {jax.process_index()}")
     except Exception as error:
-        wrong.append(f"devices: {type(error).__name__}: {' '.join(str(error).split())}; see the jax installation guide")
-        return []
+        yield Finding(
+            "FAIL", "devices", f"{_one_line(error)}; see the installation guide of jax, or set JAX_PLATFORMS=cpu"
+        )
 
 
-def _folders(wrong: list[str]) -> list[tuple[str, str]]:
-    cache = Path(os.environ.get("JAXFORMER_CACHE") or Path.home() / ".cache" / "jaxformer")
-    rows = []
-    for name, folder in (("cache", cache), ("here", Path.cwd())):
-        existing = next(p for p in (folder, *folder.parents) if p.exists())
+def _idle_accelerator(backend: str) -> Finding:
+    """Whether the machine has an accelerator that jax was not installed for."""
+    for device, extra in (("/dev/nvidia0", "gpu"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu")):
+        if backend == "cpu" and os.path.exists(device):
+            remedy = "unset JAX_PLATFORMS" if "JAX_PLATFORMS" in os.environ else f"install jaxformer[{extra}]"
+            return Finding("warn", "accelerator", f"{device} exists but jax uses the cpu; {remedy}")
+    return Finding("ok", "accelerator", "none idle")
+
+
+def _folders() -> Iterator[Finding]:
+    cache = Path(os.environ.get("JAXFORMER_CACHE") or "~/.cache/jaxformer").expanduser()
+    for name, folder in (("cache folder", cache), ("current folder", Path.cwd())):
+        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        free = shutil.disk_usage(existing).free
+        words = f"{folder}, {free / 1e9:.1f} GB free"
         try:
             with tempfile.TemporaryFile(dir=existing):
                 pass
         except OSError as error:
-            wrong.append(f"{name}: got {existing} ({error.strerror}), expected a writable folder; check permissions")
-        rows.append((name, f"{folder} ({shutil.disk_usage(existing).free / 1e9:.1f} GB free)"))
-    return rows
+            remedy = "set JAXFORMER_CACHE to another folder" if name == "cache folder" else "go to another folder"
+            yield Finding("FAIL", name, f"{existing} is not writable ({error.strerror or error}); {remedy}")
+            continue
+        level = "FAIL" if free < TOO_LITTLE else "warn" if free < LITTLE else "ok"
+        yield Finding(level, name, words + ("" if level == "ok" else "; checkpoints and data need more: make room"))
+
+
+def _one_line(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:200]}"

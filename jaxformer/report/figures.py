@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from jaxformer.report.runs import Run
+from jaxformer.report.runs import Run, flat
 
 PRINT = "#22262c"
 """Ink of a picture on white."""
@@ -141,9 +141,7 @@ def _train(axes: Axes, run: Run, style: dict[str, Any], worded: bool) -> None:
     if worded and steps.size:
         # A report is the mean of the steps since the one before it.
         spacing = round(float(np.median(np.diff(steps)))) if len(steps) > 1 else 1
-        smoothing = run.typed.task.label_smoothing if run.typed else 0.0
-        label = f"train, {'every step' if spacing == 1 else f'means of {spacing:,} steps'}"
-        label += f" (label smoothing {smoothing:g} included)" if smoothing else ""
+        label = f"train, {'every step' if spacing == 1 else f'means of {spacing:,} steps'}{_burden(run)}"
         mean = f"train, moving mean of {spacing * width:,} steps"
     faint = {"alpha": 0.35, "linewidth": 0.8} if many or not worded else {"linewidth": 1.4}
     marker = "o" if len(steps) < 10 and worded else ""
@@ -151,6 +149,17 @@ def _train(axes: Axes, run: Run, style: dict[str, Any], worded: bool) -> None:
     if many:
         strength = {"linewidth": 1.6} if worded else {"linewidth": 1.0, "alpha": 0.7}
         axes.plot(steps, smooth(values, width), label=mean, **style, **strength)
+
+
+def _burden(run: Run) -> str:
+    """What the training loss bears and the validation loss does not, so that nobody wonders which is lower."""
+    if run.typed is None:
+        return ""
+    smoothing = run.typed.task.label_smoothing
+    rates = [rate for name, rate in flat(run.config["model"]).items() if name.rpartition(".")[2].endswith("dropout")]
+    words = [f"label smoothing {smoothing:g}"] if smoothing else []
+    words += ["dropout"] if any(rates) else []
+    return f" (with {' and '.join(words)})" if words else ""
 
 
 def _mark_best(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str, worded: bool) -> None:

@@ -233,8 +233,8 @@ def _model(run: Run) -> str | None:
     for name in (path.removeprefix("model.") for path in PARTS):
         part = getattr(run.typed.model, name)
         if part is not None:
-            cell = f", {part.cell}" if isinstance(part, RecurrentConfig) else f", {part.attention.heads} heads"
-            parts.append(f"{name.replace('_', ' ')} {part.layers} layers, width {part.width}{cell}")
+            cell = f", {part.cell}" if isinstance(part, RecurrentConfig) else f", heads {part.attention.heads}"
+            parts.append(f"{name.replace('_', ' ')}: layers {part.layers}, width {part.width}{cell}")
     return "; ".join(parts)
 
 

