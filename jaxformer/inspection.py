@@ -202,13 +202,18 @@ def _parameters(held: dict[tuple[str, ...], Any], workdir: Path) -> str:
     for part in dict.fromkeys(name.split("/")[0] for name, _ in rows):
         inside = [(name, shape) for name, shape in rows if name.split("/")[0] == part]
         size = sum(math.prod(shape) for _, shape in inside)
-        lines.append((part, "", f"{size:,}", f"{size / max(total, 1):.1%}"))
-        for name, shape in inside:
-            words = " x ".join(map(str, shape)) or "scalar"
-            lines.append((f"  {name.removeprefix(part).lstrip('/')}", words, f"{math.prod(shape):,}", ""))
+        alone = inside[0][1] if inside[0][0] == part else None
+        lines.append((part, "" if alone is None else _shape(alone), f"{size:,}", f"{size / max(total, 1):.1%}"))
+        if alone is None:
+            below = ((name.removeprefix(f"{part}/"), shape) for name, shape in inside)
+            lines += [(f"  {name}", _shape(shape), f"{math.prod(shape):,}", "") for name, shape in below]
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     texts = (f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in lines)
     return "\n".join(text.rstrip() for text in texts)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def _listed(path: Path) -> list[tuple[str, tuple[int, ...]]]:

@@ -91,6 +91,7 @@ def test_a_run_in_words_without_loading_it(trained, monkeypatch):
     assert "in best/200: parameters 0.0 MB, optimizer 1.0 MB" in text
     assert line(text, "eval-test.json") == ["eval-test.json", "bleu", "31.416", "lines", "1,000"]
     assert line(text, "total") == ["total", "20"]
+    assert line(text, "table") == ["table", "8", "8", "40.0%"]
     assert line(text, "blocks/kernel") == ["blocks/kernel", "3", "x", "4", "12"]
     assert "60.0%" in text
     assert max(map(len, text.splitlines())) < 200

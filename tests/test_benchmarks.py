@@ -1,0 +1,27 @@
+"""The benchmark scripts run, at toy size, and write what they print."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+from jaxformer import registry
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_kernels_are_measured_side_by_side(tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    script("kernels").main(["--lengths=8,16", "--rounds=2", f"--output={output}"])
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    names = registry.names("jaxformer.nn.kernels")
+    assert [(row["kernel"], row["length"]) for row in rows] == [(n, length) for length in (8, 16) for n in names]
+    assert all(row["ratio"] == 1.0 for row in rows if row["kernel"] == "dense")
+    assert all(row["milliseconds"] > 0 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
