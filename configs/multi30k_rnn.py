@@ -3,8 +3,8 @@
 Command:  python -m jaxformer train --config=configs/multi30k_rnn.py --workdir=runs/multi30k_rnn --config.data.dir=DIR
           python -m jaxformer evaluate --workdir=runs/multi30k_rnn --split=test
 Hardware: 2 CPU cores
-Time:     about 30 minutes
-Score:    see docs/results.md
+Time:     46 minutes on a shared machine (24 minutes of processor time)
+Score:    test2016 35.48 BLEU cased 13a, 35.80 lower-cased tokenised (beam 5, mean of the last 5 checkpoints)
 """
 
 from jaxformer.config import RecurrentConfig
