@@ -17,11 +17,13 @@ from jaxformer.config import (
     CheckpointConfig,
     Config,
     ConfigError,
+    DataConfig,
     EvaluateConfig,
     ModelConfig,
     ScheduleConfig,
     StackConfig,
     TaskConfig,
+    TokenizerConfig,
     TrainConfig,
 )
 from jaxformer.parallel import distributed
@@ -307,6 +309,12 @@ def test_runs_are_compared(tmp_path):
 def test_equal_configs_are_said_to_be_equal(tmp_path):
     found = runs.read([whole(tmp_path / "a"), whole(tmp_path / "b")])
     assert "same configuration" in page._differences(found)
+    assert "do not compare" not in page._curves(found)
+
+
+def test_losses_per_different_labels_are_said_not_to_compare(tmp_path):
+    other = dataclasses.replace(CONFIG, data=DataConfig(tokenizer=TokenizerConfig(vocab=123)))
+    assert "do not compare" in page._curves(runs.read([whole(tmp_path / "a"), whole(tmp_path / "b", other)]))
 
 
 def test_the_best_value_follows_the_mode(tmp_path):

@@ -241,6 +241,10 @@ def _model(run: Run) -> str | None:
 def _curves(runs: Sequence[Run]) -> str:
     words = "training and validation loss against the step"
     body = figures.svg(figures.loss(runs, figures.PAGE), "loss", words)
+    if len({_labels(run) for run in runs}) > 1:
+        body += (
+            "<p>Their labels differ (data, tokenizer or task), so losses and perplexities per label do not compare.</p>"
+        )
     panels = figures.panels(runs, figures.PAGE)
     if panels is not None:
         if len(runs) > 1:
@@ -255,6 +259,12 @@ def _curves(runs: Sequence[Run]) -> str:
             of = f" of {run.name}" if len(runs) > 1 else ""
             body += details(f"every validation during training{of}, as a table", table(["step", *names], rows))
     return body
+
+
+def _labels(run: Run) -> str:
+    """What decides what one label is."""
+    names = ("data.source", "data.name", "data.tokenizer", "task.name")
+    return json.dumps({name: value for name, value in flat(run.config).items() if name.startswith(names)})
 
 
 def _value(value: Any) -> Any:
@@ -289,7 +299,7 @@ def _samples(run: Run) -> str:
         if not rows:
             continue
         is_step = name.startswith("step ")
-        count = f"{len(rows)} of {len(records)}" if len(rows) < len(records) else f"{len(rows)}"
+        count = f"{len(rows)} of {len(records):,}" if len(rows) < len(records) else f"{len(rows)}"
         # The final splits and the newest step are open, older steps folded.
         body += details(f"{name}: {count} decoded", table(["", *keys], rows), opened=not is_step or first_step)
         first_step = first_step and not is_step
