@@ -71,10 +71,10 @@ def train(arguments: Arguments) -> int:
 
     workdir = arguments.flags["workdir"]
     code = loop.train(config, workdir)
-    if code == 0 and distributed.first():
+    if code == 0:
         from jaxformer import report as reports
 
-        print(f"written to {reports.write([workdir])}", file=sys.stderr)
+        reports.finish(workdir)
     return code
 
 

@@ -130,12 +130,12 @@ def test_help_names_every_command_and_flag(capsys):
 def test_train_gets_the_config_and_its_code_is_the_exit_code(monkeypatch, recipe, code):
     calls, reported = [], []
     stand_in(monkeypatch, "train.loop", train=lambda *arguments: calls.append(arguments) or code)
-    stand_in(monkeypatch, "report", write=lambda workdirs: reported.append(workdirs) or "page")
+    stand_in(monkeypatch, "report", finish=reported.append)
     argv = ["train", "--config.train.steps=9", *recipe.split("=", 1), "--workdir=out", "--config.train.seed=4"]
     assert cli.main(argv) == code
     ((config, workdir),) = calls
     assert (config.train.steps, config.train.seed, workdir) == (9, 4, "out")
-    assert reported == ([["out"]] if code == 0 else []), "a finished run gets its page, a preempted one does not yet"
+    assert reported == (["out"] if code == 0 else []), "a finished run gets its page, a preempted one does not yet"
 
 
 def test_a_crash_is_not_swallowed(monkeypatch, recipe):

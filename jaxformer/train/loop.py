@@ -144,11 +144,13 @@ class Run:
                 self.reports.write(self.step, "train", window.values())
                 window = Window()
             if last or due(self.step, config.evaluate_every):
+                window.pause()
                 self.evaluate()
-                window.restart()
+                window.go_on()
             if last or self.stop_asked or due(self.step, config.checkpoint_every):
+                window.pause()
                 self.save()
-                window.restart()
+                window.go_on()
             if self.stop_asked and not last:
                 self.checkpoints.wait()
                 self.reports.say(f"stopped at step {self.step:,}, saved; run the same command to go on")
@@ -205,8 +207,13 @@ class Window:
         self.sums.append(sums)
         self.slots += packing.padding(batch)
 
-    def restart(self) -> None:
-        """Leaves the time since the last report, spent on something else than training, out of the rate."""
+    def pause(self) -> None:
+        """Stops the clock once the steps so far are done: what follows is not training."""
+        jax.block_until_ready(self.sums[-1:])
+        self.seconds += time.monotonic() - self.begun
+
+    def go_on(self) -> None:
+        """Starts the clock again after `pause`."""
         self.begun = time.monotonic()
 
     def values(self) -> dict[str, float]:
@@ -214,7 +221,7 @@ class Window:
         total: Sums = {}
         for sums in jax.device_get(self.sums):
             total = metrics.add(total, sums) if total else sums
-        seconds = time.monotonic() - self.begun
+        seconds = self.seconds + time.monotonic() - self.begun
         values = metrics.divide(total)
         values["tokens_per_second"] = float(total["loss"][1]) / seconds
         values["steps_per_second"] = len(self.sums) / seconds

@@ -134,3 +134,16 @@ def test_the_recurrent_baseline_uses_the_same_trainer(tmp_path):
     config.evaluate.examples, config.evaluate.decode_examples, config.decode.max_length = 8, 4, 6
     assert loop.train(overrides.freeze(config), tmp_path) == 0
     assert "exact_match" in json.loads((tmp_path / "result.json").read_text())
+
+
+def test_the_rate_leaves_out_what_is_not_training(monkeypatch):
+    clock = iter([0.0, 10.0, 110.0, 115.0])  # begun, paused, going on, read
+    monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(loop.packing, "padding", lambda batch: (1.0, 4.0))
+    window = loop.Window()
+    window.add({"loss": (2.0, 30.0)}, None)
+    window.pause()
+    window.go_on()
+    window.add({"loss": (1.0, 30.0)}, None)
+    values = window.values()
+    assert (values["tokens_per_second"], values["loss"], values["padding"]) == (4.0, 0.05, 0.25)
