@@ -1,0 +1,537 @@
+"""Checkpoint directories: what is written comes back to the byte, and damaged or hostile ones are refused in a line."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import random
+import shutil
+import stat
+import weakref
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.config import ConfigError
+from jaxformer.hf import files
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDENS = ROOT.parent / "shared" / "hf_goldens"
+CONFIG = {"model_type": "toy", "layers": 2, "names": {"é": [1, None, 0.5]}}
+
+
+def fuzzer():
+    spec = importlib.util.spec_from_file_location("fuzz_safetensors", ROOT / "benchmarks" / "fuzz_safetensors.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fuzz = fuzzer()
+
+
+def tensor_file(path: Path, header: dict | bytes, data: bytes = b"", length: int | None = None) -> Path:
+    """A safetensors file put together by hand; returns its directory."""
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes((len(content) if length is None else length).to_bytes(8, "little") + content + data)
+    return path.parent
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8), **more) -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets), **more}
+
+
+def refused(directory: Path, *words: str) -> str:
+    """The message with which a checkpoint is refused: one line of the form what: got, expected; do."""
+    with pytest.raises(ConfigError) as caught:
+        files.open_tensors(directory)
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 1000
+    for word in (": got ", ", expected ", "; ", *words):
+        assert word in message, message
+    return message
+
+
+def random_array(dtype: np.dtype, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Every bit pattern of a type is possible, NaNs with payloads included; a truth value is 0 or 1."""
+    raw = np.random.default_rng(seed).integers(0, 256, dtype.itemsize * int(np.prod(shape)), np.uint8)
+    return (raw & 1 if dtype == np.bool_ else raw).view(dtype).reshape(shape)
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (), (0, 4), (1,)], ids=str)
+@pytest.mark.parametrize("name", files.DTYPES)
+def test_every_element_type_comes_back_to_the_byte(tmp_path, name, shape):
+    array = random_array(files.DTYPES[name], shape)
+    files.write(tmp_path / "out", CONFIG, {"x": array, "f": lambda: array})
+    assert files.read_config(tmp_path / "out") == CONFIG
+    opened = files.open_tensors(tmp_path / "out")
+    assert set(opened) == {"x", "f"}
+    for tensor in opened.values():
+        assert (tensor.dtype, tensor.shape, tensor.file) == (array.dtype, shape, "model.safetensors")
+        back = tensor.array()
+        assert type(back) is np.ndarray and (back.dtype, back.shape) == (array.dtype, shape)
+        assert back.tobytes() == array.tobytes()
+
+
+def test_the_bytes_of_a_file_are_the_formats(tmp_path):
+    tensors = {
+        "b": np.array([1], np.int8),
+        "a": np.array([[1.0], [2.0]], np.float32).T,
+        "c": np.array([3], ">f4"),  # the file is little-endian whatever the array is
+        "d": np.array(-1.0, ml_dtypes.bfloat16),
+    }
+    files.write(tmp_path / "out", {"z": 1, "a": "é"}, tensors)
+    assert (tmp_path / "out" / "config.json").read_text() == '{\n  "a": "\\u00e9",\n  "z": 1\n}\n'
+    content = (tmp_path / "out" / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0 and content[8:9] == b"{"
+    assert json.loads(content[8 : 8 + length]) == {
+        "__metadata__": {"format": "pt"},
+        "a": entry(shape=(1, 2), offsets=(0, 8)),
+        "c": entry(shape=(1,), offsets=(8, 12)),
+        "d": entry("BF16", (), (12, 14)),
+        "b": entry("I8", (1,), (14, 15)),
+    }
+    assert content[8 + length :] == bytes.fromhex("0000803f 00000040 00004040 80bf 01")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o777 & ~umask()
+
+
+def umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
+def test_shards_and_their_index(tmp_path):
+    tensors = {f"t{n}": np.full(n + 1, n, np.float32) for n in range(5)}  # 4, 8, 12, 16, 20 bytes
+    files.write(tmp_path, CONFIG, tensors, shard_bytes=24)  # an empty directory may be there
+    names = [f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["config.json", files.INDEX, *names])
+    index = json.loads((tmp_path / files.INDEX).read_text())
+    assert index["metadata"] == {"total_size": 60}
+    assert index["weight_map"] == dict(zip(tensors, [names[n] for n in (0, 0, 0, 1, 2)]))
+    opened = files.open_tensors(tmp_path)
+    assert {name: tensor.file for name, tensor in opened.items()} == index["weight_map"]
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(opened[name].array(), array)
+    assert repr(opened) == "Tensors(5 tensors, 60 bytes)"
+    with pytest.raises(KeyError):
+        opened["t5"]
+
+
+def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path):
+    files.write(tmp_path / "out", {}, {"a": np.zeros(9, "u1"), "b": np.zeros(1, "u1"), "c": np.zeros(2, "u1")}, {}, 3)
+    assert [t.file[:11] for t in files.open_tensors(tmp_path / "out").values()] == [
+        "model-00001", "model-00002", "model-00002",
+    ]  # fmt: skip
+
+
+def test_shards_may_be_links_out_of_the_directory(tmp_path):
+    """Download caches keep the content elsewhere, under its hash."""
+    files.write(tmp_path / "out", {}, {"a": np.zeros(9, "u1"), "b": np.ones(1, "u1")}, shard_bytes=1)
+    (tmp_path / "blobs").mkdir()
+    for path in (tmp_path / "out").iterdir():
+        path.rename(tmp_path / "blobs" / path.name)
+        path.symlink_to(f"../blobs/{path.name}")
+    assert files.open_tensors(tmp_path / "out")["b"].array().tolist() == [1]
+
+
+# Laziness
+
+
+def test_opening_reads_headers_only(tmp_path):
+    """A file of 1 TB that has only holes on the disk opens at once, and slices of it are read alone."""
+    size = 2**40
+    directory = tensor_file(tmp_path / "model.safetensors", {"x": entry("U8", (2**20, 2**20), (0, size))})
+    with open(directory / "model.safetensors", "r+b") as file:
+        begin = file.seek(0, os.SEEK_END)
+        try:
+            file.truncate(begin + size)
+        except OSError:
+            pytest.skip("the file system has no sparse files of this size")
+        file.seek(begin + 3)
+        file.write(b"\x07")
+    array = files.open_tensors(directory)["x"].array()
+    assert array.shape == (2**20, 2**20) and array[0, :5].tolist() == [0, 0, 0, 7, 0]
+
+
+def test_arrays_are_read_only_views_of_the_file_and_may_be_misaligned(tmp_path):
+    values = np.array([1.5, -2.0], np.float32)
+    header = {"odd": entry("U8", (1,), (0, 1)), "x": entry(offsets=(1, 9))}
+    directory = tensor_file(tmp_path / "model.safetensors", header, b"\x01" + values.tobytes())
+    tensor = files.open_tensors(directory)["x"]
+    one, other = tensor.array(), tensor.array()
+    np.testing.assert_array_equal(one, values)
+    assert np.shares_memory(one, other) and not one.flags.writeable and not one.flags.owndata
+    with pytest.raises(ValueError, match="read-only"):
+        one[0] = 0
+    with pytest.raises(ValueError):
+        one.flags.writeable = True
+
+
+# Writing is all or nothing, one tensor at a time
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path):
+    made: list[weakref.ref] = []
+
+    def make(n: int):
+        def call() -> np.ndarray:
+            gc.collect()
+            assert not [ref for ref in made if ref() is not None]
+            array = np.full(100, n, np.float32)
+            made.append(weakref.ref(array))
+            return array
+
+        return call
+
+    files.write(tmp_path / "out", {}, {f"t{n}": make(n) for n in range(6)}, shard_bytes=900)
+    assert len(made) == 6  # every function is called once
+    opened = files.open_tensors(tmp_path / "out")
+    assert all((opened[f"t{n}"].array() == n).all() for n in range(6))
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    def fail():
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        files.write(tmp_path / "out", {}, {"a": np.zeros(3), "b": fail})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["file", "directory"])
+def test_nothing_is_overwritten(tmp_path, content):
+    place = tmp_path / "out"
+    if content == "directory":
+        place.mkdir()
+        (place / "mine").write_text("mine")
+    else:
+        place.write_text("mine")
+    with pytest.raises(ConfigError, match="expected no such directory or an empty one; name another one"):
+        files.write(place, {}, {"a": lambda: pytest.fail("evaluated")})
+    assert (place / "mine" if content == "directory" else place).read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_somebody_faster_is_not_overwritten(tmp_path):
+    def meanwhile():
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").write_text("mine")
+        return np.zeros(1)
+
+    with pytest.raises(ConfigError, match="name another one"):
+        files.write(tmp_path / "out", {}, {"a": meanwhile})
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "words"),
+    [
+        ({"a": object()}, {}, "config.json: got Object of type object is not JSON serializable"),
+        ({"a": float("nan")}, {}, "config.json: got Out of range float"),
+        ({}, {"a": np.array(["text"])}, "tensor 'a': got dtype <U4, expected one of BOOL"),
+        ({}, {"a": np.array([object()])}, "tensor 'a': got dtype object"),
+        ({}, {"__metadata__": np.zeros(1)}, "tensor name: got '__metadata__'"),
+        ({}, {"\ud800": np.zeros(1)}, r"tensor name: got '\ud800'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_written_is_refused(tmp_path, config, tensors, words):
+    with pytest.raises(ConfigError) as caught:
+        files.write(tmp_path / "out", config, tensors)
+    assert words in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_has_a_size(tmp_path):
+    with pytest.raises(ConfigError, match="shard_bytes: got 0, expected at least 1"):
+        files.write(tmp_path / "out", {}, {}, shard_bytes=0)
+
+
+# Refusals of a file
+
+HUGE = "9" * 4000
+HEADERS = {
+    "array": (b"[1]", "a header that begins with b'['"),
+    "space first": (b' {"a": 1}', "a header that begins with b' '"),
+    "empty": (b"", "a header that begins with b''"),
+    "not JSON": (b"{nonsense", "header: got Expecting property name"),
+    "two objects": (b"{}{}", "Extra data"),
+    "not UTF-8": (b'{"\xff": 1}', "can't decode byte 0xff"),
+    "deep": (b'{"a":' + b"[" * 200_000, "header: got "),
+    "a number of too many digits": (b'{"a": ' + b"9" * 5000 + b"}", "header: got "),
+    "NaN": (b'{"a": NaN}', "NaN is not JSON"),
+    "tensor twice": (b'{"w": {}, "w": {}}', "'w' twice"),
+    "key twice": (b'{"w": {"dtype": "F32", "dtype": "F32"}}', "'dtype' twice"),
+    "metadata": ({"__metadata__": {"format": 1}}, "got __metadata__ {'format': 1}"),
+    "metadata list": ({"__metadata__": ["pt"]}, "got __metadata__ ['pt']"),
+    "half a surrogate pair": ({"\ud800": entry()}, r"tensor '\ud800': name"),
+    "not an entry": ({"w": 3}, "tensor 'w': entry: got 3"),
+    "no dtype": ({"w": {"shape": [2], "data_offsets": [0, 8]}}, "tensor 'w': entry"),
+    "more": ({"w": entry(stride=1)}, "tensor 'w': entry"),
+    "dtype": ({"w": entry("F33")}, "tensor 'w': dtype: got 'F33', expected one of BOOL"),
+    "dtype of half bytes": ({"w": entry("F4", (16,))}, "dtype: got 'F4'"),
+    "dtype a list": ({"w": entry(["F32"])}, "dtype: got ['F32']"),
+    "shape a number": ({"w": entry() | {"shape": 2}}, "tensor 'w': shape: got 2"),
+    "negative": ({"w": entry(shape=(-2,))}, "shape: got [-2], expected whole numbers"),
+    "two negatives": ({"w": entry(shape=(-2, -1))}, "shape: got [-2, -1]"),
+    "float": ({"w": entry(shape=(2.0,))}, "shape: got [2.0]"),
+    "truth": ({"w": entry(shape=(True, 2))}, "shape: got [True, 2]"),
+    "huge axis": ({"w": entry(shape=(int(HUGE),))}, "shape: got [999"),
+    "product": ({"w": entry(shape=(2**32, 2**32))}, "expected at most 32 axes and 9223372036854775807 bytes"),
+    "product that wraps to 8 bytes": ({"w": entry(shape=(2**62 + 2,))}, "expected at most 32 axes"),
+    "product with a zero": ({"w": entry(shape=(0, 2**62, 2**62), offsets=(0, 0))}, "expected at most 32 axes"),
+    "rank": ({"w": entry(shape=(1,) * 31 + (2, 1))}, "expected at most 32 axes"),
+    "long rank": ({"w": entry(shape=(2,) * 100_000)}, "expected at most 32 axes"),
+    "offsets": ({"w": entry(offsets=(0,))}, "data_offsets: got [0], expected two whole numbers"),
+    "float offsets": ({"w": entry(offsets=(0.0, 8))}, "data_offsets: got [0.0, 8]"),
+    "reversed": ({"w": entry(offsets=(8, 0))}, "data_offsets: got [8, 0], expected 0 <= begin <= end <= 8"),
+    "negative offset": ({"w": entry(offsets=(-8, 0))}, "data_offsets: got [-8, 0]"),
+    "out of range": ({"w": entry(shape=(4,), offsets=(0, 16))}, "data_offsets: got [0, 16]"),
+    "huge offset": ({"w": entry(offsets=(0, 2**80))}, "expected 0 <= begin <= end <= 8"),
+    "other size": ({"w": entry(shape=(3,))}, "expected 12 bytes for F32 of shape [3]"),
+    "overlap": ({"v": entry(shape=(1,), offsets=(0, 4)), "w": entry()}, "tensor 'w': got an overlap, begin 0"),
+    "the same": ({"v": entry(), "w": entry()}, "tensor 'w': got an overlap, begin 0"),
+    "nothing inside": ({"v": entry(), "w": entry(shape=(0,), offsets=(4, 4))}, "'w': got an overlap, begin 4"),
+    "hole first": ({"w": entry(shape=(1,), offsets=(4, 8))}, "tensor 'w': got a hole, begin 4, expected 0"),
+    "hole last": ({"w": entry(shape=(1,), offsets=(0, 4))}, "got 8 bytes after the header, expected 4"),
+    "nothing there": ({}, "got 8 bytes after the header, expected 0"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_is_refused(tmp_path, name):
+    header, words = HEADERS[name]
+    refused(tensor_file(tmp_path / "model.safetensors", header, bytes(8)), "model.safetensors", words)
+
+
+def test_the_file_of_those_refusals_is_fine_by_itself(tmp_path):
+    directory = tensor_file(tmp_path / "model.safetensors", {"w": entry()}, bytes(8))
+    assert files.open_tensors(directory)["w"].array().tolist() == [0, 0]
+    directory = tensor_file(tmp_path / "empty" / "model.safetensors", {})
+    assert len(files.open_tensors(directory)) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "got 0 bytes"),
+        (b"\x02\0\0\0\0\0\0", "got 7 bytes"),
+        (b"\x03\0\0\0\0\0\0\0{}", "a header of 3 bytes, expected at most 2"),
+        (b"\xff" * 8 + b"{}", "a header of 18446744073709551615 bytes"),
+    ],
+)
+def test_a_length_is_refused(tmp_path, content, words):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    refused(tmp_path, "model.safetensors", words)
+
+
+def test_a_header_over_the_bound_is_refused_unread(tmp_path):
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write((100_000_001).to_bytes(8, "little") + b"{}")
+        file.truncate(200_000_000)
+    refused(tmp_path, "a header of 100000001 bytes, expected at most 100000000")
+
+
+def test_every_truncation_is_refused(tmp_path):
+    files.write(tmp_path / "out", {}, {"a": np.ones(2, np.float32), "b": np.ones(1, ml_dtypes.bfloat16)})
+    path = tmp_path / "out" / "model.safetensors"
+    content = path.read_bytes()
+    for size in range(len(content)):
+        path.unlink()
+        path.write_bytes(content[:size])
+        refused(path.parent, "model.safetensors")
+
+
+# Refusals of a directory
+
+
+def test_pickles_are_refused(tmp_path):
+    for name in ("pytorch_model.bin.index.json", "pytorch_model.bin"):
+        (tmp_path / name).write_bytes(b"")
+        refused(tmp_path, name, "runs the code in it when it is loaded", "safe_serialization=True")
+    tensor_file(tmp_path / "model.safetensors", {})
+    assert not files.open_tensors(tmp_path)
+
+
+def test_a_directory_without_a_checkpoint(tmp_path):
+    refused(tmp_path, "got neither model.safetensors nor model.safetensors.index.json")
+    refused(tmp_path / "absent", "expected a local directory; download the checkpoint first")
+    with pytest.raises(ConfigError, match="got 'org/model', expected a local directory"):
+        files.read_config("org/model")
+
+
+def test_what_is_no_file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.symlink_to("blobs/absent")
+    refused(tmp_path, "got no such file")
+    path.unlink()
+    path.symlink_to(path.name)
+    refused(tmp_path, "model.safetensors: got ")
+    path.unlink()
+    path.mkdir()
+    refused(tmp_path, "expected a regular file")
+    path.rmdir()
+    os.mkfifo(path)  # opening one would wait for ever
+    refused(tmp_path, "expected a regular file")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[]", "config.json: got [], expected a JSON object"),
+        (b"", "config.json: got Expecting value"),
+        (b"\xef\xbb\xbf{}", "config.json: got Unexpected UTF-8 BOM"),
+        (b"\xff\xfe{\0}\0", "config.json: got 'utf-8' codec can't decode"),
+        (b'{"a": 1, "a": 2}', "config.json: got 'a' twice"),
+        (b'{"b": {"a": 1, "a": 1}}', "config.json: got 'a' twice"),
+        (b'{"a": Infinity}', "Infinity is not JSON"),
+        (b"[" * 100_000, "config.json: got "),
+        (None, "config.json: got no such file"),
+    ],
+)
+def test_a_config_is_refused(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        files.read_config(tmp_path)
+    assert words in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_a_config_has_a_bound(tmp_path):
+    with open(tmp_path / "config.json", "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ConfigError, match="got 1,099,511,627,776 bytes, expected at most 16,777,216"):
+        files.read_config(tmp_path)
+
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def index(directory: Path, content) -> Path:
+    (directory / files.INDEX).write_text(content if isinstance(content, str) else json.dumps({"weight_map": content}))
+    return directory
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """Two shards that hold a and b."""
+    tensor_file(tmp_path / ONE, {"a": entry()}, bytes(8))
+    tensor_file(tmp_path / TWO, {"b": entry()}, bytes(8))
+    return index(tmp_path, {"a": ONE, "b": TWO})
+
+
+def test_the_shards_of_those_refusals_are_fine(sharded):
+    assert {name: tensor.file for name, tensor in files.open_tensors(sharded).items()} == {"a": ONE, "b": TWO}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", "got [], expected a JSON object"),
+        ("{}", "got weight_map None"),
+        ('{"weight_map": ["a"]}', "got weight_map ['a']"),
+        ({}, "got weight_map {}"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "got 'a' twice"),
+        ({"a": 1}, "got file 1 for tensor 'a'"),
+        ({"a": None}, "got file None for tensor 'a'"),
+        ({"a": "pytorch_model.bin"}, "got file 'pytorch_model.bin' for tensor 'a'"),
+        ({"a": "x" * 300 + ".safetensors"}, "got file 'xxx"),
+        *(
+            ({"a": ONE, "b": name}, "expected the name of a .safetensors file beside it")
+            for name in (
+                f"../{ONE}", f"/tmp/{ONE}", f"sub/{ONE}", f"./{ONE}", f"..\\{ONE}", f"C:{ONE}", f"\0{ONE}", f"\n{ONE}",
+                f"\ud800{ONE}", "..", ".", "", ".safetensors", "...safetensors",
+            )
+        ),
+        ({"a": ONE, "b": "other.safetensors"}, "other.safetensors: got no such file"),
+        ({"a": ONE, "b": TWO, "c": TWO}, f"{TWO}: got no tensor 'c'"),
+        ({"a": ONE, "b": ONE}, f"{ONE}: got no tensor 'b'"),
+        ({"a": TWO, "b": TWO}, f"{TWO}: got no tensor 'a'"),
+        ({"a": ONE, "c": TWO}, f"got no file for tensor 'b' of {TWO}"),
+    ],
+    ids=lambda x: repr(x)[:60],
+)  # fmt: skip
+def test_an_index_is_refused(sharded, content, words):
+    refused(index(sharded, content), words)
+
+
+def test_a_tensor_in_two_shards_is_refused(sharded):
+    tensor_file(sharded / TWO, {"a": entry(offsets=(8, 16)), "b": entry()}, bytes(16))
+    refused(sharded, f"{TWO}: got tensor 'a', expected it in {ONE} alone")
+    (sharded / ONE).unlink()
+    (sharded / ONE).symlink_to(TWO)  # the same file under both names
+    refused(sharded, "alone, as")
+
+
+def test_a_damaged_shard_is_refused(sharded):
+    (sharded / TWO).write_bytes((sharded / TWO).read_bytes()[:-1])
+    refused(sharded, f"{TWO}: tensor 'b': data_offsets")
+
+
+# Anything else
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return fuzz.checkpoints(tmp_path_factory.mktemp("fuzz"))
+
+
+@given(st.integers(0, 1), st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_damage_is_unexpected(small, which, data):
+    """Whatever one file holds: a ConfigError of one line, or exactly what a reader without checks finds in it."""
+    directory = small[which]
+    name = data.draw(st.sampled_from(sorted(path.name for path in directory.iterdir())))
+    content = (directory / name).read_bytes()
+    if data.draw(st.booleans(), label="drawn bytes"):
+        changed = bytearray(content)
+        for at, value in data.draw(st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)))):
+            changed[at] = value
+        content = bytes(changed[: data.draw(st.integers(0, len(changed)) | st.just(len(changed)))])
+    else:
+        content = fuzz.mutate(content, random.Random(data.draw(st.integers(0, 2**32))))
+    outcome, words = fuzz.attempt(directory, name, content)
+    assert outcome in ("opened", "refused"), words
+
+
+def test_the_fuzzer_runs_and_can_fail(capsys, monkeypatch):
+    assert fuzz.main(["--seconds=0.3", "--seed=1"]) == 0
+    assert " 0 unexpected" in capsys.readouterr().out
+    monkeypatch.setattr(files, "_check_tiling", lambda *_: None)
+    monkeypatch.setattr(files, "_entry", lambda path, name, entry, size: (name, (1,), np.dtype("u1"), 0, 1))
+    assert fuzz.main(["--seconds=0.3", "--seed=1"]) == 1
+
+
+CHECKPOINTS = sorted(path.parent for path in GOLDENS.glob("*/model.safetensors"))
+
+
+@pytest.mark.skipif(not CHECKPOINTS, reason="no checkpoints in ../shared/hf_goldens")
+def test_real_checkpoints_open_and_come_back_to_the_byte(tmp_path):
+    for directory in CHECKPOINTS:
+        config, tensors = files.read_config(directory), files.open_tensors(directory)
+        assert config["model_type"] and tensors, directory.name
+        expected = fuzz.trusting(directory / files.SINGLE)
+        out = tmp_path / directory.name
+        files.write(out, config, {name: tensor.array for name, tensor in tensors.items()}, shard_bytes=100_000)
+        again = files.open_tensors(out)
+        assert set(tensors) == set(again) == set(expected)
+        assert len({tensor.file for tensor in again.values()}) > 1 or sum(len(e[2]) for e in expected.values()) <= 1e5
+        for name, (dtype, shape, content) in expected.items():
+            for tensor in (tensors[name], again[name]):
+                assert (tensor.dtype, list(tensor.shape)) == (files.DTYPES[dtype], shape)
+                assert tensor.array().tobytes() == content
+        assert files.read_config(out) == config
+        shutil.rmtree(out)
