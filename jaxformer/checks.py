@@ -26,6 +26,7 @@ from jaxformer.config import (
     NormConfig,
     OptimizerConfig,
     RecurrentConfig,
+    RopeScalingConfig,
     ScheduleConfig,
     StackConfig,
     TaskConfig,
@@ -41,14 +42,21 @@ FOLDERS: dict[tuple[type, str], tuple[str, tuple[str, ...]]] = {
 }
 """Fields that name a file of a folder, and what else they may say."""
 
+ACTIVATIONS = (
+    "relu", "gelu", "gelu_tanh", "gelu_sigmoid", "silu", "tanh", "relu_squared", "mish", "sigmoid",
+)  # fmt: skip
+
 CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
-    (FeedForwardConfig, "activation"): ("relu", "gelu", "gelu_tanh", "silu", "tanh"),
+    (RopeScalingConfig, "kind"): ("linear", "dynamic", "llama3", "yarn"),
+    (FeedForwardConfig, "activation"): ACTIVATIONS,
+    (HeadConfig, "activation"): ACTIVATIONS,
+    (HeadConfig, "hidden"): ACTIVATIONS,
     (NormConfig, "kind"): ("layer", "rms", "batch", "none"),
     (NormConfig, "order"): ("pre", "post", "sandwich"),
     (StackConfig, "remat"): ("none", "full"),
     (RecurrentConfig, "cell"): ("rnn", "lstm", "gru"),
     (RecurrentConfig, "attention"): ("none", "additive", "dot"),
-    (HeadConfig, "kind"): ("tokens", "classes"),
+    (HeadConfig, "kind"): ("tokens", "slots", "classes", "pooled", "none"),
     (HeadConfig, "pooling"): ("first", "mean", "last"),
     (ModelConfig, "dtype"): ("float32", "bfloat16"),
     (TokenizerConfig, "kind"): ("byte", "character", "word", "bpe", "unigram", "file"),
@@ -59,6 +67,8 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (CheckpointConfig, "mode"): ("min", "max"),
     (CheckpointConfig, "average_of"): ("last", "best"),
     (DecodeConfig, "method"): ("greedy", "sample", "beam"),
+    (DecodeConfig, "length_norm"): ("gnmt", "power"),
+    (DecodeConfig, "stopping"): ("first", "estimate", "exact"),
 }
 
 # Intervals: the bounds and whether they belong to it. None: no upper bound.
@@ -72,20 +82,25 @@ PORTION = (0.0, 1.0, "(]")
 RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     EmbedConfig: {
         "vocab": POSITIVE_INT, "width": POSITIVE_INT, "kinds": COUNT, "dropout": RATE, "deviation": POSITIVE,
+        "pad": COUNT,
+    },
+    RopeScalingConfig: {
+        "factor": (1.0, None, "[]"), "original": POSITIVE_INT, "low": POSITIVE, "high": POSITIVE, "slow": POSITIVE,
+        "fast": POSITIVE, "magnitude": POSITIVE,
     },
     EncodingConfig: {
-        "max_length": POSITIVE_INT, "base": (1.0, None, "(]"), "fraction": PORTION, "buckets": (2, None, "[]"),
-        "max_distance": POSITIVE_INT,
+        "max_length": POSITIVE_INT, "offset": COUNT, "base": (1.0, None, "(]"), "fraction": PORTION,
+        "buckets": (2, None, "[]"), "max_distance": POSITIVE_INT,
     },
     AttentionConfig: {
         "heads": POSITIVE_INT, "kv_heads": POSITIVE_INT, "head_width": POSITIVE_INT, "window": POSITIVE_INT,
         "block": POSITIVE_INT, "dropout": RATE,
     },
     FeedForwardConfig: {"width": POSITIVE_INT, "dropout": RATE},
-    NormConfig: {"epsilon": POSITIVE, "momentum": RATE},
+    NormConfig: {"epsilon": POSITIVE, "momentum": RATE, "offset": (0.0, 1.0, "[]")},
     StackConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "unroll": POSITIVE_INT},
     RecurrentConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "recurrent_dropout": RATE},
-    HeadConfig: {"classes": (2, None, "[]"), "width": POSITIVE_INT, "dropout": RATE},
+    HeadConfig: {"classes": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "epsilon": POSITIVE},
     TokenizerConfig: {"vocab": POSITIVE_INT, "multiple": POSITIVE_INT},
     DataConfig: {
         "batch": POSITIVE_INT, "tokens": POSITIVE_INT, "length": (2, None, "[]"), "examples": POSITIVE_INT,
@@ -102,9 +117,10 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     CheckpointConfig: {"keep_last": POSITIVE_INT, "keep_best": COUNT, "average": COUNT},
     EvaluateConfig: {"batch": POSITIVE_INT, "examples": POSITIVE_INT, "decode_examples": COUNT, "samples": COUNT},
     DecodeConfig: {
-        "beams": POSITIVE_INT, "length_penalty": COUNT, "hypotheses": POSITIVE_INT, "max_length": POSITIVE_INT,
+        "beams": POSITIVE_INT, "hypotheses": POSITIVE_INT, "max_length": POSITIVE_INT, "min_length": COUNT,
         "max_ratio": POSITIVE, "temperature": POSITIVE, "top_k": COUNT, "top_p": PORTION, "min_p": SHARE,
-        "repetition_penalty": POSITIVE, "batch": POSITIVE_INT, "seed": COUNT,
+        "repetition_penalty": POSITIVE, "no_repeat_ngram": COUNT, "forced_first": COUNT, "forced_last": COUNT,
+        "batch": POSITIVE_INT, "seed": COUNT,
     },
 }  # fmt: skip
 
@@ -130,6 +146,7 @@ def check(config: Config) -> None:
     _task(config)
     _data(config)
     _train(config)
+    _decode(config.decode)
 
 
 def _parts(part: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -307,7 +324,7 @@ def _data(config: Config) -> None:
 
 
 def _train(config: Config) -> None:
-    train, keep, decode = config.train, config.checkpoint, config.decode
+    train, keep = config.train, config.checkpoint
     if config.data.tokens is None and config.data.batch % train.accumulation:
         raise _wrong("config.train.accumulation", train.accumulation, f"a divisor of data.batch ({config.data.batch})")
     if config.data.tokens is not None and config.data.tokens // config.data.length < train.accumulation:
@@ -316,10 +333,6 @@ def _train(config: Config) -> None:
     kept = keep.keep_last if keep.average_of == "last" else keep.keep_best
     if keep.average > kept:
         raise _wrong("config.checkpoint.average", keep.average, f"at most keep_{keep.average_of} ({kept})")
-    if decode.method == "beam" and decode.hypotheses > decode.beams:
-        raise _wrong("config.decode.hypotheses", decode.hypotheses, f"at most decode.beams ({decode.beams})")
-    if decode.method == "greedy" and decode.hypotheses > 1:
-        raise _wrong("config.decode.hypotheses", decode.hypotheses, "1 for greedy decoding", "use beam or sample")
     sizes = dataclasses.asdict(config.mesh)
     if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
         got = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -328,3 +341,19 @@ def _train(config: Config) -> None:
         if sizes[name] != 1:
             reason = "pipelines, mixtures of experts and ring attention are not in this version"
             raise _wrong(f"config.mesh.{name}", sizes[name], f"1 ({reason})", "use data, fsdp and tensor")
+
+
+def _decode(decode: DecodeConfig) -> None:
+    if decode.method == "beam" and decode.hypotheses > decode.beams:
+        raise _wrong("config.decode.hypotheses", decode.hypotheses, f"at most decode.beams ({decode.beams})")
+    if decode.method == "greedy" and decode.hypotheses > 1:
+        raise _wrong("config.decode.hypotheses", decode.hypotheses, "1 for greedy decoding", "use beam or sample")
+    if decode.min_length > decode.max_length:
+        raise _wrong("config.decode.min_length", decode.min_length, f"at most decode.max_length ({decode.max_length})")
+    if any(not word or min(word) < 0 for word in decode.bad_words):
+        raise _wrong("config.decode.bad_words", decode.bad_words, "sequences of token ids, none of them empty")
+    if any(token < 0 for token in decode.suppress):
+        raise _wrong("config.decode.suppress", decode.suppress, "token ids, from 0")
+    for name in ("forced_first", "forced_last"):
+        if getattr(decode, name) in decode.suppress:
+            raise _wrong(f"config.decode.{name}", getattr(decode, name), "a token that decode.suppress does not hold")

@@ -25,6 +25,22 @@ class EmbedConfig:
     norm: bool = False  # normalise after the embedding sum, as BERT does
     dropout: float = 0.0
     deviation: float | None = None  # initial standard deviation; None: width ** -0.5
+    pad: int | None = None  # this row gets no gradient from look-ups (it still does from a tied head)
+
+
+@dataclass(frozen=True)
+class RopeScalingConfig:
+    """How rotary frequencies are stretched to texts longer than those a model was trained on."""
+
+    kind: str = "linear"  # linear, dynamic, llama3, yarn
+    factor: float = 1.0  # how many times longer
+    original: int = 2048  # dynamic, llama3, yarn: the longest text of the original training
+    low: float = 1.0  # llama3: turns over the original length below which a frequency is divided whole
+    high: float = 4.0  # llama3: turns above which it stays
+    slow: float = 1.0  # yarn: the same two bounds, whose channels are blended linearly
+    fast: float = 32.0
+    magnitude: float | None = None  # yarn: factor on cosines and sines; None: 0.1 ln(factor) + 1
+    whole: bool = True  # yarn: bounds are rounded outwards to whole channels
 
 
 @dataclass(frozen=True)
@@ -32,13 +48,27 @@ class EncodingConfig:
     """What position does. `kind` is a file of `jaxformer/nn/encodings/`."""
 
     kind: str = "sinusoidal"
-    max_length: int = 512  # learned: rows of the table
+    max_length: int = 512  # learned: rows of the table, those before `offset` included
+    offset: int = 0  # learned: the row of position 0 (BART: 2, RoBERTa: padding token + 1)
     base: float = 10000.0  # sinusoidal, rope: the geometric progression's base
+    concatenated: bool = False  # sinusoidal: all sines, then all cosines (Marian), not in turn
+    scaling: RopeScalingConfig | None = None  # rope: None: as trained
     fraction: float = 1.0  # rope: share of the head width that is rotated
     interleaved: bool = False  # rope: pairs are neighbours (True) or halves (False)
     buckets: int = 32  # t5: relative buckets
     max_distance: int = 128  # t5: distances beyond share the last bucket
     bidirectional: bool | None = None  # t5: buckets for keys ahead too; None: exactly when the stack is not causal
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    kind: str = "layer"  # layer, rms, batch, none
+    order: str = "pre"  # pre, post, sandwich (pre and post around each sub-layer)
+    epsilon: float = 1e-5
+    bias: bool = True  # layer norm: learned shift
+    offset: float = 0.0  # rms: added to the learned scale, which then starts at 1 - offset (Gemma: 1)
+    momentum: float = 0.99  # batch norm: share of the old running statistics kept by one step
+    final: bool | None = None  # a norm after the last layer; None: exactly when the order is not post
 
 
 @dataclass(frozen=True)
@@ -51,6 +81,10 @@ class AttentionConfig:
     scale: bool = True  # divide scores by sqrt(head_width)
     output: bool = True  # the output projection; without it heads * head_width must equal the width
     bias: bool = True  # biases of the projections
+    key_bias: bool | None = None  # of the keys' alone; None: as `bias` (it shifts all scores of a query alike)
+    output_bias: bool | None = None  # of the output projection alone; None: as `bias`
+    norm: NormConfig | None = None  # of every head's query and key, before position acts (Qwen3); None: none
+    scale_by_layer: bool = False  # also divide scores by the layer's number, from 1
     window: int | None = None  # how many positions back (and, where not causal, ahead) are visible; None: all
     kernel: str = "auto"  # a file of jaxformer/nn/kernels/, or auto
     block: int = 128  # blockwise: rows and columns of one tile
@@ -60,20 +94,10 @@ class AttentionConfig:
 @dataclass(frozen=True)
 class FeedForwardConfig:
     width: int | None = None  # None: 4 * model width
-    activation: str = "gelu"  # relu, gelu (exact), gelu_tanh, silu, tanh
+    activation: str = "gelu"  # relu, gelu (exact), gelu_tanh, gelu_sigmoid, silu, tanh, relu_squared, mish, sigmoid
     gated: bool = False  # act(x W_gate) * (x W_in): GLU variants (Shazeer 2020)
     bias: bool = True
     dropout: float = 0.0  # on the hidden activations
-
-
-@dataclass(frozen=True)
-class NormConfig:
-    kind: str = "layer"  # layer, rms, batch, none
-    order: str = "pre"  # pre, post, sandwich (pre and post around each sub-layer)
-    epsilon: float = 1e-5
-    bias: bool = True  # layer norm: learned shift
-    momentum: float = 0.99  # batch norm: share of the old running statistics kept by one step
-    final: bool | None = None  # a norm after the last layer; None: exactly when the order is not post
 
 
 @dataclass(frozen=True)
@@ -112,13 +136,19 @@ class RecurrentConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    kind: str = "tokens"  # tokens (a vocabulary row for every slot), classes (one decision a sequence)
+    kind: str = "tokens"  # tokens (a vocabulary row for every slot), slots (a class for every slot), classes (one
+    # decision a sequence), pooled (one vector a sequence), none (the hidden states)
     tied: bool = True  # tokens: share the table of the embedding below
-    bias: bool = False
-    transform: bool = False  # tokens: dense + gelu + norm before the projection, as BERT's masked LM has
-    classes: int | None = None  # classes: None: taken from the data
-    pooling: str = "first"  # classes: first (token), mean (over tokens), last (recurrent, decoder)
-    width: int | None = None  # classes: a tanh layer before the decision; None: no such layer
+    bias: bool = False  # tokens: of the vocabulary rows
+    scale: bool = False  # tokens: multiply the hidden states by width ** -0.5 first (T5)
+    transform: bool = False  # tokens: dense + activation + norm before the projection, as BERT's masked LM has
+    activation: str = "gelu"  # of the transform
+    epsilon: float = 1e-5  # of the transform's norm
+    classes: int | None = None  # classes, slots: None: taken from the data
+    pooling: str = "first"  # classes, pooled: first (token), mean (over tokens), last (recurrent, decoder)
+    width: int | None = None  # classes, pooled: a layer before the decision; None: no such layer
+    hidden: str = "tanh"  # activation of that layer
+    decision_bias: bool = True  # classes, slots
     dropout: float = 0.0
 
 
@@ -237,16 +267,24 @@ class EvaluateConfig:
 class DecodeConfig:
     method: str = "greedy"  # greedy, sample, beam
     beams: int = 4
-    length_penalty: float = 0.6  # GNMT's alpha (Wu et al. 2016, equation 14)
-    early_stop: bool = True  # stop a sequence when no live beam can beat its worst finished one
-    hypotheses: int = 1  # n-best
+    length_norm: str = "gnmt"  # beam scores are divided by: gnmt ((5 + n) / 6) ** length_penalty, power n ** the same
+    length_penalty: float = 0.6  # GNMT's alpha (Wu et al. 2016, equation 14); negative favours short outputs
+    stopping: str = "estimate"  # a row's beam search ends with as many finished hypotheses as beams (first), when no
+    # live one, scored as if it ended now, beats the worst of them (estimate), or can beat it (exact)
+    hypotheses: int = 1  # n-best, or draws
     max_length: int = 64  # new tokens
+    min_length: int = 0  # new tokens before an end token may be chosen
     max_ratio: float | None = None  # seq2seq: at most ratio * source length + 10 new tokens
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    no_repeat_ngram: int = 0  # no n tokens in a row twice, the prompt included; 0: off
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that are never completed
+    suppress: tuple[int, ...] = ()  # token ids that are never chosen
+    forced_first: int | None = None  # the first new token's id
+    forced_last: int | None = None  # the id of the token at the greatest length
     batch: int = 32  # rows
     seed: int = 0
 

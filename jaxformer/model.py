@@ -33,7 +33,7 @@ METHODS = {
 """What each method needs of the model."""
 
 IMPLIED = {
-    "beam": ("beams", "length_penalty", "early_stop"),
+    "beam": ("beams", "length_norm", "length_penalty", "stopping"),
     "sample": ("temperature", "top_k", "top_p", "min_p", "seed"),
 }
 """Options that choose the decoding method where it is not given."""
@@ -256,7 +256,7 @@ class Model:
         """How many target positions exist: learned ones have a table of them, the others no end."""
         decoder = self.config.model.decoder
         learned = decoder is not None and decoder.encoding.kind == "learned"
-        return decoder.encoding.max_length if learned else None
+        return decoder.encoding.max_length - decoder.encoding.offset if learned else None
 
     def _text(self, given: Sequence[int], tokens: np.ndarray) -> str:
         """The text of new tokens. After a prompt, what they add to its text: a tokenizer may join across the border."""

@@ -12,7 +12,7 @@ from jaxformer.config import AttentionConfig, EncodingConfig
 from jaxformer.nn import encodings, kernels
 from jaxformer.nn.cache import Cache, KeyValues
 from jaxformer.nn.kernels import Noise, Score, dense
-from jaxformer.nn.layers import Dense
+from jaxformer.nn.layers import Dense, Norm
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
@@ -39,11 +39,18 @@ class Attention(nn.Module):
         config, width = self.config, self.width
         self.heads, self.kv_heads, self.head_width = shape(config, width)
         keys = (width, self.kv_heads, self.head_width)
+        key_bias = config.bias if config.key_bias is None else config.key_bias
+        output_bias = config.bias if config.output_bias is None else config.output_bias
         self.query = Dense((width, self.heads, self.head_width), ("embed", "heads", "head"), bias=config.bias)
-        self.key = Dense(keys, ("embed", "kv_heads", "head"), bias=config.bias)
+        self.key = Dense(keys, ("embed", "kv_heads", "head"), bias=key_bias)
         self.value = Dense(keys, ("embed", "kv_heads", "head"), bias=config.bias)
+        if config.norm is not None:
+            self.query_norm, self.key_norm = Norm(config.norm), Norm(config.norm)
         if config.output:
-            self.out = Dense((self.heads, self.head_width, width), ("heads", "head", "embed"), 2, config.bias)
+            self.out = Dense((self.heads, self.head_width, width), ("heads", "head", "embed"), 2, output_bias)
+        layer = encodings.get(self.encoding.kind).layer
+        if layer is not None:
+            self.position = layer(self.encoding, config, width)
 
     def __call__(
         self,
@@ -52,6 +59,7 @@ class Attention(nn.Module):
         position: Any = None,
         memory: Array | KeyValues | None = None,
         cache: Cache | None = None,
+        layer: Array | None = None,
     ) -> tuple[Array, Cache | None]:
         """Attends from `x` `[B, T, D]`.
 
@@ -60,6 +68,7 @@ class Attention(nn.Module):
           position: what the encoding's `shared` hook returned for the slots of `x`; None in cross-attention.
           memory: `[B, S, D]`, or its keys and values from `project`, for cross-attention.
           cache: self-attention only: written at its index, then read whole.
+          layer: int32 scalar, this layer's number from 0, for configs whose layers differ.
 
         Returns:
           `[B, T, D]` and the written cache (None without one).
@@ -68,13 +77,19 @@ class Attention(nn.Module):
         q = self.query(x)
         held = memory if isinstance(memory, KeyValues) else self.project(x if memory is None else memory)
         k, v = held.k, held.v
+        if self.config.norm is not None:
+            q = self.query_norm(q)
+        if encoding.layer is not None:
+            position = self.position(position, self.query, self.key)
         if encoding.rotate is not None:
             q, k = encoding.rotate(self.encoding, q, position), encoding.rotate(self.encoding, k, position)
         if cache is not None:
             cache = cache.write(k, v)
             k, v = cache.held.k.astype(q.dtype), cache.held.v.astype(q.dtype)
         if self.config.scale:
-            q = q * jnp.asarray(self.head_width**-0.5, q.dtype)
+            q = q * jnp.asarray((encoding.terms(self.encoding) * self.head_width) ** -0.5, q.dtype)
+        if self.config.scale_by_layer:
+            q = q / (layer + 1).astype(q.dtype)
         q = constrain(q, "batch", "length", "act_heads", None)
         score = None
         if encoding.score is not None:
@@ -86,7 +101,8 @@ class Attention(nn.Module):
 
     def project(self, memory: Array) -> KeyValues:
         """Keys and values `[B, S, G, K]` of `memory` `[B, S, D]`, so that decoding projects it once."""
-        return KeyValues(self.key(memory), self.value(memory))
+        k = self.key(memory)
+        return KeyValues(k if self.config.norm is None else self.key_norm(k), self.value(memory))
 
     def weigh(self, q: Array, k: Array, v: Array, mask: Mask, score: Score | None) -> Array:
         """The kernel's `[B, T, H, K]`. With the collection "intermediates" mutable, the probabilities are sown too."""

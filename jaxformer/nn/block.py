@@ -48,16 +48,19 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, held: KeyValues | None, memory: KeyValues | None, context: Context
+        self, x: Array, layer: Array, held: KeyValues | None, memory: KeyValues | None, context: Context
     ) -> tuple[Array, KeyValues | None]:
-        """`x` `[B, T, D]`; `held` and `memory` are this layer's cached keys and values for self and cross-attention."""
+        """`x` `[B, T, D]`; `held` and `memory` are this layer's cached keys and values for self and cross-attention.
+
+        `layer` is its number, an int32 scalar. With the collection "intermediates" mutable its output is sown there.
+        """
         config = self.config
         attention = Attention(config.attention, config.encoding, config.width, name="attention")
         cache = None if held is None else Cache(held, context.index)
 
         def attend(y: Array) -> Array:
             nonlocal cache
-            y, cache = attention(y, context.mask, context.position, cache=cache)
+            y, cache = attention(y, context.mask, context.position, cache=cache, layer=layer)
             return y
 
         x = self.sublayer("attention", x, attend, config.residual_attention, context)
@@ -66,11 +69,12 @@ class Block(nn.Module):
                 dataclasses.replace(config.attention, window=None), config.encoding, config.width, name="cross"
             )
             source = context.memory if memory is None else memory
-            look = lambda y: cross(y, context.memory_mask, memory=source)[0]  # noqa: E731
+            look = lambda y: cross(y, context.memory_mask, memory=source, layer=layer)[0]  # noqa: E731
             x = self.sublayer("cross", x, look, config.residual_cross, context)
         if config.ffn is not None:
             ffn = FeedForward(config.ffn, config.width, name="ffn")
             x = self.sublayer("ffn", x, ffn, config.residual_ffn, context)
+        self.sow("intermediates", "output", x)
         return x, None if cache is None else cache.held
 
     def sublayer(

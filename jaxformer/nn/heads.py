@@ -1,13 +1,12 @@
-"""From hidden states to decisions: a vocabulary row for every slot, or one class for a sequence."""
+"""From hidden states to decisions: a vocabulary row or a class for every slot, or one class for a sequence."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxformer.config import HeadConfig, NormConfig
-from jaxformer.nn.layers import Dense, Dropout, Embed, Norm
+from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout, Embed, Norm
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Slots
 
@@ -30,7 +29,11 @@ def pool(x: Array, slots: Slots, how: str) -> Array:
 
 
 class Head(nn.Module):
-    """Float32 logits: `[B, T, V]` for kind "tokens", `[B, C]` for kind "classes".
+    """What `config.kind` names, in float32.
+
+    tokens: logits `[B, T, V]`. slots: a class for every slot, `[B, T, C]` (named entities; with two classes, the start
+    and end of an answer). classes: one decision a sequence, `[B, C]`. pooled: one vector a sequence, `[B, D']`. none:
+    the hidden states `[B, T, D]` themselves.
 
     Attributes:
       width: model width D.
@@ -44,16 +47,25 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self, x: Array, slots: Slots, embed: Embed | None = None) -> Array:
         """`x` `[B, T, D]` normalised hidden states; `embed` is the table a tied head reads."""
-        return self.tokens(x, embed) if self.config.kind == "tokens" else self.classes(x, slots)
+        kind = self.config.kind
+        if kind == "tokens":
+            return self.tokens(x, embed)
+        if kind == "slots":
+            return self.decide(x)
+        if kind == "classes":
+            return self.decide(self.pooled(x, slots))
+        return x.astype(jnp.float32) if kind == "none" else self.pooled(x, slots).astype(jnp.float32)
 
     def tokens(self, x: Array, embed: Embed | None) -> Array:
         config, width = self.config, self.width
         if self.vocab is None:
             raise ValueError("head: got vocab None, expected a size; resolve the config with a tokenizer first")
         if config.transform:
-            x = jax.nn.gelu(Dense((width, width), ("embed", None), name="transform")(x), approximate=False)
-            x = Norm(NormConfig(), name="transform_norm")(x)
+            x = ACTIVATIONS[config.activation](Dense((width, width), ("embed", None), name="transform")(x))
+            x = Norm(NormConfig(epsilon=config.epsilon), name="transform_norm")(x)
         x = Dropout(config.dropout)(x)
+        if config.scale:
+            x = x * jnp.asarray(width**-0.5, x.dtype)
         if config.tied:
             if embed is None:
                 raise ValueError("head.tied: got a model without an embedding, expected one; set head.tied to False")
@@ -67,13 +79,17 @@ class Head(nn.Module):
             logits = logits + self.param("bias", zeros, (self.vocab,))
         return constrain(logits, "batch", "length", "act_vocab")
 
-    def classes(self, x: Array, slots: Slots) -> Array:
-        config, width = self.config, self.width
+    def pooled(self, x: Array, slots: Slots) -> Array:
+        """`[B, D']`, through the hidden layer if there is one."""
+        config, y = self.config, pool(x, slots, self.config.pooling)
+        if config.width is None:
+            return y
+        return ACTIVATIONS[config.hidden](Dense((self.width, config.width), ("embed", None), name="hidden")(y))
+
+    def decide(self, x: Array) -> Array:
+        """Logits `[..., C]` of `x` `[..., D']`."""
+        config = self.config
         if config.classes is None:
             raise ValueError("head.classes: got None, expected a number; resolve the config with the data first")
-        y = pool(x, slots, config.pooling)
-        if config.width is not None:
-            y = jnp.tanh(Dense((width, config.width), ("embed", None), name="hidden")(y))
-            width = config.width
-        y = Dropout(config.dropout)(y).astype(jnp.float32)
-        return Dense((width, config.classes), ("embed", None), name="decision")(y)
+        x = Dropout(config.dropout)(x).astype(jnp.float32)
+        return Dense((x.shape[-1], config.classes), ("embed", None), bias=config.decision_bias, name="decision")(x)

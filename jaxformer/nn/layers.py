@@ -17,8 +17,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "silu": jax.nn.silu,
     "tanh": jnp.tanh,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "mish": jax.nn.mish,
+    "sigmoid": jax.nn.sigmoid,
 }
 
 
@@ -111,7 +115,8 @@ class Norm(nn.Module):
         if config.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.epsilon)
-        y = y * self.param("scale", nn.with_logical_partitioning(nn.initializers.ones_init(), (None,)), (width,))
+        init = nn.with_logical_partitioning(nn.initializers.constant(1.0 - config.offset), (None,))
+        y = y * (self.param("scale", init, (width,)) + config.offset)
         if config.kind == "layer" and config.bias:
             y = y + self.param("bias", nn.with_logical_partitioning(nn.initializers.zeros_init(), (None,)), (width,))
         return y.astype(x.dtype)
@@ -177,14 +182,22 @@ class Embed(nn.Module):
             self.kind_table = self.param("kinds", init, (config.kinds, self.width))
 
     def __call__(self, stream: Stream) -> Array:
-        """Embeddings `[B, T, D]` of a stream, before position, norm and dropout."""
-        x = jnp.take(self.table, stream.tokens, axis=0).astype(self.dtype)
+        """Embeddings `[B, T, D]` of a stream, before position, norm and dropout.
+
+        Tokens that are floating point `[B, T, E]` are taken for rows of the table already looked up.
+        """
+        if jnp.issubdtype(stream.tokens.dtype, jnp.floating):
+            x = stream.tokens.astype(self.dtype)
+        else:
+            x = jnp.take(self.table, stream.tokens, axis=0).astype(self.dtype)
+            if self.config.pad is not None:
+                x = jnp.where((stream.tokens == self.config.pad)[..., None], jax.lax.stop_gradient(x), x)
         if self.inner != self.width:
             x = dot(x, self.up)
         if self.config.scale:
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
         if self.config.kinds:
-            kind = jnp.zeros_like(stream.tokens) if stream.kind is None else stream.kind
+            kind = jnp.zeros_like(stream.slots.segment) if stream.kind is None else stream.kind
             x = x + jnp.take(self.kind_table, kind, axis=0).astype(self.dtype)
         return constrain(x, "batch", "length", "act_embed")
 

@@ -49,7 +49,7 @@ class Stack(nn.Module):
             block,
             variable_axes={"params": 0, "batch_stats": 0, "intermediates": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=(0, 0, nn.broadcast),
+            in_axes=(0, 0, 0, nn.broadcast),
             length=config.layers,
             unroll=unroll(config),
             metadata_params={nn.PARTITION_NAME: "layers"},
@@ -94,9 +94,11 @@ class Stack(nn.Module):
             memory_mask=None if memory is None else cross_mask(slots, memory_slots),
             index=index,
         )
-        x, held = self.blocks(x, held, memory if precomputed else None, context)
+        self.sow("intermediates", "input", x)
+        x, held = self.blocks(x, jnp.arange(config.layers), held, memory if precomputed else None, context)
         if has_final_norm(config):
             x = self.final_norm(x, visible)
+        self.sow("intermediates", "output", x)
         return x, held
 
     def project(self, memory: Array) -> KeyValues:
@@ -108,7 +110,7 @@ class Stack(nn.Module):
         def layer(weights: Any) -> KeyValues:
             return attention.apply({"params": weights}, memory, method=Attention.project)
 
-        return jax.lax.map(layer, {name: params[name] for name in ("key", "value")})
+        return jax.lax.map(layer, {name: params[name] for name in ("key", "value", "key_norm") if name in params})
 
     def empty(self, rows: int, length: int, dtype: jnp.dtype) -> KeyValues:
         """A cache `[L, B, S, G, K]` with nothing in it."""

@@ -168,7 +168,7 @@ def test_scanned_layers_equal_a_loop_over_layers(order):
         context, x = Context(mask=Mask(slots, slots), position=position), embedded
         for layer in range(3):
             weights = jax.tree.map(lambda a, layer=layer: a[layer], encoder["blocks"])
-            x, _ = Block(config.encoder).apply({"params": weights}, x, None, None, context)
+            x, _ = Block(config.encoder).apply({"params": weights}, x, jnp.int32(0), None, None, context)
         if order == "post":
             return x
         return Norm(config.encoder.norm).apply({"params": encoder["final_norm"]}, x)

@@ -1,4 +1,4 @@
-"""What position does. One file a way, each defining `ENCODING`, an `Encoding` of up to four hooks."""
+"""What position does. One file a way, each defining `ENCODING`, an `Encoding` of up to five hooks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flax import linen as nn
 
 from jaxformer import registry
+from jaxformer.config import EncodingConfig
 from jaxformer.types import Array
 
 
@@ -19,8 +20,14 @@ class Encoding:
       embed: module class. `embed(EncodingConfig, width)(slots) -> [B, T, D]`, added to the input of the stack.
       shared: module class. `shared(EncodingConfig, AttentionConfig, head_width)(slots) -> pytree`, made once a stack
         (or decoding step) from the query slots and handed to every layer as `shared`.
+      layer: module class, for encodings with parameters of their own in every layer.
+        `layer(EncodingConfig, AttentionConfig, width)(shared, query, key) -> pytree`, called in each attention with its
+        query and key projections (Dense modules `[B, T, D] -> [B, T, H, K]`); its value is what `rotate` and `score`
+        get as `shared`.
       rotate: function. `rotate(config, x [B, T, H, K], shared) -> [B, T, H, K]`, applied to queries and to keys before
         they are cached.
+      terms: function of the config: how many terms of like variance a score has; it is divided by the root of
+        terms * K instead of the root of K.
       score: function. `score(config, shared, q, k, query_position, key_position) -> additive [b, H, T, S]` with b = B
         or 1, for a tile: q `[B, T, H, K]`, k `[B, S, G, K]`, positions int32 `[B, T]`, `[B, S]`. Float32. It must be
         differentiable with respect to `shared`, q and k.
@@ -28,8 +35,10 @@ class Encoding:
 
     embed: type[nn.Module] | None = None
     shared: type[nn.Module] | None = None
+    layer: type[nn.Module] | None = None
     rotate: Callable[..., Array] | None = None
     score: Callable[..., Array] | None = None
+    terms: Callable[[EncodingConfig], int] = lambda config: 1
 
 
 def get(kind: str) -> Encoding:

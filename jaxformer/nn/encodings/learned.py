@@ -13,6 +13,8 @@ from jaxformer.types import Array, Slots
 class Learned(nn.Module):
     """Rows of a table `[max_length, D]`, initially normal with deviation 0.02 (as in BERT and GPT-2).
 
+    Position p reads row p + `config.offset`: some models keep the first rows for padding (RoBERTa, BART).
+
     Positions are data, so only the number of slots can be checked when the model is traced. A position outside the
     table reads NaN rather than some other position's row.
 
@@ -25,14 +27,14 @@ class Learned(nn.Module):
 
     @nn.compact
     def __call__(self, slots: Slots) -> Array:
-        rows, length = self.config.max_length, slots.position.shape[1]
+        rows, length = self.config.max_length - self.config.offset, slots.position.shape[1]
         if length > rows:
             raise ConfigError(
                 f"encoding.max_length: got {rows}, expected at least the sequence length {length}; raise it"
             )
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (None, "table"))
-        table = self.param("table", init, (rows, self.width))
-        return jnp.take(table, slots.position, axis=0, mode="fill", fill_value=jnp.nan)
+        table = self.param("table", init, (self.config.max_length, self.width))
+        return jnp.take(table, slots.position + self.config.offset, axis=0, mode="fill", fill_value=jnp.nan)
 
 
 ENCODING = Encoding(embed=Learned)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig
+from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, RopeScalingConfig
 from jaxformer.nn.encodings import Encoding
 from jaxformer.types import Array, Slots
 
@@ -34,9 +34,51 @@ class Angles(nn.Module):
                 f"encoding.fraction: got {self.config.fraction} of head width {self.head_width} = {rotated} channels, "
                 "expected an even number of them, at least 2; change fraction, heads or head_width"
             )
-        frequency = jnp.asarray(self.config.base ** (-2.0 * np.arange(rotated // 2) / rotated), jnp.float32)
+        frequency, magnitude = frequencies(self.config, rotated, slots.position)
         angle = slots.position.astype(jnp.float32)[..., None] * frequency
-        return jnp.cos(angle), jnp.sin(angle)
+        return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
+
+
+def frequencies(config: EncodingConfig, rotated: int, position: Array) -> tuple[Array, float]:
+    """theta `[R/2]` float32, stretched as `config.scaling` says, and the factor on cosines and sines.
+
+    linear: theta / factor (Chen et al. 2023). dynamic: the base grows with the longest position, once that is beyond
+    the original length ("dynamic NTK"). llama3: long waves divided by the factor, short ones kept, blended between
+    (Llama 3.1). yarn: the same over channels, with a magnitude (Peng et al. 2024, YaRN, section 3).
+    """
+    scaling, exponent = config.scaling, np.arange(rotated // 2) * 2.0 / rotated
+    theta = config.base**-exponent
+    if scaling is None:
+        return jnp.asarray(theta, jnp.float32), 1.0
+    if scaling.kind == "dynamic":
+        longest = jnp.maximum(jnp.max(position) + 1, scaling.original).astype(jnp.float32)
+        growth = scaling.factor * longest / scaling.original - (scaling.factor - 1.0)
+        return 1.0 / (config.base * growth ** (rotated / (rotated - 2.0))) ** jnp.asarray(exponent, jnp.float32), 1.0
+    if scaling.kind == "linear":
+        kept = np.zeros_like(theta)
+    elif scaling.kind == "llama3":
+        turns = scaling.original * theta / (2.0 * np.pi)
+        kept = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
+    else:
+        kept = 1.0 - _yarn_ramp(config.base, scaling, rotated)
+    theta = theta * kept + theta / scaling.factor * (1.0 - kept)
+    magnitude = 1.0
+    if scaling.kind == "yarn":
+        magnitude = 0.1 * np.log(scaling.factor) + 1.0 if scaling.magnitude is None else scaling.magnitude
+    return jnp.asarray(theta, jnp.float32), float(magnitude)
+
+
+def _yarn_ramp(base: float, scaling: RopeScalingConfig, rotated: int) -> np.ndarray:
+    """`[R/2]`: 0 for channels that turn over `fast` times in the original length, 1 under `slow`, linear between."""
+
+    def channel(turns: float) -> float:
+        return rotated * np.log(scaling.original / (turns * 2.0 * np.pi)) / (2.0 * np.log(base))
+
+    first, last = channel(scaling.fast), channel(scaling.slow)
+    if scaling.whole:
+        first, last = np.floor(first), np.ceil(last)
+    first, last = max(first, 0.0), min(last, rotated - 1.0)
+    return np.clip((np.arange(rotated // 2) - first) / (last - first if last > first else 0.001), 0.0, 1.0)
 
 
 def rotate(config: EncodingConfig, x: Array, shared: tuple[Array, Array]) -> Array:

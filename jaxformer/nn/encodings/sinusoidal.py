@@ -11,17 +11,19 @@ from jaxformer.nn.encodings import Encoding
 from jaxformer.types import Array, Slots
 
 
-def sinusoids(position: Array, width: int, base: float = 10000.0) -> Array:
+def sinusoids(position: Array, width: int, base: float = 10000.0, concatenated: bool = False) -> Array:
     """Float32 `[..., D]` codes of integer positions `[...]`:
 
         PE(p, 2i) = sin(p / base^(2i / D)),   PE(p, 2i + 1) = cos(p / base^(2i / D))
 
     The sine and the cosine of a pair share one exponent: only then is PE(p + n) a rotation of PE(p). An odd width
-    drops the last cosine.
+    drops the last cosine. With `concatenated` all sines come first and then all cosines.
     """
     pairs = (width + 1) // 2
     frequency = jnp.asarray(base ** (-2.0 * np.arange(pairs) / width), jnp.float32)
     angle = position.astype(jnp.float32)[..., None] * frequency
+    if concatenated:
+        return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)[..., :width]
     code = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
     return code.reshape(*position.shape, 2 * pairs)[..., :width]
 
@@ -34,7 +36,7 @@ class Sinusoidal(nn.Module):
 
     @nn.compact
     def __call__(self, slots: Slots) -> Array:
-        return sinusoids(slots.position, self.width, self.config.base)
+        return sinusoids(slots.position, self.width, self.config.base, self.config.concatenated)
 
 
 ENCODING = Encoding(embed=Sinusoidal)
