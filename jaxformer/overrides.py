@@ -49,6 +49,9 @@ RESUMABLE = (
 RESOLVED = ("vocab", "classes")
 """Fields that a run fills in when they are None, so that None agrees with whatever the saved config has."""
 
+RENAMED = {"decode": {"early_stop": ("stopping", {True: "estimate", False: "exact"})}}
+"""Section -> a field's name in configs saved by earlier versions -> its name now, and what its values are called."""
+
 
 # --- the ConfigDict side ----------------------------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ def from_json(text: str) -> Config:
         raise ConfigError(f"config.json: got no valid JSON ({error}), expected what a run wrote") from None
     if not isinstance(value, dict):
         raise ConfigError(f"config.json: got {show(value)}, expected a JSON object")
-    return freeze(value)
+    return freeze(_current(value))
 
 
 def read(workdir: str | os.PathLike[str]) -> Config:
@@ -159,6 +162,16 @@ def read(workdir: str | os.PathLike[str]) -> Config:
         return from_json(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _current(config: dict[str, Any]) -> dict[str, Any]:
+    """A saved config with the fields of `RENAMED` by their names of now."""
+    for part, fields_of_it in RENAMED.items():
+        saved = config.get(part)
+        for old, (new, values) in fields_of_it.items():
+            if isinstance(saved, dict) and isinstance(saved.get(old), bool):
+                saved[new] = values[saved.pop(old)]
+    return config
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

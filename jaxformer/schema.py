@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import types
 import typing
 from typing import Any, Iterator, Mapping
@@ -46,7 +47,7 @@ def describe(hint: Any) -> str:
     if dataclasses.is_dataclass(kind):
         words = f"a section ({kind.__name__})"
     elif origin is tuple:
-        words = f"a tuple of {args[0].__name__}"
+        words = f"a tuple of {'tuples' if typing.get_origin(args[0]) is tuple else args[0].__name__}"
     elif origin is dict:
         words = f"a dict of str to {describe(args[1])}"
     elif kind is bool:
@@ -133,7 +134,7 @@ def read_text(text: str, hint: Any, path: str) -> Any:
         return None
     if typing.get_origin(kind) is tuple:
         inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
-        items = [item.strip() for item in inner.split(",")]
+        items = [item.strip() for item in re.split(r",(?![^(]*\))", inner)]  # not at commas inside brackets
         return tuple(read_text(item, typing.get_args(kind)[0], path) for item in items if item)
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"

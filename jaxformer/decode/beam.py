@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import DecodeConfig
-from jaxformer.decode import top, warp
-from jaxformer.decode.sample import Hypotheses, is_any, so_far
-from jaxformer.types import Array, Batch, Decodable, State, Stream
+from jaxformer.decode import bans, top, warp
+from jaxformer.decode.sample import Hypotheses, is_any
+from jaxformer.types import Array, Batch, Decodable, State
 
 
 @flax.struct.dataclass
@@ -45,11 +45,14 @@ def search(
 
     Every step extends the N live hypotheses by every token and ranks the extensions by log-probability. Those among
     the N best that end go to the pool; the N best that do not end live on. At a row's limit all end. Finished
-    hypotheses compete by log P / lp(length). A finished one never takes the place of a live one.
+    hypotheses compete by log P / lp(length). A finished one never takes the place of a live one. Where `warp.process`
+    has something to do, log P is the sum of what it makes of the log-probabilities, not normalised again.
 
-    A prompt is done when nothing alive can still enter the `config.hypotheses` best, whatever follows. With
-    `config.early_stop` it is also done when the pool is full and no live hypothesis, scored as if it ended now, beats
-    the worst of it. That is much sooner, makes one beam equal greedy search, and loses nothing at length penalty 0.
+    `config.stopping` says when a prompt is done:
+      exact: when nothing alive can still enter the `config.hypotheses` best, whatever follows.
+      estimate: also when the pool is full and no live hypothesis, scored as if it ended now, beats the worst of it.
+        That is much sooner, makes one beam equal greedy search, and loses nothing at length penalty 0.
+      first: as soon as the pool is full.
 
     Args:
       eos: tokens that end a hypothesis.
@@ -62,7 +65,7 @@ def search(
     rows, width, length = batch.target.tokens.shape[0], config.beams, config.max_length
     limit = jnp.full(rows, length) if limit is None else jnp.minimum(limit, length)
     spread = jnp.repeat(jnp.arange(rows), width)
-    prompt = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), batch.target)
+    prompt = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), bans.said(batch.target))
     first = jnp.arange(rows)[:, None] * width  # flat index of each prompt's beam 0
 
     def advance(carry: tuple[Beams, State]) -> tuple[Beams, State]:
@@ -89,21 +92,24 @@ def empty(rows: int, width: int, length: int, pad: int, limit: Array) -> Beams:
 
 
 def extend(
-    beams: Beams, logits: Array, prompt: Stream, config: DecodeConfig, eos: tuple[int, ...], limit: Array
+    beams: Beams, logits: Array, prompt: bans.Said, config: DecodeConfig, eos: tuple[int, ...], limit: Array
 ) -> Beams:
     """The beams one token longer, from the logits `[B N, V]` of that token."""
     rows, width, length = beams.tokens.shape
-    history, real = so_far(config, prompt, beams.tokens.reshape(rows * width, length), beams.step)
-    logits = warp.penalise(config, logits, history, real)
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    if warp.processes(config):
+        output = beams.tokens.reshape(rows * width, length)
+        past = bans.context(prompt, output, beams.step, jnp.repeat(limit, width))
+        logits, total = warp.process(config, logits - total, past, eos), jnp.zeros_like(total)
     # Each live hypothesis can end in as many ways as there are end tokens; so many more candidates leave N to live on.
     wanted = width * (1 + len(eos))
-    scores, parent, token = candidates(beams.scores, logits, wanted)
+    scores, parent, token = candidates(beams.scores, logits, total, wanted)
     ended, cut = is_any(token, eos), (beams.step + 1 >= limit)[:, None]
     tokens = jnp.take_along_axis(beams.tokens, parent[:, :, None], axis=1).at[:, :, beams.step].set(token)
 
     leading = jnp.arange(scores.shape[1]) < width
     enters = (ended | cut) & leading & ~beams.done[:, None]
-    final = jnp.where(enters, scores / length_penalty(beams.step + 1, config.length_penalty), -jnp.inf)
+    final = jnp.where(enters, scores / divisor(config, beams.step + 1), -jnp.inf)
     lengths = jnp.full_like(token, beams.step + 1)
     joined = jax.tree.map(
         lambda old, new: jnp.concatenate([old, new], 1), beams.pool, Hypotheses(tokens, lengths, final)
@@ -123,11 +129,14 @@ def extend(
     return beams.replace(done=beams.done | cut[:, 0] | settled(beams, config, limit))
 
 
-def candidates(scores: Array, logits: Array, count: int) -> tuple[Array, Array, Array]:
+def candidates(scores: Array, logits: Array, total: Array, count: int) -> tuple[Array, Array, Array]:
     """The `count` most probable extensions of hypotheses with log-probabilities `scores` `[B, N]`.
 
     Equivalent to the largest of all N V sums of a score and a log-probability, but each beam's best are taken first,
-    from the unnormalised logits `[B N, V]`, whose order is the same: the large array is read, never copied.
+    from the logits `[B N, V]`, whose order is the same: the large array is read, never copied.
+
+    Args:
+      total: `[B N, 1]`, what to subtract from the logits to make log-probabilities of them.
 
     Returns:
       Log-probabilities, beams extended and tokens added, each `[B, count]` (or fewer, if there are not so many).
@@ -135,27 +144,40 @@ def candidates(scores: Array, logits: Array, count: int) -> tuple[Array, Array, 
     rows, width = scores.shape
     each = min(count, logits.shape[1])
     best, token = top.top_k(logits, each)
-    gain = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    total = (scores[:, :, None] + gain.reshape(rows, width, each)).reshape(rows, width * each)
-    total, index = jax.lax.top_k(total, min(count, width * each))
-    return total, index // each, pick(token.reshape(rows, width * each), index)
+    sums = (scores[:, :, None] + (best - total).reshape(rows, width, each)).reshape(rows, width * each)
+    sums, index = jax.lax.top_k(sums, min(count, width * each))
+    return sums, index // each, pick(token.reshape(rows, width * each), index)
 
 
 def settled(beams: Beams, config: DecodeConfig, limit: Array) -> Array:
-    """bool `[B]`: the pool's best can not, or with early stopping will hardly, change any more."""
-    alpha, best = config.length_penalty, beams.scores[:, 0]
-    # Log-probabilities only fall, so the largest penalty that can still apply bounds what a live one may reach.
-    largest = jnp.maximum(length_penalty(beams.step + 1, alpha), length_penalty(limit, alpha))
-    done = beams.pool.scores[:, config.hypotheses - 1] >= best / largest
-    if config.early_stop:
-        worst = beams.pool.scores[:, -1]
-        done |= ~jnp.isneginf(worst) & (worst >= best / length_penalty(beams.step, alpha))
+    """bool `[B]`: the pool's best can not, or as `config.stopping` judges need not, change any more."""
+    best, worst = beams.scores[:, 0], beams.pool.scores[:, -1]
+    # Log-probabilities only fall, so the largest divisor that can still apply bounds what a live one may reach.
+    largest = jnp.maximum(divisor(config, beams.step + 1), divisor(config, limit))
+    done, full = beams.pool.scores[:, config.hypotheses - 1] >= best / largest, ~jnp.isneginf(worst)
+    if config.stopping == "first":
+        done |= full
+    if config.stopping == "estimate":
+        done |= full & (worst >= best / divisor(config, beams.step))
     return done
 
 
+def divisor(config: DecodeConfig, length: Array) -> Array:
+    """What the log-probability of a hypothesis of `length` new tokens, the end token among them, is divided by."""
+    return NORMS[config.length_norm](length, config.length_penalty)
+
+
 def length_penalty(length: Array, alpha: float) -> Array:
-    """`lp(y) = ((5 + |y|) / 6) ** alpha` (Wu et al. 2016, equation 14); the end token counts."""
+    """`lp(y) = ((5 + |y|) / 6) ** alpha` (Wu et al. 2016, equation 14)."""
     return ((5.0 + length) / 6.0) ** alpha
+
+
+def power(length: Array, alpha: float) -> Array:
+    """`lp(y) = |y| ** alpha`: at 1 the score is the mean log-probability of a token."""
+    return jnp.asarray(length, jnp.float32) ** alpha
+
+
+NORMS = {"gnmt": length_penalty, "power": power}
 
 
 def pick(tree, index: Array):

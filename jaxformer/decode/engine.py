@@ -141,8 +141,9 @@ def run(
       progress: called after each batch with how many prompts are done, and of how many.
 
     Raises:
-      ConfigError: a prompt is empty or leaves no room.
+      ConfigError: a prompt is empty or leaves no room, or an option names a token that the vocabulary does not have.
     """
+    _known(config, vocabulary)
     prompts = [_with_target(prompt, vocabulary) for prompt in prompts]
     limits = [_limit(prompt, config, room) for prompt in prompts]
     results: list[list[Hypothesis]] = [[] for _ in prompts]
@@ -163,6 +164,16 @@ def run(
         if progress is not None:
             progress(done, len(prompts))
     return results
+
+
+def _known(config: DecodeConfig, vocabulary: Vocabulary) -> None:
+    """Judges the token ids among the options, which only now can be compared with the vocabulary."""
+    forced = [token for token in (config.forced_first, config.forced_last) if token is not None]
+    named = [*forced, *config.suppress, *(token for word in config.bad_words for token in word)]
+    if vocabulary.size is not None and named and max(named) >= vocabulary.size:
+        raise ConfigError(
+            f"decode: got token {max(named)} to force or ban, expected ids below the vocabulary's {vocabulary.size}"
+        )
 
 
 def _with_target(prompt: Prompt, vocabulary: Vocabulary) -> Prompt:

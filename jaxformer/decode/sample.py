@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import DecodeConfig
-from jaxformer.decode import top, warp
+from jaxformer.decode import bans, top, warp
 from jaxformer.types import Array, Batch, Decodable, State
 
 
@@ -19,8 +19,9 @@ class Hypotheses(NamedTuple):
     Attributes:
       tokens: int32 `[B, n, T]`, the new tokens, the end token included if one was reached, then padding.
       lengths: int32 `[B, n]`, how many of them are real.
-      scores: float32 `[B, n]`: the log-probability of those tokens (natural log, after the repetition penalty and
-        before temperature and truncation), which beam search divides by its length penalty.
+      scores: float32 `[B, n]`: the log-probability of those tokens (natural log). Greedy search and sampling take it
+        after `warp.process` (a forced token counts 0) and before temperature and truncation; beam search sums what
+        `warp.process` makes of the model's log-probabilities and divides by the length penalty.
     """
 
     tokens: Array
@@ -72,17 +73,19 @@ def sample(
         jnp.arange(draws)
     ))(rows).reshape(count * draws)  # fmt: skip
     limit = jnp.repeat(limit, draws)
-    prompt = jax.tree.map(lambda x: jnp.repeat(x, draws, axis=0), batch.target)
+    prompt = jax.tree.map(lambda x: jnp.repeat(x, draws, axis=0), bans.said(batch.target))
 
     def choose(logits: Array, now: Progress) -> Progress:
-        history, real = so_far(config, prompt, now.tokens, now.step)
-        logits = warp.penalise(config, logits, history, real)
+        if warp.processes(config):
+            logits = warp.process(config, logits, bans.context(prompt, now.tokens, now.step, limit), eos)
         if config.method == "greedy":
             token = top.top_k(logits, 1)[1][:, 0]  # as argmax, which the CPU compiler does not vectorise
         else:
             here = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, now.step)
             token = jax.vmap(jax.random.categorical)(here, warp.truncate(config, logits))
-        gain = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+        # Where every token is banned, one is chosen all the same, at no probability.
+        gain = jnp.where(jnp.isneginf(chosen), chosen, chosen - jax.nn.logsumexp(logits, axis=-1))
         token = jnp.where(now.finished, pad, token).astype(jnp.int32)
         lengths = now.lengths + ~now.finished
         return now.replace(
@@ -112,15 +115,6 @@ def sample(
     )
     end = jax.lax.while_loop(lambda now: ~jnp.all(now.finished), advance, choose(logits, begin))
     return Hypotheses(*(x.reshape(count, draws, *x.shape[1:]) for x in (end.tokens, end.lengths, end.scores)))
-
-
-def so_far(config: DecodeConfig, prompt, tokens: Array, step: Array) -> tuple[Array, Array]:
-    """The prompt's and the output's tokens `[B, P + T]`, and which are real; for the repetition penalty."""
-    if config.repetition_penalty == 1.0:
-        return tokens, jnp.zeros_like(tokens, bool)
-    written = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < step, tokens.shape)
-    real = jnp.concatenate([prompt.slots.segment != 0, written], axis=1)
-    return jnp.concatenate([prompt.tokens, tokens], axis=1), real
 
 
 def is_any(tokens: Array, ids: tuple[int, ...]) -> Array:

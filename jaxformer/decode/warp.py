@@ -1,39 +1,43 @@
-"""What is done to the logits before a token is chosen. Pure functions of float32 logits `[B, V]`.
+"""What is done to the scores before a token is chosen. Pure functions of float32 logits `[B, V]`.
 
-A token that is ruled out gets the logit -inf. The order is the field's usual one: repetition penalty, temperature,
-top-k, top-p, min-p; each truncation sees the distribution that the ones before it left.
+A token that is ruled out gets the logit -inf. The order is the field's usual one: what every method does (`process`:
+repetition penalty, repeated n-grams, bad words, least length, forced and suppressed tokens), then what only sampling
+does (`truncate`: temperature, top-k, top-p, min-p); each truncation sees the distribution that the ones before it left.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jaxformer.config import DecodeConfig
-from jaxformer.decode import top
+from jaxformer.decode import bans, top
 from jaxformer.types import Array
 
-Warp = Callable[[Array, Array, Array], Array]
-"""`(logits [B, V], tokens so far [B, T], which of them are real: bool [B, T]) -> logits [B, V]`."""
+
+def processes(config: DecodeConfig) -> bool:
+    """Whether `process` does anything."""
+    penalised = config.repetition_penalty != 1.0
+    banned = config.no_repeat_ngram > 0 or config.min_length > 0 or bool(config.bad_words or config.suppress)
+    return penalised or banned or config.forced_first is not None or config.forced_last is not None
 
 
-def warp(config: DecodeConfig) -> Warp:
-    """All that `config` asks for, in order: `truncate` after `penalise`."""
-
-    def apply(logits: Array, tokens: Array, real: Array) -> Array:
-        return truncate(config, penalise(config, logits, tokens, real))
-
-    return apply
-
-
-def penalise(config: DecodeConfig, logits: Array, tokens: Array, real: Array) -> Array:
-    """The part that every method uses: the repetition penalty. Scores are log-probabilities after it."""
-    if config.repetition_penalty == 1.0:
-        return logits
-    return repetition_penalty(logits, tokens, real, config.repetition_penalty)
+def process(config: DecodeConfig, scores: Array, past: bans.Context, eos: tuple[int, ...]) -> Array:
+    """The part that every method uses. Greedy search and sampling give it logits, beam search log-probabilities."""
+    if config.repetition_penalty != 1.0:
+        scores = bans.repetition_penalty(scores, past, config.repetition_penalty)
+    if config.no_repeat_ngram > 0:
+        scores = bans.no_repeat_ngram(scores, past, config.no_repeat_ngram)
+    scores = bans.bad_words(scores, past, config.bad_words)
+    if config.min_length > 0:
+        scores = jnp.where(past.step < config.min_length, bans.suppress(scores, eos), scores)
+    if config.forced_first is not None:
+        scores = bans.force(scores, config.forced_first, past.step == 0)
+    if config.forced_last is not None:
+        scores = bans.force(scores, config.forced_last, past.last)
+    return bans.suppress(scores, config.suppress)
 
 
 def truncate(config: DecodeConfig, logits: Array) -> Array:
@@ -47,19 +51,6 @@ def truncate(config: DecodeConfig, logits: Array) -> Array:
     if config.min_p > 0.0:
         logits = min_p(logits, config.min_p)
     return logits
-
-
-def repetition_penalty(logits: Array, tokens: Array, real: Array, penalty: float) -> Array:
-    """Discourages tokens that already stand in the prompt or the output (Keskar et al. 2019, CTRL, section 4.1).
-
-    A positive logit of such a token is divided by `penalty`, a negative one multiplied by it, once however often the
-    token occurred. `tokens` is `[B, T]`; entries where `real` is False do not count.
-    """
-    vocab = logits.shape[1]
-    old = jnp.take_along_axis(logits, jnp.clip(tokens, 0, vocab - 1), axis=1)
-    new = jnp.where(old > 0, old / penalty, old * penalty)
-    rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, jnp.where(real, tokens, vocab)].set(new, mode="drop")
 
 
 def temperature(logits: Array, value: float) -> Array:

@@ -57,12 +57,11 @@ def same(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("eos", "alpha", "early_stop"), [((0,), 0.0, True), ((0,), 0.6, False), ((0, 2), 2.0, False), ((0, 2), 0.6, True)]
+    ("eos", "alpha", "stopping"),
+    [((0,), 0.0, "estimate"), ((0,), 0.6, "exact"), ((0, 2), 2.0, "exact"), ((0, 2), 0.6, "estimate")],
 )
-def test_wide_enough_it_is_exact(eos, alpha, early_stop):
-    config = DecodeConfig(
-        method="beam", beams=64, max_length=3, hypotheses=6, length_penalty=alpha, early_stop=early_stop
-    )
+def test_wide_enough_it_is_exact(eos, alpha, stopping):
+    config = DecodeConfig(method="beam", beams=64, max_length=3, hypotheses=6, length_penalty=alpha, stopping=stopping)
     found = run(batch_of(*PROMPTS), config, eos=eos)
     for row, prompt in enumerate(PROMPTS):
         same(listed(found, row), best(MODEL, prompt, 3, alpha, eos, 6))
@@ -81,7 +80,7 @@ def test_limits_are_per_row():
 @given(seed=st.integers(0, 10_000), alpha=st.sampled_from([0.0, 0.6]))
 def test_one_beam_is_greedy(seed, alpha):
     model = PrefixModel(vocab=4, seed=seed)
-    shared = DecodeConfig(max_length=7, length_penalty=alpha, repetition_penalty=1.0 + alpha)
+    shared = DecodeConfig(max_length=7, length_penalty=alpha)
     one = run(batch_of(*PROMPTS), dataclasses.replace(shared, method="beam", beams=1), model=model)
     greedy = jax.device_get(compiled_greedy(shared)(model.table, batch_of(*PROMPTS)))
     assert one.tokens.tolist() == greedy.tokens.tolist()
@@ -113,21 +112,21 @@ def test_hypotheses_are_sorted_distinct_finished_and_score_what_the_model_says(s
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_early_stop_loses_nothing_without_a_length_penalty(seed):
+def test_the_estimate_loses_nothing_without_a_length_penalty(seed):
     model = PrefixModel(vocab=4, seed=seed)
-    exact = dataclasses.replace(BEAM, length_penalty=0.0, early_stop=False)
+    exact = dataclasses.replace(BEAM, length_penalty=0.0, stopping="exact")
     slow = run(batch_of(*PROMPTS), exact, model=model)
-    fast = run(batch_of(*PROMPTS), dataclasses.replace(exact, early_stop=True), model=model)
+    fast = run(batch_of(*PROMPTS), dataclasses.replace(exact, stopping="estimate"), model=model)
     assert fast.tokens.tolist() == slow.tokens.tolist()
     np.testing.assert_allclose(fast.scores, slow.scores, rtol=1e-5)
 
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_without_early_stop_the_end_of_the_search_changes_nothing(seed):
+def test_where_stopping_is_exact_the_end_of_the_search_changes_nothing(seed):
     """The bound is exact: the same search that keeps all it finds to the very end agrees with it."""
     model = PrefixModel(vocab=4, seed=seed)
-    bounded = run(batch_of(*PROMPTS), dataclasses.replace(BEAM, length_penalty=2.0, early_stop=False), model=model)
+    bounded = run(batch_of(*PROMPTS), dataclasses.replace(BEAM, length_penalty=2.0, stopping="exact"), model=model)
     for row, prompt in enumerate(PROMPTS):
         wanted = search_by_hand(model, prompt, beams=3, length=7, alpha=2.0)
         same(listed(bounded, row), wanted)
@@ -150,7 +149,7 @@ def search_by_hand(model, prompt, beams, length, alpha):
 def test_a_larger_length_penalty_prefers_longer_outputs():
     lengths = []
     for alpha in (0.0, 2.0):
-        config = DecodeConfig(method="beam", beams=16, max_length=7, length_penalty=alpha, early_stop=False)
+        config = DecodeConfig(method="beam", beams=16, max_length=7, length_penalty=alpha, stopping="exact")
         lengths.append(run(batch_of(*PROMPTS), config).lengths[:, 0])
     assert (lengths[0] <= lengths[1]).all()
     assert lengths[0].sum() < lengths[1].sum()

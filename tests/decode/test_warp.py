@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,6 @@ from jaxformer.decode import warp
 
 PROBS = np.array([[0.4, 0.1, 0.3, 0.2]], np.float32)
 LOGITS = np.log(PROBS) + 1.7  # a constant changes no probability
-NONE = (jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), bool))
 
 
 def kept(logits) -> list[int]:
@@ -60,35 +61,24 @@ def test_temperature_divides():
     np.testing.assert_allclose(warp.temperature(jnp.asarray(LOGITS), 0.5), LOGITS * 2, rtol=1e-6)
 
 
-def test_repetition_penalty_is_the_formula_of_ctrl():
-    logits = jnp.array([[2.0, -2.0, 3.0, -3.0, 0.5], [2.0, -2.0, 3.0, -3.0, 0.5]])
-    tokens = jnp.array([[0, 1, 0, 4], [3, 3, 2, 2]])
-    real = jnp.array([[True, True, True, False], [True, True, False, True]])
-    out = warp.repetition_penalty(logits, tokens, real, 2.0)
-    # Divided where positive, multiplied where negative, once though 0 and 3 occur twice; 4 stands in an empty slot.
-    np.testing.assert_allclose(out, [[1.0, -4.0, 3.0, -3.0, 0.5], [2.0, -2.0, 1.5, -6.0, 0.5]])
-
-
 class Variants(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
-    def test_the_order_is_penalty_temperature_top_k_top_p_min_p(self):
-        config = DecodeConfig(repetition_penalty=1.5, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, method="sample")
+    def test_the_order_is_temperature_top_k_top_p_min_p(self):
+        config = DecodeConfig(temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, method="sample")
         logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9)) * 2, jnp.float32)
-        tokens, real = jnp.array([[1, 2], [3, 3]]), jnp.array([[True, False], [True, True]])
-        out = self.variant(warp.warp(config))(logits, tokens, real)
-        step = warp.repetition_penalty(logits, tokens, real, 1.5)
-        step = warp.min_p(warp.top_p(warp.top_k(warp.temperature(step, 0.5), 4), 0.9), 0.1)
+        out = self.variant(functools.partial(warp.truncate, config))(logits)
+        step = warp.min_p(warp.top_p(warp.top_k(warp.temperature(logits, 0.5), 4), 0.9), 0.1)
         chex.assert_trees_all_close(out, step, rtol=1e-6)
 
-    @chex.variants(with_jit=True, without_jit=True)
-    def test_the_default_changes_nothing(self):
-        out = self.variant(warp.warp(DecodeConfig()))(jnp.asarray(LOGITS), *NONE)
-        chex.assert_trees_all_equal(out, jnp.asarray(LOGITS))
+
+def test_the_default_changes_nothing():
+    assert not warp.processes(DecodeConfig())
+    chex.assert_trees_all_equal(warp.truncate(DecodeConfig(), jnp.asarray(LOGITS)), jnp.asarray(LOGITS))
 
 
 def test_top_p_sees_what_top_k_left():
     # Of all four, 0.4 + 0.3 are needed for 0.6; of the two that top-k leaves, 0.4 / 0.7 = 0.571 is not enough either,
     # but for 0.55 it is.
-    both = warp.warp(DecodeConfig(top_k=2, top_p=0.55))(jnp.asarray(LOGITS), *NONE)
-    alone = warp.warp(DecodeConfig(top_p=0.55))(jnp.asarray(LOGITS), *NONE)
+    both = warp.truncate(DecodeConfig(top_k=2, top_p=0.55), jnp.asarray(LOGITS))
+    alone = warp.truncate(DecodeConfig(top_p=0.55), jnp.asarray(LOGITS))
     assert (kept(both), kept(alone)) == ([0], [0, 2])

@@ -1,0 +1,122 @@
+"""Tokens that may not, or must, come next. Pure functions of scores `[B, V]` (logits or log-probabilities).
+
+A token that is ruled out gets the score -inf. Some rules look at what was said before: `Context` has it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer.types import Array, Stream
+
+
+class Said(NamedTuple):
+    """Tokens int32 `[B, S]` and which of them are real, bool `[B, S]`."""
+
+    tokens: Array
+    real: Array
+
+
+class Context(NamedTuple):
+    """What stands before the tokens to choose, for B rows.
+
+    Attributes:
+      tokens: int32 `[B, S]`, prompts and outputs; a row's real ones stand together and end before column `end`.
+      real: bool `[B, S]`.
+      end: int32 scalar.
+      step: int32 scalar, how many of them each output has so far.
+      last: bool `[B]`, the row's next token is its last.
+    """
+
+    tokens: Array
+    real: Array
+    end: Array
+    step: Array
+    last: Array
+
+
+def said(prompt: Stream) -> Said:
+    """The prompts, every row's real tokens moved to its right end, so that the output follows without a gap."""
+    real = prompt.slots.segment != 0
+    order = jnp.argsort(real, axis=1, stable=True)
+    return Said(jnp.take_along_axis(prompt.tokens, order, axis=1), jnp.take_along_axis(real, order, axis=1))
+
+
+def context(prompt: Said, output: Array, step: Array, limit: Array) -> Context:
+    """The context after the first `step` tokens of the outputs `[B, T]`, of which row b may have `limit[b]`."""
+    written = jnp.broadcast_to(jnp.arange(output.shape[1]) < step, output.shape)
+    return Context(
+        tokens=jnp.concatenate([prompt.tokens, output], axis=1),
+        real=jnp.concatenate([prompt.real, written], axis=1),
+        end=prompt.tokens.shape[1] + step,
+        step=step,
+        last=step + 1 >= limit,
+    )
+
+
+def repetition_penalty(scores: Array, past: Context, penalty: float) -> Array:
+    """Discourages tokens that already stand in the prompt or the output (Keskar et al. 2019, CTRL, section 4.1).
+
+    A positive score of such a token is divided by `penalty`, a negative one multiplied by it, once however often the
+    token occurred.
+    """
+    vocab = scores.shape[1]
+    old = jnp.take_along_axis(scores, jnp.clip(past.tokens, 0, vocab - 1), axis=1)
+    new = jnp.where(old > 0, old / penalty, old * penalty)
+    rows = jnp.arange(scores.shape[0])[:, None]
+    return scores.at[rows, jnp.where(past.real, past.tokens, vocab)].set(new, mode="drop")
+
+
+def no_repeat_ngram(scores: Array, past: Context, size: int) -> Array:
+    """Bans what would complete a sequence of `size` tokens that the prompt or the output already has.
+
+    (Paulus et al. 2018, section 2.5, for `size` 3 and the output alone.)
+    """
+    places = past.tokens.shape[1] - size + 1
+    if places < 1:
+        return scores
+    suffix, there = _suffix(past, size - 1)
+    # A row's real tokens stand together: a window with real ends has no gap.
+    match = there[:, None] & past.real[:, :places] & past.real[:, size - 1 :]
+    for i in range(size - 1):
+        match &= past.tokens[:, i : i + places] == suffix[:, i : i + 1]
+    return _ban(scores, match, past.tokens[:, size - 1 :])
+
+
+def bad_words(scores: Array, past: Context, words: tuple[tuple[int, ...], ...]) -> Array:
+    """Bans the last token of each of `words` (token sequences) whose other tokens are what was said last."""
+    for size in sorted({len(word) for word in words}):
+        group = jnp.asarray([word for word in words if len(word) == size], jnp.int32)
+        suffix, there = _suffix(past, size - 1)
+        match = there[:, None] & (suffix[:, None, :] == group[None, :, :-1]).all(axis=2)
+        scores = _ban(scores, match, jnp.broadcast_to(group[:, -1], match.shape))
+    return scores
+
+
+def suppress(scores: Array, tokens: tuple[int, ...]) -> Array:
+    """Bans `tokens`."""
+    return scores.at[:, jnp.asarray(tokens, jnp.int32)].set(-jnp.inf, mode="drop") if tokens else scores
+
+
+def force(scores: Array, token: int, where: Array) -> Array:
+    """Leaves only `token`, with score 0 (probability 1), in the rows where `where` (bool, `[]` or `[B]`) is True."""
+    only = jnp.where(jnp.arange(scores.shape[1]) == token, 0.0, -jnp.inf)
+    return jnp.where(where[..., None], only, scores)
+
+
+def _suffix(past: Context, size: int) -> tuple[Array, Array]:
+    """Every row's last `size` tokens `[B, size]`, and whether it has so many: bool `[B]`."""
+    rows, width = past.tokens.shape
+    if size > width:
+        return jnp.zeros((rows, size), jnp.int32), jnp.zeros(rows, bool)
+    tokens, real = (jax.lax.dynamic_slice_in_dim(x, past.end - size, size, axis=1) for x in (past.tokens, past.real))
+    return tokens, real.all(axis=1) & (past.end >= size)
+
+
+def _ban(scores: Array, match: Array, tokens: Array) -> Array:
+    """Bans in each row those of its `tokens` `[B, n]` where `match` is True."""
+    rows = jnp.arange(scores.shape[0])[:, None]
+    return scores.at[rows, jnp.where(match, tokens, scores.shape[1])].set(-jnp.inf, mode="drop")
