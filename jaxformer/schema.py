@@ -5,10 +5,10 @@ Generated from the dataclasses of `config.py` and used by `overrides.py`; nothin
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import math
-import re
 import types
 import typing
 from typing import Any, Iterator, Mapping
@@ -132,9 +132,14 @@ def read_text(text: str, hint: Any, path: str) -> Any:
     kind, optional = members(hint)
     if optional and text in ("None", "none", "null"):
         return None
-    if typing.get_origin(kind) is tuple:
+    if typing.get_origin(kind) is tuple and typing.get_origin(typing.get_args(kind)[0]) is tuple:
+        try:
+            return typed(ast.literal_eval(text or "()"), kind, path)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # ConfigError is one: the text is what was given
+            pass
+    elif typing.get_origin(kind) is tuple:
         inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
-        items = [item.strip() for item in re.split(r",(?![^(]*\))", inner)]  # not at commas inside brackets
+        items = [item.strip() for item in inner.split(",")]
         return tuple(read_text(item, typing.get_args(kind)[0], path) for item in items if item)
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"

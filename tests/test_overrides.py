@@ -275,6 +275,16 @@ def test_json_lacking_a_field_takes_its_default():
     assert overrides.from_json(json.dumps(value)).train.ema is None
 
 
+def test_json_of_earlier_versions_is_read_by_the_names_of_now():
+    value = json.loads(overrides.to_json(overrides.freeze(recipe())))
+    del value["decode"]["stopping"]
+    for before, now in ((True, "estimate"), (False, "exact")):
+        value["decode"]["early_stop"] = before
+        assert overrides.from_json(json.dumps(value)).decode.stopping == now
+    value["decode"]["early_stop"] = "maybe"
+    assert "early_stop: got an unknown key" in refused(overrides.from_json, json.dumps(value))
+
+
 BAD_JSON = ["", "{", "[]", "3", "null", '{"train": {"steps": NaN}}', '{"a": 1, "a": 2}', '{"x": 1}', '{"train": []}']
 
 
@@ -337,9 +347,14 @@ def test_parse_reads_values_as_their_fields_are_typed(path):
             "--config.optimizer.decay_exclude=",
             "--config.model.encoder.attention.kv_heads=2",
             "--config.optimizer.clip=2",
+            "--config.decode.bad_words=(1, 2), (3,)",
+            "--config.decode.suppress=4,5",
+            "--config.decode.forced_last=2",
         ]
     )
     assert config.model.encoder.width == 64
+    assert config.decode.bad_words == ((1, 2), (3,))
+    assert (config.decode.suppress, config.decode.forced_first, config.decode.forced_last) == ((4, 5), None, 2)
     assert (config.train.steps, config.schedule.peak, config.train.ema) == (1000, 1e-4, None)
     assert (config.data.shuffle, config.data.buckets, config.data.dir) == (False, (16, 32), "a=b c")
     assert config.data.splits == {"test": ("a.en", "b.de"), "train": ("train[:90%]",)}

@@ -61,6 +61,13 @@ class PrefixModel:
         return float(sum(row[token] for row, token in zip(self.log_probs(prompt, output), output, strict=True)))
 
 
+class Seeded(PrefixModel):
+    """The same model with its table as an argument, so that one compilation serves many tables."""
+
+    def __init__(self, table):
+        self.buckets, self.table = table.shape[0], table
+
+
 class PrefixModule(nn.Module):
     """`PrefixModel` as a Linen module: its table is the parameter "table"."""
 

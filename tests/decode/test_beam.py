@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_toys import PrefixModel, batch_of, outputs
+from decode_toys import PrefixModel, Seeded, batch_of, outputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,13 +16,6 @@ from jaxformer.decode.sample import sample
 PROMPTS = ([1], [2, 3], [1, 1, 2], [3])
 MODEL = PrefixModel(vocab=4, seed=1)
 BEAM = DecodeConfig(method="beam", beams=3, max_length=7, hypotheses=3)
-
-
-class Seeded(PrefixModel):
-    """The same model with its table as an argument, so that one compilation serves many tables."""
-
-    def __init__(self, table):
-        self.buckets, self.table = table.shape[0], table
 
 
 @functools.lru_cache
@@ -41,13 +34,13 @@ def listed(found, row):
     ]
 
 
-def penalty(size, alpha):
-    return ((5 + size) / 6) ** alpha
+def penalty(size, alpha, norm="gnmt"):
+    return size**alpha if norm == "power" else ((5 + size) / 6) ** alpha
 
 
-def best(model, prompt, length, alpha, eos, count):
+def best(model, prompt, length, alpha, eos, count, norm="gnmt"):
     """The best outputs, by looking at all of them."""
-    scored = [(model.score(prompt, out) / penalty(len(out), alpha), out) for out in outputs(4, length, eos)]
+    scored = [(model.score(prompt, out) / penalty(len(out), alpha, norm), out) for out in outputs(4, length, eos)]
     return sorted(scored, reverse=True)[:count]
 
 
@@ -57,14 +50,21 @@ def same(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("eos", "alpha", "stopping"),
-    [((0,), 0.0, "estimate"), ((0,), 0.6, "exact"), ((0, 2), 2.0, "exact"), ((0, 2), 0.6, "estimate")],
+    ("eos", "norm", "alpha", "stopping"),
+    [
+        ((0,), "gnmt", 0.0, "estimate"),
+        ((0,), "gnmt", 0.6, "exact"),
+        ((0, 2), "gnmt", 2.0, "exact"),
+        ((0, 2), "power", 1.0, "exact"),
+        ((0, 2), "gnmt", 0.6, "estimate"),
+    ],
 )
-def test_wide_enough_it_is_exact(eos, alpha, stopping):
-    config = DecodeConfig(method="beam", beams=64, max_length=3, hypotheses=6, length_penalty=alpha, stopping=stopping)
+def test_wide_enough_it_is_exact(eos, norm, alpha, stopping):
+    shared = DecodeConfig(method="beam", beams=64, max_length=3, hypotheses=6)
+    config = dataclasses.replace(shared, length_norm=norm, length_penalty=alpha, stopping=stopping)
     found = run(batch_of(*PROMPTS), config, eos=eos)
     for row, prompt in enumerate(PROMPTS):
-        same(listed(found, row), best(MODEL, prompt, 3, alpha, eos, 6))
+        same(listed(found, row), best(MODEL, prompt, 3, alpha, eos, 6, norm))
 
 
 def test_limits_are_per_row():

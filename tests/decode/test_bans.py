@@ -1,0 +1,232 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decode_toys import PrefixModel, Seeded, batch_of
+
+from jaxformer.config import Config, ConfigError, DecodeConfig, ModelConfig, StackConfig
+from jaxformer.decode import bans, engine, warp
+from jaxformer.decode.beam import search
+from jaxformer.decode.sample import sample
+from jaxformer.overrides import check
+from jaxformer.types import Batch, Slots, Stream
+
+VOCAB, PAD = 6, 9
+PROMPTS = ([1], [2, 3], [1, 1, 2], [3, 4, 3, 4])
+WORDS = ((3,), (1, 2), (4, 4), (2, 1, 4), (1, 2, 4, 2, 4, 1, 5, 5, 1, 1, 1, 1))
+ALL = DecodeConfig(
+    repetition_penalty=1.3, no_repeat_ngram=2, bad_words=((1, 2), (2, 1, 4)), min_length=2, suppress=(5,),
+    forced_first=4, forced_last=0,
+)  # fmt: skip
+OPTIONS = (
+    DecodeConfig(),
+    DecodeConfig(repetition_penalty=1.5),
+    *(DecodeConfig(no_repeat_ngram=size) for size in (1, 2, 3, 20)),
+    DecodeConfig(bad_words=WORDS),
+    DecodeConfig(min_length=2),
+    DecodeConfig(forced_first=4, suppress=(1, 5)),
+    DecodeConfig(forced_last=0),
+    ALL,
+)
+
+
+def processed(config, scores, said, step, last, eos):
+    """The scores `[V]` after a history, one rule and one token at a time."""
+    scores, said = np.array(scores, np.float64), list(said)
+    if config.repetition_penalty != 1.0:
+        for token in set(said):
+            scores[token] *= 1 / config.repetition_penalty if scores[token] > 0 else config.repetition_penalty
+    size = config.no_repeat_ngram
+    for i in range(len(said) - size + 1 if size else 0):
+        if said[i : i + size - 1] == said[len(said) - size + 1 :]:
+            scores[said[i + size - 1]] = -np.inf
+    for *before, final in config.bad_words:
+        if len(said) >= len(before) and said[len(said) - len(before) :] == before:
+            scores[final] = -np.inf
+    if step < config.min_length:
+        scores[list(eos)] = -np.inf
+    for token, now in ((config.forced_first, step == 0), (config.forced_last, last)):
+        if token is not None and now:
+            scores[:] = -np.inf
+            scores[token] = 0.0
+    scores[list(config.suppress)] = -np.inf
+    return scores
+
+
+def padded_left(*prompts):
+    """As `batch_of`, with the padding before the prompts."""
+    length = max(len(prompt) for prompt in prompts)
+    real = np.arange(length) >= length - np.array([[len(prompt)] for prompt in prompts])
+    tokens = np.array([[1] * (length - len(prompt)) + list(prompt) for prompt in prompts])  # 1 is a real token too
+    position = np.maximum(np.cumsum(real, axis=1) - 1, 0)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), Batch(None, Stream(tokens, Slots(position, real))))
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def process(scores, stream, output, step, limit, options):
+    past = bans.context(bans.said(stream), output, step, limit)
+    return [warp.process(config, scores, past, (0, 2)) for config in options]
+
+
+@pytest.mark.parametrize("pad", [batch_of, padded_left])
+def test_each_option_does_what_its_rule_says_after_prompts_of_any_length(pad):
+    rng, stream = np.random.default_rng(0), pad(*PROMPTS).target
+    for step in (0, 1, 3, 6):
+        scores = rng.normal(size=(4, VOCAB)).astype(np.float32)
+        output, limit = rng.integers(0, 5, (4, 7)), np.array([1, 2, 4, 7])
+        found = process(scores, stream, output, jnp.asarray(step), limit, OPTIONS)
+        for config, rows in zip(OPTIONS, found, strict=True):
+            for row, prompt in enumerate(PROMPTS):
+                said, last = [*prompt, *output[row, :step]], step + 1 >= limit[row]
+                wanted = processed(config, scores[row], said, step, last, (0, 2))
+                np.testing.assert_allclose(rows[row], wanted, rtol=1e-5, err_msg=f"{config} {said}")
+
+
+def test_rules_do_the_same_outside_of_jit():
+    stream, options = padded_left([3, 3], [2]).target, (ALL,)
+    given = jnp.ones((2, VOCAB)), stream, jnp.array([[1, 3, 0], [4, 4, 0]]), jnp.asarray(2), jnp.array([5, 5])
+    np.testing.assert_array_equal(process.__wrapped__(*given, options)[0], process(*given, options)[0])
+
+
+def test_an_option_that_is_off_costs_nothing():
+    assert [warp.processes(config) for config in OPTIONS] == [False] + [True] * (len(OPTIONS) - 1)
+
+
+# --- beam search ------------------------------------------------------------------------------------------------------
+
+BEAM = DecodeConfig(method="beam", beams=3, hypotheses=3, max_length=6, length_norm="power", length_penalty=1.0)
+SEARCHES = {
+    "first": (dataclasses.replace(BEAM, stopping="first"), (0,)),
+    "exact": (dataclasses.replace(BEAM, stopping="exact", length_penalty=1.5, hypotheses=1, no_repeat_ngram=2), (0,)),
+    "estimate": (
+        dataclasses.replace(
+            ALL, method="beam", beams=3, hypotheses=3, max_length=6, length_norm="power", length_penalty=1.0
+        ),
+        (0, 2),
+    ),
+    "negative": (dataclasses.replace(BEAM, stopping="exact", length_penalty=-0.5, min_length=1), (0, 2)),
+}
+
+
+def search_by_hand(model, prompt, config, eos, limit):
+    """The steps of the search in order, for one prompt, on lists."""
+    width, alpha, live, pool = config.beams, config.length_penalty, [(0.0, ())], []
+    for size in range(1, limit + 1):
+        ranked = []
+        for score, out in live:
+            gains = model.log_probs(prompt, [*out, 0])[-1]
+            gains = processed(config, gains, [*prompt, *out], size - 1, size == limit, eos)
+            ranked += [(score + gains[t], (*out, t)) for t in range(VOCAB) if np.isfinite(gains[t])]
+        ranked.sort(key=lambda pair: -pair[0])
+        live = [pair for pair in ranked if pair[1][-1] not in eos][:width]
+        pool += [(s / size**alpha, out) for s, out in ranked[:width] if out[-1] in eos or size == limit]
+        pool = sorted(pool, key=lambda pair: -pair[0])[:width]
+        reach = limit if config.stopping == "exact" and alpha > 0 else size
+        beaten = live and len(pool) == width and pool[-1][0] >= live[0][0] / reach**alpha
+        if not live or beaten or (config.stopping == "first" and len(pool) == width):
+            break
+    return pool[: config.hypotheses]
+
+
+@functools.lru_cache
+def compiled(config, eos):
+    return jax.jit(lambda table, batch, limit: search(Seeded(table), batch, config, eos, PAD, limit))
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_beam_search_is_the_one_by_hand(name):
+    (config, eos), limits = SEARCHES[name], np.array([6, 4, 6, 5])
+    for seed in range(8):
+        model = PrefixModel(vocab=VOCAB, seed=seed)
+        batch = (batch_of if seed % 2 else padded_left)(*PROMPTS)
+        found = jax.device_get(compiled(config, eos)(model.table, batch, limits))
+        for row, prompt in enumerate(PROMPTS):
+            wanted = search_by_hand(model, prompt, config, eos, limits[row])
+            got = [tuple(t[:n].tolist()) for t, n in zip(found.tokens[row], found.lengths[row], strict=True) if n]
+            assert got == [out for _, out in wanted]
+            np.testing.assert_allclose(found.scores[row, : len(wanted)], [s for s, _ in wanted], rtol=1e-4)
+
+
+def test_stopping_at_the_first_takes_fewer_steps_and_stopping_exactly_the_most():
+    class Counting(PrefixModel):
+        def step(self, tokens, state):
+            jax.debug.callback(lambda: steps.append(1))
+            return super().step(tokens, state)
+
+    counts = {}
+    for stopping in ("first", "estimate", "exact"):
+        steps = []
+        config = dataclasses.replace(BEAM, stopping=stopping, max_length=12, length_penalty=2.0, hypotheses=3)
+        run = jax.jit(functools.partial(search, Counting(VOCAB), config=config, eos=(0, 2), pad=PAD))
+        jax.block_until_ready(run(batch_of([1])))
+        jax.effects_barrier()
+        counts[stopping] = len(steps)
+    assert counts["first"] < counts["estimate"] < counts["exact"]
+
+
+# --- greedy search and sampling ---------------------------------------------------------------------------------------
+
+
+def test_greedy_search_and_draws_obey_all_rules_and_score_what_is_left():
+    model, eos = PrefixModel(vocab=VOCAB, seed=5), (0, 2)
+    greedy = dataclasses.replace(ALL, max_length=7)
+    drawn = dataclasses.replace(greedy, method="sample", hypotheses=30)
+    for config in (greedy, drawn):
+        run = jax.jit(functools.partial(sample, model, config=config, eos=eos, pad=PAD))
+        found = jax.device_get(run(padded_left(*PROMPTS)))
+        for row, prompt in enumerate(PROMPTS):
+            for tokens, length, score in zip(found.tokens[row], found.lengths[row], found.scores[row], strict=True):
+                total = 0.0
+                for step, token in enumerate(tokens[:length]):
+                    said = [*prompt, *tokens[:step]]
+                    left = processed(config, model.known[code(model, said)], said, step, step == 6, eos)
+                    total += left[token] - np.log(np.exp(left).sum())
+                    assert config is drawn or token == left.argmax()
+                assert score == pytest.approx(total, rel=1e-4, abs=1e-4)
+    assert len({tuple(tokens) for tokens in found.tokens[0].tolist()}) > 1
+
+
+def code(model, said):
+    value = 0
+    for token in said:
+        value = (value * 31 + int(token) + 7) % model.buckets
+    return value
+
+
+def test_where_all_is_banned_a_row_goes_on_at_no_probability():
+    config = DecodeConfig(max_length=2, suppress=tuple(range(VOCAB)))
+    found = sample(PrefixModel(vocab=VOCAB), batch_of([1]), config, (), PAD)
+    assert np.isneginf(found.scores[0, 0])
+    assert found.lengths[0, 0] == 2
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"length_norm": "sum"}, "length_norm: got 'sum', expected one of gnmt, power"),
+        ({"stopping": "never"}, "stopping: got 'never', expected one of first, estimate, exact"),
+        ({"min_length": 65}, "min_length: got 65, expected at most decode.max_length"),
+        ({"no_repeat_ngram": -1}, "no_repeat_ngram: got -1, expected at least 0"),
+        ({"bad_words": ((1,), ())}, "bad_words: .* none of them empty"),
+        ({"bad_words": ((1, -2),)}, "bad_words"),
+        ({"suppress": (-1,)}, "suppress"),
+        ({"forced_last": 3, "suppress": (3,)}, "forced_last: got 3"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, words):
+    config = Config(model=ModelConfig(encoder=StackConfig(), decoder=StackConfig()), decode=DecodeConfig(**options))
+    with pytest.raises(ConfigError, match=words):
+        check(config)
+
+
+def test_tokens_that_the_vocabulary_does_not_have_are_refused():
+    vocabulary = engine.Vocabulary(eos=(2,), pad=0, start=1, size=13)
+    for options in ({"forced_first": 13}, {"bad_words": ((1, 13),)}, {"suppress": (13,)}):
+        with pytest.raises(ConfigError, match="got token 13 .* below the vocabulary's 13"):
+            engine.run(None, {}, [], DecodeConfig(**options), vocabulary)
