@@ -9,15 +9,16 @@ Importing the package is instant: jax comes in with the first call that needs it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import os
 
+    from jaxformer.hf.pretrained import Pretrained
     from jaxformer.model import Model
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load"]
+__all__ = ["__version__", "from_pretrained", "load"]
 
 
 def load(path: str | os.PathLike[str]) -> Model:
@@ -25,3 +26,10 @@ def load(path: str | os.PathLike[str]) -> Model:
     from jaxformer import checkpoint
 
     return checkpoint.load(path)
+
+
+def from_pretrained(directory: str | os.PathLike[str], **options: Any) -> Pretrained:
+    """The model of a Hugging Face directory (config.json and model.safetensors). See `hf.pretrained.from_pretrained`."""
+    from jaxformer.hf import pretrained
+
+    return pretrained.from_pretrained(directory, **options)

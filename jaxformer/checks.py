@@ -15,6 +15,7 @@ from jaxformer.config import (
     CheckpointConfig,
     Config,
     ConfigError,
+    ConvConfig,
     DataConfig,
     DecodeConfig,
     EmbedConfig,
@@ -25,6 +26,7 @@ from jaxformer.config import (
     ModelConfig,
     NormConfig,
     OptimizerConfig,
+    PermutationConfig,
     RecurrentConfig,
     RopeScalingConfig,
     ScheduleConfig,
@@ -49,6 +51,7 @@ ACTIVATIONS = (
 CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (RopeScalingConfig, "kind"): ("linear", "dynamic", "llama3", "yarn"),
     (FeedForwardConfig, "activation"): ACTIVATIONS,
+    (ConvConfig, "activation"): ACTIVATIONS,
     (HeadConfig, "activation"): ACTIVATIONS,
     (HeadConfig, "hidden"): ACTIVATIONS,
     (NormConfig, "kind"): ("layer", "rms", "batch", "none"),
@@ -89,8 +92,8 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
         "fast": POSITIVE, "magnitude": POSITIVE,
     },
     EncodingConfig: {
-        "max_length": POSITIVE_INT, "offset": COUNT, "base": (1.0, None, "(]"), "fraction": PORTION,
-        "buckets": (2, None, "[]"), "max_distance": POSITIVE_INT,
+        "max_length": POSITIVE_INT, "offset": COUNT, "base": (1.0, None, "(]"), "fraction": PORTION, "dropout": RATE,
+        "buckets": (2, None, "[]"), "max_distance": POSITIVE_INT, "clamp": POSITIVE_INT,
     },
     AttentionConfig: {
         "heads": POSITIVE_INT, "kv_heads": POSITIVE_INT, "head_width": POSITIVE_INT, "window": POSITIVE_INT,
@@ -98,7 +101,9 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     },
     FeedForwardConfig: {"width": POSITIVE_INT, "dropout": RATE},
     NormConfig: {"epsilon": POSITIVE, "momentum": RATE, "offset": (0.0, 1.0, "[]")},
+    ConvConfig: {"kernel": POSITIVE_INT, "groups": POSITIVE_INT},
     StackConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "unroll": POSITIVE_INT},
+    PermutationConfig: {"memory": POSITIVE_INT, "reuse": POSITIVE_INT},
     RecurrentConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "recurrent_dropout": RATE},
     HeadConfig: {"classes": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "epsilon": POSITIVE},
     TokenizerConfig: {"vocab": POSITIVE_INT, "multiple": POSITIVE_INT},
@@ -136,7 +141,7 @@ SHAPES: dict[str, tuple[str, str, str]] = {
 def check(config: Config) -> None:
     """Raises a one-line ConfigError at the first thing that makes no sense in a config whose types are right."""
     for path, part in _parts(config, "config"):
-        _fields(part, path)
+        fields(part, path)
     for path, part in _parts(config, "config"):  # only now: a stack's checks rely on its names being known
         if isinstance(part, StackConfig):
             _stack(part, path, config)
@@ -162,7 +167,7 @@ def _wrong(path: str, got: Any, expected: str, remedy: str = "") -> ConfigError:
     return ConfigError(f"{path}: got {shown}, expected {expected}{'; ' + remedy if remedy else ''}")
 
 
-def _fields(part: Any, path: str) -> None:
+def fields(part: Any, path: str) -> None:
     """Names and ranges of one section's own fields."""
     for f in dataclasses.fields(part):
         value, here, key = getattr(part, f.name), f"{path}.{f.name}", (type(part), f.name)
@@ -212,8 +217,20 @@ def _stack(stack: StackConfig, path: str, config: Config) -> None:
                 f"{path}.encoding.fraction", encoding.fraction,
                 f"an even rotated width (head width {head_width} * fraction = {rotated})",
             )  # fmt: skip
-    if encoding.kind == "learned" and encoding.max_length < config.data.length:
+    table = encoding.kind == "learned" or (encoding.kind == "deberta" and encoding.absolute)
+    if table and encoding.max_length < config.data.length:
         raise _wrong(f"{path}.encoding.max_length", encoding.max_length, f"at least data.length ({config.data.length})")
+    if encoding.kind == "transformer_xl" and stack.width % 2:
+        raise _wrong(f"{path}.width", stack.width, "an even width: sines and as many cosines", "change it")
+    if encoding.kind == "t5" and encoding.buckets is None:
+        raise _wrong(f"{path}.encoding.buckets", None, "a number for t5")
+    if encoding.kind == "deberta" and attention.heads * head_width != stack.width:
+        expected = f"heads * head_width to equal the width ({stack.width}) with encoding.kind deberta"
+        raise _wrong(f"{path}.attention.head_width", head_width, expected)
+    if stack.conv is not None and stack.conv.kernel % 2 == 0:
+        raise _wrong(f"{path}.conv.kernel", stack.conv.kernel, "an odd number, with a slot in the middle")
+    if stack.conv is not None and stack.width % stack.conv.groups:
+        raise _wrong(f"{path}.conv.groups", stack.conv.groups, f"a divisor of the width ({stack.width})")
     if stack.norm.order == "sandwich" and stack.norm.kind == "none":
         raise _wrong(f"{path}.norm.kind", "none", "a norm, since norm.order is sandwich")
     _embed(stack.embed, stack.width, path)
@@ -264,8 +281,21 @@ def _model(model: ModelConfig) -> None:
         raise _wrong("config.model.decoder.causal", "False", "True or None: a decoder cannot see what it predicts")
     if model.share_embeddings:
         _shared(encoder, decoder)
-    if model.head.pooling == "last" and model.head.kind == "classes" and model.encoder is not None:
+    if model.permutation is not None:
+        _permutation(model)
+    last = model.head.pooling == "last" and model.head.kind == "classes"
+    if last and model.encoder is not None and model.encoder.encoding.kind != "transformer_xl":  # XLNet's is the last
         raise _wrong("config.model.head.pooling", "last", "first or mean for a transformer encoder")
+
+
+def _permutation(model: ModelConfig) -> None:
+    path, encoder = "config.model.permutation", model.encoder
+    if encoder is None or model.decoder is not None:
+        raise _wrong(path, "a section", "None unless the model is a transformer encoder alone")
+    if encoder.encoding.kind != "transformer_xl":
+        raise _wrong(path, "a section", f"encoding.kind transformer_xl (it is {encoder.encoding.kind})")
+    if encoder.norm.order != "post" or encoder.ffn is None:
+        raise _wrong(path, "a section", "layers with a feed-forward part, and norm.order post")
 
 
 def _shared(encoder: Any, decoder: Any) -> None:

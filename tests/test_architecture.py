@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "sweep", "experiment", "inspection",
     },
     "__main__": {"cli"},
-    "__init__": {"checkpoint"},
+    "__init__": {"checkpoint", "hf"},
 }  # fmt: skip
 """Room -> the rooms it may import. A new room gets its row here, and with it its place in the house."""
 

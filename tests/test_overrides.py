@@ -237,7 +237,7 @@ def test_the_tables_of_checks_name_existing_fields_with_allowed_defaults():
     for (kind, name), allowed in checks.CHOICES.items():
         assert getattr(kind(), name) in allowed
     for kind in checks.RANGES:
-        checks._fields(kind(), "config")
+        checks.fields(kind(), "config")
 
 
 def numbers():
@@ -253,7 +253,7 @@ def numbers():
 @pytest.mark.parametrize(("kind", "name", "value"), [row for row in numbers() if row[2] is not None])
 def test_values_outside_their_range_are_refused(kind, name, value):
     with pytest.raises(ConfigError, match=rf"^config\.part\.{name}: got "):
-        checks._fields(dataclasses.replace(kind(), **{name: value}), "config.part")
+        checks.fields(dataclasses.replace(kind(), **{name: value}), "config.part")
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,194 @@
+"""Their calling convention: argument names to a `Batch`, logits to a loss, and outputs under their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.hf.table import Family, Settings
+from jaxformer.registry import nearest
+from jaxformer.types import Array, Batch, PyTree, Slots, Stream
+
+IGNORED = -100
+"""The label that counts nowhere."""
+
+BOTH = ("output_attentions", "output_hidden_states", "return_dict")
+ENCODER = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
+DECODER = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+SEQ2SEQ = (
+    "input_ids", "inputs_embeds", "attention_mask",
+    "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask",
+)  # fmt: skip
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Outputs(dict[str, Any]):
+    """Named outputs, by key or attribute, in their order; a pytree, so it passes through jit and grad."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"outputs: got {name!r}, expected one of {', '.join(self)}") from None
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        return [(jax.tree_util.DictKey(name), value) for name, value in self.items()], tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: Any) -> Outputs:
+        return cls(zip(names, values, strict=True))
+
+
+def accepted(model: ModelConfig, head: str) -> tuple[str, ...]:
+    """The arguments that a call of this model understands."""
+    names = SEQ2SEQ if model.encoder is not None and model.decoder is not None else DECODER
+    if model.decoder is None:
+        kinds = model.encoder is not None and model.encoder.embed.kinds
+        names = ENCODER if kinds else DECODER
+    labels = {"qa": ("start_positions", "end_positions"), "model": (), "bare": (), "encoder": ()}
+    return (*names, *labels.get(head, ("labels",)), *BOTH)
+
+
+def check(inputs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments that are given, if all are understood."""
+    given = {name: value for name, value in inputs.items() if value is not None}
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"call: got {name}, expected some of {', '.join(names)}{nearest(name, names)}")
+    return given
+
+
+def batch_of(family: Family, settings: Settings, model: ModelConfig, inputs: Mapping[str, Any]) -> Batch:
+    """The streams of a call."""
+    sources = {name: jnp.asarray(value) for name, value in inputs.items() if name not in BOTH}
+    if model.decoder is None:
+        return Batch(_stream(family, model.encoder.embed.pad, sources), None)
+    if model.encoder is None:
+        return Batch(None, _stream(family, model.decoder.embed.pad, sources))
+    source = _stream(family, model.encoder.embed.pad, sources)
+    if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
+        if "labels" in sources and sources["labels"].ndim == 2:
+            sources["decoder_input_ids"] = shift_right(settings, sources["labels"])
+        elif "input_ids" in sources and settings("model_type", "") == "bart":
+            sources["decoder_input_ids"] = shift_right(settings, sources["input_ids"])
+        else:
+            raise ConfigError("call: got no decoder_input_ids, expected them or labels")
+    decoder = {name.removeprefix("decoder_"): x for name, x in sources.items() if name.startswith("decoder_")}
+    return Batch(source, _stream(family, model.decoder.embed.pad, decoder))
+
+
+def _stream(family: Family, pad: int | None, inputs: Mapping[str, Array]) -> Stream:
+    if ("input_ids" in inputs) == ("inputs_embeds" in inputs):
+        raise ConfigError("call: got both or none of input_ids and inputs_embeds, expected one of them")
+    tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+    if tokens.ndim != (2 if "input_ids" in inputs else 3):
+        raise ConfigError(f"call: got inputs of shape {list(tokens.shape)}, expected [batch, length] ids; add an axis")
+    shape = tokens.shape[:2]
+    real = inputs["attention_mask"] if "attention_mask" in inputs else jnp.ones(shape, jnp.int32)
+    if real.shape != shape:
+        raise ConfigError(f"call: got an attention_mask of shape {list(real.shape)}, expected {list(shape)}")
+    real = (real != 0).astype(jnp.int32)
+    count = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    if family.positions == "ids" and "input_ids" in inputs:
+        text = (tokens != pad).astype(jnp.int32)
+        count = jnp.cumsum(text, axis=1) * text - 1  # padding: the row before the first position's
+    if "position_ids" in inputs:
+        first = pad + 1 if family.positions == "ids" else 0
+        count = jnp.broadcast_to(inputs["position_ids"], shape).astype(jnp.int32) - first
+    return Stream(tokens, Slots(count, real), inputs["token_type_ids"] if "token_type_ids" in inputs else None)
+
+
+def shift_right(settings: Settings, labels: Array) -> Array:
+    """A decoder's input: its start token, then all labels but the last, with padding for ignored ones."""
+    start = settings("decoder_start_token_id", 2 if settings("model_type", "") == "bart" else 0)
+    first = jnp.full((labels.shape[0], 1), start, labels.dtype)
+    moved = jnp.concatenate([first, labels[:, :-1]], axis=1)
+    return jnp.where(moved == IGNORED, settings("pad_token_id", 0), moved)
+
+
+def mean_cross_entropy(logits: Array, labels: Array) -> Array:
+    """The mean over labels that count; NaN where none does, as theirs."""
+    counts = labels != IGNORED
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counts, labels, 0))
+    return jnp.sum(jnp.where(counts, losses, 0.0)) / jnp.sum(counts)
+
+
+def loss_of(head: str, settings: Settings, logits: Array, inputs: Mapping[str, Any]) -> Array | None:
+    """The loss that their model of this head computes, or None without labels."""
+    if head == "qa":
+        if not {"start_positions", "end_positions"} <= set(inputs):
+            return None
+        length = logits.shape[1]
+        ends = []
+        for column, name in enumerate(("start_positions", "end_positions")):
+            labels = jnp.clip(jnp.asarray(inputs[name]).reshape(-1), 0, length)
+            ends.append(mean_cross_entropy(logits[..., column], jnp.where(labels == length, IGNORED, labels)))
+        return sum(ends) / 2
+    if "labels" not in inputs:
+        return None
+    labels = jnp.asarray(inputs["labels"])
+    if head == "causal_lm":
+        return mean_cross_entropy(logits[:, :-1], labels[:, 1:])
+    return sequence_loss(settings, logits, labels) if head == "sequence" else mean_cross_entropy(logits, labels)
+
+
+def sequence_loss(settings: Settings, logits: Array, labels: Array) -> Array:
+    """Cross-entropy, squared error or binary cross-entropy, as `problem_type` or the labels' kind say."""
+    kind, classes = settings("problem_type", None), logits.shape[-1]
+    if kind is None:
+        whole = jnp.issubdtype(labels.dtype, jnp.integer)
+        kind = (
+            "regression" if classes == 1 else "single_label_classification" if whole else "multi_label_classification"
+        )
+    if kind == "regression":
+        return jnp.mean(jnp.square(logits.reshape(labels.shape) - labels))
+    if kind == "multi_label_classification":
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels.astype(jnp.float32)))
+    return mean_cross_entropy(logits, labels.reshape(-1))
+
+
+def outputs_of(
+    head: str, model: ModelConfig, logits: Array, loss: Array | None, sown: PyTree, inputs: Mapping[str, Any]
+) -> Outputs:
+    """What their model of this head returns."""
+    found = Outputs()
+    if loss is not None:
+        found["loss"] = loss
+    side = "encoder" if model.decoder is None else "decoder"
+    if head == "qa":
+        found |= {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
+    elif head in ("model", "bare", "encoder"):
+        found["last_hidden_state"] = sown[side]["output"][0].astype(jnp.float32)
+        if model.head.kind == "pooled":
+            found["pooler_output"] = logits
+    else:
+        found["logits"] = logits
+    seq2seq = model.encoder is not None and model.decoder is not None
+    states, weights = inputs.get("output_hidden_states", False), inputs.get("output_attentions", False)
+    for name in ("decoder", "encoder") if seq2seq else (side,):
+        prefix = f"{name}_" if seq2seq else ""
+        if states:
+            found[f"{prefix}hidden_states"] = _hidden_states(sown[name])
+        if weights:
+            found[f"{prefix}attentions"] = tuple(sown[name]["blocks"]["attention"]["probabilities"][0])
+    if seq2seq:
+        if weights:
+            found["cross_attentions"] = tuple(sown["decoder"]["blocks"]["cross"]["probabilities"][0])
+        found["encoder_last_hidden_state"] = sown["encoder"]["output"][0]
+    return found
+
+
+def _hidden_states(sown: PyTree) -> tuple[Array, ...]:
+    """Embeddings, then every layer's output, the last one after the final norm: L + 1 arrays `[B, T, D]`."""
+    return (sown["input"][0], *sown["blocks"]["output"][0][:-1], sown["output"][0])
+
+
+def needs_intermediates(head: str, model: ModelConfig, inputs: Mapping[str, Any]) -> bool:
+    """Whether a call's outputs hold more than logits."""
+    seq2seq = model.encoder is not None and model.decoder is not None
+    return seq2seq or head in ("model", "bare", "encoder") or any(inputs.get(name, False) for name in BOTH[:2])

@@ -1,0 +1,189 @@
+"""From their tensors to our parameters and back, by a family's rows. Coverage is total in both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import einops
+import flax
+import jax
+import numpy as np
+
+from jaxformer.config import ConfigError
+from jaxformer.hf.files import Tensor
+from jaxformer.hf.table import LAYER, Family, Row
+from jaxformer.types import PyTree
+
+Slice = Callable[[tuple[slice, ...]], np.ndarray]
+"""Reads part of a parameter: `[L, ...]` indexed by one slice an axis."""
+
+
+def canonical(family: Family, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under today's names of a model with a head, without the buffers that old files carry.
+
+    Raises:
+      ConfigError: two of them come to the same name.
+    """
+    found: dict[str, Tensor] = {}
+    bare = bool(family.prefix) and not any(name.startswith(family.prefix) for name in tensors)
+    for name, tensor in tensors.items():
+        new = family.prefix + name if bare else name
+        for old, replacement in family.renamed:
+            new = re.sub(old, replacement, new)
+        if any(re.fullmatch(pattern, new) for pattern in family.ignored):
+            continue
+        if new in found:
+            raise ConfigError(f"{tensor.file}: got tensors that both mean {new}, expected one; remove one")
+        found[new] = tensor
+    for pattern, original in family.copies:
+        if original in found:
+            found = {name: tensor for name, tensor in found.items() if not re.fullmatch(pattern, name)}
+    return found
+
+
+def read(
+    rows: Sequence[Row],
+    tensors: Mapping[str, Tensor],
+    shapes: PyTree,
+    layout: PyTree | None = None,
+    fresh: Mapping[str, jax.Array] | None = None,
+    unused: Callable[[str], bool] = lambda name: False,
+) -> PyTree:
+    """Our float32 parameters. Each device's part is read on its own, so host memory stays near one part.
+
+    Args:
+      tensors: by canonical name.
+      shapes: the parameters wanted: a tree of `ShapeDtypeStruct`.
+      layout: their shardings, the same tree; None: the default device.
+      fresh: parameters by path that the file need not hold, and their values if it does not.
+      unused: which of the file's tensors may be left over.
+
+    Raises:
+      ConfigError: a tensor is missing, left over, or of another shape than the config says.
+    """
+    wanted = flax.traverse_util.flatten_dict(shapes, sep="/")
+    places = {} if layout is None else flax.traverse_util.flatten_dict(layout, sep="/")
+    fresh, used, params = fresh or {}, set(), {}
+    for row in rows:
+        for i, path in enumerate(row.paths):
+            if path not in wanted:
+                raise ConfigError(f"family table: got {path} for {row.theirs}, expected a parameter of this model")
+            names = _names(row, wanted[path].shape)
+            missing = [name for name in names if name not in tensors]
+            if missing and (path in fresh or row.optional):
+                zeros = lambda index, size=wanted[path].shape: np.zeros(size, np.float32)[index]  # noqa: E731
+                params[path] = fresh[path] if path in fresh else _place(zeros, wanted[path], places.get(path))
+                continue
+            if missing:
+                more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+                raise ConfigError(f"checkpoint: got no tensor {missing[0]}{more}, expected it for this config")
+            used.update(names)
+            _check_shapes(row, i, [tensors[name] for name in names], names, wanted[path].shape)
+            part = _part(row, i, [tensors[name] for name in names])
+            params[path] = _place(part, wanted[path], places.get(path))
+    unfilled = sorted(set(wanted) - set(params))
+    if unfilled:
+        raise ConfigError(f"family table: got no row for {', '.join(unfilled)}, expected one for every parameter")
+    left = sorted(name for name in set(tensors) - used if not unused(name))
+    if left:
+        file, more = tensors[left[0]].file, f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        raise ConfigError(f"{file}: got tensor {left[0]}{more}, expected none of that name for this config")
+    return flax.traverse_util.unflatten_dict(params, sep="/")
+
+
+def write(rows: Sequence[Row], params: PyTree, dtype: Any = None) -> dict[str, Callable[[], np.ndarray]]:
+    """Their tensors by name, each made only when it is called for.
+
+    Raises:
+      ConfigError: a parameter has no row.
+    """
+    ours, tensors, used = flax.traverse_util.flatten_dict(params, sep="/"), {}, set()
+    for row in rows:
+        used.update(row.paths)
+        arrays = [ours[path] for path in row.paths]
+        layers = range(arrays[0].shape[0]) if LAYER in row.theirs else [None]
+        for layer in layers:
+            name = row.theirs if layer is None else row.theirs.replace(LAYER, str(layer))
+            tensors[name] = _tensor(row, arrays, layer, dtype)
+    if set(ours) - used:
+        left = ", ".join(sorted(set(ours) - used))
+        raise ConfigError(f"family table: got no row for {left}, expected one for every parameter")
+    return tensors
+
+
+def _names(row: Row, shape: tuple[int, ...]) -> list[str]:
+    return [row.theirs.replace(LAYER, str(i)) for i in range(shape[0])] if LAYER in row.theirs else [row.theirs]
+
+
+def _ours(row: Row, i: int, array: np.ndarray) -> np.ndarray:
+    """Parameter i of a row from one tensor of theirs: a view wherever numpy can make one."""
+    y = einops.rearrange(array, row.layout, **_known(row, array)) if row.layout else array
+    return y if isinstance(row.ours, str) else y[i]
+
+
+def _known(row: Row, array: np.ndarray) -> dict[str, int]:
+    sizes = dict(row.sizes)
+    return sizes if isinstance(row.ours, str) else {**sizes, "n": len(row.ours)}
+
+
+def _check_shapes(row: Row, i: int, tensors: list[Tensor], names: list[str], shape: tuple[int, ...]) -> None:
+    expected = shape[1:] if LAYER in row.theirs else shape
+    for name, tensor in zip(names, tensors, strict=True):
+        try:
+            got = _ours(row, i, tensor.array()).shape
+        except einops.EinopsError:
+            got = None
+        if got != expected:
+            raise ConfigError(
+                f"{tensor.file}: got {name} of shape {list(tensor.shape)}, expected one that makes {row.paths[i]} "
+                f"{list(expected)}; the file and its config.json contradict each other"
+            )
+
+
+def _part(row: Row, i: int, tensors: list[Tensor]) -> Slice:
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        if LAYER not in row.theirs:
+            return np.asarray(_ours(row, i, tensors[0].array())[index], np.float32)
+        layers = range(len(tensors))[index[0]]
+        return np.stack([np.asarray(_ours(row, i, tensors[j].array())[index[1:]], np.float32) for j in layers])
+
+    return read
+
+
+def _place(part: Slice, shape: jax.ShapeDtypeStruct, where: jax.sharding.Sharding | None) -> jax.Array:
+    if where is None:
+        return jax.device_put(part((slice(None),) * len(shape.shape)))
+    return jax.make_array_from_callback(shape.shape, where, part)
+
+
+def _tensor(row: Row, arrays: list[Any], layer: int | None, dtype: Any) -> Callable[[], np.ndarray]:
+    def make() -> np.ndarray:
+        ours = [np.asarray(array if layer is None else array[layer]) for array in arrays]
+        if row.layout:
+            left, right = (text.strip() for text in row.layout.split("->"))
+            whole = ours[0] if isinstance(row.ours, str) else np.stack(ours)
+            theirs = einops.rearrange(whole, f"{right} -> {left}", **_exportable(row, right))
+        else:
+            theirs = ours[0]
+        return np.ascontiguousarray(theirs if dtype is None else theirs.astype(dtype))
+
+    return make
+
+
+def _exportable(row: Row, right: str) -> dict[str, int]:
+    """Sizes of the axes that stand in our side of the pattern; a 1 there needs none."""
+    words = set(re.findall(r"[A-Za-z]+", right))
+    return {name: size for name, size in row.sizes.items() if name in words}
+
+
+def gradients(rows: Sequence[Row], grads: PyTree) -> dict[str, np.ndarray]:
+    """A tree of our parameters' shape under their names: every row is a linear map, so gradients convert alike."""
+    return {name: make() for name, make in write(rows, grads).items()}
+
+
+def unknown(names: Iterable[str], rows: Sequence[Row]) -> list[str]:
+    """Names of theirs that no row mentions."""
+    patterns = [re.compile(re.escape(row.theirs).replace(re.escape(LAYER), r"\d+")) for row in rows]
+    return [name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)]

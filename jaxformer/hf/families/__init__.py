@@ -1,0 +1,1 @@
+"""One architecture of the other library a file, as data: each defines `FAMILY`."""

@@ -1,0 +1,246 @@
+"""What LLaMA and its relatives share: pre-norm decoder, RMS norm, rotations, gated feed-forward, grouped queries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxformer.config import (
+    AttentionConfig,
+    ConfigError,
+    EmbedConfig,
+    EncodingConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    ModelConfig,
+    NormConfig,
+    RopeScalingConfig,
+    StackConfig,
+)
+from jaxformer.hf.table import (
+    HIDDEN,
+    Family,
+    Row,
+    Settings,
+    classifier,
+    linear,
+    norm,
+    projections,
+    side,
+    their_activation,
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Where a relative differs from LLaMA, or what its config.json is silent about.
+
+    Attributes:
+      type, name: `model_type`, and what class names begin with.
+      bias: "setting": `attention_bias` decides for all four projections; "inputs": query, key and value have biases.
+      mlp_bias: there is a setting of that name.
+      window: setting of the sliding window; None: the architecture has none.
+      head_norm: queries and keys are normalised.
+      offset: RMS scales are stored as differences from 1, and embeddings multiplied by sqrt(width).
+      tied, kv_heads, head_width, theta, epsilon: defaults; `kv_heads` None: as many as heads.
+      activation: names of the setting, and its default.
+    """
+
+    type: str
+    name: str
+    bias: str = "setting"
+    mlp_bias: bool = False
+    window: int | None = None
+    has_window: bool = False
+    head_norm: bool = False
+    offset: bool = False
+    tied: bool = False
+    kv_heads: int | None = None
+    head_width: int | None = None
+    theta: float = 10000.0
+    positions: int = 2048
+    activation: str = "silu"
+
+
+def rotation(settings: Settings, positions: int, theta: float) -> EncodingConfig:
+    """The rotary encoding of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    found = settings("rope_parameters", None)
+    if found is None:
+        found = {**(settings("rope_scaling", None) or {}), "rope_theta": settings("rope_theta", theta)}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{settings.where}: got rope_parameters {found!r}, expected an object; fix the file")
+    rope = Settings(found, settings.where)
+    kind = rope("rope_type", "default", "type")
+    fraction = rope("partial_rotary_factor", settings("partial_rotary_factor", 1.0))
+    encoding = EncodingConfig("rope", max_length=positions, base=rope("rope_theta", theta), fraction=fraction)
+    if kind == "default":
+        return encoding
+    if kind not in ("linear", "dynamic", "llama3", "yarn"):
+        expected = "default, linear, dynamic, llama3 or yarn"
+        raise ConfigError(
+            f"{settings.where}: got rope_type {kind!r}, expected {expected}; this variant is not supported"
+        )
+    if kind == "linear":
+        return replace(encoding, scaling=RopeScalingConfig("linear", factor=rope("factor", 1.0)))
+    scaling = RopeScalingConfig(
+        kind, factor=rope("factor", 1.0), original=rope.size("original_max_position_embeddings", positions)
+    )
+    if kind == "llama3":
+        scaling = replace(scaling, low=rope("low_freq_factor", 1.0), high=rope("high_freq_factor", 4.0))
+    if kind == "yarn":
+        scaling = replace(
+            scaling,
+            slow=rope("beta_slow", 1.0),
+            fast=rope("beta_fast", 32.0),
+            whole=rope("truncate", True),
+            magnitude=_magnitude(rope),
+        )
+    return replace(encoding, scaling=scaling)
+
+
+def _magnitude(rope: Settings) -> float | None:
+    """YaRN's factor on cosines and sines, where it is given, or its two-part form (DeepSeek's mscale)."""
+    if rope("attention_factor", None) is not None:
+        return rope("attention_factor", 1.0)
+    parts = rope("mscale", None), rope("mscale_all_dim", None)
+    if None in parts or not all(parts):
+        return None
+    scale = lambda m: 0.1 * m * math.log(rope("factor", 1.0)) + 1.0  # noqa: E731
+    return scale(parts[0]) / scale(parts[1])
+
+
+def their_rotation(encoding: EncodingConfig) -> dict[str, Any]:
+    """`rope_parameters` of an encoding."""
+    rope: dict[str, Any] = {"rope_theta": encoding.base, "rope_type": "default"}
+    if encoding.fraction != 1.0:
+        rope["partial_rotary_factor"] = encoding.fraction
+    scaling = encoding.scaling
+    if scaling is None:
+        return rope
+    rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind != "linear":
+        rope["original_max_position_embeddings"] = scaling.original
+    if scaling.kind == "llama3":
+        rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+    if scaling.kind == "yarn":
+        rope |= {"beta_slow": scaling.slow, "beta_fast": scaling.fast, "truncate": scaling.whole}
+        if scaling.magnitude is not None:
+            rope["attention_factor"] = scaling.magnitude
+    return rope
+
+
+def family(variant: Variant) -> Family:
+    """The family of a relative."""
+
+    def read(settings: Settings, head: str) -> ModelConfig:
+        heads, width = settings.size("num_attention_heads", 32), settings.size("hidden_size", 4096)
+        positions = settings.size("max_position_embeddings", variant.positions)
+        epsilon = settings("rms_norm_eps", 1e-6)
+        bias = variant.bias == "inputs" or settings("attention_bias", False)
+        settings.expect("use_sliding_window", False)
+        window = settings("sliding_window", variant.window) if variant.has_window else None
+        activation = settings("hidden_activation", None) if variant.offset else settings("hidden_act", "silu")
+        decoder = StackConfig(
+            layers=settings.size("num_hidden_layers", 32),
+            width=width,
+            embed=EmbedConfig(vocab=settings.size("vocab_size", 32000), scale=variant.offset),
+            encoding=rotation(settings, positions, variant.theta),
+            attention=AttentionConfig(
+                heads=heads,
+                kv_heads=settings.size("num_key_value_heads", variant.kv_heads or heads),
+                head_width=settings.size("head_dim", variant.head_width or max(width // heads, 1)),
+                bias=bias,
+                output_bias=False if variant.bias == "inputs" else None,
+                norm=NormConfig("rms", epsilon=epsilon) if variant.head_norm else None,
+                window=window,
+                dropout=settings("attention_dropout", 0.0),
+            ),
+            ffn=FeedForwardConfig(
+                width=settings.size("intermediate_size", 11008),
+                activation=Settings({"act": activation}, settings.where).activation("act", variant.activation),
+                gated=True,
+                bias=variant.mlp_bias and settings("mlp_bias", False),
+            ),
+            norm=NormConfig("rms", epsilon=epsilon, offset=1.0 if variant.offset else 0.0),
+        )
+        tops = {
+            "causal_lm": lambda: HeadConfig(tied=settings("tie_word_embeddings", variant.tied)),
+            "sequence": lambda: classifier(settings, "classes", pooling="last", decision_bias=False),
+            "token": lambda: classifier(settings, "slots"),
+            "model": lambda: HIDDEN,
+        }
+        return ModelConfig(decoder=decoder, head=tops[head]())
+
+    def write(model: ModelConfig, head: str) -> dict[str, Any]:
+        decoder = side(model, "decoder")
+        attention, ffn = decoder.attention, decoder.ffn
+        if ffn is None:
+            raise ConfigError("export: got a decoder without feed-forward layers, expected them for this family")
+        head_width = attention.head_width or decoder.width // attention.heads
+        settings = {
+            "hidden_size": decoder.width,
+            "num_hidden_layers": decoder.layers,
+            "num_attention_heads": attention.heads,
+            "num_key_value_heads": attention.kv_heads or attention.heads,
+            "head_dim": head_width,
+            "intermediate_size": ffn.width or 4 * decoder.width,
+            "max_position_embeddings": decoder.encoding.max_length,
+            "vocab_size": decoder.embed.vocab,
+            "rms_norm_eps": decoder.norm.epsilon,
+            "rope_parameters": their_rotation(decoder.encoding),
+            "attention_dropout": attention.dropout,
+            "tie_word_embeddings": (model.head.tied and head == "causal_lm") or (variant.tied and head != "causal_lm"),
+            "hidden_activation" if variant.offset else "hidden_act": their_activation(ffn.activation),
+        }
+        if variant.offset:
+            settings["hidden_act"] = settings["hidden_activation"]
+        if variant.bias == "setting":
+            settings["attention_bias"] = attention.bias
+        if variant.mlp_bias:
+            settings["mlp_bias"] = ffn.bias
+        if variant.has_window:
+            settings["sliding_window"] = attention.window
+        return settings
+
+    def rows(model: ModelConfig, head: str) -> list[Row]:
+        decoder = side(model, "decoder")
+        theirs, ours = "model.layers.{layer}", "decoder/blocks"
+        names = ("q_proj", "k_proj", "v_proj", "o_proj")
+        body = [
+            Row("model.embed_tokens.weight", "target_embed/table"),
+            *norm(f"{theirs}.input_layernorm", f"{ours}/attention_norm", bias=False),
+            *projections(f"{theirs}.self_attn", f"{ours}/attention", decoder.attention, decoder.width, names),
+            *norm(f"{theirs}.post_attention_layernorm", f"{ours}/ffn_norm", bias=False),
+            *norm("model.norm", "decoder/final_norm", bias=False),
+        ]
+        for name, part in (("gate_proj", "gate"), ("up_proj", "in"), ("down_proj", "out")):
+            body += linear(f"{theirs}.mlp.{name}", f"{ours}/ffn/{part}")[: 2 if decoder.ffn.bias else 1]
+        if variant.head_norm:
+            body += norm(f"{theirs}.self_attn.q_norm", f"{ours}/attention/query_norm", bias=False)
+            body += norm(f"{theirs}.self_attn.k_norm", f"{ours}/attention/key_norm", bias=False)
+        tops = {
+            "causal_lm": [] if model.head.tied else [Row("lm_head.weight", "head/kernel", "V D -> D V")],
+            "sequence": [Row("score.weight", "head/decision/kernel", "C D -> D C")],
+            "token": linear("score", "head/decision"),
+            "model": [],
+        }
+        return body + tops[head]
+
+    return Family(
+        types=(variant.type,),
+        heads={
+            "causal_lm": f"{variant.name}ForCausalLM",
+            "sequence": f"{variant.name}ForSequenceClassification",
+            "token": f"{variant.name}ForTokenClassification",
+            "model": f"{variant.name}Model",
+        },
+        read=read,
+        write=write,
+        rows=rows,
+        prefix="model.",
+        spare=(r"lm_head\..*", r"score\..*"),
+        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq"),
+        output=("lm_head.weight", "model.embed_tokens.weight"),
+    )

@@ -1,0 +1,16 @@
+"""Gemma (2024): LLaMA with scaled embeddings, RMS scales stored from 1, and a tanh GELU gate."""
+
+from jaxformer.hf.families._llama import Variant, family
+
+FAMILY = family(
+    Variant(
+        type="gemma",
+        name="Gemma",
+        offset=True,
+        tied=True,
+        kv_heads=16,
+        head_width=256,
+        positions=8192,
+        activation="gelu_pytorch_tanh",
+    )
+)

@@ -1,0 +1,5 @@
+"""Qwen2 (Yang et al. 2024): LLaMA with biases on query, key and value."""
+
+from jaxformer.hf.families._llama import Variant, family
+
+FAMILY = family(Variant(type="qwen2", name="Qwen2", bias="inputs", kv_heads=32, positions=32768))

@@ -1,0 +1,178 @@
+"""Tiny random checkpoints of the other library with its own outputs: ours must be the same to rounding.
+
+Skipped without the checkpoints. Everything is compared at unmasked positions.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxformer
+from jaxformer.hf import convert
+
+GOLDENS = Path(__file__).resolve().parents[2].parent / "shared" / "hf_goldens"
+NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/expected.npz"))
+pytestmark = pytest.mark.skipif(not NAMES, reason="no golden checkpoints beside the project")
+
+
+class Golden:
+    def __init__(self, name):
+        self.name = name
+        self.model = jaxformer.from_pretrained(GOLDENS / name)
+        self.arrays = np.load(GOLDENS / name / "expected.npz")
+        self.gradients = {}
+
+    def cases(self):
+        return sorted({k.split("/")[0] for k in self.arrays.files if k.split("/")[1] == "out"})
+
+    def part(self, prefix):
+        return {k.removeprefix(prefix): self.arrays[k] for k in self.arrays.files if k.startswith(prefix)}
+
+
+loaded: dict[str, Golden] = {}
+
+
+@pytest.fixture
+def golden(request):
+    if request.param not in loaded:
+        loaded.clear()  # one checkpoint at a time
+        loaded[request.param] = Golden(request.param)
+    return loaded[request.param]
+
+
+def every(condition):
+    found = []
+    for name in NAMES:
+        arrays = np.load(GOLDENS / name / "expected.npz").files
+        found += [pytest.param(name, case, id=f"{name}-{case}") for case in condition(arrays)]
+    return found
+
+
+def forward_cases(arrays):
+    return sorted({k.split("/")[0] for k in arrays if k.split("/")[1] == "out"})
+
+
+def generation_cases(arrays):
+    return sorted({k.split("/")[1] for k in arrays if k.startswith("gen/") and "mems" not in k})
+
+
+def close(got, expected, mask=None, rtol=2e-5, what=""):
+    """Equal to `rtol` of the expected values' own size; rows behind padding are not compared."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape, what
+    if mask is not None and got.shape[: mask.ndim] == mask.shape:
+        got, expected = got[mask != 0], expected[mask != 0]
+    scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
+    np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol * scale, err_msg=what)
+
+
+def mask_of(name, inputs):
+    decoder = name.startswith("decoder_") or (name in ("logits",) and "decoder_input_ids" in inputs)
+    key = "decoder_attention_mask" if decoder else "attention_mask"
+    if "input_mask" in inputs:
+        return 1 - inputs["input_mask"]
+    return inputs.get(key)
+
+
+@pytest.mark.parametrize(("golden", "case"), every(forward_cases), indirect=["golden"])
+def test_outputs(golden, case):
+    inputs, expected = golden.part(f"{case}/in/"), golden.part(f"{case}/out/")
+    out = golden.model(**inputs, output_hidden_states=True)
+    assert set(out) >= {name.split("/")[0] for name in expected}
+    for name, value in expected.items():
+        key, _, index = name.partition("/")
+        got = out[key][int(index)] if index else out[key]
+        mask = mask_of(key, inputs)
+        close(got, value, None if key in ("loss", "mems") else mask, what=f"{golden.name} {case} {name}")
+    states = [key for key in expected if "hidden_states/" in key and "encoder" not in key]
+    if states:
+        key = states[0].split("/")[0]
+        assert len(out[key]) == len(states)
+
+
+def with_gradients(arrays):
+    return sorted({k.split("/")[0] for k in arrays if "/grad_norm_global" in k and not k.startswith("train/")})
+
+
+@pytest.mark.parametrize(("golden", "case"), every(with_gradients), indirect=["golden"])
+def test_gradients(golden, case):
+    model, inputs = golden.model, golden.part(f"{case}/in/")
+    grads = jax.jit(jax.grad(lambda params: model(**inputs, params=params).loss))(model.params)
+    theirs = convert.gradients(model.family.rows(model.config.model, model.head), grads)
+    norms = golden.part(f"{case}/grad_norm/")
+    for name, value in norms.items():
+        # A key bias has a gradient of zero but for rounding: it shifts all scores of a query alike.
+        close(np.linalg.norm(theirs[name]), value, rtol=5e-5, what=f"{golden.name} {case} |{name}|")
+    for name, value in golden.part(f"{case}/grad/").items():
+        close(theirs[name], value, rtol=5e-5, what=f"{golden.name} {case} {name}")
+    squares = sum(float(np.sum(np.square(theirs[name].astype(np.float64)))) for name in norms)
+    close(np.sqrt(squares), golden.arrays[f"{case}/grad_norm_global"], rtol=5e-5)
+
+
+@pytest.mark.parametrize(("golden", "case"), every(generation_cases), indirect=["golden"])
+def test_generation(golden, case):
+    found = golden.part(f"gen/{case}/")
+    arguments = json.loads(str(found["args"]))
+    inputs = {name.removeprefix("in/"): value for name, value in found.items() if name.startswith("in/")}
+    out = golden.model.generate(**inputs, **arguments, return_dict_in_generate=True)
+    np.testing.assert_array_equal(out.sequences, found["sequences"], err_msg=f"{golden.name} {case}")
+    if "sequences_scores" in found:
+        np.testing.assert_allclose(out.sequences_scores, found["sequences_scores"], atol=1e-4)
+
+
+def with_training(arrays):
+    return ["train"] if "train/loss" in arrays else []
+
+
+@pytest.mark.parametrize(("golden", "case"), every(with_training), indirect=["golden"])
+def test_training_trace(golden, case):
+    """Twenty AdamW steps from these weights: losses and gradient norms to 1e-4."""
+    model, arrays = golden.model, golden.arrays
+    optimizer = optax.adamw(1e-3, 0.9, 0.95, eps=1e-8, weight_decay=0.1)
+    batches = [golden.part(f"train/in/{i}/") for i in range(4)]
+
+    @jax.jit
+    def step(params, state, inputs):
+        loss, grads = jax.value_and_grad(lambda p: model(**inputs, params=p).loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss, optax.global_norm(grads)
+
+    params, state = model.params, optimizer.init(model.params)
+    losses, norms = [], []
+    for i in range(20):
+        params, state, loss, norm = step(params, state, batches[i % 4])
+        losses.append(float(loss))
+        norms.append(float(norm))
+    np.testing.assert_allclose(losses, arrays["train/loss"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(norms, arrays["train/grad_norm_global"], rtol=2e-4, atol=1e-4)
+    theirs = convert.gradients(model.family.rows(model.config.model, model.head), params)
+    for name, value in golden.part("train/final_param/").items():
+        if not name.endswith(("key.bias", "c_attn.bias")):
+            close(theirs[name], value, rtol=1e-3, what=name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_written_back_byte_for_byte(name, tmp_path):
+    from jaxformer.hf import files
+
+    model = jaxformer.from_pretrained(GOLDENS / name)
+    before, after = files.open_tensors(GOLDENS / name), tmp_path / "out"
+    stored = {tensor.dtype for tensor in before.values() if tensor.dtype.kind not in "iub"}
+    model.save_pretrained(after, dtype=stored.pop() if len(stored) == 1 else None)
+    again = files.open_tensors(after)
+    kept = convert.canonical(model.family, before)
+    for new, tensor in convert.canonical(model.family, again).items():
+        if new in kept:
+            assert tensor.array().tobytes() == kept[new].array().tobytes(), new
+    assert set(kept) - set(convert.canonical(model.family, again)) <= {model.family.output and model.family.output[0]}
+    config = {k: v for k, v in files.read_config(after).items()}
+    for key, value in files.read_config(GOLDENS / name).items():
+        assert config[key] == value, key
+    second = jaxformer.from_pretrained(after)
+    assert second.config.model == model.config.model
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), second.params, model.params))
