@@ -50,14 +50,21 @@ class EncodingConfig:
     kind: str = "sinusoidal"
     max_length: int = 512  # learned: rows of the table, those before `offset` included
     offset: int = 0  # learned: the row of position 0 (BART: 2, RoBERTa: padding token + 1)
-    base: float = 10000.0  # sinusoidal, rope: the geometric progression's base
+    base: float = 10000.0  # sinusoidal, rope, transformer_xl: the geometric progression's base
     concatenated: bool = False  # sinusoidal: all sines, then all cosines (Marian), not in turn
     scaling: RopeScalingConfig | None = None  # rope: None: as trained
     fraction: float = 1.0  # rope: share of the head width that is rotated
     interleaved: bool = False  # rope: pairs are neighbours (True) or halves (False)
-    buckets: int = 32  # t5: relative buckets
-    max_distance: int = 128  # t5: distances beyond share the last bucket
+    buckets: int | None = 32  # t5: relative buckets; deberta: of one direction, None: one for every distance
+    max_distance: int = 128  # t5, deberta: distances beyond share the last bucket
+    content_to_position: bool = True  # deberta: queries meet distances
+    position_to_content: bool = True  # deberta: keys meet distances
+    share_projections: bool = False  # deberta: distances are projected as queries and keys are, not by their own
+    norm: NormConfig | None = None  # deberta: of the table of distances
+    dropout: float = 0.0  # deberta: on the table of distances, anew in every layer
+    absolute: bool = False  # deberta: a learned vector for every position too, `max_length` of them
     bidirectional: bool | None = None  # t5: buckets for keys ahead too; None: exactly when the stack is not causal
+    clamp: int | None = None  # transformer_xl: distances beyond count as this one; None: all differ
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,15 @@ class FeedForwardConfig:
 
 
 @dataclass(frozen=True)
+class ConvConfig:
+    """A convolution of the stack's input over neighbouring slots, added and normalised after the first layer."""
+
+    kernel: int = 3  # slots, an odd number
+    groups: int = 1  # of channels that do not mix
+    activation: str = "tanh"  # see FeedForwardConfig
+
+
+@dataclass(frozen=True)
 class StackConfig:
     """A transformer encoder or decoder."""
 
@@ -111,6 +127,7 @@ class StackConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     ffn: FeedForwardConfig | None = field(default_factory=FeedForwardConfig)  # None: attention only
     norm: NormConfig = field(default_factory=NormConfig)
+    conv: ConvConfig | None = None  # encoders only (DeBERTa v2); None: none
     dropout: float = 0.0  # on the output of every sub-layer, before the residual sum
     residual_attention: bool = True
     residual_cross: bool = True
@@ -153,6 +170,14 @@ class HeadConfig:
 
 
 @dataclass(frozen=True)
+class PermutationConfig:
+    """What makes an encoder with Transformer-XL positions an XLNet: a query stream and memories of earlier texts."""
+
+    memory: int | None = None  # slots of an earlier text that are remembered; None: all
+    reuse: int | None = None  # only so many slots of a text, its first, are remembered at all; None: all
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Which parts exist decides the family.
 
@@ -164,6 +189,7 @@ class ModelConfig:
     decoder: StackConfig | None = None
     recurrent_encoder: RecurrentConfig | None = None
     recurrent_decoder: RecurrentConfig | None = None
+    permutation: PermutationConfig | None = None
     head: HeadConfig = field(default_factory=HeadConfig)
     share_embeddings: bool = False  # one table for source and target (joint vocabulary)
     dtype: str = "float32"  # compute precision: float32 or bfloat16; parameters stay float32

@@ -11,6 +11,7 @@ from flax import linen as nn
 from jaxformer.config import StackConfig
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.cache import Cache, KeyValues
+from jaxformer.nn.convolution import Convolved
 from jaxformer.nn.ffn import FeedForward
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
@@ -28,6 +29,7 @@ class Context:
       memory: the encoder's output `[B, S, D]`, when its keys and values are not precomputed.
       memory_mask: cross-attention's.
       index: the cache slot to write to, when decoding.
+      convolved: the convolution that the first layer adds.
     """
 
     mask: Mask
@@ -35,6 +37,7 @@ class Context:
     memory: Array | None = None
     memory_mask: Mask | None = None
     index: Array | None = None
+    convolved: Convolved | None = None
 
 
 class Block(nn.Module):
@@ -74,6 +77,8 @@ class Block(nn.Module):
         if config.ffn is not None:
             ffn = FeedForward(config.ffn, config.width, name="ffn")
             x = self.sublayer("ffn", x, ffn, config.residual_ffn, context)
+        if context.convolved is not None:
+            x = context.convolved.add(x, layer)
         self.sow("intermediates", "output", x)
         return x, None if cache is None else cache.held
 

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxformer.config import StackConfig
+from jaxformer.config import ConfigError, StackConfig
 from jaxformer.nn import encodings
 from jaxformer.nn.attention import Attention, shape
 from jaxformer.nn.block import Block, Context
 from jaxformer.nn.cache import KeyValues
+from jaxformer.nn.convolution import Convolution
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
 from jaxformer.types import Array, Slots
@@ -44,6 +45,10 @@ class Stack(nn.Module):
         if config.embed.norm:
             self.embed_norm = Norm(config.norm)
         self.embed_dropout = Dropout(config.embed.dropout)
+        if config.conv is not None:
+            if self.causal:
+                raise ConfigError("conv: got a convolution in a causal stack, expected None; it reads the slots ahead")
+            self.conv = Convolution(config.conv, config.norm, config.dropout)
         block = Block if config.remat == "none" else nn.remat(Block, prevent_cse=False)
         self.blocks = nn.scan(
             block,
@@ -93,6 +98,7 @@ class Stack(nn.Module):
             memory=None if precomputed else memory,
             memory_mask=None if memory is None else cross_mask(slots, memory_slots),
             index=index,
+            convolved=None if config.conv is None else self.conv(x, slots.segment),
         )
         self.sow("intermediates", "input", x)
         x, held = self.blocks(x, jnp.arange(config.layers), held, memory if precomputed else None, context)

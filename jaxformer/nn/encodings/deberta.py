@@ -1,0 +1,159 @@
+"""Disentangled attention: content meets content, content meets distance, distance meets content (He et al. 2021).
+
+    score_ts = (q_t . k_s + q_t . a(i_t - j_s) + b(i_t - j_s) . k_s) / sqrt(terms K)
+
+with a(r) = W_k P[row(r)] and b(r) = W_q P[row(r)] for a table P of distances that all layers of a stack share.
+Distances are differences of positions, so permuted and packed slots need nothing of their own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig
+from jaxformer.nn.encodings import Encoding
+from jaxformer.nn.encodings.learned import Learned
+from jaxformer.nn.layers import Dense, Dropout, Norm
+from jaxformer.types import Array, Slots
+
+
+def span(config: EncodingConfig) -> int:
+    """Half of the table's rows: those of one direction."""
+    return config.max_distance if config.buckets is None else config.buckets
+
+
+def row_of_distance(config: EncodingConfig) -> np.ndarray:
+    """int32 `[2 N + 1]`, N = max_distance: the row for query position - key position r = -N ... N.
+
+    Without buckets every distance has its row, clip(r + N, 0, 2 N - 1). With B buckets a direction, r becomes
+
+        r                                                              for |r| <= M = B // 2
+        sign(r) (M + ceil((M - 1) log(|r| / M) / log((N - 1) / M)))    beyond
+
+    and the row is clip(r + B, 0, 2 B - 1) (DeBERTa v2's code). The logarithms are single precision, as in the code that
+    such tables are trained with: the ceiling of a whole number may otherwise be the next one.
+
+    Raises:
+      ConfigError: B is odd, or the exact buckets already reach N - 1.
+    """
+    longest, middle = config.max_distance, span(config) // 2
+    distance = np.arange(-longest, longest + 1)
+    if config.buckets is not None:
+        if config.buckets % 2 or middle >= longest - 1:
+            raise ConfigError(
+                f"encoding.buckets: got {config.buckets} with max_distance {longest}, expected an even number of at "
+                f"most {2 * max(longest - 2, 0)}; change encoding.buckets or encoding.max_distance"
+            )
+        ratio = np.maximum(np.abs(distance), middle).astype(np.float32) / np.float32(middle)
+        steps = np.log(ratio) / np.log(np.float32((longest - 1) / middle)) * np.float32(middle - 1)
+        distance = np.where(np.abs(distance) <= middle, distance, np.sign(distance) * (middle + np.ceil(steps)))
+    return np.clip(distance + span(config), 0, 2 * span(config) - 1).astype(np.int32)
+
+
+class Absolute(nn.Module):
+    """A learned vector for every position besides, `[B, T, D]`, where `config.absolute` asks for it; else zeros."""
+
+    config: EncodingConfig
+    width: int
+
+    @nn.compact
+    def __call__(self, slots: Slots) -> Array:
+        if not self.config.absolute:
+            return jnp.zeros((*slots.position.shape, self.width))
+        return Learned(self.config, self.width, name="learned")(slots)
+
+
+class Table(nn.Module):
+    """P, float32 `[R, H K]`, R = 2 max_distance or 2 buckets rows, normalised if `config.norm` says so."""
+
+    config: EncodingConfig
+    attention: AttentionConfig
+    head_width: int
+
+    @nn.compact
+    def __call__(self, slots: Slots) -> Array:
+        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("buckets", "table"))
+        table = self.param("table", init, (2 * span(self.config), self.attention.heads * self.head_width))
+        return table if self.config.norm is None else Norm(self.config.norm, name="norm")(table)
+
+
+class Projected(NamedTuple):
+    """The table as one layer sees it; a term that the config lacks is None.
+
+    Attributes:
+      key: a, `[R, G, K]`, what queries meet.
+      query: b, `[R, H, K]`, what keys meet, divided like the queries.
+    """
+
+    key: Array | None
+    query: Array | None
+
+
+class Projections(nn.Module):
+    """W_k and W_q: a layer's own, with biases where the content's have them, or the content's themselves.
+
+    Raises:
+      ConfigError: the table, as wide as all heads together, is not as wide as the model.
+    """
+
+    config: EncodingConfig
+    attention: AttentionConfig
+    width: int
+
+    @nn.compact
+    def __call__(self, shared: Array, query: nn.Module, key: nn.Module) -> Projected:
+        config, attention, width = self.config, self.attention, self.width
+        if shared.shape[1] != width:
+            raise ConfigError(
+                f"attention.head_width: got {shared.shape[1]} channels of all heads, expected the width {width} for "
+                "encoding.kind deberta; change heads or head_width"
+            )
+        heads, head_width = attention.heads, width // attention.heads
+        groups = attention.kv_heads or heads
+        key_bias = attention.bias if attention.key_bias is None else attention.key_bias
+        if not config.share_projections:
+            query = Dense((width, heads, head_width), ("embed", "heads", "head"), bias=attention.bias, name="query")
+            key = Dense((width, groups, head_width), ("embed", "kv_heads", "head"), bias=key_bias, name="key")
+        table = Dropout(config.dropout)(shared)
+        scale = (terms(config) * head_width) ** -0.5 if attention.scale else 1.0
+        return Projected(
+            key=key(table) if config.content_to_position else None,
+            query=query(table) * scale if config.position_to_content else None,
+        )
+
+
+def terms(config: EncodingConfig) -> int:
+    """How many of the three products the score sums."""
+    return 1 + config.content_to_position + config.position_to_content
+
+
+def score(
+    config: EncodingConfig, shared: Projected, q: Array, k: Array, query_position: Array, key_position: Array
+) -> Array:
+    """Float32 `[B, H, T, S]`: the last two terms of the equation; `q` is already divided by sqrt(terms K).
+
+    Every query meets all R rows of a, every key all rows of b; a pair of slots then reads the row of its distance.
+    """
+    batch, length, heads, width = q.shape
+    slots, groups = k.shape[1:3]
+    distance = query_position[:, :, None] - key_position[:, None, :]
+    index = jnp.clip(distance, -config.max_distance, config.max_distance) + config.max_distance
+    row = jnp.asarray(row_of_distance(config))[index][:, None]  # [B, 1, T, S]
+    total = jnp.zeros((batch, heads, length, slots), jnp.float32)
+    if shared.key is not None:
+        by_group, rows = q.reshape(batch, length, groups, -1, width), shared.key.astype(q.dtype)
+        met = jnp.einsum("btgmk,rgk->bgmtr", by_group, rows, preferred_element_type=jnp.float32)
+        total += jnp.take_along_axis(met.reshape(batch, heads, length, -1), row, axis=-1)
+    if shared.query is not None:
+        rows = shared.query.astype(k.dtype).reshape(-1, groups, heads // groups, width)
+        met = jnp.einsum("bsgk,rgmk->bgmsr", k, rows, preferred_element_type=jnp.float32)
+        met = jnp.take_along_axis(met.reshape(batch, heads, slots, -1), jnp.swapaxes(row, 2, 3), axis=-1)
+        total += jnp.swapaxes(met, 2, 3)
+    return total
+
+
+ENCODING = Encoding(embed=Absolute, shared=Table, layer=Projections, score=score, terms=terms)
