@@ -15,21 +15,20 @@ if TYPE_CHECKING:
     import os
 
     from jaxformer.hf.pretrained import Pretrained
-    from jaxformer.model import Model
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "from_pretrained", "load"]
 
 
-def load(path: str | os.PathLike[str]) -> Model:
+def load(path: str | os.PathLike[str]) -> Pretrained:
     """The model of the run in a workdir (or of one of its checkpoints), ready to use. See `checkpoint.load`."""
-    from jaxformer import checkpoint
+    from jaxformer.hf import workdirs
 
-    return checkpoint.load(path)
+    return workdirs.load(path)
 
 
 def from_pretrained(directory: str | os.PathLike[str], **options: Any) -> Pretrained:
-    """The model of a Hugging Face directory (config.json and model.safetensors). See `hf.pretrained.from_pretrained`."""
+    """The model of a Hugging Face directory: config.json, model.safetensors. See `hf.pretrained.from_pretrained`."""
     from jaxformer.hf import pretrained
 
     return pretrained.from_pretrained(directory, **options)

@@ -156,6 +156,24 @@ def data(arguments: Arguments) -> int:
     return 0
 
 
+def bring(arguments: Arguments) -> int:
+    from jaxformer.hf import workdirs
+
+    flags = arguments.flags
+    model = workdirs.bring(flags["source"], flags["workdir"])
+    print(f"{flags['source']}: {model.family.heads[model.head]}, imported into {flags['workdir']}")
+    return 0
+
+
+def send(arguments: Arguments) -> int:
+    from jaxformer.hf import workdirs
+
+    flags = arguments.flags
+    workdirs.send(flags["workdir"], flags["target"], flags["family"] or None)
+    print(f"written to {flags['target']}")
+    return 0
+
+
 def _absent(name: str) -> Callable[[Arguments], int]:
     def run(arguments: Arguments) -> int:
         raise ConfigError(f"{name}: not part of version {__version__}; see jaxformer --help for what is")
@@ -209,6 +227,20 @@ COMMANDS: dict[str, Command] = {
         inspect,
         {"workdir": Flag("folder of the run, or one of its checkpoints")},
     ),
+    "import": Command(
+        "make a run of a Hugging Face directory (config.json, model.safetensors)",
+        bring,
+        {"source": Flag("the directory"), "workdir": Flag("new folder of the run")},
+    ),
+    "export": Command(
+        "write a run as a Hugging Face directory",
+        send,
+        {
+            "workdir": Flag("folder of the run, or one of its checkpoints"),
+            "target": Flag("new folder"),
+            "family": Flag("architecture to write; without it the first that computes the same", ""),
+        },
+    ),
     "doctor": Command("check this machine and installation", doctor, {}),
     "data": Command(
         "prepare NAME: make a stock tfds data set readable without TensorFlow (this step needs it: extra [prepare])",
@@ -218,8 +250,6 @@ COMMANDS: dict[str, Command] = {
     ),
 }
 ABSENT = {
-    "import": "read a Hugging Face checkpoint",
-    "export": "write a Hugging Face checkpoint",
     "plan": "parameters, memory and collectives of a config on a topology",
 }
 

@@ -29,6 +29,7 @@ METHODS = {
     "generate": "a decoder with a head of tokens",
     "fill_mask": "an encoder with a head of tokens",
     "classify": "a head of classes",
+    "tag": "a head of classes for every token",
 }
 """What each method needs of the model."""
 
@@ -135,6 +136,21 @@ class Model:
                 results[i] = {"label": names[best], "probability": float(row[best]), "probabilities": probabilities}
         return results
 
+    def tag(self, lines: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """For each line, for each of its tokens (special ones left out), `{"token", "label", "probability"}`."""
+        self._require("tag")
+        tokenizer, lines = self.tokenizers.source, _lines(lines)
+        results: list[list[dict[str, Any]]] = [[] for _ in lines]
+        for index, batch, rows in self._forward([self._prompt(line) for line in lines], None, _softmax):
+            tokens, segments = np.asarray(batch.source.tokens), np.asarray(batch.source.slots.segment)
+            for row, slot in np.argwhere(segments[: len(index)] != 0):
+                text, probabilities = tokenizer.decode([tokens[row, slot]]), rows[row, slot]
+                names, best = self.classes or tuple(map(str, range(len(probabilities)))), int(probabilities.argmax())
+                if text:
+                    found = {"token": text, "label": names[best], "probability": float(probabilities[best])}
+                    results[index[row]].append(found)
+        return results
+
     def fill_mask(self, lines: Sequence[str], top: int = 5) -> list[list[list[dict[str, Any]]]]:
         """For each line, for each mask in it, the `top` likeliest `{"token", "id", "probability"}`.
 
@@ -220,6 +236,8 @@ class Model:
         """The method that fits this model."""
         if self.config.model.head.kind == "classes":
             return "classify"
+        if self.config.model.head.kind == "slots":
+            return "tag"
         if not self._decodes():
             return "fill_mask"
         return "translate" if self._encodes() else "generate"

@@ -100,7 +100,7 @@ def _stream(family: Family, pad: int | None, inputs: Mapping[str, Array]) -> Str
     if "position_ids" in inputs:
         first = pad + 1 if family.positions == "ids" else 0
         count = jnp.broadcast_to(inputs["position_ids"], shape).astype(jnp.int32) - first
-    return Stream(tokens, Slots(count, real), inputs["token_type_ids"] if "token_type_ids" in inputs else None)
+    return Stream(tokens, Slots(count, real), inputs.get("token_type_ids", None))
 
 
 def shift_right(settings: Settings, labels: Array) -> Array:

@@ -25,7 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
     "bad_words_ids": None, "suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
     "eos_token_id": None, "pad_token_id": None, "bos_token_id": None, "decoder_start_token_id": None, "seed": 0,
-    "return_dict_in_generate": False, "use_cache": True,
+    "return_dict_in_generate": False, "use_cache": True, "use_mems": None,
 }  # fmt: skip
 """Every argument but the inputs, with the other library's default (`seed` is ours: it has a global generator)."""
 
@@ -59,20 +59,22 @@ def generate(model: Pretrained, options: Mapping[str, Any]) -> Any:
             raise ConfigError(f"generate: got {name}, expected some of {', '.join(known)}{nearest(name, known)}")
     settings = _settings(model, options)
     stack = model.config.model
-    if stack.decoder is None or model.config.model.head.kind != "tokens":
+    writes = stack.decoder is not None or stack.permutation is not None
+    if not writes or stack.head.kind != "tokens":
         raise ConfigError("generate: got a model that writes no text, expected a decoder with a language-model head")
     if "input_ids" not in options:
         raise ConfigError("generate: got no input_ids, expected them [batch, length]")
     ids = np.asarray(options["input_ids"], np.int32)
-    pad, ends = _special(settings)
+    pad, ends = special(settings)
     real = _mask(options, ids, settings["pad_token_id"], ends)
     rows = [row[keep] for row, keep in zip(ids, real, strict=True)]
-    if stack.encoder is None:
+    if stack.decoder is None or stack.encoder is None:
         prompts, begin = [{"target": row} for row in rows], ids
     else:
-        begin = _decoder_start(model, settings, options, len(ids))
+        given = options.get("decoder_input_ids")
+        begin = decoder_start(settings, len(ids)) if given is None else np.asarray(given, np.int32)
         prompts = [{"source": row, "target": start} for row, start in zip(rows, begin, strict=True)]
-    config = _decoding(settings, begin.shape[1])
+    config = _decoding(settings, begin.shape[1], ends)
     vocabulary = engine.Vocabulary(eos=ends, pad=pad)
     found = engine.run(model.module, model._variables, prompts, config, vocabulary, source_pad=pad, room=model._room())
     count = settings["num_return_sequences"]
@@ -98,6 +100,8 @@ def _settings(model: Pretrained, options: Mapping[str, Any]) -> dict[str, Any]:
         found[other] = None
     if found["use_cache"] not in (True, False) or found["num_beams"] < 1:
         raise ConfigError(f"generate: got num_beams {found['num_beams']}, expected at least 1")
+    if found["use_mems"]:
+        raise ConfigError("generate: got use_mems True, expected False: each step reads the whole text, not memories")
     if found["do_sample"] and found["num_beams"] > 1:
         raise ConfigError(
             "generate: got do_sample with num_beams > 1, expected one of them; beams are not sampled here"
@@ -108,11 +112,10 @@ def _settings(model: Pretrained, options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _special(settings: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
+def special(settings: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
     """The padding token and the tokens that end a text."""
-    ends = settings["eos_token_id"]
+    ends, pad = settings.get("eos_token_id"), settings.get("pad_token_id")
     ends = () if ends is None else tuple(ends) if isinstance(ends, (list, tuple, np.ndarray)) else (int(ends),)
-    pad = settings["pad_token_id"]
     return (ends[0] if ends else 0) if pad is None else int(pad), tuple(int(end) for end in ends)
 
 
@@ -128,23 +131,20 @@ def _mask(options: Mapping[str, Any], ids: np.ndarray, pad: int | None, ends: tu
     return np.ones(ids.shape, bool) if pad is None or pad in ends else ids != pad
 
 
-def _decoder_start(model: Pretrained, settings: Mapping, options: Mapping, rows: int) -> np.ndarray:
-    """`[B, P]`: how the decoder's input begins."""
-    if options.get("decoder_input_ids") is not None:
-        return np.asarray(options["decoder_input_ids"], np.int32)
-    start = settings["decoder_start_token_id"]
-    start = settings["bos_token_id"] if start is None else start
-    if start is None:
-        raise ConfigError("generate: got no decoder_start_token_id, expected one in config.json or as an argument")
-    return np.full((rows, 1), start, np.int32)
+def decoder_start(settings: Mapping[str, Any], rows: int) -> np.ndarray:
+    """int32 `[B, 1]`: the token that a decoder's input begins with."""
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        if settings.get(name) is not None:
+            return np.full((rows, 1), settings[name], np.int32)
+    raise ConfigError("generate: got no decoder_start_token_id, expected one in config.json or as an argument")
 
 
-def _decoding(settings: Mapping[str, Any], prompt: int) -> DecodeConfig:
+def _decoding(settings: Mapping[str, Any], prompt: int, ends: tuple[int, ...]) -> DecodeConfig:
     """Our decoding options. Lengths of theirs without "new" count the (padded) prompt."""
     new = settings["max_new_tokens"]
     least = settings["min_new_tokens"]
     sampled, beams = settings["do_sample"], settings["num_beams"]
-    words = settings["bad_words_ids"] or ()
+    words = [tuple(int(token) for token in word) for word in settings["bad_words_ids"] or ()]
     config = DecodeConfig(
         method="sample" if sampled else "beam" if beams > 1 else "greedy",
         beams=beams,
@@ -160,9 +160,9 @@ def _decoding(settings: Mapping[str, Any], prompt: int) -> DecodeConfig:
         min_p=float(settings["min_p"] or 0.0),
         repetition_penalty=float(settings["repetition_penalty"]),
         no_repeat_ngram=settings["no_repeat_ngram_size"],
-        bad_words=tuple(tuple(int(token) for token in word) for word in words),
+        bad_words=tuple(word for word in words if word not in {(end,) for end in ends}),  # an end token is never bad
         suppress=tuple(int(token) for token in settings["suppress_tokens"] or ()),
-        forced_first=settings["forced_bos_token_id"],
+        forced_first=settings["forced_bos_token_id"] if prompt == 1 else None,
         forced_last=settings["forced_eos_token_id"],
         seed=settings["seed"],
     )

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh
 
 from jaxformer.config import Config, ConfigError, ModelConfig, TaskConfig
+from jaxformer.decode import engine
+from jaxformer.decode.batching import Prompt
 from jaxformer.hf import calling, convert, files, generation
 from jaxformer.hf.table import Family, Settings, families, family_of, head_of, same
 from jaxformer.hf.tokenizer import open_tokenizers
@@ -26,7 +29,7 @@ from jaxformer.parallel import rules
 from jaxformer.types import Batch, PyTree
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 log = logging.getLogger("jaxformer")
 
@@ -81,6 +84,58 @@ class Pretrained(Model):
         if prompts is not None:
             return super().generate(prompts, decode, **options)
         return generation.generate(self, options)
+
+    def answer(self, questions: Sequence[str], contexts: Sequence[str], longest: int = 30) -> list[dict[str, Any]]:
+        """For each question the span of its context with the highest start + end score, `{"answer", "start", "end",
+        "score"}`: characters of the context, and the probability of that start times that of that end.
+
+        Args:
+          longest: the most tokens of an answer.
+
+        Raises:
+          ConfigError: the model has no question-answering head, or its tokenizer does not know characters.
+        """
+        if self.head != "qa" or self.tokenizers is None:
+            raise ConfigError(f"answer: got a model with head {self.head!r}, expected one with a qa head and tokenizer")
+        found = []
+        for question, context in zip(questions, contexts, strict=True):
+            framed = self.tokenizers.source.frame(question, context)
+            if not framed.offsets:
+                raise ConfigError("answer: got a tokenizer without character offsets, expected a tokenizer.json")
+            kinds = {"token_type_ids": np.asarray([framed.kinds])} if self.config.model.encoder.embed.kinds else {}
+            out = self(input_ids=np.asarray([framed.ids]), **kinds)
+            inside = np.asarray([part == 1 for part in framed.parts])
+            first, last = (np.asarray(jax.nn.softmax(x[0])) * inside for x in (out.start_logits, out.end_logits))
+            table = np.tril(np.triu(np.outer(first, last)), longest - 1)
+            start, end = np.unravel_index(int(table.argmax()), table.shape)
+            begin, finish = framed.offsets[start][0], framed.offsets[end][1]
+            found.append({"answer": context[begin:finish], "start": begin, "end": finish, "score": float(table.max())})
+        return found
+
+    def _prompt(self, line: str) -> Prompt:
+        """An imported model's text is framed as its tokenizer.json says."""
+        if self.family is None:
+            return super()._prompt(line)
+        if self.tokenizers is None:
+            raise ConfigError(
+                "model: got text, expected token ids: the directory has no tokenizer.json or spiece.model"
+            )
+        framed = self.tokenizers.source.frame(line)
+        ids, model = np.asarray(framed.ids, np.int32), self.config.model
+        if model.encoder is None:
+            return {"target": ids}
+        prompt = {"source": ids}
+        if model.encoder.embed.kinds:
+            prompt["kind"] = np.asarray(framed.kinds, np.int32)
+        if model.decoder is not None:
+            prompt["target"] = generation.decoder_start({**self.settings.values, **self.defaults}, 1)[0]
+        return prompt
+
+    def _vocabulary(self) -> engine.Vocabulary:
+        if self.family is None:
+            return super()._vocabulary()
+        pad, ends = generation.special({**self.settings.values, **self.defaults})
+        return engine.Vocabulary(eos=ends, pad=pad)
 
     def save_pretrained(self, directory: str | os.PathLike[str], family: str | None = None, dtype: Any = None) -> None:
         """Writes config.json, model.safetensors and the tokenizer, so that the other library computes the same.
@@ -160,6 +215,15 @@ def apply(module: nn.Module, variables: PyTree, batch: Batch, wanted: bool, key:
     return output, sown["intermediates"]
 
 
+def head_of_model(model: ModelConfig) -> str:
+    """Our word for the head of a model that was trained here."""
+    if model.head.kind == "tokens":
+        if model.decoder is None and model.recurrent_decoder is None:
+            return "masked_lm"
+        return "causal_lm" if model.encoder is None and model.recurrent_encoder is None else "seq2seq"
+    return {"classes": "sequence", "slots": "token"}.get(model.head.kind, "model")
+
+
 def from_pretrained(
     directory: str | os.PathLike[str],
     *,
@@ -212,7 +276,7 @@ def from_pretrained(
         log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(left), head)
     params = convert.read(rows, found, shapes, layout, fresh, spare)
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
-    config = Config(model=model, task=TaskConfig(name=TASKS[head] if head in TASKS else "classification"))
+    config = Config(model=model, task=TaskConfig(name=TASKS.get(head, "classification")))
     pretrained = Pretrained(
         module=module,
         params=params,
@@ -229,7 +293,7 @@ def from_pretrained(
 
 
 def _untied(family: Family, model: ModelConfig, tensors: Mapping[str, Any]) -> ModelConfig:
-    """A head is tied only if its own tensor, where the file has one, equals the embedding's; else the copy is dropped."""
+    """A head is tied only if its own tensor, where the file has one, equals the embedding's; a copy is dropped."""
     if family.output is None or family.output[0] not in tensors or not model.head.tied:
         return model
     output, embedding = (tensors.get(name) for name in family.output)

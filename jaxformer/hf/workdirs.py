@@ -1,0 +1,72 @@
+"""`jaxformer import` and `jaxformer export`: between a directory of the other library and a workdir of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer import checkpoint, overrides
+from jaxformer.config import ConfigError
+from jaxformer.hf import pretrained
+from jaxformer.hf.pretrained import Pretrained
+from jaxformer.hf.table import Settings, family_of
+from jaxformer.model import Model
+from jaxformer.types import TrainState
+
+SETTINGS = "huggingface.json"
+"""File of an imported workdir: the other library's config.json and generation_config.json, for calling and export."""
+
+
+def bring(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> Pretrained:
+    """Makes a workdir of a directory of the other library: `jaxformer.load` and `config.init.directory` take it.
+
+    Raises:
+      ConfigError: the directory cannot be read, or `workdir` already holds something.
+    """
+    workdir = Path(workdir).absolute()
+    if workdir.exists() and any(workdir.iterdir()):
+        raise ConfigError(f"--workdir: got {workdir}, which is not empty, expected a new folder; choose another")
+    model = pretrained.from_pretrained(source)
+    workdir.mkdir(parents=True, exist_ok=True)
+    config = dataclasses.replace(model.config, task=dataclasses.replace(model.config.task, classes=model.classes or ()))
+    state = TrainState(jnp.zeros((), jnp.int32), model.params, (), jax.random.key(0), {})
+    checkpoints = checkpoint.Checkpoints(workdir, dataclasses.replace(config.checkpoint, keep_best=0))
+    checkpoints.save(state, {}, {})
+    checkpoints.close()
+    if model.tokenizers is not None:
+        model.tokenizers.save(workdir)
+    kept = {"config": dict(model.settings.values), "generation": dict(model.defaults), "head": model.head}
+    (workdir / SETTINGS).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    (workdir / "config.json").write_text(overrides.to_json(config), encoding="utf-8")
+    return model
+
+
+def load(path: str | os.PathLike[str]) -> Pretrained:
+    """The model of a run with the other library's calling convention beside ours. Errors are `checkpoint.load`'s."""
+    return named(checkpoint.load(path), Path(path))
+
+
+def named(model: Model, path: Path) -> Pretrained:
+    """`model` as a `Pretrained`: with what it was imported with, or with our own conventions."""
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(Model)}
+    workdir = checkpoint.locate(path.absolute())[0]
+    if (workdir / SETTINGS).exists():
+        kept = json.loads((workdir / SETTINGS).read_text(encoding="utf-8"))
+        settings = Settings(kept["config"], str(workdir / SETTINGS))
+        family = family_of(settings)
+        return Pretrained(**fields, family=family, head=kept["head"], settings=settings, defaults=kept["generation"])
+    target = model.tokenizers.target
+    ids = {"pad_token_id": target.pad, "eos_token_id": target.eos, "bos_token_id": target.bos}
+    if model.config.model.encoder is not None and model.config.model.decoder is not None:
+        ids["decoder_start_token_id"] = target.bos
+    return Pretrained(**fields, head=pretrained.head_of_model(model.config.model), settings=Settings(ids))
+
+
+def send(workdir: str | os.PathLike[str], target: str | os.PathLike[str], family: str | None = None) -> None:
+    """Writes the model of a run as a directory of the other library. See `Pretrained.save_pretrained`."""
+    load(workdir).save_pretrained(target, family)
