@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxformer.config import ModelConfig
 from jaxformer.models.rnn import Recurrent
 from jaxformer.models.transformer import Transformer
+from jaxformer.models.xlnet import XLNet
 from jaxformer.parallel import rules
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream
 
@@ -21,7 +22,9 @@ from jaxformer.types import Array, Batch, PyTree, Slots, Stream
 def build(config: ModelConfig) -> nn.Module:
     """The module that `config` describes; its vocabulary sizes must be resolved."""
     recurrent = config.recurrent_encoder is not None or config.recurrent_decoder is not None
-    return Recurrent(config) if recurrent else Transformer(config)
+    if recurrent:
+        return Recurrent(config)
+    return Transformer(config) if config.permutation is None else XLNet(config)
 
 
 def resolve(config: ModelConfig, source: int, target: int, classes: int | None = None) -> ModelConfig:

@@ -48,11 +48,11 @@ class Transformer(nn.Module):
             return memory
         memory_slots = None if memory is None else batch.source.slots
         x = self.input_embed()(batch.target)
-        return self.decoder(x, batch.target.slots, memory, memory_slots)[0]
+        return self.decoder(x, batch.target.slots, memory, memory_slots, kind=batch.target.kind)[0]
 
     def encode(self, source: Stream) -> Array:
         """The encoder's output `[B, S, D]`."""
-        return self.encoder(self.source_embed(source), source.slots)[0]
+        return self.encoder(self.source_embed(source), source.slots, kind=source.kind)[0]
 
     def input_embed(self) -> Embed:
         """The decoder's embedding: the source's own where the two are shared."""
@@ -112,5 +112,6 @@ class Transformer(nn.Module):
             held=state.held,
             held_slots=state.slots,
             index=state.index,
+            kind=target.kind,
         )
         return x, state.replace(held=held, index=state.index + target.tokens.shape[1])

@@ -86,6 +86,22 @@ class Attention(nn.Module):
         if cache is not None:
             cache = cache.write(k, v)
             k, v = cache.held.k.astype(q.dtype), cache.held.v.astype(q.dtype)
+        o = self.look(q, k, v, mask, position, encoding, layer)
+        if not self.config.output:
+            return o.reshape(*x.shape[:-1], self.width), cache
+        return self.out(o), cache
+
+    def look(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        mask: Mask,
+        position: Any,
+        encoding: encodings.Encoding,
+        layer: Array | None = None,
+    ) -> Array:
+        """What queries `[B, T, H, K]` find in keys and values `[B, S, G, K]`: `[B, T, H, K]`, before the projection."""
         if self.config.scale:
             q = q * jnp.asarray((encoding.terms(self.encoding) * self.head_width) ** -0.5, q.dtype)
         if self.config.scale_by_layer:
@@ -94,10 +110,7 @@ class Attention(nn.Module):
         score = None
         if encoding.score is not None:
             score = Score(functools.partial(encoding.score, self.encoding), position)
-        o = self.weigh(q, k, v, mask, score)
-        if not self.config.output:
-            return o.reshape(*x.shape[:-1], self.width), cache
-        return self.out(o), cache
+        return self.weigh(q, k, v, mask, score)
 
     def project(self, memory: Array) -> KeyValues:
         """Keys and values `[B, S, G, K]` of `memory` `[B, S, D]`, so that decoding projects it once."""
@@ -111,7 +124,7 @@ class Attention(nn.Module):
             noise = Noise(config.dropout, self.make_rng("dropout"))
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, score, None, config))
-        kernel = kernels.get(choose(config, q.shape[1], k.shape[1]))
+        kernel = kernels.get(choose(config, q.shape[1], k.shape[1], mask.hidden is not None))
         return kernel.apply(q, k, v, mask, score, noise, config)
 
 
@@ -120,8 +133,11 @@ def shape(config: AttentionConfig, width: int) -> tuple[int, int, int]:
     return config.heads, config.kv_heads or config.heads, config.head_width or width // config.heads
 
 
-def choose(config: AttentionConfig, queries: int, keys: int) -> str:
-    """The kernel's name. "auto" is dense while the `[T, S]` table is small, and blockwise beyond 1024 x 1024."""
+def choose(config: AttentionConfig, queries: int, keys: int, table: bool = False) -> str:
+    """The kernel's name. "auto" is dense while the `[T, S]` table is small, and blockwise beyond 1024 x 1024.
+
+    It is dense at any size where the mask is such a `table` itself.
+    """
     if config.kernel != "auto":
         return config.kernel
-    return "dense" if queries * keys <= 1024 * 1024 else "blockwise"
+    return "dense" if table or queries * keys <= 1024 * 1024 else "blockwise"

@@ -12,20 +12,26 @@ from jaxformer.types import Array, Slots
 class Mask:
     """Query slot `t` sees key slot `s` iff they share a segment other than 0, and the order rules allow it.
 
+    `hidden` takes more away, pair by pair: what no rule expresses, such as the order of a permutation. It is a whole
+    table, so only the dense kernel honours it; the others refuse it.
+
     Attributes:
       query, key: the two sides' `Slots`, `[B, T]` and `[B, S]`.
       causal: only keys at positions up to the query's.
       window: only keys less than `window` positions back (and, where not causal, ahead).
+      hidden: bool `[B, T, S]`, True: not visible; None: the rules alone.
     """
 
     query: Slots
     key: Slots
     causal: bool = flax.struct.field(pytree_node=False, default=False)
     window: int | None = flax.struct.field(pytree_node=False, default=None)
+    hidden: Array | None = None
 
     def dense(self) -> Array:
         """bool `[B, T, S]`, True where visible."""
-        return visible(self.query, self.key, self.causal, self.window)
+        see = visible(self.query, self.key, self.causal, self.window)
+        return see if self.hidden is None else see & ~self.hidden
 
 
 def visible(query: Slots, key: Slots, causal: bool, window: int | None) -> Array:

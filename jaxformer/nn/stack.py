@@ -71,6 +71,7 @@ class Stack(nn.Module):
         held: KeyValues | None = None,
         held_slots: Slots | None = None,
         index: Array | None = None,
+        kind: Array | None = None,
     ) -> tuple[Array, KeyValues | None]:
         """Runs the stack on embeddings `[B, T, D]` that stand at `slots`.
 
@@ -79,6 +80,7 @@ class Stack(nn.Module):
           memory_slots: the slots of the memory.
           held: cached keys and values `[L, B, S, G, K]`; `index` says where the new ones go, and `held_slots` are the
             slots of the cache with the new ones already in.
+          kind: token types `[B, T]`, for encodings in which they act.
 
         Returns:
           Hidden states `[B, T, D]` after the final norm, and the written cache.
@@ -94,7 +96,7 @@ class Stack(nn.Module):
         precomputed = isinstance(memory, KeyValues)
         context = Context(
             mask=Mask(slots, slots if held is None else held_slots, self.causal, config.attention.window),
-            position=None if encoding.shared is None else self.shared(slots),
+            position=self.position_of(slots, kind),
             memory=None if precomputed else memory,
             memory_mask=None if memory is None else cross_mask(slots, memory_slots),
             index=index,
@@ -106,6 +108,13 @@ class Stack(nn.Module):
             x = self.final_norm(x, visible)
         self.sow("intermediates", "output", x)
         return x, held
+
+    def position_of(self, slots: Slots, kind: Array | None = None) -> Any:
+        """What all layers share of the encoding."""
+        encoding = encodings.get(self.config.encoding.kind)
+        if encoding.shared is None:
+            return None
+        return self.shared(slots, kind) if encoding.kinds else self.shared(slots)
 
     def project(self, memory: Array) -> KeyValues:
         """Cross-attention keys and values `[L, B, S, G, K]` of the encoder's output, for every layer at once."""

@@ -16,6 +16,7 @@ from jaxformer import registry
 from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig
 from jaxformer.nn import encodings
 from jaxformer.nn.encodings import alibi, rope, sinusoidal, t5
+from jaxformer.nn.layers import Dense
 from jaxformer.nn.masks import slots
 from jaxformer.types import Slots
 
@@ -30,6 +31,22 @@ def config_of(kind, **changes):
 
 def made(module, side):
     return jax.jit(lambda side: nn.meta.unbox(module.init_with_output(jax.random.key(0), side)[0]))(side)
+
+
+class Shared(nn.Module):
+    """What an attention layer gives to `rotate` and `score`, with projections that some layers share."""
+
+    config: EncodingConfig
+
+    @nn.compact
+    def __call__(self, side):
+        encoding, width = encodings.get(self.config.kind), ATTENTION.heads * HEAD_WIDTH
+        shared = None if encoding.shared is None else encoding.shared(self.config, ATTENTION, HEAD_WIDTH)(side)
+        if encoding.layer is None:
+            return shared
+        query = Dense((width, ATTENTION.heads, HEAD_WIDTH), (None, None, None), name="query")
+        key = Dense((width, ATTENTION.kv_heads, HEAD_WIDTH), (None, None, None), name="key")
+        return encoding.layer(self.config, ATTENTION, width)(shared, query, key)
 
 
 def normal(*shape):
@@ -50,7 +67,7 @@ def test_hooks_keep_the_contract(kind):
     q, k = normal(2, 5, 4, HEAD_WIDTH), normal(2, 5, 2, HEAD_WIDTH)
     if encoding.embed is not None:
         chex.assert_shape(made(encoding.embed(config, WIDTH), side), (2, 5, WIDTH))
-    shared = made(encoding.shared(config, ATTENTION, HEAD_WIDTH), side) if encoding.shared is not None else None
+    shared = made(Shared(config), side)
     if encoding.rotate is not None:
         for x in (q, k, q.astype(jnp.bfloat16)):
             turned = encoding.rotate(config, x, shared)
@@ -68,7 +85,7 @@ def test_hooks_keep_the_contract(kind):
             return jnp.sum(whole), whole
 
         (_, whole), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(shared, q, k)
-        np.testing.assert_allclose(whole[..., :3, :], one, rtol=1e-5)
+        np.testing.assert_allclose(whole[..., :3, :], one, rtol=1e-5, atol=1e-6)
         chex.assert_tree_all_finite(gradients)
 
 
@@ -77,12 +94,13 @@ def test_only_relative_position_matters_to_scores(kind):
     """Moving all positions by one number changes neither rotated products nor scores."""
     encoding, config = encodings.get(kind), config_of(kind)
     q, k = np.asarray(normal(2, 1, 5, 4, HEAD_WIDTH))
+    k = k[:, :, : ATTENTION.kv_heads]
 
     @jax.jit
     def scores(side):
-        shared = made(encoding.shared(config, ATTENTION, HEAD_WIDTH), side) if encoding.shared is not None else None
+        shared = made(Shared(config), side)
         turn = (lambda x: encoding.rotate(config, x, shared)) if encoding.rotate is not None else (lambda x: x)
-        total = jnp.einsum("bthk,bshk->bhts", turn(q), turn(k))
+        total = jnp.einsum("bthk,bshk->bhts", turn(q), jnp.repeat(turn(k), 2, axis=2))
         if encoding.score is not None:
             total += encoding.score(config, shared, q, k, side.position, side.position)
         return total

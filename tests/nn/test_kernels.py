@@ -13,6 +13,7 @@ from jaxformer import registry
 from jaxformer.config import AttentionConfig, EncodingConfig
 from jaxformer.nn import encodings, kernels, reference
 from jaxformer.nn.kernels import Noise, Score, blockwise, dense
+from jaxformer.nn.layers import Dense
 from jaxformer.nn.masks import Mask, slots
 from jaxformer.types import Slots
 
@@ -61,10 +62,19 @@ def score_of(kind: str | None) -> Score:
     if kind == "general":
         return Score(general, {"weight": jnp.linspace(-1, 1, HEADS * HEAD_WIDTH).reshape(HEADS, -1)})
     encoding, config = encodings.get(kind), EncodingConfig(kind=kind, buckets=6, max_distance=8, bidirectional=True)
-    if encoding.shared is None:
-        return Score(functools.partial(encoding.score, config), None)
-    module = encoding.shared(config, AttentionConfig(heads=HEADS), HEAD_WIDTH)
-    shared = nn.meta.unbox(module.init_with_output(jax.random.key(3), mask_of("full").query)[0])
+    attention, width = AttentionConfig(heads=HEADS, kv_heads=2), HEADS * HEAD_WIDTH
+
+    class Shared(nn.Module):
+        @nn.compact
+        def __call__(self, side):
+            shared = None if encoding.shared is None else encoding.shared(config, attention, HEAD_WIDTH)(side)
+            if encoding.layer is None:
+                return shared
+            query = Dense((width, HEADS, HEAD_WIDTH), (None, None, None), name="query")
+            key = Dense((width, 2, HEAD_WIDTH), (None, None, None), name="key")
+            return encoding.layer(config, attention, width)(shared, query, key)
+
+    shared = nn.meta.unbox(jax.jit(Shared().init_with_output)(jax.random.key(3), mask_of("full").query)[0])
     return Score(functools.partial(encoding.score, config), shared)
 
 

@@ -20,6 +20,7 @@ class Encoding:
       embed: module class. `embed(EncodingConfig, width)(slots) -> [B, T, D]`, added to the input of the stack.
       shared: module class. `shared(EncodingConfig, AttentionConfig, head_width)(slots) -> pytree`, made once a stack
         (or decoding step) from the query slots and handed to every layer as `shared`.
+      kinds: `shared` takes the slots' token types too, `(slots, kind [B, T] or None)`.
       layer: module class, for encodings with parameters of their own in every layer.
         `layer(EncodingConfig, AttentionConfig, width)(shared, query, key) -> pytree`, called in each attention with its
         query and key projections (Dense modules `[B, T, D] -> [B, T, H, K]`); its value is what `rotate` and `score`
@@ -39,6 +40,7 @@ class Encoding:
     rotate: Callable[..., Array] | None = None
     score: Callable[..., Array] | None = None
     terms: Callable[[EncodingConfig], int] = lambda config: 1
+    kinds: bool = False
 
 
 def get(kind: str) -> Encoding:

@@ -51,7 +51,7 @@ class Kernel:
 
     `q` is already scaled. H is a multiple of G: query head h reads key head h // (H // G). The softmax is float32; a
     query that sees nothing returns 0. `refuse(config, score, noise)` returns why the kernel can't honour these
-    arguments, or None.
+    arguments, or None. A kernel that needs no whole table raises ConfigError at a mask with `hidden`.
     """
 
     apply: Callable[[Array, Array, Array, Mask, Score | None, Noise | None, AttentionConfig], Array]

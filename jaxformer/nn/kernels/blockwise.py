@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import AttentionConfig
+from jaxformer.config import AttentionConfig, ConfigError
 from jaxformer.nn.kernels import Kernel, Noise, Score
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.types import Array, PyTree, Slots
@@ -61,7 +61,12 @@ def attend(
 
     Tiles in which nothing can be visible (above the diagonal of a causal mask, beyond a window, between different
     documents) are skipped at run time.
+
+    Raises:
+      ConfigError: the mask hides single pairs.
     """
+    if mask.hidden is not None:
+        raise ConfigError("attention.kernel: got blockwise with a mask of single pairs, expected dense; set it to auto")
     rows, columns = min(config.block, q.shape[1]), min(config.block, k.shape[1])
     query = Slots(*(_tiles(ids, rows) for ids in mask.query))
     key = Slots(*(_tiles(ids, columns) for ids in mask.key))

@@ -1,0 +1,161 @@
+"""XLNet (Yang et al. 2019): post-norm encoder with Transformer-XL positions, two streams and memories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxformer.config import (
+    AttentionConfig,
+    ConfigError,
+    EmbedConfig,
+    EncodingConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    ModelConfig,
+    NormConfig,
+    PermutationConfig,
+    StackConfig,
+)
+from jaxformer.hf import permuted
+from jaxformer.hf.table import HIDDEN, Family, Row, Settings, classifier, linear, norm, side, their_activation
+
+
+def read(settings: Settings, head: str) -> ModelConfig:
+    settings.expect("same_length", False)
+    settings.expect("bi_data", False)
+    settings.expect("attn_type", "bi", "uni")
+    dropout, width = settings("dropout", 0.1), settings.size("d_model", 1024)
+    heads = settings.size("n_head", 16)
+    clamp = settings("clamp_len", -1)
+    encoder = StackConfig(
+        layers=settings.size("n_layer", 24),
+        width=width,
+        embed=EmbedConfig(vocab=settings.size("vocab_size", 32000), dropout=dropout),
+        encoding=EncodingConfig("transformer_xl", clamp=clamp if clamp > 0 else None),
+        attention=AttentionConfig(
+            heads=heads, head_width=settings.size("d_head", max(width // heads, 1)), bias=False, dropout=dropout
+        ),
+        ffn=FeedForwardConfig(
+            width=settings.size("d_inner", 4096),
+            activation=settings.activation("ff_activation", "gelu"),
+            dropout=dropout,
+        ),
+        norm=NormConfig(order="post", epsilon=settings("layer_norm_eps", 1e-12)),
+        dropout=dropout,
+        causal=True if settings("attn_type", "bi") == "uni" else None,
+    )
+    tops = {
+        "causal_lm": lambda: HeadConfig(tied=settings("tie_word_embeddings", True), bias=True, dropout=dropout),
+        "sequence": lambda: _summary(settings, width),
+        "token": lambda: classifier(settings, "slots", dropout=dropout),
+        "qa": lambda: HeadConfig(kind="slots", tied=False, classes=2, dropout=dropout),
+        "model": lambda: HIDDEN,
+    }
+    memories = PermutationConfig(memory=_slots(settings, "mem_len", 512), reuse=_slots(settings, "reuse_len", None))
+    return ModelConfig(encoder=encoder, permutation=memories, head=tops[head]())
+
+
+def _slots(settings: Settings, name: str, default: int | None) -> int | None:
+    """A number of slots; null and 0 both say "all", and only a file that is silent has the default."""
+    value = settings.values.get(name, default)
+    return None if value in (None, 0) else Settings({name: value}, settings.where).size(name)
+
+
+def _summary(settings: Settings, width: int) -> HeadConfig:
+    """Their SequenceSummary: one slot or the mean of all, a dense layer with tanh, and the decision."""
+    settings.expect("summary_type", "last", "first", "mean")
+    projected = settings("summary_use_proj", True)
+    settings.expect("summary_activation", "tanh")
+    return classifier(
+        settings,
+        "classes",
+        pooling=settings("summary_type", "last"),
+        width=width if projected else None,
+        dropout=settings("summary_last_dropout", 0.1),
+    )
+
+
+def write(model: ModelConfig, head: str) -> dict[str, Any]:
+    encoder, memories = side(model, "encoder"), model.permutation or PermutationConfig()
+    if encoder.ffn is None:
+        raise ConfigError("export: got an encoder without feed-forward layers, expected them for this family")
+    attention = encoder.attention
+    settings = {
+        "d_model": encoder.width,
+        "n_layer": encoder.layers,
+        "n_head": attention.heads,
+        "d_head": attention.head_width or encoder.width // attention.heads,
+        "d_inner": encoder.ffn.width or 4 * encoder.width,
+        "ff_activation": their_activation(encoder.ffn.activation),
+        "attn_type": "uni" if encoder.causal else "bi",
+        "clamp_len": -1 if encoder.encoding.clamp is None else encoder.encoding.clamp,
+        "dropout": encoder.dropout,
+        "layer_norm_eps": encoder.norm.epsilon,
+        "vocab_size": encoder.embed.vocab,
+        "mem_len": memories.memory,
+        "reuse_len": memories.reuse,
+        "tie_word_embeddings": model.head.tied or head != "causal_lm",
+    }
+    if head == "sequence":
+        settings |= {"summary_type": model.head.pooling, "summary_use_proj": model.head.width is not None}
+    return settings
+
+
+def rows(model: ModelConfig, head: str) -> list[Row]:
+    theirs, ours = "transformer.layer.{layer}", "encoder/blocks"
+    attention = {
+        "q": "query/kernel",
+        "k": "key/kernel",
+        "v": "value/kernel",
+        "r": "position/kernel",
+        "r_w_bias": "position/content_bias",
+        "r_r_bias": "position/position_bias",
+        "r_s_bias": "position/kind_bias",
+        "seg_embed": "position/relation",
+    }
+    body = [
+        Row("transformer.word_embedding.weight", "source_embed/table"),
+        Row("transformer.mask_emb", "mask_embed", "1 1 D -> D"),
+        *(Row(f"{theirs}.rel_attn.{name}", f"{ours}/attention/{path}") for name, path in attention.items()),
+        Row(f"{theirs}.rel_attn.o", f"{ours}/attention/out/kernel", "D H K -> H K D"),
+        *norm(f"{theirs}.rel_attn.layer_norm", f"{ours}/attention_norm"),
+        *linear(f"{theirs}.ff.layer_1", f"{ours}/ffn/in"),
+        *linear(f"{theirs}.ff.layer_2", f"{ours}/ffn/out"),
+        *norm(f"{theirs}.ff.layer_norm", f"{ours}/ffn_norm"),
+    ]
+    untied = [] if model.head.tied else [Row("lm_loss.weight", "head/kernel", "V D -> D V")]
+    summary = linear("sequence_summary.summary", "head/hidden") if model.head.width is not None else []
+    tops = {
+        "causal_lm": [Row("lm_loss.bias", "head/bias"), *untied],
+        "sequence": [*summary, *linear("logits_proj", "head/decision")],
+        "token": linear("classifier", "head/decision"),
+        "qa": linear("qa_outputs", "head/decision"),
+        "model": [],
+    }
+    return body + tops[head]
+
+
+FAMILY = Family(
+    types=("xlnet",),
+    heads={
+        "causal_lm": "XLNetLMHeadModel",
+        "sequence": "XLNetForSequenceClassification",
+        "token": "XLNetForTokenClassification",
+        "qa": "XLNetForQuestionAnsweringSimple",
+        "model": "XLNetModel",
+    },
+    read=read,
+    write=write,
+    rows=rows,
+    prefix="transformer.",
+    spare=(
+        r"lm_loss\..*",
+        r"sequence_summary\..*",
+        r"logits_proj\..*",
+        r"classifier\..*",
+        r"qa_outputs\..*",
+        r"(start_logits|end_logits|answer_class)\..*",
+    ),
+    output=("lm_loss.weight", "transformer.word_embedding.weight"),
+    calling=permuted.call,
+)
