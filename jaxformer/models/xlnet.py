@@ -156,7 +156,9 @@ class XLNet(Transformer):
         """Runs both streams over `source` `[B, T]`.
 
         Args:
-          hidden: bool `[B, T, T]`, True: the row may not see the column. No slot hides from its own content stream.
+          hidden: bool `[B, T, T]`, True: the row may not see the column. No slot hides from its own content stream. In
+            the query stream a row that sees nothing weighs all slots alike, its own included, as the published code
+            does: where the first slot of a permutation is a target, give it something to see.
           targets: `[B, M, T]`: where the M slots of the query stream stand, one-hot; None: no query stream.
           memory: `[L, B, S, D]`, `Streams.memory` of the text before. All of it is visible.
 
