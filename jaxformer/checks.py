@@ -147,6 +147,9 @@ def check(config: Config) -> None:
             _stack(part, path, config)
         elif isinstance(part, RecurrentConfig):
             _recurrent(part, path)
+    if config.init.directory and not _parts_of_model(config.model):
+        _data(config)
+        return  # the model is the directory's; the filled config is judged when it is saved
     _model(config.model)
     _task(config)
     _data(config)
@@ -218,8 +221,9 @@ def _stack(stack: StackConfig, path: str, config: Config) -> None:
                 f"an even rotated width (head width {head_width} * fraction = {rotated})",
             )  # fmt: skip
     table = encoding.kind == "learned" or (encoding.kind == "deberta" and encoding.absolute)
-    if table and encoding.max_length < config.data.length:
-        raise _wrong(f"{path}.encoding.max_length", encoding.max_length, f"at least data.length ({config.data.length})")
+    if table and encoding.max_length - encoding.offset < config.data.length:
+        least = f"at least data.length ({config.data.length})" + (" and the offset" if encoding.offset else "")
+        raise _wrong(f"{path}.encoding.max_length", encoding.max_length, least)
     if encoding.kind == "transformer_xl" and stack.width % 2:
         raise _wrong(f"{path}.width", stack.width, "an even width: sines and as many cosines", "change it")
     if encoding.kind == "t5" and encoding.buckets is None:
@@ -251,6 +255,11 @@ def _recurrent(stack: RecurrentConfig, path: str) -> None:
 def _embed(embed: EmbedConfig, width: int, path: str) -> None:
     if embed.width is not None and embed.width > width:
         raise _wrong(f"{path}.embed.width", embed.width, f"at most the model width ({width})")
+
+
+def _parts_of_model(model: ModelConfig) -> list[str]:
+    names = ("encoder", "decoder", "recurrent_encoder", "recurrent_decoder")
+    return [name for name in names if getattr(model, name) is not None]
 
 
 def _model(model: ModelConfig) -> None:

@@ -67,10 +67,11 @@ def train(arguments: Arguments) -> int:
     from jaxformer.parallel import distributed
 
     distributed.join()
+    from jaxformer.hf import workdirs
     from jaxformer.train import loop
 
     workdir = arguments.flags["workdir"]
-    code = loop.train(config, workdir)
+    code = loop.train(config, workdir, workdirs.ORIGIN)
     if code == 0:
         from jaxformer import report as reports
 

@@ -329,7 +329,9 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class InitConfig:
-    directory: str = ""  # a workdir (or checkpoint) whose parameters start this run; "": random
+    directory: str = ""  # a workdir, checkpoint or Hugging Face directory whose parameters start this run; "": random.
+    # A recipe that names no model gets the directory's, and its tokenizer
+    head: bool = True  # the head's parameters too; False: the head starts random (a new task or number of classes)
 
 
 @dataclass(frozen=True)

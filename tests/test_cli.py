@@ -76,8 +76,8 @@ REFUSED = [
     (["report", "--workdir=nowhere"], "nowhere: got no config.json"),
     (["data", "prepare"], "expected prepare NAME"),
     (["data", "prepair", "x", "--dir=y"], "expected prepare"),
-    (["import", "--source=x"], "not part of version"),
-    (["export"], "not part of version"),
+    (["import", "--source=x"], "--workdir"),
+    (["export"], "--workdir"),
     (["plan", "--config=x"], "not part of version"),
 ]
 

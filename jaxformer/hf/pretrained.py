@@ -17,10 +17,10 @@ import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from jaxformer.config import Config, ConfigError, ModelConfig, TaskConfig
+from jaxformer.config import Config, ConfigError, DataConfig, ModelConfig, TaskConfig
 from jaxformer.decode import engine
 from jaxformer.decode.batching import Prompt
-from jaxformer.hf import calling, convert, files, generation
+from jaxformer.hf import calling, convert, files, generation, rewrite
 from jaxformer.hf.table import Family, Settings, families, family_of, head_of, same
 from jaxformer.hf.tokenizer import open_tokenizers
 from jaxformer.model import Model
@@ -147,29 +147,31 @@ class Pretrained(Model):
         Raises:
           ConfigError: no family computes what this model does; the message says where they differ.
         """
-        chosen, head, settings = self._expressed(family)
-        rows = chosen.rows(self.config.model, head)
-        tensors = convert.write(rows, self.params, dtype)
+        model, params = self.config.model, self.params
+        if self.family is None:
+            model, params = rewrite.in_their_terms(model, params)
+        chosen, head, settings = self._expressed(model, family)
+        tensors = convert.write(chosen.rows(model, head), params, dtype)
         if head in ("model", "bare", "encoder"):
             tensors = {name.removeprefix(chosen.prefix): make for name, make in tensors.items()}
         files.write(directory, settings, tensors)
         self._save_tokenizer(Path(directory))
 
-    def _expressed(self, name: str | None) -> tuple[Family, str, dict[str, Any]]:
+    def _expressed(self, model: ModelConfig, name: str | None) -> tuple[Family, str, dict[str, Any]]:
         """The family to export to, its head, and the config.json."""
         problems = []
         for found, family in families():
             if name not in (None, found) or (name is None and self.family is not None and family is not self.family):
                 continue
-            for head in family.heads if self.family is not family else (self.head,):
+            for head in [self.head] if self.head in family.heads else []:
                 try:
-                    settings = {**family.write(self.config.model, head), **self._labels(head)}
+                    settings = {**family.write(model, head), **self._labels(head)}
                     settings = {"model_type": family.types[0], "architectures": [family.heads[head]], **settings}
                     again = family.read(Settings(settings), head)
                 except (ConfigError, AttributeError, KeyError) as error:
                     problems.append(f"{found}: {error}")
                     continue
-                different = same(self.config.model, again)
+                different = same(model, again)
                 if not different:
                     kept = {} if self.family is not family else dict(self.settings.values)
                     return family, head, {**kept, **settings, **self._special_tokens()}
@@ -213,6 +215,12 @@ def apply(module: nn.Module, variables: PyTree, batch: Batch, wanted: bool, key:
         return module.apply(variables, batch, rngs=rngs), {}
     output, sown = module.apply(variables, batch, rngs=rngs, mutable=["intermediates"])
     return output, sown["intermediates"]
+
+
+def room(model: ModelConfig) -> int:
+    """The most positions that every table of them has."""
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    return min(stack.encoding.max_length - stack.encoding.offset for stack in stacks)
 
 
 def head_of_model(model: ModelConfig) -> str:
@@ -276,7 +284,8 @@ def from_pretrained(
         log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(left), head)
     params = convert.read(rows, found, shapes, layout, fresh, spare)
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
-    config = Config(model=model, task=TaskConfig(name=TASKS.get(head, "classification")))
+    data = DataConfig(length=min(room(model), DataConfig.length))
+    config = Config(model=model, data=data, task=TaskConfig(name=TASKS.get(head, "classification")))
     pretrained = Pretrained(
         module=module,
         params=params,
@@ -290,6 +299,26 @@ def from_pretrained(
         defaults=generation.read_defaults(directory),
     )
     return pretrained if vocab is None else resized(pretrained, vocab, seed)
+
+
+def read_params(
+    directory: Path, settings: Settings, family: Family, model: ModelConfig, head: str, params: PyTree, keep_head: bool
+) -> PyTree:
+    """A directory's tensors in the places of `params`, whose values stay where only a new head has them.
+
+    Args:
+      keep_head: read the head where the file has one; False: it stays as it is.
+    """
+    found, rows = convert.canonical(family, files.open_tensors(directory)), family.rows(model, head)
+    if family.output is not None and model.head.tied:
+        found.pop(family.output[0], None)
+    heads = {path: x for path, x in _flat(params).items() if path.startswith("head/")}
+    if not keep_head:
+        tops = [row for row in rows if all(path in heads for path in row.paths)]
+        found = {name: tensor for name, tensor in found.items() if convert.unknown([name], tops)}
+    fresh = heads if not keep_head or head != head_of(family, settings) else {}
+    layout = jax.tree.map(lambda x: x.sharding, params)
+    return convert.read(rows, found, params, layout, fresh, _spare(family, rows))
 
 
 def _untied(family: Family, model: ModelConfig, tensors: Mapping[str, Any]) -> ModelConfig:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxformer import registry
-from jaxformer.config import AttentionConfig, ConfigError, HeadConfig, ModelConfig, StackConfig
+from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, HeadConfig, ModelConfig, StackConfig
 
 LAYER = "{layer}"
 
@@ -260,7 +260,56 @@ def side(model: ModelConfig, name: str) -> StackConfig:
 
 def same(model: ModelConfig, again: ModelConfig) -> list[str]:
     """Where two model configs differ in what they compute: paths with both values."""
-    return list(_differences(model, again, "model"))
+    return list(_differences(normal(model), normal(again), "model"))
+
+
+def normal(model: ModelConfig) -> ModelConfig:
+    """The config with every default spelled out and what its kinds do not read reset, so that equals compare equal."""
+    sides = {}
+    for name in ("encoder", "decoder"):
+        stack = getattr(model, name)
+        if stack is not None:
+            sides[name] = _normal_stack(stack, causal=name == "decoder")
+    return dataclasses.replace(model, **sides)
+
+
+READ = {
+    "none": (),
+    "learned": ("max_length", "offset"),
+    "sinusoidal": ("base", "concatenated"),
+    "rope": ("base", "fraction", "interleaved", "scaling"),
+    "t5": ("buckets", "max_distance", "bidirectional"),
+    "alibi": (),
+}
+"""Encoding -> the fields that it reads; one that is not listed reads all."""
+
+
+def _normal_stack(stack: StackConfig, causal: bool) -> StackConfig:
+    attention, encoding, norm_, width = stack.attention, stack.encoding, stack.norm, stack.width
+    causal = causal if stack.causal is None else stack.causal
+    if encoding.bidirectional is None:
+        encoding = dataclasses.replace(encoding, bidirectional=not causal)
+    if encoding.kind in READ:
+        read = {name: getattr(encoding, name) for name in READ[encoding.kind]}
+        encoding = dataclasses.replace(EncodingConfig(encoding.kind), **read)
+    if norm_.kind == "rms":
+        norm_ = dataclasses.replace(norm_, bias=True)
+    attention = dataclasses.replace(
+        attention,
+        kv_heads=attention.kv_heads or attention.heads,
+        head_width=attention.head_width or width // attention.heads,
+        key_bias=attention.bias if attention.key_bias is None else attention.key_bias,
+        output_bias=attention.bias if attention.output_bias is None else attention.output_bias,
+    )
+    return dataclasses.replace(
+        stack,
+        causal=causal,
+        encoding=encoding,
+        attention=attention,
+        embed=dataclasses.replace(stack.embed, width=stack.embed.width or width),
+        ffn=stack.ffn and dataclasses.replace(stack.ffn, width=stack.ffn.width or 4 * width),
+        norm=dataclasses.replace(norm_, final=norm_.order != "post" if norm_.final is None else norm_.final),
+    )
 
 
 def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
@@ -272,5 +321,5 @@ def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
         yield f"{path} {a!r} (expected {b!r})"
 
 
-FREE = frozenset({"dropout", "kernel", "block", "unroll", "remat", "deviation", "dtype", "momentum"})
+FREE = frozenset({"dropout", "kernel", "block", "unroll", "remat", "deviation", "dtype", "momentum", "pad"})
 """Fields that do not change what a model computes when it is applied."""

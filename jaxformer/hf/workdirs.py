@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer import checkpoint, overrides
-from jaxformer.config import ConfigError
-from jaxformer.hf import pretrained
+from jaxformer.config import Config, ConfigError, ModelConfig
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.hf import files, pretrained
 from jaxformer.hf.pretrained import Pretrained
 from jaxformer.hf.table import Settings, family_of
+from jaxformer.hf.tokenizer import open_tokenizers
 from jaxformer.model import Model
-from jaxformer.types import TrainState
+from jaxformer.train import start
+from jaxformer.types import PyTree, TrainState
 
 SETTINGS = "huggingface.json"
 """File of an imported workdir: the other library's config.json and generation_config.json, for calling and export."""
@@ -70,3 +73,43 @@ def named(model: Model, path: Path) -> Pretrained:
 def send(workdir: str | os.PathLike[str], target: str | os.PathLike[str], family: str | None = None) -> None:
     """Writes the model of a run as a directory of the other library. See `Pretrained.save_pretrained`."""
     load(workdir).save_pretrained(target, family)
+
+
+def is_theirs(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory is of the other library rather than a run of ours."""
+    place = Path(directory)
+    return (place / "config.json").exists() and any(place.glob("*.safetensors"))
+
+
+def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
+    """The body of the directory's model with the head of that family for `config.task`."""
+    if not is_theirs(config.init.directory):
+        return start.RUN.model(config)
+    directory = Path(config.init.directory)
+    settings = Settings(files.read_config(directory), str(directory / "config.json"))
+    family = family_of(settings)
+    head = next((word for word, task in pretrained.TASKS.items() if task == config.task.name), "sequence")
+    if head not in family.heads:
+        raise ConfigError(
+            f"config.init.directory: got a {family.types[0]} for task {config.task.name}, expected a family with a "
+            f"head for it (it has {', '.join(family.heads)})"
+        )
+    model = family.read(settings, head)
+    if head == "sequence":
+        model = dataclasses.replace(model, head=dataclasses.replace(model.head, classes=None))
+    return model, open_tokenizers(directory, settings)
+
+
+def _params(config: Config, params: PyTree) -> PyTree:
+    """The directory's tensors, each device reading its own part; what only the new head has stays as it is."""
+    if not is_theirs(config.init.directory):
+        return start.RUN.params(config, params)
+    directory = Path(config.init.directory)
+    settings = Settings(files.read_config(directory), str(directory / "config.json"))
+    family = family_of(settings)
+    head = next((word for word, task in pretrained.TASKS.items() if task == config.task.name), "sequence")
+    return pretrained.read_params(directory, settings, family, config.model, head, params, config.init.head)
+
+
+ORIGIN = start.Origin(_model, _params)
+"""Runs of ours and directories of the other library."""

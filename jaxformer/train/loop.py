@@ -28,7 +28,7 @@ from jaxformer.model import Model
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.train import evaluate as evaluation
-from jaxformer.train import optim
+from jaxformer.train import optim, start
 from jaxformer.train import step as steps
 from jaxformer.train.hooks import Reports
 from jaxformer.types import Batch, Sums, TrainState
@@ -36,8 +36,11 @@ from jaxformer.types import Batch, Sums, TrainState
 PREEMPTED = 143
 
 
-def train(config: Config, workdir: str | Path) -> int:
+def train(config: Config, workdir: str | Path, origin: start.Origin = start.RUN) -> int:
     """Trains `config` in `workdir` until `config.train.steps`, resuming whatever is there.
+
+    Args:
+      origin: how `config.init.directory` is read, if the run starts from one.
 
     Returns:
       0 when finished, 143 when a SIGTERM or SIGINT asked it to stop and the state was saved.
@@ -46,24 +49,31 @@ def train(config: Config, workdir: str | Path) -> int:
       ConfigError: the config contradicts itself, the data or the run that `workdir` already holds.
     """
     workdir = Path(workdir).absolute()
+    config, tokenizers = start.with_model(config, workdir, origin)
     refuse_other_config(config, workdir)
     mesh = meshes.make(config.mesh)
     dataset = sources.build(config.data)
-    tokenizers = tokenizers_of(config, dataset, workdir)
+    tokenizers = tokenizers or tokenizers_of(config, dataset, workdir)
     resolved = resolve(config, dataset, tokenizers)
     prepare(resolved, workdir, tokenizers)
     with jax.set_mesh(mesh):
-        return Run(resolved, workdir, mesh, dataset, tokenizers).finish()
+        return Run(resolved, workdir, mesh, dataset, tokenizers, origin).finish()
 
 
 class Run:
     """The parts of a run and how they meet."""
 
     def __init__(
-        self, config: Config, workdir: Path, mesh: jax.sharding.Mesh, dataset: Dataset, tokenizers: Tokenizers
+        self,
+        config: Config,
+        workdir: Path,
+        mesh: jax.sharding.Mesh,
+        dataset: Dataset,
+        tokenizers: Tokenizers,
+        origin: start.Origin = start.RUN,
     ) -> None:
         self.config, self.workdir, self.mesh, self.dataset, self.tokenizers = config, workdir, mesh, dataset, tokenizers
-        self.task = tasks.get(config.task.name)
+        self.task, self.origin = tasks.get(config.task.name), origin
         self.module = build.build(config.model)
         shards = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
         self.pipeline = Pipeline(
@@ -105,9 +115,7 @@ class Run:
             self.batches.set_state(data_state)
             return state
         state = steps.create(config, self.module, self.optimizer, self.mesh)
-        if config.init.directory:
-            state = warm_start(state, config.init.directory)
-        return state
+        return start.warm(state, config, self.origin) if config.init.directory else state
 
     def finish(self) -> int:
         """Trains to the end. Whatever happens, what was saved stays whole and errors of saving surface."""
@@ -324,22 +332,3 @@ def logical_names(module: nn.Module) -> Any:
     boxed = build.shapes(module)["params"]
     is_box = lambda x: isinstance(x, nn.meta.AxisMetadata)  # noqa: E731
     return jax.tree.map(lambda x: tuple(x.names) if is_box(x) else (), boxed, is_leaf=is_box)
-
-
-def warm_start(state: TrainState, directory: str) -> TrainState:
-    """`state` with the parameters of another run or checkpoint, which must have the same structure and shapes."""
-    from jaxformer.checkpoint import load
-
-    other = load(directory).params
-    mine = jax.tree.map(lambda x: x.shape, state.params)
-    theirs = jax.tree.map(lambda x: x.shape, other)
-    if mine != theirs:
-        raise ConfigError(
-            f"config.init.directory: got {directory}, whose parameters differ in structure or shape, expected the "
-            "same model; change config.model or the directory"
-        )
-    params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), other, state.params)
-    variables = dict(state.variables)
-    if "ema" in variables:
-        variables["ema"] = jax.tree.map(lambda x: x.copy(), params)
-    return state.replace(params=params, variables=variables)

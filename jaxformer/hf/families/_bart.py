@@ -19,10 +19,15 @@ from jaxformer.hf.table import Row, Settings, linear, norm, projections, side, t
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
-def stack(settings: Settings, name: str, encoding: EncodingConfig, embed_norm: bool, vocab: int) -> StackConfig:
+def stack(
+    settings: Settings,
+    name: str,
+    encoding: EncodingConfig,
+    vocab: int,
+    embed_norm: bool = False,
+    order: str = "post",
+) -> StackConfig:
     """The encoder or decoder of a config.json."""
-    settings.expect("normalize_before", False)
-    settings.expect("add_final_layer_norm", False)
     dropout = settings("dropout", 0.1)
     return StackConfig(
         layers=settings.size(f"{name}_layers", 12),
@@ -43,7 +48,7 @@ def stack(settings: Settings, name: str, encoding: EncodingConfig, embed_norm: b
             activation=settings.activation("activation_function", "gelu"),
             dropout=settings("activation_dropout", 0.0),
         ),
-        norm=NormConfig(order="post"),  # their layer norms have epsilon 1e-5, whatever the config says
+        norm=NormConfig(order=order),  # their layer norms have epsilon 1e-5, whatever the config says
         dropout=dropout,
     )
 
@@ -83,6 +88,8 @@ def rows(model: ModelConfig, name: str) -> list[Row]:
         *linear(f"{theirs}.fc2", f"{ours}/ffn/out"),
         *norm(f"{theirs}.final_layer_norm", f"{ours}/ffn_norm"),
     ]
+    if part.norm.order == "pre":
+        found += norm(f"model.{name}.layer_norm", f"{name}/final_norm")
     if part.embed.norm:
         found += norm(f"model.{name}.layernorm_embedding", f"{name}/embed_norm")
     if part.encoding.kind == "learned":

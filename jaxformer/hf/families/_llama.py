@@ -84,9 +84,8 @@ def rotation(settings: Settings, positions: int, theta: float) -> EncodingConfig
         )
     if kind == "linear":
         return replace(encoding, scaling=RopeScalingConfig("linear", factor=rope("factor", 1.0)))
-    scaling = RopeScalingConfig(
-        kind, factor=rope("factor", 1.0), original=rope.size("original_max_position_embeddings", positions)
-    )
+    original = positions if kind == "dynamic" else rope.size("original_max_position_embeddings", positions)
+    scaling = RopeScalingConfig(kind, factor=rope("factor", positions / original), original=original)
     if kind == "llama3":
         scaling = replace(scaling, low=rope("low_freq_factor", 1.0), high=rope("high_freq_factor", 4.0))
     if kind == "yarn":
@@ -120,7 +119,7 @@ def their_rotation(encoding: EncodingConfig) -> dict[str, Any]:
     if scaling is None:
         return rope
     rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind != "linear":
+    if scaling.kind in ("llama3", "yarn"):
         rope["original_max_position_embeddings"] = scaling.original
     if scaling.kind == "llama3":
         rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}

@@ -16,7 +16,11 @@ def read(settings: Settings, head: str) -> ModelConfig:
     encoding = EncodingConfig("learned", max_length=rows, offset=OFFSET)
     settings = Settings({"pad_token_id": 1, **settings.values}, settings.where)
     vocab = settings.size("vocab_size", 50265)
-    encoder, decoder = (_bart.stack(settings, name, encoding, True, vocab) for name in ("encoder", "decoder"))
+    settings.expect("normalize_before", False)
+    settings.expect("add_final_layer_norm", False)
+    encoder, decoder = (
+        _bart.stack(settings, name, encoding, vocab, embed_norm=True) for name in ("encoder", "decoder")
+    )
     heads = {
         "seq2seq": lambda: HeadConfig(tied=settings("tie_word_embeddings", True), bias=True),
         "sequence": lambda: classifier(settings, "classes", pooling="last", width=decoder.width),

@@ -11,6 +11,8 @@ from jaxformer.hf.table import HIDDEN, Family, Row, Settings
 
 def read(settings: Settings, head: str) -> ModelConfig:
     settings.expect("static_position_embeddings", True)
+    settings.expect("normalize_before", False)
+    settings.expect("add_final_layer_norm", False)
     settings.expect("normalize_embedding", False)
     positions = settings.size("max_position_embeddings", 1024)
     encoding = EncodingConfig("sinusoidal", max_length=positions, concatenated=True)
@@ -19,8 +21,8 @@ def read(settings: Settings, head: str) -> ModelConfig:
     target = vocab if shared else settings.size("decoder_vocab_size", vocab)
     top = HeadConfig(tied=settings("tie_word_embeddings", True), bias=True)
     return ModelConfig(
-        encoder=_bart.stack(settings, "encoder", encoding, False, vocab),
-        decoder=_bart.stack(settings, "decoder", encoding, False, target),
+        encoder=_bart.stack(settings, "encoder", encoding, vocab),
+        decoder=_bart.stack(settings, "decoder", encoding, target),
         share_embeddings=shared,
         head=top if head == "seq2seq" else HIDDEN,
     )

@@ -1,0 +1,245 @@
+"""Random models of the other library against ours: forward, loss, gradient, greedy, beam, and back through an export.
+
+    python benchmarks/hugging_face.py [--only=WORD] [--output=FILE.json] [--table=FILE.md]
+
+Needs the extra [bench] (torch, transformers). Every case is made by their code with random weights, saved, loaded by
+`jaxformer.from_pretrained` and compared; then ours is saved and loaded by theirs. Figures are the largest difference
+divided by the largest value. Exits 1 where one is above its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig
+
+import jaxformer
+from jaxformer.hf import convert
+
+BOUNDS = {"forward": 2e-5, "loss": 2e-5, "gradient": 1e-4, "export": 2e-5}
+
+SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 56}
+BART = {
+    "vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 40, "decoder_ffn_dim": 56, "max_position_embeddings": 40,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+}  # fmt: skip
+MARIAN = BART | {"pad_token_id": 98, "decoder_start_token_id": 98, "eos_token_id": 0, "bos_token_id": None}
+T5 = {
+    "vocab_size": 99, "d_model": 32, "d_kv": 10, "d_ff": 44, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
+    "relative_attention_num_buckets": 12, "relative_attention_max_distance": 17, "decoder_start_token_id": 0,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": 99,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 48,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA = SMALL | {"max_position_embeddings": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = LLAMA | {"num_key_value_heads": 2}
+XLNET = {"vocab_size": 99, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 56, "pad_token_id": 5}
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+STRETCH = {"factor": 4.0, "original_max_position_embeddings": 12}
+CASES: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("gpt2", "GPT2LMHeadModel", "", GPT2),
+    ("gpt2", "GPT2LMHeadModel", "scores by layer, relu", GPT2 | {"scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}),
+    ("gpt2", "GPT2ForSequenceClassification", "", GPT2 | {"pad_token_id": 0, "num_labels": 3}),
+    ("gpt2", "GPT2ForTokenClassification", "", GPT2 | {"num_labels": 3}),
+    ("gpt2", "GPT2ForQuestionAnswering", "", GPT2),
+    ("llama", "LlamaForCausalLM", "", LLAMA),
+    ("llama", "LlamaForCausalLM", "linear", GROUPED | rope("linear", factor=3.0)),
+    ("llama", "LlamaForCausalLM", "dynamic", GROUPED | {"max_position_embeddings": 12} | rope("dynamic", factor=3.0)),
+    ("llama", "LlamaForCausalLM", "yarn", GROUPED | {"head_dim": 16} | rope("yarn", **STRETCH)),
+    ("llama", "LlamaForCausalLM", "llama3", GROUPED | rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **STRETCH)),
+    ("llama", "LlamaForSequenceClassification", "", LLAMA | {"num_labels": 3}),
+    ("mistral", "MistralForCausalLM", "window 5", GROUPED | {"sliding_window": 5}),
+    ("qwen2", "Qwen2ForCausalLM", "", GROUPED),
+    ("qwen3", "Qwen3ForCausalLM", "", GROUPED | {"head_dim": 12}),
+    ("gemma", "GemmaForCausalLM", "", GROUPED | {"head_dim": 12}),
+    ("bert", "BertModel", "", SMALL),
+    ("bert", "BertForMaskedLM", "relu", SMALL | {"hidden_act": "relu"}),
+    ("bert", "BertForSequenceClassification", "regression", SMALL | {"num_labels": 1}),
+    ("bert", "BertForSequenceClassification", "multi-label", SMALL | {"num_labels": 4, "problem_type": "multi_label_classification"}),
+    ("bert", "BertForTokenClassification", "", SMALL | {"num_labels": 5}),
+    ("bert", "BertForQuestionAnswering", "", SMALL),
+    ("roberta", "RobertaModel", "", SMALL | {"max_position_embeddings": 40, "pad_token_id": 1}),
+    ("roberta", "RobertaForMaskedLM", "silu", SMALL | {"max_position_embeddings": 40, "pad_token_id": 1, "hidden_act": "silu"}),
+    ("roberta", "RobertaForTokenClassification", "", SMALL | {"max_position_embeddings": 40, "num_labels": 3}),
+    ("roberta", "RobertaForQuestionAnswering", "", SMALL | {"max_position_embeddings": 40}),
+    ("deberta", "DebertaForMaskedLM", "", SMALL | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 6, "position_biased_input": True, "type_vocab_size": 2}),
+    ("deberta", "DebertaForTokenClassification", "c2p", SMALL | {"relative_attention": True, "pos_att_type": ["c2p"], "type_vocab_size": 0, "num_labels": 3}),
+    ("deberta-v2", "DebertaV2ForMaskedLM", "", SMALL | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 5, "share_att_key": False, "norm_rel_ebd": "layer_norm", "type_vocab_size": 0}),
+    ("deberta-v2", "DebertaV2ForQuestionAnswering", "p2c", SMALL | {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 5, "share_att_key": True, "type_vocab_size": 0}),
+    ("xlnet", "XLNetLMHeadModel", "", XLNET),
+    ("xlnet", "XLNetForSequenceClassification", "", XLNET | {"num_labels": 3}),
+    ("xlnet", "XLNetForTokenClassification", "", XLNET | {"num_labels": 3}),
+    ("t5", "T5ForConditionalGeneration", "gated-silu", T5 | {"feed_forward_proj": "gated-silu"}),
+    ("t5", "T5ForConditionalGeneration", "v1.1", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    ("t5", "T5EncoderModel", "", T5),
+    ("bart", "BartForConditionalGeneration", "relu, scaled", BART | {"activation_function": "relu", "scale_embedding": True}),
+    ("bart", "BartForSequenceClassification", "", BART | {"num_labels": 3}),
+    ("marian", "MarianMTModel", "", MARIAN),
+    ("marian", "MarianMTModel", "two vocabularies", MARIAN | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 77, "tie_word_embeddings": False}),
+]  # fmt: skip
+"""model_type, class, what is special, config."""
+
+
+def theirs(kind: str, name: str, settings: dict[str, Any]) -> Any:
+    """A model of theirs whose weights are large enough that every part matters."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **settings)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, name)(config).eval()
+    with torch.no_grad():
+        for tensor_name, tensor in model.named_parameters():
+            if tensor.ndim > 1:
+                tensor.mul_(3.0)
+            elif "norm" not in tensor_name.lower() and "ln_" not in tensor_name:
+                tensor.add_(0.1 * torch.randn_like(tensor))
+    return model
+
+
+def inputs_of(name: str, settings: dict[str, Any]) -> dict[str, np.ndarray]:
+    """A padded batch of two rows, with the labels of that head."""
+    rng, length = np.random.default_rng(1), 15
+    low = min(settings.get("decoder_vocab_size", 99), settings["vocab_size"])
+    ids = rng.integers(6, low - 3, (2, length))
+    mask = np.ones_like(ids)
+    left = "XLNet" in name
+    hidden = np.s_[1, :4] if left else np.s_[1, 11:]
+    mask[hidden], ids[hidden] = 0, settings.get("pad_token_id", 0)
+    given = {"input_ids": ids, "attention_mask": mask}
+    classes = settings.get("num_labels", 2)
+    if "QuestionAnswering" in name:
+        return given | {"start_positions": np.asarray([3, 5]), "end_positions": np.asarray([6, 8])}
+    if "SequenceClassification" in name:
+        if classes == 1:
+            return given | {"labels": rng.normal(size=2).astype(np.float32)}
+        if settings.get("problem_type"):
+            return given | {"labels": rng.integers(0, 2, (2, classes)).astype(np.float32)}
+        return given | {"labels": rng.integers(0, classes, 2)}
+    if "TokenClassification" in name:
+        return given | {"labels": np.where(mask, rng.integers(0, classes, ids.shape), -100)}
+    if "Conditional" in name or "MTModel" in name:
+        return given | {"labels": rng.integers(6, low - 3, (2, 9))}
+    return given if name.endswith("Model") and "LMHead" not in name else given | {"labels": np.where(mask, ids, -100)}
+
+
+def relative(got: Any, expected: Any, mask: np.ndarray | None = None) -> float:
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    if mask is not None and got.shape[:2] == mask.shape:
+        got, expected = got[mask != 0], expected[mask != 0]
+    return float(np.abs(got - expected).max() / max(np.abs(expected).max(), 1e-9))
+
+
+def main_output(outputs: Any) -> str:
+    return next(name for name in ("logits", "start_logits", "last_hidden_state") if name in outputs)
+
+
+def compare(kind: str, name: str, settings: dict[str, Any], place: Path) -> dict[str, Any]:
+    """One row of the table."""
+    model = theirs(kind, name, settings)
+    model.save_pretrained(place / "theirs")
+    inputs = inputs_of(name, settings)
+    tensors = {key: torch.as_tensor(value) for key, value in inputs.items()}
+    expected = model(**tensors)
+    ours = jaxformer.from_pretrained(place / "theirs")
+    out = ours(**inputs)
+    output = main_output(expected)
+    mask = None if "labels" in inputs and ours.head == "seq2seq" else inputs["attention_mask"]
+    row = {"forward": relative(out[output], expected[output].detach(), mask)}
+    if "loss" in expected and expected.loss is not None:
+        row["loss"] = abs(float(out.loss) - float(expected.loss)) / abs(float(expected.loss))
+        expected.loss.backward()
+        grads = jax.grad(lambda params: ours(**inputs, params=params).loss)(ours.params)
+        mine = convert.gradients(ours.family.rows(ours.config.model, ours.head), grads)
+        pairs = [(mine[key], p.grad) for key, p in model.named_parameters() if key in mine and p.grad is not None]
+        largest = max(float(g.abs().max()) for _, g in pairs)
+        row["gradient"] = max(float(np.abs(np.asarray(a) - b.numpy()).max()) for a, b in pairs) / largest
+    if ours.head in ("causal_lm", "seq2seq") and kind != "xlnet":
+        row |= generated(model, ours, inputs)
+    ours.save_pretrained(place / "ours")
+    again = getattr(transformers, name).from_pretrained(place / "ours", attn_implementation="eager").eval()
+    row["export"] = relative(again(**tensors)[output].detach(), expected[output].detach(), mask)
+    return row
+
+
+def generated(model: Any, ours: Any, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Whether greedy and beam search give the same ids; prompts are padded on the left for a decoder alone."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    if ours.config.model.encoder is None:
+        ids, mask = (np.stack([x[0], np.roll(x[1], 4)]) for x in (ids, mask))
+    given = {"input_ids": ids, "attention_mask": mask}
+    row = {}
+    for word, more in (("greedy", {}), ("beam", {"num_beams": 4, "num_return_sequences": 4, "early_stopping": False})):
+        options = {"max_new_tokens": 10, "do_sample": False, **more}
+        tensors = {key: torch.as_tensor(value) for key, value in given.items()}
+        expected = model.generate(**tensors, **options).numpy()
+        got = ours.generate(**given, **options)
+        row[word] = got.shape == expected.shape and bool((got == expected).all())
+    return row
+
+
+def markdown(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
+    def cell(value: Any) -> str:
+        if value is None:
+            return ""
+        return ("same" if value else "DIFFERS") if isinstance(value, bool) else f"{value:.0e}"
+
+    lines = ["| model | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
+    for row in rows:
+        title = row["class"] + (f" ({row['what']})" if row["what"] else "")
+        lines.append("| " + " | ".join([title, *(cell(row.get(column)) for column in columns)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only cases whose class or remark contains this")
+    parser.add_argument("--output", default="")
+    parser.add_argument("--table", default="")
+    arguments = parser.parse_args()
+    rows, bad = [], 0
+    for kind, name, what, settings in CASES:
+        if arguments.only.lower() not in f"{kind} {name} {what}".lower():
+            continue
+        row: dict[str, Any] = {"class": name, "what": what}
+        with tempfile.TemporaryDirectory() as place:
+            try:
+                row |= compare(kind, name, settings, Path(place))
+            except Exception as error:  # one broken case must not hide the others
+                row["error"] = f"{type(error).__name__}: {error}"
+        above = [key for key, bound in BOUNDS.items() if row.get(key, 0.0) > bound]
+        wrong = (
+            above + [key for key in ("greedy", "beam") if row.get(key) is False] + (["error"] if "error" in row else [])
+        )
+        bad += bool(wrong)
+        print(json.dumps(row), "BAD: " + ", ".join(wrong) if wrong else "", flush=True)
+        rows.append(row)
+    if arguments.output:
+        Path(arguments.output).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if arguments.table:
+        columns = ("forward", "loss", "gradient", "greedy", "beam", "export")
+        Path(arguments.table).write_text(markdown(rows, columns), encoding="utf-8")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

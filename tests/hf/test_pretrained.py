@@ -1,0 +1,330 @@
+"""Models of this project and of the other library's directories under one calling convention, without golden files."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import linen as nn
+
+import jaxformer
+from jaxformer import cli
+from jaxformer.config import (
+    AttentionConfig,
+    Config,
+    ConfigError,
+    EmbedConfig,
+    EncodingConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    ModelConfig,
+    NormConfig,
+    StackConfig,
+    TaskConfig,
+)
+from jaxformer.hf import convert, files, pretrained, table
+from jaxformer.models import build
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>", "the", "cat", "sat", "on", "a", "mat", "dog"]
+
+
+def write_tokenizer(directory):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.add_special_tokens(WORDS[:7])
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    model.save(str(directory / "tokenizer.json"))
+
+
+def write_directory(directory, model_type, head, settings):
+    """A directory as the other library writes it, with random weights."""
+    family = dict(table.families())[model_type]
+    settings = {"model_type": family.types[0], "architectures": [family.heads[head]], **settings}
+    model = family.read(table.Settings(settings), head)
+    params = nn.meta.unbox(jax.jit(lambda: build.initialise(build.build(model), jax.random.key(0)))())["params"]
+    files.write(directory, settings, convert.write(family.rows(model, head), params))
+    write_tokenizer(directory)
+    return model, params
+
+
+BERT = {
+    "vocab_size": 14, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12,
+    "max_position_embeddings": 24, "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {"vocab_size": 14, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 24, "eos_token_id": 6}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    place = tmp_path_factory.mktemp("hf") / "bert"
+    write_directory(place, "bert", "masked_lm", BERT)
+    return place
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    place = tmp_path_factory.mktemp("hf") / "gpt2"
+    write_directory(place, "gpt2", "causal_lm", GPT2)
+    return place
+
+
+def test_a_masked_word_is_filled_with_the_tokenizers_own_frame(bert):
+    model = jaxformer.from_pretrained(bert)
+    found = model.fill_mask(["the [MASK] sat"], top=3)[0][0]
+    ids = np.asarray([[2, 7, 4, 9, 3]])
+    logits = np.asarray(model(input_ids=ids).logits)[0, 2]
+    assert [f["id"] for f in found] == np.argsort(-logits)[:3].tolist()
+
+
+def test_embeddings_and_ids_give_the_same(bert):
+    model = jaxformer.from_pretrained(bert)
+    ids = np.asarray([[2, 7, 8, 3]])
+    rows = model.params["source_embed"]["table"][ids]
+    np.testing.assert_allclose(model(inputs_embeds=rows).logits, model(input_ids=ids).logits, rtol=1e-6)
+
+
+def test_attentions_are_distributions_over_real_tokens(bert):
+    model = jaxformer.from_pretrained(bert)
+    out = model(input_ids=np.asarray([[2, 7, 3, 0]]), attention_mask=np.asarray([[1, 1, 1, 0]]), output_attentions=True)
+    (weights,) = out.attentions
+    assert weights.shape == (1, 2, 4, 4)
+    np.testing.assert_allclose(weights[:, :, :3].sum(-1), 1.0, rtol=1e-6)
+    assert not np.asarray(weights)[..., 3].any()
+
+
+def test_another_head_on_the_same_body(bert, caplog):
+    model = jaxformer.from_pretrained(bert, head="sequence", classes=3)
+    assert model(input_ids=np.asarray([[2, 7, 3]])).logits.shape == (1, 3)
+    assert "cls.predictions" in caplog.text
+    body = jaxformer.from_pretrained(bert).params["encoder"]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), model.params["encoder"], body))
+    results = model.classify(["the cat sat"])
+    assert set(results[0]["probabilities"]) == {"LABEL_0", "LABEL_1", "LABEL_2"}
+
+
+def test_tags_and_answers(bert):
+    tags = jaxformer.from_pretrained(bert, head="token", classes=2).tag(["the cat sat"])[0]
+    assert [tag["token"] for tag in tags] == ["the", "cat", "sat"]
+    context = "a dog sat on the mat"
+    found = jaxformer.from_pretrained(bert, head="qa").answer(["the cat"], [context], longest=2)[0]
+    assert found["answer"] == context[found["start"] : found["end"]]
+    assert 1 <= len(found["answer"].split()) <= 2
+
+
+def test_resized_vocabulary_keeps_old_rows(bert):
+    old, new = jaxformer.from_pretrained(bert), jaxformer.from_pretrained(bert, vocab=20)
+    ids = np.asarray([[2, 7, 8, 3]])
+    assert new(input_ids=ids).logits.shape == (1, 4, 20)
+    np.testing.assert_allclose(new(input_ids=ids).logits[..., :14], old(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+    small = jaxformer.from_pretrained(bert, vocab=10)
+    np.testing.assert_allclose(small(input_ids=ids).logits, old(input_ids=ids).logits[..., :10], rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_are_read_onto_a_mesh(gpt2):
+    from jaxformer.config import MeshConfig
+    from jaxformer.parallel import mesh as meshes
+
+    mesh = meshes.make(MeshConfig(data=1, fsdp=4, tensor=2))
+    sharded, whole = jaxformer.from_pretrained(gpt2, mesh=mesh), jaxformer.from_pretrained(gpt2)
+    kernel = sharded.params["decoder"]["blocks"]["ffn"]["in"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 8
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), sharded.params, whole.params)
+
+
+def test_generation_continues_text(gpt2):
+    model = jaxformer.from_pretrained(gpt2)
+    text = model.generate(["the cat"], max_length=4)
+    ids = model.generate(input_ids=np.asarray([[2, 7, 8, 3]]), max_new_tokens=4)
+    assert text[0].split() == [WORDS[i] for i in ids[0, 4:] if i >= 7 or i == 1][: len(text[0].split())]
+    assert ids.shape[1] <= 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_beam": 2}, "did you mean 'num_beams'"),
+        ({"do_sample": True, "num_beams": 2}, "do_sample with num_beams"),
+        ({"num_return_sequences": 2}, "num_return_sequences 2 with num_beams 1"),
+        ({"early_stopping": "soon"}, "early_stopping 'soon'"),
+        ({"temperature": -1.0, "do_sample": True}, "temperature"),
+        ({"attention_mask": np.ones((1, 3))}, "attention_mask"),
+        ({"penalty_alpha": 0.6}, "penalty_alpha"),
+    ],
+)
+def test_generate_refuses(gpt2, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        jaxformer.from_pretrained(gpt2).generate(input_ids=np.asarray([[7, 8]]), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_id": np.ones((1, 2), int)}, "input_ids"),
+        ({}, "none of input_ids"),
+        ({"input_ids": np.ones(3, int)}, "batch, length"),
+        ({"input_ids": np.ones((1, 2), int), "past_key_values": 1}, "past_key_values"),
+        ({"input_ids": np.ones((1, 2), int), "attention_mask": np.ones((1, 3))}, "attention_mask"),
+    ],
+)
+def test_call_refuses(bert, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        jaxformer.from_pretrained(bert)(**arguments)
+
+
+def edited(directory, place, tensors=None, **settings):
+    """A copy of a directory with other settings or tensors."""
+    config = files.read_config(directory) | settings
+    files.write(place, config, {n: t.array() for n, t in files.open_tensors(directory).items()} | (tensors or {}))
+    return place
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "gpt3"}, "model_type 'gpt3'.*did you mean 'gpt2'"),
+        ({"n_layer": 2}, "no tensor transformer.h.1"),
+        ({"n_embd": 12, "n_head": 2}, "shape"),
+        ({"n_layer": "1"}, "n_layer '1'"),
+        ({"activation_function": "maxout"}, "maxout"),
+        ({"add_cross_attention": True}, "add_cross_attention"),
+        ({"architectures": ["GPT2DoubleHeadsModel"]}, "GPT2DoubleHeadsModel"),
+    ],
+)
+def test_a_config_that_contradicts_the_file_is_refused(gpt2, tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        jaxformer.from_pretrained(edited(gpt2, tmp_path / "x", **settings))
+
+
+def test_extra_and_missing_tensors_are_refused(gpt2, tmp_path):
+    extra = edited(gpt2, tmp_path / "extra", {"transformer.h.0.attn.rotary": np.ones(3, np.float32)})
+    with pytest.raises(ConfigError, match=r"transformer\.h\.0\.attn\.rotary"):
+        jaxformer.from_pretrained(extra)
+
+
+def test_every_family_reads_what_it_writes():
+    for name, family in table.families():
+        for head, architecture in family.heads.items():
+            settings = table.Settings({"model_type": family.types[0], "architectures": [architecture]})
+            model = family.read(settings, head)
+            again = family.read(table.Settings(family.write(model, head) | {"num_labels": 2}), head)
+            assert not table.same(model, again), f"{name} {head}"
+
+
+# --- models trained here ----------------------------------------------------------------------------------------------
+
+
+def ours(model, seed=1):
+    """A `Pretrained` of a model of ours with random parameters and small noise where initial values are constant."""
+    module = build.build(model)
+    params = nn.meta.unbox(jax.jit(lambda: build.initialise(module, jax.random.key(seed)))())["params"]
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), params)
+    head = pretrained.head_of_model(model)
+    config = Config(model=model, task=TaskConfig(name="translation"))
+    return pretrained.Pretrained(module, params, {}, config, None, head=head, settings=table.Settings({}))
+
+
+def stack(**fields):
+    return StackConfig(layers=2, width=8, embed=EmbedConfig(vocab=11), attention=AttentionConfig(heads=2), **fields)
+
+
+EXPORTS = {
+    "gpt2": ModelConfig(decoder=stack(encoding=EncodingConfig("learned", max_length=16))),
+    "llama": ModelConfig(
+        decoder=dataclasses.replace(
+            stack(encoding=EncodingConfig("rope"), norm=NormConfig("rms")),
+            attention=AttentionConfig(heads=2, bias=False),
+            ffn=FeedForwardConfig(activation="silu", gated=True, bias=False),
+        ),
+        head=HeadConfig(tied=False),
+    ),
+    "pegasus": ModelConfig(
+        encoder=stack(encoding=EncodingConfig("sinusoidal")),
+        decoder=stack(encoding=EncodingConfig("sinusoidal")),
+        share_embeddings=True,
+    ),
+    "marian": ModelConfig(
+        encoder=stack(encoding=EncodingConfig("sinusoidal"), norm=NormConfig(order="post")),
+        decoder=stack(encoding=EncodingConfig("sinusoidal"), norm=NormConfig(order="post")),
+        share_embeddings=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", EXPORTS)
+def test_a_model_of_ours_is_exported_and_computes_the_same(family, tmp_path):
+    model = ours(EXPORTS[family])
+    model.save_pretrained(tmp_path / "out")
+    assert files.read_config(tmp_path / "out")["model_type"] == family
+    again = jaxformer.from_pretrained(tmp_path / "out")
+    ids = np.asarray([[3, 4, 5, 9], [5, 6, 7, 1]])
+    given = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :3]} if model.config.model.encoder else {})
+    np.testing.assert_allclose(again(**given).logits, model(**given).logits, rtol=2e-5, atol=2e-5)
+
+
+def test_what_no_family_computes_is_refused(tmp_path):
+    alibi = ours(ModelConfig(decoder=stack(encoding=EncodingConfig("alibi"))))
+    with pytest.raises(ConfigError, match="no family computes"):
+        alibi.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_import_then_export_gives_the_tensors_back(gpt2, tmp_path, capsys):
+    workdir, target = tmp_path / "run", tmp_path / "out"
+    assert cli.main(["import", f"--source={gpt2}", f"--workdir={workdir}"]) == 0
+    assert "GPT2LMHeadModel" in capsys.readouterr().out
+    model = jaxformer.load(workdir)
+    ids = np.asarray([[7, 8, 9]])
+    np.testing.assert_array_equal(model(input_ids=ids).logits, jaxformer.from_pretrained(gpt2)(input_ids=ids).logits)
+    assert cli.main(["export", f"--workdir={workdir}", f"--target={target}"]) == 0
+    before, after = files.open_tensors(gpt2), files.open_tensors(target)
+    assert {n: t.array().tobytes() for n, t in before.items()} == {n: t.array().tobytes() for n, t in after.items()}
+    assert json.loads((target / "tokenizer.json").read_text())["model"]["vocab"]["cat"] == 8
+    assert cli.main(["import", f"--source={gpt2}", f"--workdir={workdir}"]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_import_of_nothing_is_one_line(tmp_path, capsys):
+    assert cli.main(["import", f"--source={tmp_path}", f"--workdir={tmp_path / 'run'}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_is_fine_tuned(bert, tmp_path, capsys):
+    """A recipe without a model takes the directory's body and tokenizer, with a new head for its task."""
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = ["the cat sat\tgood", "the dog sat\tbad", "a mat\tgood", "a dog\tbad"] * 2
+    for split in ("train", "validation"):
+        (data / f"{split}.tsv").write_text("sentence\tlabel\n" + "\n".join(rows) + "\n", encoding="utf-8")
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "from jaxformer.overrides import defaults\n"
+        "def get_config():\n"
+        "    config = defaults()\n"
+        f"    config.data.source, config.data.dir = 'table', {str(data)!r}\n"
+        "    config.data.splits = {'train': ('train.tsv',), 'validation': ('validation.tsv',)}\n"
+        "    config.data.columns = {'text': 'sentence', 'label': 'label'}\n"
+        "    config.data.length, config.data.batch, config.task.name = 8, 8, 'classification'\n"
+        "    config.train.steps = config.train.evaluate_every = config.train.checkpoint_every = 8\n"
+        "    config.schedule.peak = 0.01\n"
+        "    return config\n"
+    )
+    arguments = [f"--config={recipe}", f"--workdir={tmp_path / 'run'}", f"--config.init.directory={bert}"]
+    assert cli.main(["train", *arguments]) == 0
+    model = jaxformer.load(tmp_path / "run")
+    assert model.config.model.encoder.width == 8
+    assert model.tokenizers.source.encode("cat") == [8]
+    before = jaxformer.from_pretrained(bert).params["encoder"]["blocks"]["ffn"]["in"]["kernel"]
+    moved = np.abs(np.asarray(model.params["encoder"]["blocks"]["ffn"]["in"]["kernel"] - before)).max()
+    assert 0 < moved < 0.1  # it started there, and learned
+    assert model.classify(["the cat sat"])[0]["label"] in ("good", "bad")
+    assert cli.main(["train", *arguments]) == 0  # finished before: the workdir's own model serves
