@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Sequence
 
-from jaxformer import __version__, lines, overrides
+from jaxformer import __version__, lines, memory, overrides
 from jaxformer.config import ConfigError
 from jaxformer.registry import nearest
 
@@ -385,6 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> None:
     """The program: `main`, with the ways a shell ends one."""
+    memory.keep_pages()
     try:
         code = main()
         sys.stdout.flush()

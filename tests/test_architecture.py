@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "checks": FOUNDATION,
     "overrides": FOUNDATION | {"schema", "checks"},
     "lines": {"config"},
+    "memory": set(),
     "losses": {"types"},
     "metrics": {"types"},
     "parallel": FOUNDATION | {"types"},
@@ -37,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "experiment": CORE | {"overrides", "data", "losses", "metrics", "decode", "tasks", "model", "train", "checkpoint"},
     "cli": {
         "config", "registry", "overrides", "parallel", "tasks", "train", "data", "checkpoint", "report", "lines",
-        "sweep", "experiment", "inspection", "hf",
+        "sweep", "experiment", "inspection", "hf", "memory",
     },
     "__main__": {"cli"},
     "__init__": {"hf"},

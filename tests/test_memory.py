@@ -1,0 +1,38 @@
+"""The allocator's settings: a command that computes is started again with them, once, and the user's own stay."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxformer import memory
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_what_the_user_set_is_kept():
+    assert memory.tunables({}) == ":".join(f"{name}={value}" for name, value in memory.SETTINGS.items())
+    given = {memory.VARIABLE: "glibc.malloc.hugetlb=2:glibc.malloc.check=1"}
+    value = memory.tunables(given)
+    assert value.startswith("glibc.malloc.hugetlb=2:glibc.malloc.check=1:glibc.malloc.mmap_threshold=")
+    assert memory.tunables({memory.VARIABLE: value}) == value
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
+@pytest.mark.parametrize(("command", "starts"), [("train", 2), ("decode", 2), ("inspect", 1), ("--help", 1)])
+def test_a_command_is_started_again_once(command, starts, tmp_path):
+    """Every start of the interpreter leaves a line in a file; process id and arguments are the same in all."""
+    code = (
+        "import os, sys; from jaxformer import memory\n"
+        f"open({str(tmp_path / 'starts')!r}, 'a').write(f'{{os.getpid()}} {{sys.argv[1:]}}\\n')\n"
+        "memory.keep_pages()\n"
+    )
+    script = tmp_path / "program.py"
+    script.write_text(code)
+    environment = {k: v for k, v in os.environ.items() if k != memory.VARIABLE} | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, str(script), command, "--x=1"], check=True, env=environment, timeout=60)
+    lines = (tmp_path / "starts").read_text().splitlines()
+    assert len(lines) == starts
+    assert len(set(lines)) == 1
