@@ -97,7 +97,7 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     },
     AttentionConfig: {
         "heads": POSITIVE_INT, "kv_heads": POSITIVE_INT, "head_width": POSITIVE_INT, "window": POSITIVE_INT,
-        "block": POSITIVE_INT, "dropout": RATE,
+        "window_every": POSITIVE_INT, "block": POSITIVE_INT, "dropout": RATE,
     },
     FeedForwardConfig: {"width": POSITIVE_INT, "dropout": RATE},
     NormConfig: {"epsilon": POSITIVE, "momentum": RATE, "offset": (0.0, 1.0, "[]")},

@@ -93,6 +93,7 @@ class AttentionConfig:
     norm: NormConfig | None = None  # of every head's query and key, before position acts (Qwen3); None: none
     scale_by_layer: bool = False  # also divide scores by the layer's number, from 1
     window: int | None = None  # how many positions back (and, where not causal, ahead) are visible; None: all
+    window_every: int = 1  # the window is that of every so many layers; the others see all (GPT-3: 2)
     kernel: str = "auto"  # a file of jaxformer/nn/kernels/, or auto
     block: int = 128  # blockwise: rows and columns of one tile
     dropout: float = 0.0  # on the attention probabilities

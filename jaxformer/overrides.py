@@ -164,14 +164,14 @@ def read(workdir: str | os.PathLike[str]) -> Config:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _current(config: dict[str, Any]) -> dict[str, Any]:
+def _current(values: dict[str, Any]) -> dict[str, Any]:
     """A saved config with the fields of `RENAMED` by their names of now."""
     for part, fields_of_it in RENAMED.items():
-        saved = config.get(part)
-        for old, (new, values) in fields_of_it.items():
+        saved = values.get(part)
+        for old, (new, meaning) in fields_of_it.items():
             if isinstance(saved, dict) and isinstance(saved.get(old), bool):
-                saved[new] = values[saved.pop(old)]
-    return config
+                saved[new] = meaning[saved.pop(old)]
+    return values
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ class Slots(NamedTuple):
     """Who sits where: `position` and `segment`, both int32 `[B, T]`.
 
     Segment 0 means that nothing is there (padding). Two slots may see each other only inside one segment, so the
-    same two arrays express padding, packing and the valid part of a cache.
+    same two arrays express padding, packing and the valid part of a cache. A segment -n reads segment n and is never
+    read: padding whose outputs matter all the same.
     """
 
     position: Array

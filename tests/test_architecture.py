@@ -31,7 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": CORE | {"decode", "data", "losses", "metrics"},
     "train": CORE | {"overrides", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint"},
     "checkpoint": CORE | {"overrides", "data", "tasks", "model", "train"},
-    "hf": CORE | {"overrides", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint", "train"},
+    "hf": CORE
+    | {"overrides", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint", "train"},
     "report": CORE | {"overrides", "metrics", "tasks", "checkpoint"},
     "sweep": FOUNDATION | {"overrides"},
     "inspection": FOUNDATION | {"overrides", "checkpoint"},

@@ -31,6 +31,12 @@ def model_of(name: str, vocab: int, *edits: str):
         ("transformer_big.py", 37000, 214),
         # Devlin et al. 2019: 110 million; without the pooler, with the transform before the tied projection.
         ("bert_mlm.py:base", 30522, 109.5),
+        # Brown et al. 2020, table 2.1, which counts neither table: the names of the sizes are rounded.
+        ("gpt3.py:small", 50304, 125.3),
+        ("gpt3.py:medium", 50304, 356),
+        ("gpt3.py:large", 50304, 760),
+        ("gpt3.py:2.7b", 50304, 2651),
+        ("gpt3.py:175b", 50304, 174600),
     ],
 )
 def test_parameter_counts_are_the_papers(name, vocab, millions):

@@ -63,13 +63,14 @@ def check(inputs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return given
 
 
-def batch_of(family: Family, settings: Settings, model: ModelConfig, inputs: Mapping[str, Any]) -> Batch:
-    """The streams of a call."""
+def batch_of(family: Family, settings: Settings, model: ModelConfig, head: str, inputs: Mapping[str, Any]) -> Batch:
+    """The streams of a call. A span's scores compete with those of padding, so there padded slots read the text too."""
     sources = {name: jnp.asarray(value) for name, value in inputs.items() if name not in BOTH}
-    if model.decoder is None:
-        return Batch(_stream(family, model.encoder.embed.pad, sources), None)
-    if model.encoder is None:
-        return Batch(None, _stream(family, model.decoder.embed.pad, sources))
+    if model.decoder is None or model.encoder is None:
+        stream = _stream(family, (model.encoder or model.decoder).embed.pad, sources)
+        if head == "qa":
+            stream = stream._replace(slots=stream.slots._replace(segment=2 * stream.slots.segment - 1))
+        return Batch(stream, None) if model.decoder is None else Batch(None, stream)
     source = _stream(family, model.encoder.embed.pad, sources)
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
         if "labels" in sources and sources["labels"].ndim == 2:

@@ -73,7 +73,7 @@ class Pretrained(Model):
             return custom(self, params, dropout_key, inputs)
         given = calling.check(inputs, calling.accepted(self.config.model, self.head))
         model = self.config.model
-        batch = calling.batch_of(self.family or OURS, self.settings, model, given)
+        batch = calling.batch_of(self.family or OURS, self.settings, model, self.head, given)
         wanted = calling.needs_intermediates(self.head, model, given)
         logits, sown = apply(self.module, {**self._variables, "params": params}, batch, wanted, dropout_key)
         loss = calling.loss_of(self.head, self.settings, logits, given)
@@ -173,13 +173,20 @@ class Pretrained(Model):
                     continue
                 different = same(model, again)
                 if not different:
-                    kept = {} if self.family is not family else dict(self.settings.values)
-                    return family, head, {**kept, **settings, **self._special_tokens()}
+                    return family, head, self._merged(model, family, head, settings)
                 problems.append(f"{found} {head}: {different[0]}")
         if not problems:
             raise ConfigError(f"export: got family {name!r}, expected one of {', '.join(f for f, _ in families())}")
         nearest = min(problems, key=len)
         raise ConfigError(f"export: got a model that no family computes, expected e.g. {nearest}; change the config")
+
+    def _merged(self, model: ModelConfig, family: Family, head: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """The config.json to write: an imported model's own, as far as it still describes the model."""
+        if self.family is not family:
+            return settings | self._special_tokens()
+        own = dict(self.settings.values)
+        as_it_was = {**settings, **own}
+        return as_it_was if not same(model, family.read(Settings(as_it_was), head)) else {**own, **settings}
 
     def _labels(self, head: str) -> dict[str, Any]:
         if head not in ("sequence", "token"):

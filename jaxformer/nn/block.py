@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Callable
 
 import flax.struct
+import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxformer.config import StackConfig
@@ -17,6 +18,9 @@ from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
+
+EVERYTHING = 2**30
+"""A window that no distance exceeds."""
 
 
 @flax.struct.dataclass
@@ -59,11 +63,14 @@ class Block(nn.Module):
         """
         config = self.config
         attention = Attention(config.attention, config.encoding, config.width, name="attention")
-        cache = None if held is None else Cache(held, context.index)
+        cache, mask = None if held is None else Cache(held, context.index), context.mask
+        if config.attention.window is not None and config.attention.window_every > 1:
+            banded = layer % config.attention.window_every == config.attention.window_every - 1
+            mask = mask.replace(window=jnp.where(banded, config.attention.window, EVERYTHING))
 
         def attend(y: Array) -> Array:
             nonlocal cache
-            y, cache = attention(y, context.mask, context.position, cache=cache, layer=layer)
+            y, cache = attention(y, mask, context.position, cache=cache, layer=layer)
             return y
 
         x = self.sublayer("attention", x, attend, config.residual_attention, context)

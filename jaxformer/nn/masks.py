@@ -18,14 +18,15 @@ class Mask:
     Attributes:
       query, key: the two sides' `Slots`, `[B, T]` and `[B, S]`.
       causal: only keys at positions up to the query's.
-      window: only keys less than `window` positions back (and, where not causal, ahead).
+      window: only keys less than `window` positions back (and, where not causal, ahead). A number or, in stacks whose
+        layers differ, an int32 scalar.
       hidden: bool `[B, T, S]`, True: not visible; None: the rules alone.
     """
 
     query: Slots
     key: Slots
     causal: bool = flax.struct.field(pytree_node=False, default=False)
-    window: int | None = flax.struct.field(pytree_node=False, default=None)
+    window: Array | int | None = None
     hidden: Array | None = None
 
     def dense(self) -> Array:
@@ -34,9 +35,9 @@ class Mask:
         return see if self.hidden is None else see & ~self.hidden
 
 
-def visible(query: Slots, key: Slots, causal: bool, window: int | None) -> Array:
+def visible(query: Slots, key: Slots, causal: bool, window: Array | int | None) -> Array:
     """The one predicate: bool `[B, T, S]` for slots `[B, T]` and `[B, S]`."""
-    see = (query.segment[:, :, None] == key.segment[:, None, :]) & (key.segment[:, None, :] != 0)
+    see = (jnp.abs(query.segment)[:, :, None] == key.segment[:, None, :]) & (key.segment[:, None, :] > 0)
     back = query.position[:, :, None] - key.position[:, None, :]
     if causal:
         see &= back >= 0

@@ -33,7 +33,6 @@ class Rule(NamedTuple):
     """What is fixed when the program is traced: the mask's rules, the score function, the dropout rate."""
 
     causal: bool
-    window: int | None
     score: object | None
     rate: float
 
@@ -43,6 +42,7 @@ class Ids(NamedTuple):
 
     query: Slots
     key: Slots
+    window: Array | None
     active: Array  # bool [query tiles, key tiles]
     score: PyTree  # leaves of the score's arguments that have no gradient (None where the leaf has one)
     noise: Array | None
@@ -74,10 +74,9 @@ def attend(
     args = None if score is None else score.args
     real = jax.tree.map(lambda leaf: leaf if _has_gradient(leaf) else None, args)
     fixed = jax.tree.map(lambda leaf: None if _has_gradient(leaf) else leaf, args)
-    rule = Rule(
-        mask.causal, mask.window, None if score is None else score.function, 0.0 if noise is None else noise.rate
-    )
-    ids = Ids(query, key, active, fixed, None if noise is None else noise.key)
+    rule = Rule(mask.causal, None if score is None else score.function, 0.0 if noise is None else noise.rate)
+    window = None if mask.window is None else jnp.asarray(mask.window, jnp.int32)
+    ids = Ids(query, key, window, active, fixed, None if noise is None else noise.key)
     o = _attention(rule, _tiles(q, rows), _tiles(k, columns), _tiles(v, columns), real, ids)
     return _whole(o, q.shape[1])
 
@@ -100,7 +99,7 @@ def _whole(x: Array, length: int) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def _active(query: Slots, key: Slots, causal: bool, window: int | None) -> Array:
+def _active(query: Slots, key: Slots, causal: bool, window: Array | int | None) -> Array:
     """bool `[query tiles, key tiles]`: False only where no row of the batch has a visible pair in the tile.
 
     Compares the ranges of segments and positions that occur in the tiles, so it costs next to nothing; where segment
@@ -111,7 +110,7 @@ def _active(query: Slots, key: Slots, causal: bool, window: int | None) -> Array
         there = slots.segment != 0
         return tuple(
             edge
-            for ids in (slots.segment, slots.position)
+            for ids in (jnp.abs(slots.segment), slots.position)
             for edge in (
                 jnp.min(jnp.where(there, ids, jnp.iinfo(jnp.int32).max), axis=-1),
                 jnp.max(jnp.where(there, ids, -1), axis=-1),
@@ -152,8 +151,8 @@ def _fold_scores(x: Array, groups: int) -> Array:
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 
-def _visible(rule: Rule, query: Slots, key: Slots) -> Array:
-    return visible(query, key, rule.causal, rule.window)[:, None]
+def _visible(rule: Rule, ids: Ids, query: Slots, key: Slots) -> Array:
+    return visible(query, key, rule.causal, ids.window)[:, None]
 
 
 def _drop(rule: Rule, ids: Ids, i: Array, j: Array, x: Array) -> Array:
@@ -180,7 +179,7 @@ def _forward(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids) -
             j, (k_j, v_j, key) = xs
 
             def add(top, total, o):
-                see = _visible(rule, query, key)
+                see = _visible(rule, ids, query, key)
                 scores = jnp.where(see, _logits(rule, q_i, k_j, real, ids.score, query, key), HIDDEN)
                 higher = jnp.maximum(top, jnp.max(scores, axis=-1))
                 # `see` once more: in a row that has seen nothing yet, hidden scores equal the maximum.
@@ -231,7 +230,7 @@ def _attention_backward(rule: Rule, saved, do: Array):
                 scores, pull = jax.vjp(
                     lambda q, k, real: _logits(rule, q, k, real, ids.score, query, key), q_i, k_j, real
                 )
-                probs = jnp.where(_visible(rule, query, key), jnp.exp(scores - log_sum_i[..., None]), 0.0)
+                probs = jnp.where(_visible(rule, ids, query, key), jnp.exp(scores - log_sum_i[..., None]), 0.0)
                 rows = _fold(do_i, groups)
                 dropped = _fold_scores(_drop(rule, ids, i, j, probs).astype(do_i.dtype), groups)
                 dv = jnp.einsum("bgrs,bgrk->bsgk", dropped, rows, preferred_element_type=jnp.float32)
