@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint format bench lock
+.PHONY: help quickstart test goldens lint format bench lock
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -34,6 +34,10 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
+
+# Every reference checkpoint in ../shared/hf_goldens, in everything it holds; does nothing without them.
+goldens: $(VENV)/.installed
+	GOLDENS=all $(BIN)/python -m pytest -n $(WORKERS) tests/hf/test_goldens.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -59,7 +59,12 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 STRETCH = {"factor": 4.0, "original_max_position_embeddings": 12}
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("gpt2", "GPT2LMHeadModel", "", GPT2),
-    ("gpt2", "GPT2LMHeadModel", "scores by layer, relu", GPT2 | {"scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}),
+    (
+        "gpt2",
+        "GPT2LMHeadModel",
+        "scores by layer, relu",
+        GPT2 | {"scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"},
+    ),
     ("gpt2", "GPT2ForSequenceClassification", "", GPT2 | {"pad_token_id": 0, "num_labels": 3}),
     ("gpt2", "GPT2ForTokenClassification", "", GPT2 | {"num_labels": 3}),
     ("gpt2", "GPT2ForQuestionAnswering", "", GPT2),
@@ -67,7 +72,12 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama", "LlamaForCausalLM", "linear", GROUPED | rope("linear", factor=3.0)),
     ("llama", "LlamaForCausalLM", "dynamic", GROUPED | {"max_position_embeddings": 12} | rope("dynamic", factor=3.0)),
     ("llama", "LlamaForCausalLM", "yarn", GROUPED | {"head_dim": 16} | rope("yarn", **STRETCH)),
-    ("llama", "LlamaForCausalLM", "llama3", GROUPED | rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **STRETCH)),
+    (
+        "llama",
+        "LlamaForCausalLM",
+        "llama3",
+        GROUPED | rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **STRETCH),
+    ),
     ("llama", "LlamaForSequenceClassification", "", LLAMA | {"num_labels": 3}),
     ("mistral", "MistralForCausalLM", "window 5", GROUPED | {"sliding_window": 5}),
     ("qwen2", "Qwen2ForCausalLM", "", GROUPED),
@@ -76,28 +86,95 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("bert", "BertModel", "", SMALL),
     ("bert", "BertForMaskedLM", "relu", SMALL | {"hidden_act": "relu"}),
     ("bert", "BertForSequenceClassification", "regression", SMALL | {"num_labels": 1}),
-    ("bert", "BertForSequenceClassification", "multi-label", SMALL | {"num_labels": 4, "problem_type": "multi_label_classification"}),
+    (
+        "bert",
+        "BertForSequenceClassification",
+        "multi-label",
+        SMALL | {"num_labels": 4, "problem_type": "multi_label_classification"},
+    ),
     ("bert", "BertForTokenClassification", "", SMALL | {"num_labels": 5}),
     ("bert", "BertForQuestionAnswering", "", SMALL),
     ("roberta", "RobertaModel", "", SMALL | {"max_position_embeddings": 40, "pad_token_id": 1}),
-    ("roberta", "RobertaForMaskedLM", "silu", SMALL | {"max_position_embeddings": 40, "pad_token_id": 1, "hidden_act": "silu"}),
+    (
+        "roberta",
+        "RobertaForMaskedLM",
+        "silu",
+        SMALL | {"max_position_embeddings": 40, "pad_token_id": 1, "hidden_act": "silu"},
+    ),
     ("roberta", "RobertaForTokenClassification", "", SMALL | {"max_position_embeddings": 40, "num_labels": 3}),
     ("roberta", "RobertaForQuestionAnswering", "", SMALL | {"max_position_embeddings": 40}),
-    ("deberta", "DebertaForMaskedLM", "", SMALL | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 6, "position_biased_input": True, "type_vocab_size": 2}),
-    ("deberta", "DebertaForTokenClassification", "c2p", SMALL | {"relative_attention": True, "pos_att_type": ["c2p"], "type_vocab_size": 0, "num_labels": 3}),
-    ("deberta-v2", "DebertaV2ForMaskedLM", "", SMALL | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 5, "share_att_key": False, "norm_rel_ebd": "layer_norm", "type_vocab_size": 0}),
-    ("deberta-v2", "DebertaV2ForQuestionAnswering", "p2c", SMALL | {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 5, "share_att_key": True, "type_vocab_size": 0}),
+    (
+        "deberta",
+        "DebertaForMaskedLM",
+        "",
+        SMALL
+        | {
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "max_relative_positions": 6,
+            "position_biased_input": True,
+            "type_vocab_size": 2,
+        },
+    ),
+    (
+        "deberta",
+        "DebertaForTokenClassification",
+        "c2p",
+        SMALL | {"relative_attention": True, "pos_att_type": ["c2p"], "type_vocab_size": 0, "num_labels": 3},
+    ),
+    (
+        "deberta-v2",
+        "DebertaV2ForMaskedLM",
+        "",
+        SMALL
+        | {
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_buckets": 5,
+            "share_att_key": False,
+            "norm_rel_ebd": "layer_norm",
+            "type_vocab_size": 0,
+        },
+    ),
+    (
+        "deberta-v2",
+        "DebertaV2ForQuestionAnswering",
+        "p2c",
+        SMALL
+        | {
+            "relative_attention": True,
+            "pos_att_type": ["p2c"],
+            "position_buckets": 5,
+            "share_att_key": True,
+            "type_vocab_size": 0,
+        },
+    ),
     ("xlnet", "XLNetLMHeadModel", "", XLNET),
     ("xlnet", "XLNetForSequenceClassification", "", XLNET | {"num_labels": 3}),
     ("xlnet", "XLNetForTokenClassification", "", XLNET | {"num_labels": 3}),
     ("t5", "T5ForConditionalGeneration", "gated-silu", T5 | {"feed_forward_proj": "gated-silu"}),
-    ("t5", "T5ForConditionalGeneration", "v1.1", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    (
+        "t5",
+        "T5ForConditionalGeneration",
+        "v1.1",
+        T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
     ("t5", "T5EncoderModel", "", T5),
-    ("bart", "BartForConditionalGeneration", "relu, scaled", BART | {"activation_function": "relu", "scale_embedding": True}),
+    (
+        "bart",
+        "BartForConditionalGeneration",
+        "relu, scaled",
+        BART | {"activation_function": "relu", "scale_embedding": True},
+    ),
     ("bart", "BartForSequenceClassification", "", BART | {"num_labels": 3}),
     ("marian", "MarianMTModel", "", MARIAN),
-    ("marian", "MarianMTModel", "two vocabularies", MARIAN | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 77, "tie_word_embeddings": False}),
-]  # fmt: skip
+    (
+        "marian",
+        "MarianMTModel",
+        "two vocabularies",
+        MARIAN | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 77, "tie_word_embeddings": False},
+    ),
+]
 """model_type, class, what is special, config."""
 
 

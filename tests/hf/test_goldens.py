@@ -1,9 +1,11 @@
 """Tiny random checkpoints of the other library with its own outputs: ours must be the same to rounding.
 
-Skipped without the checkpoints. Everything is compared at unmasked positions.
+Skipped without the checkpoints. Everything is compared at unmasked positions. By default one checkpoint of each
+architecture is compared, with one search; `GOLDENS=all` (`make goldens`) compares all of them in everything they hold.
 """
 
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -16,7 +18,9 @@ import jaxformer
 from jaxformer.hf import convert
 
 GOLDENS = Path(__file__).resolve().parents[2].parent / "shared" / "hf_goldens"
-NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/expected.npz"))
+ALL = os.environ.get("GOLDENS") == "all"
+FEW = {"gpt2_lm", "llama_gqa_llama3rope", "bert_mlm", "roberta_mlm", "deberta_v3_seqcls", "xlnet_lm", "t5_v1_1", "bart"}
+NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/expected.npz") if ALL or path.parent.name in FEW)
 pytestmark = pytest.mark.skipif(not NAMES, reason="no golden checkpoints beside the project")
 
 
@@ -54,11 +58,14 @@ def every(condition):
 
 
 def forward_cases(arrays):
-    return sorted({k.split("/")[0] for k in arrays if k.split("/")[1] == "out"})
+    cases = sorted({k.split("/")[0] for k in arrays if k.split("/")[1] == "out"})
+    return cases if ALL else [case for case in cases if case in ("pad", "twostream", "leftpad")]
 
 
 def generation_cases(arrays):
-    return sorted({k.split("/")[1] for k in arrays if k.startswith("gen/") and "mems" not in k})
+    # XLNet's generation from memories is another function than the one that is defined, and not offered.
+    cases = sorted({k.split("/")[1] for k in arrays if k.startswith("gen/") and "mems" not in k})
+    return cases if ALL else [case for case in cases if case in ("beam4_lp0.6_esFalse", "extra_beam4_constrained")]
 
 
 def close(got, expected, mask=None, rtol=2e-5, what=""):
