@@ -234,7 +234,7 @@ def see(config: StackConfig, source: Stream, hidden: Array | None, targets: Arra
     query, key = slots.segment[:, :, None], slots.segment[:, None, :]
     ones = jnp.ones_like(slots.segment)
     here = Slots(slots.position, ones)
-    apart = (key == 0) | ((query != 0) & (query != key))
+    apart = (key <= 0) | ((query != 0) & (jnp.abs(query) != key))
     apart |= ~visible(here, here, bool(config.causal), config.attention.window)
     if hidden is not None:
         apart |= hidden
@@ -277,6 +277,7 @@ def check(config: StackConfig) -> None:
         "attention.norm": (attention.norm, (None,)),
         "attention.output": (attention.output, (True,)),
         "attention.scale_by_layer": (attention.scale_by_layer, (False,)),
+        "attention.window_every": (attention.window_every, (1,)),
         "residual_attention": (config.residual_attention, (True,)),
         "residual_ffn": (config.residual_ffn, (True,)),
         "ffn": ("a section" if config.ffn else "None", ("a section",)),
