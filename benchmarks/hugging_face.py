@@ -167,6 +167,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         BART | {"activation_function": "relu", "scale_embedding": True},
     ),
     ("bart", "BartForSequenceClassification", "", BART | {"num_labels": 3}),
+    ("pegasus", "PegasusForConditionalGeneration", "", BART | {"pad_token_id": 0, "decoder_start_token_id": 0}),
     ("marian", "MarianMTModel", "", MARIAN),
     (
         "marian",

@@ -17,6 +17,7 @@ from jaxformer.config import (
     FeedForwardConfig,
     HeadConfig,
     ModelConfig,
+    RecurrentConfig,
     StackConfig,
     TaskConfig,
     TokenizerConfig,
@@ -40,13 +41,15 @@ PARTS = {
     "masked_lm": ModelConfig(encoder=STACK),
     "classification": ModelConfig(encoder=STACK, head=HeadConfig(kind="classes", classes=3)),
 }
+LSTM = ModelConfig(recurrent_decoder=RecurrentConfig(cell="lstm", width=8, embed=EmbedConfig(vocab=264)))
 DATA = DataConfig(tokenizer=TokenizerConfig(kind="byte"), length=24, buckets=(24,))
 LINES = ["ab", "a longer line", "x"]
 
 
 @functools.lru_cache
-def model(task) -> Model:
-    config = Config(model=PARTS[task], data=DATA, task=TaskConfig(name=task), decode=DecodeConfig(max_length=6))
+def model(task, parts=None) -> Model:
+    parts, decode = parts or PARTS[task], DecodeConfig(max_length=6)
+    config = Config(model=parts, data=DATA, task=TaskConfig(name=task), decode=decode)
     module, rng = build.build(config.model), np.random.default_rng(7)
     shapes = nn.meta.unbox(build.shapes(module))["params"]
     params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
@@ -158,6 +161,13 @@ def test_embed_pools_the_real_tokens(task):
     assert vectors.dtype == np.float32
     np.testing.assert_allclose(it.embed(LINES[:1]), vectors[:1], rtol=1e-4, atol=1e-5)  # other padding, other mates
     assert it.embed([]).shape == (0, 8)
+
+
+def test_a_recurrent_language_model_embeds_too():
+    it = model("language_modelling", LSTM)
+    vectors = it.embed(LINES, "last")
+    assert vectors.shape == (3, 8)
+    np.testing.assert_allclose(it.embed(LINES[:1], "last"), vectors[:1], rtol=1e-4, atol=1e-5)
 
 
 def test_poolings_are_what_they_say():

@@ -16,6 +16,7 @@ from jaxformer.config import ConfigError, DecodeConfig
 from jaxformer.decode import beam, sample
 from jaxformer.decode.batching import Prompt, bucket, jobs
 from jaxformer.decode.sample import Hypotheses
+from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Batch, Decodable, PyTree, State
 
 ALLOWANCE = 10
@@ -91,7 +92,12 @@ def decode(
 @functools.partial(jax.jit, static_argnames=("module", "config", "vocabulary"))
 def _compiled(module, variables, batch, config, vocabulary, limit, rows, key) -> Hypotheses:
     model = bind(module, variables, vocabulary.size)
-    return decode(model, batch, config, vocabulary, limit, rows, key)
+    return _everywhere(decode(model, batch, config, vocabulary, limit, rows, key))
+
+
+def _everywhere(found: PyTree) -> PyTree:
+    """Results whole on every device, so that each of several processes can read them."""
+    return jax.tree.map(lambda x: constrain(x, *(None,) * x.ndim), found)
 
 
 @functools.partial(jax.jit, static_argnames=("module", "method", "finish"))
@@ -110,7 +116,7 @@ def forward(
         each new one is a compilation.
     """
     output = module.apply(variables, batch.source if method == "encode" else batch, method=method)
-    return output if finish is None else finish(output, batch)
+    return _everywhere(output if finish is None else finish(output, batch))
 
 
 def run(

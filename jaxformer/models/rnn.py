@@ -91,12 +91,15 @@ class Recurrent(nn.Module):
     def __call__(self, batch: Batch) -> Array:
         """Float32 logits: `[B, T, V]` (T of the target if there is a decoder) or, for a classifier, `[B, C]`."""
         if self.config.recurrent_decoder is not None:
-            x, _, _, _ = self.decode(batch)
-            return self.head(x, batch.target.slots, self.output_embed())
+            return self.head(self.hidden(batch), batch.target.slots, self.output_embed())
         slots, encoded = batch.source.slots, self.encode(batch.source)
         if self.config.head.kind == "classes" and self.config.head.pooling == "last":
             return self.head(*self.read(encoded))
         return self.head(encoded.outputs, slots, self.output_embed())
+
+    def hidden(self, batch: Batch) -> Array:
+        """The hidden states `[B, T, D]` below the head: the decoder's, or without one the encoder's."""
+        return self.encode(batch.source).outputs if self.config.recurrent_decoder is None else self.decode(batch)[0]
 
     def encode(self, source: Stream) -> Encoded:
         """The encoder's outputs and states."""
