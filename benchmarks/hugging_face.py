@@ -187,6 +187,8 @@ def theirs(kind: str, name: str, settings: dict[str, Any]) -> Any:
     model = getattr(transformers, name)(config).eval()
     with torch.no_grad():
         for tensor_name, tensor in model.named_parameters():
+            if not tensor.requires_grad:  # Pegasus keeps its sinusoids as one
+                continue
             if tensor.ndim > 1:
                 tensor.mul_(3.0)
             elif "norm" not in tensor_name.lower() and "ln_" not in tensor_name:

@@ -151,7 +151,7 @@ class Pretrained(Model):
         if self.family is None:
             model, params = rewrite.in_their_terms(model, params)
         chosen, head, settings = self._expressed(model, family)
-        tensors = convert.write(chosen.rows(model, head), params, dtype)
+        tensors = {**convert.write(chosen.rows(model, head), params, dtype), **chosen.constants(model)}
         if head in ("model", "bare", "encoder"):
             tensors = {name.removeprefix(chosen.prefix): make for name, make in tensors.items()}
         files.write(directory, settings, tensors)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxformer import registry
 from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, HeadConfig, ModelConfig, StackConfig
 
@@ -59,6 +61,7 @@ class Family:
       ignored: regular expressions of tensors that are no parameters (buffers of old files).
       copies: (regular expression, original): tensors that repeat another one where the file has both.
       renamed: (regular expression, replacement) from older names to today's.
+      constants: `model -> tensors` that are no parameters but stand in a file.
       output: names of the output projection and of the embedding that it may be tied to.
       positions: how positions count: "slots" (every slot), "ids" (RoBERTa: only tokens that are not padding).
       calling: what reads inputs and makes outputs, see `jaxformer/hf/calling.py`; None: the usual one.
@@ -77,6 +80,7 @@ class Family:
     output: tuple[str, str] | None = None
     positions: str = "slots"
     calling: Any = None
+    constants: Callable[[ModelConfig], dict[str, np.ndarray]] = lambda model: {}
 
 
 class Settings:

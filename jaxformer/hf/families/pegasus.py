@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from jaxformer.config import EncodingConfig, HeadConfig, ModelConfig
 from jaxformer.hf.families import _bart
 from jaxformer.hf.table import HIDDEN, Family, Row, Settings, side
+from jaxformer.nn.encodings.sinusoidal import sinusoids
 
 
 def read(settings: Settings, head: str) -> ModelConfig:
@@ -30,6 +33,17 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
     return [*_bart.embeddings(model), *_bart.rows(model, "encoder"), *_bart.rows(model, "decoder"), *top]
 
 
+def constants(model: ModelConfig) -> dict[str, np.ndarray]:
+    """The sinusoids of both sides, which the other library stores."""
+    found = {}
+    for name in ("encoder", "decoder"):
+        stack = side(model, name)
+        positions = np.arange(stack.encoding.max_length)
+        table = sinusoids(positions, stack.width, stack.encoding.base, concatenated=True)
+        found[f"model.{name}.embed_positions.weight"] = np.asarray(table)
+    return found
+
+
 FAMILY = Family(
     types=("pegasus",),
     heads={"seq2seq": "PegasusForConditionalGeneration", "model": "PegasusModel"},
@@ -40,5 +54,6 @@ FAMILY = Family(
     spare=(r"lm_head\..*", r"final_logits_bias"),
     copies=((r"model\.(encoder|decoder)\.embed_tokens\.weight", "model.shared.weight"),),
     ignored=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
+    constants=constants,
     output=("lm_head.weight", "model.shared.weight"),
 )
