@@ -167,6 +167,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         BART | {"activation_function": "relu", "scale_embedding": True},
     ),
     ("bart", "BartForSequenceClassification", "", BART | {"num_labels": 3}),
+    ("bart", "BartForQuestionAnswering", "", BART),
     ("pegasus", "PegasusForConditionalGeneration", "", BART | {"pad_token_id": 0, "decoder_start_token_id": 0}),
     ("marian", "MarianMTModel", "", MARIAN),
     (
@@ -205,6 +206,8 @@ def inputs_of(name: str, settings: dict[str, Any]) -> dict[str, np.ndarray]:
     left = "XLNet" in name
     hidden = np.s_[1, :4] if left else np.s_[1, 11:]
     mask[hidden], ids[hidden] = 0, settings.get("pad_token_id", 0)
+    if "BartForSequence" in name:  # the hidden state of the last end token decides
+        ids[0, 14] = ids[1, 10] = settings["eos_token_id"]
     given = {"input_ids": ids, "attention_mask": mask}
     classes = settings.get("num_labels", 2)
     if "QuestionAnswering" in name:

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import sentencepiece
 import tokenizers as hf
@@ -136,7 +136,8 @@ class Fast:
             return self._parser.encode(text, add_special_tokens=False).ids
         return _between(text, specials, self, " ")
 
-    def whole(self, text: str, pair: str | None) -> hf.Encoding:
+    def whole(self, text: str, pair: str | None = None) -> hf.Encoding:
+        """A text or pair with the special tokens that the file puts around them; their names in it are those tokens."""
         return self._parser.encode(text, pair)
 
     def payload(self) -> Any:
@@ -174,15 +175,6 @@ class Sentences:
         return cls(base64.b64decode(payload))
 
 
-class Framed(NamedTuple):
-    """A text or pair with special tokens: ids, token types, and where known each token's characters and its text."""
-
-    ids: list[int]
-    kinds: list[int]
-    offsets: list[tuple[int, int]]
-    parts: list[int | None]
-
-
 class Tokenizer:
     """A vocabulary with special tokens.
 
@@ -211,22 +203,6 @@ class Tokenizer:
     def parse(self, text: str) -> list[int]:
         """As `encode`, but a special token's name in the text ("the <mask> sat") is that token."""
         return self.vocabulary.parse(text, self._specials)
-
-    def frame(self, text: str, pair: str | None = None) -> Framed:
-        """`text`, or a pair of texts, with the special tokens that a loaded tokenizer.json puts around them.
-
-        A vocabulary that says nothing of them gets the end token after each text. Special tokens' names in the texts
-        are those tokens.
-        """
-        if isinstance(self.vocabulary, Fast) and self.vocabulary.kind == "file":
-            found = self.vocabulary.whole(text, pair)
-            return Framed(found.ids, found.type_ids, found.offsets, found.sequence_ids)
-        end = [] if self.eos is None else [self.eos]
-        ids, parts = [], []
-        for part, each in enumerate([text] if pair is None else [text, pair]):
-            more = [*self.parse(each), *end]
-            ids, parts = ids + more, parts + [part] * len(more)
-        return Framed(ids, parts, [], [])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Special tokens and the rows that only pad the vocabulary are skipped; <unk> is shown."""

@@ -80,7 +80,18 @@ def batch_of(family: Family, settings: Settings, model: ModelConfig, head: str, 
         else:
             raise ConfigError("call: got no decoder_input_ids, expected them or labels")
     decoder = {name.removeprefix("decoder_"): x for name, x in sources.items() if name.startswith("decoder_")}
-    return Batch(source, _stream(family, model.decoder.embed.pad, decoder))
+    target = _stream(family, model.decoder.embed.pad, decoder)
+    if head == "sequence" and "input_ids" in sources:
+        target = _up_to_the_end(target, sources["input_ids"] == settings("eos_token_id", 2))
+    return Batch(source, target)
+
+
+def _up_to_the_end(target: Stream, ends: Array) -> Stream:
+    """The stream without what follows the last end token, whose hidden state decides: a decoder's classifier."""
+    index = jnp.arange(ends.shape[1])
+    last = jnp.max(jnp.where(ends, index, -1), axis=1, keepdims=True)
+    inside = (index <= last) | (last < 0)
+    return target._replace(slots=target.slots._replace(segment=jnp.where(inside, target.slots.segment, 0)))
 
 
 def _stream(family: Family, pad: int | None, inputs: Mapping[str, Array]) -> Stream:

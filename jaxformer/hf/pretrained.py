@@ -22,7 +22,7 @@ from jaxformer.decode import engine
 from jaxformer.decode.batching import Prompt
 from jaxformer.hf import calling, convert, files, generation, rewrite
 from jaxformer.hf.table import Family, Settings, families, family_of, head_of, same
-from jaxformer.hf.tokenizer import open_tokenizers
+from jaxformer.hf.tokenizer import frame, open_tokenizers
 from jaxformer.model import Model
 from jaxformer.models import build
 from jaxformer.parallel import rules
@@ -99,7 +99,7 @@ class Pretrained(Model):
             raise ConfigError(f"answer: got a model with head {self.head!r}, expected one with a qa head and tokenizer")
         found = []
         for question, context in zip(questions, contexts, strict=True):
-            framed = self.tokenizers.source.frame(question, context)
+            framed = frame(self.tokenizers.source, self.settings("model_type", ""), question, context)
             if not framed.offsets:
                 raise ConfigError("answer: got a tokenizer without character offsets, expected a tokenizer.json")
             kinds = {"token_type_ids": np.asarray([framed.kinds])} if self.config.model.encoder.embed.kinds else {}
@@ -120,7 +120,7 @@ class Pretrained(Model):
             raise ConfigError(
                 "model: got text, expected token ids: the directory has no tokenizer.json or spiece.model"
             )
-        framed = self.tokenizers.source.frame(line)
+        framed = frame(self.tokenizers.source, self.settings("model_type", ""), line)
         ids, model = np.asarray(framed.ids, np.int32), self.config.model
         if model.encoder is None:
             return {"target": ids}

@@ -1,20 +1,141 @@
-"""The tokenizer that lies in a directory of the other library."""
+"""The tokenizer that lies in a directory of the other library, and how each architecture frames a text."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from jaxformer.data.tokenizers import Tokenizer, Tokenizers
+import tokenizers as fast
+from tokenizers import implementations
+
+from jaxformer.config import ConfigError
+from jaxformer.data.tokenizers import Fast, Sentences, Tokenizer, Tokenizers
 from jaxformer.hf.table import Settings
 
-JOINT = ("tokenizer.json", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "spm.model")
-PAIR = ("source.spm", "target.spm")
+SENTENCEPIECE = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "spm.model")
+
+FRAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "bert": (("[CLS]",), ("[SEP]",), ("[SEP]",)),
+    "deberta": (("[CLS]",), ("[SEP]",), ("[SEP]",)),
+    "deberta-v2": (("[CLS]",), ("[SEP]",), ("[SEP]",)),
+    "roberta": (("<s>",), ("</s>", "</s>"), ("</s>",)),
+    "bart": (("<s>",), ("</s>", "</s>"), ("</s>",)),
+    "xlnet": ((), ("<sep>",), ("<sep>", "<cls>")),
+    "t5": ((), ("</s>",), ("</s>",)),
+    "marian": ((), (), ("</s>",)),
+    "pegasus": ((), (), ("</s>",)),
+    "llama": (("<s>",), (), ()),
+    "mistral": (("<s>",), (), ()),
+    "gemma": (("<bos>",), (), ()),
+}
+"""model_type -> special tokens before a text, between a pair, and after it, where no tokenizer.json says it."""
+
+
+class Framed(NamedTuple):
+    """A text or pair with special tokens: ids, token types, and where known each token's characters and its text."""
+
+    ids: list[int]
+    kinds: list[int]
+    offsets: list[tuple[int, int]]
+    parts: list[int | None]
+
+
+class Mapped:
+    """A SentencePiece model whose pieces have the ids of a vocab.json (Marian)."""
+
+    def __init__(self, sentences: Sentences, ids: dict[str, int]) -> None:
+        self.kind, self.sentences, self._ids = "file", sentences, ids
+        pieces = [""] * (max(ids.values()) + 1)
+        for piece, index in ids.items():
+            pieces[index] = piece
+        self.pieces = tuple(pieces)
+        self._unknown = ids.get("<unk>", 0)
+        self._rows = {piece: row for row, piece in enumerate(sentences.pieces)}
+
+    def encode(self, text: str) -> list[int]:
+        rows = self.sentences.encode(text)
+        return [self._ids.get(self.sentences.pieces[row], self._unknown) for row in rows]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.sentences.decode([self._rows[self.pieces[i]] for i in ids if self.pieces[i] in self._rows])
+
+    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
+        return self.encode(text)
+
+    def payload(self) -> Any:
+        raise ConfigError("tokenizer: got Marian's two files, expected a tokenizer.json to save; keep the directory")
 
 
 def open_tokenizers(directory: Path, settings: Settings) -> Tokenizers | None:
-    """From `tokenizer.json` or a SentencePiece file, the first that exists; None where there is none."""
-    for name in JOINT:
+    """From `tokenizer.json`, a SentencePiece file, or the older vocabulary files; None where there is none."""
+    if (directory / "tokenizer.json").exists():
+        return _one(Tokenizer.load(directory / "tokenizer.json"))
+    for name in SENTENCEPIECE:
         if (directory / name).exists():
-            one = Tokenizer.load(directory / name)
-            return Tokenizers(one, one)
+            return _one(Tokenizer.load(directory / name))
+    if (directory / "source.spm").exists() and (directory / "vocab.json").exists():
+        ids = _vocabulary(directory / "vocab.json")
+        sides = (directory / f"{side}.spm" for side in ("source", "target"))
+        return Tokenizers(*(Tokenizer(Mapped(Sentences(side.read_bytes()), ids)) for side in sides))
+    if (directory / "merges.txt").exists() and (directory / "vocab.json").exists():
+        prefix = settings("add_prefix_space", False)
+        files = (str(directory / name) for name in ("vocab.json", "merges.txt"))
+        return _one(_loaded(implementations.ByteLevelBPETokenizer(*files, add_prefix_space=prefix)))
+    if (directory / "vocab.txt").exists():
+        lower = _lowercase(directory)
+        return _one(_loaded(implementations.BertWordPieceTokenizer(str(directory / "vocab.txt"), lowercase=lower)))
     return None
+
+
+def _one(tokenizer: Tokenizer) -> Tokenizers:
+    return Tokenizers(tokenizer, tokenizer)
+
+
+def _loaded(made: Any) -> Tokenizer:
+    return Tokenizer(Fast("file", fast.Tokenizer.from_str(made.to_str())))
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+        return {str(piece): int(index) for piece, index in ids.items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path}: got {type(error).__name__}, expected a JSON object of pieces and ids") from error
+
+
+def _lowercase(directory: Path) -> bool:
+    """What tokenizer_config.json says; uncased is what that file's models mostly were."""
+    path = directory / "tokenizer_config.json"
+    if not path.exists():
+        return True
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return bool(found.get("do_lower_case", True)) if isinstance(found, dict) else True
+
+
+def frame(tokenizer: Tokenizer, model_type: str, text: str, pair: str | None = None) -> Framed:
+    """`text`, or a pair of texts, with the special tokens that the model was trained with.
+
+    A tokenizer.json says itself which; otherwise `FRAMES` does.
+    """
+    if isinstance(tokenizer.vocabulary, Fast):
+        found = tokenizer.vocabulary.whole(text, pair)
+        says = tokenizer.vocabulary.model.num_special_tokens_to_add(pair is not None)
+        if says or model_type not in FRAMES:
+            return Framed(found.ids, found.type_ids, found.offsets, found.sequence_ids)
+    before, between, after = FRAMES.get(model_type, ((), (), ()))
+    ids, kinds = _special(tokenizer, before), [0] * len(before)
+    for part, each in enumerate((text,) if pair is None else (text, pair)):
+        last = pair is None or part == 1
+        more = [*tokenizer.parse(each), *_special(tokenizer, after if last else between)]
+        ids, kinds = ids + more, kinds + [part] * len(more)
+    if model_type == "xlnet":
+        kinds[-1] = 2  # its <cls> is a text of its own
+    return Framed(ids, kinds, [], [])
+
+
+def _special(tokenizer: Tokenizer, names: Sequence[str]) -> list[int]:
+    """The ids of special tokens, leaving out those that the vocabulary lacks."""
+    pieces = tokenizer.vocabulary.pieces
+    return [pieces.index(name) for name in names if name in pieces]

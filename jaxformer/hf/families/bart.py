@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxformer.config import EncodingConfig, HeadConfig, ModelConfig
 from jaxformer.hf.families import _bart
-from jaxformer.hf.table import HIDDEN, Family, Row, Settings, classifier, linear
+from jaxformer.hf.table import HIDDEN, SPANS, Family, Row, Settings, classifier, linear
 
 OFFSET = 2
 
@@ -24,6 +24,7 @@ def read(settings: Settings, head: str) -> ModelConfig:
     heads = {
         "seq2seq": lambda: HeadConfig(tied=settings("tie_word_embeddings", True), bias=True),
         "sequence": lambda: classifier(settings, "classes", pooling="last", width=decoder.width),
+        "qa": lambda: SPANS,
         "model": lambda: HIDDEN,
     }
     return ModelConfig(encoder=encoder, decoder=decoder, share_embeddings=True, head=heads[head]())
@@ -43,6 +44,7 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
             *linear("classification_head.dense", "head/hidden"),
             *linear("classification_head.out_proj", "head/decision"),
         ],
+        "qa": linear("qa_outputs", "head/decision"),
         "model": [],
     }
     return [*_bart.embeddings(model), *_bart.rows(model, "encoder"), *_bart.rows(model, "decoder"), *tops[head]]
@@ -53,13 +55,14 @@ FAMILY = Family(
     heads={
         "seq2seq": "BartForConditionalGeneration",
         "sequence": "BartForSequenceClassification",
+        "qa": "BartForQuestionAnswering",
         "model": "BartModel",
     },
     read=read,
     write=write,
     rows=rows,
     prefix="model.",
-    spare=(r"lm_head\..*", r"final_logits_bias", r"classification_head\..*"),
+    spare=(r"lm_head\..*", r"final_logits_bias", r"classification_head\..*", r"qa_outputs\..*"),
     ignored=(r"model\.(encoder|decoder)\.embed_tokens\.weight", r"model\.(encoder|decoder)\.version"),
     output=("lm_head.weight", "model.shared.weight"),
 )
