@@ -130,7 +130,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         | {
             "relative_attention": True,
             "pos_att_type": ["p2c", "c2p"],
-            "position_buckets": 5,
+            "position_buckets": 6,
             "share_att_key": False,
             "norm_rel_ebd": "layer_norm",
             "type_vocab_size": 0,
@@ -144,7 +144,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         | {
             "relative_attention": True,
             "pos_att_type": ["p2c"],
-            "position_buckets": 5,
+            "position_buckets": 6,
             "share_att_key": True,
             "type_vocab_size": 0,
         },

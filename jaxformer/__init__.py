@@ -28,7 +28,7 @@ def load(path: str | os.PathLike[str]) -> Pretrained:
 
 
 def from_pretrained(directory: str | os.PathLike[str], **options: Any) -> Pretrained:
-    """The model of a Hugging Face directory: config.json, model.safetensors. See `hf.pretrained.from_pretrained`."""
-    from jaxformer.hf import pretrained
+    """The model of a Hugging Face directory: config.json, model.safetensors. See `hf.loading.from_pretrained`."""
+    from jaxformer.hf import loading
 
-    return pretrained.from_pretrained(directory, **options)
+    return loading.from_pretrained(directory, **options)

@@ -16,7 +16,7 @@ import re
 import string
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -184,16 +184,21 @@ class Tokenizer:
         trained here have all of them, as ids 0 to 6.
     """
 
-    def __init__(self, vocabulary: Vocabulary, multiple: int = 1):
+    def __init__(self, vocabulary: Vocabulary, multiple: int = 1, chosen: Mapping[str, int] | None = None):
+        """`chosen` names ids for roles ("pad", "bos", ...) whose tokens have other names than the usual."""
         self.vocabulary = vocabulary
         self.multiple = multiple
+        self.chosen = dict(chosen or {})
         self.size = len(vocabulary.pieces)
         self.vocab = -(-self.size // multiple) * multiple
         known = {piece: index for index, piece in reversed(list(enumerate(vocabulary.pieces)))}
         roles = {role: next((n for n in names if n in known), None) for role, names in ROLES.items()}
         self.pad, self.bos, self.eos, self.unk, self.mask, self.cls, self.sep = (known.get(n) for n in roles.values())
+        for role, index in self.chosen.items():
+            setattr(self, role, index)
+            roles[role] = vocabulary.pieces[index]
         self.names = {role: name for role, name in roles.items() if name is not None}  # role -> piece
-        self._specials = {name: known[name] for name in self.names.values()}
+        self._specials = {name: known[name] for name in self.names.values() if name in known}
         self._hidden = set(self._specials.values()) - {self.unk}
 
     def encode(self, text: str) -> list[int]:
@@ -229,7 +234,7 @@ class Tokenizer:
 
     def remembering(self, budget: int) -> Tokenizer:
         """The same tokenizer, keeping the ids of texts it has seen in up to `budget` bytes of memory."""
-        return Remembering(self.vocabulary, self.multiple, budget)
+        return Remembering(self.vocabulary, self.multiple, budget, self.chosen)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -237,7 +242,13 @@ class Tokenizer:
         return hashlib.sha256(self._text().encode()).hexdigest()[:16]
 
     def _json(self) -> dict[str, Any]:
-        return {"kind": self.vocabulary.kind, "multiple": self.multiple, "vocabulary": self.vocabulary.payload()}
+        chosen = {"chosen": self.chosen} if self.chosen else {}
+        return {
+            "kind": self.vocabulary.kind,
+            "multiple": self.multiple,
+            **chosen,
+            "vocabulary": self.vocabulary.payload(),
+        }
 
     def _text(self) -> str:
         return json.dumps(self._json(), ensure_ascii=False)
@@ -248,7 +259,12 @@ class Tokenizer:
             return cls(Fast.of("file", content), multiple)
         kind = content["kind"]
         family = {"byte": Table, "character": Table, "word": Table, "sentencepiece": Sentences}.get(kind, Fast)
-        return cls(family.of(kind, content["vocabulary"]), content["multiple"])
+        return cls(family.of(kind, content["vocabulary"]), content["multiple"], content.get("chosen"))
+
+    def choosing(self, **ids: int | None) -> Tokenizer:
+        """The same tokenizer with other tokens in some roles: `choosing(bos=0)`. None leaves a role as it is."""
+        chosen = {role: index for role, index in ids.items() if index is not None and index < self.size}
+        return Tokenizer(self.vocabulary, self.multiple, {**self.chosen, **chosen})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one JSON file. The same tokenizer always gives the same bytes."""
@@ -274,8 +290,8 @@ class Tokenizer:
         except Exception as error:  # the two libraries raise bare Exception and RuntimeError
             raise _unreadable(path, error) from error
 
-    def export(self, path: str | os.PathLike[str]) -> None:
-        """Writes a `tokenizer.json` that the `tokenizers` library loads.
+    def export(self, path: str | os.PathLike[str], closing: bool = False) -> None:
+        """Writes a `tokenizer.json` that the `tokenizers` library loads; `closing`: it ends each text with <eos>.
 
         Raises:
           ValueError: the kind is not a model of that library.
@@ -283,14 +299,20 @@ class Tokenizer:
         if not isinstance(self.vocabulary, Fast):
             kind = self.vocabulary.kind
             raise ValueError(f"tokenizer: got kind {kind!r}, expected bpe, unigram or a tokenizer.json; use save")
-        write(Path(path), self.vocabulary.model.to_str(pretty=True))
+        model = hf.Tokenizer.from_str(self.vocabulary.model.to_str())
+        if closing and self.eos is not None:
+            end = self.vocabulary.pieces[self.eos]
+            model.post_processor = hf.processors.TemplateProcessing(
+                single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, self.eos)]
+            )
+        write(Path(path), model.to_str(pretty=True))
 
 
 class Remembering(Tokenizer):
     """A tokenizer that does not split the same text twice: training sees every text once an epoch."""
 
-    def __init__(self, vocabulary: Vocabulary, multiple: int, budget: int):
-        super().__init__(vocabulary, multiple)
+    def __init__(self, vocabulary: Vocabulary, multiple: int, budget: int, chosen: Mapping[str, int] | None = None):
+        super().__init__(vocabulary, multiple, chosen)
         self._budget = budget
         self._seen: dict[str, array[int]] = {}
 

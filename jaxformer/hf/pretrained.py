@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.sharding import Mesh
 
-from jaxformer.config import Config, ConfigError, DataConfig, ModelConfig, TaskConfig
+from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.data.tokenizers import Fast
 from jaxformer.decode import engine
 from jaxformer.decode.batching import Prompt
 from jaxformer.hf import calling, convert, files, generation, rewrite
-from jaxformer.hf.table import Family, Settings, families, family_of, head_of, same
-from jaxformer.hf.tokenizer import frame, open_tokenizers
+from jaxformer.hf.table import Family, Settings, families, same
+from jaxformer.hf.tokenizer import frame
 from jaxformer.model import Model
-from jaxformer.models import build
-from jaxformer.parallel import rules
 from jaxformer.types import Batch, PyTree
 
 if TYPE_CHECKING:
@@ -159,7 +154,7 @@ class Pretrained(Model):
 
     def _expressed(self, model: ModelConfig, name: str | None) -> tuple[Family, str, dict[str, Any]]:
         """The family to export to, its head, and the config.json."""
-        problems = []
+        problems: list[tuple[int, str]] = []  # how many settings differ, and which
         for found, family in families():
             if name not in (None, found) or (name is None and self.family is not None and family is not self.family):
                 continue
@@ -169,16 +164,16 @@ class Pretrained(Model):
                     settings = {"model_type": family.types[0], "architectures": [family.heads[head]], **settings}
                     again = family.read(Settings(settings), head)
                 except (ConfigError, AttributeError, KeyError) as error:
-                    problems.append(f"{found}: {error}")
+                    problems.append((100, f"{found}: {error}"))
                     continue
                 different = same(model, again)
                 if not different:
                     return family, head, self._merged(model, family, head, settings)
-                problems.append(f"{found} {head}: {different[0]}")
+                problems.append((len(different), f"{found}: {'; '.join(different)}"))
         if not problems:
-            raise ConfigError(f"export: got family {name!r}, expected one of {', '.join(f for f, _ in families())}")
-        nearest = min(problems, key=len)
-        raise ConfigError(f"export: got a model that no family computes, expected e.g. {nearest}; change the config")
+            known = ", ".join(found for found, family in families() if self.head in family.heads)
+            raise ConfigError(f"export: got family {name!r} for head {self.head}, expected one of {known}")
+        raise ConfigError(f"export: got a model that no family computes; the nearest is {min(problems)[1]}")
 
     def _merged(self, model: ModelConfig, family: Family, head: str, settings: dict[str, Any]) -> dict[str, Any]:
         """The config.json to write: an imported model's own, as far as it still describes the model."""
@@ -206,8 +201,13 @@ class Pretrained(Model):
         return {name: value for name, value in ids.items() if value is not None}
 
     def _save_tokenizer(self, directory: Path) -> None:
-        if self.tokenizers is not None and self.tokenizers.joint:
-            self.tokenizers.target.export(directory / "tokenizer.json")
+        """One tokenizer of a kind that the other library has is written too; the others stay here."""
+        if self.tokenizers is None:
+            return
+        if not self.tokenizers.joint or not isinstance(self.tokenizers.target.vocabulary, Fast):
+            log.warning("%s: no tokenizer.json, the other library has none of this kind; encode texts here", directory)
+            return
+        self.tokenizers.target.export(directory / "tokenizer.json", self.family is None and self.head == "seq2seq")
 
 
 OURS = Family((), {}, lambda s, h: ModelConfig(), lambda m, h: {}, lambda m, h: [])
@@ -237,156 +237,3 @@ def head_of_model(model: ModelConfig) -> str:
             return "masked_lm"
         return "causal_lm" if model.encoder is None and model.recurrent_encoder is None else "seq2seq"
     return {"classes": "sequence", "slots": "token"}.get(model.head.kind, "model")
-
-
-def from_pretrained(
-    directory: str | os.PathLike[str],
-    *,
-    head: str | None = None,
-    classes: int | None = None,
-    vocab: int | None = None,
-    dtype: str = "float32",
-    mesh: Mesh | None = None,
-    seed: int = 0,
-) -> Pretrained:
-    """The model in a directory of the other library: config.json and model.safetensors (or its shards).
-
-    Args:
-      head: another head on the same body (causal_lm, masked_lm, seq2seq, sequence, token, qa, model), whose parameters
-        are random unless the file has them; None: the file's own.
-      classes: of a new classification head.
-      vocab: rows of the embedding, if it is to be resized: rows that are new are random.
-      dtype: precision of the computation; parameters are float32.
-      mesh: lays the parameters out over devices, each reading its own part of the file.
-      seed: of what is random.
-
-    Raises:
-      ConfigError: the directory's files are missing, broken, contradict each other or are of an unknown architecture.
-    """
-    directory = Path(directory)
-    settings = Settings(files.read_config(directory), str(directory / "config.json"))
-    family, tensors = family_of(settings), files.open_tensors(directory)
-    own = head_of(family, settings)
-    head = own if head is None else head
-    if head not in family.heads:
-        raise ConfigError(f"head: got {head!r}, expected one of {', '.join(family.heads)} for {family.types[0]}")
-    found = convert.canonical(family, tensors)
-    if head == own == "model" and "bare" in family.heads and not any("pooler" in name for name in found):
-        head = "bare"
-    if classes is not None:
-        settings = Settings(
-            {**settings.values, "id2label": {str(i): f"LABEL_{i}" for i in range(classes)}}, settings.where
-        )
-    model = dataclasses.replace(family.read(settings, head), dtype=dtype)
-    model = _untied(family, model, found)
-    module = build.build(model)
-    boxed = build.shapes(module)
-    shapes = nn.meta.unbox(boxed)["params"]
-    layout = None if mesh is None else rules.shardings(boxed, mesh)["params"]
-    rows = family.rows(model, head)
-    fresh = _fresh_head(module, shapes, rows, found, seed) if head != own else {}
-    spare = _spare(family, rows)
-    left = [name for name in convert.unknown(found, rows) if spare(name)]
-    if left:
-        log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(left), head)
-    params = convert.read(rows, found, shapes, layout, fresh, spare)
-    names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
-    data = DataConfig(length=min(room(model), DataConfig.length))
-    config = Config(model=model, data=data, task=TaskConfig(name=TASKS.get(head, "classification")))
-    pretrained = Pretrained(
-        module=module,
-        params=params,
-        variables={},
-        config=config,
-        tokenizers=open_tokenizers(directory, settings),
-        classes=names,
-        family=family,
-        head=head,
-        settings=settings,
-        defaults=generation.read_defaults(directory),
-    )
-    return pretrained if vocab is None else resized(pretrained, vocab, seed)
-
-
-def read_params(
-    directory: Path, settings: Settings, family: Family, model: ModelConfig, head: str, params: PyTree, keep_head: bool
-) -> PyTree:
-    """A directory's tensors in the places of `params`, whose values stay where only a new head has them.
-
-    Args:
-      keep_head: read the head where the file has one; False: it stays as it is.
-    """
-    found, rows = convert.canonical(family, files.open_tensors(directory)), family.rows(model, head)
-    if family.output is not None and model.head.tied:
-        found.pop(family.output[0], None)
-    heads = {path: x for path, x in _flat(params).items() if path.startswith("head/")}
-    if not keep_head:
-        tops = [row for row in rows if all(path in heads for path in row.paths)]
-        found = {name: tensor for name, tensor in found.items() if convert.unknown([name], tops)}
-    fresh = heads if not keep_head or head != head_of(family, settings) else {}
-    layout = jax.tree.map(lambda x: x.sharding, params)
-    return convert.read(rows, found, params, layout, fresh, _spare(family, rows))
-
-
-def _untied(family: Family, model: ModelConfig, tensors: Mapping[str, Any]) -> ModelConfig:
-    """A head is tied only if its own tensor, where the file has one, equals the embedding's; a copy is dropped."""
-    if family.output is None or family.output[0] not in tensors or not model.head.tied:
-        return model
-    output, embedding = (tensors.get(name) for name in family.output)
-    if embedding is not None and output.shape == embedding.shape and bool((output.array() == embedding.array()).all()):
-        del tensors[family.output[0]]
-        return model
-    return dataclasses.replace(model, head=dataclasses.replace(model.head, tied=False))
-
-
-def _fresh_head(module: nn.Module, shapes: PyTree, rows: Any, tensors: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Random values for parameters of the head."""
-    if "head" not in shapes:
-        return {}
-    made = nn.meta.unbox(jax.jit(lambda key: build.initialise(module, key)["params"]["head"])(jax.random.key(seed)))
-    return {f"head/{path}": x for path, x in _flat(made).items()}
-
-
-def _flat(tree: PyTree) -> dict[str, Any]:
-    return {"/".join(str(key.key) for key in path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _spare(family: Family, rows: Any) -> Any:
-    """Which tensors may be left over: those of heads and poolers that no row of this head wants."""
-    wanted = {row.theirs for row in rows}
-    return lambda name: name not in wanted and any(re.fullmatch(pattern, name) for pattern in family.spare)
-
-
-def resized(pretrained: Pretrained, vocab: int, seed: int = 0) -> Pretrained:
-    """The model with `vocab` rows in its embeddings and head: old rows are kept, new ones drawn like the old.
-
-    New embedding rows are normal with the mean and deviation of the old ones.
-    """
-    model = pretrained.config.model
-    sides = {}
-    for name in ("encoder", "decoder"):
-        stack = getattr(model, name)
-        if stack is not None:
-            sides[name] = dataclasses.replace(stack, embed=dataclasses.replace(stack.embed, vocab=vocab))
-    old = (model.decoder or model.encoder).embed.vocab
-    model = dataclasses.replace(model, **sides)
-    module = build.build(model)
-    shapes = _flat(nn.meta.unbox(build.shapes(module))["params"])
-    key, params = jax.random.key(seed), {}
-    for i, (path, x) in enumerate(_flat(pretrained.params).items()):
-        axis = next((a for a, (new, was) in enumerate(zip(shapes[path].shape, x.shape)) if new != was), None)
-        if axis is None:
-            params[path] = x
-        elif vocab < old:
-            params[path] = jax.lax.slice_in_dim(x, 0, vocab, axis=axis)
-        else:
-            more = shapes[path].shape[:axis] + (vocab - old,) + shapes[path].shape[axis + 1 :]
-            drawn = jax.random.normal(jax.random.fold_in(key, i), more) * jnp.std(x) + jnp.mean(x, axis, keepdims=True)
-            params[path] = jnp.concatenate([x, drawn if x.ndim > 1 else jnp.zeros(more)], axis)
-    tree: dict[str, Any] = {}
-    for path, x in params.items():
-        *outer, leaf = path.split("/")
-        functools.reduce(lambda node, part: node.setdefault(part, {}), outer, tree)[leaf] = x
-    settings = Settings({**pretrained.settings.values, "vocab_size": vocab}, pretrained.settings.where)
-    config = dataclasses.replace(pretrained.config, model=model)
-    return dataclasses.replace(pretrained, module=module, params=tree, config=config, settings=settings)

@@ -69,7 +69,22 @@ class Mapped:
 
 
 def open_tokenizers(directory: Path, settings: Settings) -> Tokenizers | None:
-    """From `tokenizer.json`, a SentencePiece file, or the older vocabulary files; None where there is none."""
+    """From `tokenizer.json`, a SentencePiece file, or the older vocabulary files; None where there is none.
+
+    Their config.json decides which tokens pad, end a text, and start a decoder (which is our <bos>).
+    """
+    found = _find(directory, settings)
+    if found is None:
+        return None
+    ends = settings("eos_token_id", None)
+    chosen = {"pad": settings("pad_token_id", None), "eos": ends[0] if isinstance(ends, list) else ends}
+    if settings("is_encoder_decoder", False):
+        chosen["bos"] = settings("decoder_start_token_id", None)
+    one = found.source.choosing(**chosen)
+    return Tokenizers(one, one if found.joint else found.target.choosing(**chosen))
+
+
+def _find(directory: Path, settings: Settings) -> Tokenizers | None:
     if (directory / "tokenizer.json").exists():
         return _one(Tokenizer.load(directory / "tokenizer.json"))
     for name in SENTENCEPIECE:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxformer import checkpoint, overrides
 from jaxformer.config import Config, ConfigError, ModelConfig
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.hf import files, pretrained
+from jaxformer.hf import files, loading, pretrained
 from jaxformer.hf.pretrained import Pretrained
 from jaxformer.hf.table import Settings, family_of
 from jaxformer.hf.tokenizer import open_tokenizers
@@ -34,7 +34,7 @@ def bring(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> Pr
     workdir = Path(workdir).absolute()
     if workdir.exists() and any(workdir.iterdir()):
         raise ConfigError(f"--workdir: got {workdir}, which is not empty, expected a new folder; choose another")
-    model = pretrained.from_pretrained(source)
+    model = loading.from_pretrained(source)
     workdir.mkdir(parents=True, exist_ok=True)
     config = dataclasses.replace(model.config, task=dataclasses.replace(model.config.task, classes=model.classes or ()))
     state = TrainState(jnp.zeros((), jnp.int32), model.params, (), jax.random.key(0), {})
@@ -108,7 +108,7 @@ def _params(config: Config, params: PyTree) -> PyTree:
     settings = Settings(files.read_config(directory), str(directory / "config.json"))
     family = family_of(settings)
     head = next((word for word, task in pretrained.TASKS.items() if task == config.task.name), "sequence")
-    return pretrained.read_params(directory, settings, family, config.model, head, params, config.init.head)
+    return loading.read_params(directory, settings, family, config.model, head, params, config.init.head)
 
 
 ORIGIN = start.Origin(_model, _params)

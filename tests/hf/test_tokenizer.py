@@ -7,6 +7,7 @@ import pytest
 import sentencepiece
 import tokenizers
 
+from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.hf.table import Settings
 from jaxformer.hf.tokenizer import frame, open_tokenizers
 
@@ -79,3 +80,23 @@ def test_marian_has_two_models_and_one_table_of_ids(tmp_path):
     expected = [ids[piece] for piece in processor.encode("the cat sat", out_type=str)]
     assert frame(tokenizer, "marian", "the cat sat").ids == [*expected, 0]
     assert tokenizer.decode([*expected, 0, 2 + len(pieces)]) == "the cat sat"
+
+
+def test_the_config_decides_which_tokens_start_end_and_pad(tmp_path):
+    """T5 starts its decoder with padding; what was chosen is saved with the run."""
+    sentences(tmp_path / "spiece.model")
+    settings = Settings(
+        {
+            "model_type": "t5",
+            "is_encoder_decoder": True,
+            "decoder_start_token_id": 3,
+            "pad_token_id": 3,
+            "eos_token_id": [2],
+        }
+    )
+    both = open_tokenizers(tmp_path, settings)
+    assert (both.target.bos, both.target.pad, both.target.eos) == (3, 3, 2)
+    both.save(tmp_path)
+    again = Tokenizers.load(tmp_path)
+    assert (again.target.bos, again.remembering(1000).target.bos) == (3, 3)
+    assert again.target.decode([3, *again.target.encode("the cat"), 2]) == "the cat"

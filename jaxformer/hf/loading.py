@@ -1,0 +1,178 @@
+"""Directories of the other library, read into models of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import Mesh
+
+from jaxformer.config import Config, ConfigError, DataConfig, ModelConfig, TaskConfig
+from jaxformer.hf import convert, files, generation
+from jaxformer.hf.pretrained import TASKS, Pretrained, room
+from jaxformer.hf.table import Family, Row, Settings, family_of, head_of
+from jaxformer.hf.tokenizer import open_tokenizers
+from jaxformer.models import build
+from jaxformer.parallel import rules
+from jaxformer.types import PyTree
+
+log = logging.getLogger("jaxformer")
+
+
+def from_pretrained(
+    directory: str | os.PathLike[str],
+    *,
+    head: str | None = None,
+    classes: int | None = None,
+    vocab: int | None = None,
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+    seed: int = 0,
+) -> Pretrained:
+    """The model in a directory of the other library: config.json and model.safetensors (or its shards).
+
+    Args:
+      head: another head on the same body (causal_lm, masked_lm, seq2seq, sequence, token, qa, model), whose parameters
+        are random unless the file has them; None: the file's own.
+      classes: of a new classification head.
+      vocab: rows of the embedding, if it is to be resized: rows that are new are random.
+      dtype: precision of the computation; parameters are float32.
+      mesh: lays the parameters out over devices, each reading its own part of the file.
+      seed: of what is random.
+
+    Raises:
+      ConfigError: the directory's files are missing, broken, contradict each other or are of an unknown architecture.
+    """
+    directory = Path(directory)
+    settings = Settings(files.read_config(directory), str(directory / "config.json"))
+    family, tensors = family_of(settings), files.open_tensors(directory)
+    own = head_of(family, settings)
+    head = own if head is None else head
+    if head not in family.heads:
+        raise ConfigError(f"head: got {head!r}, expected one of {', '.join(family.heads)} for {family.types[0]}")
+    found = convert.canonical(family, tensors)
+    if head == own == "model" and "bare" in family.heads and not any("pooler" in name for name in found):
+        head = "bare"
+    if classes is not None:
+        settings = Settings(
+            {**settings.values, "id2label": {str(i): f"LABEL_{i}" for i in range(classes)}}, settings.where
+        )
+    model = dataclasses.replace(family.read(settings, head), dtype=dtype)
+    model = _untied(family, model, found)
+    module = build.build(model)
+    boxed = build.shapes(module)
+    shapes = nn.meta.unbox(boxed)["params"]
+    layout = None if mesh is None else rules.shardings(boxed, mesh)["params"]
+    rows = family.rows(model, head)
+    fresh = _fresh_head(module, shapes, seed) if head != own else {}
+    spare = _spare(family, rows)
+    left = [name for name in convert.unknown(found, rows) if spare(name)]
+    if left:
+        log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(left), head)
+    params = convert.read(rows, found, shapes, layout, fresh, spare)
+    names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
+    data = DataConfig(length=min(room(model), DataConfig.length))
+    config = Config(model=model, data=data, task=TaskConfig(name=TASKS.get(head, "classification")))
+    pretrained = Pretrained(
+        module=module,
+        params=params,
+        variables={},
+        config=config,
+        tokenizers=open_tokenizers(directory, settings),
+        classes=names,
+        family=family,
+        head=head,
+        settings=settings,
+        defaults=generation.read_defaults(directory),
+    )
+    return pretrained if vocab is None else resized(pretrained, vocab, seed)
+
+
+def read_params(
+    directory: Path, settings: Settings, family: Family, model: ModelConfig, head: str, params: PyTree, keep_head: bool
+) -> PyTree:
+    """A directory's tensors in the places of `params`, whose values stay where only a new head has them.
+
+    Args:
+      keep_head: read the head where the file has one; False: it stays as it is.
+    """
+    found, rows = convert.canonical(family, files.open_tensors(directory)), family.rows(model, head)
+    if family.output is not None and model.head.tied:
+        found.pop(family.output[0], None)
+    heads = {path: x for path, x in _paths(params).items() if path.startswith("head/")}
+    if not keep_head:
+        tops = [row for row in rows if all(path in heads for path in row.paths)]
+        found = {name: tensor for name, tensor in found.items() if convert.unknown([name], tops)}
+    fresh = heads if not keep_head or head != head_of(family, settings) else {}
+    layout = jax.tree.map(lambda x: x.sharding, params)
+    return convert.read(rows, found, params, layout, fresh, _spare(family, rows))
+
+
+def _untied(family: Family, model: ModelConfig, tensors: Mapping[str, Any]) -> ModelConfig:
+    """A head is tied only if its own tensor, where the file has one, equals the embedding's; a copy is dropped."""
+    if family.output is None or family.output[0] not in tensors or not model.head.tied:
+        return model
+    output, embedding = (tensors.get(name) for name in family.output)
+    if embedding is not None and output.shape == embedding.shape and bool((output.array() == embedding.array()).all()):
+        del tensors[family.output[0]]
+        return model
+    return dataclasses.replace(model, head=dataclasses.replace(model.head, tied=False))
+
+
+_paths = functools.partial(flax.traverse_util.flatten_dict, sep="/")
+
+
+def _fresh_head(module: nn.Module, shapes: PyTree, seed: int) -> dict[str, jax.Array]:
+    """Random values for parameters of the head."""
+    if "head" not in shapes:
+        return {}
+    made = nn.meta.unbox(jax.jit(lambda key: build.initialise(module, key)["params"]["head"])(jax.random.key(seed)))
+    return {f"head/{path}": x for path, x in _paths(made).items()}
+
+
+def _spare(family: Family, rows: Sequence[Row]) -> Callable[[str], bool]:
+    """Which tensors may be left over: those of heads and poolers that no row of this head wants."""
+    wanted = {row.theirs for row in rows}
+    return lambda name: name not in wanted and any(re.fullmatch(pattern, name) for pattern in family.spare)
+
+
+def resized(pretrained: Pretrained, vocab: int, seed: int = 0) -> Pretrained:
+    """The model with `vocab` rows in its embeddings and head: old rows are kept, new ones drawn like the old.
+
+    New embedding rows are normal with the mean and deviation of the old ones.
+    """
+    model = pretrained.config.model
+    sides = {}
+    for name in ("encoder", "decoder"):
+        stack = getattr(model, name)
+        if stack is not None:
+            sides[name] = dataclasses.replace(stack, embed=dataclasses.replace(stack.embed, vocab=vocab))
+    old = (model.decoder or model.encoder).embed.vocab
+    model = dataclasses.replace(model, **sides)
+    module = build.build(model)
+    shapes = _paths(nn.meta.unbox(build.shapes(module))["params"])
+    key, params = jax.random.key(seed), {}
+    for i, (path, x) in enumerate(_paths(pretrained.params).items()):
+        axis = next((a for a, (new, was) in enumerate(zip(shapes[path].shape, x.shape)) if new != was), None)
+        if axis is None:
+            params[path] = x
+        elif vocab < old:
+            params[path] = jax.lax.slice_in_dim(x, 0, vocab, axis=axis)
+        else:
+            more = shapes[path].shape[:axis] + (vocab - old,) + shapes[path].shape[axis + 1 :]
+            drawn = jax.random.normal(jax.random.fold_in(key, i), more) * jnp.std(x) + jnp.mean(x, axis, keepdims=True)
+            params[path] = jnp.concatenate([x, drawn if x.ndim > 1 else jnp.zeros(more)], axis)
+    tree = flax.traverse_util.unflatten_dict(params, sep="/")
+    settings = Settings({**pretrained.settings.values, "vocab_size": vocab}, pretrained.settings.where)
+    config = dataclasses.replace(pretrained.config, model=model)
+    return dataclasses.replace(pretrained, module=module, params=tree, config=config, settings=settings)
