@@ -47,8 +47,12 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Those that stand beside the other library need its packages: uv pip install -e '.[bench]'.
 bench: $(VENV)/.installed
-	for script in benchmarks/[a-z]*.py; do $(BIN)/python "$$script"; done
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/fuzz_safetensors.py --seconds=60
+	! $(BIN)/python -c 'import torch, transformers' 2>/dev/null || $(BIN)/python benchmarks/loading.py
+	! $(BIN)/python -c 'import torch, transformers' 2>/dev/null || $(BIN)/python benchmarks/hugging_face.py
 
 # One file for all Python versions: the newest jax of each, told apart by markers.
 lock: $(VENV)/.installed

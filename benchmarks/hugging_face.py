@@ -1,6 +1,7 @@
 """Random models of the other library against ours: forward, loss, gradient, greedy, beam, and back through an export.
 
-    python benchmarks/hugging_face.py [--only=WORD] [--output=FILE.json] [--table=FILE.md]
+    python benchmarks/hugging_face.py [--only=WORD] [--output=FILE.json] [--page=docs/hugging-face.md]
+    python benchmarks/hugging_face.py --input=FILE.json --page=docs/hugging-face.md      (the page alone, from a file)
 
 Needs the extra [bench] (torch, transformers). Every case is made by their code with random weights, saved, loaded by
 `jaxformer.from_pretrained` and compared; then ours is saved and loaded by theirs. Figures are the largest difference
@@ -13,6 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from jaxformer.hf import convert
 
 BOUNDS = {"forward": 2e-5, "loss": 2e-5, "gradient": 1e-4, "export": 2e-5}
 
+MARKER = "<!-- measured -->"
+
 SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 56}
 BART = {
     "vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
@@ -35,7 +39,7 @@ BART = {
 }  # fmt: skip
 MARIAN = BART | {"pad_token_id": 98, "decoder_start_token_id": 98, "eos_token_id": 0, "bos_token_id": None}
 T5 = {
-    "vocab_size": 99, "d_model": 32, "d_kv": 10, "d_ff": 44, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
+    "vocab_size": 99, "d_model": 32, "d_kv": 10, "d_ff": 44, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4,
     "relative_attention_num_buckets": 12, "relative_attention_max_distance": 17, "decoder_start_token_id": 0,
 }  # fmt: skip
 GPT2 = {
@@ -174,7 +178,9 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         "marian",
         "MarianMTModel",
         "two vocabularies",
-        MARIAN | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 77, "tie_word_embeddings": False},
+        MARIAN
+        | {"pad_token_id": 76, "decoder_start_token_id": 76, "decoder_vocab_size": 77}
+        | {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False},
     ),
 ]
 """model_type, class, what is special, config."""
@@ -293,15 +299,11 @@ def markdown(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only cases whose class or remark contains this")
-    parser.add_argument("--output", default="")
-    parser.add_argument("--table", default="")
-    arguments = parser.parse_args()
-    rows, bad = [], 0
+def measured(only: str) -> list[dict[str, Any]]:
+    """Every case whose class or remark contains `only`, compared and printed."""
+    rows = []
     for kind, name, what, settings in CASES:
-        if arguments.only.lower() not in f"{kind} {name} {what}".lower():
+        if only.lower() not in f"{kind} {name} {what}".lower():
             continue
         row: dict[str, Any] = {"class": name, "what": what}
         with tempfile.TemporaryDirectory() as place:
@@ -309,19 +311,34 @@ def main() -> int:
                 row |= compare(kind, name, settings, Path(place))
             except Exception as error:  # one broken case must not hide the others
                 row["error"] = f"{type(error).__name__}: {error}"
-        above = [key for key, bound in BOUNDS.items() if row.get(key, 0.0) > bound]
-        wrong = (
-            above + [key for key in ("greedy", "beam") if row.get(key) is False] + (["error"] if "error" in row else [])
-        )
-        bad += bool(wrong)
-        print(json.dumps(row), "BAD: " + ", ".join(wrong) if wrong else "", flush=True)
+                traceback.print_exc()
+        print(json.dumps(row), "BAD: " + ", ".join(wrong(row)) if wrong(row) else "", flush=True)
         rows.append(row)
+    return rows
+
+
+def wrong(row: dict[str, Any]) -> list[str]:
+    """What is above its bound, differs or failed."""
+    above = [key for key, bound in BOUNDS.items() if row.get(key, 0.0) > bound]
+    return above + [key for key in ("greedy", "beam") if row.get(key) is False] + [key for key in row if key == "error"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only cases whose class or remark contains this")
+    parser.add_argument("--output", default="")
+    parser.add_argument("--input", default="", help="rows of an earlier run; nothing is measured")
+    parser.add_argument("--page", default="", help="page whose part after the marker is replaced by the table")
+    arguments = parser.parse_args()
+    rows = json.loads(Path(arguments.input).read_text()) if arguments.input else measured(arguments.only)
     if arguments.output:
         Path(arguments.output).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if arguments.table:
+    if arguments.page:
+        page = Path(arguments.page)
         columns = ("forward", "loss", "gradient", "greedy", "beam", "export")
-        Path(arguments.table).write_text(markdown(rows, columns), encoding="utf-8")
-    return 1 if bad else 0
+        above = page.read_text(encoding="utf-8").partition(MARKER)[0]
+        page.write_text(f"{above}{MARKER}\n\n{markdown(rows, columns)}", encoding="utf-8")
+    return 1 if any(wrong(row) for row in rows) else 0
 
 
 if __name__ == "__main__":
