@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxformer.config import Config, ConfigError, DataConfig, ModelConfig, TaskConfig
 from jaxformer.hf import convert, files, generation
 from jaxformer.hf.pretrained import TASKS, Pretrained, room
-from jaxformer.hf.table import Family, Row, Settings, family_of, head_of
+from jaxformer.hf.table import Family, Row, Settings, family_of, head_of, labels
 from jaxformer.hf.tokenizer import open_tokenizers
 from jaxformer.models import build
 from jaxformer.parallel import rules
@@ -44,7 +44,7 @@ def from_pretrained(
     Args:
       head: another head on the same body (causal_lm, masked_lm, seq2seq, sequence, token, qa, model), whose parameters
         are random unless the file has them; None: the file's own.
-      classes: of a new classification head.
+      classes: of a classification head; where the file's has another number, the decision is random.
       vocab: rows of the embedding, if it is to be resized: rows that are new are random.
       dtype: precision of the computation; parameters are float32.
       mesh: lays the parameters out over devices, each reading its own part of the file.
@@ -63,18 +63,19 @@ def from_pretrained(
     found = convert.canonical(family, tensors)
     if head == own == "model" and "bare" in family.heads and not any("pooler" in name for name in found):
         head = "bare"
-    if classes is not None:
-        settings = Settings(
-            {**settings.values, "id2label": {str(i): f"LABEL_{i}" for i in range(classes)}}, settings.where
-        )
-    model = dataclasses.replace(family.read(settings, head), dtype=dtype)
-    model = _untied(family, model, found)
+    other_classes = classes is not None and classes != labels(settings)
+    if other_classes:
+        named = {"id2label": {str(i): f"LABEL_{i}" for i in range(classes)}}
+        settings = Settings({**settings.values, **named}, settings.where)
+    model = untied(family, dataclasses.replace(family.read(settings, head), dtype=dtype), found)
     module = build.build(model)
     boxed = build.shapes(module)
     shapes = nn.meta.unbox(boxed)["params"]
     layout = None if mesh is None else rules.shardings(boxed, mesh)["params"]
     rows = family.rows(model, head)
-    fresh = _fresh_head(module, shapes, seed) if head != own else {}
+    fresh = _fresh_head(module, shapes, seed) if head != own or other_classes else {}
+    if other_classes:
+        found = _without(found, [row for row in rows if row.paths[0].startswith("head/decision")])
     spare = _spare(family, rows)
     left = [name for name in convert.unknown(found, rows) if spare(name)]
     if left:
@@ -111,14 +112,18 @@ def read_params(
         found.pop(family.output[0], None)
     heads = {path: x for path, x in _paths(params).items() if path.startswith("head/")}
     if not keep_head:
-        tops = [row for row in rows if all(path in heads for path in row.paths)]
-        found = {name: tensor for name, tensor in found.items() if convert.unknown([name], tops)}
+        found = _without(found, [row for row in rows if all(path in heads for path in row.paths)])
     fresh = heads if not keep_head or head != head_of(family, settings) else {}
     layout = jax.tree.map(lambda x: x.sharding, params)
     return convert.read(rows, found, params, layout, fresh, _spare(family, rows))
 
 
-def _untied(family: Family, model: ModelConfig, tensors: Mapping[str, Any]) -> ModelConfig:
+def _without(tensors: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """The tensors that none of `rows` speaks of."""
+    return {name: tensors[name] for name in convert.unknown(tensors, rows)}
+
+
+def untied(family: Family, model: ModelConfig, tensors: Mapping[str, Any]) -> ModelConfig:
     """A head is tied only if its own tensor, where the file has one, equals the embedding's; a copy is dropped."""
     if family.output is None or family.output[0] not in tensors or not model.head.tied:
         return model

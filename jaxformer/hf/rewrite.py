@@ -37,7 +37,7 @@ def in_their_terms(model: ModelConfig, params: PyTree) -> tuple[ModelConfig, PyT
         params = _reordered(model, params)
     if model.head.kind == "tokens" and not model.head.bias and model.encoder is not None and model.decoder is not None:
         vocab = model.decoder.embed.vocab
-        params = {**params, "head": {**(params.get("head", {})), "bias": jnp.zeros(vocab)}}
+        params = {**params, "head": {**params.get("head", {}), "bias": jnp.zeros(vocab)}}
         model = dataclasses.replace(model, head=dataclasses.replace(model.head, bias=True))
     return model, params
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxformer import checkpoint, overrides
 from jaxformer.config import Config, ConfigError, ModelConfig
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.hf import files, loading, pretrained
+from jaxformer.hf import convert, files, loading, pretrained
 from jaxformer.hf.pretrained import Pretrained
 from jaxformer.hf.table import Settings, family_of
 from jaxformer.hf.tokenizer import open_tokenizers
@@ -94,7 +94,9 @@ def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
             f"config.init.directory: got a {family.types[0]} for task {config.task.name}, expected a family with a "
             f"head for it (it has {', '.join(family.heads)})"
         )
-    model = family.read(settings, head)
+    model = loading.untied(
+        family, family.read(settings, head), convert.canonical(family, files.open_tensors(directory))
+    )
     if head == "sequence":
         model = dataclasses.replace(model, head=dataclasses.replace(model.head, classes=None))
     return model, open_tokenizers(directory, settings)

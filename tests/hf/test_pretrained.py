@@ -107,6 +107,14 @@ def test_another_head_on_the_same_body(bert, caplog):
     assert set(results[0]["probabilities"]) == {"LABEL_0", "LABEL_1", "LABEL_2"}
 
 
+def test_another_number_of_classes_keeps_the_pooler(tmp_path):
+    write_directory(tmp_path / "bert", "bert", "sequence", BERT | {"num_labels": 2})
+    two, five = (jaxformer.from_pretrained(tmp_path / "bert", classes=n) for n in (None, 5))
+    assert five.params["head"]["decision"]["kernel"].shape == (8, 5)
+    np.testing.assert_array_equal(two.params["head"]["hidden"]["kernel"], five.params["head"]["hidden"]["kernel"])
+    assert five(input_ids=np.asarray([[2, 7, 3]])).logits.shape == (1, 5)
+
+
 def test_tags_and_answers(bert):
     tags = jaxformer.from_pretrained(bert, head="token", classes=2).tag(["the cat sat"])[0]
     assert [tag["token"] for tag in tags] == ["the", "cat", "sat"]
@@ -213,6 +221,15 @@ def test_every_family_reads_what_it_writes():
             model = family.read(settings, head)
             again = family.read(table.Settings(family.write(model, head) | {"num_labels": 2}), head)
             assert not table.same(model, again), f"{name} {head}"
+
+
+def test_a_window_of_null_is_none_and_a_missing_one_the_default():
+    read = dict(table.families())["mistral"].read
+    windows = [
+        read(table.Settings(settings), "causal_lm").decoder.attention.window
+        for settings in ({"sliding_window": None}, {}, {"sliding_window": 7})
+    ]
+    assert windows == [None, 4096, 7]
 
 
 # --- models trained here ----------------------------------------------------------------------------------------------

@@ -139,7 +139,9 @@ def family(variant: Variant) -> Family:
         epsilon = settings("rms_norm_eps", 1e-6)
         bias = variant.bias == "inputs" or settings("attention_bias", False)
         settings.expect("use_sliding_window", False)
-        window = settings("sliding_window", variant.window) if variant.has_window else None
+        window = variant.window
+        if variant.has_window and "sliding_window" in settings.values:
+            window = settings.size("sliding_window", None)  # null: none, which is not the default
         activation = settings("hidden_activation", None) if variant.offset else settings("hidden_act", "silu")
         decoder = StackConfig(
             layers=settings.size("num_hidden_layers", 32),
