@@ -197,7 +197,7 @@ def theirs(kind: str, name: str, settings: dict[str, Any]) -> Any:
             if not tensor.requires_grad:  # Pegasus keeps its sinusoids as one
                 continue
             if tensor.ndim > 1:
-                tensor.mul_(3.0)
+                tensor.mul_(1.0 if kind == "t5" else 3.0)  # T5 starts large, and does not scale its scores
             elif "norm" not in tensor_name.lower() and "ln_" not in tensor_name:
                 tensor.add_(0.1 * torch.randn_like(tensor))
     return model
@@ -211,7 +211,8 @@ def inputs_of(name: str, settings: dict[str, Any]) -> dict[str, np.ndarray]:
     mask = np.ones_like(ids)
     left = "XLNet" in name
     hidden = np.s_[1, :4] if left else np.s_[1, 11:]
-    mask[hidden], ids[hidden] = 0, settings.get("pad_token_id", 0)
+    if not (name.startswith("Deberta") and "Question" in name):  # see docs/hugging-face.md, what is not supported
+        mask[hidden], ids[hidden] = 0, settings.get("pad_token_id", 0)
     if "BartForSequence" in name:  # the hidden state of the last end token decides
         ids[0, 14] = ids[1, 10] = settings["eos_token_id"]
     given = {"input_ids": ids, "attention_mask": mask}
