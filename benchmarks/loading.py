@@ -3,8 +3,8 @@
     python benchmarks/loading.py [--gigabytes=1] [--rounds=3] [--output=FILE.jsonl]
 
 Needs the extra [bench] (torch, transformers). Each load is a fresh process; the two take turns, the file stays in the
-page cache, and imports are not timed. Memory is the peak resident set of the process less what it was after the
-imports, so mapped pages of the file count in both.
+page cache, and imports are not timed. Every parameter is read once after loading, since a loader may only map the file.
+Memory is the peak resident set of the process less what it was after the imports, so mapped pages count in both.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from jaxformer.hf import files
 OURS = """
 import jaxformer, jax, numpy
 from jaxformer.hf import pretrained
-load = lambda: jax.block_until_ready(jaxformer.from_pretrained(DIRECTORY).params)
+load = lambda: jaxformer.from_pretrained(DIRECTORY).params
+read = lambda params: [float(numpy.asarray(x).ravel().sum()) for x in jax.tree.leaves(params)]
 """
 THEIRS = """
 import torch, transformers
 from transformers import LlamaForCausalLM
 load = lambda: LlamaForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32)
+read = lambda model: [float(x.detach().sum()) for x in model.parameters()]
 """
 MEASURE = """
 import json, resource, time
@@ -37,6 +39,7 @@ def resident(what):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what)) / 1024
 before, begun = resident("VmRSS"), time.perf_counter()
 model = load()
+read(model)
 print(json.dumps({"seconds": time.perf_counter() - begun, "peak_mb": resident("VmHWM") - before}))
 """
 

@@ -81,7 +81,7 @@ def read(
                 raise ConfigError(f"checkpoint: got no tensor {missing[0]}{more}, expected it for this config")
             used.update(names)
             _check_shapes(row, i, [tensors[name] for name in names], names, wanted[path].shape)
-            part = _part(row, i, [tensors[name] for name in names])
+            part = _part(row, i, [tensors[name] for name in names], wanted[path].shape)
             params[path] = _place(part, wanted[path], places.get(path))
     unfilled = sorted(set(wanted) - set(params))
     if unfilled:
@@ -142,20 +142,35 @@ def _check_shapes(row: Row, i: int, tensors: list[Tensor], names: list[str], sha
             )
 
 
-def _part(row: Row, i: int, tensors: list[Tensor]) -> Slice:
+def _part(row: Row, i: int, tensors: list[Tensor], shape: tuple[int, ...]) -> Slice:
+    """Reads parts of a parameter, straight into the memory that the device will use where it is the host's own."""
+
     def read(index: tuple[slice, ...]) -> np.ndarray:
-        if LAYER not in row.theirs:
-            return np.asarray(_ours(row, i, tensors[0].array())[index], np.float32)
-        layers = range(len(tensors))[index[0]]
-        return np.stack([np.asarray(_ours(row, i, tensors[j].array())[index[1:]], np.float32) for j in layers])
+        part = _aligned(tuple(len(range(size)[one]) for size, one in zip(shape, index, strict=True)))
+        layered = LAYER in row.theirs
+        for place, j in enumerate(range(len(tensors))[index[0]] if layered else [0]):
+            view = _ours(row, i, tensors[j].array())[index[1:] if layered else index]
+            part[place if layered else ...] = view
+            tensors[j].release()  # else the file would stand in memory beside the parameters
+        return part
 
     return read
 
 
+def _aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """An empty float32 array that begins at a multiple of 64 bytes: such a one a CPU device takes over uncopied."""
+    size = int(np.prod(shape))
+    room = np.empty(size + 16, np.float32)
+    skip = -room.ctypes.data % 64 // 4
+    return room[skip : skip + size].reshape(shape)
+
+
 def _place(part: Slice, shape: jax.ShapeDtypeStruct, where: jax.sharding.Sharding | None) -> jax.Array:
     if where is None:
-        return jax.device_put(part((slice(None),) * len(shape.shape)))
-    return jax.make_array_from_callback(shape.shape, where, part)
+        x = jax.device_put(part((slice(None),) * len(shape.shape)), may_alias=True)
+    else:
+        x = jax.make_array_from_callback(shape.shape, where, part)
+    return jax.block_until_ready(x)  # one parameter at a time: what waits to be copied takes memory
 
 
 def _tensor(row: Row, arrays: list[Any], layer: int | None, dtype: Any) -> Callable[[], np.ndarray]:

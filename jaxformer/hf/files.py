@@ -78,6 +78,20 @@ class Tensor:
         """A read-only view on the mapped file: no copy, not necessarily aligned."""
         return self.content.view(self.dtype).reshape(self.shape)
 
+    def release(self) -> None:
+        """Gives the pages that reading brought into memory back to the system; reading again brings them back."""
+        mapped = self.content
+        while isinstance(mapped.base, np.ndarray):
+            mapped = mapped.base
+        file = mapped.base.obj if isinstance(mapped.base, memoryview) else None
+        if not isinstance(file, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        begin = self.content.ctypes.data - mapped.ctypes.data
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only: the rest is a neighbour's
+        last = (begin + self.content.size) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            file.madvise(mmap.MADV_DONTNEED, first, last - first)
+
 
 class Tensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name, in the order of its files."""

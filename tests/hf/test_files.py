@@ -540,3 +540,17 @@ def test_real_checkpoints_come_back_to_the_byte(tmp_path, again):
             tensor = tensors[name]
             assert (tensor.dtype, list(tensor.shape)) == (files.DTYPES[dtype], shape)
             assert tensor.array().tobytes() == content
+
+
+def test_released_pages_come_back(tmp_path):
+    """Giving pages back changes no value, not even a neighbour's on the same page."""
+    arrays = {
+        name: np.random.default_rng(i).normal(size=size) for i, (name, size) in enumerate([("a", 5), ("b", 5000)])
+    }
+    files.write(tmp_path / "out", {}, arrays)
+    tensors = files.open_tensors(tmp_path / "out")
+    for name in ("b", "a", "b"):
+        np.testing.assert_array_equal(tensors[name].array(), arrays[name])
+        tensors[name].release()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(tensors[name].array(), array)
