@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jaxformer import cli, inspection, lines, overrides
 from jaxformer.config import ConfigError
+from jaxformer.hf import workdirs
 
 RECIPE = """
 from jaxformer import overrides
@@ -133,7 +134,8 @@ def test_train_gets_the_config_and_its_code_is_the_exit_code(monkeypatch, recipe
     stand_in(monkeypatch, "report", finish=reported.append)
     argv = ["train", "--config.train.steps=9", *recipe.split("=", 1), "--workdir=out", "--config.train.seed=4"]
     assert cli.main(argv) == code
-    ((config, workdir),) = calls
+    ((config, workdir, origin),) = calls
+    assert origin is workdirs.ORIGIN, "runs may start from directories of the other library"
     assert (config.train.steps, config.train.seed, workdir) == (9, 4, "out")
     assert reported == (["out"] if code == 0 else []), "a finished run gets its page, a preempted one does not yet"
 

@@ -244,7 +244,7 @@ def test_somebody_faster_is_not_overwritten(tmp_path):
         ({}, {"__metadata__": np.zeros(1)}, "tensor name: got '__metadata__'"),
         ({}, {"\ud800": np.zeros(1)}, r"tensor name: got '\ud800'"),
     ],
-    ids=str,
+    ids=["object", "nan", "text", "objects", "metadata", "surrogate"],
 )
 def test_what_cannot_be_written_is_refused(tmp_path, config, tensors, words):
     with pytest.raises(ConfigError) as caught:
