@@ -40,7 +40,7 @@ FOLDERS: dict[tuple[type, str], tuple[str, tuple[str, ...]]] = {
     (EncodingConfig, "kind"): ("jaxformer.nn.encodings", ()),
     (AttentionConfig, "kernel"): ("jaxformer.nn.kernels", ("auto",)),
     (DataConfig, "source"): ("jaxformer.data.sources", ()),
-    (TaskConfig, "name"): ("jaxformer.tasks", ()),
+    (TaskConfig, "name"): ("jaxformer.tasks", ("none",)),
 }
 """Fields that name a file of a folder, and what else they may say."""
 
@@ -147,11 +147,9 @@ def check(config: Config) -> None:
             _stack(part, path, config)
         elif isinstance(part, RecurrentConfig):
             _recurrent(part, path)
-    if config.init.directory and not _parts_of_model(config.model):
-        _data(config)
-        return  # the model is the directory's; the filled config is judged when it is saved
-    _model(config.model)
-    _task(config)
+    if config.model.parts or not config.init.directory:  # else the directory has the model, judged when it is read
+        _model(config.model)
+        _task(config)
     _data(config)
     _train(config)
     _decode(config.decode)
@@ -257,15 +255,10 @@ def _embed(embed: EmbedConfig, width: int, path: str) -> None:
         raise _wrong(f"{path}.embed.width", embed.width, f"at most the model width ({width})")
 
 
-def _parts_of_model(model: ModelConfig) -> list[str]:
-    names = ("encoder", "decoder", "recurrent_encoder", "recurrent_decoder")
-    return [name for name in names if getattr(model, name) is not None]
-
-
 def _model(model: ModelConfig) -> None:
-    transformer = [n for n in ("encoder", "decoder") if getattr(model, n) is not None]
-    recurrent = [n for n in ("recurrent_encoder", "recurrent_decoder") if getattr(model, n) is not None]
-    if not transformer and not recurrent:
+    recurrent = [part for part in model.parts if part.startswith("recurrent_")]
+    transformer = [part for part in model.parts if part not in recurrent]
+    if not model.parts:
         raise _wrong(
             "config.model", "no encoder and no decoder", "at least one", "add one in the recipe with section()"
         )
@@ -332,6 +325,8 @@ def _task(config: Config) -> None:
             raise _wrong("config.task.name", task, f"{words} for this task (the model has: {sides.replace(' ', ', ')})")
         if model.head.kind != head:
             raise _wrong("config.model.head.kind", model.head.kind, f"{head} for the task {task}")
+        if head == "classes" and model.head.classes == 1:
+            raise _wrong("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if config.data.packing != "none" and task != "language_modelling":
             raise _wrong("config.data.packing", config.data.packing, f"none for the task {task}")
     if (
@@ -383,6 +378,8 @@ def _train(config: Config) -> None:
 
 
 def _decode(decode: DecodeConfig) -> None:
+    if decode.length_penalty < 0 and decode.length_norm == "gnmt":
+        raise _wrong("config.decode.length_penalty", decode.length_penalty, "at least 0 for length_norm gnmt")
     if decode.method == "beam" and decode.hypotheses > decode.beams:
         raise _wrong("config.decode.hypotheses", decode.hypotheses, f"at most decode.beams ({decode.beams})")
     if decode.method == "greedy" and decode.hypotheses > 1:

@@ -195,6 +195,12 @@ class ModelConfig:
     share_embeddings: bool = False  # one table for source and target (joint vocabulary)
     dtype: str = "float32"  # compute precision: float32 or bfloat16; parameters stay float32
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the sides that exist."""
+        sides = ("encoder", "decoder", "recurrent_encoder", "recurrent_decoder")
+        return tuple(side for side in sides if getattr(self, side) is not None)
+
 
 @dataclass(frozen=True)
 class TokenizerConfig:
@@ -230,7 +236,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    name: str = "translation"  # a file of jaxformer/tasks/
+    name: str = "translation"  # a file of jaxformer/tasks/, or none: the model is only called, never trained here
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     mask_rate: float = 0.15  # masked_lm: share of tokens predicted

@@ -386,6 +386,7 @@ BAD_OVERRIDES = [
     ("--confgi.train.steps=3", "expected --config.PATH=VALUE"),
     ("steps=3", "expected --config.PATH=VALUE"),
     ("--config.train.steps=0", "config.train.steps: got 0, expected at least 1"),
+    ("--config.decode.length_penalty=-0.1", "config.decode.length_penalty: got -0.1, expected at least 0"),
     ("--config.model.encoder.dropout=1", "less than 1"),
 ]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.hf.table import Family, Settings
+from jaxformer.hf.table import Convention, Settings
 from jaxformer.registry import nearest
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream
 
@@ -63,24 +63,26 @@ def check(inputs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return given
 
 
-def batch_of(family: Family, settings: Settings, model: ModelConfig, head: str, inputs: Mapping[str, Any]) -> Batch:
+def batch_of(
+    convention: Convention, settings: Settings, model: ModelConfig, head: str, inputs: Mapping[str, Any]
+) -> Batch:
     """The streams of a call. A span's scores compete with those of padding, so there padded slots read the text too."""
     sources = {name: jnp.asarray(value) for name, value in inputs.items() if name not in BOTH}
     if model.decoder is None or model.encoder is None:
-        stream = _stream(family, (model.encoder or model.decoder).embed.pad, sources)
+        stream = _stream(convention, (model.encoder or model.decoder).embed.pad, sources)
         if head == "qa":
             stream = stream._replace(slots=stream.slots._replace(segment=2 * stream.slots.segment - 1))
         return Batch(stream, None) if model.decoder is None else Batch(None, stream)
-    source = _stream(family, model.encoder.embed.pad, sources)
+    source = _stream(convention, model.encoder.embed.pad, sources)
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
         if "labels" in sources and sources["labels"].ndim == 2:
-            sources["decoder_input_ids"] = shift_right(settings, sources["labels"])
-        elif "input_ids" in sources and settings("model_type", "") == "bart":
-            sources["decoder_input_ids"] = shift_right(settings, sources["input_ids"])
+            sources["decoder_input_ids"] = shift_right(convention, settings, sources["labels"])
+        elif "input_ids" in sources and convention.repeats:
+            sources["decoder_input_ids"] = shift_right(convention, settings, sources["input_ids"])
         else:
             raise ConfigError("call: got no decoder_input_ids, expected them or labels")
     decoder = {name.removeprefix("decoder_"): x for name, x in sources.items() if name.startswith("decoder_")}
-    target = _stream(family, model.decoder.embed.pad, decoder)
+    target = _stream(convention, model.decoder.embed.pad, decoder)
     if head == "sequence" and "input_ids" in sources:
         target = _up_to_the_end(target, sources["input_ids"] == settings("eos_token_id", 2))
     return Batch(source, target)
@@ -94,7 +96,7 @@ def _up_to_the_end(target: Stream, ends: Array) -> Stream:
     return target._replace(slots=target.slots._replace(segment=jnp.where(inside, target.slots.segment, 0)))
 
 
-def _stream(family: Family, pad: int | None, inputs: Mapping[str, Array]) -> Stream:
+def _stream(convention: Convention, pad: int | None, inputs: Mapping[str, Array]) -> Stream:
     if ("input_ids" in inputs) == ("inputs_embeds" in inputs):
         raise ConfigError("call: got both or none of input_ids and inputs_embeds, expected one of them")
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
@@ -106,18 +108,18 @@ def _stream(family: Family, pad: int | None, inputs: Mapping[str, Array]) -> Str
         raise ConfigError(f"call: got an attention_mask of shape {list(real.shape)}, expected {list(shape)}")
     real = (real != 0).astype(jnp.int32)
     count = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-    if family.positions == "ids" and "input_ids" in inputs:
+    if convention.positions == "ids" and "input_ids" in inputs:
         text = (tokens != pad).astype(jnp.int32)
         count = jnp.cumsum(text, axis=1) * text - 1  # padding: the row before the first position's
     if "position_ids" in inputs:
-        first = pad + 1 if family.positions == "ids" else 0
+        first = pad + 1 if convention.positions == "ids" else 0
         count = jnp.broadcast_to(inputs["position_ids"], shape).astype(jnp.int32) - first
-    return Stream(tokens, Slots(count, real), inputs.get("token_type_ids", None))
+    return Stream(tokens, Slots(count, real), inputs.get("token_type_ids"))
 
 
-def shift_right(settings: Settings, labels: Array) -> Array:
+def shift_right(convention: Convention, settings: Settings, labels: Array) -> Array:
     """A decoder's input: its start token, then all labels but the last, with padding for ignored ones."""
-    start = settings("decoder_start_token_id", 2 if settings("model_type", "") == "bart" else 0)
+    start = settings("decoder_start_token_id", convention.start)
     first = jnp.full((labels.shape[0], 1), start, labels.dtype)
     moved = jnp.concatenate([first, labels[:, :-1]], axis=1)
     return jnp.where(moved == IGNORED, settings("pad_token_id", 0), moved)

@@ -119,11 +119,11 @@ def _names(row: Row, shape: tuple[int, ...]) -> list[str]:
 
 def _ours(row: Row, i: int, array: np.ndarray) -> np.ndarray:
     """Parameter i of a row from one tensor of theirs: a view wherever numpy can make one."""
-    y = einops.rearrange(array, row.layout, **_known(row, array)) if row.layout else array
+    y = einops.rearrange(array, row.layout, **_known(row)) if row.layout else array
     return y if isinstance(row.ours, str) else y[i]
 
 
-def _known(row: Row, array: np.ndarray) -> dict[str, int]:
+def _known(row: Row) -> dict[str, int]:
     sizes = dict(row.sizes)
     return sizes if isinstance(row.ours, str) else {**sizes, "n": len(row.ours)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from jaxformer.registry import nearest
 if TYPE_CHECKING:
     from jaxformer.hf.pretrained import Pretrained
 
+log = logging.getLogger("jaxformer")
+
 DEFAULTS: dict[str, Any] = {
     "max_length": 20, "max_new_tokens": None, "min_length": 0, "min_new_tokens": None, "num_beams": 1,
     "num_return_sequences": 1, "length_penalty": 1.0, "early_stopping": False, "do_sample": False, "temperature": 1.0,
@@ -32,12 +35,19 @@ DEFAULTS: dict[str, Any] = {
 INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")
 STOPPING = {True: "first", False: "estimate", "never": "exact"}
 LIMITS = ("max_length", "max_new_tokens")
+NEUTRAL = (None, False, 0, 1.0, [])
+"""Values with which an option of theirs that is not here does nothing."""
 
 
 def read_defaults(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """generation_config.json, where there is one."""
     path = Path(directory) / "generation_config.json"
-    return files.read_config(directory, path.name) if path.exists() else {}
+    found = files.read_config(directory, path.name) if path.exists() else {}
+    about = ("transformers_version", "_from_model_config")
+    unknown = [name for name, value in found.items() if name not in (*DEFAULTS, *about) and value not in NEUTRAL]
+    if unknown:
+        log.warning("%s: generation here knows no %s, and goes without", path, ", ".join(unknown))
+    return found
 
 
 def generate(model: Pretrained, options: Mapping[str, Any]) -> Any:
@@ -98,7 +108,7 @@ def _settings(model: Pretrained, options: Mapping[str, Any]) -> dict[str, Any]:
     if options.keys() & set(LIMITS) and not options.keys() >= set(LIMITS):  # the one that is given counts
         other = "max_new_tokens" if "max_length" in options else "max_length"
         found[other] = None
-    if found["use_cache"] not in (True, False) or found["num_beams"] < 1:
+    if found["num_beams"] < 1:
         raise ConfigError(f"generate: got num_beams {found['num_beams']}, expected at least 1")
     if found["use_mems"]:
         raise ConfigError("generate: got use_mems True, expected False: each step reads the whole text, not memories")

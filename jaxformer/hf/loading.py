@@ -83,7 +83,8 @@ def from_pretrained(
     params = convert.read(rows, found, shapes, layout, fresh, spare)
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
     data = DataConfig(length=min(room(model), DataConfig.length))
-    config = Config(model=model, data=data, task=TaskConfig(name=TASKS.get(head, "classification")))
+    task = "none" if model.head.classes == 1 else TASKS.get(head, "none")  # no task here is a regression
+    config = Config(model=model, data=data, task=TaskConfig(name=task))
     pretrained = Pretrained(
         module=module,
         params=params,

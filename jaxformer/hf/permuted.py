@@ -76,7 +76,7 @@ def _source(model: Pretrained, given: Mapping[str, Any]) -> Stream:
         inputs["attention_mask"] = jnp.asarray(given["attention_mask"])
     if "input_mask" in given:
         inputs["attention_mask"] = jnp.asarray(given["input_mask"]) == 0
-    return calling.batch_of(model.family, model.settings, model.config.model, "", inputs).source
+    return calling.batch_of(model.convention, model.settings, model.config.model, "", inputs).source
 
 
 def _shaped(given: Mapping[str, Any], name: str, shape: tuple[int | None, ...]) -> Array | None:

@@ -18,7 +18,7 @@ from jaxformer.data.tokenizers import Fast
 from jaxformer.decode import engine
 from jaxformer.decode.batching import Prompt
 from jaxformer.hf import calling, convert, files, generation, rewrite
-from jaxformer.hf.table import Family, Settings, families, same
+from jaxformer.hf.table import Convention, Family, Settings, families, same
 from jaxformer.hf.tokenizer import frame
 from jaxformer.model import Model
 from jaxformer.types import Batch, PyTree
@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("jaxformer")
 
-TASKS = {"causal_lm": "language_modelling", "masked_lm": "masked_lm", "seq2seq": "translation"}
-"""Head -> the task that trains it here; the others are classification."""
+TASKS = {
+    "causal_lm": "language_modelling",
+    "masked_lm": "masked_lm",
+    "seq2seq": "translation",
+    "sequence": "classification",
+}
+"""Head -> the task that trains it here. The others are called here, and not trained."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +68,11 @@ class Pretrained(Model):
         params = self.params if params is None else params
         if batch is not None:
             return super().__call__(batch)
-        custom = None if self.family is None else self.family.calling
-        if custom is not None:
-            return custom(self, params, dropout_key, inputs)
+        if self.convention.call is not None:
+            return self.convention.call(self, params, dropout_key, inputs)
         given = calling.check(inputs, calling.accepted(self.config.model, self.head))
         model = self.config.model
-        batch = calling.batch_of(self.family or OURS, self.settings, model, self.head, given)
+        batch = calling.batch_of(self.convention, self.settings, model, self.head, given)
         wanted = calling.needs_intermediates(self.head, model, given)
         logits, sown = apply(self.module, {**self._variables, "params": params}, batch, wanted, dropout_key)
         loss = calling.loss_of(self.head, self.settings, logits, given)
@@ -94,7 +98,7 @@ class Pretrained(Model):
             raise ConfigError(f"answer: got a model with head {self.head!r}, expected one with a qa head and tokenizer")
         found = []
         for question, context in zip(questions, contexts, strict=True):
-            framed = frame(self.tokenizers.source, self.settings("model_type", ""), question, context)
+            framed = frame(self.tokenizers.source, self.convention, question, context)
             if not framed.offsets:
                 raise ConfigError("answer: got a tokenizer without character offsets, expected a tokenizer.json")
             kinds = {"token_type_ids": np.asarray([framed.kinds])} if self.config.model.encoder.embed.kinds else {}
@@ -107,6 +111,11 @@ class Pretrained(Model):
             found.append({"answer": context[begin:finish], "start": begin, "end": finish, "score": float(table.max())})
         return found
 
+    @property
+    def convention(self) -> Convention:
+        """How it is called; a model that was trained here in the usual way."""
+        return Convention() if self.family is None else self.family.convention
+
     def _prompt(self, line: str) -> Prompt:
         """An imported model's text is framed as its tokenizer.json says."""
         if self.family is None:
@@ -115,7 +124,7 @@ class Pretrained(Model):
             raise ConfigError(
                 "model: got text, expected token ids: the directory has no tokenizer.json or spiece.model"
             )
-        framed = frame(self.tokenizers.source, self.settings("model_type", ""), line)
+        framed = frame(self.tokenizers.source, self.convention, line)
         ids, model = np.asarray(framed.ids, np.int32), self.config.model
         if model.encoder is None:
             return {"target": ids}
@@ -208,10 +217,6 @@ class Pretrained(Model):
             log.warning("%s: no tokenizer.json, the other library has none of this kind; encode texts here", directory)
             return
         self.tokenizers.target.export(directory / "tokenizer.json", self.family is None and self.head == "seq2seq")
-
-
-OURS = Family((), {}, lambda s, h: ModelConfig(), lambda m, h: {}, lambda m, h: [])
-"""The conventions of a model that was trained here."""
 
 
 @functools.partial(jax.jit, static_argnames=("module", "wanted"))

@@ -46,6 +46,30 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Convention:
+    """How models are called, where families differ.
+
+    Attributes:
+      positions: how positions count: "slots" (every slot), "ids" (RoBERTa: only tokens that are not padding).
+      start: what a decoder's input begins with, where config.json names no token.
+      repeats: a decoder that is given nothing reads the encoder's input again (BART).
+      before, between, after: names of the special tokens before a text, between a pair, and after it, where no
+        tokenizer.json says it.
+      last_kind: token type of the last special token, if it is one of its own (XLNet).
+      call: what reads inputs and makes outputs; None: the usual way, see `jaxformer/hf/calling.py`.
+    """
+
+    positions: str = "slots"
+    start: int = 0
+    repeats: bool = False
+    before: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    last_kind: int | None = None
+    call: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture of the other library.
 
@@ -63,8 +87,7 @@ class Family:
       renamed: (regular expression, replacement) from older names to today's.
       constants: `model -> tensors` that are no parameters but stand in a file.
       output: names of the output projection and of the embedding that it may be tied to.
-      positions: how positions count: "slots" (every slot), "ids" (RoBERTa: only tokens that are not padding).
-      calling: what reads inputs and makes outputs, see `jaxformer/hf/calling.py`; None: the usual one.
+      convention: how it is called.
     """
 
     types: tuple[str, ...]
@@ -78,8 +101,7 @@ class Family:
     copies: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     output: tuple[str, str] | None = None
-    positions: str = "slots"
-    calling: Any = None
+    convention: Convention = Convention()
     constants: Callable[[ModelConfig], dict[str, np.ndarray]] = lambda model: {}
 
 

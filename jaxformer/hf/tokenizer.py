@@ -12,25 +12,9 @@ from tokenizers import implementations
 
 from jaxformer.config import ConfigError
 from jaxformer.data.tokenizers import Fast, Sentences, Tokenizer, Tokenizers
-from jaxformer.hf.table import Settings
+from jaxformer.hf.table import Convention, Settings
 
 SENTENCEPIECE = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "spm.model")
-
-FRAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-    "bert": (("[CLS]",), ("[SEP]",), ("[SEP]",)),
-    "deberta": (("[CLS]",), ("[SEP]",), ("[SEP]",)),
-    "deberta-v2": (("[CLS]",), ("[SEP]",), ("[SEP]",)),
-    "roberta": (("<s>",), ("</s>", "</s>"), ("</s>",)),
-    "bart": (("<s>",), ("</s>", "</s>"), ("</s>",)),
-    "xlnet": ((), ("<sep>",), ("<sep>", "<cls>")),
-    "t5": ((), ("</s>",), ("</s>",)),
-    "marian": ((), (), ("</s>",)),
-    "pegasus": ((), (), ("</s>",)),
-    "llama": (("<s>",), (), ()),
-    "mistral": (("<s>",), (), ()),
-    "gemma": (("<bos>",), (), ()),
-}
-"""model_type -> special tokens before a text, between a pair, and after it, where no tokenizer.json says it."""
 
 
 class Framed(NamedTuple):
@@ -129,24 +113,24 @@ def _lowercase(directory: Path) -> bool:
     return bool(found.get("do_lower_case", True)) if isinstance(found, dict) else True
 
 
-def frame(tokenizer: Tokenizer, model_type: str, text: str, pair: str | None = None) -> Framed:
+def frame(tokenizer: Tokenizer, convention: Convention, text: str, pair: str | None = None) -> Framed:
     """`text`, or a pair of texts, with the special tokens that the model was trained with.
 
-    A tokenizer.json says itself which; otherwise `FRAMES` does.
+    A tokenizer.json says itself which, if it adds any; otherwise `convention` does.
     """
     if isinstance(tokenizer.vocabulary, Fast):
         found = tokenizer.vocabulary.whole(text, pair)
         says = tokenizer.vocabulary.model.num_special_tokens_to_add(pair is not None)
-        if says or model_type not in FRAMES:
+        if says or not (convention.before or convention.after):
             return Framed(found.ids, found.type_ids, found.offsets, found.sequence_ids)
-    before, between, after = FRAMES.get(model_type, ((), (), ()))
-    ids, kinds = _special(tokenizer, before), [0] * len(before)
+    ids = _special(tokenizer, convention.before)
+    kinds = [0] * len(ids)
     for part, each in enumerate((text,) if pair is None else (text, pair)):
         last = pair is None or part == 1
-        more = [*tokenizer.parse(each), *_special(tokenizer, after if last else between)]
+        more = [*tokenizer.parse(each), *_special(tokenizer, convention.after if last else convention.between)]
         ids, kinds = ids + more, kinds + [part] * len(more)
-    if model_type == "xlnet":
-        kinds[-1] = 2  # its <cls> is a text of its own
+    if convention.last_kind is not None:
+        kinds[-1] = convention.last_kind
     return Framed(ids, kinds, [], [])
 
 

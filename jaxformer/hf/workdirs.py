@@ -15,7 +15,7 @@ from jaxformer.config import Config, ConfigError, ModelConfig
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.hf import convert, files, loading, pretrained
 from jaxformer.hf.pretrained import Pretrained
-from jaxformer.hf.table import Settings, family_of
+from jaxformer.hf.table import Family, Settings, family_of
 from jaxformer.hf.tokenizer import open_tokenizers
 from jaxformer.model import Model
 from jaxformer.train import start
@@ -81,19 +81,25 @@ def is_theirs(directory: str | os.PathLike[str]) -> bool:
     return (place / "config.json").exists() and any(place.glob("*.safetensors"))
 
 
-def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
-    """The body of the directory's model with the head of that family for `config.task`."""
-    if not is_theirs(config.init.directory):
-        return start.RUN.model(config)
+def _opened(config: Config) -> tuple[Path, Settings, Family, str]:
+    """The directory that a run starts from, its config.json and family, and our word for the head of the run's task."""
     directory = Path(config.init.directory)
     settings = Settings(files.read_config(directory), str(directory / "config.json"))
     family = family_of(settings)
-    head = next((word for word, task in pretrained.TASKS.items() if task == config.task.name), "sequence")
+    head = next(word for word, task in pretrained.TASKS.items() if task == config.task.name)
     if head not in family.heads:
         raise ConfigError(
             f"config.init.directory: got a {family.types[0]} for task {config.task.name}, expected a family with a "
             f"head for it (it has {', '.join(family.heads)})"
         )
+    return directory, settings, family, head
+
+
+def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
+    """The body of the directory's model with the head of that family for `config.task`."""
+    if not is_theirs(config.init.directory):
+        return start.RUN.model(config)
+    directory, settings, family, head = _opened(config)
     model = loading.untied(
         family, family.read(settings, head), convert.canonical(family, files.open_tensors(directory))
     )
@@ -106,10 +112,7 @@ def _params(config: Config, params: PyTree) -> PyTree:
     """The directory's tensors, each device reading its own part; what only the new head has stays as it is."""
     if not is_theirs(config.init.directory):
         return start.RUN.params(config, params)
-    directory = Path(config.init.directory)
-    settings = Settings(files.read_config(directory), str(directory / "config.json"))
-    family = family_of(settings)
-    head = next((word for word, task in pretrained.TASKS.items() if task == config.task.name), "sequence")
+    directory, settings, family, head = _opened(config)
     return loading.read_params(directory, settings, family, config.model, head, params, config.init.head)
 
 

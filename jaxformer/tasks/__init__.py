@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Mapping
 import numpy as np
 
 from jaxformer import registry
-from jaxformer.config import Config
+from jaxformer.config import Config, ConfigError
 from jaxformer.types import Array, Batch, Sums
 
 if TYPE_CHECKING:
@@ -55,5 +55,12 @@ class Task:
 
 
 def get(name: str) -> Task:
-    """The task defined by the file `name` of this folder."""
+    """The task defined by the file `name` of this folder.
+
+    Raises:
+      ConfigError: the name is "none": such a model is only called.
+    """
+    if name == "none":
+        known = ", ".join(registry.names(__name__))
+        raise ConfigError(f"config.task.name: got none, expected one of {known}; this model can only be called")
     return registry.member(__name__, name, "TASK")

@@ -9,6 +9,7 @@ from typing import Callable, NamedTuple
 import jax
 
 from jaxformer import overrides
+from jaxformer.checkpoint import load, locate
 from jaxformer.config import Config, ConfigError, ModelConfig
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.types import PyTree, TrainState
@@ -30,14 +31,18 @@ def with_model(config: Config, workdir: Path, origin: Origin) -> tuple[Config, T
     """A config without a model gets that of `config.init.directory`, and with it its tokenizers.
 
     A run that is resumed has its model in its own workdir.
+
+    Raises:
+      ConfigError: the model and the rest of the config contradict each other.
     """
-    model = config.model
-    if any(getattr(model, name) for name in ("encoder", "decoder", "recurrent_encoder", "recurrent_decoder")):
+    if config.model.parts:
         return config, None
     if (workdir / "config.json").exists():
-        return dataclasses.replace(config, model=overrides.read(workdir).model), None
-    found, tokenizers = origin.model(config)
-    return dataclasses.replace(config, model=dataclasses.replace(found, dtype=model.dtype)), tokenizers
+        model, tokenizers = overrides.read(workdir).model, None
+    else:
+        model, tokenizers = origin.model(config)
+        model = dataclasses.replace(model, dtype=config.model.dtype)
+    return overrides.freeze(dataclasses.asdict(dataclasses.replace(config, model=model))), tokenizers
 
 
 def warm(state: TrainState, config: Config, origin: Origin) -> TrainState:
@@ -50,8 +55,6 @@ def warm(state: TrainState, config: Config, origin: Origin) -> TrainState:
 
 
 def _model_of_run(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
-    from jaxformer.checkpoint import locate
-
     workdir, _ = locate(Path(config.init.directory).absolute())
     model = overrides.read(workdir).model
     head = model.head if config.init.head else config.model.head
@@ -59,8 +62,6 @@ def _model_of_run(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
 
 
 def _params_of_run(config: Config, params: PyTree) -> PyTree:
-    from jaxformer.checkpoint import load
-
     other = dict(load(config.init.directory).params)
     if not config.init.head and "head" in params:
         other["head"] = params["head"]

@@ -78,6 +78,18 @@ def test_limits_are_per_row():
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), alpha=st.sampled_from([0.0, 0.6]))
+def test_one_beam_is_greedy_under_rules_that_keep_the_order(seed, alpha):
+    """Bans leave the order of the other tokens, so the same are chosen; only greedy search normalises again."""
+    model = PrefixModel(vocab=4, seed=seed)
+    shared = DecodeConfig(max_length=7, length_penalty=alpha, no_repeat_ngram=3, min_length=2, bad_words=((1, 2),))
+    one = run(batch_of(*PROMPTS), dataclasses.replace(shared, method="beam", beams=1), model=model)
+    greedy = jax.device_get(compiled_greedy(shared)(model.table, batch_of(*PROMPTS)))
+    assert one.tokens.tolist() == greedy.tokens.tolist()
+    assert one.lengths.tolist() == greedy.lengths.tolist()
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), alpha=st.sampled_from([0.0, 0.6]))
 def test_one_beam_is_greedy(seed, alpha):
     model = PrefixModel(vocab=4, seed=seed)
     shared = DecodeConfig(max_length=7, length_penalty=alpha)

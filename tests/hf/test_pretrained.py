@@ -152,6 +152,14 @@ def test_generation_continues_text(gpt2):
     assert ids.shape[1] <= 8
 
 
+def test_defaults_that_generation_does_not_know_are_named(gpt2, tmp_path, caplog):
+    place = edited(gpt2, tmp_path / "x")
+    (place / "generation_config.json").write_text('{"typical_p": 0.9, "num_beam_groups": 1.0, "max_new_tokens": 3}')
+    model = jaxformer.from_pretrained(place)
+    assert "knows no typical_p, and" in caplog.text
+    assert model.generate(input_ids=np.asarray([[7, 8]]), eos_token_id=13, pad_token_id=0).shape[1] <= 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -309,6 +317,18 @@ def test_import_then_export_gives_the_tensors_back(gpt2, tmp_path, capsys):
     assert "not empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("head", "more"), [("token", {}), ("qa", {}), ("model", {}), ("sequence", {"num_labels": 1})])
+def test_a_model_that_no_task_trains_is_imported_all_the_same(head, more, tmp_path, capsys):
+    source, workdir = tmp_path / "bert", tmp_path / "run"
+    write_directory(source, "bert", head, BERT | more)
+    assert cli.main(["import", f"--source={source}", f"--workdir={workdir}"]) == 0
+    ids = np.asarray([[2, 7, 8, 3]])
+    before, after = jaxformer.from_pretrained(source)(input_ids=ids), jaxformer.load(workdir)(input_ids=ids)
+    jax.tree.map(np.testing.assert_array_equal, dict(before), dict(after))
+    assert cli.main(["decode", f"--workdir={workdir}", f"--input={source / 'config.json'}"]) == 2
+    assert "can only be called" in capsys.readouterr().err
+
+
 def test_import_of_nothing_is_one_line(tmp_path, capsys):
     assert cli.main(["import", f"--source={tmp_path}", f"--workdir={tmp_path / 'run'}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -345,3 +365,13 @@ def test_a_directory_is_fine_tuned(bert, tmp_path, capsys):
     assert 0 < moved < 0.1  # it started there, and learned
     assert model.classify(["the cat sat"])[0]["label"] in ("good", "bad")
     assert cli.main(["train", *arguments]) == 0  # finished before: the workdir's own model serves
+    fresh = [*arguments[:1], f"--workdir={tmp_path / 'other'}", *arguments[2:]]
+    for wrong, words in (
+        ("--config.data.length=99", "max_length: got 24, expected at least data.length (99)"),
+        ("--config.mesh.stage=2", "config.mesh.stage"),
+        ("--config.checkpoint.average=5", "config.checkpoint.average"),
+    ):
+        capsys.readouterr()
+        assert cli.main(["train", *fresh, wrong]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()

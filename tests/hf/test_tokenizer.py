@@ -8,10 +8,14 @@ import sentencepiece
 import tokenizers
 
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.hf.table import Settings
+from jaxformer.hf.table import Settings, families
 from jaxformer.hf.tokenizer import frame, open_tokenizers
 
 TEXT = ["the cat sat on the mat", "a dog sat", "the dog and the cat", "mats and cats"] * 8
+
+
+def convention(model_type):
+    return dict(families())[model_type].convention
 
 
 def sentences(path, *symbols):
@@ -35,8 +39,8 @@ def test_wordpiece_from_vocab_txt(tmp_path):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
     tokenizer = opened(tmp_path).source
-    assert frame(tokenizer, "bert", "The cats sat").ids == [2, 5, 6, 7, 8, 3]
-    framed = frame(tokenizer, "bert", "the cat", "sat [MASK]")
+    assert frame(tokenizer, convention("bert"), "The cats sat").ids == [2, 5, 6, 7, 8, 3]
+    framed = frame(tokenizer, convention("bert"), "the cat", "sat [MASK]")
     assert framed.ids == [2, 5, 6, 3, 8, 4, 3]
     assert framed.kinds == [0, 0, 0, 0, 1, 1, 1]
     assert [part == 1 for part in framed.parts] == [False] * 4 + [True, True, False]
@@ -49,10 +53,10 @@ def test_byte_level_bpe_from_vocab_and_merges(tmp_path):
     made.train_from_iterator(TEXT, vocab_size=280, special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"])
     made.save_model(str(tmp_path))
     tokenizer = opened(tmp_path, "gpt2").source
-    assert tokenizer.decode(frame(tokenizer, "gpt2", "the cat sat").ids) == "the cat sat"
-    assert frame(tokenizer, "gpt2", "the cat").ids == made.encode("the cat").ids
+    assert tokenizer.decode(frame(tokenizer, convention("gpt2"), "the cat sat").ids) == "the cat sat"
+    assert frame(tokenizer, convention("gpt2"), "the cat").ids == made.encode("the cat").ids
     start, end = (made.token_to_id(name) for name in ("<s>", "</s>"))
-    assert frame(tokenizer, "roberta", "the cat").ids == [start, *made.encode("the cat").ids, end]
+    assert frame(tokenizer, convention("roberta"), "the cat").ids == [start, *made.encode("the cat").ids, end]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_byte_level_bpe_from_vocab_and_merges(tmp_path):
 def test_sentencepiece_is_framed_as_its_architecture_wants(tmp_path, model_type, tail, kinds):
     sentences(tmp_path / "spiece.model", "<sep>", "<cls>")
     tokenizer = opened(tmp_path, model_type).source
-    framed = frame(tokenizer, model_type, "the cat")
+    framed = frame(tokenizer, convention(model_type), "the cat")
     pieces = [tokenizer.vocabulary.pieces[i] for i in framed.ids]
     assert pieces[-len(tail) :] == tail
     assert framed.kinds[-len(kinds) :] == kinds
@@ -78,7 +82,7 @@ def test_marian_has_two_models_and_one_table_of_ids(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     tokenizer = opened(tmp_path, "marian").source
     expected = [ids[piece] for piece in processor.encode("the cat sat", out_type=str)]
-    assert frame(tokenizer, "marian", "the cat sat").ids == [*expected, 0]
+    assert frame(tokenizer, convention("marian"), "the cat sat").ids == [*expected, 0]
     assert tokenizer.decode([*expected, 0, 2 + len(pieces)]) == "the cat sat"
 
 

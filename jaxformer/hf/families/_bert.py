@@ -9,11 +9,23 @@ from jaxformer.config import (
     EmbedConfig,
     EncodingConfig,
     FeedForwardConfig,
+    HeadConfig,
     ModelConfig,
     NormConfig,
     StackConfig,
 )
-from jaxformer.hf.table import Row, Settings, linear, norm, projections, side, their_activation
+from jaxformer.hf.table import (
+    HIDDEN,
+    SPANS,
+    Row,
+    Settings,
+    classifier,
+    linear,
+    norm,
+    projections,
+    side,
+    their_activation,
+)
 
 PROJECTIONS = (
     "attention.self.query",
@@ -48,6 +60,38 @@ def encoder(settings: Settings, offset: int = 0, kinds: int = 2) -> StackConfig:
         norm=NormConfig(order="post", epsilon=settings("layer_norm_eps", 1e-12)),
         dropout=dropout,
     )
+
+
+def top(settings: Settings, head: str, stack: StackConfig, activation: str) -> HeadConfig:
+    """The head of that name on an encoder; `activation` is the masked language model's."""
+    heads = {
+        "masked_lm": lambda: HeadConfig(
+            tied=settings("tie_word_embeddings", True),
+            bias=True,
+            transform=True,
+            activation=activation,
+            epsilon=stack.norm.epsilon,
+        ),
+        "sequence": lambda: classifier(settings, "classes", width=stack.width),
+        "token": lambda: classifier(settings, "slots"),
+        "qa": lambda: SPANS,
+        "model": lambda: HeadConfig(kind="pooled", tied=False, width=stack.width),
+        "bare": lambda: HIDDEN,
+    }
+    return heads[head]()
+
+
+def architectures(name: str) -> dict[str, str]:
+    """Our word for a head -> their class, of the family whose classes begin with `name`."""
+    heads = {
+        "masked_lm": "ForMaskedLM",
+        "sequence": "ForSequenceClassification",
+        "token": "ForTokenClassification",
+        "qa": "ForQuestionAnswering",
+        "model": "Model",
+        "bare": "Model",
+    }
+    return {head: name + ending for head, ending in heads.items()}
 
 
 def write(model: ModelConfig, head: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from jaxformer.config import (
     NormConfig,
     StackConfig,
 )
+from jaxformer.hf.families import _bert
 from jaxformer.hf.table import HIDDEN, SPANS, Row, Settings, classifier, linear, norm, side, their_activation
 
 TERMS = {"c2p": "content_to_position", "p2c": "position_to_content"}
@@ -221,11 +222,5 @@ def top(model: ModelConfig, head: str) -> list[Row]:
 
 
 def heads(name: str) -> dict[str, str]:
-    """Our word for a head -> their class, of the family whose classes begin with `name`."""
-    return {
-        "masked_lm": f"{name}ForMaskedLM",
-        "sequence": f"{name}ForSequenceClassification",
-        "token": f"{name}ForTokenClassification",
-        "qa": f"{name}ForQuestionAnswering",
-        "model": f"{name}Model",
-    }
+    """Our word for a head -> their class: BERT's, whose bare model has no pooler to leave out."""
+    return {head: theirs for head, theirs in _bert.architectures(name).items() if head != "bare"}

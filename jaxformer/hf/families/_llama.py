@@ -21,6 +21,7 @@ from jaxformer.config import (
 )
 from jaxformer.hf.table import (
     HIDDEN,
+    Convention,
     Family,
     Row,
     Settings,
@@ -39,13 +40,14 @@ class Variant:
 
     Attributes:
       type, name: `model_type`, and what class names begin with.
-      bias: "setting": `attention_bias` decides for all four projections; "inputs": query, key and value have biases.
+      bias: "setting": `attention_bias` decides for all four projections; "inputs": query, key and value have biases;
+        "none": nothing has.
       mlp_bias: there is a setting of that name.
-      window: setting of the sliding window; None: the architecture has none.
+      has_window: there is a setting `sliding_window`, whose default is `window`.
       head_norm: queries and keys are normalised.
       offset: RMS scales are stored as differences from 1, and embeddings multiplied by sqrt(width).
-      tied, kv_heads, head_width, theta, epsilon: defaults; `kv_heads` None: as many as heads.
-      activation: names of the setting, and its default.
+      tied, kv_heads, head_width, theta, positions, activation: defaults; `kv_heads` None: as many as heads.
+      before: special tokens before a text, where no tokenizer.json says it.
     """
 
     type: str
@@ -62,6 +64,7 @@ class Variant:
     theta: float = 10000.0
     positions: int = 2048
     activation: str = "silu"
+    before: tuple[str, ...] = ()
 
 
 def rotation(settings: Settings, positions: int, theta: float) -> EncodingConfig:
@@ -137,7 +140,7 @@ def family(variant: Variant) -> Family:
         heads, width = settings.size("num_attention_heads", 32), settings.size("hidden_size", 4096)
         positions = settings.size("max_position_embeddings", variant.positions)
         epsilon = settings("rms_norm_eps", 1e-6)
-        bias = variant.bias == "inputs" or settings("attention_bias", False)
+        bias = settings("attention_bias", False) if variant.bias == "setting" else variant.bias == "inputs"
         settings.expect("use_sliding_window", False)
         window = variant.window
         if variant.has_window and "sliding_window" in settings.values:
@@ -244,4 +247,5 @@ def family(variant: Variant) -> Family:
         spare=(r"lm_head\..*", r"score\..*"),
         ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq"),
         output=("lm_head.weight", "model.embed_tokens.weight"),
+        convention=Convention(before=variant.before),
     )

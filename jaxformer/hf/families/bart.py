@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxformer.config import EncodingConfig, HeadConfig, ModelConfig
 from jaxformer.hf.families import _bart
-from jaxformer.hf.table import HIDDEN, SPANS, Family, Row, Settings, classifier, linear
+from jaxformer.hf.table import HIDDEN, SPANS, Convention, Family, Row, Settings, classifier, linear
 
 OFFSET = 2
 
@@ -65,4 +65,5 @@ FAMILY = Family(
     spare=(r"lm_head\..*", r"final_logits_bias", r"classification_head\..*", r"qa_outputs\..*"),
     ignored=(r"model\.(encoder|decoder)\.embed_tokens\.weight", r"model\.(encoder|decoder)\.version"),
     output=("lm_head.weight", "model.shared.weight"),
+    convention=Convention(start=2, repeats=True, before=("<s>",), between=("</s>", "</s>"), after=("</s>",)),
 )

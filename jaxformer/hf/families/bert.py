@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from jaxformer.config import HeadConfig, ModelConfig
+from jaxformer.config import ModelConfig
 from jaxformer.hf.families import _bert
-from jaxformer.hf.table import HIDDEN, SPANS, Family, Row, Settings, classifier, linear, norm
+from jaxformer.hf.table import Convention, Family, Row, Settings, linear, norm
 
 
 def read(settings: Settings, head: str) -> ModelConfig:
     encoder = _bert.encoder(settings)
-    heads = {
-        "masked_lm": lambda: HeadConfig(
-            tied=settings("tie_word_embeddings", True),
-            bias=True,
-            transform=True,
-            activation=settings.activation("hidden_act", "gelu"),
-            epsilon=encoder.norm.epsilon,
-        ),
-        "sequence": lambda: classifier(settings, "classes", width=encoder.width),
-        "token": lambda: classifier(settings, "slots"),
-        "qa": lambda: SPANS,
-        "model": lambda: HeadConfig(kind="pooled", tied=False, width=encoder.width),
-        "bare": lambda: HIDDEN,
-    }
-    return ModelConfig(encoder=encoder, head=heads[head]())
+    return ModelConfig(
+        encoder=encoder, head=_bert.top(settings, head, encoder, settings.activation("hidden_act", "gelu"))
+    )
 
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
@@ -47,14 +35,7 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
 
 FAMILY = Family(
     types=("bert",),
-    heads={
-        "masked_lm": "BertForMaskedLM",
-        "sequence": "BertForSequenceClassification",
-        "token": "BertForTokenClassification",
-        "qa": "BertForQuestionAnswering",
-        "model": "BertModel",
-        "bare": "BertModel",
-    },
+    heads=_bert.architectures("Bert"),
     read=read,
     write=_bert.write,
     rows=rows,
@@ -63,4 +44,5 @@ FAMILY = Family(
     ignored=(r"bert\.embeddings\.position_ids", r"cls\.predictions\.decoder\.bias"),
     renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
     output=("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    convention=Convention(before=("[CLS]",), between=("[SEP]",), after=("[SEP]",)),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxformer.config import ModelConfig
 from jaxformer.hf.families import _deberta
-from jaxformer.hf.table import Family, Row, Settings, attention_sizes, linear, side
+from jaxformer.hf.table import Convention, Family, Row, Settings, attention_sizes, linear, side
 
 
 def read(settings: Settings, head: str) -> ModelConfig:
@@ -51,4 +51,5 @@ FAMILY = Family(
     ignored=_deberta.IGNORED,
     renamed=_deberta.RENAMED,
     output=("cls.predictions.decoder.weight", "deberta.embeddings.word_embeddings.weight"),
+    convention=Convention(before=("[CLS]",), between=("[SEP]",), after=("[SEP]",)),
 )

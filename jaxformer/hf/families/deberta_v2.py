@@ -8,6 +8,7 @@ from typing import Any
 from jaxformer.config import ConvConfig, ModelConfig, NormConfig
 from jaxformer.hf.families import _deberta
 from jaxformer.hf.table import (
+    Convention,
     Family,
     Row,
     Settings,
@@ -93,4 +94,5 @@ FAMILY = Family(
     ignored=_deberta.IGNORED,
     renamed=_deberta.RENAMED,
     output=("cls.predictions.decoder.weight", "deberta.embeddings.word_embeddings.weight"),
+    convention=Convention(before=("[CLS]",), between=("[SEP]",), after=("[SEP]",)),
 )

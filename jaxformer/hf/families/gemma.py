@@ -5,6 +5,7 @@ from jaxformer.hf.families._llama import Variant, family
 FAMILY = family(
     Variant(
         type="gemma",
+        before=("<bos>",),
         name="Gemma",
         offset=True,
         tied=True,

@@ -2,4 +2,4 @@
 
 from jaxformer.hf.families._llama import Variant, family
 
-FAMILY = family(Variant(type="llama", name="Llama", mlp_bias=True))
+FAMILY = family(Variant(type="llama", name="Llama", mlp_bias=True, before=("<s>",)))

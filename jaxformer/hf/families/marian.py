@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxformer.config import ConfigError, EncodingConfig, HeadConfig, ModelConfig
 from jaxformer.hf.families import _bart
-from jaxformer.hf.table import HIDDEN, Family, Row, Settings
+from jaxformer.hf.table import HIDDEN, Convention, Family, Row, Settings
 
 
 def read(settings: Settings, head: str) -> ModelConfig:
@@ -57,4 +57,5 @@ FAMILY = Family(
     copies=((r"model\.(encoder|decoder)\.embed_tokens\.weight", "model.shared.weight"),),
     ignored=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
     output=("lm_head.weight", "model.shared.weight"),
+    convention=Convention(after=("</s>",)),
 )

@@ -3,5 +3,14 @@
 from jaxformer.hf.families._llama import Variant, family
 
 FAMILY = family(
-    Variant(type="mistral", name="Mistral", bias="none", has_window=True, window=4096, kv_heads=8, positions=131072)
+    Variant(
+        type="mistral",
+        name="Mistral",
+        bias="none",
+        has_window=True,
+        window=4096,
+        kv_heads=8,
+        positions=131072,
+        before=("<s>",),
+    )
 )

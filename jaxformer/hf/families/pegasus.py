@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxformer.config import EncodingConfig, HeadConfig, ModelConfig
 from jaxformer.hf.families import _bart
-from jaxformer.hf.table import HIDDEN, Family, Row, Settings, side
+from jaxformer.hf.table import HIDDEN, Convention, Family, Row, Settings, side
 from jaxformer.nn.encodings.sinusoidal import sinusoids
 
 
@@ -56,4 +56,5 @@ FAMILY = Family(
     ignored=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
     constants=constants,
     output=("lm_head.weight", "model.shared.weight"),
+    convention=Convention(after=("</s>",)),
 )

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from jaxformer.config import HeadConfig, ModelConfig
+from jaxformer.config import ModelConfig
 from jaxformer.hf.families import _bert
-from jaxformer.hf.table import HIDDEN, SPANS, Family, Row, Settings, classifier, linear, norm
+from jaxformer.hf.table import Convention, Family, Row, Settings, linear, norm
 
 
 def read(settings: Settings, head: str) -> ModelConfig:
     pad = settings("pad_token_id", 1)
     encoder = _bert.encoder(Settings({**settings.values, "pad_token_id": pad}, settings.where), pad + 1)
-    heads = {
-        "masked_lm": lambda: HeadConfig(
-            tied=settings("tie_word_embeddings", True), bias=True, transform=True, epsilon=encoder.norm.epsilon
-        ),
-        "sequence": lambda: classifier(settings, "classes", width=encoder.width),
-        "token": lambda: classifier(settings, "slots"),
-        "qa": lambda: SPANS,
-        "model": lambda: HeadConfig(kind="pooled", tied=False, width=encoder.width),
-        "bare": lambda: HIDDEN,
-    }
-    return ModelConfig(encoder=encoder, head=heads[head]())
+    return ModelConfig(encoder=encoder, head=_bert.top(settings, head, encoder, "gelu"))
 
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
@@ -46,14 +36,7 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
 
 FAMILY = Family(
     types=("roberta",),
-    heads={
-        "masked_lm": "RobertaForMaskedLM",
-        "sequence": "RobertaForSequenceClassification",
-        "token": "RobertaForTokenClassification",
-        "qa": "RobertaForQuestionAnswering",
-        "model": "RobertaModel",
-        "bare": "RobertaModel",
-    },
+    heads=_bert.architectures("Roberta"),
     read=read,
     write=_bert.write,
     rows=rows,
@@ -62,5 +45,5 @@ FAMILY = Family(
     ignored=(r"roberta\.embeddings\.position_ids", r"lm_head\.decoder\.bias"),
     renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
     output=("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
-    positions="ids",
+    convention=Convention(positions="ids", before=("<s>",), between=("</s>", "</s>"), after=("</s>",)),
 )

@@ -15,7 +15,7 @@ from jaxformer.config import (
     NormConfig,
     StackConfig,
 )
-from jaxformer.hf.table import HIDDEN, Family, Row, Settings, norm, projections, side, their_activation
+from jaxformer.hf.table import HIDDEN, Convention, Family, Row, Settings, norm, projections, side, their_activation
 
 
 def read(settings: Settings, head: str) -> ModelConfig:
@@ -137,4 +137,5 @@ FAMILY = Family(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
     ),
     output=("lm_head.weight", "shared.weight"),
+    convention=Convention(between=("</s>",), after=("</s>",)),
 )

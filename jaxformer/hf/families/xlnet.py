@@ -17,7 +17,18 @@ from jaxformer.config import (
     StackConfig,
 )
 from jaxformer.hf import permuted
-from jaxformer.hf.table import HIDDEN, Family, Row, Settings, classifier, linear, norm, side, their_activation
+from jaxformer.hf.table import (
+    HIDDEN,
+    Convention,
+    Family,
+    Row,
+    Settings,
+    classifier,
+    linear,
+    norm,
+    side,
+    their_activation,
+)
 
 
 def read(settings: Settings, head: str) -> ModelConfig:
@@ -157,5 +168,5 @@ FAMILY = Family(
         r"(start_logits|end_logits|answer_class)\..*",
     ),
     output=("lm_loss.weight", "transformer.word_embedding.weight"),
-    calling=permuted.call,
+    convention=Convention(between=("<sep>",), after=("<sep>", "<cls>"), last_kind=2, call=permuted.call),
 )
