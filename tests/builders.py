@@ -83,13 +83,18 @@ def batch(config: ModelConfig, lengths: list[int] = (5, 3), width: int | None = 
 
 
 def make(config: ModelConfig, seed: int = 0):
-    """The module and its variables, unboxed, with every parameter moved off its symmetric start (biases, norms)."""
-    module = build.build(config)
-    variables = jax.jit(lambda key: nn.meta.unbox(build.initialise(module, key)))(jax.random.key(seed))
-    leaves, tree = jax.tree.flatten(variables["params"])
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    noisy = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return module, {**variables, "params": jax.tree.unflatten(tree, noisy)}
+    """The module and variables for it, every parameter off its symmetric start (biases, norms).
+
+    Drawn by numpy: compiling the initialisation would take longer than most tests, and is tested where it is.
+    """
+    module, rng = build.build(config), np.random.default_rng(seed)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        middle = 1.0 if path[-1].key in ("scale", "var") else 0.0
+        spread = 0.25 if path[0].key == "params" else 0.0
+        return jnp.asarray(middle + spread * rng.standard_normal(leaf.shape), leaf.dtype)
+
+    return module, jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build.shapes(module)))
 
 
 def apply(module, method=None):
