@@ -261,8 +261,8 @@ def test_blockwise_memory_is_linear_in_length_and_dense_memory_quadratic():
 @pytest.mark.parametrize("name", MASKS)
 def test_skipped_tiles_are_empty_ones(name):
     mask, size = mask_of(name, 9, 9), 3
-    query, key = (Slots(*(blockwise._tiles(ids, size) for ids in side)) for side in (mask.query, mask.key))
-    active = blockwise._active(query, key, mask.causal, mask.window)
+    query, key = (Slots(*(blockwise.tiles(ids, size) for ids in side)) for side in (mask.query, mask.key))
+    active = blockwise.active(query, key, mask.causal, mask.window)
     seen = mask.dense().reshape(BATCH, 3, size, 3, size).any(axis=(0, 2, 4))
     assert (active | ~seen).all()
     if name in ("causal", "causal window", "window", "padded", "full"):
