@@ -50,7 +50,8 @@ def general(args, q, k, query_position, key_position):
     """A score that depends on everything a score may depend on, with an integer argument that has no gradient."""
     near = jnp.abs(query_position[:, None, :, None] - key_position[:, None, None, :]) < args["near"]
     by_query = jnp.einsum("bthk,hk->bht", q, args["weight"])[..., None]
-    by_key = jnp.einsum("bsgk,k->bs", jnp.tanh(k), args["weight"][0])[:, None, None]
+    by_key = jnp.einsum("bshk,hk->bhs", jnp.tanh(jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)), args["weight"])
+    by_key = by_key[:, :, None]
     return jnp.where(near, by_query * by_key, -0.5).astype(jnp.float32)
 
 
@@ -60,7 +61,8 @@ def score_of(kind: str | None) -> Score:
     if kind is None:
         return Score(None, {})
     if kind == "general":
-        return Score(general, {"weight": jnp.linspace(-1, 1, HEADS * HEAD_WIDTH).reshape(HEADS, -1)})
+        weight = jnp.linspace(-1, 1, HEADS * HEAD_WIDTH).reshape(HEADS, -1)
+        return Score(general, {"weight": weight, "near": jnp.int32(4)}, {"weight": 0, "near": -1})
     encoding, config = encodings.get(kind), EncodingConfig(kind=kind, buckets=6, max_distance=8, bidirectional=True)
     attention, width = AttentionConfig(heads=HEADS, kv_heads=2), HEADS * HEAD_WIDTH
 
@@ -75,15 +77,15 @@ def score_of(kind: str | None) -> Score:
             return encoding.layer(config, attention, width)(shared, query, key)
 
     shared = nn.meta.unbox(jax.jit(Shared().init_with_output)(jax.random.key(3), mask_of("full").query)[0])
-    return Score(functools.partial(encoding.score, config), shared)
+    return Score(functools.partial(encoding.score, config), shared, encoding.heads(shared))
 
 
-@functools.partial(jax.jit, static_argnames=("name", "function", "config"))
-def compiled(name, function, config, q, k, v, do, mask, args):
+@functools.partial(jax.jit, static_argnames=("name", "kind", "config"))
+def compiled(name, kind, config, q, k, v, do, mask, args):
     def forward(q, k, v, args):
-        if function is general:
-            args = args | {"near": jnp.int32(4)}
-        o = kernels.get(name).apply(q, k, v, mask, Score(function, args) if function else None, None, config)
+        score = score_of(kind)
+        score = score._replace(args=jax.tree.map(lambda a, b: a if b is None else b, score.args, args, is_leaf=none))
+        o = kernels.get(name).apply(q, k, v, mask, score if kind else None, None, config)
         assert o.dtype == q.dtype
         return jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32)), o
 
@@ -91,11 +93,15 @@ def compiled(name, function, config, q, k, v, do, mask, args):
     return o, gradients
 
 
+def none(leaf):
+    return leaf is None
+
+
 def run(name, mask, score=None, block=4, change=lambda *tensors: tensors, **shapes):
     """Output, and gradients with respect to q, k, v and the score's arguments."""
-    function, args = score_of(score)
-    tensors = change(*inputs(**shapes))
-    return compiled(name, function, AttentionConfig(heads=HEADS, block=block), *tensors, mask, args)
+    real = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, score_of(score).args)
+    config = AttentionConfig(heads=HEADS, block=block, window=mask.window)
+    return compiled(name, score, config, *change(*inputs(**shapes)), mask, real)
 
 
 @functools.cache

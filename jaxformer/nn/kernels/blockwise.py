@@ -250,9 +250,7 @@ def no_gradients(q: Array, k: Array, v: Array, real: PyTree) -> Gradients:
     return jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf)), Gradients(q, k, v, real))
 
 
-def pull(
-    rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids, known: Given, sums: Gradients
-) -> Gradients:
+def pull(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids, known: Given, sums: Gradients) -> Gradients:
     """`sums` with what these query and key tiles add.
 
     One pass over key tiles j, and for each over query tiles i. dq is carried along: it gathers from every j.
