@@ -105,7 +105,7 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     StackConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "unroll": POSITIVE_INT},
     PermutationConfig: {"memory": POSITIVE_INT, "reuse": POSITIVE_INT},
     RecurrentConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "recurrent_dropout": RATE},
-    HeadConfig: {"classes": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "epsilon": POSITIVE},
+    HeadConfig: {"chunk": POSITIVE_INT, "classes": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "epsilon": POSITIVE},
     TokenizerConfig: {"vocab": POSITIVE_INT, "multiple": POSITIVE_INT},
     DataConfig: {
         "batch": POSITIVE_INT, "tokens": POSITIVE_INT, "length": (2, None, "[]"), "examples": POSITIVE_INT,

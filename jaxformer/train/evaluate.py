@@ -31,7 +31,7 @@ def make(config: Config, module: nn.Module) -> Measure:
     task = tasks.get(config.task.name)
 
     def measure(variables: PyTree, batch: Batch) -> Sums:
-        return task.metrics(config, module.apply(variables, batch), batch)
+        return task.metrics(config, module.apply(variables, batch, whole=False), batch)
 
     return jax.jit(measure)
 

@@ -137,7 +137,7 @@ def summed_loss(
 ) -> tuple[Array, tuple[PyTree, Sums]]:
     """The loss's numerator, with the updated variables and all sums beside it."""
     inputs = {"params": params, **variables}
-    logits, changed = module.apply(inputs, batch, rngs={"dropout": key}, mutable=list(variables))
+    logits, changed = module.apply(inputs, batch, whole=False, rngs={"dropout": key}, mutable=list(variables))
     sums = dict(task.loss(config, logits, batch))
     return sums["loss"][0], (dict(changed), sums)
 
