@@ -46,6 +46,9 @@ class Rows(NamedTuple):
         return jax.lax.pmin(x, self.axes) if self.axes else x
 
 
+ALL = Rows()
+
+
 class _Layout(NamedTuple):
     """Mesh axes that divide rows, slots, the vocabulary, and the table's width (these divide rows too)."""
 

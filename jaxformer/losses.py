@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer import chunks
-from jaxformer.chunks import Rows
+from jaxformer.chunks import ALL, Rows
 from jaxformer.types import Array, Projection
 
 
@@ -56,7 +56,7 @@ class _Formula(NamedTuple):
     z_loss: float
     classes: int
 
-    def losses(self, logits: Array, labels: Array, rows: Rows = Rows()) -> tuple[Array, Array]:
+    def losses(self, logits: Array, labels: Array, rows: Rows = ALL) -> tuple[Array, Array]:
         """Losses and log Z `[...]` of logits `[..., V]`."""
         top = rows.max(jnp.max(logits, axis=-1))
         label = labels - rows.first
@@ -81,7 +81,7 @@ class _Formula(NamedTuple):
         real = (rows.numbers(logits[(0,) * (logits.ndim - 1)]) < self.classes).astype(logits.dtype)
         return jnp.einsum("...v,v->...", logits, real, precision=jax.lax.Precision.HIGHEST)
 
-    def gradient(self, logits: Array, labels: Array, log_z: Array, cotangent: Array, rows: Rows = Rows()) -> Array:
+    def gradient(self, logits: Array, labels: Array, log_z: Array, cotangent: Array, rows: Rows = ALL) -> Array:
         """Of the losses times `cotangent` `[...]`, with respect to the logits."""
         pull = cotangent * (1.0 + 2.0 * self.z_loss * log_z)
         number = rows.numbers(logits)

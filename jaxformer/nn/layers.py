@@ -202,7 +202,7 @@ class Embed(nn.Module):
         return constrain(x, "batch", "length", "act_embed")
 
     def factors(self, x: Array) -> tuple[Array, Array]:
-        """What a tied head multiplies for logits: hidden states `[..., E]` (through `up.T` if factorised), the table."""
+        """What a tied head multiplies: hidden states `[..., E]` (through `up.T` if factorised) and the table."""
         if self.inner != self.width:
             x = jnp.einsum("...d,ed->...e", x, self.up.astype(x.dtype))
         return x, self.table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -82,5 +83,18 @@ def shardings(boxed: PyTree, mesh: Mesh) -> PyTree:
 
 
 def batch_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-    """Where a batch array `[B, ...]` goes: its rows over the data axes."""
-    return NamedSharding(mesh, fit(spec(("batch",) + (None,) * (len(shape) - 1)), shape, mesh))
+    """Where a batch array `[B]` or `[B, T, ...]` goes: its rows over the data axes, its slots over the context axis."""
+    names = ("batch", "length", *(None,) * (len(shape) - 2))[: len(shape)]
+    return NamedSharding(mesh, fit(spec(names), shape, mesh))
+
+
+def zigzag(length: int, devices: int) -> np.ndarray | None:
+    """The order of slots that gives each of `devices` parts as much of a causal mask as the others: int `[T]`.
+
+    Of 2 c equal pieces, part i gets piece i and piece 2 c - 1 - i, an early one and a late one. Slots carry their
+    positions with them, so nothing else changes. None where the pieces would not be equal.
+    """
+    if length % (2 * devices):
+        return None
+    pieces = np.arange(length).reshape(2 * devices, -1)
+    return np.stack([pieces[:devices], pieces[: devices - 1 : -1]], axis=1).reshape(-1)

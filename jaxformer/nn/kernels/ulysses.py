@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxformer.config import AttentionConfig, ConfigError
+from jaxformer.config import AttentionConfig
 from jaxformer.nn import kernels
-from jaxformer.nn.kernels import Kernel, Noise, Score, _sharding
+from jaxformer.nn.kernels import Kernel, Noise, Score, Site, _sharding
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel import shards
 from jaxformer.types import Array
@@ -37,7 +37,7 @@ def attend(
     Key heads are repeated where there are fewer than devices.
 
     Raises:
-      ConfigError: the devices do not divide the heads, or the mask hides single pairs.
+      ConfigError: the mask hides single pairs, or the score does not name its heads.
     """
     _sharding.refuse_table("ulysses", mask)
     local = dataclasses.replace(config, kernel="auto")
@@ -46,11 +46,6 @@ def attend(
         return kernels.apply(q, k, v, mask, score, noise, local)
     devices, length = shards.parts(where.length), q.shape[1]
     ways = devices * shards.parts(where.heads)
-    if q.shape[2] % ways:
-        raise ConfigError(
-            f"attention.kernel: got ulysses with {q.shape[2]} heads on {ways} devices (context x tensor), expected "
-            "heads that they divide; set it to ring, or change config.mesh"
-        )
     k, v, score = _sharding.spread(k, v, score, q.shape[2], ways)
     q, k, v = (_sharding.pad(x, devices) for x in (q, k, v))
     query, key = (_sharding.pad_slots(side, devices) for side in (mask.query, mask.key))
@@ -78,4 +73,9 @@ def attend(
     return o[:, :length]
 
 
-KERNEL = Kernel(attend)
+def _lacks(site: Site) -> str | None:
+    ways = site.context * site.tensor
+    return f"heads that context x tensor ({ways}) divides, not {site.heads}" if site.heads % ways else None
+
+
+KERNEL = Kernel(attend, lacks=_lacks)
