@@ -1,8 +1,8 @@
 """Attention fused into one TPU kernel: JAX's Pallas "splash" attention, with a blocked backward of its own.
 
 It knows masks as rules over slot numbers and segment ids. Slot numbers stand for positions, which is exact where
-positions count up by one within a segment, slot by slot, as all batches of `data` have it. Slots of another order give
-NaN and not a wrong number.
+positions count up by one within a segment, slot by slot, as all batches of `data` have it. Slots of another order (of
+a balanced ring, of a cache's queries) give NaN and not a wrong number.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _local(
     o = jnp.swapaxes(jax.vmap(kernel)(q, k, v, segments), 1, 2)[:, :length]
     o = jnp.where(seen[:, :, None, None], o, 0.0).astype(q.dtype)
     if causal or window is not None:
-        o = jnp.where(_counting(query)[:, None, None, None], o, jnp.nan)
+        o = jnp.where(_by_slot(query, key)[:, None, None, None], o, jnp.nan)
     return o
 
 
@@ -84,13 +84,19 @@ def _kernel(heads: int, queries: int, keys: int, causal: bool, window: int | Non
     return splash.make_splash_mha(every, head_shards=1, q_seq_shards=1, block_sizes=blocks, interpret=interpret)
 
 
-def _counting(slots: Slots) -> Array:
-    """bool `[B]`: whether the positions of each row count up by one from slot to slot of a segment, left in one run."""
+def _by_slot(query: Slots, key: Slots) -> Array:
+    """bool `[B]`: whether slot numbers may stand for positions: queries and keys are numbered alike, and count up."""
+    length = min(query.segment.shape[1], key.segment.shape[1])
+    alike = [jnp.all(a[:, :length] == b[:, :length], axis=1) for a, b in zip(query, key, strict=True)]
+    return alike[0] & alike[1] & _counts(query) & _counts(key)
+
+
+def _counts(slots: Slots) -> Array:
+    """bool `[B]`: positions rise by one from slot to slot of a segment, and a segment is one run of slots."""
     position, segment = slots
-    again = (segment[:, 1:] == segment[:, :-1]) & (segment[:, 1:] != 0)
-    steps = ~again | (position[:, 1:] == position[:, :-1] + 1)
-    new = (segment[:, 1:] != segment[:, :-1]) & (segment[:, 1:] != 0)
-    runs = ~new | (segment[:, 1:] > jax.lax.cummax(segment, axis=1)[:, :-1])
+    real, again = segment[:, 1:] != 0, segment[:, 1:] == segment[:, :-1]
+    steps = ~(real & again) | (position[:, 1:] == position[:, :-1] + 1)
+    runs = ~real | again | (segment[:, 1:] > jax.lax.cummax(segment, axis=1)[:, :-1])
     return jnp.all(steps & runs, axis=1)
 
 
