@@ -27,6 +27,7 @@ from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.model import Model
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
+from jaxformer.parallel import rules
 from jaxformer.train import evaluate as evaluation
 from jaxformer.train import optim, start
 from jaxformer.train import step as steps
@@ -83,8 +84,7 @@ class Run:
             dataset,
             tokenizers,
             self.task,
-            jax.process_index(),
-            jax.process_count(),
+            *rules.reader(mesh),
             multiple=shards * config.train.accumulation,
         )
         shapes = nn.meta.unbox(build.shapes(self.module))["params"]

@@ -150,10 +150,12 @@ def place(batch: Batch, mesh: Mesh, balanced: bool = False) -> Batch:
         equally much to do everywhere (`build.ring` says when). No sum over slots depends on it.
     """
 
+    parts = rules.reader(mesh)[1]
+
     def put(x: Array) -> Array:
         order = rules.zigzag(x.shape[1], mesh.shape["context"]) if balanced and x.ndim > 1 else None
         x = x if order is None else x[:, order]
-        rows = x.shape[0] * jax.process_count()
+        rows = x.shape[0] * parts
         shape = (rows, *x.shape[1:])
         return jax.make_array_from_process_local_data(rules.batch_sharding(mesh, shape), x, shape)
 

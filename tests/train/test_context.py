@@ -1,6 +1,7 @@
 """Training on sequences that are divided over devices equals training on one device."""
 
 import dataclasses
+import types
 
 import builders
 import jax
@@ -12,6 +13,7 @@ from jaxformer import tasks
 from jaxformer.config import (
     AttentionConfig,
     Config,
+    ConfigError,
     DataConfig,
     EmbedConfig,
     HeadConfig,
@@ -81,7 +83,6 @@ def alone():
 @pytest.mark.parametrize(
     ("kernel", "mesh"),
     [
-        ("ring", MeshConfig(data=1, context=8)),
         ("ring", MeshConfig(data=1, fsdp=2, context=2, tensor=2)),
         ("ulysses", MeshConfig(data=2, context=4)),
     ],
@@ -99,3 +100,33 @@ def test_zigzag_gives_every_part_as_much_of_a_causal_mask():
     assert len(set(seen)) == 1
     assert order[0] == 0  # the first slot stays the first: what "first" pooling reads
     assert rules.zigzag(12, 4) is None
+
+
+class Grid:
+    """As much of a mesh of several processes as `rules.reader` looks at."""
+
+    def __init__(self, processes: int, **sizes: int) -> None:
+        self.axis_names = ("stage", "data", "fsdp", "expert", "context", "tensor")
+        self.shape = {name: sizes.get(name, 1) for name in self.axis_names}
+        count = int(np.prod(list(self.shape.values())))
+        devices = [types.SimpleNamespace(process_index=i * processes // count) for i in range(count)]
+        self.devices = np.array(devices).reshape(tuple(self.shape.values()))
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes", "readers"),
+    [
+        (4, {"data": 8}, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        (4, {"data": 2, "context": 4}, [(0, 2), (0, 2), (1, 2), (1, 2)]),  # two processes hold the slots of one row
+        (2, {"context": 4, "tensor": 2}, [(0, 1), (0, 1)]),
+    ],
+)
+def test_processes_that_hold_the_same_rows_read_the_same(monkeypatch, processes, sizes, readers):
+    for process, wanted in enumerate(readers):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert rules.reader(Grid(processes, **sizes)) == wanted
+
+
+def test_processes_that_share_some_rows_are_refused():
+    with pytest.raises(ConfigError, match="some of which share a part of their rows"):
+        rules.reader(Grid(2, data=3, context=2))
