@@ -105,7 +105,9 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     StackConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "unroll": POSITIVE_INT},
     PermutationConfig: {"memory": POSITIVE_INT, "reuse": POSITIVE_INT},
     RecurrentConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "recurrent_dropout": RATE},
-    HeadConfig: {"classes": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "epsilon": POSITIVE},
+    HeadConfig: {
+        "chunk": POSITIVE_INT, "classes": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "epsilon": POSITIVE,
+    },
     TokenizerConfig: {"vocab": POSITIVE_INT, "multiple": POSITIVE_INT},
     DataConfig: {
         "batch": POSITIVE_INT, "tokens": POSITIVE_INT, "length": (2, None, "[]"), "examples": POSITIVE_INT,
@@ -371,10 +373,29 @@ def _train(config: Config) -> None:
     if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
         got = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise _wrong("config.mesh", got, "sizes of at least 1, and -1 at most once")
-    for name in ("stage", "expert", "context"):
+    for name in ("stage", "expert"):
         if sizes[name] != 1:
-            reason = "pipelines, mixtures of experts and ring attention are not in this version"
-            raise _wrong(f"config.mesh.{name}", sizes[name], f"1 ({reason})", "use data, fsdp and tensor")
+            reason = "pipelines and mixtures of experts are not in this version"
+            raise _wrong(f"config.mesh.{name}", sizes[name], f"1 ({reason})", "use data, fsdp, context and tensor")
+    if sizes["context"] != 1:
+        _context(config)
+
+
+def _context(config: Config) -> None:
+    """Divided sequences: their slots may come in any order, and their number must come out even."""
+    model, size = config.model, config.mesh.context
+    ordered = {
+        "a recurrent model": model.recurrent_encoder is not None or model.recurrent_decoder is not None,
+        "a convolution (encoder.conv)": model.encoder is not None and model.encoder.conv is not None,
+        "permutations (model.permutation)": model.permutation is not None,
+        "head.pooling last": model.head.pooling == "last" and model.head.kind in ("classes", "pooled"),
+    }
+    for what, there in ordered.items():
+        if there:
+            raise _wrong("config.mesh.context", size, f"1 with {what}, which needs whole sequences in order")
+    for path, length in [("length", config.data.length), *(("buckets", bucket) for bucket in config.data.buckets)]:
+        if size > 1 and length % size:
+            raise _wrong(f"config.data.{path}", length, f"a multiple of mesh.context ({size})", "change one of them")
 
 
 def _decode(decode: DecodeConfig) -> None:

@@ -160,6 +160,7 @@ class HeadConfig:
     bias: bool = False  # tokens: of the vocabulary rows
     scale: bool = False  # tokens: multiply the hidden states by width ** -0.5 first (T5)
     transform: bool = False  # tokens: dense + activation + norm before the projection, as BERT's masked LM has
+    chunk: int | None = None  # tokens: losses see the logits of so many tokens at a time (a device); None: of all
     activation: str = "gelu"  # of the transform
     epsilon: float = 1e-5  # of the transform's norm
     classes: int | None = None  # classes, slots: None: taken from the data

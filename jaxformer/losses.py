@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxformer.types import Array
+from jaxformer import chunks
+from jaxformer.chunks import ALL, Rows
+from jaxformer.types import Array, Projection
 
 
 def cross_entropy(
-    logits: Array,
+    logits: Array | Projection,
     labels: Array,
     weights: Array,
     label_smoothing: float = 0.0,
@@ -29,55 +32,101 @@ def cross_entropy(
     probabilities are stored.
 
     Args:
-      logits: float `[..., V]`, finite; computed with in float32.
+      logits: float `[..., V]`, finite; computed with in float32. A `Projection` is never multiplied out: memory is
+        then that of one chunk, and of a gradient of the table.
       labels: int `[...]`, below `classes`. Where the weight is 0 they may be anything, also out of range.
       weights: float `[...]`.
       label_smoothing: e, the share of the target spread evenly over the real classes.
       z_loss: z, the weight of the squared log normaliser (1e-4 in PaLM).
       classes: C, the first rows of V that exist; the others only pad the vocabulary. None: all.
     """
-    real = logits.shape[-1] if classes is None else classes
-    labels = jnp.where(weights != 0, labels, 0)
-    losses = _slot_losses(logits.astype(jnp.float32), labels, float(label_smoothing), float(z_loss), real)
-    weights = weights.astype(jnp.float32)
+    labels, weights = jnp.where(weights != 0, labels, 0), weights.astype(jnp.float32)
+    deferred = isinstance(logits, Projection)
+    formula = _Formula(
+        float(label_smoothing), float(z_loss), classes or (logits.table.shape[0] if deferred else logits.shape[-1])
+    )
+    losses = _projected(formula, logits, labels) if deferred else _whole(formula, logits.astype(jnp.float32), labels)
     return jnp.sum(losses * weights), jnp.sum(weights)
+
+
+class _Formula(NamedTuple):
+    """A slot's loss as a function of its logits, and the gradient of it, of all rows of the vocabulary or some."""
+
+    smoothing: float
+    z_loss: float
+    classes: int
+
+    def losses(self, logits: Array, labels: Array, rows: Rows = ALL) -> tuple[Array, Array]:
+        """Losses and log Z `[...]` of logits `[..., V]`."""
+        top = rows.max(jnp.max(logits, axis=-1))
+        label = labels - rows.first
+        here = (label >= 0) & (label < logits.shape[-1])
+        picked = jnp.take_along_axis(logits, jnp.where(here, label, 0)[..., None], axis=-1)[..., 0]
+        total, picked, real = rows.sum(
+            (
+                jnp.sum(jnp.exp(logits - top[..., None]), axis=-1),
+                jnp.where(here, picked, 0.0),
+                self.sum_of_real(logits, rows) if self.smoothing else jnp.zeros(()),
+            )
+        )
+        log_z = top + jnp.log(total)
+        losses = log_z - (1.0 - self.smoothing) * picked - self.smoothing / self.classes * real
+        return losses + self.z_loss * jnp.square(log_z), log_z
+
+    def sum_of_real(self, logits: Array, rows: Rows) -> Array:
+        """Of the logits of rows that exist."""
+        if self.classes == logits.shape[-1] and not rows.axes:
+            return jnp.sum(logits, axis=-1)
+        # A product with 0s and 1s: a slice or a `where` before the sum would write a whole copy of the logits.
+        real = (rows.numbers(logits[(0,) * (logits.ndim - 1)]) < self.classes).astype(logits.dtype)
+        return jnp.einsum("...v,v->...", logits, real, precision=jax.lax.Precision.HIGHEST)
+
+    def gradient(self, logits: Array, labels: Array, log_z: Array, cotangent: Array, rows: Rows = ALL) -> Array:
+        """Of the losses times `cotangent` `[...]`, with respect to the logits."""
+        pull = cotangent * (1.0 + 2.0 * self.z_loss * log_z)
+        number = rows.numbers(logits)
+        gradient = jnp.exp(logits - log_z[..., None]) * pull[..., None]
+        gradient -= jnp.where(number == labels[..., None], (1.0 - self.smoothing) * cotangent[..., None], 0.0)
+        if self.smoothing:
+            share = self.smoothing / self.classes * cotangent[..., None]
+            gradient -= jnp.where(number < self.classes, share, 0.0)
+        return gradient
 
 
 # Autodiff of the same formula keeps a second [..., V] array, the exponentials, alive beside the logits. Recomputing
 # them lets the gradient take the logits' place in memory: half the peak of this part and about 15 % less time on CPU.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _slot_losses(logits: Array, labels: Array, smoothing: float, z_loss: float, classes: int) -> Array:
-    return _forward(logits, labels, smoothing, z_loss, classes)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _whole(formula: _Formula, logits: Array, labels: Array) -> Array:
+    return formula.losses(logits, labels)[0]
 
 
-def _forward(logits: Array, labels: Array, smoothing: float, z_loss: float, classes: int) -> tuple[Array, tuple]:
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    losses = log_z - (1.0 - smoothing) * picked
-    if smoothing:
-        losses -= smoothing / classes * _sum_of_real(logits, classes)
-    if z_loss:
-        losses += z_loss * jnp.square(log_z)
+def _whole_forward(formula: _Formula, logits: Array, labels: Array) -> tuple[Array, tuple]:
+    losses, log_z = formula.losses(logits, labels)
     return losses, (logits, labels, log_z)
 
 
-def _sum_of_real(logits: Array, classes: int) -> Array:
-    if classes == logits.shape[-1]:
-        return jnp.sum(logits, axis=-1)
-    # A product with 0s and 1s: a slice or a `where` before the sum would write a whole copy of the logits.
-    real = (jnp.arange(logits.shape[-1]) < classes).astype(logits.dtype)
-    return jnp.einsum("...v,v->...", logits, real, precision=jax.lax.Precision.HIGHEST)
+def _whole_backward(formula: _Formula, kept: tuple, cotangent: Array) -> tuple[Array, None]:
+    return formula.gradient(*kept, cotangent), None
 
 
-def _backward(smoothing: float, z_loss: float, classes: int, kept: tuple, cotangent: Array) -> tuple[Array, None]:
-    logits, labels, log_z = kept
-    pull = cotangent * (1.0 + 2.0 * z_loss * log_z)
-    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    gradient = jnp.exp(logits - log_z[..., None]) * pull[..., None]
-    gradient -= jnp.where(column == labels[..., None], (1.0 - smoothing) * cotangent[..., None], 0.0)
-    if smoothing:
-        gradient -= jnp.where(column < classes, smoothing / classes * cotangent[..., None], 0.0)
-    return gradient, None
+_whole.defvjp(_whole_forward, _whole_backward)
 
 
-_slot_losses.defvjp(_forward, _backward)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _projected(formula: _Formula, projection: Projection, labels: Array) -> Array:
+    return _projected_forward(formula, projection, labels)[0]
+
+
+def _projected_forward(formula: _Formula, projection: Projection, labels: Array) -> tuple[Array, tuple]:
+    losses, log_z = chunks.each(formula.losses, projection, labels)
+    return losses, (projection, labels, log_z)
+
+
+def _projected_backward(formula: _Formula, kept: tuple, cotangent: Array) -> tuple[Projection, None]:
+    projection, labels, log_z = kept
+    gradient = lambda logits, data, rows: formula.gradient(logits, *data, rows)  # noqa: E731
+    gradients = chunks.pull(gradient, projection, (labels, log_z, cotangent))
+    return jax.tree.map(lambda d, x: d.astype(x.dtype), gradients, projection), None
+
+
+_projected.defvjp(_projected_forward, _projected_backward)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.types import Array, Sums
+from jaxformer import chunks
+from jaxformer.types import Array, Projection, Sums
 
 
 class Score(NamedTuple):
@@ -56,10 +57,18 @@ def _quotient(numerator: np.ndarray, denominator: np.ndarray) -> float:
     return float(np.mean(numerator[counted] / denominator[counted])) if counted.any() else math.nan
 
 
-def accuracy(logits: Array, labels: Array, weights: Array) -> tuple[Array, Array]:
+def accuracy(logits: Array | Projection, labels: Array, weights: Array) -> tuple[Array, Array]:
     """Sums of the share of labels `[...]` that are the highest of `logits` `[..., V]`."""
     weights = weights.astype(jnp.float32)
-    return jnp.sum((jnp.argmax(logits, axis=-1) == labels) * weights), jnp.sum(weights)
+    best = chunks.each(_best, logits, ()) if isinstance(logits, Projection) else jnp.argmax(logits, axis=-1)
+    return jnp.sum((best == labels) * weights), jnp.sum(weights)
+
+
+def _best(logits: Array, _: tuple, rows: chunks.Rows) -> Array:
+    """`[N]`: the number of the highest row, the first of several."""
+    top = jnp.max(logits, axis=-1)
+    number = jnp.argmax(logits, axis=-1) + rows.first
+    return rows.min(jnp.where(top == rows.max(top), number, jnp.iinfo(jnp.int32).max))
 
 
 def f1(logits: Array, labels: Array, weights: Array) -> tuple[Array, Array]:

@@ -54,6 +54,23 @@ class Batch(NamedTuple):
 
 
 @flax.struct.dataclass
+class Projection:
+    """Logits that nobody has computed: float32 `hidden @ table.T + bias`. What a loss reads some tokens at a time.
+
+    Attributes:
+      hidden: `[B, T, D]`, in the compute precision.
+      table: `[V, D]`.
+      bias: `[V]` or None.
+      chunk: how many tokens' logits may exist at a time, on each device.
+    """
+
+    hidden: Array
+    table: Array
+    bias: Array | None
+    chunk: int = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
 class TrainState:
     """Everything a step changes, and nothing else: no callables, so that it can be saved and sharded as it is.
 

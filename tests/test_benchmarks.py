@@ -4,8 +4,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-from jaxformer import registry
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -20,8 +18,18 @@ def test_kernels_are_measured_side_by_side(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
     script("kernels").main(["--lengths=8,16", "--rounds=2", f"--output={output}"])
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    names = registry.names("jaxformer.nn.kernels")
+    names = ("blockwise", "dense")  # the others need devices or a mesh that are not here
     assert [(row["kernel"], row["length"]) for row in rows] == [(n, length) for length in (8, 16) for n in names]
     assert all(row["ratio"] == 1.0 for row in rows if row["kernel"] == "dense")
     assert all(row["milliseconds"] > 0 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+def test_memory_grows_with_the_length_and_no_faster(tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    script("memory").main(["--lengths=1024,2048", "--limit=0", "--devices=2", f"--output={output}"])
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {row["name"] for row in rows} == {"blockwise", "ring", "ulysses", "chunked"}
+    sizes = {(row["name"], row["length"]): row["bytes"] for row in rows}
+    assert all(sizes[name, 2048] < 2.5 * sizes[name, 1024] for name, _ in sizes)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)

@@ -11,10 +11,12 @@ import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from jaxformer.config import ModelConfig
+from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.models.rnn import Recurrent
 from jaxformer.models.transformer import Transformer
 from jaxformer.models.xlnet import XLNet
+from jaxformer.nn import encodings, kernels
+from jaxformer.nn.attention import shape
 from jaxformer.parallel import rules
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream
 
@@ -41,6 +43,49 @@ def resolve(config: ModelConfig, source: int, target: int, classes: int | None =
     if config.head.kind == "classes" and config.head.classes is None:
         parts["head"] = dataclasses.replace(config.head, classes=classes)
     return dataclasses.replace(config, **parts)
+
+
+def attentions(config: ModelConfig, length: int) -> dict[str, tuple[str, str]]:
+    """The kernel of each stack's self-attention on the current mesh, over `length` slots, and why it is that one.
+
+    Raises:
+      ConfigError: a kernel that the config names cannot work there.
+    """
+    stacks = {"encoder": config.encoder, "decoder": config.decoder}
+    return {side: _attention(config, side, stack, length) for side, stack in stacks.items() if stack is not None}
+
+
+def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int) -> tuple[str, str]:
+    heads, kv_heads, head_width = shape(stack.attention, stack.width)
+    site = kernels.Site(
+        platform=kernels.platform(),
+        dtype=config.dtype,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        queries=length,
+        keys=length,
+        causal=causal(stack, side),
+        table=config.permutation is not None,
+        score=encodings.get(stack.encoding.kind).score is not None,
+        dropout=stack.attention.dropout > 0,
+        **kernels.devices(),
+    )
+    return kernels.choose(stack.attention, site)
+
+
+def causal(stack: StackConfig, side: str) -> bool:
+    """Whether slots see their past only: in a decoder by default, in an encoder if the config says so."""
+    return stack.causal is not False if side == "decoder" else bool(stack.causal)
+
+
+def ring(config: ModelConfig, length: int) -> bool:
+    """Whether the current mesh divides sequences and a causal stack passes them round in a ring."""
+    if kernels.devices()["context"] == 1:
+        return False
+    stacks = {"encoder": config.encoder, "decoder": config.decoder}
+    chosen = attentions(config, length)
+    return any(kernel == "ring" and causal(stacks[side], side) for side, (kernel, _) in chosen.items())
 
 
 def example(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:

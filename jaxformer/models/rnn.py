@@ -11,7 +11,7 @@ from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Embed
 from jaxformer.nn.recurrent import Decoder, Encoded, Encoder, RecurrentState, summary
 from jaxformer.registry import nearest
-from jaxformer.types import Array, Batch, Slots, Stream
+from jaxformer.types import Array, Batch, Projection, Slots, Stream
 
 ATTENTION = ("none", "additive", "dot")
 
@@ -88,14 +88,17 @@ class Recurrent(nn.Module):
         last: RecurrentConfig = decoder or encoder
         self.head = Head(config.head, last.width, last.embed.vocab)
 
-    def __call__(self, batch: Batch) -> Array:
-        """Float32 logits: `[B, T, V]` (T of the target if there is a decoder) or, for a classifier, `[B, C]`."""
+    def __call__(self, batch: Batch, whole: bool = True) -> Array | Projection:
+        """Float32 logits: `[B, T, V]` (T of the target if there is a decoder) or, for a classifier, `[B, C]`.
+
+        Not `whole`: what losses and measures take instead, see `Head`.
+        """
         if self.config.recurrent_decoder is not None:
-            return self.head(self.hidden(batch), batch.target.slots, self.output_embed())
+            return self.head(self.hidden(batch), batch.target.slots, self.output_embed(), whole)
         slots, encoded = batch.source.slots, self.encode(batch.source)
         if self.config.head.kind == "classes" and self.config.head.pooling == "last":
             return self.head(*self.read(encoded))
-        return self.head(encoded.outputs, slots, self.output_embed())
+        return self.head(encoded.outputs, slots, self.output_embed(), whole)
 
     def hidden(self, batch: Batch) -> Array:
         """The hidden states `[B, T, D]` below the head: the decoder's, or without one the encoder's."""

@@ -10,7 +10,7 @@ from jaxformer.nn.cache import TransformerState
 from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Embed
 from jaxformer.nn.stack import Stack
-from jaxformer.types import Array, Batch, Slots, Stream
+from jaxformer.types import Array, Batch, Projection, Slots, Stream
 
 
 class Transformer(nn.Module):
@@ -36,10 +36,13 @@ class Transformer(nn.Module):
         last: StackConfig = decoder or encoder
         self.head = Head(config.head, last.width, last.embed.vocab)
 
-    def __call__(self, batch: Batch) -> Array:
-        """Float32 logits: `[B, T, V]` (T of the target if there is a decoder) or, for a classifier, `[B, C]`."""
+    def __call__(self, batch: Batch, whole: bool = True) -> Array | Projection:
+        """Float32 logits: `[B, T, V]` (T of the target if there is a decoder) or, for a classifier, `[B, C]`.
+
+        Not `whole`: what losses and measures take instead, see `Head`.
+        """
         slots = (batch.source if self.config.decoder is None else batch.target).slots
-        return self.head(self.hidden(batch), slots, self.output_embed())
+        return self.head(self.hidden(batch), slots, self.output_embed(), whole)
 
     def hidden(self, batch: Batch) -> Array:
         """The hidden states `[B, T, D]` below the head."""

@@ -109,7 +109,8 @@ class Attention(nn.Module):
         q = constrain(q, "batch", "length", "act_heads", None)
         score = None
         if encoding.score is not None:
-            score = Score(functools.partial(encoding.score, self.encoding), position)
+            heads = None if encoding.heads is None else encoding.heads(position)
+            score = Score(functools.partial(encoding.score, self.encoding), position, heads)
         return self.weigh(q, k, v, mask, score)
 
     def project(self, memory: Array) -> KeyValues:
@@ -124,20 +125,9 @@ class Attention(nn.Module):
             noise = Noise(config.dropout, self.make_rng("dropout"))
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, score, None, config))
-        kernel = kernels.get(choose(config, q.shape[1], k.shape[1], mask.hidden is not None))
-        return kernel.apply(q, k, v, mask, score, noise, config)
+        return kernels.apply(q, k, v, mask, score, noise, config)
 
 
 def shape(config: AttentionConfig, width: int) -> tuple[int, int, int]:
     """Query heads H, key heads G and head width K."""
     return config.heads, config.kv_heads or config.heads, config.head_width or width // config.heads
-
-
-def choose(config: AttentionConfig, queries: int, keys: int, table: bool = False) -> str:
-    """The kernel's name. "auto" is dense while the `[T, S]` table is small, and blockwise beyond 1024 x 1024.
-
-    It is dense at any size where the mask is such a `table` itself.
-    """
-    if config.kernel != "auto":
-        return config.kernel
-    return "dense" if table or queries * keys <= 1024 * 1024 else "blockwise"

@@ -8,7 +8,7 @@ from flax import linen as nn
 from jaxformer.config import HeadConfig, NormConfig
 from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout, Embed, Norm
 from jaxformer.parallel.rules import constrain
-from jaxformer.types import Array, Slots
+from jaxformer.types import Array, Projection, Slots
 
 
 def last_slot(slots: Slots) -> Array:
@@ -45,18 +45,21 @@ class Head(nn.Module):
     vocab: int | None = None
 
     @nn.compact
-    def __call__(self, x: Array, slots: Slots, embed: Embed | None = None) -> Array:
-        """`x` `[B, T, D]` normalised hidden states; `embed` is the table a tied head reads."""
+    def __call__(self, x: Array, slots: Slots, embed: Embed | None = None, whole: bool = True) -> Array | Projection:
+        """`x` `[B, T, D]` normalised hidden states; `embed` is the table a tied head reads.
+
+        Not `whole`: with `config.chunk`, what token logits are made of in place of the logits, for losses and measures.
+        """
         kind = self.config.kind
         if kind == "tokens":
-            return self.tokens(x, embed)
+            return self.tokens(x, embed, whole)
         if kind == "slots":
             return self.decide(x)
         if kind == "classes":
             return self.decide(self.pooled(x, slots))
         return x.astype(jnp.float32) if kind == "none" else self.pooled(x, slots).astype(jnp.float32)
 
-    def tokens(self, x: Array, embed: Embed | None) -> Array:
+    def tokens(self, x: Array, embed: Embed | None, whole: bool) -> Array | Projection:
         config, width = self.config, self.width
         if self.vocab is None:
             raise ValueError("head: got vocab None, expected a size; resolve the config with a tokenizer first")
@@ -69,14 +72,16 @@ class Head(nn.Module):
         if config.tied:
             if embed is None:
                 raise ValueError("head.tied: got a model without an embedding, expected one; set head.tied to False")
-            logits = embed.attend(x)
+            x, table = embed.factors(x)
         else:
             init = nn.with_logical_partitioning(nn.initializers.normal(width**-0.5), ("embed", "vocab"))
-            kernel = self.param("kernel", init, (width, self.vocab)).astype(x.dtype)
-            logits = jnp.einsum("...d,dv->...v", x, kernel, preferred_element_type=jnp.float32)
-        if config.bias:
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
-            logits = logits + self.param("bias", zeros, (self.vocab,))
+            table = self.param("kernel", init, (width, self.vocab)).T
+        zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
+        bias = self.param("bias", zeros, (self.vocab,)) if config.bias else None
+        if config.chunk is not None and not whole:
+            return Projection(x, table, bias, config.chunk)
+        logits = jnp.einsum("...d,vd->...v", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
+        logits = logits if bias is None else logits + bias
         return constrain(logits, "batch", "length", "act_vocab")
 
     def pooled(self, x: Array, slots: Slots) -> Array:

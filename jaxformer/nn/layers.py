@@ -159,7 +159,7 @@ class Embed(nn.Module):
     """Token table `[V, E]`, with the width correction, token types, norm and dropout that `config` asks for.
 
     With `config.width` smaller than the model width a projection follows (factorised embedding, Lan et al. 2020).
-    `attend` turns hidden states into logits with the same table (Press and Wolf 2017).
+    `factors` serves a head that reads the same table (Press and Wolf 2017).
     """
 
     config: EmbedConfig
@@ -201,9 +201,8 @@ class Embed(nn.Module):
             x = x + jnp.take(self.kind_table, kind, axis=0).astype(self.dtype)
         return constrain(x, "batch", "length", "act_embed")
 
-    def attend(self, x: Array) -> Array:
-        """Float32 logits `[..., V]` of hidden states `[..., D]`: `x @ table.T`, through `up.T` if factorised."""
+    def factors(self, x: Array) -> tuple[Array, Array]:
+        """What a tied head multiplies: hidden states `[..., E]` (through `up.T` if factorised) and the table."""
         if self.inner != self.width:
             x = jnp.einsum("...d,ed->...e", x, self.up.astype(x.dtype))
-        table = self.table.astype(x.dtype)
-        return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
+        return x, self.table

@@ -21,6 +21,7 @@ class Mask:
       window: only keys less than `window` positions back (and, where not causal, ahead). A number or, in stacks whose
         layers differ, an int32 scalar.
       hidden: bool `[B, T, S]`, True: not visible; None: the rules alone.
+      own: the keys are the query slots themselves: self-attention, and not against a cache.
     """
 
     query: Slots
@@ -28,6 +29,7 @@ class Mask:
     causal: bool = flax.struct.field(pytree_node=False, default=False)
     window: Array | int | None = None
     hidden: Array | None = None
+    own: bool = flax.struct.field(pytree_node=False, default=False)
 
     def dense(self) -> Array:
         """bool `[B, T, S]`, True where visible."""

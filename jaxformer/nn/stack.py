@@ -95,7 +95,13 @@ class Stack(nn.Module):
         x = self.embed_dropout(x)
         precomputed = isinstance(memory, KeyValues)
         context = Context(
-            mask=Mask(slots, slots if held is None else held_slots, self.causal, config.attention.window),
+            mask=Mask(
+                slots,
+                slots if held is None else held_slots,
+                self.causal,
+                config.attention.window,
+                own=held is None,
+            ),
             position=self.position_of(slots, kind),
             memory=None if precomputed else memory,
             memory_mask=None if memory is None else cross_mask(slots, memory_slots),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
+import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxformer.config import ConfigError
 from jaxformer.types import Array, PyTree
 
 WEIGHTS: dict[str, str | tuple[str, ...] | None] = {
@@ -82,5 +86,43 @@ def shardings(boxed: PyTree, mesh: Mesh) -> PyTree:
 
 
 def batch_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-    """Where a batch array `[B, ...]` goes: its rows over the data axes."""
-    return NamedSharding(mesh, fit(spec(("batch",) + (None,) * (len(shape) - 1)), shape, mesh))
+    """Where a batch array `[B]` or `[B, T, ...]` goes: its rows over the data axes, its slots over the context axis."""
+    names = ("batch", "length", *(None,) * (len(shape) - 2))[: len(shape)]
+    return NamedSharding(mesh, fit(spec(names), shape, mesh))
+
+
+def reader(mesh: Mesh) -> tuple[int, int]:
+    """Which rows of every batch this process reads: the i-th of n parts. Returns `(i, n)`.
+
+    Processes that hold the same rows (other slots of them, other parts of the model) read the same part.
+
+    Raises:
+      ConfigError: two processes share some of their rows, and not all.
+    """
+    names = dict(RULES)["batch"]
+    places = [mesh.axis_names.index(name) for name in names]
+    devices = np.moveaxis(mesh.devices, places, range(len(places)))
+    devices = devices.reshape(math.prod(mesh.shape[name] for name in names), -1)
+    held: dict[int, list[int]] = {}
+    for row, of_row in enumerate(devices):
+        for process in {device.process_index for device in of_row}:
+            held.setdefault(process, []).append(row)
+    parts = sorted({tuple(rows) for rows in held.values()})
+    if sum(map(len, parts)) != len(devices):
+        raise ConfigError(
+            f"config.mesh: got {dict(mesh.shape)} on {len(held)} processes, some of which share a part of their rows, "
+            "expected all of them or none; make context x tensor a multiple or a divisor of a process's devices"
+        )
+    return parts.index(tuple(held[jax.process_index()])), len(parts)
+
+
+def zigzag(length: int, devices: int) -> np.ndarray | None:
+    """The order of slots that gives each of `devices` parts as much of a causal mask as the others: int `[T]`.
+
+    Of 2 c equal pieces, part i gets piece i and piece 2 c - 1 - i, an early one and a late one. Slots carry their
+    positions with them, so nothing else changes. None where the pieces would not be equal.
+    """
+    if length % (2 * devices):
+        return None
+    pieces = np.arange(length).reshape(2 * devices, -1)
+    return np.stack([pieces[:devices], pieces[: devices - 1 : -1]], axis=1).reshape(-1)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxformer import losses, metrics
 from jaxformer.config import Config, ConfigError
 from jaxformer.tasks import Features
-from jaxformer.types import Array, Batch, Sums
+from jaxformer.types import Array, Batch, Projection, Sums
 
 if TYPE_CHECKING:
     from jaxformer.data.tokenizers import Tokenizer
@@ -45,7 +45,7 @@ def shifted(ids: Sequence[int], first: int, last: int, length: int) -> Features:
     return {"target": tokens[:-1], "labels": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
 
 
-def loss(config: Config, logits: Array, batch: Batch) -> Sums:
+def loss(config: Config, logits: Array | Projection, batch: Batch) -> Sums:
     """The cross-entropy that training minimises, smoothing and z-loss included."""
     task = config.task
     return {
@@ -55,7 +55,7 @@ def loss(config: Config, logits: Array, batch: Batch) -> Sums:
     }
 
 
-def measures(config: Config, logits: Array, batch: Batch) -> Sums:
+def measures(config: Config, logits: Array | Projection, batch: Batch) -> Sums:
     """The negative log likelihood (nats a token) and the share of tokens that are the likeliest."""
     return {
         "loss": losses.cross_entropy(logits, batch.labels, batch.weights),

@@ -18,6 +18,7 @@ from jaxformer.data import sources
 from jaxformer.data.pipeline import Pipeline
 from jaxformer.data.sources import Dataset
 from jaxformer.model import Model
+from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.registry import nearest
 from jaxformer.train import step as steps
@@ -31,7 +32,7 @@ def make(config: Config, module: nn.Module) -> Measure:
     task = tasks.get(config.task.name)
 
     def measure(variables: PyTree, batch: Batch) -> Sums:
-        return task.metrics(config, module.apply(variables, batch), batch)
+        return task.metrics(config, module.apply(variables, batch, whole=False), batch)
 
     return jax.jit(measure)
 
@@ -52,8 +53,9 @@ def measure(
 ) -> dict[str, float]:
     """The measures of one pass over `batches`: sums first, one division at the end."""
     total: Sums = {}
+    balanced = build.ring(config.model, config.data.length)
     for batch in batches:
-        sums = jax.device_get(function(variables, steps.place(batch, mesh)))
+        sums = jax.device_get(function(variables, steps.place(batch, mesh, balanced)))
         total = metrics.add(total, sums) if total else sums
     if not total:
         raise ConfigError("evaluation: got a split without examples, expected at least one; check config.data.splits")

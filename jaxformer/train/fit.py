@@ -53,7 +53,7 @@ class Trainer:
             return TrainState(jnp.zeros((), jnp.int32), params, opt_state, jax.random.fold_in(root, 1), variables)
 
         def measure(variables: PyTree, batch: Batch) -> Sums:
-            return task.metrics(config, module.apply(variables, batch), batch)
+            return task.metrics(config, module.apply(variables, batch, whole=False), batch)
 
         self._start = jax.jit(start, out_shardings=layout)
         self._update = steps.make(config, module, task, optimizer, schedule, self.mesh)

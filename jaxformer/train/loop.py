@@ -27,6 +27,7 @@ from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.model import Model
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
+from jaxformer.parallel import rules
 from jaxformer.train import evaluate as evaluation
 from jaxformer.train import optim, start
 from jaxformer.train import step as steps
@@ -75,14 +76,15 @@ class Run:
         self.config, self.workdir, self.mesh, self.dataset, self.tokenizers = config, workdir, mesh, dataset, tokenizers
         self.task, self.origin = tasks.get(config.task.name), origin
         self.module = build.build(config.model)
+        self.attentions = build.attentions(config.model, config.data.length)
+        self.balanced = build.ring(config.model, config.data.length)
         shards = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
         self.pipeline = Pipeline(
             config,
             dataset,
             tokenizers,
             self.task,
-            jax.process_index(),
-            jax.process_count(),
+            *rules.reader(mesh),
             multiple=shards * config.train.accumulation,
         )
         shapes = nn.meta.unbox(build.shapes(self.module))["params"]
@@ -104,6 +106,8 @@ class Run:
         begun = f"resumed at step {self.step:,}" if self.step else "started"
         where = f"{jax.device_count()} {jax.default_backend()} device(s)"
         self.reports.say(f"{begun}: {count:,} parameters, listed in parameters.txt; {where}")
+        for side, (kernel, reason) in self.attentions.items():
+            self.reports.say(f"{side} attention: {kernel} ({reason})")
 
     def first_state(self) -> TrainState:
         """The newest checkpoint's state, or a fresh one, or one that starts from another run's parameters."""
@@ -143,7 +147,7 @@ class Run:
         window = Window()
         while self.step < config.steps:
             batch = next(self.batches)
-            self.state, sums = update(self.state, steps.place(batch, self.mesh))
+            self.state, sums = update(self.state, steps.place(batch, self.mesh, self.balanced))
             self.step += 1
             window.add(sums, batch)
             self.checkpoints.check()

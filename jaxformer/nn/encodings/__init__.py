@@ -9,7 +9,7 @@ from flax import linen as nn
 
 from jaxformer import registry
 from jaxformer.config import EncodingConfig
-from jaxformer.types import Array
+from jaxformer.types import Array, PyTree
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Encoding:
         get as `shared`.
       rotate: function. `rotate(config, x [B, T, H, K], shared) -> [B, T, H, K]`, applied to queries and to keys before
         they are cached.
+      heads: function. `heads(shared)` has, for each leaf that `score` gets, the number of its axis of heads, -1 for
+        none: what a mesh that divides heads divides there.
       terms: function of the config: how many terms of like variance a score has; it is divided by the root of
         terms * K instead of the root of K.
       score: function. `score(config, shared, q, k, query_position, key_position) -> additive [b, H, T, S]` with b = B
@@ -39,6 +41,7 @@ class Encoding:
     layer: type[nn.Module] | None = None
     rotate: Callable[..., Array] | None = None
     score: Callable[..., Array] | None = None
+    heads: Callable[[PyTree], PyTree] | None = None
     terms: Callable[[EncodingConfig], int] = lambda config: 1
     kinds: bool = False
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
@@ -156,4 +157,9 @@ def score(
     return total
 
 
-ENCODING = Encoding(embed=Absolute, shared=Table, layer=Projections, score=score, terms=terms)
+def heads(shared: Projected) -> Projected:
+    """The axes of heads."""
+    return jax.tree.map(lambda leaf: 1, shared)
+
+
+ENCODING = Encoding(embed=Absolute, shared=Table, layer=Projections, score=score, heads=heads, terms=terms)

@@ -83,4 +83,4 @@ def score(
     return jnp.moveaxis(by_offset[index], -1, 1).astype(jnp.float32)
 
 
-ENCODING = Encoding(shared=Table, score=score)
+ENCODING = Encoding(shared=Table, score=score, heads=lambda table: 1)

@@ -158,4 +158,10 @@ def _by_table(config: EncodingConfig, kernel: Array, q: Array, query_position: A
     return jnp.take_along_axis(by_distance, jnp.broadcast_to(index, (q.shape[0], *index.shape[1:]))[:, None], axis=-1)
 
 
-ENCODING = Encoding(shared=Pairs, layer=Relative, score=score, kinds=True)
+def heads(shared: Weights) -> Weights:
+    """The axes of heads; token types have none."""
+    kinds = None if shared.kinds is None else Kinds(-1, -1)
+    return Weights(content=0, position=0, kind=0, kernel=1, relation=1, kinds=kinds)
+
+
+ENCODING = Encoding(shared=Pairs, layer=Relative, score=score, heads=heads, kinds=True)

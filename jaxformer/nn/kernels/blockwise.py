@@ -48,6 +48,31 @@ class Ids(NamedTuple):
     noise: Array | None
 
 
+class Running(NamedTuple):
+    """An online softmax that has read some of the keys: m and l `[tiles, B, H, rows]`, o `[tiles, B, H, rows, K]`."""
+
+    top: Array
+    total: Array
+    o: Array
+
+
+class Given(NamedTuple):
+    """What the backward knows of a query tile besides q: do, L and rowsum(do o), with leading axis tiles."""
+
+    do: Array
+    log_sum: Array
+    delta: Array
+
+
+class Gradients(NamedTuple):
+    """Float32 sums so far: dq, dk and dv in tiles, and those of the score's real arguments."""
+
+    q: Array
+    k: Array
+    v: Array
+    real: PyTree
+
+
 def attend(
     q: Array,
     k: Array,
@@ -68,24 +93,28 @@ def attend(
     if mask.hidden is not None:
         raise ConfigError("attention.kernel: got blockwise with a mask of single pairs, expected dense; set it to auto")
     rows, columns = min(config.block, q.shape[1]), min(config.block, k.shape[1])
-    query = Slots(*(_tiles(ids, rows) for ids in mask.query))
-    key = Slots(*(_tiles(ids, columns) for ids in mask.key))
-    active = _active(query, key, mask.causal, mask.window)
+    query = Slots(*(tiles(ids, rows) for ids in mask.query))
+    key = Slots(*(tiles(ids, columns) for ids in mask.key))
+    rule, real, fixed = split(mask, score, noise)
+    window = None if mask.window is None else jnp.asarray(mask.window, jnp.int32)
+    ids = Ids(query, key, window, active(query, key, mask.causal, window), fixed, None if noise is None else noise.key)
+    o = _attention(rule, tiles(q, rows), tiles(k, columns), tiles(v, columns), real, ids)
+    return whole(o, q.shape[1])
+
+
+def split(mask: Mask, score: Score | None, noise: Noise | None) -> tuple[Rule, PyTree, PyTree]:
+    """The static rule, and the score's arguments apart: those with a gradient, and the others (None elsewhere)."""
+    rule = Rule(mask.causal, None if score is None else score.function, 0.0 if noise is None else noise.rate)
     args = None if score is None else score.args
     real = jax.tree.map(lambda leaf: leaf if _has_gradient(leaf) else None, args)
-    fixed = jax.tree.map(lambda leaf: None if _has_gradient(leaf) else leaf, args)
-    rule = Rule(mask.causal, None if score is None else score.function, 0.0 if noise is None else noise.rate)
-    window = None if mask.window is None else jnp.asarray(mask.window, jnp.int32)
-    ids = Ids(query, key, window, active, fixed, None if noise is None else noise.key)
-    o = _attention(rule, _tiles(q, rows), _tiles(k, columns), _tiles(v, columns), real, ids)
-    return _whole(o, q.shape[1])
+    return rule, real, jax.tree.map(lambda leaf: None if _has_gradient(leaf) else leaf, args)
 
 
 def _has_gradient(leaf: Array) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-def _tiles(x: Array, size: int) -> Array:
+def tiles(x: Array, size: int) -> Array:
     """`[B, T, ...]` as `[tiles, B, size, ...]`, filled up with zeros (for ids: segment 0, nothing there)."""
     batch, length = x.shape[:2]
     count = -(-length // size)
@@ -93,13 +122,13 @@ def _tiles(x: Array, size: int) -> Array:
     return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
 
-def _whole(x: Array, length: int) -> Array:
-    """The inverse of `_tiles`."""
+def whole(x: Array, length: int) -> Array:
+    """The inverse of `tiles`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def _active(query: Slots, key: Slots, causal: bool, window: Array | int | None) -> Array:
+def active(query: Slots, key: Slots, causal: bool, window: Array | int | None) -> Array:
     """bool `[query tiles, key tiles]`: False only where no row of the batch has a visible pair in the tile.
 
     Compares the ranges of segments and positions that occur in the tiles, so it costs next to nothing; where segment
@@ -120,14 +149,14 @@ def _active(query: Slots, key: Slots, causal: bool, window: Array | int | None) 
     # An empty tile has an empty range of segments (from the largest integer to -1), which overlaps with none.
     segment_from, segment_to, position_from, position_to = (edge[:, None] for edge in ranges(query))
     key_segment_from, key_segment_to, key_from, key_to = (edge[None] for edge in ranges(key))
-    active = (segment_from <= key_segment_to) & (key_segment_from <= segment_to)
+    see = (segment_from <= key_segment_to) & (key_segment_from <= segment_to)
     if causal:
-        active &= key_from <= position_to
+        see &= key_from <= position_to
     if window is not None:
-        active &= (position_from - window) < key_to
+        see &= (position_from - window) < key_to
         if not causal:
-            active &= (key_from - window) < position_to
-    return jnp.any(active, axis=-1)
+            see &= (key_from - window) < position_to
+    return jnp.any(see, axis=-1)
 
 
 def _logits(rule: Rule, q: Array, k: Array, real: PyTree, fixed: PyTree, query: Slots, key: Slots) -> Array:
@@ -167,13 +196,19 @@ def _numbered(tiles: PyTree) -> PyTree:
     return jnp.arange(jax.tree.leaves(tiles)[0].shape[0]), tiles
 
 
-def _forward(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids) -> tuple[Array, Array]:
-    """Outputs `[tiles, B, T, H, K]` and log-sums `[tiles, B, H, T]` of tiled inputs."""
-    groups, width = k.shape[3], v.shape[-1]
+def start(q: Array, width: int) -> Running:
+    """Nothing read yet, for query tiles `[tiles, B, rows, H, K]` and values of that width."""
+    count, batch, rows, heads, _ = q.shape
+    shape = (count, batch, heads, rows)
+    return Running(jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
+
+
+def read(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids, running: Running) -> Running:
+    """`running` after all key tiles `[tiles, B, columns, G, K]` have been read by all query tiles."""
+    groups = k.shape[3]
 
     def row(args):
-        i, (q_i, query) = args
-        batch, rows, heads, _ = q_i.shape
+        i, (q_i, query, before) = args
 
         def column(carry, xs):
             j, (k_j, v_j, key) = xs
@@ -189,54 +224,58 @@ def _forward(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids) -
                 dropped = _fold_scores(dropped, groups)
                 new = jnp.einsum("bgrs,bsgk->bgrk", dropped, v_j, preferred_element_type=jnp.float32)
                 o = o * shrink[..., None] + new.reshape(o.shape)
-                return higher, total * shrink + jnp.sum(probs, axis=-1), o
+                return Running(higher, total * shrink + jnp.sum(probs, axis=-1), o)
 
-            return jax.lax.cond(ids.active[i, j], add, lambda *carry: carry, *carry), None
+            return jax.lax.cond(ids.active[i, j], add, Running, *carry), None
 
-        shape = (batch, heads, rows)
-        start = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
-        (top, total, o), _ = jax.lax.scan(column, start, _numbered((k, v, ids.key)))
-        total = jnp.where(total == 0.0, 1.0, total)  # a row that sees nothing: o is 0 already
-        o = jnp.moveaxis(o / total[..., None], 2, 1)
-        return o.astype(q_i.dtype), top + jnp.log(total)
+        return jax.lax.scan(column, before, _numbered((k, v, ids.key)))[0]
 
-    return jax.lax.map(row, _numbered((q, ids.query)))
+    return jax.lax.map(row, _numbered((q, ids.query, running)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids) -> Array:
-    return _forward(rule, q, k, v, real, ids)[0]
+def finish(running: Running, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Outputs `[tiles, B, T, H, K]` and log-sums L `[tiles, B, H, T]`."""
+    total = jnp.where(running.total == 0.0, 1.0, running.total)  # a row that sees nothing: o is 0 already
+    o = jnp.moveaxis(running.o / total[..., None], 3, 2)
+    return o.astype(dtype), running.top + jnp.log(total)
 
 
-def _attention_forward(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids):
-    o, log_sum = _forward(rule, q, k, v, real, ids)
-    return o, (q, k, v, real, ids, o, log_sum)
+def given(do: Array, o: Array, log_sum: Array) -> Given:
+    """Of tiles of the output, its cotangent and the log-sums."""
+    return Given(do, log_sum, jnp.moveaxis(jnp.sum(_float(do) * _float(o), axis=-1), 3, 2))
 
 
-def _attention_backward(rule: Rule, saved, do: Array):
-    """One pass over key tiles j, and for each over query tiles i. dq is carried along: it gathers from every j."""
-    q, k, v, real, ids, o, log_sum = saved
+def no_gradients(q: Array, k: Array, v: Array, real: PyTree) -> Gradients:
+    """Zeros of their shapes."""
+    return jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf)), Gradients(q, k, v, real))
+
+
+def pull(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids, known: Given, sums: Gradients) -> Gradients:
+    """`sums` with what these query and key tiles add.
+
+    One pass over key tiles j, and for each over query tiles i. dq is carried along: it gathers from every j.
+    """
     groups = k.shape[3]
-    delta = jnp.moveaxis(jnp.sum(_float(do) * _float(o), axis=-1), 3, 2)  # [tiles, B, H, T]
 
     def column(carry, xs):
         dq, dreal = carry
-        j, (k_j, v_j, key) = xs
+        j, (k_j, v_j, key, dk_j, dv_j) = xs
 
         def row(carry, xs):
-            i, (q_i, do_i, log_sum_i, delta_i, query, dq_i) = xs
+            i, (q_i, known_i, query, dq_i) = xs
 
             def add(dk_j, dv_j, dreal, dq_i):
-                scores, pull = jax.vjp(
+                scores, back = jax.vjp(
                     lambda q, k, real: _logits(rule, q, k, real, ids.score, query, key), q_i, k_j, real
                 )
-                probs = jnp.where(_visible(rule, ids, query, key), jnp.exp(scores - log_sum_i[..., None]), 0.0)
-                rows = _fold(do_i, groups)
-                dropped = _fold_scores(_drop(rule, ids, i, j, probs).astype(do_i.dtype), groups)
+                see = _visible(rule, ids, query, key)
+                probs = jnp.where(see, jnp.exp(scores - known_i.log_sum[..., None]), 0.0)
+                rows = _fold(known_i.do, groups)
+                dropped = _fold_scores(_drop(rule, ids, i, j, probs).astype(known_i.do.dtype), groups)
                 dv = jnp.einsum("bgrs,bgrk->bsgk", dropped, rows, preferred_element_type=jnp.float32)
                 dprobs = jnp.einsum("bgrk,bsgk->bgrs", rows, v_j, preferred_element_type=jnp.float32)
-                dscores = probs * (_drop(rule, ids, i, j, dprobs.reshape(probs.shape)) - delta_i[..., None])
-                added = (dv, *pull(dscores))
+                dscores = probs * (_drop(rule, ids, i, j, dprobs.reshape(probs.shape)) - known_i.delta[..., None])
+                added = (dv, *back(dscores))
                 before = (dv_j, dq_i, dk_j, dreal)
                 dv_j, dq_i, dk_j, dreal = jax.tree.map(lambda a, b: a + _float(b), before, added)
                 return dk_j, dv_j, dreal, dq_i
@@ -244,14 +283,32 @@ def _attention_backward(rule: Rule, saved, do: Array):
             carry = jax.lax.cond(ids.active[i, j], add, lambda *carry: carry, *carry, dq_i)
             return carry[:-1], carry[-1]
 
-        start = (jnp.zeros(k_j.shape), jnp.zeros(v_j.shape), dreal)
-        (dk_j, dv_j, dreal), dq = jax.lax.scan(row, start, _numbered((q, do, log_sum, delta, ids.query, dq)))
-        return (dq, dreal), (dk_j.astype(k_j.dtype), dv_j.astype(v_j.dtype))
+        (dk_j, dv_j, dreal), dq = jax.lax.scan(row, (dk_j, dv_j, dreal), _numbered((q, known, ids.query, dq)))
+        return (dq, dreal), (dk_j, dv_j)
 
-    start = (jnp.zeros(q.shape), jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf)), real))
-    (dq, dreal), (dk, dv) = jax.lax.scan(column, start, _numbered((k, v, ids.key)))
-    dreal = jax.tree.map(lambda d, leaf: d.astype(jnp.result_type(leaf)), dreal, real)
-    return dq.astype(q.dtype), dk, dv, dreal, None
+    (dq, dreal), (dk, dv) = jax.lax.scan(column, (sums.q, sums.real), _numbered((k, v, ids.key, sums.k, sums.v)))
+    return Gradients(dq, dk, dv, dreal)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids) -> Array:
+    return _attention_forward(rule, q, k, v, real, ids)[0]
+
+
+def _attention_forward(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids):
+    o, log_sum = finish(read(rule, q, k, v, real, ids, start(q, v.shape[-1])), q.dtype)
+    return o, (q, k, v, real, ids, o, log_sum)
+
+
+def _attention_backward(rule: Rule, saved, do: Array):
+    q, k, v, real, ids, o, log_sum = saved
+    sums = pull(rule, q, k, v, real, ids, given(do, o, log_sum), no_gradients(q, k, v, real))
+    return *like(sums, Gradients(q, k, v, real)), None
+
+
+def like(sums: Gradients, inputs: Gradients) -> Gradients:
+    """The sums in the inputs' precision."""
+    return jax.tree.map(lambda d, x: d.astype(jnp.result_type(x)), sums, inputs)
 
 
 def _float(x: Array) -> Array:
