@@ -147,6 +147,8 @@ def _by_sorting(hidden: Callable, axes: Axes, weights: Weights, sent: Sent) -> A
                 sent.number.reshape(B * T, k))  # fmt: skip
     if spread:
         flat = jax.tree.map(lambda a: jax.lax.all_gather(a, axes.experts, axis=0, tiled=True), flat)
+    elif axes.experts:  # said outright: jax would not sum the gradients of a gather whose indices alone differ
+        flat = flat._replace(x=jax.lax.pcast(flat.x, axes.experts, to="varying"))
     count = weights["in"][0].shape[0]
     first = jax.lax.axis_index(axes.experts) * count if axes.experts else 0
     mine = flat.chosen.reshape(-1) - first

@@ -13,6 +13,7 @@ from flax import linen as nn
 from jaxformer.config import FeedForwardConfig, MoEConfig
 from jaxformer.nn import experts
 from jaxformer.nn.ffn import FeedForward
+from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Sums
 
 COLLECTION = "router"
@@ -68,6 +69,7 @@ class MoE(nn.Module):
         router = self.param(
             "router", nn.with_logical_partitioning(init, ("embed", None)), (self.width, moe.experts)
         )  # fmt: skip
+        router = constrain(router, None, None)  # gathered: a token is not to be spread over fsdp to meet it
         highest = jax.lax.Precision.HIGHEST  # else a TPU would multiply these in bfloat16
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=highest)
         probs = jax.nn.softmax(logits)
