@@ -12,7 +12,8 @@ device, forward, in numbers of the compute dtype sent or received over the exper
   because what does not fit is dropped.
 
 The backward pass moves the same again. As in a dense layer, fsdp gathers the experts' kernels (and reduce-scatters
-their gradients), and tensor sums the results.
+their gradients), and tensor sums the results. Where context splits a row, its queues are shared out over it, for a
+reduce-scatter of the slots and an all-gather back.
 """
 
 from __future__ import annotations
