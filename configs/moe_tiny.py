@@ -1,12 +1,13 @@
 """A mixture of 8 experts of which a token passes 2, as a language model of Python source, beside its dense twin.
 
 Command:  python -m jaxformer train --config=configs/moe_tiny.py --workdir=runs/moe_tiny
-Variants: (none) 8 experts of width 256, 2 a token, dropless
-          capacity the same, an expert takes at most 1.25 times its even share in training
+Variants: (none) 8 experts of width 256, 2 a token; in training an expert takes at most 1.25 times its even share
+          dropless the same, and every assignment is served
           dense one feed-forward layer of width 512: the same products a token
 Hardware: 2 CPU cores
-Time:     not measured here
-Score:    not measured here
+Time:     (none) 7.8 minutes, dense 6.1, on a machine shared by several such jobs at once; dropless not measured here
+          to the end (at half the speed: jax multiplies every row by every expert on a CPU)
+Score:    validation loss after 200 steps (none) 4.276, dense 4.405; one seed, 64 rows
 """
 
 from jaxformer.config import MoEConfig, StackConfig
@@ -24,8 +25,8 @@ def get_config(variant: str = ""):
     config.task.name = "language_modelling"
 
     mixture = {
-        "": dict(experts=8, top_k=2),
-        "capacity": dict(experts=8, top_k=2, capacity=1.25),
+        "": dict(experts=8, top_k=2, capacity=1.25),
+        "dropless": dict(experts=8, top_k=2),
         "dense": None,
     }[variant]
     config.model.decoder = section(

@@ -86,9 +86,8 @@ def run(config: FeedForwardConfig, weights: Weights, sent: Sent, queue: int, key
     free = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
     function = functools.partial(_local, config, axes, queue)
     spread = jax.tree.map(lambda _: token, sent)
-    share = jax.shard_map(
-        function, in_specs=(places, spread, PartitionSpec()), out_specs=token, axis_names=free
-    )  # fmt: skip
+    everywhere = PartitionSpec()
+    share = jax.shard_map(function, in_specs=(places, spread, everywhere), out_specs=token, axis_names=free)
     return share(weights, sent, key)
 
 
@@ -148,13 +147,13 @@ def _by_sorting(hidden: Callable, axes: Axes, weights: Weights, sent: Sent) -> A
                 sent.number.reshape(B * T, k))  # fmt: skip
     if spread:
         flat = jax.tree.map(lambda a: jax.lax.all_gather(a, axes.experts, axis=0, tiled=True), flat)
-    elif axes.experts:  # said outright: jax would not sum the gradients of a gather whose indices alone differ
-        flat = flat._replace(x=jax.lax.pcast(flat.x, axes.experts, to="varying"))
     count = weights["in"][0].shape[0]
     first = jax.lax.axis_index(axes.experts) * count if axes.experts else 0
     mine = flat.chosen.reshape(-1) - first
     mine = jnp.where((mine >= 0) & (mine < count), mine, count)  # other devices' assignments come last
-    order = jnp.argsort(mine, stable=True)
+    # jax (0.10 to 0.12) takes a permutation for the same on all devices, whatever was sorted, and then sums the
+    # gradient of what it gathers too early; adding nothing of what was sorted tells it otherwise.
+    order = jnp.argsort(mine, stable=True) + 0 * mine
     expert, token = mine[order], order // k
     there = (expert < count)[:, None]
     sizes = jnp.bincount(mine, length=count + 1)[:count].astype(jnp.int32)

@@ -50,7 +50,7 @@ class MoE(nn.Module):
     expert takes in training at most `ceil(capacity * k * n / E)` assignments of a row with n real tokens, in the
     order of the tokens; those that come later are dropped, and if all of a token's are, only the residual stream
     carries it on. The order is that of the text, not first choices before second ones as in GShard, so that no token
-    depends on one after it; and rows are the groups, so that neither the mesh nor microbatches change what is
+    depends on what comes after it; and rows are the groups, so that neither the mesh nor microbatches change what is
     dropped. Without a dropout key (evaluation, decoding) nothing is.
 
     Shared experts (Dai et al. 2024, DeepSeekMoE) serve every token; `shared` of them are one layer of so many times
@@ -66,9 +66,8 @@ class MoE(nn.Module):
         """`[B, T, D]` of `x` `[B, T, D]`, of which the slots are real where `visible` bool `[B, T]`."""
         config, moe = self.config, self.moe
         init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-        router = self.param(
-            "router", nn.with_logical_partitioning(init, ("embed", None)), (self.width, moe.experts)
-        )  # fmt: skip
+        init = nn.with_logical_partitioning(init, ("embed", None))
+        router = self.param("router", init, (self.width, moe.experts))
         router = constrain(router, None, None)  # gathered: a token is not to be spread over fsdp to meet it
         highest = jax.lax.Precision.HIGHEST  # else a TPU would multiply these in bfloat16
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=highest)
