@@ -24,6 +24,7 @@ from jaxformer.config import (
     FeedForwardConfig,
     HeadConfig,
     ModelConfig,
+    MoEConfig,
     NormConfig,
     OptimizerConfig,
     PermutationConfig,
@@ -100,6 +101,10 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
         "window_every": POSITIVE_INT, "block": POSITIVE_INT, "dropout": RATE,
     },
     FeedForwardConfig: {"width": POSITIVE_INT, "dropout": RATE},
+    MoEConfig: {
+        "experts": POSITIVE_INT, "top_k": POSITIVE_INT, "capacity": POSITIVE, "shared": COUNT, "balance_loss": COUNT,
+        "z_loss": COUNT,
+    },
     NormConfig: {"epsilon": POSITIVE, "momentum": RATE, "offset": (0.0, 1.0, "[]")},
     ConvConfig: {"kernel": POSITIVE_INT, "groups": POSITIVE_INT},
     StackConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "unroll": POSITIVE_INT},
@@ -235,6 +240,8 @@ def _stack(stack: StackConfig, path: str, config: Config) -> None:
         raise _wrong(f"{path}.conv.kernel", stack.conv.kernel, "an odd number, with a slot in the middle")
     if stack.conv is not None and stack.width % stack.conv.groups:
         raise _wrong(f"{path}.conv.groups", stack.conv.groups, f"a divisor of the width ({stack.width})")
+    if stack.moe is not None:
+        _moe(stack, f"{path}.moe", config)
     if stack.norm.order == "sandwich" and stack.norm.kind == "none":
         raise _wrong(f"{path}.norm.kind", "none", "a norm, since norm.order is sandwich")
     _embed(stack.embed, stack.width, path)
@@ -244,6 +251,18 @@ def _stack(stack: StackConfig, path: str, config: Config) -> None:
         reason = kernel.refuse(attention, score, attention.dropout > 0)
         if reason:
             raise _wrong(f"{path}.attention.kernel", attention.kernel, "a kernel for this layer", reason)
+
+
+def _moe(stack: StackConfig, path: str, config: Config) -> None:
+    moe, ways = stack.moe, config.mesh.expert
+    if stack.ffn is None:
+        raise _wrong(path, "a section", "None where there is no feed-forward layer", "set ffn too")
+    if moe.top_k > moe.experts:
+        raise _wrong(f"{path}.top_k", moe.top_k, f"at most the experts ({moe.experts})")
+    if moe.top_k == 1 and moe.normalise and moe.experts > 1:
+        raise _wrong(f"{path}.normalise", "True", "False with top_k 1: the only weight would always be 1")
+    if ways > 1 and moe.experts % ways:
+        raise _wrong(f"{path}.experts", moe.experts, f"a multiple of mesh.expert ({ways})", "change one of them")
 
 
 def _recurrent(stack: RecurrentConfig, path: str) -> None:
@@ -298,8 +317,8 @@ def _permutation(model: ModelConfig) -> None:
         raise _wrong(path, "a section", "None unless the model is a transformer encoder alone")
     if encoder.encoding.kind != "transformer_xl":
         raise _wrong(path, "a section", f"encoding.kind transformer_xl (it is {encoder.encoding.kind})")
-    if encoder.norm.order != "post" or encoder.ffn is None:
-        raise _wrong(path, "a section", "layers with a feed-forward part, and norm.order post")
+    if encoder.norm.order != "post" or encoder.ffn is None or encoder.moe is not None:
+        raise _wrong(path, "a section", "layers with a dense feed-forward part, and norm.order post")
 
 
 def _shared(encoder: Any, decoder: Any) -> None:
@@ -373,10 +392,8 @@ def _train(config: Config) -> None:
     if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
         got = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise _wrong("config.mesh", got, "sizes of at least 1, and -1 at most once")
-    for name in ("stage", "expert"):
-        if sizes[name] != 1:
-            reason = "pipelines and mixtures of experts are not in this version"
-            raise _wrong(f"config.mesh.{name}", sizes[name], f"1 ({reason})", "use data, fsdp, context and tensor")
+    if sizes["stage"] != 1:
+        raise _wrong("config.mesh.stage", sizes["stage"], "1 (pipelines are not in this version)", "use the other axes")
     if sizes["context"] != 1:
         _context(config)
 
@@ -388,6 +405,10 @@ def _context(config: Config) -> None:
         "a recurrent model": model.recurrent_encoder is not None or model.recurrent_decoder is not None,
         "a convolution (encoder.conv)": model.encoder is not None and model.encoder.conv is not None,
         "permutations (model.permutation)": model.permutation is not None,
+        "a mixture of experts of limited capacity (moe.capacity)": any(
+            stack is not None and stack.moe is not None and stack.moe.capacity is not None
+            for stack in (model.encoder, model.decoder)
+        ),
         "head.pooling last": model.head.pooling == "last" and model.head.kind in ("classes", "pooled"),
     }
     for what, there in ordered.items():

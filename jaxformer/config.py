@@ -109,6 +109,20 @@ class FeedForwardConfig:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of every feed-forward layer; `ffn` says what one expert is."""
+
+    experts: int = 8
+    top_k: int = 2  # experts that a token passes
+    normalise: bool = True  # the weights of a token's experts are divided by their sum; False: plain probabilities
+    capacity: float | None = None  # training: an expert takes so many times its even share of a row's assignments,
+    # those after them are dropped; None: none is (dropless)
+    shared: int = 0  # experts that every token passes, beside the routed ones (DeepSeekMoE)
+    balance_loss: float = 0.01  # weight of the load-balance loss (Switch), added for every layer
+    z_loss: float = 0.001  # weight of the router's z-loss (ST-MoE), added for every layer
+
+
+@dataclass(frozen=True)
 class ConvConfig:
     """A convolution of the stack's input over neighbouring slots, added and normalised after the first layer."""
 
@@ -127,6 +141,7 @@ class StackConfig:
     encoding: EncodingConfig = field(default_factory=EncodingConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     ffn: FeedForwardConfig | None = field(default_factory=FeedForwardConfig)  # None: attention only
+    moe: MoEConfig | None = None  # the feed-forward layers are mixtures of experts; None: dense
     norm: NormConfig = field(default_factory=NormConfig)
     conv: ConvConfig | None = None  # encoders only (DeBERTa v2); None: none
     dropout: float = 0.0  # on the output of every sub-layer, before the residual sum

@@ -90,6 +90,9 @@ def _stack(part: StackConfig) -> str:
     if part.ffn is not None:
         gated = "gated " if part.ffn.gated else ""
         ffn = f"feed-forward {part.ffn.width or 4 * part.width} {gated}{part.ffn.activation}"
+    if part.moe is not None:
+        shared = f" and {part.moe.shared} shared" if part.moe.shared else ""
+        ffn += f" x {part.moe.experts} experts of which a token passes {part.moe.top_k}{shared}"
     return (
         f"layers {part.layers}, width {part.width}, heads {attention.heads}{grouped}, {ffn}, "
         f"{part.encoding.kind} positions, {norm.order} {norm.kind} norm, vocabulary {part.embed.vocab}"

@@ -31,6 +31,7 @@ VARIANTS = {
     "shakespeare_char": ("cpu", "gpu"),
     "wikitext2": ("transformer", "lstm"),
     "sst2": ("transformer", "bilstm"),
+    "moe_tiny": ("dropless", "dense"),
     "bert_mlm": ("tiny", "base"),
     "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
 }

@@ -16,6 +16,7 @@ from jaxformer.nn.convolution import Convolved
 from jaxformer.nn.ffn import FeedForward
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
+from jaxformer.nn.moe import MoE
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
 
@@ -82,7 +83,11 @@ class Block(nn.Module):
             look = lambda y: cross(y, context.memory_mask, memory=source, layer=layer)[0]  # noqa: E731
             x = self.sublayer("cross", x, look, config.residual_cross, context)
         if config.ffn is not None:
-            ffn = FeedForward(config.ffn, config.width, name="ffn")
+            if config.moe is None:
+                ffn = FeedForward(config.ffn, config.width, name="ffn")
+            else:
+                mixture = MoE(config.ffn, config.moe, config.width, name="ffn")
+                ffn = lambda y: mixture(y, context.mask.query.segment != 0)  # noqa: E731
             x = self.sublayer("ffn", x, ffn, config.residual_ffn, context)
         if context.convolved is not None:
             x = context.convolved.add(x, layer)

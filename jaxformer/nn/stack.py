@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxformer.config import ConfigError, StackConfig
-from jaxformer.nn import encodings
+from jaxformer.nn import encodings, moe
 from jaxformer.nn.attention import Attention, shape
 from jaxformer.nn.block import Block, Context
 from jaxformer.nn.cache import KeyValues
@@ -52,7 +52,7 @@ class Stack(nn.Module):
         block = Block if config.remat == "none" else nn.remat(Block, prevent_cse=False)
         self.blocks = nn.scan(
             block,
-            variable_axes={"params": 0, "batch_stats": 0, "intermediates": 0},
+            variable_axes={"params": 0, "batch_stats": 0, "intermediates": 0, moe.COLLECTION: 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, 0, 0, nn.broadcast),
             length=config.layers,

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.config import Config
 from jaxformer.models import build
+from jaxformer.nn import moe
 from jaxformer.parallel import rules
 from jaxformer.tasks import Task
 from jaxformer.train import optim
@@ -137,9 +138,12 @@ def summed_loss(
 ) -> tuple[Array, tuple[PyTree, Sums]]:
     """The loss's numerator, with the updated variables and all sums beside it."""
     inputs = {"params": params, **variables}
-    logits, changed = module.apply(inputs, batch, whole=False, rngs={"dropout": key}, mutable=list(variables))
-    sums = dict(task.loss(config, logits, batch))
-    return sums["loss"][0], (dict(changed), sums)
+    collections = [*variables, moe.COLLECTION]
+    logits, changed = module.apply(inputs, batch, whole=False, rngs={"dropout": key}, mutable=collections)
+    changed = dict(changed)
+    sown = changed.pop(moe.COLLECTION, {})
+    sums = dict(moe.add(task.loss(config, logits, batch), sown))
+    return sums["loss"][0], (changed, sums)
 
 
 def place(batch: Batch, mesh: Mesh, balanced: bool = False) -> Batch:
