@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxformer.config import StackConfig
+from jaxformer.nn import remat
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.cache import Cache, KeyValues
 from jaxformer.nn.convolution import Convolved
@@ -95,7 +96,7 @@ class Block(nn.Module):
         """`function` with the norms, dropout and residual sum of `config` around it."""
         norm, visible = self.config.norm, context.mask.query.segment != 0
         y = x if norm.order == "post" else Norm(norm, name=f"{name}_norm")(x, visible)
-        y = function(y)
+        y = remat.name(function(y), name)
         if norm.order == "sandwich":
             y = Norm(norm, name=f"{name}_post_norm")(y, visible)
         y = Dropout(self.config.dropout)(y)

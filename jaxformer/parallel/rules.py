@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.types import Array, PyTree
 
@@ -21,7 +21,8 @@ WEIGHTS: dict[str, str | tuple[str, ...] | None] = {
     "buckets": None,
 }
 ACTIVATIONS: dict[str, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp", "expert"),
+    "batch": ("data", "fsdp", "expert", "stage"),
+    "microbatches": "stage",
     "length": "context",
     "act_embed": None,
     "act_heads": "tensor",
@@ -59,12 +60,16 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def fit(wanted: PartitionSpec, shape: tuple[int, ...], mesh) -> PartitionSpec:
-    """`wanted` with every mesh axis dropped that does not divide its array axis."""
+    """`wanted` with every mesh axis dropped that does not divide its array axis.
+
+    Inside a `shard_map` those that it is manual over are dropped too: there they are not the partitioner's.
+    """
+    manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
     axes = []
     for size, entry in zip(shape, tuple(wanted) + (None,) * (len(shape) - len(wanted)), strict=True):
         kept: list[str] = []
         for axis in (entry,) if isinstance(entry, str) else entry or ():
-            if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0:
+            if axis not in manual and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0:
                 kept.append(axis)
                 size //= mesh.shape[axis]
         axes.append(tuple(kept) if len(kept) > 1 else kept[0] if kept else None)
