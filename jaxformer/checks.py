@@ -7,7 +7,7 @@ more than one. Paths in messages are those that `--config.PATH=VALUE` takes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping
 
 from jaxformer import registry
 from jaxformer.config import (
@@ -43,6 +43,8 @@ FOLDERS: dict[tuple[type, str], tuple[str, tuple[str, ...]]] = {
     (TaskConfig, "name"): ("jaxformer.tasks", ("none",)),
 }
 """Fields that name a file of a folder, and what else they may say."""
+
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 ACTIVATIONS = (
     "relu", "gelu", "gelu_tanh", "gelu_sigmoid", "silu", "tanh", "relu_squared", "mish", "sigmoid",
@@ -370,14 +372,56 @@ def _train(config: Config) -> None:
     kept = keep.keep_last if keep.average_of == "last" else keep.keep_best
     if keep.average > kept:
         raise _wrong("config.checkpoint.average", keep.average, f"at most keep_{keep.average_of} ({kept})")
-    sizes = dataclasses.asdict(config.mesh)
-    if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
-        got = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise _wrong("config.mesh", got, "sizes of at least 1, and -1 at most once")
-    for name in ("stage", "expert", "context"):
+    for path, mesh in (("config.mesh", config.mesh), ("config.mesh.dcn", config.mesh.dcn)):
+        given = {name: getattr(mesh, name) for name in AXES}
+        if any(size < 1 and size != -1 for size in given.values()) or list(given.values()).count(-1) > 1:
+            got = ", ".join(f"{name}={size}" for name, size in given.items())
+            raise _wrong(path, got, "sizes of at least 1, and -1 at most once")
+    sizes = {name: max(getattr(config.mesh, name), 1) * max(getattr(config.mesh.dcn, name), 1) for name in AXES}
+    for name in ("expert", "context"):
         if sizes[name] != 1:
-            reason = "pipelines, mixtures of experts and ring attention are not in this version"
-            raise _wrong(f"config.mesh.{name}", sizes[name], f"1 ({reason})", "use data, fsdp and tensor")
+            reason = "mixtures of experts and ring attention are not in this version"
+            raise _wrong(f"config.mesh.{name}", sizes[name], f"1 ({reason})", "use data, fsdp, tensor and stage")
+    divides(config, sizes)
+    rows = train.accumulation * sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["stage"]
+    if config.data.tokens is None and config.data.batch % rows:
+        ways = "accumulation and the mesh's data, fsdp, expert and stage"
+        raise _wrong("config.data.batch", config.data.batch, f"a multiple of {rows} ({ways})")
+
+
+def divides(config: Config, sizes: Mapping[str, int]) -> None:
+    """Judges a mesh of these sizes: it must divide what it is there to divide.
+
+    What is small may stay whole: norms, biases, and key heads that are fewer than the tensor axis is long.
+
+    Raises:
+      ConfigError: layers, heads, widths, a vocabulary or lengths that an axis does not divide; stages for a model that
+        has no pipeline.
+    """
+    model, stages = config.model, sizes["stage"]
+    if stages > 1 and (model.permutation is not None or model.recurrent_encoder or model.recurrent_decoder):
+        kind = "permutation" if model.permutation is not None else "recurrent"
+        raise _wrong("config.mesh.stage", stages, f"1 for a {kind} model, which has no pipeline")
+    for name in model.parts:
+        part, path = getattr(model, name), f"config.model.{name}"
+        wanted = [("width", part.width, "fsdp"), ("embed.vocab", part.embed.vocab, "tensor")]
+        if isinstance(part, RecurrentConfig):
+            width = part.width // 2 if part.bidirectional else part.width
+            wanted.append(("width", width, "tensor"))
+        else:
+            wanted += [("layers", part.layers, "stage"), ("microbatches", part.microbatches, "stage")]
+            heads = part.attention.kv_heads or 0
+            wanted.append(("attention.heads", part.attention.heads, "tensor"))
+            wanted.append(("attention.kv_heads", heads if heads > sizes["tensor"] else None, "tensor"))
+            if part.ffn is not None:
+                wanted.append(("ffn.width", part.ffn.width or 4 * part.width, "tensor"))
+            if stages > 1 and part.norm.kind == "batch":
+                raise _wrong(f"{path}.norm.kind", "batch", "layer, rms or none: a pipeline never sees a whole batch")
+        for field, size, axis in wanted:
+            if size is not None and size % sizes[axis]:
+                raise _wrong(
+                    f"{path}.{field}", size, f"a multiple of mesh.{axis} ({sizes[axis]})", "change one of them"
+                )
 
 
 def _decode(decode: DecodeConfig) -> None:

@@ -326,8 +326,23 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True)
+class DcnConfig:
+    """How many slices (without slices: processes) lie along each axis. One may be -1: those that are left."""
+
+    stage: int = 1
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes. One of them may be -1: the devices that are left."""
+    """Sizes of the mesh axes. One of them may be -1: the devices that are left.
+
+    On several slices these are sizes within one, and an axis is this times its part of `dcn` long.
+    """
 
     stage: int = 1
     data: int = -1
@@ -335,6 +350,8 @@ class MeshConfig:
     expert: int = 1
     context: int = 1
     tensor: int = 1
+    dcn: DcnConfig = field(default_factory=DcnConfig)  # across slices, over the slower network
+    zero1: bool = False  # optimizer state is divided over data too, which parameters are not (ZeRO, stage 1)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from jaxformer.nn.convolution import Convolution, Convolved
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel import pipeline
+from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Slots
 
 
@@ -125,6 +126,7 @@ class Stack(nn.Module):
             x, held = self.blocks(x, jnp.arange(config.layers), held, memory if precomputed else None, context)
         if has_final_norm(config):
             x = self.final_norm(x, visible)
+        x = constrain(x, "batch", "length", "act_embed")
         self.sow("intermediates", "output", x)
         return x, held
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -24,6 +26,7 @@ ACTIVATIONS: dict[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp", "expert", "stage"),
     "microbatches": "stage",
     "length": "context",
+    "act_length": ("context", "tensor"),  # of the residual stream, where each slot is for itself (see nn/block.py)
     "act_embed": None,
     "act_heads": "tensor",
     "act_ffn": "tensor",
@@ -84,6 +87,18 @@ def shardings(boxed: PyTree, mesh: Mesh) -> PyTree:
         return NamedSharding(mesh, fit(spec(tuple(names)), value.shape, mesh))
 
     return jax.tree.map(place, specs, nn.meta.unbox(boxed), is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def spread(place: NamedSharding, shape: tuple[int, ...], axis: str) -> NamedSharding:
+    """`place` with an array of this shape divided over one more mesh axis: its first axis that divides evenly."""
+    mesh, entries = place.mesh, list(place.spec) + [None] * (len(shape) - len(place.spec))
+    for i, entry in enumerate(entries):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        ways = math.prod(mesh.shape[name] for name in names) * mesh.shape[axis]
+        if axis not in names and shape[i] % ways == 0:
+            entries[i] = (*names, axis)
+            return NamedSharding(mesh, PartitionSpec(*entries))
+    return place
 
 
 def batch_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
