@@ -167,14 +167,14 @@ class Stack(nn.Module):
             )
             return context, shared["key"]
 
-        def layer(weights: Any, x: Array, context: tuple, number: Array, part: Array) -> Array:
+        def layer(weights: Any, x: Array, context: tuple, number: Array, part: Array) -> tuple[Array, tuple]:
             context, key = context
             rngs = {} if key is None else {"dropout": jax.random.fold_in(jax.random.fold_in(key, number), part)}
-            return block.apply({"params": weights}, x, number, None, None, context, rngs=rngs)[0]
+            return block.apply({"params": weights}, x, number, None, None, context, rngs=rngs)[0], ()
 
         if config.remat != "none":
             layer = jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
-        return pipeline.pipeline(prepare, layer, self.blocks.variables["params"], x, rows, shared, parts)
+        return pipeline.pipeline(prepare, layer, self.blocks.variables["params"], x, rows, shared, parts)[0]
 
     def position_of(self, slots: Slots, kind: Array | None = None) -> Any:
         """What all layers share of the encoding."""

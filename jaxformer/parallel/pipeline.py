@@ -48,18 +48,19 @@ def _shards() -> int:
 
 def pipeline(
     prepare: Callable[[PyTree, PyTree], PyTree],
-    layer: Callable[[PyTree, Array, PyTree, Array, Array], Array],
+    layer: Callable[[PyTree, Array, PyTree, Array, Array], tuple[Array, PyTree]],
     weights: PyTree,
     x: Array,
     rows: PyTree,
     shared: PyTree,
     parts: int,
-) -> Array:
-    """What a scan of `layer` over `weights` makes of `x` `[B, T, D]`; `divides` must hold.
+) -> tuple[Array, PyTree]:
+    """What a scan of `layer` over `weights` makes of `x` `[B, T, D]`, and what the layers say; `divides` must hold.
 
     Args:
       prepare: `(rows, shared) -> context` of one microbatch; run once a tick.
-      layer: `(weights of one layer, x, context, number of the layer, number of the microbatch) -> x`.
+      layer: `(weights of one layer, x, context, number of the layer, number of the microbatch) -> (x, said)`. What is
+        said, any pytree of numbers, comes back as `[L, ...]`: the mean over the microbatches.
       weights: `[L, ...]`, the layers divided over `stage`.
       rows: arrays `[B, ...]` that belong to the rows of `x`; every stage gets them whole.
       shared: what belongs to no row. Closures must not capture arrays: the gradient passes through the arguments.
@@ -80,30 +81,32 @@ def pipeline(
         x = jnp.moveaxis(jax.lax.all_to_all(x, AXIS, split_axis=1, concat_axis=1), (1, 2), (0, 1))
         return x.reshape(parts, -1, *x.shape[4:])
 
-    def stage(weights: PyTree, numbers: Array, x: Array, rows: PyTree, shared: PyTree) -> Array:
+    def stage(weights: PyTree, numbers: Array, x: Array, rows: PyTree, shared: PyTree) -> tuple[Array, PyTree]:
         place = numbers[0] // (layers // count)
         x, rows = whole(x), jax.tree.map(whole, rows)
 
-        def tick(received: Array, time: Array) -> tuple[Array, Array]:
+        def tick(received: Array, time: Array) -> tuple[Array, tuple[Array, PyTree]]:
             part = jnp.clip(time - place, 0, parts - 1)  # in the bubble: any microbatch, whose result nobody reads
             context = prepare(jax.tree.map(lambda x: x[part], rows), shared)
-            step = lambda x, each: (layer(each[0], x, context, each[1], part), None)  # noqa: E731
-            y, _ = jax.lax.scan(step, jnp.where(place == 0, x[part], received), (weights, numbers))
-            return jax.lax.ppermute(y, AXIS, [(i, i + 1) for i in range(count - 1)]), y
+            step = lambda x, each: layer(each[0], x, context, each[1], part)  # noqa: E731
+            y, said = jax.lax.scan(step, jnp.where(place == 0, x[part], received), (weights, numbers))
+            said = jax.tree.map(lambda x: jnp.where(part == time - place, x, 0) / parts, said)
+            return jax.lax.ppermute(y, AXIS, [(i, i + 1) for i in range(count - 1)]), (y, said)
 
-        _, made = jax.lax.scan(tick, jnp.zeros_like(x[0]), jnp.arange(parts + count - 1))
+        _, (made, said) = jax.lax.scan(tick, jnp.zeros_like(x[0]), jnp.arange(parts + count - 1))
         # The last stage's outputs are the result: each stage gets its share of them.
         made = made[count - 1 :].reshape(count, parts // count, *x.shape[1:])
         made = jax.lax.all_to_all(made, AXIS, split_axis=0, concat_axis=0)[-1]
-        return jnp.moveaxis(made.reshape(parts // count, shards, -1, *made.shape[2:]), 0, 1)
+        made = jnp.moveaxis(made.reshape(parts // count, shards, -1, *made.shape[2:]), 0, 1)
+        return made, jax.tree.map(lambda x: x.sum(0), said)
 
     over, cut = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
     run = jax.shard_map(
         stage,
         in_specs=(over, over, cut, cut, PartitionSpec()),
-        out_specs=cut,
+        out_specs=(cut, over),
         axis_names={AXIS},
         check_vma=False,  # layers start loops of their own from constants, which would each have to be marked
     )
-    y = run(weights, jnp.arange(layers), split(x), jax.tree.map(split, rows), shared)
-    return constrain(y.reshape(x.shape), "batch", "length", "act_embed")
+    y, said = run(weights, jnp.arange(layers), split(x), jax.tree.map(split, rows), shared)
+    return constrain(y.reshape(x.shape), "batch", "length", "act_embed"), said
