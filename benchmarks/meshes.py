@@ -22,10 +22,11 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-flags = ["--xla_force_host_platform_device_count=8"]
-if metadata.version("jaxlib").startswith("0.10."):
-    flags.append("--xla_cpu_use_fusion_emitters=false")  # compiles in half the time; later versions no longer have it
-os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+os.environ.setdefault(  # the older code generator compiles in half the time; later versions no longer have it
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8"
+    + " --xla_cpu_use_fusion_emitters=false" * metadata.version("jaxlib").startswith("0.10."),
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
