@@ -18,11 +18,11 @@ ORDER = ("full", "names", "minimal", "none")
 def gradient(policy: str, batch):
     """The compiled loss and gradient of a decoder whose layers follow a policy, and its variables."""
     config = builders.decoder(
-        remat=policy, layers=4, attention=AttentionConfig(heads=2), ffn=FeedForwardConfig(width=64), width=16
+        remat=policy, layers=12, attention=AttentionConfig(heads=2), ffn=FeedForwardConfig(width=64), width=16
     )
     variables = builders.make(config)[1]
     module = build.build(config)
-    loss = lambda variables: jnp.square(module.apply(variables, batch)).sum()  # noqa: E731
+    loss = lambda variables: jnp.square(module.apply(variables, batch)).mean()  # noqa: E731
     return jax.jit(jax.value_and_grad(loss)).lower(variables).compile(), variables
 
 
@@ -35,7 +35,7 @@ def test_policies_agree_in_value_and_gradient_and_differ_in_memory(batch):
     made = {policy: gradient(policy, batch) for policy in ORDER}
     results = {policy: compiled(variables) for policy, (compiled, variables) in made.items()}
     for policy in ORDER:
-        chex.assert_trees_all_close(results[policy], results["none"], rtol=1e-5, atol=1e-5)
+        chex.assert_trees_all_close(results[policy], results["none"], rtol=1e-5, atol=1e-6)
     bytes_ = [made[policy][0].memory_analysis().temp_size_in_bytes for policy in ORDER]
     assert bytes_ == sorted(set(bytes_)), dict(zip(ORDER, bytes_, strict=True))
 
@@ -53,4 +53,4 @@ def test_offloading_needs_host_memory_beside_the_devices(batch, monkeypatch):
 def test_offloading_agrees(batch):
     compiled, variables = gradient("offload", batch)
     whole, _ = gradient("none", batch)
-    chex.assert_trees_all_close(compiled(variables), whole(variables), rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(compiled(variables), whole(variables), rtol=1e-5, atol=1e-6)
