@@ -7,7 +7,7 @@ more than one. Paths in messages are those that `--config.PATH=VALUE` takes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping
 
 from jaxformer import registry
 from jaxformer.config import (
@@ -45,6 +45,8 @@ FOLDERS: dict[tuple[type, str], tuple[str, tuple[str, ...]]] = {
 }
 """Fields that name a file of a folder, and what else they may say."""
 
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+
 ACTIVATIONS = (
     "relu", "gelu", "gelu_tanh", "gelu_sigmoid", "silu", "tanh", "relu_squared", "mish", "sigmoid",
 )  # fmt: skip
@@ -57,7 +59,7 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (HeadConfig, "hidden"): ACTIVATIONS,
     (NormConfig, "kind"): ("layer", "rms", "batch", "none"),
     (NormConfig, "order"): ("pre", "post", "sandwich"),
-    (StackConfig, "remat"): ("none", "full"),
+    (StackConfig, "remat"): ("none", "minimal", "full", "names", "offload"),
     (RecurrentConfig, "cell"): ("rnn", "lstm", "gru"),
     (RecurrentConfig, "attention"): ("none", "additive", "dot"),
     (HeadConfig, "kind"): ("tokens", "slots", "classes", "pooled", "none"),
@@ -107,7 +109,10 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     },
     NormConfig: {"epsilon": POSITIVE, "momentum": RATE, "offset": (0.0, 1.0, "[]")},
     ConvConfig: {"kernel": POSITIVE_INT, "groups": POSITIVE_INT},
-    StackConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "unroll": POSITIVE_INT},
+    StackConfig: {
+        "layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "unroll": POSITIVE_INT,
+        "microbatches": POSITIVE_INT,
+    },
     PermutationConfig: {"memory": POSITIVE_INT, "reuse": POSITIVE_INT},
     RecurrentConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "recurrent_dropout": RATE},
     HeadConfig: {
@@ -241,7 +246,7 @@ def _stack(stack: StackConfig, path: str, config: Config) -> None:
     if stack.conv is not None and stack.width % stack.conv.groups:
         raise _wrong(f"{path}.conv.groups", stack.conv.groups, f"a divisor of the width ({stack.width})")
     if stack.moe is not None:
-        _moe(stack, f"{path}.moe", config)
+        _moe(stack, f"{path}.moe")
     if stack.norm.order == "sandwich" and stack.norm.kind == "none":
         raise _wrong(f"{path}.norm.kind", "none", "a norm, since norm.order is sandwich")
     _embed(stack.embed, stack.width, path)
@@ -253,16 +258,14 @@ def _stack(stack: StackConfig, path: str, config: Config) -> None:
             raise _wrong(f"{path}.attention.kernel", attention.kernel, "a kernel for this layer", reason)
 
 
-def _moe(stack: StackConfig, path: str, config: Config) -> None:
-    moe, ways = stack.moe, config.mesh.expert
+def _moe(stack: StackConfig, path: str) -> None:
+    moe = stack.moe
     if stack.ffn is None:
         raise _wrong(path, "a section", "None where there is no feed-forward layer", "set ffn too")
     if moe.top_k > moe.experts:
         raise _wrong(f"{path}.top_k", moe.top_k, f"at most the experts ({moe.experts})")
     if moe.top_k == 1 and moe.normalise and moe.experts > 1:
         raise _wrong(f"{path}.normalise", "True", "False with top_k 1: the only weight would always be 1")
-    if ways > 1 and moe.experts % ways:
-        raise _wrong(f"{path}.experts", moe.experts, f"a multiple of mesh.expert ({ways})", "change one of them")
 
 
 def _recurrent(stack: RecurrentConfig, path: str) -> None:
@@ -388,19 +391,28 @@ def _train(config: Config) -> None:
     kept = keep.keep_last if keep.average_of == "last" else keep.keep_best
     if keep.average > kept:
         raise _wrong("config.checkpoint.average", keep.average, f"at most keep_{keep.average_of} ({kept})")
-    sizes = dataclasses.asdict(config.mesh)
-    if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
-        got = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise _wrong("config.mesh", got, "sizes of at least 1, and -1 at most once")
-    if sizes["stage"] != 1:
-        raise _wrong("config.mesh.stage", sizes["stage"], "1 (pipelines are not in this version)", "use the other axes")
-    if sizes["context"] != 1:
-        _context(config)
+    _mesh(config)
 
 
-def _context(config: Config) -> None:
+def _mesh(config: Config) -> None:
+    for path, mesh in (("config.mesh", config.mesh), ("config.mesh.dcn", config.mesh.dcn)):
+        given = {name: getattr(mesh, name) for name in AXES}
+        if any(size < 1 and size != -1 for size in given.values()) or list(given.values()).count(-1) > 1:
+            got = ", ".join(f"{name}={size}" for name, size in given.items())
+            raise _wrong(path, got, "sizes of at least 1, and -1 at most once")
+    sizes = {name: max(getattr(config.mesh, name), 1) * max(getattr(config.mesh.dcn, name), 1) for name in AXES}
+    if sizes["context"] > 1:
+        _context(config, sizes["context"])
+    divides(config, sizes)
+    rows = config.train.accumulation * sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["stage"]
+    if config.data.tokens is None and config.data.batch % rows:
+        ways = "accumulation and the mesh's data, fsdp, expert and stage"
+        raise _wrong("config.data.batch", config.data.batch, f"a multiple of {rows} ({ways})")
+
+
+def _context(config: Config, size: int) -> None:
     """Divided sequences: their slots may come in any order, and their number must come out even."""
-    model, size = config.model, config.mesh.context
+    model = config.model
     ordered = {
         "a recurrent model": model.recurrent_encoder is not None or model.recurrent_decoder is not None,
         "a convolution (encoder.conv)": model.encoder is not None and model.encoder.conv is not None,
@@ -415,8 +427,45 @@ def _context(config: Config) -> None:
         if there:
             raise _wrong("config.mesh.context", size, f"1 with {what}, which needs whole sequences in order")
     for path, length in [("length", config.data.length), *(("buckets", bucket) for bucket in config.data.buckets)]:
-        if size > 1 and length % size:
+        if length % size:
             raise _wrong(f"config.data.{path}", length, f"a multiple of mesh.context ({size})", "change one of them")
+
+
+def divides(config: Config, sizes: Mapping[str, int]) -> None:
+    """Judges a mesh of these sizes: it must divide what it is there to divide.
+
+    What is small may stay whole: norms, biases, and key heads that are fewer than the tensor axis is long.
+
+    Raises:
+      ConfigError: layers, heads, widths, a vocabulary or lengths that an axis does not divide; stages for a model that
+        has no pipeline.
+    """
+    model, stages = config.model, sizes["stage"]
+    if stages > 1 and (model.permutation is not None or model.recurrent_encoder or model.recurrent_decoder):
+        kind = "permutation" if model.permutation is not None else "recurrent"
+        raise _wrong("config.mesh.stage", stages, f"1 for a {kind} model, which has no pipeline")
+    for name in model.parts:
+        part, path = getattr(model, name), f"config.model.{name}"
+        wanted = [("width", part.width, "fsdp"), ("embed.vocab", part.embed.vocab, "tensor")]
+        if isinstance(part, RecurrentConfig):
+            width = part.width // 2 if part.bidirectional else part.width
+            wanted.append(("width", width, "tensor"))
+        else:
+            wanted += [("layers", part.layers, "stage"), ("microbatches", part.microbatches, "stage")]
+            heads = part.attention.kv_heads or 0
+            wanted.append(("attention.heads", part.attention.heads, "tensor"))
+            wanted.append(("attention.kv_heads", heads if heads > sizes["tensor"] else None, "tensor"))
+            if part.ffn is not None:
+                wanted.append(("ffn.width", part.ffn.width or 4 * part.width, "tensor"))
+            if part.moe is not None:
+                wanted.append(("moe.experts", part.moe.experts, "expert"))
+            if stages > 1 and part.norm.kind == "batch":
+                raise _wrong(f"{path}.norm.kind", "batch", "layer, rms or none: a pipeline never sees a whole batch")
+        for field, size, axis in wanted:
+            if size is not None and size % sizes[axis]:
+                raise _wrong(
+                    f"{path}.{field}", size, f"a multiple of mesh.{axis} ({sizes[axis]})", "change one of them"
+                )
 
 
 def _decode(decode: DecodeConfig) -> None:

@@ -150,7 +150,10 @@ class StackConfig:
     residual_ffn: bool = True
     causal: bool | None = None  # None: decoders are, encoders are not
     unroll: int | None = None  # layers per scan iteration; None: all on CPU (faster), 1 elsewhere (compile time)
-    remat: str = "none"  # none, full
+    remat: str = "none"  # what the backward pass recomputes: none, minimal (all but matrix products), full (a whole
+    # layer), names (all but `remat_names`), offload (the same, and those wait in host memory)
+    remat_names: tuple[str, ...] = ("attention", "ffn")  # see nn/remat.py
+    microbatches: int | None = None  # pipeline: parts of a batch, a multiple of mesh.stage; None: as many as stages
 
 
 @dataclass(frozen=True)
@@ -339,8 +342,23 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True)
+class DcnConfig:
+    """How many slices (without slices: processes) lie along each axis. One may be -1: those that are left."""
+
+    stage: int = 1
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes. One of them may be -1: the devices that are left."""
+    """Sizes of the mesh axes. One of them may be -1: the devices that are left.
+
+    On several slices these are sizes within one, and an axis is this times its part of `dcn` long.
+    """
 
     stage: int = 1
     data: int = -1
@@ -348,6 +366,8 @@ class MeshConfig:
     expert: int = 1
     context: int = 1
     tensor: int = 1
+    dcn: DcnConfig = field(default_factory=DcnConfig)  # across slices, over the slower network
+    zero1: bool = False  # optimizer state is divided over data too, which parameters are not (ZeRO, stage 1)
 
 
 @dataclass(frozen=True)

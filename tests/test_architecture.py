@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "decode": CORE,
     "model": CORE | {"overrides", "decode", "tasks", "data"},
     "tasks": CORE | {"decode", "data", "losses", "metrics"},
-    "train": CORE | {"overrides", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint"},
+    "train": CORE | {"overrides", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint"},
     "checkpoint": CORE | {"overrides", "data", "tasks", "model", "train"},
     "hf": CORE
     | {"overrides", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint", "train"},

@@ -347,5 +347,8 @@ def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
         yield f"{path} {a!r} (expected {b!r})"
 
 
-FREE = frozenset({"dropout", "kernel", "block", "unroll", "remat", "deviation", "dtype", "momentum", "pad"})
+FREE = frozenset({
+    "dropout", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation", "dtype", "momentum",
+    "pad",
+})  # fmt: skip
 """Fields that do not change what a model computes when it is applied."""

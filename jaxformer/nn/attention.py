@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxformer.config import AttentionConfig, EncodingConfig
-from jaxformer.nn import encodings, kernels
+from jaxformer.nn import encodings, kernels, remat
 from jaxformer.nn.cache import Cache, KeyValues
 from jaxformer.nn.kernels import Noise, Score, dense
 from jaxformer.nn.layers import Dense, Norm
@@ -74,7 +74,7 @@ class Attention(nn.Module):
           `[B, T, D]` and the written cache (None without one).
         """
         encoding = encodings.get(self.encoding.kind) if memory is None else encodings.Encoding()
-        q = self.query(x)
+        q = remat.name(self.query(x), "query")
         held = memory if isinstance(memory, KeyValues) else self.project(x if memory is None else memory)
         k, v = held.k, held.v
         if self.config.norm is not None:
@@ -115,8 +115,8 @@ class Attention(nn.Module):
 
     def project(self, memory: Array) -> KeyValues:
         """Keys and values `[B, S, G, K]` of `memory` `[B, S, D]`, so that decoding projects it once."""
-        k = self.key(memory)
-        return KeyValues(k if self.config.norm is None else self.key_norm(k), self.value(memory))
+        k, v = remat.name(self.key(memory), "key"), remat.name(self.value(memory), "value")
+        return KeyValues(k if self.config.norm is None else self.key_norm(k), v)
 
     def weigh(self, q: Array, k: Array, v: Array, mask: Mask, score: Score | None) -> Array:
         """The kernel's `[B, T, H, K]`. With the collection "intermediates" mutable, the probabilities are sown too."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxformer.config import StackConfig
+from jaxformer.nn import remat
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.cache import Cache, KeyValues
 from jaxformer.nn.convolution import Convolved
@@ -50,6 +51,10 @@ class Block(nn.Module):
 
     Where the norms stand is `config.norm.order`: pre (Xiong et al. 2020) `x + f(norm(x))`, post (Vaswani et al. 2017)
     `norm(x + f(x))`, sandwich (Ding et al. 2021) `x + norm(f(norm(x)))`. A residual that is off drops the `x +`.
+
+    Between the sub-layers, where norm, dropout and sum treat each slot for itself, the slots are divided over the
+    tensor axis too (sequence parallelism, Korthikanti et al. 2022): what was an all-reduce after each sub-layer is then
+    a reduce-scatter after it and an all-gather before the next, of equally many bytes.
     """
 
     config: StackConfig
@@ -100,11 +105,13 @@ class Block(nn.Module):
         """`function` with the norms, dropout and residual sum of `config` around it."""
         norm, visible = self.config.norm, context.mask.query.segment != 0
         y = x if norm.order == "post" else Norm(norm, name=f"{name}_norm")(x, visible)
-        y = function(y)
+        y = constrain(y, "batch", "act_length", "act_embed")  # its gradient's layout: a reduce-scatter, no all-reduce
+        y = function(constrain(y, "batch", "length", "act_embed"))
+        y = remat.name(constrain(y, "batch", "act_length", "act_embed"), name)
         if norm.order == "sandwich":
             y = Norm(norm, name=f"{name}_post_norm")(y, visible)
         y = Dropout(self.config.dropout)(y)
         y = x + y if residual else y
         if norm.order == "post":
             y = Norm(norm, name=f"{name}_norm")(y, visible)
-        return constrain(y, "batch", "length", "act_embed")
+        return constrain(y, "batch", "act_length", "act_embed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flax import linen as nn
 
 from jaxformer.config import FeedForwardConfig
+from jaxformer.nn import remat
 from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
@@ -30,6 +31,6 @@ class FeedForward(nn.Module):
             y = activation(gate) * y
         else:
             y = activation(y)
-        y = constrain(y, "batch", "length", "act_ffn")
+        y = remat.name(constrain(y, "batch", "length", "act_ffn"), "hidden")
         y = Dropout(config.dropout)(y)
         return Dense((inner, self.width), ("ffn", "embed"), bias=config.bias, name="out")(y)

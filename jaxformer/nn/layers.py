@@ -189,7 +189,8 @@ class Embed(nn.Module):
         if jnp.issubdtype(stream.tokens.dtype, jnp.floating):
             x = stream.tokens.astype(self.dtype)
         else:
-            x = jnp.take(self.table, stream.tokens, axis=0).astype(self.dtype)
+            # Gathered over fsdp first, as a kernel is: divided in both, look-up and rows would have to be exchanged.
+            x = jnp.take(constrain(self.table, "vocab", None), stream.tokens, axis=0).astype(self.dtype)
             if self.config.pad is not None:
                 x = jnp.where((stream.tokens == self.config.pad)[..., None], jax.lax.stop_gradient(x), x)
         if self.inner != self.width:
@@ -198,8 +199,8 @@ class Embed(nn.Module):
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
         if self.config.kinds:
             kind = jnp.zeros_like(stream.slots.segment) if stream.kind is None else stream.kind
-            x = x + jnp.take(self.kind_table, kind, axis=0).astype(self.dtype)
-        return constrain(x, "batch", "length", "act_embed")
+            x = x + jnp.take(constrain(self.kind_table, None, None), kind, axis=0).astype(self.dtype)
+        return constrain(x, "batch", "act_length", "act_embed")
 
     def factors(self, x: Array) -> tuple[Array, Array]:
         """What a tied head multiplies: hidden states `[..., E]` (through `up.T` if factorised) and the table."""

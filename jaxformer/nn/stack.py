@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxformer.config import ConfigError, StackConfig
-from jaxformer.nn import encodings, moe
+from jaxformer.nn import encodings, moe, remat
 from jaxformer.nn.attention import Attention, shape
 from jaxformer.nn.block import Block, Context
 from jaxformer.nn.cache import KeyValues
-from jaxformer.nn.convolution import Convolution
+from jaxformer.nn.convolution import Convolution, Convolved
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
+from jaxformer.parallel import pipeline
+from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Slots
+
+
+class Rows(NamedTuple):
+    """What of a stack's context belongs to the rows of a batch, and is divided with them into microbatches."""
+
+    slots: Slots
+    kind: Array | None
+    memory: Array | None
+    memory_slots: Slots | None
+    convolved: Convolved | None
 
 
 class Stack(nn.Module):
@@ -49,7 +61,10 @@ class Stack(nn.Module):
             if self.causal:
                 raise ConfigError("conv: got a convolution in a causal stack, expected None; it reads the slots ahead")
             self.conv = Convolution(config.conv, config.norm, config.dropout)
-        block = Block if config.remat == "none" else nn.remat(Block, prevent_cse=False)
+        block = Block
+        if config.remat != "none":
+            # A loop keeps the compiler from merging a recomputation with the original; unrolled layers need help.
+            block = nn.remat(Block, policy=remat.policy(config), prevent_cse=unroll(config) > 1)
         self.blocks = nn.scan(
             block,
             variable_axes={"params": 0, "batch_stats": 0, "intermediates": 0, moe.COLLECTION: 0},
@@ -93,27 +108,84 @@ class Stack(nn.Module):
         if config.embed.norm:
             x = self.embed_norm(x, visible)
         x = self.embed_dropout(x)
-        precomputed = isinstance(memory, KeyValues)
-        context = Context(
-            mask=Mask(
-                slots,
-                slots if held is None else held_slots,
-                self.causal,
-                config.attention.window,
-                own=held is None,
-            ),
-            position=self.position_of(slots, kind),
-            memory=None if precomputed else memory,
-            memory_mask=None if memory is None else cross_mask(slots, memory_slots),
-            index=index,
-            convolved=None if config.conv is None else self.conv(x, slots.segment),
-        )
+        convolved = None if config.conv is None else self.conv(x, slots.segment)
         self.sow("intermediates", "input", x)
-        x, held = self.blocks(x, jnp.arange(config.layers), held, memory if precomputed else None, context)
+        precomputed = isinstance(memory, KeyValues)
+        parts = config.microbatches or pipeline.stages()
+        if held is None and not precomputed and self.can_pipeline(x.shape[0], parts):
+            x = self.pipelined(x, Rows(slots, kind, memory, memory_slots, convolved), parts)
+        else:
+            context = Context(
+                mask=Mask(
+                    slots,
+                    slots if held is None else held_slots,
+                    self.causal,
+                    config.attention.window,
+                    own=held is None,
+                ),
+                position=self.position_of(slots, kind),
+                memory=None if precomputed else memory,
+                memory_mask=None if memory is None else cross_mask(slots, memory_slots),
+                index=index,
+                convolved=convolved,
+            )
+            x, held = self.blocks(x, jnp.arange(config.layers), held, memory if precomputed else None, context)
         if has_final_norm(config):
             x = self.final_norm(x, visible)
+        x = constrain(x, "batch", "length", "act_embed")
         self.sow("intermediates", "output", x)
         return x, held
+
+    def can_pipeline(self, rows: int, parts: int) -> bool:
+        """Whether the mesh has stages, and `rows` of a batch can pass through them in `parts` microbatches.
+
+        Where they cannot (decoding with a cache, rows that do not divide, intermediate values that are asked for) the
+        layers are scanned as ever: the partitioner then brings each layer's parameters to where they are needed.
+        """
+        if pipeline.stages() == 1 or self.is_initializing() or self.is_mutable_collection("intermediates"):
+            return False
+        return self.config.norm.kind != "batch" and pipeline.divides(rows, self.config.layers, parts)
+
+    def pipelined(self, x: Array, rows: Rows, parts: int) -> Array:
+        """`blocks` without a cache, each stage of the mesh running its own layers: see parallel/pipeline.py.
+
+        Dropout draws from a key of its own for every layer and microbatch, so its masks are not those of the scan.
+        """
+        config, causal = self.resolved, self.causal
+        block, position = Block(config, parent=None), None
+        shared: dict[str, Any] = {"position": {}, "convolved": None, "key": None}
+        if encodings.get(config.encoding.kind).shared is not None:
+            position, shared["position"] = self.shared.unbind()
+        if rows.convolved is not None:
+            shared["convolved"] = rows.convolved.params
+            rows = rows._replace(convolved=rows.convolved.replace(params=None))
+        if self.has_rng("dropout"):
+            shared["key"] = self.make_rng("dropout")
+
+        def prepare(rows: Rows, shared: dict[str, Any]) -> tuple[Context, Array | None]:
+            kinds = (rows.kind,) if encodings.get(config.encoding.kind).kinds else ()
+            context = Context(
+                mask=Mask(rows.slots, rows.slots, causal, config.attention.window, own=True),
+                position=None if position is None else position.apply(shared["position"], rows.slots, *kinds),
+                memory=rows.memory,
+                memory_mask=None if rows.memory is None else cross_mask(rows.slots, rows.memory_slots),
+                convolved=rows.convolved and rows.convolved.replace(params=shared["convolved"]),
+            )
+            return context, shared["key"]
+
+        def layer(weights: Any, x: Array, context: tuple, number: Array, part: Array) -> tuple[Array, tuple]:
+            context, key = context
+            rngs = {} if key is None else {"dropout": jax.random.fold_in(jax.random.fold_in(key, number), part)}
+            given = ({"params": weights}, x, number, None, None, context)
+            (x, _), said = block.apply(*given, rngs=rngs, mutable=[moe.COLLECTION])
+            return x, said
+
+        if config.remat != "none":
+            layer = jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
+        x, said = pipeline.pipeline(prepare, layer, self.blocks.variables["params"], x, rows, shared, parts)
+        for load in jax.tree.leaves(said, is_leaf=lambda leaf: isinstance(leaf, moe.Load)):
+            self.sow(moe.COLLECTION, "load", load)
+        return x
 
     def position_of(self, slots: Slots, kind: Array | None = None) -> Any:
         """What all layers share of the encoding."""

@@ -3,45 +3,84 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxformer.config import ConfigError, MeshConfig
+from jaxformer.config import ConfigError, DcnConfig, MeshConfig, ModelConfig
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 
-def sizes(config: MeshConfig, devices: int) -> dict[str, int]:
-    """The size of every axis, with a -1 replaced by the devices that are left.
+def sizes(config: MeshConfig | DcnConfig, devices: int) -> dict[str, int]:
+    """The size of every axis, with a -1 replaced by the devices (for `DcnConfig`: slices) that are left.
 
     Raises:
       ConfigError: the sizes do not multiply to `devices`.
     """
+    path, what = ("config.mesh", "devices") if isinstance(config, MeshConfig) else ("config.mesh.dcn", "slices")
     given = {name: getattr(config, name) for name in AXES}
     free = [name for name, size in given.items() if size == -1]
     wrong = [f"{name}={size}" for name, size in given.items() if size < 1 and size != -1]
     if wrong or len(free) > 1:
         got = ", ".join(wrong or [f"{name}=-1" for name in free])
-        raise ConfigError(f"config.mesh: got {got}, expected sizes >= 1 and at most one -1; change the mesh")
+        raise ConfigError(f"{path}: got {got}, expected sizes >= 1 and at most one -1; change the mesh")
     fixed = math.prod(size for size in given.values() if size != -1)
     if free and devices % fixed == 0:
         given[free[0]] = devices // fixed
     if math.prod(given.values()) != devices:
         shape = " x ".join(f"{name} {size}" for name, size in given.items() if size != 1) or "1"
-        raise ConfigError(f"config.mesh: got {shape}, expected a product of {devices} devices; change the mesh")
+        raise ConfigError(f"{path}: got {shape}, expected a product of {devices} {what}; change the mesh")
     return given
 
 
-def make(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of a run over `devices` (default: all of them). Enter it with `jax.set_mesh`.
 
-    The axes are of type Auto: under Explicit axes, which `jax.make_mesh` would choose, Linen's logical partitioning
-    does not work.
+    Within a slice JAX orders the devices so that the last axes have the nearest neighbours. Across slices, axes are
+    laid out as `config.dcn` says. The axes are of type Auto: under Explicit axes, which `jax.make_mesh` would choose,
+    Linen's logical partitioning does not work.
+
+    Raises:
+      ConfigError: the sizes do not multiply to the devices, or those of `config.dcn` to the slices.
     """
     devices = jax.devices() if devices is None else devices
-    shape = tuple(sizes(config, len(devices)).values())
-    if devices == jax.devices():
-        return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    types = (AxisType.Auto,) * len(AXES)
+    if slices(devices) == 1 and config.dcn == DcnConfig():
+        shape = tuple(sizes(config, len(devices)).values())
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    return Mesh(hybrid(config, devices), AXES, axis_types=types)
+
+
+def slices(devices: Sequence[jax.Device]) -> int:
+    """Of how many slices the devices are; 1 where they know of no slices."""
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def hybrid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
+    """Devices of several slices in the mesh's shape, neighbours on the slow network only where `config.dcn` says so.
+
+    Without slices, as on hosts with GPUs, each process's devices are taken for one.
+    """
+    processes = slices(devices) == 1
+    count = len({device.process_index for device in devices}) if processes else slices(devices)
+    across = sizes(config.dcn, count)
+    within = sizes(config, len(devices) // count)
+    return mesh_utils.create_hybrid_device_mesh(
+        tuple(within.values()),
+        tuple(across.values()),
+        devices,
+        process_is_granule=processes,
+        allow_split_physical_axes=True,
+    )
+
+
+def row_multiple(shape: dict[str, int], model: ModelConfig) -> int:
+    """What the rows of a batch must be a multiple of on a mesh of this `shape`, to be divided and pipelined evenly."""
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    stages = shape["stage"]
+    parts = math.lcm(*(stack.microbatches or stages for stack in stacks)) if stages > 1 else 1
+    return shape["data"] * shape["fsdp"] * shape["expert"] * parts

@@ -7,7 +7,7 @@ import math
 import jax
 import numpy as np
 from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.config import ConfigError
 from jaxformer.types import Array, PyTree
@@ -25,8 +25,10 @@ WEIGHTS: dict[str, str | tuple[str, ...] | None] = {
     "buckets": None,
 }
 ACTIVATIONS: dict[str, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp", "expert"),
+    "batch": ("data", "fsdp", "expert", "stage"),
+    "microbatches": "stage",
     "length": "context",
+    "act_length": ("context", "tensor"),  # of the residual stream, where each slot is for itself (see nn/block.py)
     "act_embed": None,
     "act_heads": "tensor",
     "act_ffn": "tensor",
@@ -63,12 +65,16 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def fit(wanted: PartitionSpec, shape: tuple[int, ...], mesh) -> PartitionSpec:
-    """`wanted` with every mesh axis dropped that does not divide its array axis."""
+    """`wanted` with every mesh axis dropped that does not divide its array axis.
+
+    Inside a `shard_map` those that it is manual over are dropped too: there they are not the partitioner's.
+    """
+    manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
     axes = []
     for size, entry in zip(shape, tuple(wanted) + (None,) * (len(shape) - len(wanted)), strict=True):
         kept: list[str] = []
         for axis in (entry,) if isinstance(entry, str) else entry or ():
-            if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0:
+            if axis not in manual and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0:
                 kept.append(axis)
                 size //= mesh.shape[axis]
         axes.append(tuple(kept) if len(kept) > 1 else kept[0] if kept else None)
@@ -83,6 +89,18 @@ def shardings(boxed: PyTree, mesh: Mesh) -> PyTree:
         return NamedSharding(mesh, fit(spec(tuple(names)), value.shape, mesh))
 
     return jax.tree.map(place, specs, nn.meta.unbox(boxed), is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def spread(place: NamedSharding, shape: tuple[int, ...], axis: str) -> NamedSharding:
+    """`place` with an array of this shape divided over one more mesh axis: its first axis that divides evenly."""
+    mesh, entries = place.mesh, list(place.spec) + [None] * (len(shape) - len(place.spec))
+    for i, entry in enumerate(entries):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        ways = math.prod(mesh.shape[name] for name in names) * mesh.shape[axis]
+        if axis not in names and shape[i] % ways == 0:
+            entries[i] = (*names, axis)
+            return NamedSharding(mesh, PartitionSpec(*entries))
+    return place
 
 
 def batch_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from jaxformer import metrics, overrides, tasks
+from jaxformer import checks, metrics, overrides, tasks
 from jaxformer.checkpoint import Checkpoints
 from jaxformer.config import Config, ConfigError
 from jaxformer.data import packing, sources
@@ -56,6 +56,7 @@ def train(config: Config, workdir: str | Path, origin: start.Origin = start.RUN)
     dataset = sources.build(config.data)
     tokenizers = tokenizers or tokenizers_of(config, dataset, workdir)
     resolved = resolve(config, dataset, tokenizers)
+    checks.divides(resolved, mesh.shape)
     prepare(resolved, workdir, tokenizers)
     with jax.set_mesh(mesh):
         return Run(resolved, workdir, mesh, dataset, tokenizers, origin).finish()
@@ -78,14 +79,13 @@ class Run:
         self.module = build.build(config.model)
         self.attentions = build.attentions(config.model, config.data.length)
         self.balanced = build.ring(config.model, config.data.length)
-        shards = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
         self.pipeline = Pipeline(
             config,
             dataset,
             tokenizers,
             self.task,
             *rules.reader(mesh),
-            multiple=shards * config.train.accumulation,
+            multiple=meshes.row_multiple(mesh.shape, config.model) * config.train.accumulation,
         )
         shapes = nn.meta.unbox(build.shapes(self.module))["params"]
         self.schedule = optim.schedule(config.schedule, config.train.steps, width_of(config))

@@ -43,9 +43,20 @@ def layout_of(config: Config, module: nn.Module, optimizer: optax.GradientTransf
     params = layout.pop("params")
     if config.train.ema is not None:
         layout["ema"] = params
-    opt_state = optim.state_shardings(optimizer, nn.meta.unbox(boxed["params"]), params, mesh)
+    opt_state = optim.state_shardings(optimizer, nn.meta.unbox(boxed["params"]), updated(config, boxed, params), mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
     return TrainState(everywhere, params, opt_state, everywhere, layout)
+
+
+def updated(config: Config, boxed: PyTree, params: PyTree) -> PyTree:
+    """Where an update of the parameters is computed: where they lie, or with ZeRO-1 in parts, divided over data.
+
+    Each device then holds the optimizer state of its part alone (Rajbhandari et al. 2020, section 5.1).
+    """
+    if not config.mesh.zero1:
+        return params
+    shapes = nn.meta.unbox(boxed["params"])
+    return jax.tree.map(lambda place, x: rules.spread(place, x.shape, "data"), params, shapes)
 
 
 def abstract(config: Config, module: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
@@ -83,11 +94,12 @@ def make(
         key = jax.random.fold_in(state.key, state.step)
         variables = {name: value for name, value in state.variables.items() if name != "ema"}
         grads, variables, sums = accumulate(config, module, task, state.params, variables, batch, key)
+        grads, old = jax.lax.with_sharding_constraint((grads, state.params), (where, where))
         norm = optax.global_norm(grads)
         if config.optimizer.clip is not None:
             grads = optim.clip_by_norm(grads, norm, config.optimizer.clip)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = optimizer.update(grads, state.opt_state, old)
+        params = optax.apply_updates(old, updates)
         if config.train.ema is not None:
             decay = config.train.ema
             average = lambda old, new: decay * old + (1.0 - decay) * new  # noqa: E731
@@ -97,6 +109,7 @@ def make(
         return TrainState(state.step + 1, params, opt_state, state.key, variables), sums
 
     layout = layout_of(config, module, optimizer, mesh)
+    where = updated(config, build.shapes(module), layout.params)
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(update, donate_argnums=0, out_shardings=(layout, everywhere))
 

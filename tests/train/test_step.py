@@ -110,6 +110,18 @@ def test_a_mesh_changes_nothing_but_where_things_lie(name, single):
     assert moment.sharding.is_equivalent_to(kernel.sharding, kernel.ndim)
 
 
+def test_zero1_divides_the_optimizer_state_and_changes_nothing_else(single):
+    config, batches, (reference, sums) = single
+    config = dataclasses.replace(config, mesh=MeshConfig(data=8, zero1=True))
+    state, other = run(config, meshes.make(config.mesh), batches)
+    np.testing.assert_allclose(losses(other), losses(sums), rtol=2e-6)
+    chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(reference.params), rtol=2e-6, atol=2e-6)
+    held = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))  # noqa: E731
+    whole = held(reference.params)
+    assert held(state.params) == whole, "every device keeps all parameters"
+    assert whole / 8 <= held(state.opt_state) < whole / 6, "and an eighth of the momentum"
+
+
 def test_batch_norm_sees_the_global_batch_without_padding():
     model = builders.seq2seq(norm=NormConfig(kind="batch", momentum=0.5))
     config = config_of(model)

@@ -7,6 +7,7 @@ from flax import linen as nn
 
 from jaxformer.config import ConfigError, EncodingConfig
 from jaxformer.nn.encodings import Encoding
+from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Slots
 
 
@@ -34,6 +35,7 @@ class Learned(nn.Module):
             )
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (None, "table"))
         table = self.param("table", init, (self.config.max_length, self.width))
+        table = constrain(table, None, None)  # gathered over fsdp, as in layers.Embed
         return jnp.take(table, slots.position + self.config.offset, axis=0, mode="fill", fill_value=jnp.nan)
 
 

@@ -1,0 +1,139 @@
+"""Bytes that one training step sends between devices, as compiled, against the least that its parallelism needs.
+
+    python benchmarks/collectives.py [--layers=4] [--width=128] [--length=64] [--rows=16] [--output=FILE.jsonl]
+
+Nothing is run: the step of a decoder is compiled for eight simulated devices and its HLO read.
+Textbook minimum, in bytes that one of n devices sends, f = (n - 1) / n, parameters and activations in 4 bytes:
+
+    data     2 f * parameters                    one all-reduce of the gradient
+    fsdp     3 f * parameters                    gathered forward and backward, gradient scattered (ZeRO-3, section 7)
+    tensor   2 f * (4 L + 2) * B T D             an all-reduce for each half layer and direction, embedding and head
+             + 2 f * 3 B T                       (Megatron, section 3); the loss's maximum, sum and label
+
+What fsdp and tensor leave whole (norms, biases) adds its gradient's all-reduce under fsdp and data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import math
+import os
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+from jaxformer import tasks
+from jaxformer.config import (
+    AttentionConfig,
+    Config,
+    EmbedConfig,
+    FeedForwardConfig,
+    MeshConfig,
+    ModelConfig,
+    StackConfig,
+    TaskConfig,
+)
+from jaxformer.models import build
+from jaxformer.parallel import mesh as meshes
+from jaxformer.parallel import rules
+from jaxformer.parallel.collectives import Collective, collectives
+from jaxformer.train import optim, step
+from jaxformer.types import Batch, PyTree, Slots, Stream
+
+BYTES = 4
+
+
+def config_of(mesh: MeshConfig, layers: int, width: int) -> Config:
+    stack = StackConfig(
+        layers=layers, width=width, embed=EmbedConfig(vocab=4 * width), attention=AttentionConfig(heads=8),
+        ffn=FeedForwardConfig(width=4 * width), unroll=1,
+    )  # fmt: skip
+    return Config(model=ModelConfig(decoder=stack), task=TaskConfig(name="language_modelling"), mesh=mesh)
+
+
+def compiled(config: Config, rows: int, length: int) -> jax.stages.Compiled:
+    """The training step, compiled for a batch of `rows` of `length` tokens and never run."""
+    mesh, module = meshes.make(config.mesh), build.build(config.model)
+    schedule = optim.schedule(config.schedule, config.train.steps, config.model.decoder.width)
+    with jax.set_mesh(mesh):
+        optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
+        state = step.abstract(config, module, optimizer, mesh)
+        update = step.make(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
+
+        def abstract(dtype: type) -> jax.ShapeDtypeStruct:
+            shape = (rows, length)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=rules.batch_sharding(mesh, shape))
+
+        ids = abstract(np.int32)
+        batch = Batch(None, Stream(ids, Slots(ids, ids)), ids, abstract(np.float32))
+        return update.lower(state, batch).compile()
+
+
+def minimum(config: Config, rows: int, length: int) -> float:
+    """The textbook's bytes, for a mesh with one axis."""
+    mesh = meshes.make(config.mesh)
+    axis, n = next((name, size) for name, size in mesh.shape.items() if size > 1)
+    boxed = build.shapes(build.build(config.model))["params"]
+    split, kept = _parameters(boxed, mesh)
+    share, stack = (n - 1) / n, config.model.decoder
+    if axis == "tensor":
+        activation = rows * length * stack.width
+        return BYTES * 2 * share * ((4 * stack.layers + 2) * activation + 3 * rows * length)
+    return BYTES * share * (3 * split + 2 * kept)
+
+
+def _parameters(boxed: PyTree, mesh: jax.sharding.Mesh) -> tuple[int, int]:
+    """How many parameters the mesh divides, and how many it leaves whole."""
+    layout, counts = rules.shardings(boxed, mesh), [0, 0]
+    for leaf, place in zip(jax.tree.leaves(nn.meta.unbox(boxed)), jax.tree.leaves(layout), strict=True):
+        counts[place.is_fully_replicated] += math.prod(leaf.shape)
+    return counts[0], counts[1]
+
+
+MESHES = {
+    "data 8": MeshConfig(data=8),
+    "fsdp 8": MeshConfig(data=1, fsdp=8),
+    "tensor 8": MeshConfig(data=1, tensor=8),
+}
+
+
+def measure(name: str, layers: int, width: int, length: int, rows: int) -> tuple[dict[str, Any], list[Collective]]:
+    config = config_of(MESHES[name], layers, width)
+    found = collectives(compiled(config, rows, length).as_text())
+    kinds: collections.Counter = collections.Counter()
+    for each in found:
+        kinds[each.kind] += each.bytes
+    sent, least = sum(kinds.values()), minimum(config, rows, length)
+    row = {"mesh": name, "sent": sent, "minimum": least, "ratio": sent / least, "kinds": dict(kinds)}
+    return row | {"layers": layers, "width": width, "length": length, "rows": rows, "jax": jax.__version__}, found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("layers", 4), ("width", 128), ("length", 64), ("rows", 16)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--mesh", default=",".join(MESHES))
+    parser.add_argument("--list", action="store_true", help="every collective, the largest first")
+    parser.add_argument("--output", default="")
+    arguments = parser.parse_args(argv)
+    print(f"{'mesh':<12}{'sent MB':>10}{'minimum MB':>12}{'ratio':>8}   by kind, MB")
+    for name in arguments.mesh.split(","):
+        row, found = measure(name, arguments.layers, arguments.width, arguments.length, arguments.rows)
+        kinds = ", ".join(f"{kind} {size / 1e6:.3f}" for kind, size in row["kinds"].items())
+        print(f"{name:<12}{row['sent'] / 1e6:>10.3f}{row['minimum'] / 1e6:>12.3f}{row['ratio']:>8.2f}   {kinds}")
+        if arguments.list:
+            for each in sorted(found, key=lambda each: -each.bytes):
+                print(f"    {each.kind:<20}{each.bytes / 1e6:>10.4f}  {each.times} x {each.payload:.0f}  {each.name}")
+        if arguments.output:
+            with open(arguments.output, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
