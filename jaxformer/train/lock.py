@@ -6,6 +6,7 @@ file system need not honour it: there the file's time stamp counts, which the ow
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -74,8 +75,8 @@ class Lock:
             remedy = "wait for it or stop it, or use another --workdir"
             if not here:
                 remedy = (
-                    f"if that process is dead (its last sign of life is {max(quiet, 0):.0f} s old), wait until {DEAD:g} "
-                    f"s have passed, or delete {self.path}"
+                    f"if that process is dead (its last sign of life is {max(quiet, 0):.0f} s old), wait until that is "
+                    f"{DEAD:g} s, or delete {self.path}"
                 )
             return f"workdir {self.path.parent}: got a run that is training in it ({who}), expected none; {remedy}"
         own = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -87,10 +88,8 @@ class Lock:
 
     def _live(self) -> None:
         while not self.ended.wait(BEAT):
-            try:
+            with contextlib.suppress(OSError):  # saving will say what is wrong with the disk
                 os.utime(self.path)
-            except OSError:  # saving will say what is wrong with the disk
-                pass
 
 
 def _owner(handle: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from jaxformer.config import Config, ConfigError
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.train import evaluate as evaluation
 
-SECRET = re.compile(r"token|secret|passw|credential|(^|[_.-])key$", re.IGNORECASE)
+SECRET = re.compile(r"(token|secret|passw\w*|credentials?|(^|[._-])(api)?key)$", re.IGNORECASE)
 """Names of variables and flags whose values are nobody's business."""
 
 
@@ -89,10 +89,12 @@ def redacted(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     """A command without its secrets: values of flags that sound like one, passwords in addresses, and whatever a
     secret environment variable holds. The environment itself is never written anywhere."""
     secrets = [value for name, value in variables.items() if SECRET.search(name) and len(value) >= 6]
-    out = []
+    out: list[str] = []
     for argument in command:
-        flag, equals, value = argument.partition("=")
-        if equals and SECRET.search(flag):
+        flag, equals, _ = argument.partition("=")
+        if out and out[-1].startswith("--") and "=" not in out[-1] and SECRET.search(out[-1]):
+            argument = "***"
+        elif equals and SECRET.search(flag):
             argument = f"{flag}=***"
         argument = re.sub(r"://[^/@\s]+@", "://***@", argument)
         for secret in secrets:
