@@ -11,7 +11,7 @@ from jaxformer.config import Config, StackConfig
 
 STEPS = 24
 STACK = dict(layers=1, width=16, attention=dict(heads=2), ffn=dict(width=16), embed=dict(dropout=0.1), unroll=1)
-WORDS = "a an and at big cat dog ever far go hat in it jam keep low man no on pat quick red sat the up van wet".split()
+WORDS = [bytes([97 + i % 26]).decode() * (1 + i % 5) for i in range(26)]
 
 
 def files(folder: Path) -> None:
