@@ -404,9 +404,10 @@ def soak(folder: Path, minutes: float) -> list[dict[str, Any]]:
     hours = [each[0] for each in warm]
     slopes = [_slope(hours, [each[i] for each in warm]) for i in (1, 2, 3)]
     wrong = [] if code == 143 else [f"exit code {code}"]
+    _, memory, handles, threads = warm[-1]
     words = (
-        f"{minutes:g} minutes, {step:,} steps; after the first third, at {warm[-1][1]:.0f} MB, {warm[-1][2]} file "
-        f"handles and {warm[-1][3]} threads, they grow by {slopes[0]:.1f} MB, {slopes[1]:.1f} and {slopes[2]:.1f} an hour"
+        f"{minutes:g} minutes, {step:,} steps; after the first third, at {memory:.0f} MB, {handles} file handles and "
+        f"{threads} threads, they grow by {slopes[0]:.1f} MB, {slopes[1]:.1f} and {slopes[2]:.1f} an hour"
     )
     return [row("soak", "a long run with evaluation, decoding, checkpoints", words, wrong, slopes=slopes)]
 
