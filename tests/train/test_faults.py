@@ -39,11 +39,8 @@ from jaxformer.train.workdir import redacted
 
 
 def test_a_second_run_is_refused_and_told_whose_the_first_is(tmp_path):
-    with (
-        Lock(tmp_path),
-        pytest.raises(ConfigError, match=rf"process {os.getpid()} on {socket.gethostname()} since \d.*wait for it"),
-        Lock(tmp_path),
-    ):
+    owner = rf"process {os.getpid()} on {socket.gethostname()} since \d.*wait for it"
+    with Lock(tmp_path), pytest.raises(ConfigError, match=owner), Lock(tmp_path):
         pass
     with Lock(tmp_path):  # freed
         pass
@@ -142,7 +139,7 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
     module = build.build(model)
     schedule = optim.schedule(config.schedule, 10, 8)
     good = builders.batch(model, [3, 5, 2, 4])
-    bad = good._replace(weights=good.weights.at[0, 0].set(jnp.inf))
+    bad = good._replace(weights=jnp.asarray(good.weights).at[0, 0].set(jnp.inf))
     with jax.set_mesh(mesh):
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
         state = step.create(config, module, optimizer, mesh)
@@ -166,10 +163,8 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
 
 def test_rows_after_the_restored_step_go_and_torn_ones_too(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    rows = [
-        {"step": s, "wall_time": 0.0, "split": p}
-        for s, p in [(4, "train"), (5, "train"), (5, "validation"), (6, "train")]
-    ]
+    written = [(4, "train"), (5, "train"), (5, "validation"), (6, "train")]
+    rows = [{"step": step, "wall_time": 0.0, "split": split} for step, split in written]
     text = "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 7, "sp'
     for measured, kept in ((True, 3), (False, 2)):
         path.write_text(text)
@@ -190,7 +185,7 @@ def test_secrets_stay_out_of_the_recorded_command():
     variables = {
         "HF_TOKEN": "hf_abcdefgh",
         "PATH": "/usr/bin",
-        "AWS_SECRET_ACCESS_KEY": "sesame-open",
+        "SECRET_ACCESS_KEY": "sesame-open",
         "SHORT_KEY": "a",
     }
     command = [
