@@ -198,7 +198,8 @@ class Run:
         """What the run did not get to when it was stopped: an evaluation, and the copy among the best checkpoints."""
         if self.progress["evaluation_due"]:
             self.evaluate()
-            self.save(force=True)
+            if due(self.step, self.config.train.checkpoint_every):  # else these measures compete for nothing
+                self.save(force=True)
         elif self.values:
             self.save()
 

@@ -79,7 +79,6 @@ def digests(tree: Any) -> dict[str, str]:
 def checkpoint() -> None:
     import tiny_runs
 
-    from jaxformer import overrides
     from jaxformer.checkpoint import load, manifest
     from jaxformer.train import loop
 
@@ -89,7 +88,7 @@ def checkpoint() -> None:
     with tempfile.TemporaryDirectory() as folder:
         edits = dict(train__steps=2, train__log_every=1, checkpoint__keep_best=0, checkpoint__average=0)
         made = tiny_runs.config("bucketed", Path(folder), **edits, data__cache="", data__dir="")
-        loop.train(overrides.freeze(made), Path(folder) / "run")
+        loop.train(made, Path(folder) / "run")
         for name in ("config.json", "tokenizer.json", "checkpoints/last/2"):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             copy = shutil.copytree if (Path(folder) / "run" / name).is_dir() else shutil.copy

@@ -82,42 +82,38 @@ def stopped(monkeypatch, at: int) -> None:
     monkeypatch.setattr(loop.Window, "add", interrupt)
 
 
-def test_stopped_between_two_reports_and_inside_an_epoch(folder, tmp_path, monkeypatch):
-    config = tiny_runs.config("packed", folder / "files")
-    with monkeypatch.context() as patch:
-        stopped(patch, 7)
-        assert loop.train(config, tmp_path) == loop.PREEMPTED
-    assert loop.train(config, tmp_path) == 0
-    assert outcome(tmp_path) == outcome(whole("packed", folder))
-
-
-def test_stopped_where_an_evaluation_is_due(folder, tmp_path, monkeypatch):
+def test_stopped_and_broken_again_and_again_it_is_the_uninterrupted_run(folder, tmp_path, monkeypatch):
     config = tiny_runs.config("masked", folder / "files")
     with monkeypatch.context() as patch:
-        stopped(patch, 8)
+        stopped(patch, 7)  # between two reports, inside the second epoch
+        assert loop.train(config, tmp_path) == loop.PREEMPTED
+    with monkeypatch.context() as patch:
+        stopped(patch, 1)  # step 8, where an evaluation is due, which has to wait
         assert loop.train(config, tmp_path) == loop.PREEMPTED
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert "validation" not in {row["split"] for row in rows}
+    assert [row["step"] for row in rows] == [1, 3, 6]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.evaluation, "measure", broken(loop.evaluation.measure, at=2))  # step 16, not the one owed
+        with pytest.raises(RuntimeError, match="plug"):
+            loop.train(config, tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 17, "split": "tra')  # what a kill leaves
     assert loop.train(config, tmp_path) == 0
     assert outcome(tmp_path) == outcome(whole("masked", folder))
 
 
-def test_broken_in_the_middle_of_an_evaluation(folder, tmp_path, monkeypatch):
-    config = tiny_runs.config("classes", folder / "files")
-    with monkeypatch.context() as patch:
-        measure = loop.evaluation.measure
+def broken(measure, at: int):
+    """An evaluation that does not return, the time `at` that one is asked for."""
+    calls = []
 
-        def broken(*arguments):
-            measure(*arguments)
+    def act(*arguments):
+        calls.append(None)
+        values = measure(*arguments)
+        if len(calls) == at:
             raise RuntimeError("pulled the plug")
+        return values
 
-        patch.setattr(loop.evaluation, "measure", broken)
-        with pytest.raises(RuntimeError, match="plug"):
-            loop.train(config, tmp_path)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 9, "split": "tra')  # what a kill leaves
-    assert loop.train(config, tmp_path) == 0
-    assert outcome(tmp_path) == outcome(whole("classes", folder))
+    return act
 
 
 def test_too_many_bad_steps_end_the_run_and_name_the_last_good_checkpoint(folder, tmp_path):
