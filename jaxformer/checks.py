@@ -129,7 +129,8 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     ScheduleConfig: {"peak": POSITIVE, "warmup": COUNT, "floor": SHARE, "decay": SHARE},
     TrainConfig: {
         "steps": POSITIVE_INT, "seed": COUNT, "accumulation": POSITIVE_INT, "ema": RATE, "log_every": POSITIVE_INT,
-        "evaluate_every": COUNT, "checkpoint_every": COUNT,
+        "evaluate_every": COUNT, "checkpoint_every": COUNT, "skip_limit": POSITIVE_INT, "deadline": POSITIVE,
+        "watchdog": POSITIVE,
     },
     CheckpointConfig: {"keep_last": POSITIVE_INT, "keep_best": COUNT, "average": COUNT},
     EvaluateConfig: {"batch": POSITIVE_INT, "examples": POSITIVE_INT, "decode_examples": COUNT, "samples": COUNT},
@@ -377,6 +378,8 @@ def _data(config: Config) -> None:
     if data.tokenizer.kind == "file" and not data.tokenizer.path:
         raise _wrong("config.data.tokenizer.path", data.tokenizer.path, "a file, since tokenizer.kind is file")
     for split, files in data.splits.items():
+        if not split.replace("-", "").replace("_", "").isalnum():  # it becomes part of file names in the workdir
+            raise _wrong("config.data.splits", split, "names of letters, digits, - and _", "rename it")
         if not files:
             raise _wrong(f"config.data.splits.{split}", files, "at least one file or split expression")
 

@@ -1,7 +1,8 @@
 """The command line: which words there are, what they take, and whom they call. No logic of its own.
 
-Exit codes: 0 done; 2 the user's config or input is wrong (one line); 143 preempted and saved; 1 crash. Modules that
-need jax are imported by the command that needs them, so `--help` and refusals are instant.
+Exit codes: 0 done; 2 the user's config or input is wrong (one line); 143 preempted and saved; 75 hung, ended by
+`config.train.watchdog`; 1 crash, or the disk refused (one line). Modules that need jax are imported by the command that
+needs them, so `--help` and refusals are instant.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Callable, Sequence
 
 from jaxformer import __version__, lines, memory, overrides
-from jaxformer.config import ConfigError
+from jaxformer.config import ConfigError, StorageError
 from jaxformer.registry import nearest
 
 DECODE_CHUNK = 32
@@ -344,7 +345,7 @@ def usage(name: str = "") -> str:
     return (
         f"jaxformer {__version__}\n\nusage: jaxformer COMMAND [flags]      jaxformer COMMAND --help\n\n"
         f"{_rows(rows)}\n\nnot part of this version:\n\n{_rows(list(ABSENT.items()))}\n\n"
-        "exit codes: 0 done, 2 wrong config or input, 143 preempted and saved, 1 crash"
+        "exit codes: 0 done, 2 wrong config or input, 143 preempted and saved, 75 hung, 1 crash"
     )
 
 
@@ -381,6 +382,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print("error: " + " ".join(str(error).split("\n")), file=sys.stderr)
         return 2
+    except StorageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def console() -> None:

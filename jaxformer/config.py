@@ -14,6 +14,10 @@ class ConfigError(ValueError):
     """The user's config or input is wrong. The message is one line: what: got X, expected Y; do Z."""
 
 
+class StorageError(Exception):
+    """The disk refused: it is full, read-only or gone. The message is one line, and says what is still whole."""
+
+
 @dataclass(frozen=True)
 class EmbedConfig:
     """Token embedding of one side."""
@@ -295,11 +299,14 @@ class TrainConfig:
     log_every: int = 20  # steps
     evaluate_every: int = 200  # steps; 0: only at the end
     checkpoint_every: int = 200  # steps; 0: only at the end
+    skip_limit: int = 10  # so many steps in a row whose loss or gradient is not finite end the run; one is left out
+    deadline: float | None = None  # minutes after its start at which a process saves and ends with code 143
+    watchdog: float | None = None  # minutes without a step or evaluation batch after which it ends with code 75
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    keep_last: int = 1  # newest checkpoints, for resuming
+    keep_last: int = 2  # newest checkpoints, for resuming: one, and one before in case it is damaged
     keep_best: int = 1  # best by `metric`; 0: none
     metric: str = "loss"  # a validation measure
     mode: str = "min"  # min, max

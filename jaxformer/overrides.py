@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 RESUMABLE = (
-    "train.steps", "train.log_every", "train.evaluate_every", "train.checkpoint_every",
+    "train.steps", "train.log_every", "train.evaluate_every", "train.checkpoint_every", "train.skip_limit",
+    "train.deadline", "train.watchdog",
     "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.average", "checkpoint.average_of",
     "evaluate", "decode", "mesh", "data.cache",
 )  # fmt: skip

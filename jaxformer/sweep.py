@@ -38,7 +38,7 @@ Edits = dict[str, Any]
 Draw = Callable[[np.random.Generator], Any]
 
 SEED = "train.seed"
-PREEMPTED = 143
+PREEMPTED, STALLED = 143, 75
 
 
 # --- lists of edits ---------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ while [ "$seen" -ne "$signals" ]; do
   code=0
   wait "$run" || code=$?
 done
-if [ "$code" -eq {PREEMPTED} ]; then
+if [ "$code" -eq {PREEMPTED} ] || [ "$code" -eq {STALLED} ]; then
   scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"
 fi
 exit "$code"

@@ -22,6 +22,9 @@ DISTRIBUTED = "JAXFORMER_DISTRIBUTED"
 PREEMPTED = 143
 """The exit code of a run that was asked to stop and saved: the same command goes on."""
 
+STALLED = 75
+"""The exit code of a run that hung and was ended by its watchdog: the same command goes on from its last checkpoint."""
+
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with what all launchers take."""

@@ -33,7 +33,7 @@ while [ "$seen" -ne "$signals" ]; do
   code=0
   wait "$step" || code=$?
 done
-if [ "$code" -eq {preempted} ]; then
+if [ "$code" -eq {preempted} ] || [ "$code" -eq {stalled} ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
@@ -69,6 +69,7 @@ def script(flags: argparse.Namespace) -> str:
         setup=f"{flags.setup} || exit 1\n" if flags.setup else "",
         srun=launch.shown(srun),
         preempted=launch.PREEMPTED,
+        stalled=launch.STALLED,
     )
     return "\n".join(lines) + "\n" + body.lstrip("\n")
 

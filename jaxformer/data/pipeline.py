@@ -249,6 +249,33 @@ class Pipeline:
         batches = Batches(blocks.to_iter_dataset(ahead), self._plan.blocks, self._fill)
         return iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=PREFETCH))
 
+    def place(self, batches: grain.DatasetIterator) -> dict[str, Any]:
+        """Where `batches` stands, as JSON values, with the shapes that the batches were planned in."""
+        return {**batches.get_state(), "shapes": [list(shape) for shape in self._plan.buckets]}
+
+    def resume(self, place: dict[str, Any]) -> grain.DatasetIterator:
+        """`train()` from a `place` on: the batches that would have come, also on other numbers of hosts and devices.
+
+        Raises:
+          ConfigError: the rows of these batches do not divide among the devices; or `place` is none.
+        """
+        numbers = [place.get(name) for name in ("epoch", "block", "batch")]
+        saved = place.get("shapes", [list(shape) for shape in self._plan.buckets])  # earlier versions: not said
+        if not all(type(n) is int and n >= 0 for n in numbers) or len(saved) != len(self._plan.buckets):
+            raise ConfigError(f"checkpoint: got {place} as the place in the data, expected epoch, block and batch")
+        shapes = [Shape(*map(int, shape)) for shape in saved]
+        uneven = [shape.rows for shape in shapes if shape.rows % self._multiple]
+        if uneven:
+            raise ConfigError(
+                f"data: got batches of {', '.join(map(str, uneven))} rows in the checkpoint, expected multiples of "
+                f"{self._multiple} (devices that share a batch, times microbatches); resume on as many devices as "
+                "before, or a number that divides theirs"
+            )
+        self._plan.buckets = shapes
+        batches = self.train()
+        batches.set_state(dict(zip(("epoch", "block", "batch"), numbers, strict=True)))
+        return batches
+
     def evaluate(self, split: str, examples: int | None = None, rows: int | None = None) -> Iterator[Batch]:
         """One pass over a split in the order of the data: every example once, the last batch filled up with empty rows.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -104,6 +105,12 @@ def initialise(module: nn.Module, key: Array) -> dict[str, PyTree]:
 
 def shapes(module: nn.Module) -> PyTree:
     """Boxed shapes of the variables, without computing them."""
+    return jax.tree.map(lambda x: x, _shapes(module))  # containers of the caller's own
+
+
+@functools.lru_cache(maxsize=8)
+def _shapes(module: nn.Module) -> PyTree:
+    """A start asks half a dozen times, and tracing a large model takes seconds."""
     return jax.eval_shape(lambda: initialise(module, jax.random.key(0)))
 
 

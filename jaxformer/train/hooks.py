@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,17 +16,25 @@ import jax
 class MetricsFile:
     """Appends one JSON object a line: `step`, `wall_time` (Unix seconds), `split`, and the values."""
 
-    def __init__(self, path: Path, first_step: int) -> None:
-        """Opens `path`; rows of steps after `first_step` are dropped, so a resumed run leaves no row twice."""
+    def __init__(self, path: Path, first_step: int, measured: bool = True) -> None:
+        """Opens `path`. What a killed process wrote after its last save is dropped, so no row is there twice.
+
+        Args:
+          first_step: of the state that the run starts from; rows of later steps go.
+          measured: whether that state was evaluated; else rows of that are of a later try, and go too.
+        """
         self.path = path
+        self.rows: list[dict[str, Any]] = []
         if path.exists():
-            rows = [line for line in path.read_text().splitlines() if _step(line) is not None]
-            kept = [line for line in rows if _step(line) <= first_step]
-            if len(kept) != len(path.read_text().splitlines()):
+            rows = [_row(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+            for row in filter(None, rows):
+                if row["step"] < first_step or (row["step"] == first_step and (measured or row["split"] == "train")):
+                    self.rows.append(row)
+            if len(self.rows) != len(rows):
                 temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(line + "\n" for line in kept))
+                temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
                 temporary.replace(path)
-        self.file = path.open("a")
+        self.file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
         # JSON has no NaN: a value that is not finite is written as null.
@@ -38,27 +47,41 @@ class MetricsFile:
         self.file.close()
 
 
-def _step(line: str) -> int | None:
-    """The step of a row, or None for a torn one."""
+def _row(line: str) -> dict[str, Any] | None:
+    """A row, or None for a torn one."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except ValueError:
         return None
-    return row.get("step") if isinstance(row, dict) else None
+    whole = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)
+    return row if whole else None
 
 
 class TensorBoard:
-    """TensorBoard event files in the workdir, tags `split/name`."""
+    """TensorBoard event files in the workdir, tags `split/name`: the rows of `metrics.jsonl` once more.
 
-    def __init__(self, path: Path, first_step: int) -> None:
+    A resumed run writes them anew from `rows`: a process that was killed may have written too many or too few.
+    """
+
+    def __init__(self, path: Path, rows: Iterable[dict[str, Any]] = ()) -> None:
         from tensorboardX import SummaryWriter  # slow to import, and only one process needs it
 
-        self.writer = SummaryWriter(str(path), purge_step=first_step + 1 if first_step else None)
+        for old in path.glob("events.out.tfevents.*"):
+            old.unlink()
+        self.writer = SummaryWriter(str(path))
+        for row in rows:
+            rest = {name: value for name, value in row.items() if name not in ("step", "wall_time", "split")}
+            self._add(row["step"], row["split"], rest, row.get("wall_time"))
+        self.writer.flush()
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(f"{split}/{name}", value, step)
+        self._add(step, split, values, None)
         self.writer.flush()
+
+    def _add(self, step: int, split: str, values: dict[str, Any], wall_time: float | None) -> None:
+        for name, value in values.items():
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                self.writer.add_scalar(f"{split}/{name}", value, step, walltime=wall_time)
 
     def close(self) -> None:
         self.writer.close()
@@ -74,6 +97,10 @@ class Progress:
         self.last_evaluation = ""
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
+        if split == "skipped":
+            batch = ", ".join(f"{name} {value:,}" for name, value in values.items() if name != "in_a_row")
+            self.say(f"step {step:,}  left out: its loss or gradient is not finite ({batch})")
+            return
         if split != "train":
             self.last_evaluation = f"{split} " + "  ".join(f"{k} {number(v)}" for k, v in values.items())
             self.say(f"step {step:,}  {self.last_evaluation}")
@@ -104,19 +131,20 @@ class Progress:
 class Reports:
     """All of the above, or nothing on processes other than the first."""
 
-    def __init__(self, workdir: Path, steps: int, first_step: int) -> None:
+    def __init__(self, workdir: Path, steps: int, first_step: int, measured: bool = True) -> None:
         self.progress = Progress(steps, first_step)
         self.writers: list[Any] = []
         if jax.process_index() == 0:
-            self.writers = [
-                MetricsFile(workdir / "metrics.jsonl", first_step),
-                TensorBoard(workdir / "tensorboard", first_step),
-                self.progress,
-            ]
+            file = MetricsFile(workdir / "metrics.jsonl", first_step, measured)
+            self.writers = [file, TensorBoard(workdir / "tensorboard", file.rows), self.progress]
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
         for writer in self.writers:
             writer.write(step, split, values)
+
+    def skipped(self, step: int, batch: dict[str, int]) -> None:
+        """A step that was left out, and its batch."""
+        self.write(step, "skipped", batch)
 
     def say(self, text: str) -> None:
         if self.writers:

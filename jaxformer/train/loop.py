@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
-import signal
-import subprocess
-import sys
 import time
-from importlib import metadata
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +12,9 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from jaxformer import checks, metrics, overrides, tasks
+from jaxformer import checks, metrics, tasks
 from jaxformer.checkpoint import Checkpoints
-from jaxformer.config import Config, ConfigError
+from jaxformer.config import Config, StorageError
 from jaxformer.data import packing, sources
 from jaxformer.data.pipeline import Pipeline
 from jaxformer.data.sources import Dataset
@@ -31,10 +26,12 @@ from jaxformer.parallel import rules
 from jaxformer.train import evaluate as evaluation
 from jaxformer.train import optim, start
 from jaxformer.train import step as steps
+from jaxformer.train.guard import Guard
 from jaxformer.train.hooks import Reports
+from jaxformer.train.lock import Lock
+from jaxformer.train.stopping import PREEMPTED, Stop, Watchdog
+from jaxformer.train.workdir import prepare, refuse_other_config
 from jaxformer.types import Batch, Sums, TrainState
-
-PREEMPTED = 143
 
 
 def train(config: Config, workdir: str | Path, origin: start.Origin = start.RUN) -> int:
@@ -44,12 +41,26 @@ def train(config: Config, workdir: str | Path, origin: start.Origin = start.RUN)
       origin: how `config.init.directory` is read, if the run starts from one.
 
     Returns:
-      0 when finished, 143 when a SIGTERM or SIGINT asked it to stop and the state was saved.
+      0 when finished, 143 when a signal or the deadline asked it to stop and the state was saved.
 
     Raises:
-      ConfigError: the config contradicts itself, the data or the run that `workdir` already holds.
+      ConfigError: the config contradicts itself, the data or the run that `workdir` already holds; another process
+        trains there; the loss is not finite any more.
+      StorageError: something could not be written. What was saved before is whole.
     """
     workdir = Path(workdir).absolute()
+    try:
+        return _train(config, workdir, origin)
+    except OSError as error:
+        where = error.filename or workdir
+        raise StorageError(
+            f"workdir {workdir}: got {error.strerror or error} ({where}), expected to read and write there; see to the "
+            "disk, then run the same command: earlier checkpoints are whole"
+        ) from error
+
+
+def _train(config: Config, workdir: Path, origin: start.Origin) -> int:
+    stop = Stop(config.train.deadline)
     config, tokenizers = start.with_model(config, workdir, origin)
     refuse_other_config(config, workdir)
     mesh = meshes.make(config.mesh)
@@ -57,13 +68,15 @@ def train(config: Config, workdir: str | Path, origin: start.Origin = start.RUN)
     tokenizers = tokenizers or tokenizers_of(config, dataset, workdir)
     resolved = resolve(config, dataset, tokenizers)
     checks.divides(resolved, mesh.shape)
-    prepare(resolved, workdir, tokenizers)
     with jax.set_mesh(mesh):
-        return Run(resolved, workdir, mesh, dataset, tokenizers, origin).finish()
+        run = Run(resolved, workdir, mesh, dataset, tokenizers, origin)
+        with Lock(workdir):
+            run.begin()
+            return run.finish(stop)
 
 
 class Run:
-    """The parts of a run and how they meet."""
+    """The parts of a run and how they meet. Making one refuses what cannot work, and writes nothing."""
 
     def __init__(
         self,
@@ -87,21 +100,32 @@ class Run:
             *rules.reader(mesh),
             multiple=meshes.row_multiple(mesh.shape, config.model) * config.train.accumulation,
         )
-        shapes = nn.meta.unbox(build.shapes(self.module))["params"]
+        self.shapes = nn.meta.unbox(build.shapes(self.module))["params"]
         self.schedule = optim.schedule(config.schedule, config.train.steps, width_of(config))
-        names = logical_names(self.module)
-        self.optimizer = optim.optimizer(config.optimizer, self.schedule, shapes, names)
+        self.names = logical_names(self.module)
+        self.optimizer = optim.optimizer(config.optimizer, self.schedule, self.shapes, self.names)
+        self.measure = evaluation.make(config, self.module)
+
+    def begin(self) -> None:
+        """Takes up what is in the workdir, or starts there."""
+        config, workdir = self.config, self.workdir
+        prepare(config, workdir, self.tokenizers)
         self.checkpoints = Checkpoints(workdir, config.checkpoint)
-        self.batches = self.pipeline.train()
+        # What a resumed run takes up again, beside the state: measures, whether it was stopped before measuring, the
+        # sums since the last report, how many steps in a row were left out.
+        self.values: dict[str, float] = {}
+        self.progress: dict[str, Any] = {"evaluation_due": False, "window": None, "skipped_in_a_row": 0}
         self.state = self.first_state()
         self.step = int(self.state.step)
-        self.reports = Reports(workdir, config.train.steps, self.step)
-        self.measure = evaluation.make(config, self.module)
-        self.values: dict[str, float] = {}
-        self.measured_at = -1
-        self.stop_asked = False
+        self.measured_at = self.step if self.values else -1
+        self.reports = Reports(workdir, config.train.steps, self.step, not self.progress["evaluation_due"])
+        self.window = Window(self.progress["window"])
+        self.guard = Guard(
+            config.train.skip_limit, self.progress["skipped_in_a_row"], self.reports.skipped, self.checkpoints.newest
+        )
+        self.watchdog = Watchdog(config.train.watchdog, workdir)
         if jax.process_index() == 0 and not self.step:
-            (workdir / "parameters.txt").write_text(optim.decay_table(shapes, config.optimizer, names) + "\n")
+            (workdir / "parameters.txt").write_text(optim.decay_table(self.shapes, config.optimizer, self.names) + "\n")
         count = build.count(self.state.params)
         begun = f"resumed at step {self.step:,}" if self.step else "started"
         where = f"{jax.device_count()} {jax.default_backend()} device(s)"
@@ -113,70 +137,85 @@ class Run:
         """The newest checkpoint's state, or a fresh one, or one that starts from another run's parameters."""
         config = self.config
         target = steps.abstract(config, self.module, self.optimizer, self.mesh)
-        restored = self.checkpoints.restore(target)
-        if restored is not None:
-            state, data_state = restored
-            self.batches.set_state(data_state)
-            return state
+        saved = self.checkpoints.restore(target)
+        if saved is not None:
+            self.values = dict(saved.about.get("values", {}))
+            self.progress |= saved.about.get("progress", {})
+            self.batches = self.pipeline.resume(saved.data)
+            return saved.state
+        self.batches = self.pipeline.train()
         state = steps.create(config, self.module, self.optimizer, self.mesh)
         return start.warm(state, config, self.origin) if config.init.directory else state
 
-    def finish(self) -> int:
+    def finish(self, stop: Stop) -> int:
         """Trains to the end. Whatever happens, what was saved stays whole and errors of saving surface."""
-        previous = {s: signal.signal(s, self.ask_stop) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
-            return self.loop()
+            with stop, self.watchdog:
+                return self.loop(stop)
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            self.batches.close()
             self.reports.close()
             self.checkpoints.close()
 
-    def ask_stop(self, number: int, frame: Any) -> None:
-        """The first signal stops at the next step boundary, after saving; a second one at once."""
-        if self.stop_asked:
-            sys.exit(PREEMPTED)
-        self.stop_asked = True
-
-    def loop(self) -> int:
-        config = self.config.train
+    def loop(self, stop: Stop) -> int:
+        config, window = self.config.train, self.window
         if self.step >= config.steps and (self.workdir / "result.json").exists():
             self.reports.say("finished before; raise config.train.steps to go on")
             return 0
+        self.catch_up()
         update = steps.make(self.config, self.module, self.task, self.optimizer, self.schedule, self.mesh)
-        window = Window()
+        window.go_on()
         while self.step < config.steps:
+            place = self.batches.get_state()
             batch = next(self.batches)
             self.state, sums = update(self.state, steps.place(batch, self.mesh, self.balanced))
             self.step += 1
             window.add(sums, batch)
+            self.guard.add(self.step, sums, place)
+            self.watchdog.beat()
             self.checkpoints.check()
             last = self.step == config.steps
+            stopping = stop.agreed(self.step) and not last
             if last or self.step == 1 or due(self.step, config.log_every):
-                self.reports.write(self.step, "train", window.values())
-                window = Window()
-            if last or due(self.step, config.evaluate_every):
-                window.pause()
+                self.reports.write(self.step, "train", window.take())
+            measuring = last or due(self.step, config.evaluate_every)
+            if not (measuring or stopping or due(self.step, config.checkpoint_every)):
+                continue
+            window.pause()
+            if measuring and not stopping:
                 self.evaluate()
-                window.go_on()
-            if last or self.stop_asked or due(self.step, config.checkpoint_every):
-                window.pause()
-                self.save()
-                window.go_on()
-            if self.stop_asked and not last:
+            self.guard.settle()
+            if last or stopping or due(self.step, config.checkpoint_every):
+                self.save(evaluation_due=measuring and stopping)
+            window.go_on()
+            if stopping:
                 self.checkpoints.wait()
                 self.reports.say(f"stopped at step {self.step:,}, saved; run the same command to go on")
                 return PREEMPTED
         self.checkpoints.wait()
+        values = self.values or self.evaluate()
         if jax.process_index() == 0:
-            values = self.values or self.evaluate()
             evaluation.write_json(self.workdir / "result.json", {"step": self.step, **values})
         return 0
 
-    def save(self) -> None:
+    def catch_up(self) -> None:
+        """What the run did not get to when it was stopped: an evaluation, and the copy among the best checkpoints."""
+        if self.progress["evaluation_due"]:
+            self.evaluate()
+            if due(self.step, self.config.train.checkpoint_every):  # else these measures compete for nothing
+                self.save(force=True)
+        elif self.values:
+            self.save()
+
+    def save(self, evaluation_due: bool = False, force: bool = False) -> None:
         """Saves the state; it competes for the best checkpoints only with measures of its own."""
         values = self.values if self.measured_at == self.step else {}
-        self.checkpoints.save(self.state, self.batches.get_state(), values)
+        progress = {
+            "evaluation_due": evaluation_due,
+            "window": self.window.state(),
+            "skipped_in_a_row": self.guard.row,
+        }
+        self.checkpoints.save(self.state, self.pipeline.place(self.batches), values, progress, force)
 
     def evaluate(self) -> dict[str, float]:
         """Measures of the validation split, a few decoded examples, and both reported."""
@@ -186,7 +225,7 @@ class Run:
         variables = evaluation.weights(config, self.state.params, self.state.variables)
         batches = self.pipeline.evaluate("validation", examples=config.evaluate.examples)
         size = self.pipeline.size("validation")
-        values = evaluation.measure(config, self.measure, variables, batches, size, self.mesh)
+        values = evaluation.measure(config, self.measure, variables, self.watched(batches), size, self.mesh)
         if config.evaluate.decode_examples and self.task.score is not None:
             rest = {name: value for name, value in variables.items() if name != "params"}
             model = Model(self.module, variables["params"], rest, config, self.tokenizers)
@@ -197,6 +236,11 @@ class Run:
         self.values, self.measured_at = values, self.step
         return values
 
+    def watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.watchdog.beat()
+            yield batch
+
     def show(self, records: list[dict]) -> None:
         if jax.process_index() == 0:
             evaluation.write_json(self.workdir / "samples" / f"step-{self.step}.json", records)
@@ -205,12 +249,21 @@ class Run:
 
 
 class Window:
-    """Sums since the last report, kept on the device until somebody looks."""
+    """Sums since the last report, kept on the device until somebody looks.
 
-    def __init__(self) -> None:
+    Args:
+      saved: what `state` returned, in a run that is resumed between two reports.
+    """
+
+    def __init__(self, saved: dict[str, Any] | None = None) -> None:
+        self._begin(saved)
+
+    def _begin(self, saved: dict[str, Any] | None = None) -> None:
+        saved = saved or {"total": {}, "slots": [0.0, 0.0], "seconds": 0.0, "steps": 0}
+        self.total: Sums = {name: tuple(map(np.float64, pair)) for name, pair in saved["total"].items()}
+        self.slots, self.seconds, self.steps = np.array(saved["slots"]), saved["seconds"], saved["steps"]
         self.sums: list[Sums] = []
-        self.slots = np.zeros(2)
-        self.begun, self.seconds = time.monotonic(), 0.0
+        self.begun = time.monotonic()
 
     def add(self, sums: Sums, batch: Batch) -> None:
         if self.sums:
@@ -218,6 +271,7 @@ class Window:
             jax.block_until_ready(self.sums[-1])
         self.sums.append(sums)
         self.slots += packing.padding(batch)
+        self.steps += 1
 
     def pause(self) -> None:
         """Stops the clock once the steps so far are done: what follows is not training."""
@@ -228,40 +282,34 @@ class Window:
         """Starts the clock again after `pause`."""
         self.begun = time.monotonic()
 
-    def values(self) -> dict[str, float]:
-        """Means over the window, with `tokens_per_second` (weighted labels) and `padding` (share of slots)."""
-        total: Sums = {}
-        for sums in jax.device_get(self.sums):
-            total = metrics.add(total, sums) if total else sums
+    def state(self) -> dict[str, Any]:
+        """JSON values, from which a resumed run reports exactly what this one would. The clock must be stopped."""
+        total = {name: [np.asarray(part).tolist() for part in pair] for name, pair in self._added().items()}
+        return {"total": total, "slots": self.slots.tolist(), "seconds": self.seconds, "steps": self.steps}
+
+    def take(self) -> dict[str, float]:
+        """Means over the window, which begins anew, with `tokens_per_second` (weighted labels), `padding` (share of
+        slots) and `skipped` (steps left out, which count nowhere else)."""
+        total = self._added()
         seconds = self.seconds + time.monotonic() - self.begun
         values = metrics.divide(total)
         values["tokens_per_second"] = float(total["loss"][1]) / seconds
-        values["steps_per_second"] = len(self.sums) / seconds
+        values["steps_per_second"] = self.steps / seconds
         values["padding"] = float(self.slots[0] / max(self.slots[1], 1.0))
+        values["skipped"] = float(total["skipped"][0])
+        self._begin()
         return values
+
+    def _added(self) -> Sums:
+        for sums in jax.device_get(self.sums):
+            self.total = metrics.add(self.total, sums) if self.total else sums
+        self.sums = []
+        return self.total
 
 
 def due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps (0: never) happens at `step`."""
     return every > 0 and step % every == 0
-
-
-def refuse_other_config(config: Config, workdir: Path) -> None:
-    """A workdir belongs to one config; resuming it with another would mix two runs.
-
-    Raises:
-      ConfigError: what differs.
-    """
-    path = workdir / "config.json"
-    if not path.exists():
-        return
-    old = overrides.read(workdir)
-    differing = overrides.differences(config, old)
-    if differing:
-        raise ConfigError(
-            f"workdir {workdir}: holds a run of a different config ({'; '.join(differing)}), expected the same one; "
-            "use another --workdir"
-        )
 
 
 def tokenizers_of(config: Config, dataset: Dataset, workdir: Path) -> Tokenizers:
@@ -279,50 +327,6 @@ def resolve(config: Config, dataset: Dataset, tokenizers: Tokenizers) -> Config:
     side = tokenizers.target if decodes else tokenizers.source
     task = dataclasses.replace(config.task, classes=dataset.classes or (), vocab=side.size)
     return dataclasses.replace(config, model=model, task=task)
-
-
-def prepare(config: Config, workdir: Path, tokenizers: Tokenizers) -> None:
-    """Writes what a workdir says about its run. `config.json` comes last: with it the workdir is a run."""
-    if jax.process_index() != 0:
-        return
-    workdir.mkdir(parents=True, exist_ok=True)
-    if not (workdir / "config.json").exists():
-        tokenizers.save(workdir)
-    evaluation.write_json(workdir / "environment.json", environment())
-    temporary = workdir / "config.json.tmp"
-    temporary.write_text(overrides.to_json(config), encoding="utf-8")
-    os.replace(temporary, workdir / "config.json")
-
-
-def environment() -> dict[str, Any]:
-    """What a figure depends on besides the config: versions, devices, the commit and the command."""
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "jaxformer")
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "python": platform.python_version(),
-        "versions": versions,
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "backend": jax.default_backend(),
-        "devices": sorted({device.device_kind for device in jax.devices()}),
-        "device_count": jax.device_count(),
-        "process_count": jax.process_count(),
-        "commit": git.stdout.strip() or None,
-        "command": sys.argv,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
 
 
 def width_of(config: Config) -> int:

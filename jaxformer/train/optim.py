@@ -288,6 +288,11 @@ def optimizer(config: OptimizerConfig, schedule: Schedule, params: PyTree, names
     return _in_float32(rule)
 
 
+def updates(state: PyTree) -> Array:
+    """How many updates the state of an `optimizer` has seen: what its learning rate goes by."""
+    return state[-1].count
+
+
 def _in_float32(inner: Rule) -> Rule:
     """`inner` on float32 copies of parameters and gradients: optax gives moments the dtype of the parameters."""
 

@@ -88,6 +88,9 @@ def make(
 
     The batch is split into `config.train.accumulation` microbatches. Their summed losses' gradients are added and
     divided once by the summed weights, so k microbatches equal one batch whatever their token counts.
+
+    Where the loss or the gradient's norm is not finite, the step changes the step number only: parameters, optimizer
+    (with the count that the learning rate goes by) and all other variables stay. Its sums are 0, but for "skipped".
     """
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
@@ -96,6 +99,7 @@ def make(
         grads, variables, sums = accumulate(config, module, task, state.params, variables, batch, key)
         grads, old = jax.lax.with_sharding_constraint((grads, state.params), (where, where))
         norm = optax.global_norm(grads)
+        good = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
         if config.optimizer.clip is not None:
             grads = optim.clip_by_norm(grads, norm, config.optimizer.clip)
         updates, opt_state = optimizer.update(grads, state.opt_state, old)
@@ -105,7 +109,13 @@ def make(
             average = lambda old, new: decay * old + (1.0 - decay) * new  # noqa: E731
             variables["ema"] = jax.tree.map(average, state.variables["ema"], params)
         one = jnp.ones(())
-        sums = sums | {"gradient_norm": (norm, one), "learning_rate": (jnp.asarray(schedule(state.step)), one)}
+        rate = jnp.asarray(schedule(optim.updates(state.opt_state)))
+        sums = sums | {"gradient_norm": (norm, one), "learning_rate": (rate, one)}
+        sums = jax.tree.map(lambda x: jnp.where(good, x, jnp.zeros_like(x)), sums)
+        sums["skipped"] = (jnp.float32(~good), one)
+        before = (state.params, state.opt_state, dict(state.variables))
+        after = (params, opt_state, variables)
+        params, opt_state, variables = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
         return TrainState(state.step + 1, params, opt_state, state.key, variables), sums
 
     layout = layout_of(config, module, optimizer, mesh)

@@ -137,13 +137,13 @@ def test_the_recurrent_baseline_uses_the_same_trainer(tmp_path):
 
 
 def test_the_rate_leaves_out_what_is_not_training(monkeypatch):
-    clock = iter([0.0, 10.0, 110.0, 115.0])  # begun, paused, going on, read
+    clock = iter([0.0, 10.0, 110.0, 115.0, 115.0])  # begun, paused, going on, read, begun anew
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(loop.packing, "padding", lambda batch: (1.0, 4.0))
     window = loop.Window()
-    window.add({"loss": (2.0, 30.0)}, None)
+    window.add({"loss": (2.0, 30.0), "skipped": (0.0, 1.0)}, None)
     window.pause()
     window.go_on()
-    window.add({"loss": (1.0, 30.0)}, None)
-    values = window.values()
+    window.add({"loss": (1.0, 30.0), "skipped": (0.0, 1.0)}, None)
+    values = window.take()
     assert (values["tokens_per_second"], values["loss"], values["padding"]) == (4.0, 0.05, 0.25)

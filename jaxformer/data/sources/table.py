@@ -112,7 +112,8 @@ def _value(record: dict[str, Any], role: str, column: str, where: str) -> str:
 
 def _known(column: str, header: list[str], where: str) -> str:
     if column not in header:
-        expected = f"expected one of {', '.join(header)}{registry.nearest(column, header)}"
+        names = ", ".join(name if name.isprintable() else ascii(name) for name in header)
+        expected = f"expected one of {names}{registry.nearest(column, header)}"
         raise ConfigError(f"{where}: got no column {column!r}, {expected}; set data.columns")
     return column
 

@@ -1,0 +1,227 @@
+"""Bad input for `faults.py`: configs, edits, saved configs, texts, tables and tokenizers, mutated at random.
+
+Each must be taken, or refused by a ConfigError of one printable line. Anything else is a fault: another exception, a
+message of several lines, more than ten seconds.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any, Callable
+
+import fault_drills
+import fault_processes as processes
+import tiny_runs
+
+ODD: list[Any] = [
+    0, 1, -1, 2, 3, 7, 2**31, 2**64, 10**400, 1.5, -0.0, 1e308, float("nan"), float("inf"), True, False, None, "", " ",
+    "None", "a", "../..", "/etc/passwd", "\0", "\ud800", "ä\n", "x" * 5000, [], [1], [[]], [0, 2**40], (), (1, 2), {},
+    {"a": 1}, {"train": ("x",)}, b"bytes", "first_fit", "concat", "rope", "batch", "lstm", "adam", "muon", 1 << 20,
+]  # fmt: skip
+TEXTS = [
+    "", "1", "-1", "1e9", "nan", "None", "true", "(1,", "1,2,3", "[", "'", '"', "\\", "x", "a.b", "=", "1_0", "0x1f",
+    " ", "é", "__import__('os').system('false')", "9" * 400, "1;2", "train=x", "../../x", "\x1b[31m", "16", "0.5",
+]  # fmt: skip
+PIECES = [
+    b"", b"\0", b"\xff", b"\n", b'"', b"{", b"[" * 2000, b"\r\n\r\n", b"9" * 50, b"NaN", b"\xef\xbb\xbf", b"\t",
+]  # fmt: skip
+KEYS = ["", "a", "__class__", "model", "vocab", "2", "ä", "a.b", "\n"]
+
+
+def corpus(folder: Path, rng: random.Random, count: int) -> list[dict[str, Any]]:
+    report = folder / "inputs.json"
+    act = lambda: _corpus(folder, random.Random(rng.random()), count, report)  # noqa: E731
+    code = processes.wait(processes.spawn(act, folder / "inputs.log"), 1200)
+    if code:
+        return [fault_drills.row("input", "bad input", "", [f"exit code {code}; see inputs.log"])]
+    counts, wrong = json.loads(report.read_text())
+    rows = []
+    for kind, each in counts.items():
+        taken, refused = each.get("taken", 0), each.get("refused", 0)
+        words = f"{sum(each.values()):,} tried: {taken:,} taken, {refused:,} refused in one line"
+        rows.append(fault_drills.row("input", f"bad {kind}", words, [w for w in wrong if w.startswith(kind)]))
+    return rows
+
+
+def _corpus(folder: Path, rng: random.Random, count: int, report: Path) -> int:
+    counts: dict[str, collections.Counter] = {kind: collections.Counter() for kind in KINDS}
+    wrong: list[str] = []
+    place = folder / "inputs"
+    place.mkdir(exist_ok=True)
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError("more than ten seconds")
+
+    signal.signal(signal.SIGALRM, late)
+    from jaxformer.config import ConfigError
+
+    for kind, (share, act) in KINDS.items():
+        for _ in range(int(count * share)):
+            seed = rng.random()
+            signal.alarm(10)
+            try:
+                act(random.Random(seed), folder, place)
+                counts[kind]["taken"] += 1
+            except ConfigError as error:
+                fine = "\n" not in str(error) and str(error).isprintable()
+                counts[kind]["refused" if fine else "several lines"] += 1
+                if not fine:
+                    wrong.append(f"{kind} {seed}: {str(error)[:200]!r}")
+            except Exception as error:
+                counts[kind]["fault"] += 1
+                wrong.append(f"{kind} {seed}: {type(error).__name__}: {str(error)[:200]!r}")
+            finally:
+                signal.alarm(0)
+    report.write_text(json.dumps([counts, wrong]))
+    print("\n".join(wrong))
+    return 0
+
+
+def _mutated(value: Any, rng: random.Random) -> Any:
+    """One to three places of nested dicts and lists changed."""
+    value = json.loads(json.dumps(value))
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        places: list[tuple[Any, Any]] = []
+
+        def walk(node: Any) -> None:
+            for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+                places.append((node, key))  # noqa: B023
+                walk(node[key])
+
+        walk(value)
+        node, key = rng.choice(places)
+        act = rng.randrange(6)
+        if act == 0 and isinstance(node, dict):
+            del node[key]
+        elif act == 1 and isinstance(node, dict):
+            node[rng.choice(KEYS)] = node.pop(key)
+        elif act == 2:
+            other, there = rng.choice(places)
+            node[key] = json.loads(json.dumps(other[there], default=str))
+        elif act == 3 and type(node[key]) is int:
+            node[key] += rng.choice((-10, -1, 1, 10, 1000))
+        else:
+            odd = rng.choice(ODD)
+            node[key] = odd if not isinstance(odd, bytes) else odd.decode()
+    return value
+
+
+def _config(rng: random.Random, folder: Path) -> Any:
+    return dataclasses.asdict(tiny_runs.config(rng.choice(tuple(tiny_runs.RUNS)), folder / "files"))
+
+
+def _configs(rng: random.Random, folder: Path, place: Path) -> None:
+    from jaxformer import overrides
+
+    overrides.freeze(_mutated(_config(rng, folder), rng))
+
+
+def _edits(rng: random.Random, folder: Path, place: Path) -> None:
+    from jaxformer import overrides
+
+    config = tiny_runs.config(rng.choice(tuple(tiny_runs.RUNS)), folder / "files")
+    paths, node = [], dataclasses.asdict(config)
+
+    def walk(node: Any, path: str) -> None:
+        for key, value in node.items():
+            paths.append(f"{path}.{key}")
+            if isinstance(value, dict):
+                walk(value, paths[-1])
+
+    walk(node, "--config")
+    made = []
+    for _ in range(rng.choice((1, 1, 2))):
+        path = rng.choice(paths)
+        if rng.random() < 0.1:
+            at = rng.randrange(len(path))
+            path = path[:at] + rng.choice(("", ".", "x", "..", "é", "=")) + path[at + 1 :]
+        made.append(f"{path}{rng.choice(('=', '=', '=', '=', '', ' '))}{rng.choice(TEXTS)}")
+    overrides.edit(config, made)
+
+
+def _bytes(raw: bytes, rng: random.Random) -> bytes:
+    """Flipped, cut, repeated, or with odd bytes put in."""
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(len(raw) + 1)
+        odd = rng.choice(PIECES)
+        raw = raw[:at] + odd + raw[at + rng.choice((0, 1, 8, 10**9)) :]
+    return raw
+
+
+def _saved(rng: random.Random, folder: Path, place: Path) -> None:
+    from jaxformer import overrides
+
+    text = overrides.to_json(tiny_runs.config(rng.choice(tuple(tiny_runs.RUNS)), folder / "files"))
+    (place / "config.json").write_bytes(_bytes(text.encode(), rng))
+    overrides.read(place)
+
+
+def _source(name: str, split: str, raw: bytes, folder: Path, place: Path) -> None:
+    from jaxformer import tasks
+    from jaxformer.data import sources
+    from jaxformer.data.pipeline import Pipeline
+    from jaxformer.data.tokenizers import Tokenizers
+
+    here = place / "data"
+    shutil.rmtree(here, ignore_errors=True)
+    shutil.copytree(folder / "files", here, ignore=shutil.ignore_patterns("cache"))
+    (here / split).write_bytes(raw)
+    config = tiny_runs.config(name, here)
+    try:
+        dataset = sources.build(config.data)
+        task = tasks.get(config.task.name)
+        tokenizers = Tokenizers.build(config.data, dataset.splits["train"], task.roles)
+        batches = Pipeline(config, dataset, tokenizers, task).evaluate("train")
+        for _ in zip(range(3), batches, strict=False):
+            pass
+    finally:
+        shutil.rmtree(here, ignore_errors=True)
+
+
+def _texts(rng: random.Random, folder: Path, place: Path) -> None:
+    raw = _bytes((folder / "files" / "train.txt").read_bytes(), rng)
+    _source(rng.choice(("packed", "fitted")), "train.txt", raw, folder, place)
+
+
+def _tables(rng: random.Random, folder: Path, place: Path) -> None:
+    raw = (folder / "files" / "train.jsonl").read_bytes()
+    if rng.random() < 0.5:
+        rows = [json.loads(line) for line in raw.splitlines()]
+        raw = "\n".join(json.dumps(row) for row in _mutated(rows, rng)).encode("utf-8", "surrogatepass")
+    else:
+        raw = _bytes(raw, rng)
+    _source("classes", "train.jsonl", raw, folder, place)
+
+
+def _tokenizer(rng: random.Random, folder: Path, place: Path) -> None:
+    from jaxformer.data.tokenizers import Tokenizers
+
+    config = tiny_runs.config("packed", folder / "files", data__tokenizer__kind="word", data__tokenizer__vocab=40)
+    here = place / "tokenizer"
+    if not here.exists():
+        here.mkdir()
+        lines = (folder / "files" / "train.txt").read_text().splitlines()
+        Tokenizers.build(config.data, [{"text": line} for line in lines], ("text",)).save(here)
+    other = place / "tokenizer-other"
+    shutil.rmtree(other, ignore_errors=True)
+    shutil.copytree(here, other)
+    file = other / "tokenizer.json"
+    file.write_bytes(_bytes(file.read_bytes(), rng))
+    Tokenizers.load(other)
+
+
+KINDS: dict[str, tuple[float, Callable[[random.Random, Path, Path], None]]] = {
+    "configs": (0.45, _configs),
+    "override strings": (0.3, _edits),
+    "saved configs (config.json)": (0.15, _saved),
+    "text files": (0.03, _texts),
+    "JSONL tables": (0.03, _tables),
+    "tokenizer files": (0.04, _tokenizer),
+}
+"""What is tried, its share of the count, and the function that raises what the input deserves."""

@@ -1,0 +1,103 @@
+"""What a workdir says about its run: which config, made where and how."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+import jax
+
+from jaxformer import overrides
+from jaxformer.config import Config, ConfigError
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.train import evaluate as evaluation
+
+SECRET = re.compile(r"(token|secret|passw\w*|credentials?|(^|[._-])(api)?key)$", re.IGNORECASE)
+"""Names of variables and flags whose values are nobody's business."""
+
+
+def refuse_other_config(config: Config, workdir: Path) -> None:
+    """A workdir belongs to one config; resuming it with another would mix two runs.
+
+    Raises:
+      ConfigError: what differs.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        return
+    old = overrides.read(workdir)
+    differing = overrides.differences(config, old)
+    if differing:
+        raise ConfigError(
+            f"workdir {workdir}: holds a run of a different config ({'; '.join(differing)}), expected the same one; "
+            "use another --workdir"
+        )
+
+
+def prepare(config: Config, workdir: Path, tokenizers: Tokenizers) -> None:
+    """Writes what a workdir says about its run. `config.json` comes last: with it the workdir is a run."""
+    if jax.process_index() != 0:
+        return
+    workdir.mkdir(parents=True, exist_ok=True)
+    if not (workdir / "config.json").exists():
+        tokenizers.save(workdir)
+    evaluation.write_json(workdir / "environment.json", environment())
+    temporary = workdir / "config.json.tmp"
+    temporary.write_text(overrides.to_json(config), encoding="utf-8")
+    os.replace(temporary, workdir / "config.json")
+
+
+def environment() -> dict[str, Any]:
+    """What a figure depends on besides the config: versions, devices, the commit and the command."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "jaxformer")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "python": platform.python_version(),
+        "versions": versions,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "backend": jax.default_backend(),
+        "devices": sorted({device.device_kind for device in jax.devices()}),
+        "device_count": jax.device_count(),
+        "process_count": jax.process_count(),
+        "commit": git.stdout.strip() or None,
+        "command": redacted(sys.argv, os.environ),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def redacted(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """A command without its secrets: values of flags that sound like one, passwords in addresses, and whatever a
+    secret environment variable holds. The environment itself is never written anywhere."""
+    secrets = [value for name, value in variables.items() if SECRET.search(name) and len(value) >= 6]
+    out: list[str] = []
+    for argument in command:
+        flag, equals, _ = argument.partition("=")
+        if out and out[-1].startswith("--") and "=" not in out[-1] and SECRET.search(out[-1]):
+            argument = "***"
+        elif equals and SECRET.search(flag):
+            argument = f"{flag}=***"
+        argument = re.sub(r"://[^/@\s]+@", "://***@", argument)
+        for secret in secrets:
+            argument = argument.replace(secret, "***")
+        out.append(argument)
+    return out

@@ -1,0 +1,122 @@
+"""Writes what must not change unseen: `python tests/goldens/write.py configs|losses`.
+
+    configs/<recipe>[-<variant>].json   the resolved config of every recipe
+    losses/jax-<version>.json           training losses of tiny runs, exact on this version of jax and kind of processor
+    checkpoint-<format>/                a run of the version that introduced this format; never written again
+
+`checkpoint` writes the last of these, for a format that has none yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Iterator
+
+GOLDENS = Path(__file__).resolve().parent
+ROOT = GOLDENS.parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+import conftest  # noqa: E402, F401  the devices and compiler settings that the tests run with
+
+VARIANTS = {
+    "bert_mlm": ("tiny", "base"),
+    "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
+    "quickstart": ("", "fr", "es"),
+    "shakespeare_char": ("cpu", "gpu"),
+    "sst2": ("transformer", "bilstm"),
+    "transformer_base": ("base", "big"),
+    "wikitext2": ("transformer", "lstm"),
+}
+"""Recipe -> its variants; recipes that are not listed have none."""
+
+
+def recipes() -> Iterator[tuple[str, str]]:
+    """Every (name of the golden file, what --config takes)."""
+    for path in sorted((ROOT / "configs").glob("*.py")):
+        for variant in VARIANTS.get(path.stem, ("",)):
+            yield path.stem + (f"-{variant}" if variant else ""), f"{path}:{variant}" if variant else str(path)
+
+
+def config(recipe: str) -> str:
+    from jaxformer import overrides
+
+    return overrides.to_json(overrides.freeze(overrides.load(recipe)))
+
+
+def losses(workdir: Path) -> list[float]:
+    """The training losses of a run, exact: each a mean over the steps since the one before."""
+    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if row["split"] == "train"]
+
+
+def processor() -> list[str]:
+    """What of the processor decides about rounding: which vector instructions there are."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    flags = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
+    return sorted(flag for flag in flags if flag in ("avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile"))
+
+
+def digests(tree: Any) -> dict[str, str]:
+    """A checksum of every array of a tree, by path."""
+    import jax
+    import numpy as np
+
+    from jaxformer.train.optim import path_of
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {"/".join(path_of(keys)): hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for keys, x in leaves}
+
+
+def checkpoint() -> None:
+    import tiny_runs
+
+    from jaxformer.checkpoint import load, manifest
+    from jaxformer.train import loop
+
+    target = GOLDENS / f"checkpoint-{manifest.FORMAT}"
+    if target.exists():
+        raise SystemExit(f"{target}: is there, and is never written again")
+    with tempfile.TemporaryDirectory() as folder:
+        edits = dict(train__steps=2, train__log_every=1, checkpoint__keep_best=0, checkpoint__average=0)
+        made = tiny_runs.config("bucketed", Path(folder), **edits, data__cache="", data__dir="")
+        loop.train(made, Path(folder) / "run")
+        for name in ("config.json", "tokenizer.json", "checkpoints/last/2"):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            copy = shutil.copytree if (Path(folder) / "run" / name).is_dir() else shutil.copy
+            copy(Path(folder) / "run" / name, target / name)
+    (target / "digests.json").write_text(json.dumps(digests(load(target).params), indent=1) + "\n")
+
+
+def main(what: str) -> None:
+    if what == "checkpoint":
+        checkpoint()
+    elif what == "configs":
+        shutil.rmtree(GOLDENS / "configs", ignore_errors=True)
+        (GOLDENS / "configs").mkdir()
+        for name, recipe in recipes():
+            (GOLDENS / "configs" / f"{name}.json").write_text(config(recipe), encoding="utf-8")
+    elif what == "losses":
+        import jax
+        import pytest
+
+        # The runs are those of the tests; they write their losses down when asked to.
+        tests = str(ROOT / "tests" / "train" / "test_continuation.py")
+        (GOLDENS / "losses").mkdir(exist_ok=True)
+        (GOLDENS / "losses" / f"jax-{jax.__version__}.json").unlink(missing_ok=True)
+        os.environ["GOLDEN_LOSSES"] = "write"
+        raise SystemExit(pytest.main(["-q", "-p", "no:xdist", tests, "-k", "losses", "--override-ini=addopts="]))
+    else:
+        raise SystemExit(f"got {what!r}, expected configs, losses or checkpoint")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "")

@@ -1,0 +1,128 @@
+"""Tiny runs of the ways from data to batches: losses as committed, and stopped or broken anywhere, the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "goldens")]
+
+import fault_drills  # noqa: E402
+import tiny_runs  # noqa: E402
+import write  # noqa: E402
+
+from jaxformer.config import ConfigError, MeshConfig  # noqa: E402
+from jaxformer.parallel import mesh as meshes  # noqa: E402
+from jaxformer.train import loop  # noqa: E402
+
+RATES = ("tokens_per_second", "steps_per_second", "wall_time")
+NAMES = ("packed", "masked", "classes")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    make = meshes.make
+    monkeypatch.setattr(loop.meshes, "make", lambda config: make(MeshConfig(data=1), jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("continuation")
+    tiny_runs.files(place / "files")
+    return place
+
+
+def whole(name: str, folder: Path) -> Path:
+    """The uninterrupted run, trained once."""
+    workdir = folder / name
+    if not (workdir / "result.json").exists():
+        assert loop.train(tiny_runs.config(name, folder / "files"), workdir) == 0
+    return workdir
+
+
+def outcome(workdir: Path) -> dict:
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    parts = {part: sorted(os.listdir(workdir / "checkpoints" / part)) for part in ("last", "best")}
+    result = json.loads((workdir / "result.json").read_text())
+    rows = [{key: value for key, value in row.items() if key not in RATES} for row in rows]
+    return {"rows": rows, "events": fault_drills.events(workdir / "tensorboard"), "parts": parts, "result": result}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_the_committed_ones(name, folder):
+    path = write.GOLDENS / "losses" / f"jax-{jax.__version__}.json"
+    kept = json.loads(path.read_text()) if path.exists() else {"processor": write.processor(), "losses": {}}
+    if os.environ.get("GOLDEN_LOSSES") == "write":  # python tests/goldens/write.py losses
+        kept["losses"][name] = write.losses(whole(name, folder))
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+    if name not in kept["losses"]:
+        pytest.skip(f"no losses are kept for jax {jax.__version__}: python tests/goldens/write.py losses")
+    if kept["processor"] != write.processor():
+        pytest.skip(f"kept for a processor with {kept['processor']}, this one has {write.processor()}: it rounds else")
+    assert write.losses(whole(name, folder)) == kept["losses"][name]
+
+
+def stopped(monkeypatch, at: int) -> None:
+    """SIGTERM in the middle of a step."""
+    add, calls = loop.Window.add, []
+
+    def interrupt(self, sums, batch):
+        calls.append(None)
+        if len(calls) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(self, sums, batch)
+
+    monkeypatch.setattr(loop.Window, "add", interrupt)
+
+
+def test_stopped_and_broken_again_and_again_it_is_the_uninterrupted_run(folder, tmp_path, monkeypatch):
+    config = tiny_runs.config("masked", folder / "files")
+    with monkeypatch.context() as patch:
+        stopped(patch, 7)  # between two reports, inside the second epoch
+        assert loop.train(config, tmp_path) == loop.PREEMPTED
+    with monkeypatch.context() as patch:
+        stopped(patch, 1)  # step 8, where an evaluation is due, which has to wait
+        assert loop.train(config, tmp_path) == loop.PREEMPTED
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 3, 6]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.evaluation, "measure", broken(loop.evaluation.measure, at=2))  # step 16, not the one owed
+        with pytest.raises(RuntimeError, match="plug"):
+            loop.train(config, tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 17, "split": "tra')  # what a kill leaves
+    assert loop.train(config, tmp_path) == 0
+    assert outcome(tmp_path) == outcome(whole("masked", folder))
+
+
+def broken(measure, at: int):
+    """An evaluation that does not return, the time `at` that one is asked for."""
+    calls = []
+
+    def act(*arguments):
+        calls.append(None)
+        values = measure(*arguments)
+        if len(calls) == at:
+            raise RuntimeError("pulled the plug")
+        return values
+
+    return act
+
+
+def test_too_many_bad_steps_end_the_run_and_name_the_last_good_checkpoint(folder, tmp_path):
+    config = tiny_runs.config(
+        "packed", folder / "files", train__skip_limit=3, schedule__peak=1e38, optimizer__name="sgd"
+    )
+    with pytest.raises(ConfigError, match=r"got 3 steps in a row .*batch \d.*last good checkpoint is (none|/)"):
+        loop.train(config, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    bad = [row for row in rows if row["split"] == "skipped"]
+    assert [row["in_a_row"] for row in bad] == [1, 2, 3]
+    assert {"epoch", "block", "batch"} <= bad[0].keys()

@@ -1,0 +1,198 @@
+"""Locks, signals, the watchdog, steps that are not finite, rows of metrics, and secrets: each by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+
+import builders
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from jaxformer import tasks
+from jaxformer.config import (
+    Config,
+    ConfigError,
+    MeshConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    StorageError,
+    TaskConfig,
+    TrainConfig,
+)
+from jaxformer.models import build
+from jaxformer.parallel import mesh as meshes
+from jaxformer.train import lock, loop, optim, step, stopping
+from jaxformer.train.hooks import MetricsFile
+from jaxformer.train.lock import Lock
+from jaxformer.train.stopping import Stop, Watchdog
+from jaxformer.train.workdir import redacted
+
+# --- the lock
+
+
+def test_a_second_run_is_refused_and_told_whose_the_first_is(tmp_path):
+    owner = rf"process {os.getpid()} on {socket.gethostname()} since \d.*wait for it"
+    with Lock(tmp_path), pytest.raises(ConfigError, match=owner), Lock(tmp_path):
+        pass
+    with Lock(tmp_path):  # freed
+        pass
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
+    (tmp_path / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22, "started": "then"}))
+    with Lock(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("text", ['{"host": "elsewhere", "pid": 1, "started": "then"}', "torn"])
+def test_another_host_counts_as_alive_until_it_is_silent_for_long(tmp_path, text):
+    path = tmp_path / "lock"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"wait until that is 120 s, or delete .*lock"), Lock(tmp_path):
+        pass
+    assert path.read_text() == text
+    os.utime(path, (time.time() - 2 * lock.DEAD,) * 2)
+    with Lock(tmp_path):
+        pass
+
+
+# --- stopping
+
+
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_the_first_signal_asks_and_the_second_ends(monkeypatch, number):
+    ended = []
+    monkeypatch.setattr(stopping.os, "_exit", ended.append)
+    with Stop(None) as stop:
+        assert not stop.agreed(1)
+        signal.raise_signal(number)
+        assert stop.agreed(2)
+        assert not ended
+        signal.raise_signal(signal.SIGINT)
+        assert ended == [130]
+
+
+def test_the_deadline_asks_too():
+    with Stop(0.001) as stop:
+        assert not stop.agreed(1)
+        time.sleep(0.07)
+        assert stop.agreed(2)
+
+
+def test_processes_ask_each_other_at_steps_agreed_on(monkeypatch):
+    """Two processes, of which the other is asked to stop after step 40; the first's clock sets the pace."""
+    monkeypatch.setattr(stopping.jax, "process_count", lambda: 2)
+    asked = []
+
+    def gather(mine):
+        asked.append(at)
+        return np.array([mine, [at >= 40, 1]])
+
+    monkeypatch.setattr(stopping.multihost_utils, "process_allgather", gather)
+    monkeypatch.setattr(stopping, "AGREE", 0.05)
+    with Stop(None) as stop:
+        for at in range(1, 500):
+            time.sleep(0.002)
+            if stop.agreed(at):
+                break
+    assert at >= 40
+    assert 2 < len(asked) < at
+    assert asked[:2] == [1, 2]
+
+
+def test_the_watchdog_writes_stacks_and_ends_with_75(tmp_path, monkeypatch):
+    ended = []
+    monkeypatch.setattr(stopping.os, "_exit", ended.append)
+    with Watchdog(0.1 / 60, tmp_path) as watchdog:
+        for _ in range(8):
+            watchdog.beat()
+            time.sleep(0.02)
+        assert not ended
+        deadline = time.monotonic() + 5
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert ended[0] == 75
+    assert "test_the_watchdog_writes_stacks" in (tmp_path / "stalled.txt").read_text()
+
+
+# --- steps that are not finite
+
+
+def test_a_step_that_is_not_finite_changes_the_step_number_only():
+    model = builders.seq2seq()
+    config = Config(
+        model=model,
+        task=TaskConfig(name="translation"),
+        optimizer=OptimizerConfig(name="adamw"),
+        schedule=ScheduleConfig(kind="linear", peak=0.1, warmup=5),
+        train=TrainConfig(steps=10, ema=0.9),
+    )
+    mesh = meshes.make(MeshConfig(data=1), jax.devices()[:1])
+    module = build.build(model)
+    schedule = optim.schedule(config.schedule, 10, 8)
+    good = builders.batch(model, [3, 5, 2, 4])
+    bad = good._replace(weights=jnp.asarray(good.weights).at[0, 0].set(jnp.inf))
+    with jax.set_mesh(mesh):
+        optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
+        state = step.create(config, module, optimizer, mesh)
+        update = step.make(config, module, tasks.get("translation"), optimizer, schedule, mesh)
+        state, first = update(state, step.place(good, mesh))
+        before = jax.device_get(state.replace(key=0))
+        state, second = update(state, step.place(bad, mesh))
+        after = jax.device_get(state.replace(key=0))
+        state, third = update(state, step.place(good, mesh))
+    assert (before.step, after.step) == (1, 2)
+    chex.assert_trees_all_equal(after.replace(step=1), before.replace(step=1))
+    assert [float(each["skipped"][0]) for each in (first, second, third)] == [0.0, 1.0, 0.0]
+    assert all(float(part) == 0.0 for name, pair in second.items() if name != "skipped" for part in pair)
+    # The rate goes by updates, in the report as in the optimizer.
+    rates = [float(each["learning_rate"][0]) for each in (first, third)]
+    np.testing.assert_allclose(rates, [float(schedule(0)), float(schedule(1))], rtol=1e-6)
+
+
+# --- rows
+
+
+def test_rows_after_the_restored_step_go_and_torn_ones_too(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    written = [(4, "train"), (5, "train"), (5, "validation"), (6, "train")]
+    rows = [{"step": step, "wall_time": 0.0, "split": split} for step, split in written]
+    text = "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 7, "sp'
+    for measured, kept in ((True, 3), (False, 2)):
+        path.write_text(text)
+        MetricsFile(path, 5, measured).close()
+        assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:kept]
+
+
+# --- the disk, and secrets
+
+
+def test_a_disk_that_refuses_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_train", lambda *_: (tmp_path / "none" / "file").write_text(""))
+    with pytest.raises(StorageError, match=r"got No such file or directory \(.*none/file\), expected to .* are whole"):
+        loop.train(Config(), tmp_path)
+
+
+def test_secrets_stay_out_of_the_recorded_command():
+    variables = {
+        "HF_TOKEN": "hf_abcdefgh",
+        "PATH": "/usr/bin",
+        "SECRET_ACCESS_KEY": "sesame-open",
+        "SHORT_KEY": "a",
+    }
+    command = [
+        "jaxformer", "train", "--config.data.tokens=4096", "--config.data.tokenizer.kind=byte", "--api-key", "mine",
+        "--token=abc", "--config.data.dir=https://me:pass@host/x", "--note=hf_abcdefgh/usr/bin", "--x=sesame-open",
+    ]  # fmt: skip
+    assert redacted(command, variables) == [
+        "jaxformer", "train", "--config.data.tokens=4096", "--config.data.tokenizer.kind=byte", "--api-key", "***",
+        "--token=***", "--config.data.dir=https://***@host/x", "--note=***/usr/bin", "--x=***",
+    ]  # fmt: skip
