@@ -1,0 +1,244 @@
+"""What a compiled program sends between devices, read from its HLO text (`jax.stages.Compiled.as_text()`).
+
+Nothing is run: loops are multiplied out by the trip counts that the compiler found. Remote copies that a Pallas kernel
+makes itself are not in the HLO and so not here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
+"""Of the element types whose name does not say how many bits they have."""
+TRANSPARENT = ("bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element")
+"""Instructions through which a value is still the same value."""
+CALLED = r"(?:calls|body|to_apply|(?:true|false)_computation)=%?([\w.\-]+)"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program, as each device takes part in it.
+
+    Attributes:
+      kind: one of `KINDS`. An all-reduce of which each device keeps only its own slice is a reduce-scatter, whether the
+        compiler has already made it one (GPU), hides it in a fusion (TPU) or never does (CPU).
+      payload: bytes of the whole array: what an all-gather returns, what the others are given.
+      group: ids of the devices of one group (of a permutation: one pair), as places in the mesh's flattened devices.
+      times: how often one run of the program executes it.
+      bounded: whether `times` is known; False inside a loop whose trip count is not, which then counts once.
+      name: of the instruction.
+    """
+
+    kind: str
+    payload: float
+    group: tuple[int, ...]
+    times: int
+    bounded: bool
+    name: str
+
+    @property
+    def size(self) -> int:
+        """Devices in a group."""
+        return len(self.group)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that one device sends in one run of the program, by the algorithms that send the least.
+
+        On n devices and a payload of p bytes: all-gather, reduce-scatter and all-to-all p (n - 1) / n; all-reduce twice
+        that (a reduce-scatter and an all-gather); a permutation or a broadcast p.
+        """
+        share = (self.size - 1) / self.size
+        factor = {"all-reduce": 2 * share, "collective-permute": 1.0, "collective-broadcast": 1.0}
+        return self.times * self.payload * factor.get(self.kind, share)
+
+    def axes(self, shape: dict[str, int]) -> tuple[str, ...]:
+        """The axes of a mesh of this `shape` along which it sends (`mesh.shape` of the program's mesh)."""
+        places = np.unravel_index(np.asarray(self.group), tuple(shape.values()))
+        return tuple(axis for axis, place in zip(shape, places, strict=True) if np.ptp(place))
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A line of HLO: `name = type opcode(operands), attributes`."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    root: bool
+
+
+def collectives(hlo: str) -> list[Collective]:
+    """All collectives of a program, those in loops, branches and fusions included, in the order of the text.
+
+    Both branches of a conditional count. Groups of a single device send nothing and are left out.
+    """
+    program, entry = parse(hlo)
+    found = []
+    for computation, times, bounded in _reached(program, entry):
+        for instruction in program[computation].values():
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in KINDS:
+                found += _records(program, computation, instruction, kind, times, bounded)
+    return found
+
+
+def parse(hlo: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    """The computations of a module, name -> instructions by name, and the entry computation's name."""
+    program: dict[str, dict[str, Instruction]] = {}
+    current, entry = {}, ""
+    for line in hlo.splitlines():
+        head = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
+        if head and not line[0].isspace() and "->" in line:
+            current = program[head[2]] = {}
+            entry = head[2] if head[1] else entry
+            continue
+        body = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+        if body:
+            type_, rest = _split(line[body.end() :])
+            opcode, _, rest = rest.partition("(")
+            operands, attributes = _split("(" + rest)
+            names = tuple(re.findall(r"%([\w.\-]+)", operands)) or (operands[1:-1],)  # a parameter has its number
+            current[body[2]] = Instruction(body[2], type_, opcode.strip(), names, attributes, bool(body[1]))
+    return program, entry
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The first word of `text` (with all of its parentheses and braces) and the rest."""
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter in "({") - (letter in ")}")
+        if depth == 0 and (letter == " " or (letter == ")" and text[0] == "(")):
+            return text[: i + (letter == ")")], text[i + 1 :].lstrip(" ,")
+    return text, ""
+
+
+def _bytes(type_: str) -> float:
+    """Size of a type; of a tuple, the sum."""
+    total = 0.0
+    for element, shape in re.findall(r"(\w+)\[([\d,<=]*)\]", type_):
+        digits = re.search(r"\d+", element)
+        bits = BITS[element] if element in BITS else int(digits[0]) if digits else 0
+        total += bits / 8 * math.prod(int(size) for size in re.findall(r"\d+", shape))
+    return total
+
+
+def _reached(program: dict, entry: str) -> Iterator[tuple[str, int, bool]]:
+    """Computations that run, with how often and whether that is known. One called from two places comes twice."""
+    stack = [(entry, 1, True)]
+    while stack:
+        name, times, bounded = stack.pop()
+        yield name, times, bounded
+        for instruction in program[name].values():
+            opcode = instruction.opcode
+            if opcode.removesuffix("-start") in KINDS or opcode in ("async-update", "async-done"):
+                continue  # a reduction that is applied sends nothing, and a start has already been counted
+            called = re.findall(CALLED, instruction.attributes)
+            branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
+            called += re.findall(r"%?([\w.\-]+)", branches[1]) if branches else []
+            trips = re.search(r"known_trip_count\D*(\d+)", instruction.attributes)
+            loop = opcode == "while"
+            each = (times * int(trips[1]) if loop and trips else times, bounded and bool(trips or not loop))
+            stack += [(other, *each) for other in called if other in program]
+
+
+def _records(
+    program: dict, computation: str, instruction: Instruction, kind: str, times: int, bounded: bool
+) -> list[Collective]:
+    instructions = program[computation]
+    group = _group(instruction.attributes, kind)
+    if len(group) < 2:
+        return []
+    sizes = {"kept": 0.0, "sliced": 0.0}
+    for index, operand in enumerate(instruction.operands):
+        own = index if len(instruction.operands) > 1 else None
+        size = _bytes(instructions[operand].type) if operand in instructions else 0.0
+        sliced = kind == "all-reduce" and _only_sliced(program, computation, instruction.name, own, size / len(group))
+        sizes["sliced" if sliced else "kept"] += size * (len(group) if kind == "all-gather" else 1)
+    kinds = {"kept": kind, "sliced": "reduce-scatter"}
+    return [Collective(kinds[k], size, group, times, bounded, instruction.name) for k, size in sizes.items() if size]
+
+
+def _only_sliced(program: dict, computation: str, name: str, index: int | None, share: float) -> bool:
+    """Whether all that is read of a value (of a tuple's element `index`) are slices of `share` bytes."""
+    instructions = program[computation]
+    users = [user for user in instructions.values() if name in user.operands]
+    if index is not None:
+        done = "all-reduce-done"
+        users = [user for user in users if user.opcode == done or re.search(rf"index={index}\b", user.attributes)]
+    if not users or instructions[name].root:
+        return False
+    for user in users:
+        called = re.search(r"calls=%?([\w.\-]+)", user.attributes)
+        if user.opcode == "dynamic-slice":
+            good = user.operands[0] == name and _bytes(user.type) <= share
+        elif user.opcode == "all-reduce-done":
+            good = _only_sliced(program, computation, user.name, index, share)
+        elif user.opcode in TRANSPARENT:
+            good = _only_sliced(program, computation, user.name, None, share)
+        elif user.opcode == "fusion" and called:
+            inner = program[called[1]]
+            places = {str(i) for i, operand in enumerate(user.operands) if operand == name}
+            arguments = [i.name for i in inner.values() if i.opcode == "parameter" and i.operands[0] in places]
+            good = all(_only_sliced(program, called[1], argument, None, share) for argument in arguments)
+        else:
+            good = False
+        if not good:
+            return False
+    return True
+
+
+def _group(attributes: str, kind: str) -> tuple[int, ...]:
+    """The first of the groups that an instruction names, in any of the three ways in which HLO writes them."""
+    if kind == "collective-permute":
+        pairs = re.findall(r"\{(\d+),(\d+)\}", attributes.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
+        moving = [(int(a), int(b)) for a, b in pairs if a != b]
+        return moving[0] if moving else ()
+    text = attributes.partition("replica_groups=")[2]
+    if text.startswith("{{"):
+        return tuple(int(i) for i in re.findall(r"\d+", text[: text.index("}")]))
+    listed = re.match(r"\[([\d,]+)\]<=(\S+?)(?:, |$)", text)
+    if listed:
+        return tuple(_iota(listed[2]).reshape(_numbers(listed[1]))[0].tolist())
+    named = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", text)
+    if named:
+        return _of_mesh(named[1], named[2], named[3])
+    return ()
+
+
+def _of_mesh(axes: str, order: str | None, chosen: str) -> tuple[int, ...]:
+    """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`; `'b':(2)2` is the part of b that is its inner 2 of 4."""
+    shape = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    devices = np.arange(math.prod(shape.values())) if order is None else _iota(order)
+    split: list[int] = []
+    kept: list[int] = []
+    parts = {name: (before, size) for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)}
+    for name, size in shape.items():
+        before, inner = (int(x) for x in parts[name]) if name in parts and parts[name][0] else (1, size)
+        kept += [len(split) + 1] if name in parts else []
+        split += [before, inner, size // (before * inner)]
+    cube = devices.reshape(split)
+    whole = tuple(slice(None) if axis in kept else 0 for axis in range(len(split)))
+    return tuple(cube[whole].reshape(-1).tolist())
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[2,4]T(1,0)`: the numbers from 0 laid out in that shape, then transposed, flat."""
+    shape, _, order = text.partition("T")
+    array = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
+    return (array.transpose(_numbers(order)) if order else array).reshape(-1)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(i) for i in re.findall(r"\d+", text))

@@ -1,0 +1,106 @@
+"""Collectives as read from HLO: their groups in each of HLO's spellings, loops, slices, and real programs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxformer.parallel.collectives import collectives
+
+P = PartitionSpec
+
+PROGRAM = """
+HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%cut (p: f32[16], i: s32[]) -> f32[4] {
+  %p = f32[16]{0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %slice = f32[4]{0} dynamic-slice(%p, %i), dynamic_slice_sizes={4}
+}
+
+%body (t: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %t = (s32[], f32[16]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %x = f32[16]{0} get-tuple-element(%t), index=1
+  %kept = f32[16]{0:T(256)} all-reduce(%x), replica_groups={{0,2},{1,3}}, to_apply=%add
+  %mine = f32[16]{0} all-reduce(%kept), replica_groups=[1,4]<=[4], to_apply=%add
+  %part = f32[4]{0} fusion(%mine, %n), kind=kLoop, calls=%cut
+  %whole = f32[16]{0} all-gather(%part), replica_groups=GROUPS, dimensions={0}
+  ROOT %out = (s32[], f32[16]{0}) tuple(%n, %whole)
+}
+
+%more (t: (s32[], f32[16])) -> pred[] {
+  %t = (s32[], f32[16]{0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[16], y: bf16[8,2]) -> f32[16] {
+  %x = f32[16]{0} parameter(0)
+  %y = bf16[8,2]{1,0} parameter(1)
+  %start = (bf16[8,2]{1,0}, bf16[8,2]{1,0}) collective-permute-start(%y), source_target_pairs={{0,0},{1,3},{3,1}}
+  %done = bf16[8,2]{1,0} collective-permute-done(%start)
+  %zero = s32[] constant(0)
+  %pair = (s32[], f32[16]{0}) tuple(%zero, %x)
+  %loop = (s32[], f32[16]{0}) while(%pair), condition=%more, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %end = f32[16]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("{{0,1,2,3}}", (0, 1, 2, 3)),
+        ("[1,4]<=[4]", (0, 1, 2, 3)),
+        ("[2,4]<=[4,2]T(1,0)", (0, 2, 4, 6)),
+        ("mesh['x'=2,'y'=4] {'y'}", (0, 1, 2, 3)),
+        ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}", (0, 2, 4, 6)),
+        ("mesh['x'=2,'y'=8] {'x','y':(2)2}", (0, 2, 8, 10)),
+    ],
+)
+def test_groups_loops_and_slices_are_read(groups, expected):
+    found = {c.name: c for c in collectives(PROGRAM.replace("GROUPS", groups))}
+    gather = found["whole"]
+    assert (gather.kind, gather.payload, gather.group, gather.times) == ("all-gather", 64, expected, 5)
+    assert gather.bytes == 5 * 64 * 3 / 4
+    assert (found["kept"].kind, found["kept"].group, found["kept"].bytes) == ("all-reduce", (0, 2), 5 * 64)
+    assert (found["mine"].kind, found["mine"].bytes) == ("reduce-scatter", 5 * 64 * 3 / 4)
+    moved = found["start"]
+    assert (moved.kind, moved.group, moved.bytes, moved.bounded) == ("collective-permute", (1, 3), 32, True)
+    assert gather.axes({"a": 2, "b": 1, "c": 8}) == (("a", "c") if 8 in expected else ("c",))
+
+
+def test_a_loop_without_a_known_trip_count_is_counted_once_and_says_so():
+    found = {c.name: c for c in collectives(PROGRAM.replace("known_trip", "unknown").replace("GROUPS", "[1,4]<=[4]"))}
+    assert (found["whole"].times, found["whole"].bounded, found["start"].bounded) == (1, False, True)
+
+
+def test_a_compiled_loop_over_sharded_layers_gathers_each_once_a_direction():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+    def loss(weights, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
+        return jnp.sum(x**2)
+
+    def abstract(shape, *axes):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*axes)))
+
+    arguments = abstract((6, 16, 16), None, "fsdp"), abstract((64, 16), ("data", "fsdp"))
+    gradient = jax.jit(jax.grad(loss), out_shardings=NamedSharding(mesh, P(None, "fsdp")))
+    found = collectives(gradient.lower(*arguments).compile().as_text())
+    weights = 6 * 16 * 16 * 4
+    moved = {(c.kind, c.axes(mesh.shape)): 0.0 for c in found}
+    for c in found:
+        moved[c.kind, c.axes(mesh.shape)] += c.bytes
+    assert moved["all-gather", ("fsdp",)] == 2 * weights * 3 / 4
+    assert moved["reduce-scatter", ("fsdp",)] == weights * 3 / 4
+    assert moved["all-reduce", ("data",)] == 2 * weights / 4 / 2
+    assert len(moved) == 3
