@@ -24,11 +24,12 @@ DECODE_CHUNK = 32
 
 @dataclass(frozen=True)
 class Flag:
-    """`--name=VALUE`. `default` None: it must be given, at least once where it repeats."""
+    """`--name=VALUE`. `default` None: it must be given, at least once where it repeats. A switch takes no value."""
 
     meaning: str
     default: str | None = None
     repeats: bool = False
+    switch: bool = False
     choices: tuple[str, ...] = ()
 
 
@@ -135,6 +136,21 @@ def report(arguments: Arguments) -> int:
     return 0
 
 
+def plan(arguments: Arguments) -> int:
+    from jaxformer import plan as plans
+    from jaxformer.plan import chips
+
+    flags = arguments.flags
+    devices = _count("devices", flags["devices"]) if flags["devices"] else None
+    place = chips.place(flags["topology"], flags["chip"], devices)
+    config = overrides.parse(arguments.config)
+    title = next(argument for argument in arguments.config if argument.startswith("--config=")).removeprefix(
+        "--config="
+    )
+    plans.run(config, title, place, bool(flags["search"]))
+    return 0
+
+
 def inspect(arguments: Arguments) -> int:
     from jaxformer import inspection
 
@@ -173,13 +189,6 @@ def send(arguments: Arguments) -> int:
     workdirs.send(flags["workdir"], flags["target"], flags["family"] or None)
     print(f"written to {flags['target']}")
     return 0
-
-
-def _absent(name: str) -> Callable[[Arguments], int]:
-    def run(arguments: Arguments) -> int:
-        raise ConfigError(f"{name}: not part of version {__version__}; see jaxformer --help for what is")
-
-    return run
 
 
 WORKDIR = Flag("folder of the run")
@@ -223,6 +232,17 @@ COMMANDS: dict[str, Command] = {
         report,
         {"workdir": Flag("folder of a run", repeats=True)},
     ),
+    "plan": Command(
+        "what a training step needs: memory, FLOPs, traffic and time, by compiling it for devices that are not here",
+        plan,
+        {
+            "devices": Flag("how many; without it those of config.mesh", ""),
+            "topology": Flag("TPU slice to compile for with libtpu: v5e:16x16, v5p:4x4x8, v6e:16x16", ""),
+            "chip": Flag("without a topology: whose figures are used, h100 if none is named", ""),
+            "search": Flag("try the meshes of that many devices and rank them", "", switch=True),
+        },
+        config="recipe",
+    ),
     "inspect": Command(
         "what a run is: config, parameters, checkpoints, last figures",
         inspect,
@@ -249,9 +269,6 @@ COMMANDS: dict[str, Command] = {
         {"dir": Flag("tfds data_dir to prepare into")},
         words=("prepare", "NAME"),
     ),
-}
-ABSENT = {
-    "plan": "parameters, memory and collectives of a config on a topology",
 }
 
 
@@ -287,7 +304,10 @@ def read(name: str, command: Command, argv: Sequence[str]) -> Arguments:
             words.append(argument)
             continue
         flag, equals, value = argument[2:].partition("=")
-        takes_value = flag in command.flags or flag == "config"
+        switch = flag in command.flags and command.flags[flag].switch
+        if switch and equals:
+            raise ConfigError(f"--{flag}: got a value, expected --{flag} alone")
+        takes_value = not switch and (flag in command.flags or flag == "config")
         if takes_value and not equals:
             if not rest:
                 raise ConfigError(f"--{flag}: got no value, expected --{flag}=VALUE")
@@ -297,7 +317,7 @@ def read(name: str, command: Command, argv: Sequence[str]) -> Arguments:
         elif flag.startswith("config.") and command.config:
             config.append(argument)
         elif flag in command.flags:
-            every[flag].append(value)
+            every[flag].append("yes" if switch else value)
         else:
             known = [*command.flags, *(["config"] if command.config == "recipe" else [])]
             hint = nearest(flag, known).replace("'", "").replace("mean ", "mean --")
@@ -329,7 +349,7 @@ def usage(name: str = "") -> str:
     """The help of one command, or of all."""
     if name:
         command = COMMANDS[name]
-        flags = {f"--{flag}=VALUE": about for flag, about in command.flags.items()}
+        flags = {f"--{flag}{'' if about.switch else '=VALUE'}": about for flag, about in command.flags.items()}
         rows = [
             (flag, about.meaning + (f" [{about.default}]" if about.default else "")) for flag, about in flags.items()
         ]
@@ -343,7 +363,7 @@ def usage(name: str = "") -> str:
     rows = [(word, command.summary) for word, command in COMMANDS.items()]
     return (
         f"jaxformer {__version__}\n\nusage: jaxformer COMMAND [flags]      jaxformer COMMAND --help\n\n"
-        f"{_rows(rows)}\n\nnot part of this version:\n\n{_rows(list(ABSENT.items()))}\n\n"
+        f"{_rows(rows)}\n\n"
         "exit codes: 0 done, 2 wrong config or input, 143 preempted and saved, 1 crash"
     )
 
@@ -369,11 +389,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = argv.pop(0)
     try:
-        if name in ABSENT:
-            return _absent(name)(Arguments({}, {}, [], []))
         if name not in COMMANDS:
-            known = (*COMMANDS, *ABSENT)
-            raise ConfigError(f"command: got {name!a}, expected one of {', '.join(COMMANDS)}{nearest(name, known)}")
+            raise ConfigError(f"command: got {name!a}, expected one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}")
         if "--help" in argv or "-h" in argv:
             print(usage(name))
             return 0

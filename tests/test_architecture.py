@@ -36,10 +36,11 @@ ALLOWED: dict[str, set[str]] = {
     "report": CORE | {"overrides", "metrics", "tasks", "checkpoint"},
     "sweep": FOUNDATION | {"overrides"},
     "inspection": FOUNDATION | {"overrides", "checkpoint"},
+    "plan": CORE | {"overrides", "data", "tasks", "train"},
     "experiment": CORE | {"overrides", "data", "losses", "metrics", "decode", "tasks", "model", "train", "checkpoint"},
     "cli": {
         "config", "registry", "overrides", "parallel", "tasks", "train", "data", "checkpoint", "report", "lines",
-        "sweep", "experiment", "inspection", "hf", "memory",
+        "sweep", "experiment", "inspection", "plan", "hf", "memory",
     },
     "__main__": {"cli"},
     "__init__": {"hf"},

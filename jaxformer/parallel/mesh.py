@@ -45,3 +45,12 @@ def make(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     if devices == jax.devices():
         return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def platform() -> str:
+    """What the program that is being traced will run on: "cpu", "gpu" or "tpu", as the entered mesh says.
+
+    A program compiled ahead of time is for other devices than this process has.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
