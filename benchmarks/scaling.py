@@ -1,6 +1,6 @@
 """What large recipes need on TPU slices that are not here: compiled by libtpu, estimated, written to docs/scaling.md.
 
-    python benchmarks/scaling.py                    compiles what benchmarks/results/scaling.jsonl lacks, writes the page
+    python benchmarks/scaling.py                    compiles the cases of which there is no row yet, writes the page
     python benchmarks/scaling.py --only=llama_7b    cases whose name begins so, again
     python benchmarks/scaling.py --page             only the page
 
@@ -100,9 +100,7 @@ def main() -> int:
         print(json.dumps(measure(next(case for case in CASES if case.name == flags.case))))
         return 0
     have = rows()
-    chosen = (
-        [c for c in CASES if c.name.startswith(flags.only)] if flags.only else [c for c in CASES if c.name not in have]
-    )
+    chosen = [c for c in CASES if c.name.startswith(flags.only or "") and (flags.only or c.name not in have)]
     failed = 0
     for case in [] if flags.page else chosen:
         command = [sys.executable, __file__, f"--case={case.name}"]

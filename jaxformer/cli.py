@@ -65,9 +65,11 @@ class Command:
 
 def train(arguments: Arguments) -> int:
     config = overrides.parse(arguments.config)
+    from jaxformer import preflight
     from jaxformer.parallel import distributed
 
     distributed.join()
+    preflight.together(config)
     from jaxformer.hf import workdirs
     from jaxformer.train import loop
 
@@ -159,9 +161,17 @@ def inspect(arguments: Arguments) -> int:
 
 
 def doctor(arguments: Arguments) -> int:
+    config = overrides.parse(arguments.config) if arguments.config else None
+    flags = arguments.flags
+    devices = _count("devices", flags["devices"]) if flags["devices"] else None
+    seconds = _count("timeout", flags["timeout"])
+    if os.environ.get("JAXFORMER_DISTRIBUTED"):
+        from jaxformer.parallel import distributed
+
+        distributed.join(seconds)
     from jaxformer import inspection
 
-    return inspection.doctor()
+    return inspection.doctor(config, devices, seconds)
 
 
 def data(arguments: Arguments) -> int:
@@ -262,7 +272,16 @@ COMMANDS: dict[str, Command] = {
             "family": Flag("architecture to write; without it the first that computes the same", ""),
         },
     ),
-    "doctor": Command("check this machine and installation", doctor, {}),
+    "doctor": Command(
+        "check this machine and installation; started by a launcher, that the processes of a run belong together; "
+        "with a config, its devices and data",
+        doctor,
+        {
+            "devices": Flag("how many there must be, of all processes", ""),
+            "timeout": Flag("seconds that the processes wait for each other", "60"),
+        },
+        config="recipe",
+    ),
     "data": Command(
         "prepare NAME: make a stock tfds data set readable without TensorFlow (this step needs it: extra [prepare])",
         data,

@@ -85,12 +85,21 @@ def collectives(hlo: str) -> list[Collective]:
     Both branches of a conditional count. Groups of a single device send nothing and are left out.
     """
     program, entry = parse(hlo)
-    found = []
+    fused = {name for body in program.values() for i in body.values() if i.opcode == "fusion" for name in _called(i)}
+    found, parts = [], set()
     for computation, times, bounded in _reached(program, entry):
         for instruction in program[computation].values():
             kind = instruction.opcode.removesuffix("-start")
-            if kind in KINDS:
-                found += _records(program, computation, instruction, kind, times, bounded)
+            if kind not in KINDS:
+                continue
+            channel = re.search(r"channel_id=\d+", instruction.attributes)
+            if computation in fused and channel:
+                # The TPU compiler cuts a collective into fusions, its start, its end and what runs meanwhile; each of
+                # them holds the whole instruction, under the one channel.
+                if channel[0] in parts:
+                    continue
+                parts.add(channel[0])
+            found += _records(program, computation, instruction, kind, times, bounded)
     return found
 
 
@@ -144,13 +153,30 @@ def _reached(program: dict, entry: str) -> Iterator[tuple[str, int, bool]]:
             opcode = instruction.opcode
             if opcode.removesuffix("-start") in KINDS or opcode in ("async-update", "async-done"):
                 continue  # a reduction that is applied sends nothing, and a start has already been counted
-            called = re.findall(CALLED, instruction.attributes)
-            branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
-            called += re.findall(r"%?([\w.\-]+)", branches[1]) if branches else []
-            trips = re.search(r"known_trip_count\D*(\d+)", instruction.attributes)
-            loop = opcode == "while"
-            each = (times * int(trips[1]) if loop and trips else times, bounded and bool(trips or not loop))
-            stack += [(other, *each) for other in called if other in program]
+            trips = _trips(program, instruction) if opcode == "while" else 1
+            each = (times * (trips or 1), bounded and trips is not None)
+            stack += [(other, *each) for other in _called(instruction) if other in program]
+
+
+def _called(instruction: Instruction) -> list[str]:
+    """Computations that an instruction runs: a loop's body, branches, the inside of a fusion or asynchronous call."""
+    branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
+    names = re.findall(r"%?([\w.\-]+)", branches[1]) if branches else []
+    return re.findall(CALLED, instruction.attributes) + names
+
+
+def _trips(program: dict, loop: Instruction) -> int | None:
+    """Iterations of a loop: as annotated, or N where it runs while a counter (that JAX starts at 0) is below N."""
+    known = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
+    if known:
+        return int(known[1])
+    condition = program[re.search(r"condition=%?([\w.\-]+)", loop.attributes)[1]]
+    for test in condition.values():
+        if test.root and test.opcode == "compare" and "direction=LT" in test.attributes:
+            bound = condition.get(test.operands[-1])
+            if bound is not None and bound.opcode == "constant":
+                return int(bound.operands[0])
+    return None
 
 
 def _records(

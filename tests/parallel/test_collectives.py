@@ -39,7 +39,9 @@ HloModule jit_f
 
 %more (t: (s32[], f32[16])) -> pred[] {
   %t = (s32[], f32[16]{0}) parameter(0)
-  ROOT %yes = pred[] constant(true)
+  %i = s32[] get-tuple-element(%t), index=0
+  %five = s32[]{:T(128)} constant(5)
+  ROOT %less = pred[] compare(%i, %five), direction=LT
 }
 
 ENTRY %main (x: f32[16], y: bf16[8,2]) -> f32[16] {
@@ -78,9 +80,25 @@ def test_groups_loops_and_slices_are_read(groups, expected):
     assert gather.axes({"a": 2, "b": 1, "c": 8}) == (("a", "c") if 8 in expected else ("c",))
 
 
-def test_a_loop_without_a_known_trip_count_is_counted_once_and_says_so():
-    found = {c.name: c for c in collectives(PROGRAM.replace("known_trip", "unknown").replace("GROUPS", "[1,4]<=[4]"))}
+def test_trip_counts_come_from_the_condition_or_are_said_to_be_unknown():
+    program = PROGRAM.replace("known_trip", "unknown").replace("GROUPS", "[1,4]<=[4]")
+    found = {c.name: c for c in collectives(program)}
+    assert (found["whole"].times, found["whole"].bounded) == (5, True)
+    found = {c.name: c for c in collectives(program.replace("direction=LT", "direction=NE"))}
     assert (found["whole"].times, found["whole"].bounded, found["start"].bounded) == (1, False, True)
+
+
+def test_the_parts_of_a_collective_that_is_cut_into_fusions_count_once():
+    whole = "%part = f32[4]{0} fusion(%mine, %n), kind=kLoop, calls=%cut"
+    again = whole.replace("%part", "%again").replace("calls=%cut", "calls=%begin")
+    begin = "%begin (p: f32[16], i: s32[]) -> f32[16] {\n  %p = f32[16]{0} parameter(0)\n  %i = s32[] parameter(1)\n"
+    begin += "  ROOT %a = f32[16]{0} all-gather(%p), channel_id=7, replica_groups=[1,4]<=[4], dimensions={0}\n}\n\n"
+    program = PROGRAM.replace("GROUPS", "[1,4]<=[4]").replace(
+        "%body", begin + begin.replace("begin", "end") + "%body", 1
+    )
+    program = program.replace(whole, f"{whole}\n  {again}\n  {again.replace('again', 'more').replace('begin', 'end')}")
+    found = [c for c in collectives(program) if c.name == "a"]
+    assert [(c.kind, c.times, c.payload) for c in found] == [("all-gather", 5, 256)]
 
 
 def test_a_compiled_loop_over_sharded_layers_gathers_each_once_a_direction():
