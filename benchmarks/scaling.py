@@ -11,6 +11,7 @@ its row is kept as soon as it is there.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import os
@@ -61,6 +62,7 @@ CASES = [
     *(Case("llama_1b", "llama.py:1b", each, 1) for each in SLICES),
     *(Case("llama_7b", "llama.py:7b", each, 1) for each in SLICES),
     *(Case("t5_11b", "t5_11b.py", each, 2) for each in SLICES),
+    *(Case("moe_8x7b", "moe_8x7b.py", each, 1) for each in SLICES),
     Case("llama_7b_128k", "llama.py:7b_128k", "v5p-128", 1 / 16),
     *(
         Case(f"depth_{layers}", "llama.py:1b", "v5e-16", 1, (f"--config.model.decoder.layers={layers}",))
@@ -69,8 +71,8 @@ CASES = [
 ]
 
 
-def measure(case: Case) -> dict:
-    """The row of one case. Runs in a process of its own."""
+def measure(case: Case, keep: str) -> dict:
+    """The row of one case, and the compiled program in the folder `keep`, if one is named."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from jaxformer import overrides
     from jaxformer.plan import chips, estimate, page, program
@@ -78,7 +80,11 @@ def measure(case: Case) -> dict:
     place = chips.place(SLICES[case.slice], "", None)
     config = overrides.parse(case.arguments)
     traced = program.trace(config, program.mesh_of(config, program.devices(place, config)))
-    found = estimate.estimate(traced, program.compile(traced), place)
+    compiled = program.compile(traced)
+    if keep and compiled.executable is not None:
+        with gzip.open(Path(keep) / f"{case.name}.hlo.gz", "wt") as file:
+            file.write(compiled.executable.as_text())
+    found = estimate.estimate(traced, compiled, place)
     print(page.page(case.name, traced, found), file=sys.stderr, flush=True)
     return {"case": case.name, "model": case.model, "slice": case.slice, "arguments": case.arguments, **found.row()}
 
@@ -94,16 +100,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cases whose name begins so; measured again")
     parser.add_argument("--page", action="store_true", help="write the page from the rows that are there")
+    parser.add_argument("--keep", default="", help="folder for the compiled programs, as text")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.case:
-        print(json.dumps(measure(next(case for case in CASES if case.name == flags.case))))
+        print(json.dumps(measure(next(case for case in CASES if case.name == flags.case), flags.keep)))
         return 0
     have = rows()
     chosen = [c for c in CASES if c.name.startswith(flags.only or "") and (flags.only or c.name not in have)]
     failed = 0
     for case in [] if flags.page else chosen:
-        command = [sys.executable, __file__, f"--case={case.name}"]
+        command = [sys.executable, __file__, f"--case={case.name}", f"--keep={flags.keep}"]
         try:
             done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:

@@ -33,7 +33,11 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
         if "table" in words:
             total += size if head.kind == "tokens" and head.tied and _is_head(config, words) else 0
         elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and words[-1] != "kinds":
-            total += size * (once if words[0] == "head" else 1.0)
+            share = 1.0
+            if "experts" in axes:
+                moe = getattr(config.model, words[0]).moe
+                share = moe.top_k / moe.experts
+            total += size * share * (once if words[0] == "head" else 1.0)
     return total
 
 
