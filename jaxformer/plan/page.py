@@ -16,7 +16,7 @@ def page(title: str, program: Program, estimate: Estimate) -> str:
     sections = {
         "parameters": _parameters(program, estimate),
         "work": _work(program, estimate),
-        "memory of each device, GiB": _memory(estimate),
+        "memory of each device": _memory(estimate),
         "sent by each device in a step": _sent(estimate),
         "time of a step": _time(estimate),
         "verdict": f"  {verdict(estimate)}",
@@ -83,10 +83,12 @@ def _work(program: Program, estimate: Estimate) -> str:
 
 def _memory(estimate: Estimate) -> str:
     parts = estimate.memory or estimate.state
-    rows = [(name, gib(size)) for name, size in parts.items()]
+    rows = list(parts.items())
     if estimate.need is not None:
-        rows.append(("total", gib(estimate.need)))
-    return _table(None, [*rows, ("there are", gib(estimate.place.chip.memory))], "<>")
+        rows.append(("total", estimate.need))
+    small = sum(parts.values()) < GIB
+    texts = [(name, f"{size / 2**20:,.2f}" if small else gib(size)) for name, size in rows]
+    return _table(("", "MiB" if small else "GiB"), texts, "<>")
 
 
 def _sent(estimate: Estimate) -> str:
@@ -106,17 +108,19 @@ def _time(estimate: Estimate) -> str:
         "memory": "state, weights and temporaries at the memory's bandwidth, at least",
         "network": "what is sent, at the bandwidth of one axis",
     }
-    rows = [(name, _milliseconds(seconds), meaning[name]) for name, seconds in estimate.seconds.items()]
+    rows = [(name, _duration(seconds), meaning[name]) for name, seconds in estimate.seconds.items()]
     for name, seconds, words in (
         ("step, at least", estimate.best, "all of it at once"),
         ("step, at most", estimate.worst, "one after the other"),
     ):
         rate = estimate.shape.rows * estimate.shape.length / seconds
-        rows.append((name, _milliseconds(seconds), f"{words}: {rate:,.0f} tokens/s, MFU {estimate.mfu(seconds):.1%}"))
+        rows.append((name, _duration(seconds), f"{words}: {rate:,.0f} tokens/s, MFU {estimate.mfu(seconds):.1%}"))
     return _table(None, rows, "<><")
 
 
-def _milliseconds(seconds: float) -> str:
+def _duration(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:,.3g} us"
     return f"{1e3 * seconds:,.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
@@ -125,8 +129,8 @@ def ranking(estimates: list[Estimate]) -> str:
     rows = []
     for each in ranked(estimates):
         need = "?" if each.need is None else gib(each.need)
-        time, mfu = ("", "") if not each.seconds else (_milliseconds(each.best), f"{each.mfu(each.best):.1%}")
-        worst = "" if not each.seconds else _milliseconds(each.worst)
+        time, mfu = ("", "") if not each.seconds else (_duration(each.best), f"{each.mfu(each.best):.1%}")
+        worst = "" if not each.seconds else _duration(each.worst)
         fits = "fits" if each.fits else f"does not fit: {each.advice}"
         rows.append((mesh_words(each.mesh), f"{each.shape.rows:,}", need, time, worst, mfu, fits))
     return _table(("mesh", "rows", "GiB", "step >=", "step <=", "MFU <=", ""), rows, "<>>>>><")
