@@ -49,7 +49,8 @@ class Command:
 
     Attributes:
       run: called with the `Arguments`; returns the exit code.
-      config: which config arguments it takes: "" none, "recipe" --config=FILE and edits, "edits" only edits.
+      config: which config arguments it takes: "" none, "recipe" --config=FILE and edits, "optional" the same or none,
+        "edits" only edits.
       words: names of positional arguments.
     """
 
@@ -202,6 +203,7 @@ def send(arguments: Arguments) -> int:
 
 
 WORKDIR = Flag("folder of the run")
+RECIPES = ("recipe", "optional")
 
 COMMANDS: dict[str, Command] = {
     "train": Command("start a run, or resume it", train, {"workdir": WORKDIR}, config="recipe"),
@@ -280,7 +282,7 @@ COMMANDS: dict[str, Command] = {
             "devices": Flag("how many there must be, of all processes", ""),
             "timeout": Flag("seconds that the processes wait for each other", "60"),
         },
-        config="recipe",
+        config="optional",
     ),
     "data": Command(
         "prepare NAME: make a stock tfds data set readable without TensorFlow (this step needs it: extra [prepare])",
@@ -331,14 +333,14 @@ def read(name: str, command: Command, argv: Sequence[str]) -> Arguments:
             if not rest:
                 raise ConfigError(f"--{flag}: got no value, expected --{flag}=VALUE")
             value = rest.pop(0)
-        if flag == "config" and command.config == "recipe":
+        if flag == "config" and command.config in RECIPES:
             config.append(f"--config={value}")
         elif flag.startswith("config.") and command.config:
             config.append(argument)
         elif flag in command.flags:
             every[flag].append("yes" if switch else value)
         else:
-            known = [*command.flags, *(["config"] if command.config == "recipe" else [])]
+            known = [*command.flags, *(["config"] if command.config in RECIPES else [])]
             hint = nearest(flag, known).replace("'", "").replace("mean ", "mean --")
             expected = ", ".join("--" + k for k in known) or "none"
             raise ConfigError(f"jaxformer {name}: got --{ascii(flag)[1:-1]}, expected {expected}{hint}")
@@ -372,10 +374,10 @@ def usage(name: str = "") -> str:
         rows = [
             (flag, about.meaning + (f" [{about.default}]" if about.default else "")) for flag, about in flags.items()
         ]
-        if command.config == "recipe":
+        if command.config in RECIPES:
             rows.insert(0, ("--config=FILE.py[:variant]", "the recipe"))
         if command.config:
-            what = "a.b" if command.config == "recipe" else "decode.b"
+            what = "a.b" if command.config in RECIPES else "decode.b"
             rows.append((f"--config.{what}=VALUE", "an edit of the config, as often as wanted"))
         words = " ".join([name, *command.words])
         return f"usage: jaxformer {words}{' [flags]' if rows else ''}\n\n{_wrap(command.summary)}\n\n{_rows(rows)}"

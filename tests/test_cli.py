@@ -79,7 +79,7 @@ REFUSED = [
     (["data", "prepair", "x", "--dir=y"], "expected prepare"),
     (["import", "--source=x"], "--workdir"),
     (["export"], "--workdir"),
-    (["plan", "--config=x"], "not part of version"),
+    (["plan"], "--config: got 0 of them"),
 ]
 
 
