@@ -46,7 +46,7 @@ class Estimate:
       sent: (kind, mesh axes) -> (times a step, bytes a step).
       unknown: collectives in loops whose length is not known, which count once.
       seconds: compute, memory, network; empty where there is no program.
-      compiled: seconds that the compiler took.
+      compiled: seconds of a core that the compiler took.
     """
 
     mesh: dict[str, int]
@@ -106,7 +106,7 @@ class Estimate:
             "seconds": self.seconds,
             "step_seconds": [self.best, self.worst] if self.seconds else None,
             "mfu": [self.mfu(self.worst), self.mfu(self.best)] if self.seconds else None,
-            "compile_seconds": round(self.compiled, 1),
+            "compile_core_seconds": round(self.compiled, 1),
         }
 
 

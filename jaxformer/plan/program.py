@@ -55,7 +55,13 @@ class Program:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says: its executable (None: the program does not fit), `seconds` it took, `need` in bytes."""
+    """What the compiler says.
+
+    Attributes:
+      executable: None: the program does not fit.
+      seconds: that it took, of a core (all threads added), which other programs on the machine hardly change.
+      need: bytes, where there is no executable and the compiler says how many.
+    """
 
     executable: Any
     seconds: float
@@ -181,15 +187,15 @@ def trace(config: Config, mesh: Mesh) -> Program:
 
 def compile(program: Program) -> Compiled:
     """Compiles a program; one that the compiler refuses for lack of memory has no executable."""
-    begun = time.monotonic()
+    begun = time.process_time()
     try:
         with jax.set_mesh(program.mesh):
             executable = program.trace.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Compiled(None, time.monotonic() - begun, needed(str(error)))
-    return Compiled(executable, time.monotonic() - begun)
+        return Compiled(None, time.process_time() - begun, needed(str(error)))
+    return Compiled(executable, time.process_time() - begun)
 
 
 def needed(message: str) -> float | None:
