@@ -114,7 +114,7 @@ def estimate(program: Program, compiled: Compiled, place: Place) -> Estimate:
     """The figures of a compiled program."""
     config, mesh, shape = program.config, program.mesh, program.shape
     a_token = flops.a_token(config, program.state.params, program.names, shape.length)
-    counted = flops.counted(program.trace.jaxpr.jaxpr)
+    counted = program.counted
     state = kept(program)
     memory, sent, unknown, seconds = {}, {}, 0, {}
     need = compiled.need

@@ -102,7 +102,7 @@ def _equation(eqn: core.JaxprEqn) -> float:
     if name == "scan":
         times = params["length"]
     elif name == "shard_map":
-        times = math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+        times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     elif name == "pallas_call":
         times = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
     return times * sum(counted(inner) for value in params.values() for inner in _jaxprs(value))

@@ -22,6 +22,7 @@ from jaxformer.data.packing import Shape
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
+from jaxformer.plan import flops
 from jaxformer.plan.chips import Place
 from jaxformer.train import loop, optim
 from jaxformer.train import step as steps
@@ -38,6 +39,7 @@ class Program:
     Attributes:
       shapes: batch shapes of the run; `shape` is the longest, for which the program is.
       names: logical names of the parameters' axes.
+      counted: FLOPs of the products in it.
     """
 
     config: Config
@@ -47,6 +49,7 @@ class Program:
     batch: Batch
     names: PyTree
     trace: Any
+    counted: float
 
     @property
     def shape(self) -> Shape:
@@ -182,7 +185,7 @@ def trace(config: Config, mesh: Mesh) -> Program:
         state = steps.abstract(config, module, optimizer, mesh)
         batch = batch_of(config, mesh, shapes[-1])
         traced = steps.make(config, module, task, optimizer, schedule, mesh).trace(state, batch)
-    return Program(config, mesh, shapes, state, batch, names, traced)
+    return Program(config, mesh, shapes, state, batch, names, traced, flops.counted(traced.jaxpr.jaxpr))
 
 
 def compile(program: Program) -> Compiled:

@@ -65,15 +65,41 @@ def test_the_formula_is_what_the_compiler_counts_for_a_dense_model():
 
 
 def test_the_count_follows_loops_recomputation_and_masks():
-    plain = flops.counted(traced(config_of(), 1).trace.jaxpr.jaxpr)
-    whole = flops.counted(traced(config_of(remat="full"), 1).trace.jaxpr.jaxpr)
+    plain = traced(config_of(), 1).counted
+    whole = traced(config_of(remat="full"), 1).counted
     tokens, width, vocab = 16 * 16, 16, 64
     layer = 2 * tokens * (4 * width**2 + 8 * width**2 + 2 * 16 * width)  # the masked half is computed too
     assert plain == 3 * (2 * layer + 2 * tokens * width * vocab)
     # The second product of the scores' backward needs no forward of the last one: a layer is not computed twice whole.
     assert plain < whole <= plain + 2 * layer
     split = dataclasses.replace(config_of(), train=dataclasses.replace(config_of().train, accumulation=4))
-    assert flops.counted(traced(split, 1).trace.jaxpr.jaxpr) == plain
+    assert traced(split, 1).counted == plain
+
+
+def test_the_count_of_what_runs_on_every_device_and_of_kernels():
+    from jax.experimental import pallas as pl
+
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec("a", "b")
+
+    def multiply(x, o):
+        o[...] = x[...] @ x[...].T
+
+    @jax.jit
+    def product(x):
+        return jax.shard_map(lambda x: x @ x.T, in_specs=spec, out_specs=spec)(x)
+
+    @jax.jit
+    def kernel(x):
+        blocks = pl.BlockSpec((8, 16), lambda i: (i, 0))
+        out = jax.ShapeDtypeStruct((32, 8), x.dtype)
+        return pl.pallas_call(multiply, grid=(4,), in_specs=[blocks], out_specs=pl.BlockSpec((8, 8), lambda i: (i, 0)),
+                              out_shape=out)(x)  # fmt: skip
+
+    x = jax.ShapeDtypeStruct((32, 16), "float32")
+    with jax.set_mesh(mesh):
+        assert flops.counted(product.trace(x).jaxpr.jaxpr) == 4 * 2 * 16 * 16 * 8
+    assert flops.counted(kernel.trace(x).jaxpr.jaxpr) == 4 * 2 * 8 * 8 * 16
 
 
 def test_causal_attention_and_windows_see_fewer_keys():
