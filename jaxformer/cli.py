@@ -25,11 +25,12 @@ DECODE_CHUNK = 32
 
 @dataclass(frozen=True)
 class Flag:
-    """`--name=VALUE`. `default` None: it must be given, at least once where it repeats."""
+    """`--name=VALUE`. `default` None: it must be given, at least once where it repeats. A switch takes no value."""
 
     meaning: str
     default: str | None = None
     repeats: bool = False
+    switch: bool = False
     choices: tuple[str, ...] = ()
 
 
@@ -49,7 +50,8 @@ class Command:
 
     Attributes:
       run: called with the `Arguments`; returns the exit code.
-      config: which config arguments it takes: "" none, "recipe" --config=FILE and edits, "edits" only edits.
+      config: which config arguments it takes: "" none, "recipe" --config=FILE and edits, "optional" the same or none,
+        "edits" only edits.
       words: names of positional arguments.
     """
 
@@ -65,9 +67,11 @@ class Command:
 
 def train(arguments: Arguments) -> int:
     config = overrides.parse(arguments.config)
+    from jaxformer import preflight
     from jaxformer.parallel import distributed
 
     distributed.join()
+    preflight.together(config)
     from jaxformer.hf import workdirs
     from jaxformer.train import loop
 
@@ -136,6 +140,21 @@ def report(arguments: Arguments) -> int:
     return 0
 
 
+def plan(arguments: Arguments) -> int:
+    from jaxformer import plan as plans
+    from jaxformer.plan import chips
+
+    flags = arguments.flags
+    devices = _count("devices", flags["devices"]) if flags["devices"] else None
+    place = chips.place(flags["topology"], flags["chip"], devices)
+    config = overrides.parse(arguments.config)
+    title = next(argument for argument in arguments.config if argument.startswith("--config=")).removeprefix(
+        "--config="
+    )
+    plans.run(config, title, place, bool(flags["search"]))
+    return 0
+
+
 def inspect(arguments: Arguments) -> int:
     from jaxformer import inspection
 
@@ -144,9 +163,17 @@ def inspect(arguments: Arguments) -> int:
 
 
 def doctor(arguments: Arguments) -> int:
+    config = overrides.parse(arguments.config) if arguments.config else None
+    flags = arguments.flags
+    devices = _count("devices", flags["devices"]) if flags["devices"] else None
+    seconds = _count("timeout", flags["timeout"])
+    if os.environ.get("JAXFORMER_DISTRIBUTED"):
+        from jaxformer.parallel import distributed
+
+        distributed.join(seconds)
     from jaxformer import inspection
 
-    return inspection.doctor()
+    return inspection.doctor(config, devices, seconds)
 
 
 def data(arguments: Arguments) -> int:
@@ -176,14 +203,8 @@ def send(arguments: Arguments) -> int:
     return 0
 
 
-def _absent(name: str) -> Callable[[Arguments], int]:
-    def run(arguments: Arguments) -> int:
-        raise ConfigError(f"{name}: not part of version {__version__}; see jaxformer --help for what is")
-
-    return run
-
-
 WORKDIR = Flag("folder of the run")
+RECIPES = ("recipe", "optional")
 
 COMMANDS: dict[str, Command] = {
     "train": Command("start a run, or resume it", train, {"workdir": WORKDIR}, config="recipe"),
@@ -224,6 +245,17 @@ COMMANDS: dict[str, Command] = {
         report,
         {"workdir": Flag("folder of a run", repeats=True)},
     ),
+    "plan": Command(
+        "what a training step needs: memory, FLOPs, traffic and time, by compiling it for devices that are not here",
+        plan,
+        {
+            "devices": Flag("how many; without it those of config.mesh", ""),
+            "topology": Flag("TPU slice to compile for with libtpu: v5e:16x16, v5p:4x4x8, v6e:16x16", ""),
+            "chip": Flag("without a topology: whose figures are used, h100 if none is named", ""),
+            "search": Flag("try the meshes of that many devices and rank them", "", switch=True),
+        },
+        config="recipe",
+    ),
     "inspect": Command(
         "what a run is: config, parameters, checkpoints, last figures",
         inspect,
@@ -243,16 +275,22 @@ COMMANDS: dict[str, Command] = {
             "family": Flag("architecture to write; without it the first that computes the same", ""),
         },
     ),
-    "doctor": Command("check this machine and installation", doctor, {}),
+    "doctor": Command(
+        "check this machine and installation; started by a launcher, that the processes of a run belong together; "
+        "with a config, its devices and data",
+        doctor,
+        {
+            "devices": Flag("how many there must be, of all processes", ""),
+            "timeout": Flag("seconds that the processes wait for each other", "60"),
+        },
+        config="optional",
+    ),
     "data": Command(
         "prepare NAME: make a stock tfds data set readable without TensorFlow (this step needs it: extra [prepare])",
         data,
         {"dir": Flag("tfds data_dir to prepare into")},
         words=("prepare", "NAME"),
     ),
-}
-ABSENT = {
-    "plan": "parameters, memory and collectives of a config on a topology",
 }
 
 
@@ -288,19 +326,22 @@ def read(name: str, command: Command, argv: Sequence[str]) -> Arguments:
             words.append(argument)
             continue
         flag, equals, value = argument[2:].partition("=")
-        takes_value = flag in command.flags or flag == "config"
+        switch = flag in command.flags and command.flags[flag].switch
+        if switch and equals:
+            raise ConfigError(f"--{flag}: got a value, expected --{flag} alone")
+        takes_value = not switch and (flag in command.flags or flag == "config")
         if takes_value and not equals:
             if not rest:
                 raise ConfigError(f"--{flag}: got no value, expected --{flag}=VALUE")
             value = rest.pop(0)
-        if flag == "config" and command.config == "recipe":
+        if flag == "config" and command.config in RECIPES:
             config.append(f"--config={value}")
         elif flag.startswith("config.") and command.config:
             config.append(argument)
         elif flag in command.flags:
-            every[flag].append(value)
+            every[flag].append("yes" if switch else value)
         else:
-            known = [*command.flags, *(["config"] if command.config == "recipe" else [])]
+            known = [*command.flags, *(["config"] if command.config in RECIPES else [])]
             hint = nearest(flag, known).replace("'", "").replace("mean ", "mean --")
             expected = ", ".join("--" + k for k in known) or "none"
             raise ConfigError(f"jaxformer {name}: got --{ascii(flag)[1:-1]}, expected {expected}{hint}")
@@ -330,21 +371,21 @@ def usage(name: str = "") -> str:
     """The help of one command, or of all."""
     if name:
         command = COMMANDS[name]
-        flags = {f"--{flag}=VALUE": about for flag, about in command.flags.items()}
+        flags = {f"--{flag}{'' if about.switch else '=VALUE'}": about for flag, about in command.flags.items()}
         rows = [
             (flag, about.meaning + (f" [{about.default}]" if about.default else "")) for flag, about in flags.items()
         ]
-        if command.config == "recipe":
+        if command.config in RECIPES:
             rows.insert(0, ("--config=FILE.py[:variant]", "the recipe"))
         if command.config:
-            what = "a.b" if command.config == "recipe" else "decode.b"
+            what = "a.b" if command.config in RECIPES else "decode.b"
             rows.append((f"--config.{what}=VALUE", "an edit of the config, as often as wanted"))
         words = " ".join([name, *command.words])
         return f"usage: jaxformer {words}{' [flags]' if rows else ''}\n\n{_wrap(command.summary)}\n\n{_rows(rows)}"
     rows = [(word, command.summary) for word, command in COMMANDS.items()]
     return (
         f"jaxformer {__version__}\n\nusage: jaxformer COMMAND [flags]      jaxformer COMMAND --help\n\n"
-        f"{_rows(rows)}\n\nnot part of this version:\n\n{_rows(list(ABSENT.items()))}\n\n"
+        f"{_rows(rows)}\n\n"
         "exit codes: 0 done, 2 wrong config or input, 143 preempted and saved, 75 hung, 1 crash"
     )
 
@@ -370,11 +411,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = argv.pop(0)
     try:
-        if name in ABSENT:
-            return _absent(name)(Arguments({}, {}, [], []))
         if name not in COMMANDS:
-            known = (*COMMANDS, *ABSENT)
-            raise ConfigError(f"command: got {name!a}, expected one of {', '.join(COMMANDS)}{nearest(name, known)}")
+            raise ConfigError(f"command: got {name!a}, expected one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}")
         if "--help" in argv or "-h" in argv:
             print(usage(name))
             return 0

@@ -16,10 +16,11 @@ import time
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator
 
-from jaxformer import __version__, overrides
+from jaxformer import __version__, overrides, preflight
 from jaxformer.config import Config, RecurrentConfig, StackConfig
+from jaxformer.preflight import Finding
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
@@ -237,38 +238,47 @@ def _rows(rows: list[tuple[str, str]]) -> str:
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-class Finding(NamedTuple):
-    """A line of the doctor: `level` is ok, warn or FAIL; the words of the last two end in what to do."""
-
-    level: str
-    name: str
-    words: str
-
-
 MODULES = {"orbax-checkpoint": "orbax.checkpoint"}
 """Distributions whose module is not named as they are."""
 
 LITTLE, TOO_LITTLE = 5e9, 2e8  # bytes: a few checkpoints of a small model with its data; less than one of them
 
 
-def doctor() -> int:
-    """Checks what an experiment depends on here and prints a line for each. Returns 0, or 1 if something fails."""
+def doctor(config: Config | None = None, devices: int | None = None, seconds: float = 60.0) -> int:
+    """Checks what an experiment depends on here and prints a line for each. Returns 0, or 1 if something fails.
+
+    In a run of several processes each checks itself and all compare; the first one prints everything, the others what
+    is wrong with them alone.
+
+    Args:
+      config: a run to check the devices and data for.
+      devices: how many there must be in all.
+      seconds: that the processes wait for each other.
+    """
     failed = 0
-    for level, name, words in _findings():
-        print(f"{level:<4}  {name:<20}  {words}", flush=True)
+    silent = preflight.number() > 0
+    for level, name, words in _findings(config, devices, seconds):
+        if level == "FAIL" or not silent:
+            print(f"{f'{preflight.number()}: ' if silent else ''}{level:<4}  {name:<20}  {words}", flush=True)
         failed += level == "FAIL"
-    print(f"{failed} of these must be put right" if failed else "nothing wrong found")
+    if not silent:
+        print(f"{failed} of these must be put right" if failed else "nothing wrong found")
     return 1 if failed else 0
 
 
-def _findings() -> Iterator[Finding]:
+def _findings(config: Config | None, devices: int | None, seconds: float) -> Iterator[Finding]:
     yield Finding("ok", "jaxformer", __version__)
     yield Finding("ok", "python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("ok", "platform", f"{platform.platform()}, {os.cpu_count()} cpus")
     for name, least in requirements().items():
         yield _package(name, least)
     yield _other_frameworks()
-    yield from _devices()
+    broken = False
+    for found in _devices():
+        broken |= found.name == "devices" and found.level == "FAIL"
+        yield found
+    if not broken:
+        yield from preflight.findings(config, devices, seconds)
     yield from _folders()
 
 
@@ -333,7 +343,6 @@ def _devices() -> Iterator[Finding]:
         wrong = f"got a wrong product from {backend}, expected the same as on the host; try another jaxlib or driver"
         done = f"compiled and computed in {seconds:.1f} s"
         yield Finding("ok" if right else "FAIL", "matrix product", done if right else wrong)
-        yield Finding("ok", "processes", f"{jax.process_count()}, this is number {jax.process_index()}")
     except Exception as error:
         yield Finding(
             "FAIL", "devices", f"{_one_line(error)}; see the installation guide of jax, or set JAX_PLATFORMS=cpu"

@@ -4,7 +4,8 @@
     python -m launch.slurm  --nodes=2 --gpus-per-node=8 --time=12:00:00 -- --config=... --workdir=...
     python -m launch.tpu_vm --name=my-v5e --zone=us-west4-a -- --config=... --workdir=gs://...
 
-What follows `--` goes to `jaxformer train` as it is. `--dry-run` prints what would be run and runs nothing. Nothing
+What follows `--` goes to `jaxformer train` as it is. `--dry-run` prints what would be run and runs nothing;
+`--doctor` checks first whether all processes see each other and belong together, in place of the training. Nothing
 here imports the model, so a laptop without jax can launch.
 """
 
@@ -30,6 +31,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with what all launchers take."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
+    made.add_argument("--doctor", action="store_true", help="run jaxformer doctor there in place of the training")
     made.add_argument("train", nargs="*", metavar="-- ARGUMENT", help="arguments of jaxformer train")
     return made
 
@@ -37,7 +39,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def read(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses `argv`; exits with code 2 and one line if the arguments of `train` are missing or not flags."""
     flags = made.parse_args(argv)
-    for name in ("config", "workdir"):
+    for name in () if flags.doctor else ("config", "workdir"):
         if not any(argument.startswith(f"--{name}=") for argument in flags.train):
             made.error(f"got no --{name}=VALUE after --, expected the arguments of jaxformer train there")
     strange = [argument for argument in flags.train if not argument.startswith("--")]
@@ -46,9 +48,12 @@ def read(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.
     return flags
 
 
-def train(arguments: Sequence[str], python: str) -> list[str]:
-    """The command that trains, as an argument list."""
-    return [python, "-m", "jaxformer", "train", *arguments]
+def train(flags: argparse.Namespace, python: str) -> list[str]:
+    """The command that trains, or with --doctor the one that checks, as an argument list."""
+    if flags.doctor:
+        kept = [argument for argument in flags.train if not argument.startswith("--workdir=")]
+        return [python, "-m", "jaxformer", "doctor", *kept]
+    return [python, "-m", "jaxformer", "train", *flags.train]
 
 
 def call(command: Sequence[str], standard_input: str | None = None) -> int:

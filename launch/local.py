@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = launch.read(parser, argv)
     if flags.processes < 1:
         parser.error(f"--processes: got {flags.processes}, expected at least 1")
-    command = launch.train(flags.train, sys.executable)
+    command = launch.train(flags, sys.executable)
     extras = environments(flags.processes, flags.gpus, free_port())
     if flags.dry_run:
         for extra in extras:

@@ -61,7 +61,7 @@ def directives(flags: argparse.Namespace) -> list[str]:
 def script(flags: argparse.Namespace) -> str:
     """The batch script of the job."""
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in directives(flags))]
-    command = launch.train(flags.train, flags.python)
+    command = launch.train(flags, flags.python)
     srun = ["--kill-on-bad-exit=1", *command]
     body = BODY.format(
         distributed=launch.DISTRIBUTED,

@@ -22,7 +22,7 @@ def place(flags: argparse.Namespace) -> list[str]:
 
 def remote(flags: argparse.Namespace) -> str:
     """What the shell of every worker runs."""
-    run = f"{launch.DISTRIBUTED}=auto {launch.shown(launch.train(flags.train, flags.python))}"
+    run = f"{launch.DISTRIBUTED}=auto {launch.shown(launch.train(flags, flags.python))}"
     if flags.detach:
         run = f"nohup env {run} > jaxformer.log 2>&1 < /dev/null &"
     steps = [f"cd {shlex.quote(flags.folder)}", *([f"{{ {flags.setup}; }}"] if flags.setup else [])]

@@ -47,6 +47,12 @@ def shapes(lengths: Iterable[int], batch: int, tokens: int | None, multiple: int
     return found
 
 
+def share(rows: int, process: int, processes: int) -> slice:
+    """The rows of a global batch that one of several processes fills."""
+    each = rows // processes
+    return slice(process * each, (process + 1) * each)
+
+
 def bucketed(lengths: Sequence[int], buckets: Sequence[Shape]) -> list[Planned]:
     """One example a row; each example in the shortest bucket that holds it.
 

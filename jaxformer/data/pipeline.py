@@ -377,8 +377,8 @@ class Pipeline:
 
     def _fill(self, block: Block, planned: Planned) -> Batch:
         """This host's rows of a planned batch."""
-        rows = planned.shape.rows // self._processes
-        mine = planned.rows[self._process * rows : (self._process + 1) * rows]
+        own = packing.share(planned.shape.rows, self._process, self._processes)
+        mine, rows = planned.rows[own], own.stop - own.start
         encoded = iter(block.features([place for row in mine for place in row]))
         filled = [[next(encoded) for _ in row] for row in mine]
         return packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._like)

@@ -18,6 +18,7 @@ from jaxformer.models.transformer import Transformer
 from jaxformer.models.xlnet import XLNet
 from jaxformer.nn import encodings, kernels
 from jaxformer.nn.attention import shape
+from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream
 
@@ -59,7 +60,7 @@ def attentions(config: ModelConfig, length: int) -> dict[str, tuple[str, str]]:
 def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int) -> tuple[str, str]:
     heads, kv_heads, head_width = shape(stack.attention, stack.width)
     site = kernels.Site(
-        platform=kernels.platform(),
+        platform=meshes.platform(),
         dtype=config.dtype,
         heads=heads,
         kv_heads=kv_heads,

@@ -17,7 +17,7 @@ from jaxformer.nn.cache import KeyValues
 from jaxformer.nn.convolution import Convolution, Convolved
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
-from jaxformer.parallel import pipeline
+from jaxformer.parallel import mesh, pipeline
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Slots
 
@@ -227,4 +227,4 @@ def unroll(config: StackConfig) -> int:
     """Layers per scan iteration. Unrolled layers run faster on CPU; elsewhere compile time matters more."""
     if config.unroll is not None:
         return config.unroll
-    return config.layers if jax.default_backend() == "cpu" else 1
+    return config.layers if mesh.platform() == "cpu" else 1

@@ -84,3 +84,13 @@ def row_multiple(shape: dict[str, int], model: ModelConfig) -> int:
     stages = shape["stage"]
     parts = math.lcm(*(stack.microbatches or stages for stack in stacks)) if stages > 1 else 1
     return shape["data"] * shape["fsdp"] * shape["expert"] * parts
+
+
+def platform() -> str:
+    """What the program that is being traced will run on: "cpu", "gpu" or "tpu", as the entered mesh says.
+
+    A program compiled ahead of time is for other devices than this process has.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    name = jax.default_backend() if device is None else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name

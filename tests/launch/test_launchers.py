@@ -68,6 +68,17 @@ def test_local_processes_know_each_other(capsys):
     assert all(line[3:] == [sys.executable, "-m", "jaxformer", "train", *TRAIN] for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("place", "flags"), [(local, ["--processes=2"]), (slurm, []), (tpu_vm, ["--name=a", "--zone=b"])]
+)
+def test_the_doctor_runs_in_the_places_of_the_training(place, flags, capsys):
+    arguments = ["--config=configs/quickstart.py", "--workdir=runs/x", "--devices=16"]
+    assert place.main(["--dry-run", *flags, "--doctor", "--", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "-m jaxformer doctor --config=configs/quickstart.py --devices=16" in out
+    assert "workdir" not in out
+
+
 def test_local_returns_the_first_failure_and_stops_the_others(programs):
     programs("member", 'trap "exit 143" TERM; [ "$WHO" = good ] || { sleep 0.5; exit 7; }; sleep 20 & wait')
     begun = time.monotonic()

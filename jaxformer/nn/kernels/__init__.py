@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxformer import registry
 from jaxformer.config import AttentionConfig, ConfigError
 from jaxformer.nn.masks import Mask
-from jaxformer.parallel import shards
+from jaxformer.parallel import mesh, shards
 from jaxformer.types import Array, PyTree
 
 
@@ -107,7 +107,7 @@ def apply(
 ) -> Array:
     """`Kernel.apply` of the kernel that `config` names, or that "auto" takes here."""
     site = Site(
-        platform=platform(),
+        platform=mesh.platform(),
         dtype=q.dtype.name,
         heads=q.shape[2],
         kv_heads=k.shape[2],
@@ -161,13 +161,6 @@ def choose(config: AttentionConfig, site: Site) -> tuple[str, str]:
 def _unable(name: str, config: AttentionConfig, site: Site) -> str | None:
     kernel = get(name)
     return kernel.lacks(site) or kernel.refuse(config, site.score, site.dropout)
-
-
-def platform() -> str:
-    """cpu, gpu or tpu: of the current mesh's devices, or without a mesh this process's."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    name = jax.default_backend() if device is None else device.platform
-    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def devices() -> dict[str, int]:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import AttentionConfig
-from jaxformer.nn.kernels import Kernel, Noise, Score, Site, _sharding, platform
+from jaxformer.nn.kernels import Kernel, Noise, Score, Site, _sharding
 from jaxformer.nn.masks import Mask
+from jaxformer.parallel import mesh
 from jaxformer.types import Array, Slots
 
 LANES = 128  # of the chip: blocks are multiples of it
@@ -52,7 +53,7 @@ def _local(
         q=_sharding.pad(jnp.where(query.segment == 0, NOTHING_QUERIES, jnp.abs(query.segment)), LANES),
         kv=_sharding.pad(jnp.where(key.segment > 0, key.segment, NOTHING_KEYS), LANES),
     )
-    kernel = _kernel(q.shape[1], q.shape[2], k.shape[2], causal, window, platform() != "tpu")
+    kernel = _kernel(q.shape[1], q.shape[2], k.shape[2], causal, window, mesh.platform() != "tpu")
     o = jnp.swapaxes(jax.vmap(kernel)(q, k, v, segments), 1, 2)[:, :length]
     o = jnp.where(seen[:, :, None, None], o, 0.0).astype(q.dtype)
     if causal or window is not None:

@@ -1,0 +1,56 @@
+"""Decoders of LLaMA's shape (Touvron et al. 2023; Llama 3.2 for 1b): rotary positions, RMS norm, SwiGLU, no biases.
+
+Command:  python -m jaxformer train --config=configs/llama.py:7b --workdir=runs/llama \
+              --config.data.dir=DIR --config.data.splits.train=train.txt --config.data.splits.validation=valid.txt
+Variants: 1b, 7b, 7b_128k (rows of 131,072 tokens, each over 16 devices)
+Hardware: TPU slices from 16 chips; jaxformer plan says what fits, docs/scaling.md what did
+Time:     not measured here; predicted in docs/scaling.md
+Score:    not measured here
+"""
+
+from jaxformer.config import StackConfig
+from jaxformer.overrides import defaults, section
+
+# layers, width, heads, key heads, feed-forward width, vocabulary, tied head, length, rows, context, rotary base
+SIZES = {
+    "1b": (16, 2048, 32, 8, 8192, 128256, True, 4096, 512, 1, 500000.0),
+    "7b": (32, 4096, 32, 32, 11008, 32000, False, 4096, 1024, 1, 10000.0),
+    "7b_128k": (32, 4096, 32, 32, 11008, 32000, False, 131072, 32, 16, 5e6),
+}
+
+
+def get_config(variant: str = "7b"):
+    layers, width, heads, kv_heads, ffn, vocab, tied, length, rows, context, base = SIZES[variant or "7b"]
+    config = defaults()
+    config.data.source = "text"
+    config.data.splits = {"train": ("train.txt",), "validation": ("valid.txt",)}
+    config.data.tokenizer.vocab = vocab
+    config.data.tokenizer.multiple = 128
+    config.data.packing = "concat"
+    config.data.length = length
+    config.data.batch = rows
+    config.task.name = "language_modelling"
+    config.model.decoder = section(
+        StackConfig,
+        layers=layers,
+        width=width,
+        embed=dict(deviation=0.02),
+        encoding=dict(kind="rope", base=base),
+        attention=dict(heads=heads, kv_heads=kv_heads, bias=False),
+        ffn=dict(width=ffn, activation="silu", gated=True, bias=False),
+        norm=dict(kind="rms"),
+        remat="full",
+    )
+    config.model.head.tied = tied
+    config.model.dtype = "bfloat16"
+    config.optimizer.beta2 = 0.95
+    config.optimizer.weight_decay = 0.1
+    config.schedule.peak = 3e-4
+    config.schedule.warmup = 2000
+    config.schedule.floor = 0.1
+    config.train.steps = 250000
+    config.train.evaluate_every = config.train.checkpoint_every = 1000
+    config.mesh.data = 1
+    config.mesh.fsdp = -1
+    config.mesh.context = context
+    return config

@@ -1,0 +1,251 @@
+"""Plans: figures against the compiler's own and against sums by hand, and refusals in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from jaxformer import cli, overrides
+from jaxformer.config import ConfigError, MeshConfig, StackConfig
+from jaxformer.overrides import defaults, section
+from jaxformer.parallel import collectives
+from jaxformer.plan import chips, estimate, flops, page, program, search
+from jaxformer.plan.chips import GIB
+
+RECIPE = '''
+"""A recipe of a test."""
+from jaxformer.config import StackConfig
+from jaxformer.overrides import defaults, section
+
+def get_config():
+    config = defaults()
+    config.data.length, config.data.batch, config.data.packing = 16, 16, "concat"
+    config.data.tokenizer.vocab = 60
+    config.task.name = "language_modelling"
+    config.model.decoder = section(StackConfig, layers=2, width=16, attention=dict(heads=4))
+    return config
+'''
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def config_of(side: str = "decoder", length: int = 16, batch: int = 16, **edits):
+    config = defaults()
+    config.data.length, config.data.batch = length, batch
+    config.data.tokenizer.vocab = 64
+    config.task.name = {"decoder": "language_modelling", "encoder": "masked_lm"}[side]
+    config.model[side] = section(StackConfig, **({"layers": 2, "width": 16} | edits))
+    return overrides.freeze(config)
+
+
+def traced(config, count: int, **mesh):
+    config = dataclasses.replace(config, mesh=MeshConfig(**({"data": 1} | mesh)))
+    return program.trace(config, program.mesh_of(config, jax.devices()[:count]))
+
+
+# --- floating-point operations ----------------------------------------------------------------------------------------
+
+
+def test_the_formula_is_what_the_compiler_counts_for_a_dense_model():
+    """An encoder sees all keys, so that the formula leaves nothing out; loops are unrolled, which XLA counts once."""
+    config = config_of("encoder", length=128, batch=32, width=512, unroll=2, attention={"heads": 8})
+    made = traced(config, 1)
+    found = estimate.estimate(made, compiled := program.compile(made), chips.place("", "", 1))
+    theirs = compiled.executable.cost_analysis()["flops"]
+    assert found.model == pytest.approx(theirs, rel=0.02)
+    assert found.counted == pytest.approx(theirs, rel=0.02)
+
+
+def test_the_count_follows_loops_recomputation_and_masks():
+    plain = traced(config_of(), 1).counted
+    whole = traced(config_of(remat="full"), 1).counted
+    tokens, width, vocab = 16 * 16, 16, 64
+    layer = 2 * tokens * (4 * width**2 + 8 * width**2 + 2 * 16 * width)  # the masked half is computed too
+    assert plain == 3 * (2 * layer + 2 * tokens * width * vocab)
+    # The second product of the scores' backward needs no forward of the last one: a layer is not computed twice whole.
+    assert plain < whole <= plain + 2 * layer
+    split = dataclasses.replace(config_of(), train=dataclasses.replace(config_of().train, accumulation=4))
+    assert traced(split, 1).counted == plain
+
+
+def test_the_count_of_what_runs_on_every_device_and_of_kernels():
+    from jax.experimental import pallas as pl
+
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec("a", "b")
+
+    def multiply(x, o):
+        o[...] = x[...] @ x[...].T
+
+    @jax.jit
+    def product(x):
+        return jax.shard_map(lambda x: x @ x.T, in_specs=spec, out_specs=spec)(x)
+
+    @jax.jit
+    def kernel(x):
+        blocks = pl.BlockSpec((8, 16), lambda i: (i, 0))
+        out = jax.ShapeDtypeStruct((32, 8), x.dtype)
+        return pl.pallas_call(multiply, grid=(4,), in_specs=[blocks], out_specs=pl.BlockSpec((8, 8), lambda i: (i, 0)),
+                              out_shape=out)(x)  # fmt: skip
+
+    x = jax.ShapeDtypeStruct((32, 16), "float32")
+    with jax.set_mesh(mesh):
+        assert flops.counted(product.trace(x).jaxpr.jaxpr) == 4 * 2 * 16 * 16 * 8
+    assert flops.counted(kernel.trace(x).jaxpr.jaxpr) == 4 * 2 * 8 * 8 * 16
+
+
+def test_causal_attention_and_windows_see_fewer_keys():
+    base = 12 * 2 * 16
+    assert flops.attention(config_of("encoder"), 16) == base * 16
+    assert flops.attention(config_of(), 16) == base * 8.5
+    assert flops.attention(config_of(attention={"heads": 4, "window": 4}), 16) == base * 4
+    assert flops.attention(config_of(attention={"heads": 4, "window": 4, "window_every": 2}), 16) == base * 6.25
+
+
+# --- memory, traffic, time --------------------------------------------------------------------------------------------
+
+
+def test_parts_of_memory_are_those_of_the_shards():
+    made = traced(config_of(), 8, fsdp=4, tensor=2)
+    state = estimate.kept(made)
+    blocks = 2 * (4 * 16 * 16 + 2 * 16 * 64)
+    whole = 2 * 4 * 16 + 2 * 16  # norms lie on every device
+    biases = 2 * (3 * 16 + 64) / 2 + 2 * 2 * 16 / 4
+    assert state["parameters"] == 4 * ((blocks + 64 * 16) / 8 + whole + biases)
+    assert state["optimizer"] == pytest.approx(2 * state["parameters"], rel=0.01)
+    assert estimate.logits_of(made) == 4 * 16 * 16 * 64 / 8
+    found = estimate.estimate(made, program.compile(made), chips.place("", "", 8))
+    assert found.fits
+    assert found.need == sum(found.memory.values())
+    assert sum(found.memory[name] for name in state) == sum(state.values())
+    assert {"all-gather", "all-reduce"} <= {kind for kind, _ in found.sent}
+    text = page.page("title", made, found)
+    assert "16/fsdp x 4/tensor x 4" in text
+    assert "fits: 0.00 of 74.51 GiB" in text
+
+
+def test_traffic_adds_up_by_kind_and_axis():
+    found = [
+        collectives.Collective("all-reduce", 100.0, (0, 1), 3, True, "a"),
+        collectives.Collective("all-reduce", 50.0, (2, 3), 1, True, "b"),
+        collectives.Collective("all-gather", 80.0, (0, 2), 1, True, "c"),
+    ]
+    mesh = {"data": 2, "tensor": 2}
+    assert estimate.traffic(found, mesh) == {
+        ("all-reduce", "tensor"): (4, 3 * 100.0 + 50.0),
+        ("all-gather", "data"): (1, 40.0),
+    }
+
+
+def estimated(place: chips.Place, **changes) -> estimate.Estimate:
+    values = dict(
+        mesh={}, shape=program.Shape(8, 1024), parameters=1, a_token=1e9, model=8e12, counted=1e13,
+        memory={"parameters": 8 * GIB, "logits": 4 * GIB, "activations": 10 * GIB}, state={"parameters": 8 * GIB},
+        need=22 * GIB, sent={}, unknown=0, seconds={"compute": 0.03, "memory": 0.01, "network": 0.02}, compiled=1.0,
+        place=place, devices=4,
+    )  # fmt: skip
+    return estimate.Estimate(**(values | changes))
+
+
+def test_the_roofline():
+    found = estimated(chips.place("", "h100", 4))
+    assert (found.best, found.worst) == (0.03, pytest.approx(0.06))
+    assert found.mfu(found.best) == pytest.approx(8e12 / (0.03 * 4 * 989e12))
+    v5e = chips.CHIPS["v5e"]
+    assert v5e.network((16, 16)) == 2 * v5e.network((4, 4)) == 2 * 50e9  # only a side of 16 closes the ring
+    assert chips.CHIPS["v5p"].network((4, 4, 8)) == 200e9
+
+
+def test_what_does_not_fit_says_what_to_change():
+    place, config = chips.place("v5e:2x2", "", None), config_of()
+    advice = lambda **changes: estimate._advised(estimated(place, **changes), config).advice  # noqa: E731
+    assert not estimated(place).fits
+    assert "remat=full" in advice()
+    assert "logits" in advice(memory={"parameters": 0, "logits": 9 * GIB, "activations": GIB}, state={"parameters": 0})
+    assert "fsdp" in advice(state={"parameters": 14 * GIB})
+    full = config_of(remat="full")
+    assert "accumulation" in estimate._advised(estimated(place), full).advice
+    few = estimate._advised(estimated(place, shape=program.Shape(4, 1024)), full).advice
+    assert "one row a device" in few
+
+
+def test_a_compiler_that_refuses_for_memory():
+    words = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded by 4.75G."
+    assert program.needed(words) == 20.5 * GIB
+    assert program.needed("RESOURCE_EXHAUSTED") is None
+    refused = estimated(chips.place("v5e:2x2", "", None), memory={}, seconds={}, need=None)
+    assert not refused.fits
+    assert refused.row()["mfu"] is None
+    assert page.verdict(refused).startswith("does not fit in 15.75 GiB")
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def test_meshes_of_a_search_divide_the_devices():
+    found = search.meshes(config_of(), 16)
+    assert all(math.prod((each.data, each.fsdp, each.tensor)) == 16 for each in found)
+    assert len(found) == len(set(found))
+    assert MeshConfig(data=2, fsdp=8) in found
+    assert MeshConfig(data=1, fsdp=2, tensor=8) in found
+    fixed = dataclasses.replace(config_of(), mesh=MeshConfig(context=3))
+    with pytest.raises(ConfigError, match="expected a divisor of 16"):
+        search.meshes(fixed, 16)
+
+
+def test_those_that_fit_come_first_by_their_time():
+    place = chips.place("v5e:2x2", "", None)
+    slow = estimated(place, need=GIB, mesh={"data": 2}, seconds={"compute": 2.0})
+    fast = estimated(place, need=GIB, mesh={"data": 4}, seconds={"compute": 1.0})
+    large = estimated(place, need=99 * GIB, mesh={"fsdp": 4}, seconds={"compute": 0.1})
+    assert page.ranked([large, slow, fast]) == [fast, slow, large]
+    assert page.ranking([large, slow, fast]).splitlines()[1].split()[:2] == ["data", "4"]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(recipe, capsys):
+    edits = ["--config.mesh.data=1", "--config.mesh.fsdp=2"]
+    assert cli.main(["plan", f"--config={recipe}", *edits]) == 0
+    out = capsys.readouterr().out
+    assert "mesh fsdp 2" in out
+    assert "tokens a step" in out
+    assert "verdict\n  fits" in out
+
+
+def test_a_search(recipe, capsys):
+    assert cli.main(["plan", f"--config={recipe}", "--devices=2", "--chip=a100", "--search"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith("fits") for line in lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--topology=v9:2x2"], "expected NAME:SIDES"),
+        (["--topology=v5e:2xtwo"], "expected NAME:SIDES"),
+        (["--topology=h100:2x2"], "expected NAME:SIDES"),
+        (["--topology=v5e:4x4", "--devices=8"], "expected 16"),
+        (["--topology=v5e:4x4", "--chip=v5p"], "expected v5e"),
+        (["--chip=h10"], "did you mean"),
+        (["--devices=none"], "expected a whole number"),
+        (["--devices=9"], "simulated devices, expected 9"),
+        (["--search=yes"], "expected --search alone"),
+        (["--devices=4", "--config.mesh.tensor=3"], "expected a product of 4 devices"),
+        (["--config.data.tokenizer.kind=character"], "set --config.model.decoder.embed.vocab=N"),
+    ],
+)
+def test_refusals_are_one_line(arguments, words, recipe, capsys):
+    assert cli.main(["plan", f"--config={recipe}", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

@@ -1,0 +1,105 @@
+"""What the doctor makes of the facts that processes report. Two real ones meet in parallel/test_distributed.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jaxformer import overrides, preflight
+from jaxformer.config import ConfigError, StackConfig
+from jaxformer.overrides import section
+from jaxformer.parallel import distributed
+
+
+@pytest.fixture
+def config():
+    made = overrides.defaults()
+    made.data.source, made.data.name, made.data.examples = "numerals", "fr", 50
+    made.data.batch = 16
+    made.model.encoder = section(StackConfig, layers=1, width=16)
+    made.model.decoder = section(StackConfig, layers=1, width=16)
+    return overrides.freeze(made)
+
+
+@pytest.fixture
+def meet(monkeypatch):
+    """The findings when other processes report what `others` makes of this one's facts."""
+
+    def run(config, others, devices=None):
+        monkeypatch.setattr(distributed, "exchange", lambda name, own, seconds: [own, *others(own)])
+        return {found.name: found for found in preflight.findings(config, devices, 1.0)}
+
+    return run
+
+
+def test_alone(meet):
+    found = meet(None, lambda own: [], devices=8)
+    assert found["processes"].words == "1, this is number 0"
+    assert found["device count"].level == "ok"
+    assert set(found) == {"processes", "device count"}
+
+
+def test_two_that_belong_together(meet, config):
+    def other(own):
+        return [own | {"host": "b", "data": own["data"] | {"rows": [8, 16]}}]
+
+    def halved(own):
+        own["local"], own["data"] = 4, own["data"] | {"rows": [0, 8]}
+        return other(own)
+
+    found = meet(config, halved)
+    assert {each.level for each in found.values()} == {"ok"}, found
+    assert "on 2 hosts" in found["processes"].words
+    assert found["device count"].words == "8, 4 a process; mesh data 8"
+    assert "own 8 rows" in found["data"].words
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "name", "words"),
+    [
+        ("code", "0.2", "same code", "0.2 on 1; bring the same version"),
+        ("config", "other", "same config", "other on 1; start all processes"),
+        ("jax", "1/1", "same jax", "1/1 on 1; install the same"),
+        ("local", 2, "devices a process", "2 on 1"),
+        ("kind", "TPU", "kind of device", "TPU on 1"),
+        ("devices", 4, "devices in all", "4 on 1"),
+        ("data", {"error": "data.dir: got nothing"}, "data", "data.dir: got nothing (on 1)"),
+    ],
+)
+def test_who_differs_is_named(fact, value, name, words, meet, config):
+    found = meet(config, lambda own: [own | {fact: value}])[name]
+    assert found.level == "FAIL"
+    assert words in found.words
+
+
+def test_data_that_differs_or_is_read_twice(meet, config):
+    assert "copy it again" in meet(config, lambda own: [own | {"data": own["data"] | {"content": "x"}}])["data"].words
+    assert "expected each once" in meet(config, lambda own: [own])["data"].words
+
+
+def test_devices_that_are_missing(meet, config):
+    assert "got 8, expected 16" in meet(None, lambda own: [], devices=16)["device count"].words
+    assert "were not joined" in meet(None, lambda own: [own])["device count"].words
+    mesh = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, tensor=3))
+    assert "expected a product of 8" in meet(mesh, lambda own: [])["device count"].words
+
+
+def test_a_process_that_stalls(monkeypatch):
+    def stalled(name, own, seconds):
+        raise distributed.Stalled("barrier 'preflight': got 1 of 2")
+
+    monkeypatch.setattr(distributed, "exchange", stalled)
+    (found,) = preflight.findings(None, None, 1.0)
+    assert (found.level, found.name) == ("FAIL", "processes")
+
+
+def test_a_run_refuses_to_start_with_other_code(monkeypatch, config):
+    monkeypatch.setattr(distributed, "exchange", lambda name, own, seconds: [own, own | {"code": "0.2"}])
+    with pytest.raises(ConfigError, match=r"code: got .* and 0.2 on 1, expected one for all processes; bring"):
+        preflight.together(config)
+
+
+def test_the_digest_of_the_code_is_that_of_its_files():
+    assert preflight.code() == preflight.code()
+    assert len(preflight.code()) == 12
