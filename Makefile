@@ -50,7 +50,8 @@ format: $(VENV)/.installed
 # Those that stand beside the other library need its packages: uv pip install -e '.[bench]'.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/kernels.py
-	$(BIN)/python benchmarks/moe_meshes.py
+	$(BIN)/python benchmarks/meshes.py
+	$(BIN)/python benchmarks/processes.py
 	$(BIN)/python benchmarks/fuzz_safetensors.py --seconds=60
 	! $(BIN)/python -c 'import torch, transformers' 2>/dev/null || $(BIN)/python benchmarks/loading.py
 	! $(BIN)/python -c 'import torch, transformers' 2>/dev/null || $(BIN)/python benchmarks/hugging_face.py

@@ -1,6 +1,7 @@
 """Bytes that one training step sends between devices, as compiled, against the least that its parallelism needs.
 
     python benchmarks/collectives.py [--layers=4] [--width=128] [--length=64] [--rows=16] [--output=FILE.jsonl]
+    TPU_SKIP_MDS_QUERY=1 python benchmarks/collectives.py --topology=v5e:2x4        (the TPU's compiler; extra libtpu)
 
 Nothing is run: the step of a decoder is compiled for eight simulated devices and its HLO read.
 Textbook minimum, in bytes that one of n devices sends, f = (n - 1) / n, parameters and activations in 4 bytes:
@@ -10,7 +11,9 @@ Textbook minimum, in bytes that one of n devices sends, f = (n - 1) / n, paramet
     tensor   2 f * (4 L + 2) * B T D             an all-reduce for each half layer and direction, embedding and head
              + 2 f * 3 B T                       (Megatron, section 3); the loss's maximum, sum and label
 
-What fsdp and tensor leave whole (norms, biases) adds its gradient's all-reduce under fsdp and data.
+What fsdp leaves whole (norms, biases) adds its gradient's all-reduce. The CPU's program sends more than the TPU's: it
+reduces the three gradients of a projection's common input (query, key, value) one by one, where the TPU's compiler adds
+them up first, and it gathers kernels in float32, where the TPU multiplies, and so gathers, bfloat16.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ import os
 from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
 from flax import linen as nn
+from jax.experimental import topologies
 
 from jaxformer import tasks
 from jaxformer.config import (
@@ -57,9 +62,9 @@ def config_of(mesh: MeshConfig, layers: int, width: int) -> Config:
     return Config(model=ModelConfig(decoder=stack), task=TaskConfig(name="language_modelling"), mesh=mesh)
 
 
-def compiled(config: Config, rows: int, length: int) -> jax.stages.Compiled:
+def compiled(config: Config, mesh: jax.sharding.Mesh, rows: int, length: int) -> jax.stages.Compiled:
     """The training step, compiled for a batch of `rows` of `length` tokens and never run."""
-    mesh, module = meshes.make(config.mesh), build.build(config.model)
+    module = build.build(config.model)
     schedule = optim.schedule(config.schedule, config.train.steps, config.model.decoder.width)
     with jax.set_mesh(mesh):
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
@@ -75,9 +80,8 @@ def compiled(config: Config, rows: int, length: int) -> jax.stages.Compiled:
         return update.lower(state, batch).compile()
 
 
-def minimum(config: Config, rows: int, length: int) -> float:
+def minimum(config: Config, mesh: jax.sharding.Mesh, rows: int, length: int) -> float:
     """The textbook's bytes, for a mesh with one axis."""
-    mesh = meshes.make(config.mesh)
     axis, n = next((name, size) for name, size in mesh.shape.items() if size > 1)
     boxed = build.shapes(build.build(config.model))["params"]
     split, kept = _parameters(boxed, mesh)
@@ -103,14 +107,25 @@ MESHES = {
 }
 
 
-def measure(name: str, layers: int, width: int, length: int, rows: int) -> tuple[dict[str, Any], list[Collective]]:
+def measure(
+    name: str, layers: int, width: int, length: int, rows: int, topology: str
+) -> tuple[dict[str, Any], list[Collective]]:
     config = config_of(MESHES[name], layers, width)
-    found = collectives(compiled(config, rows, length).as_text())
+    devices = topologies.get_topology_desc(topology, platform="tpu").devices if topology else jax.devices()
+    mesh = meshes.make(config.mesh, list(devices))
+    found = collectives(compiled(config, mesh, rows, length).as_text())
     kinds: collections.Counter = collections.Counter()
     for each in found:
         kinds[each.kind] += each.bytes
-    sent, least = sum(kinds.values()), minimum(config, rows, length)
-    row = {"mesh": name, "sent": sent, "minimum": least, "ratio": sent / least, "kinds": dict(kinds)}
+    sent, least = sum(kinds.values()), minimum(config, mesh, rows, length)
+    row = {
+        "mesh": name,
+        "topology": topology or "cpu",
+        "sent": sent,
+        "minimum": least,
+        "ratio": sent / least,
+        "kinds": dict(kinds),
+    }
     return row | {"layers": layers, "width": width, "length": length, "rows": rows, "jax": jax.__version__}, found
 
 
@@ -119,12 +134,15 @@ def main(argv: list[str] | None = None) -> None:
     for name, default in (("layers", 4), ("width", 128), ("length", 64), ("rows", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mesh", default=",".join(MESHES))
+    parser.add_argument("--topology", default="", help="of a TPU slice, as v5e:2x4; the default is simulated devices")
     parser.add_argument("--list", action="store_true", help="every collective, the largest first")
     parser.add_argument("--output", default="")
     arguments = parser.parse_args(argv)
     print(f"{'mesh':<12}{'sent MB':>10}{'minimum MB':>12}{'ratio':>8}   by kind, MB")
     for name in arguments.mesh.split(","):
-        row, found = measure(name, arguments.layers, arguments.width, arguments.length, arguments.rows)
+        row, found = measure(
+            name, arguments.layers, arguments.width, arguments.length, arguments.rows, arguments.topology
+        )
         kinds = ", ".join(f"{kind} {size / 1e6:.3f}" for kind, size in row["kinds"].items())
         print(f"{name:<12}{row['sent'] / 1e6:>10.3f}{row['minimum'] / 1e6:>12.3f}{row['ratio']:>8.2f}   {kinds}")
         if arguments.list:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import random
 import shutil
@@ -112,20 +113,25 @@ def _mutated(value: Any, rng: random.Random) -> Any:
     return value
 
 
-def _config(rng: random.Random, folder: Path) -> Any:
-    return dataclasses.asdict(tiny_runs.config(rng.choice(tuple(tiny_runs.RUNS)), folder / "files"))
+@functools.cache
+def _config(name: str, folder: Path) -> Any:
+    return tiny_runs.config(name, folder / "files")
+
+
+def _any(rng: random.Random, folder: Path) -> Any:
+    return _config(rng.choice(tuple(tiny_runs.RUNS)), folder)
 
 
 def _configs(rng: random.Random, folder: Path, place: Path) -> None:
     from jaxformer import overrides
 
-    overrides.freeze(_mutated(_config(rng, folder), rng))
+    overrides.freeze(_mutated(dataclasses.asdict(_any(rng, folder)), rng))
 
 
 def _edits(rng: random.Random, folder: Path, place: Path) -> None:
     from jaxformer import overrides
 
-    config = tiny_runs.config(rng.choice(tuple(tiny_runs.RUNS)), folder / "files")
+    config = _any(rng, folder)
     paths, node = [], dataclasses.asdict(config)
 
     def walk(node: Any, path: str) -> None:
@@ -157,7 +163,7 @@ def _bytes(raw: bytes, rng: random.Random) -> bytes:
 def _saved(rng: random.Random, folder: Path, place: Path) -> None:
     from jaxformer import overrides
 
-    text = overrides.to_json(tiny_runs.config(rng.choice(tuple(tiny_runs.RUNS)), folder / "files"))
+    text = overrides.to_json(_any(rng, folder))
     (place / "config.json").write_bytes(_bytes(text.encode(), rng))
     overrides.read(place)
 
@@ -217,11 +223,11 @@ def _tokenizer(rng: random.Random, folder: Path, place: Path) -> None:
 
 
 KINDS: dict[str, tuple[float, Callable[[random.Random, Path, Path], None]]] = {
-    "configs": (0.45, _configs),
-    "override strings": (0.3, _edits),
+    "configs": (0.5, _configs),
+    "override strings": (0.31, _edits),
     "saved configs (config.json)": (0.15, _saved),
-    "text files": (0.03, _texts),
-    "JSONL tables": (0.03, _tables),
-    "tokenizer files": (0.04, _tokenizer),
+    "text files": (0.01, _texts),
+    "JSONL tables": (0.01, _tables),
+    "tokenizer files": (0.02, _tokenizer),
 }
 """What is tried, its share of the count, and the function that raises what the input deserves."""

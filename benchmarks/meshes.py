@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault(  # the older code generator compiles in half the time; later versions no longer have it
     "XLA_FLAGS",
@@ -48,6 +48,7 @@ from jaxformer.config import (
     HeadConfig,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     RecurrentConfig,
     ScheduleConfig,
@@ -78,6 +79,7 @@ MESHES: dict[str, MeshConfig] = {
     "pipeline2_fsdp2_tensor2": MeshConfig(stage=2, data=1, fsdp=2, tensor=2),
     "pipeline4_tensor2": MeshConfig(stage=4, data=1, tensor=2),
     "expert4": MeshConfig(data=2, expert=4),
+    "expert2_fsdp2_tensor2": MeshConfig(data=1, expert=2, fsdp=2, tensor=2),
     "context2": MeshConfig(data=4, context=2),
     "context4_tensor2": MeshConfig(data=1, context=4, tensor=2),
     "context8": MeshConfig(data=1, context=8),
@@ -98,6 +100,12 @@ def recurrent() -> ModelConfig:
     return ModelConfig(recurrent_encoder=side, recurrent_decoder=decoder, share_embeddings=True)
 
 
+def mixture(capacity: float | None) -> ModelConfig:
+    # A pipeline sees the router's losses one microbatch at a time, so they are left out of a table of equal losses.
+    moe = MoEConfig(8, 2, capacity=capacity, shared=1, balance_loss=0.0, z_loss=0.0)
+    return ModelConfig(decoder=stack(moe=moe))
+
+
 FAMILIES: dict[str, tuple[str, Callable[[], ModelConfig]]] = {
     "encoder": ("masked_lm", lambda: ModelConfig(encoder=stack(), head=HeadConfig())),
     "decoder": (
@@ -108,6 +116,8 @@ FAMILIES: dict[str, tuple[str, Callable[[], ModelConfig]]] = {
         "translation",
         lambda: ModelConfig(encoder=stack(encoding=EncodingConfig(kind="t5")), decoder=stack(), share_embeddings=True),
     ),
+    "moe": ("language_modelling", lambda: mixture(None)),
+    "moe_capacity": ("language_modelling", lambda: mixture(1.0)),
     "recurrent": ("translation", recurrent),
 }
 """Family -> its task and its model. A new family is a new row."""
@@ -147,8 +157,7 @@ def batch_of(config: Config, seed: int) -> Batch:
     return Batch(source, target, labels, (side.slots.segment > 0).astype(np.float32))
 
 
-@dataclasses.dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """What a mesh must not change, and what it must: bytes of parameters and of optimizer state on one device."""
 
     losses: np.ndarray
@@ -166,9 +175,9 @@ def run(config: Config, mesh: jax.sharding.Mesh, steps: int) -> Outcome:
         initial = jax.tree.map(np.asarray, jax.tree.leaves(state.params))
         held = bytes_held(state)
         update = step.make(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
-        losses = []
+        losses, balanced = [], build.ring(config.model, LENGTH)
         for seed in range(steps):
-            state, sums = update(state, step.place(batch_of(config, seed), mesh))
+            state, sums = update(state, step.place(batch_of(config, seed), mesh, balanced))
             losses.append(float(sums["loss"][0] / sums["loss"][1]))
         if bytes_held(state) != held:
             raise AssertionError(f"a step moved the state: {bytes_held(state)} bytes a device after {held}")
@@ -201,7 +210,8 @@ def expected(config: Config, mesh: jax.sharding.Mesh) -> dict[str, float]:
     """Share of one device's bytes that a device may hold at most: what the mesh divides, and something for the small
     parts (norms, biases, key heads fewer than the axis) that stay whole."""
     shape = mesh.shape
-    ways = math.prod(shape[axis] for axis in ("stage", "fsdp", "tensor"))
+    mixture = any(stack is not None and stack.moe is not None for stack in (config.model.encoder, config.model.decoder))
+    ways = math.prod(shape[axis] for axis in ("stage", "fsdp", "tensor", "expert")[: 4 if mixture else 3])
     state = ways * (shape["data"] if config.mesh.zero1 else 1)
     return {part: 1 / n + (SLACK if n > 1 else 0.0) for part, n in (("params", ways), ("opt_state", state))}
 

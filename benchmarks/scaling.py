@@ -57,13 +57,17 @@ class Case:
 BIG = (
     "--config.data.buckets=()", "--config.data.tokens=none", "--config.mesh.data=1", "--config.mesh.fsdp=-1",
 )  # fmt: skip
+LONG = (
+    "--config.data.length=131072", "--config.model.decoder.encoding.base=5e6", "--config.mesh.context=16",
+    "--config.model.decoder.attention.kernel=ring",
+)  # fmt: skip
 CASES = [
     *(Case("transformer_big", "transformer_big.py", each, 16, BIG) for each in SLICES),
     *(Case("llama_1b", "llama.py:1b", each, 1) for each in SLICES),
     *(Case("llama_7b", "llama.py:7b", each, 1) for each in SLICES),
     *(Case("t5_11b", "t5_11b.py", each, 2) for each in SLICES),
     *(Case("moe_8x7b", "moe_8x7b.py", each, 1) for each in SLICES),
-    Case("llama_7b_128k", "llama.py:7b_128k", "v5p-128", 1 / 16),
+    Case("llama_7b_128k", "llama.py:7b", "v5p-128", 1 / 16, LONG),
     *(
         Case(f"depth_{layers}", "llama.py:1b", "v5e-16", 1, (f"--config.model.decoder.layers={layers}",))
         for layers in (6, 24, 96)

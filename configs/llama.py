@@ -2,7 +2,7 @@
 
 Command:  python -m jaxformer train --config=configs/llama.py:7b --workdir=runs/llama \
               --config.data.dir=DIR --config.data.splits.train=train.txt --config.data.splits.validation=valid.txt
-Variants: 1b, 7b, 7b_128k (rows of 131,072 tokens, each over 16 devices)
+Variants: 1b, 7b
 Hardware: TPU slices from 16 chips; jaxformer plan says what fits, docs/scaling.md what did
 Time:     not measured here; predicted in docs/scaling.md
 Score:    not measured here
@@ -11,23 +11,22 @@ Score:    not measured here
 from jaxformer.config import StackConfig
 from jaxformer.overrides import defaults, section
 
-# layers, width, heads, key heads, feed-forward width, vocabulary, tied head, length, rows, context, rotary base
+# layers, width, heads, key heads, feed-forward width, vocabulary, tied head, rows, rotary base
 SIZES = {
-    "1b": (16, 2048, 32, 8, 8192, 128256, True, 4096, 512, 1, 500000.0),
-    "7b": (32, 4096, 32, 32, 11008, 32000, False, 4096, 1024, 1, 10000.0),
-    "7b_128k": (32, 4096, 32, 32, 11008, 32000, False, 131072, 32, 16, 5e6),
+    "1b": (16, 2048, 32, 8, 8192, 128256, True, 512, 500000.0),
+    "7b": (32, 4096, 32, 32, 11008, 32000, False, 1024, 10000.0),
 }
 
 
 def get_config(variant: str = "7b"):
-    layers, width, heads, kv_heads, ffn, vocab, tied, length, rows, context, base = SIZES[variant or "7b"]
+    layers, width, heads, kv_heads, ffn, vocab, tied, rows, base = SIZES[variant or "7b"]
     config = defaults()
     config.data.source = "text"
     config.data.splits = {"train": ("train.txt",), "validation": ("valid.txt",)}
     config.data.tokenizer.vocab = vocab
     config.data.tokenizer.multiple = 128
     config.data.packing = "concat"
-    config.data.length = length
+    config.data.length = 4096
     config.data.batch = rows
     config.task.name = "language_modelling"
     config.model.decoder = section(
@@ -52,5 +51,4 @@ def get_config(variant: str = "7b"):
     config.train.evaluate_every = config.train.checkpoint_every = 1000
     config.mesh.data = 1
     config.mesh.fsdp = -1
-    config.mesh.context = context
     return config

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -224,6 +225,15 @@ def test_goes_back_to_the_best_and_never_to_zero(tmp_path):
         last.restore(abstract(state_at(1)))
     assert "\n" not in str(error.value)
     last.close()
+
+
+def test_checkpoints_that_vanished_are_no_fresh_start(tmp_path):
+    checkpoints = opened(tmp_path, keep_best=0)
+    save_all(checkpoints, [(1, 1.0)])
+    shutil.rmtree(tmp_path / "checkpoints" / "last" / "1")
+    with pytest.raises(ConfigError, match=r"got none in .*, where there was one, expected one to resume from"):
+        checkpoints.restore(abstract(state_at(1)))
+    checkpoints.close()
 
 
 def test_a_checkpoint_of_another_model_is_refused_not_passed_over(tmp_path):

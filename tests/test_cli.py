@@ -118,7 +118,7 @@ def test_help_names_every_command_and_flag(capsys):
         assert f"  {name} " in everything
         assert cli.main([name, "--help"]) == 0
         text = capsys.readouterr().out
-        assert all(f"--{flag}=" in text for flag in command.flags)
+        assert all(f"--{flag}{'' if about.switch else '='}" in text for flag, about in command.flags.items())
         assert max(map(len, text.splitlines())) <= 120
 
 

@@ -33,7 +33,7 @@ VARIANTS = {
     "sst2": ("transformer", "bilstm"),
     "moe_tiny": ("dropless", "dense"),
     "bert_mlm": ("tiny", "base"),
-    "llama": ("1b", "7b", "7b_128k"),
+    "llama": ("1b", "7b"),
     "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
 }
 

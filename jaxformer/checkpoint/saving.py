@@ -21,6 +21,8 @@ from jaxformer.config import CheckpointConfig, ConfigError, StorageError
 from jaxformer.types import PyTree, TrainState
 
 LOG = logging.getLogger("jaxformer")
+# Orbax's threads print the errors that it then raises, with pages of frames before our line.
+logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
 
 
 class Saved(NamedTuple):
@@ -122,6 +124,11 @@ class Checkpoints:
             raise ConfigError(
                 f"checkpoints: got {len(damaged)} in {self.root}, none of which can be read (newest {newest.name}: "
                 f"{reason}), expected one to resume from; put back a copy, or use another --workdir"
+            )
+        if (self.root / "last").is_dir():  # made with the first checkpoint, which always has a successor
+            raise ConfigError(
+                f"checkpoints: got none in {self.root}, where there was one, expected one to resume from; put back a "
+                f"copy, or delete {self.root} to start again from nothing"
             )
         return None
 

@@ -13,6 +13,7 @@ compiler of the TPU (libtpu, from the extra `[tpu]`) for a named slice, or else 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 
@@ -51,10 +52,10 @@ def run(config: Config, title: str, place: chips.Place, searching: bool) -> None
 
 
 def simulate(config: Config, place: chips.Place) -> None:
-    """Lets this process have the CPU devices that the plan needs, if it has not asked for devices yet.
+    """Lets this process have the CPU devices that the plan needs, unless jax is there already.
 
     Raises:
-      ConfigError: jax was started with fewer.
+      ConfigError: more than can be simulated.
     """
     if "jax" in sys.modules:
         return
@@ -62,9 +63,7 @@ def simulate(config: Config, place: chips.Place) -> None:
     count = place.devices if not place.topology else 1
     if count is None:
         sizes = (getattr(config.mesh, axis) for axis in ("stage", "data", "fsdp", "expert", "context", "tensor"))
-        count = 1
-        for size in sizes:
-            count *= max(size, 1)
+        count = math.prod(max(size, 1) for size in sizes)
     if count > MOST:
         raise ConfigError(f"--devices: got {count}, expected at most {MOST} simulated ones; use --topology")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"

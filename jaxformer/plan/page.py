@@ -27,7 +27,11 @@ def page(title: str, program: Program, estimate: Estimate) -> str:
 
 def where(place: Place, devices: int) -> str:
     chip = place.chip
-    how = "compiled by libtpu for this slice" if place.topology else "compiled for as many simulated CPU devices"
+    how = (
+        "compiled by libtpu for this slice"
+        if place.topology
+        else "compiled for simulated CPU devices, whose buffers stand in"
+    )
     return (
         f"{place.topology or 'no topology'}: {devices:,} x {chip.kind}; {how}\n"
         f"  {chip.flops / 1e12:,.0f} TFLOP/s in bfloat16, {chip.memory / GIB:.2f} GiB at "

@@ -19,7 +19,7 @@ from jaxformer.nn.masks import Mask
 from jaxformer.types import Batch, Slots, Stream
 
 ENCODINGS = registry.names("jaxformer.nn.encodings")
-KERNELS = registry.names("jaxformer.nn.kernels")
+KERNELS = [name for name in registry.names("jaxformer.nn.kernels") if name not in ("splash", "cudnn")]  # CPU has none
 
 
 def encoding(kind: str) -> EncodingConfig:

@@ -16,9 +16,12 @@ ORDER = ("full", "names", "minimal", "none")
 
 
 def gradient(policy: str, batch):
-    """The compiled loss and gradient of a decoder whose layers follow a policy, and its variables."""
+    """The compiled loss and gradient of a decoder whose layers follow a policy, and its variables.
+
+    Deep enough that what waits for the backward pass outweighs what one layer needs at a time.
+    """
     config = builders.decoder(
-        remat=policy, layers=12, attention=AttentionConfig(heads=2), ffn=FeedForwardConfig(width=64), width=16
+        remat=policy, layers=24, attention=AttentionConfig(heads=2), ffn=FeedForwardConfig(width=64), width=16
     )
     variables = builders.make(config)[1]
     module = build.build(config)

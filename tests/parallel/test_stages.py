@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.config import EncodingConfig, MeshConfig
+from jaxformer.config import MeshConfig
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import pipeline, rules
@@ -46,29 +46,10 @@ def test_every_microbatch_passes_every_layer_in_order(mesh, parts):
     pull = lambda f: jax.jit(lambda *a: jax.vjp(f, *a)[1]((jnp.sin(x), jnp.ones((4, 2)))))(*arguments)  # noqa: E731
     with jax.set_mesh(mesh):
         assert pipeline.divides(8, 4, parts) and not pipeline.divides(7, 4, parts) and not pipeline.divides(8, 3, parts)
-        chex.assert_trees_all_close(jax.jit(run)(*arguments), loop(*arguments), rtol=1e-6)
+        compiled = jax.jit(run).lower(*arguments).compile()
+        assert "collective-permute" in {found.kind for found in collectives(compiled.as_text())}
+        chex.assert_trees_all_close(compiled(*arguments), loop(*arguments), rtol=1e-6)
         chex.assert_trees_all_close(pull(run), pull(loop), rtol=1e-5)
-
-
-def test_both_stacks_of_a_seq2seq_equal_the_scan_in_value_and_gradient(mesh):
-    config = builders.seq2seq(encoding=EncodingConfig(kind="t5", buckets=8, max_distance=16), remat="minimal")
-    module, variables = builders.make(config)
-    batch = builders.batch(config, [5, 2, 4, 3])
-
-    def loss(variables):
-        logits = module.apply(variables, batch)
-        return jnp.square(logits * batch.weights[..., None]).sum()
-
-    alone = jax.jit(jax.value_and_grad(loss))(variables)
-    layout = rules.shardings(build.shapes(module), mesh)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(variables, layout)
-        compiled = jax.jit(jax.value_and_grad(loss)).lower(placed).compile()
-        value, gradient = jax.device_get(compiled(placed))
-    chex.assert_trees_all_close((value, gradient), jax.device_get(alone), rtol=2e-4, atol=2e-5)
-    assert "collective-permute" in {found.kind for found in collectives(compiled.as_text())}
-    kernel = placed["params"]["decoder"]["blocks"]["ffn"]["in"]["kernel"]
-    assert kernel.addressable_shards[0].data.shape[0] == 1, "each stage keeps its own layers"
 
 
 def test_dropout_is_drawn_anew_for_every_microbatch_and_the_same_for_a_key(mesh):
@@ -90,4 +71,6 @@ def test_rows_that_do_not_divide_are_scanned(mesh):
     expected = builders.apply(module)(variables, batch)
     with jax.set_mesh(mesh):
         placed = jax.device_put(variables, rules.shardings(build.shapes(module), mesh))
+        kernel = placed["params"]["decoder"]["blocks"]["ffn"]["in"]["kernel"]
+        assert kernel.addressable_shards[0].data.shape[0] == 1, "each stage keeps its own layers"
         chex.assert_trees_all_close(builders.apply(module)(placed, batch), expected, rtol=1e-5, atol=1e-6)

@@ -222,10 +222,12 @@ def test_the_command(recipe, capsys):
     assert "verdict\n  fits" in out
 
 
-def test_a_search(recipe, capsys):
+def test_a_search(recipe, capsys, monkeypatch):
+    monkeypatch.setattr(search, "TENSOR", (2, 8))  # 2 devices cannot be 8
     assert cli.main(["plan", f"--config={recipe}", "--devices=2", "--chip=a100", "--search"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.endswith("fits") for line in lines) == 3
+    out = capsys.readouterr().out
+    assert "2 x A100" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.endswith("fits")] == [["tensor", "2"]]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def _jsonl(path: Path, columns: dict[str, str]) -> Iterator[Row]:
         where = f"{path}:{number}"
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: got malformed JSON ({error}), expected one JSON object a line") from error
         if not isinstance(record, dict):
             raise ConfigError(f"{where}: got {type(record).__name__}, expected one JSON object a line")

@@ -98,7 +98,7 @@ def score(
     """Float32 `[B, H, T, S]`: the equation above without q . k; `q` is already divided by sqrt(K).
 
     Raises:
-      ConfigError: there are token types, and the slots are a part of theirs: a tile, or a cache.
+      ConfigError: there are token types, and the slots are a part of theirs: a tile, a device's, or a cache.
     """
     batch, slots, groups, width = k.shape
     by_group = shared.content.astype(k.dtype).reshape(groups, -1, width)
@@ -110,7 +110,7 @@ def score(
     if shared.kinds is None:
         return total
     same = shared.kinds.query[:, :, None] == shared.kinds.key[:, None, :]
-    if same.shape[1:] != (q.shape[1], slots):
+    if same.shape != (batch, q.shape[1], slots):
         raise ConfigError(
             f"attention.kernel: got {q.shape[1]} queries and {slots} keys with token types of {same.shape[1]} and "
             f"{same.shape[2]}, expected all at once; set attention.kernel to dense, and decode without token types"
