@@ -76,6 +76,13 @@ def stops(folder: Path) -> list[dict[str, Any]]:
     _go(folder, name, reference)
     rows = [_signal(folder, name, reference, number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)]
     rows += [_deadline(folder, name, reference), _twice(folder, name)]
+    return rows + layouts(folder, name)
+
+
+def layouts(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Batches of 16 rows divide among 8 devices with 2 microbatches each, so the rows are the same on all layouts."""
+    reference, rows = folder / "layouts-reference", []
+    _go(folder, name, reference, data__batch=16)
     rows.append(_layouts(folder, name, reference, "2 processes, SIGTERM to one of them", [(2, 1), (2, 1)]))
     rows.append(_layouts(folder, name, reference, "2 -> 1 -> 4 processes", [(2, 1), (1, 1), (4, 1)]))
     rows.append(_layouts(folder, name, reference, "8 -> 4 -> 1 devices", [(1, 8), (1, 4), (1, 1)]))
@@ -141,8 +148,14 @@ def _twice(folder: Path, name: str) -> dict[str, Any]:
 
 def _layouts(folder: Path, name: str, reference: Path, drill: str, layouts: list[tuple[int, int]]) -> dict[str, Any]:
     """A run on several (processes, devices of each) in turn, stopped by SIGTERM to its last process in between."""
+
+    def before() -> None:
+        from jaxformer.train import stopping
+
+        stopping.AGREE = 0.2  # such short runs would be over before they had asked each other
+
     workdir = folder / f"stops-{'-'.join(f'{p}x{d}' for p, d in layouts)}"
-    config, wrong, stopped = tiny_runs.config(name, folder / "files"), [], []
+    config, wrong, stopped = tiny_runs.config(name, folder / "files", data__batch=16), [], []
     for turn, (count, devices) in enumerate(layouts):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -150,11 +163,11 @@ def _layouts(folder: Path, name: str, reference: Path, drill: str, layouts: list
         pids = []
         for index in range(count):
             partners = f"127.0.0.1:{port}/{count}/{index}" if count > 1 else ""
-            act, log = processes.training(config, workdir), workdir.with_suffix(f".{turn}.{index}.log")
+            act, log = processes.training(config, workdir, before), workdir.with_suffix(f".{turn}.{index}.log")
             pids.append(processes.spawn(act, log, devices, partners))
         last = turn == len(layouts) - 1
         if not last:
-            processes.at_step(workdir, 8 * (turn + 1) - 2)
+            processes.at_step(workdir, (stopped[-1] if stopped else 0) + 4)
             os.kill(pids[-1], signal.SIGTERM)
         codes = {processes.wait(pid) for pid in pids}
         if codes != ({0} if last else {143}):

@@ -77,7 +77,7 @@ def trained(tmp_path_factory):
 
 
 def test_a_run_in_words_without_loading_it(trained, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_arrays", lambda *_: pytest.fail("an array was loaded"))
+    monkeypatch.setattr(checkpoint.reading, "_arrays", lambda *_: pytest.fail("an array was loaded"))
     text = inspection.describe(trained)
     assert "layers 3, width 16, heads 4, feed-forward 24 gelu, sinusoidal positions, pre layer norm" in text
     assert "layers 2, width 16, heads 4 (2 for keys and values), feed-forward 64 gelu" in text

@@ -261,7 +261,10 @@ class Pipeline:
         """
         numbers = [place.get(name) for name in ("epoch", "block", "batch")]
         saved = place.get("shapes", [list(shape) for shape in self._plan.buckets])  # earlier versions: not said
-        if not all(type(n) is int and n >= 0 for n in numbers) or len(saved) != len(self._plan.buckets):
+        fine = all(type(n) is int and n >= 0 for n in numbers) and [shape[-1:] for shape in saved] == [
+            [shape.length] for shape in self._plan.buckets
+        ]
+        if not fine:
             raise ConfigError(f"checkpoint: got {place} as the place in the data, expected epoch, block and batch")
         shapes = [Shape(*map(int, shape)) for shape in saved]
         uneven = [shape.rows for shape in shapes if shape.rows % self._multiple]

@@ -38,7 +38,7 @@ def call(address: str, count: int, index: int, seconds: float) -> None:
 def _serve(port: int, own: dict[str, Any], deadline: float) -> str:
     """Hears all the others, then tells each what is wrong, "" if nothing is."""
     try:
-        listener = socket.create_server(("", port), backlog=own["count"])
+        listener = _listener(port, own["count"])
     except OSError as error:
         return f"got no port {port} ({error.strerror}), expected it free on the first process; choose another"
     present, problem = {0: own}, ""
@@ -71,6 +71,14 @@ def _serve(port: int, own: dict[str, Any], deadline: float) -> str:
                 connection.recv(1)  # the other side closes first, so that the port is free at once
             connection.close()
     return problem
+
+
+def _listener(port: int, backlog: int) -> socket.socket:
+    """On every address of this machine, of both families where it has both."""
+    try:
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    except (OSError, ValueError):
+        return socket.create_server(("", port), backlog=backlog)
 
 
 def _report(host: str, port: int, own: dict[str, Any], deadline: float) -> str:

@@ -202,8 +202,8 @@ def compile(program: Program) -> Compiled:
 
 
 def needed(message: str) -> float | None:
-    """Bytes that a program would need, from the TPU compiler's refusal: "Used 20.5G of 15.75G hbm."."""
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
+    """Bytes that a program would need, from the TPU compiler's refusal, in either of its wordings."""
+    found = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT]?)(?: of|\) exceeds)", message)
     return float(found[1]) * 1024 ** " KMGT".index(found[2] or " ") if found else None
 
 

@@ -190,6 +190,30 @@ def test_state_does_not_depend_on_the_number_of_hosts(small_blocks):
             np.testing.assert_array_equal(batch.target.tokens, rows[index * half : (index + 1) * half])
 
 
+def test_other_devices_go_on_with_the_batches_that_the_run_began_with(small_blocks):
+    """A token budget of 100 is 6 rows for 2 devices and 4 for 4: the run stays at what it began with."""
+    data = {"batch": 16, "tokens": 6 * LENGTH + 5}
+    pipe = made(data, multiple=2)
+    assert [shape.rows for shape in pipe.shapes()] == [6]
+    begun = pipe.train()
+    for _ in range(5):
+        next(begun)
+    place = json.loads(json.dumps(pipe.place(begun)))
+    rest = take(begun, 9)
+    for multiple in (1, 2, 3, 6):
+        chex.assert_trees_all_equal(take(made(data, multiple=multiple).resume(dict(place)), 9), rest)
+    with pytest.raises(ConfigError, match=r"got batches of 6 rows in the checkpoint, expected multiples of 4"):
+        made(data, multiple=4).resume(place)
+    for wrong in (
+        {},
+        {"epoch": 0, "block": 0, "batch": "x"},
+        {"epoch": 0, "block": -1, "batch": 0},
+        place | {"shapes": []},
+    ):
+        with pytest.raises(ConfigError, match="as the place in the data"):
+            made(data, multiple=2).resume(wrong)
+
+
 def test_seed_decides_the_order():
     first, again, other = (take(made(seed=seed).train(), 5) for seed in (0, 0, 1))
     chex.assert_trees_all_equal(first, again)

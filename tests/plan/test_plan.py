@@ -180,6 +180,10 @@ def test_what_does_not_fit_says_what_to_change():
 def test_a_compiler_that_refuses_for_memory():
     words = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded by 4.75G."
     assert program.needed(words) == 20.5 * GIB
+    words = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (319.72G) exceeds "
+    )
+    assert program.needed(words + "available HBM (95.74G).") == 319.72 * GIB
     assert program.needed("RESOURCE_EXHAUSTED") is None
     refused = estimated(chips.place("v5e:2x2", "", None), memory={}, seconds={}, need=None)
     assert not refused.fits
