@@ -42,7 +42,14 @@ def run(processes: int, axis: str, steps: int, workdir: Path) -> dict[str, Any]:
     mesh = [f"--config.mesh.{name}={processes if name == axis else 1}" for name in ("data", "fsdp")]
     begun = time.perf_counter()
     for target in (steps // 2, steps):
-        command = [sys.executable, "-m", "launch.local", f"--processes={processes}", "--", "--config=configs/quickstart.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "launch.local",
+            f"--processes={processes}",
+            "--",
+            "--config=configs/quickstart.py",
+        ]
         command += [f"--workdir={workdir}", f"--config.train.steps={target}", *TOY, *mesh]
         done = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
         if done.returncode:
