@@ -79,8 +79,7 @@ def devices(place: Place, config: Config) -> list[jax.Device]:
     """
     if place.topology:
         return _slice(place.topology)
-    sizes = dataclasses.asdict(config.mesh).values()
-    count = place.devices or math.prod(size for size in sizes if size != -1)
+    count = place.devices or math.prod(max(getattr(config.mesh, axis), 1) for axis in meshes.AXES)
     simulated = jax.devices("cpu")
     if len(simulated) < count:
         raise ConfigError(f"plan: got {len(simulated)} simulated devices, expected {count}; start a fresh process")
