@@ -40,6 +40,7 @@ def get_config(variant: str = "7b"):
         norm=dict(kind="rms"),
         remat="full",
     )
+    config.model.head.chunk = 1024
     config.model.head.tied = tied
     config.model.dtype = "bfloat16"
     config.optimizer.beta2 = 0.95

@@ -13,6 +13,7 @@ MFU is model FLOPs / (time x devices x peak).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -192,15 +193,16 @@ def parts(program: Program, analysis: Any, state: Mapping[str, float]) -> dict[s
 
 
 def logits_of(program: Program) -> float:
-    """Bytes of float32 logits that one device holds of a microbatch."""
+    """Bytes of float32 logits that one device holds at a time: of a microbatch, or of a chunk of its tokens."""
     config, mesh, model = program.config, program.mesh, program.config.model
     if model.head.kind != "tokens":
         return 0.0
     side = model.decoder or model.recurrent_decoder or model.encoder or model.recurrent_encoder
-    spread = math.prod(mesh.shape[axis] for axis in ("data", "fsdp", "expert", "context"))
+    spread = math.prod(mesh.shape[axis] for axis in ("stage", "data", "fsdp", "expert", "context"))
     vocab = side.embed.vocab / (mesh.shape["tensor"] if side.embed.vocab % mesh.shape["tensor"] == 0 else 1)
     rows, length = program.shape
-    return 4.0 * rows * length * vocab / spread / config.train.accumulation
+    tokens = rows * length / spread / config.train.accumulation
+    return 4.0 * min(tokens, model.head.chunk or tokens) * vocab
 
 
 def traffic(found: list[collectives.Collective], mesh: Mapping[str, int]) -> dict[tuple[str, str], tuple[int, float]]:
@@ -229,22 +231,20 @@ def bus(program: Program, memory: Mapping[str, float], state: Mapping[str, float
 
 def _advised(result: Estimate, config: Config) -> Estimate:
     """With what to change, by what takes the most."""
-    from dataclasses import replace
-
     state, capacity = sum(result.state.values()), result.place.chip.memory
     parts = result.memory
     rows = result.shape.rows // (result.devices * config.train.accumulation)
     if state > 0.8 * capacity:
         words = "parameters and optimizer alone take it: raise config.mesh.fsdp or tensor, or use more devices"
     elif parts and parts["logits"] > 0.3 * (result.need - state):
-        words = "the logits take it: raise config.train.accumulation or config.mesh.tensor"
+        words = "the logits take it: set config.model.head.chunk=1024, or raise config.mesh.tensor"
     elif any(getattr(config.model, p).remat == "none" for p in ("encoder", "decoder") if getattr(config.model, p)):
         words = "the activations take it: set config.model.decoder.remat=full (and the encoder's)"
     elif rows > 1:
         words = "the activations take it: raise config.train.accumulation, or lower config.data.batch"
     else:
         words = "the activations take it at one row a device: raise config.mesh.tensor or context, or use more devices"
-    return replace(result, advice=words)
+    return dataclasses.replace(result, advice=words)
 
 
 def gib(size: float) -> str:

@@ -145,8 +145,8 @@ def shapes_of(config: Config, mesh: Mesh) -> list[Shape]:
     """The batch shapes that the pipeline will make, shortest first."""
     data = config.data
     lengths = {data.length, *(data.buckets if data.packing == "none" else ())}
-    shards = math.prod(mesh.shape[axis] for axis in ("data", "fsdp", "expert"))
-    return packing.shapes(lengths, data.batch, data.tokens, shards * config.train.accumulation)
+    multiple = meshes.row_multiple(mesh.shape, config.model) * config.train.accumulation
+    return packing.shapes(lengths, data.batch, data.tokens, multiple)
 
 
 def batch_of(config: Config, mesh: Mesh, shape: Shape) -> Batch:

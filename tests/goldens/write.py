@@ -26,6 +26,7 @@ import conftest  # noqa: E402, F401  the devices and compiler settings that the 
 
 VARIANTS = {
     "bert_mlm": ("tiny", "base"),
+    "llama": ("1b", "7b"),
     "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
     "quickstart": ("", "fr", "es"),
     "shakespeare_char": ("cpu", "gpu"),
