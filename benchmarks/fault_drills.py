@@ -420,6 +420,8 @@ def soak(folder: Path, minutes: float) -> list[dict[str, Any]]:
     hours = [each[0] for each in warm]
     slopes = [_slope(hours, [each[i] for each in warm]) for i in (1, 2, 3)]
     wrong = [] if code == 143 else [f"exit code {code}"]
+    if slopes[0] > 30.0 or max(slopes[1:]) > 1.0:
+        wrong.append("that is not flat")
     _, memory, handles, threads = warm[-1]
     words = (
         f"{minutes:g} minutes, {step:,} steps; after the first third, at {memory:.0f} MB, {handles} file handles and "
