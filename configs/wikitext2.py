@@ -5,8 +5,9 @@ Command:  python -m jaxformer train --config=configs/wikitext2.py:transformer --
           python -m jaxformer evaluate --workdir=runs/wikitext2 --split=test
 Variants: transformer, lstm
 Hardware: 2 CPU cores
-Time:     not measured here
-Score:    not measured here
+Time:     transformer about 50 minutes, lstm 46, each on one core of a shared machine
+Score:    after 1,500 steps, somewhat more than one epoch: validation loss 4.411 (transformer) and 4.946 (lstm) a token;
+          docs/results.md has perplexities and bits per byte of the test split
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig

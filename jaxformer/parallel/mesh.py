@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -53,6 +54,18 @@ def make(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mes
         shape = tuple(sizes(config, len(devices)).values())
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     return Mesh(hybrid(config, devices), AXES, axis_types=types)
+
+
+def smallest(config: MeshConfig) -> Mesh:
+    """The mesh of a run with the least devices, for work that is not training: a -1 counts as 1.
+
+    One device where there are fewer than that, as when a run of a pod is evaluated on another machine.
+    """
+    fixed = {axis: max(getattr(config, axis), 1) for axis in AXES}
+    count = math.prod(fixed.values()) * math.prod(max(getattr(config.dcn, axis), 1) for axis in AXES)
+    if count > len(jax.devices()):
+        return make(MeshConfig(data=1), jax.devices()[:1])
+    return make(dataclasses.replace(config, **fixed), jax.devices()[:count])
 
 
 def slices(devices: Sequence[jax.Device]) -> int:

@@ -98,7 +98,7 @@ def evaluate(workdir: str | Path, split: str = "test") -> dict[str, Any]:
     if split not in known:
         raise ConfigError(f"split: got {split!r}, expected one of {', '.join(known)}{nearest(split, known)}")
     begun = time.monotonic()
-    devices = meshes.make(config.mesh, jax.devices()[:1]) if config.mesh.data == -1 else meshes.make(config.mesh)
+    devices = meshes.smallest(config.mesh)
     pipeline = Pipeline(config, dataset, model.tokenizers, task)
     with jax.set_mesh(devices):
         function = make(config, model.module)

@@ -134,3 +134,16 @@ def test_an_array_is_spread_over_one_more_axis_where_it_divides():
     assert spread(3, 8, 8) == PartitionSpec(None, ("fsdp", "data"), "tensor")
     assert spread(3, 2, 2) == PartitionSpec(None, "fsdp", "tensor")
     assert jax.device_count() == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (MeshConfig(), {}),
+        (MeshConfig(fsdp=2, tensor=2), {"fsdp": 2, "tensor": 2}),
+        (MeshConfig(data=2, fsdp=-1, context=4), {"data": 2, "context": 4}),
+        (MeshConfig(data=4, fsdp=4), {}),  # more than the eight there are
+    ],
+)
+def test_other_work_than_training_takes_the_smallest_mesh(config, shape):
+    assert {axis: size for axis, size in meshes.smallest(config).shape.items() if size > 1} == shape
