@@ -361,6 +361,11 @@ def _filled(name: str, command: Command, every: dict[str, list[str]]) -> dict[st
         if about.default is None and not any(given):
             raise ConfigError(f"jaxformer {name}: got no --{flag}, expected --{flag}=VALUE ({about.meaning})")
         flags[flag] = given[-1] if given else about.default or ""
+        if flag == "workdir" and any("://" in value for value in given):
+            raise ConfigError(
+                f"--workdir: got {flags[flag]!a}, expected a folder of a file system that every host of the run has; "
+                "mount the bucket or a shared disk, and name the folder there"
+            )
         if about.choices and flags[flag] not in about.choices:
             hint = nearest(flags[flag], about.choices)
             raise ConfigError(f"--{flag}: got {flags[flag]!a}, expected one of {', '.join(about.choices)}{hint}")

@@ -1,6 +1,6 @@
 """A TPU VM or pod slice, through gcloud: the same command on every worker, which find each other by themselves.
 
-    python -m launch.tpu_vm --name=my-v5e --zone=us-west4-a --copy -- --config=configs/NAME.py --workdir=gs://bucket/NAME
+    python -m launch.tpu_vm --name=my-v5e --zone=us-west4-a --copy -- --config=configs/NAME.py --workdir=/shared/NAME
 
 --copy first copies this folder to every worker, and --setup runs a shell command there before the training (such as
 installing). The training goes on when the connection breaks (--detach), with its output in jaxformer.log there.

@@ -111,6 +111,11 @@ def test_no_arguments_crash_the_parser(argv):
             assert "\n" not in str(error)
 
 
+def test_a_workdir_is_a_folder_and_no_address():
+    with pytest.raises(ConfigError, match="--workdir: got 'gs://bucket/run', expected a folder"):
+        cli.read("report", cli.COMMANDS["report"], ["--workdir=runs/one", "--workdir=gs://bucket/run"])
+
+
 def test_help_names_every_command_and_flag(capsys):
     assert cli.main([]) == 0
     everything = capsys.readouterr().out

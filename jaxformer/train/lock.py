@@ -43,6 +43,13 @@ class Lock:
     def __enter__(self) -> Lock:
         problem = self._take() if jax.process_index() == 0 else ""
         problem = every_process(problem)[0]
+        if not problem:
+            without = [host for host in every_process("" if self.path.exists() else socket.gethostname()) if host]
+            if without:
+                problem = (
+                    f"workdir {self.path.parent}: got a folder that is not the same on {', '.join(sorted(set(without)))}, "
+                    "expected one that all hosts of the run share; use a folder of a shared disk"
+                )
         if problem:
             raise ConfigError(problem)
         return self

@@ -64,6 +64,13 @@ def test_another_host_counts_as_alive_until_it_is_silent_for_long(tmp_path, text
         pass
 
 
+def test_every_host_must_see_the_same_workdir(tmp_path, monkeypatch):
+    said = iter([["", ""], ["", "host2"]])  # nobody else trains there; the second host does not find the lock
+    monkeypatch.setattr(lock, "every_process", lambda text: next(said))
+    with pytest.raises(ConfigError, match="not the same on host2, expected one that all hosts"), Lock(tmp_path):
+        pass
+
+
 # --- stopping
 
 
