@@ -361,9 +361,10 @@ def _filled(name: str, command: Command, every: dict[str, list[str]]) -> dict[st
         if about.default is None and not any(given):
             raise ConfigError(f"jaxformer {name}: got no --{flag}, expected --{flag}=VALUE ({about.meaning})")
         flags[flag] = given[-1] if given else about.default or ""
-        if flag == "workdir" and any("://" in value for value in given):
+        address = next((value for value in given if "://" in value), None) if flag == "workdir" else None
+        if address is not None:
             raise ConfigError(
-                f"--workdir: got {flags[flag]!a}, expected a folder of a file system that every host of the run has; "
+                f"--workdir: got {address!a}, expected a folder of a file system that every host of the run has; "
                 "mount the bucket or a shared disk, and name the folder there"
             )
         if about.choices and flags[flag] not in about.choices:

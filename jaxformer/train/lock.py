@@ -46,8 +46,9 @@ class Lock:
         if not problem:
             without = [host for host in every_process("" if self.path.exists() else socket.gethostname()) if host]
             if without:
+                hosts = ", ".join(sorted(set(without)))
                 problem = (
-                    f"workdir {self.path.parent}: got a folder that is not the same on {', '.join(sorted(set(without)))}, "
+                    f"workdir {self.path.parent}: got a folder that is not the same on {hosts}, "
                     "expected one that all hosts of the run share; use a folder of a shared disk"
                 )
         if problem:
