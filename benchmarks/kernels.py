@@ -21,6 +21,7 @@ import numpy as np
 from jaxformer import registry
 from jaxformer.config import AttentionConfig
 from jaxformer.nn import kernels, masks
+from jaxformer.parallel import mesh as meshes
 
 PEER = "dense"
 
@@ -42,7 +43,7 @@ def lacking(name: str, length: int, heads: int, head_width: int) -> str | None:
     """What a kernel lacks on this machine, one device of it: such kernels are left out."""
     if name in ("ring", "ulysses"):
         return "a mesh that divides sequences"
-    site = kernels.Site(kernels.platform(), "float32", heads, heads, head_width, length, length, causal=True)
+    site = kernels.Site(meshes.platform(), "float32", heads, heads, head_width, length, length, causal=True)
     return kernels.get(name).lacks(site)
 
 

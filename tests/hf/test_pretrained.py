@@ -368,7 +368,7 @@ def test_a_directory_is_fine_tuned(bert, tmp_path, capsys):
     fresh = [*arguments[:1], f"--workdir={tmp_path / 'other'}", *arguments[2:]]
     for wrong, words in (
         ("--config.data.length=99", "max_length: got 24, expected at least data.length (99)"),
-        ("--config.mesh.stage=2", "config.mesh.stage"),
+        ("--config.mesh.stage=2", "config.model.encoder.layers: got 1, expected a multiple of mesh.stage (2)"),
         ("--config.checkpoint.average=5", "config.checkpoint.average"),
     ):
         capsys.readouterr()

@@ -155,7 +155,8 @@ def test_dropout_over_divided_sequences_keeps_the_mean_and_differs_between_devic
     ones = jnp.ones_like(k)
     with jax.set_mesh(meshes.make(DIVIDED[name][0])):
         attend = jax.jit(lambda key: kernels.get(name).apply(q, k, ones, mask, None, Noise(0.5, key), config))
-        many = np.stack([attend(jax.random.key(seed)) for seed in range(60)])
+        # One at a time: simulated devices share threads, and programs in flight can starve one another's exchanges.
+        many = np.stack([np.asarray(attend(jax.random.key(seed))) for seed in range(60)])
     sums = many[..., 0]  # each the sum of its kept probabilities, 1 on average
     assert abs(sums.mean() - 1.0) < 0.03
     assert len(np.unique(sums[0])) == sums[0].size

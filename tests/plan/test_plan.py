@@ -246,7 +246,7 @@ def test_a_search(recipe, capsys, monkeypatch):
         (["--devices=none"], "expected a whole number"),
         (["--devices=9"], "simulated devices, expected 9"),
         (["--search=yes"], "expected --search alone"),
-        (["--devices=4", "--config.mesh.tensor=3"], "expected a product of 4 devices"),
+        (["--devices=4", "--config.mesh.fsdp=8"], "expected a product of 4 devices"),
         (["--config.data.tokenizer.kind=character"], "set --config.model.decoder.embed.vocab=N"),
     ],
 )
