@@ -10,6 +10,10 @@ Textbook minimum, in bytes that one of n devices sends, f = (n - 1) / n, paramet
     fsdp     3 f * parameters                    gathered forward and backward, gradient scattered (ZeRO-3, section 7)
     tensor   2 f * (4 L + 2) * B T D             an all-reduce for each half layer and direction, embedding and head
              + 2 f * 3 B T                       (Megatron, section 3); the loss's maximum, sum and label
+    ring     2 f * parameters                    keys and values go round forward and backward, and so do their
+             + 6 f * L B T D                     gradients (Liu et al. 2023, section 3)
+    ulysses  2 f * parameters                    queries, keys, values and outputs change places, in both directions
+             + 8 f / n * L B T D                 (Jacobs et al. 2023, section 3)
 
 What fsdp leaves whole (norms, biases) adds its gradient's all-reduce. The CPU's program sends more than the TPU's: it
 reduces the three gradients of a projection's common input (query, key, value) one by one, where the TPU's compiler adds
@@ -54,9 +58,10 @@ from jaxformer.types import Batch, PyTree, Slots, Stream
 BYTES = 4
 
 
-def config_of(mesh: MeshConfig, layers: int, width: int) -> Config:
+def config_of(mesh: MeshConfig, kernel: str, layers: int, width: int) -> Config:
     stack = StackConfig(
-        layers=layers, width=width, embed=EmbedConfig(vocab=4 * width), attention=AttentionConfig(heads=8),
+        layers=layers, width=width, embed=EmbedConfig(vocab=4 * width),
+        attention=AttentionConfig(heads=8, kernel=kernel),
         ffn=FeedForwardConfig(width=4 * width), unroll=1,
     )  # fmt: skip
     return Config(model=ModelConfig(decoder=stack), task=TaskConfig(name="language_modelling"), mesh=mesh)
@@ -86,8 +91,11 @@ def minimum(config: Config, mesh: jax.sharding.Mesh, rows: int, length: int) -> 
     boxed = build.shapes(build.build(config.model))["params"]
     split, kept = _parameters(boxed, mesh)
     share, stack = (n - 1) / n, config.model.decoder
+    activation = rows * length * stack.width
+    if axis == "context":
+        each = 6 if stack.attention.kernel == "ring" else 8 / n
+        return BYTES * share * (2 * (split + kept) + each * stack.layers * activation)
     if axis == "tensor":
-        activation = rows * length * stack.width
         return BYTES * 2 * share * ((4 * stack.layers + 2) * activation + 3 * rows * length)
     return BYTES * share * (3 * split + 2 * kept)
 
@@ -101,16 +109,18 @@ def _parameters(boxed: PyTree, mesh: jax.sharding.Mesh) -> tuple[int, int]:
 
 
 MESHES = {
-    "data 8": MeshConfig(data=8),
-    "fsdp 8": MeshConfig(data=1, fsdp=8),
-    "tensor 8": MeshConfig(data=1, tensor=8),
+    "data 8": (MeshConfig(data=8), "auto"),
+    "fsdp 8": (MeshConfig(data=1, fsdp=8), "auto"),
+    "tensor 8": (MeshConfig(data=1, tensor=8), "auto"),
+    "ring 8": (MeshConfig(data=1, context=8), "ring"),
+    "ulysses 8": (MeshConfig(data=1, context=8), "ulysses"),
 }
 
 
 def measure(
     name: str, layers: int, width: int, length: int, rows: int, topology: str
 ) -> tuple[dict[str, Any], list[Collective]]:
-    config = config_of(MESHES[name], layers, width)
+    config = config_of(*MESHES[name], layers, width)
     devices = topologies.get_topology_desc(topology, platform="tpu").devices if topology else jax.devices()
     mesh = meshes.make(config.mesh, list(devices))
     found = collectives(compiled(config, mesh, rows, length).as_text())

@@ -37,6 +37,11 @@ def model_of(name: str, vocab: int, *edits: str):
         ("gpt3.py:large", 50304, 760),
         ("gpt3.py:2.7b", 50304, 2651),
         ("gpt3.py:175b", 50304, 174600),
+        # The released checkpoints.
+        ("llama.py:1b", 128256, 1235.8),
+        ("llama.py:7b", 32000, 6738.4),
+        ("moe_8x7b.py", 32000, 46702.8),
+        ("t5_11b.py", 32128, 11307.3),
     ],
 )
 def test_parameter_counts_are_the_papers(name, vocab, millions):
