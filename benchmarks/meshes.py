@@ -3,7 +3,8 @@
     python benchmarks/meshes.py [--family=decoder,...] [--mesh=data8,...] [--steps=5] [--output=FILE.jsonl]
 
 Eight simulated devices, float32. A row holds if the losses of the training steps equal one device's to a relative 2e-5,
-the initial parameters are the same bits, parameters and optimizer state take a device's share of the bytes, greedy
+the initial parameters are the same (to the bit on jax 0.10; 0.12 compiles its normal generator otherwise for shards,
+which can turn the last one), parameters and optimizer state take a device's share of the bytes, greedy
 decoding gives the same tokens, and the compiler had to rematerialise nothing on its way ("involuntary full
 rematerialization" in its log). What makes no sense is refused with one line, which is printed in its place.
 """
@@ -230,12 +231,13 @@ def compare(family: str, name: str, reference: Outcome, steps: int) -> dict[str,
         return row | {"holds": True, "refused": str(error)}
     share = {name: outcome.held[name] / max(reference.held[name], 1) for name in outcome.held}
     most = expected(config, mesh)
-    same = [np.array_equal(a, b) for a, b in zip(outcome.initial, reference.initial, strict=True)]
+    last = 0.0 if jax.__version_info__ < (0, 12) else 2.0**-23
+    same = [np.abs(a - b).max() <= last for a, b in zip(outcome.initial, reference.initial, strict=True)]
     tokens = [np.array_equal(a, b) for a, b in zip(outcome.tokens, reference.tokens, strict=True)]
     difference = float(np.max(np.abs(outcome.losses / reference.losses - 1)))
     row |= {
         "difference": difference,
-        "initial": all(same),
+        "initial": bool(all(same)),
         "decoding": all(tokens),
         "share": share,
         "rematerialised": COMPLAINT in said.text,
