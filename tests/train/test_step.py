@@ -123,8 +123,8 @@ def test_zero1_divides_the_optimizer_state_and_changes_nothing_else(single):
 
 
 def test_batch_norm_sees_the_global_batch_without_padding():
-    model = builders.seq2seq(norm=NormConfig(kind="batch", momentum=0.5))
-    config = config_of(model)
+    model = builders.encoder(norm=NormConfig(kind="batch", momentum=0.5))
+    config = config_of(model, "masked_lm")
     batch = builders.batch(model, ROWS)
     alone, _ = run(config, one_device(), [batch])
     spread, _ = run(config, meshes.make(MeshConfig(data=8)), [batch])
