@@ -55,7 +55,8 @@ def run(processes: int, axis: str, steps: int, workdir: Path) -> dict[str, Any]:
         if done.returncode:
             sys.exit(f"{processes} processes, {axis}: exit code {done.returncode}\n{done.stderr}")
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    own = ("step", "split", "wall_time", "tokens_per_second", "steps_per_second")
+    # Padding is that of the rows which the first process read.
+    own = ("step", "split", "wall_time", "tokens_per_second", "steps_per_second", "padding")
     values = {
         (row["step"], row["split"], name): value for row in rows for name, value in row.items() if name not in own
     }

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Callable
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
@@ -69,7 +70,7 @@ class Block(nn.Module):
         """
         config = self.config
         attention = Attention(config.attention, config.encoding, config.width, name="attention")
-        cache, mask = None if held is None else Cache(held, context.index), context.mask
+        cache, mask = None if held is None else Cache(held, context.index), of_layer(context.mask, layer)
         if config.attention.window is not None and config.attention.window_every > 1:
             banded = layer % config.attention.window_every == config.attention.window_every - 1
             mask = mask.replace(window=jnp.where(banded, config.attention.window, EVERYTHING))
@@ -85,7 +86,8 @@ class Block(nn.Module):
                 dataclasses.replace(config.attention, window=None), config.encoding, config.width, name="cross"
             )
             source = context.memory if memory is None else memory
-            look = lambda y: cross(y, context.memory_mask, memory=source, layer=layer)[0]  # noqa: E731
+            seen = of_layer(context.memory_mask, layer)
+            look = lambda y: cross(y, seen, memory=source, layer=layer)[0]  # noqa: E731
             x = self.sublayer("cross", x, look, config.residual_cross, context)
         if config.ffn is not None:
             if config.moe is None:
@@ -115,3 +117,12 @@ class Block(nn.Module):
         if norm.order == "post":
             y = Norm(norm, name=f"{name}_norm")(y, visible)
         return constrain(y, "batch", "act_length", "act_embed")
+
+
+def of_layer(mask: Mask, layer: Array) -> Mask:
+    """`mask`, as a value that is each layer's own.
+
+    Where a kernel's mask is the same for all layers of a scan, JAX (0.10.2 and 0.12.0.1) does not take the kernel's own
+    rule for the backward pass but saves every tile of the scores: memory grows with the square of the length.
+    """
+    return mask.replace(query=jax.tree.map(lambda ids: ids + 0 * layer, mask.query))

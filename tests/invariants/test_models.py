@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 
 import builders
 import chex
@@ -204,3 +206,18 @@ def test_jit_and_bfloat16_agree_with_float32(family):
     assert half.dtype == jnp.float32
     real = np.s_[...] if config.head.kind == "classes" else (batch.target or batch.source).slots.segment == 1
     chex.assert_trees_all_close(half[real], plain[real], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("family", ["decoder", "seq2seq"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_backward_pass_of_a_blockwise_model_keeps_no_table_of_scores(family, remat):
+    config = builders.FAMILIES[family](attention=AttentionConfig(heads=2, kernel="blockwise", block=4), remat=remat)
+    module, variables = builders.make(config)
+    batch = builders.batch(config, [48], width=48)
+
+    def loss(params):
+        return module.apply({"params": params}, batch).sum()
+
+    shapes = re.findall(r":\w+\[([\d,]+)\]", str(jax.make_jaxpr(jax.grad(loss))(variables["params"])))
+    largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
+    assert largest < 48 * 48, "an array as large as the table of one head"
