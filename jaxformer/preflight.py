@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 import json
@@ -92,7 +93,7 @@ def findings(config: Config | None, devices: int | None, seconds: float) -> Iter
         "local": jax.local_device_count(),
         "devices": jax.device_count(),
         "kind": jax.devices()[0].device_kind,
-        "data": None if config is None else share(config, jax.device_count(), jax.process_index(), jax.process_count()),
+        "data": None if config is None else share(config),
     }
     try:
         everyone = distributed.exchange("preflight", own, seconds)
@@ -132,7 +133,7 @@ def _devices(everyone: list[dict[str, Any]], expected: int | None, config: Confi
         yield Finding("FAIL", "device count", f"got {total}, expected {expected}; is a host or a device missing?")
     else:
         try:
-            sizes = {} if config is None else mesh.sizes(config.mesh, total)
+            sizes = {} if config is None else mesh.make(config.mesh).shape
         except ConfigError as error:
             yield Finding("FAIL", "device count", str(error))
             return
@@ -140,29 +141,37 @@ def _devices(everyone: list[dict[str, Any]], expected: int | None, config: Confi
         yield Finding("ok", "device count", f"{total}, {local} a process" + (f"; mesh {shape}" if shape else ""))
 
 
-def share(config: Config, devices: int, process: int, processes: int) -> dict[str, Any]:
-    """What this process reads: which rows of a batch, out of which data.
+def share(config: Config) -> dict[str, Any]:
+    """What this process reads: which rows of a batch, together with how many processes, out of which data.
 
     The data is known by its size and its first, middle and last example, since every host opens its own files.
     """
+    import jax
+
     from jaxformer.data import packing, sources
-    from jaxformer.parallel import mesh
+    from jaxformer.parallel import mesh as meshes
+    from jaxformer.parallel import rules
 
     try:
-        sizes = mesh.sizes(config.mesh, devices)
+        mesh = meshes.make(config.mesh)
+        part, parts = rules.reader(mesh)
         examples = sources.build(config.data).splits["train"]
         count = len(examples)
         if not count:
             raise ConfigError("data: got no training examples, expected some; check the files")
         sample = [examples[place] for place in (0, count // 2, count - 1)]
-        shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
-        multiple = math.lcm(shards * config.train.accumulation, processes)
+        multiple = math.lcm(meshes.row_multiple(mesh.shape, config.model) * config.train.accumulation, parts)
         shape = packing.shapes({config.data.length}, config.data.batch, config.data.tokens, multiple)[-1]
     except (ConfigError, OSError) as error:
         return {"error": " ".join(str(error).split())}
-    rows = packing.share(shape.rows, process, processes)
+    rows = packing.share(shape.rows, part, parts)
     content = digest(json.dumps(sample, default=str, sort_keys=True).encode())
-    return {"examples": count, "content": content, "rows": [rows.start, rows.stop]}
+    return {
+        "examples": count,
+        "content": content,
+        "rows": [rows.start, rows.stop],
+        "readers": jax.process_count() // parts,
+    }
 
 
 def _data(shares: list[dict[str, Any]]) -> Finding:
@@ -174,8 +183,14 @@ def _data(shares: list[dict[str, Any]]) -> Finding:
     words = distributed.differing([f"{each['examples']:,} examples ({each['content']})" for each in shares])
     if words:
         return Finding("FAIL", "data", f"got {words}, expected the same on all hosts; copy it again")
-    rows = sorted(tuple(each["rows"]) for each in shares)
-    if any(left[1] != right[0] for left, right in itertools.pairwise(rows)):
-        return Finding("FAIL", "data", f"got rows {rows} of a batch, expected each once; check the processes' numbers")
-    each = f"; each process reads its own {rows[0][1] - rows[0][0]} rows of a batch" if len(rows) > 1 else ""
-    return Finding("ok", "data", f"{shares[0]['examples']:,} training examples{each}")
+    held = collections.Counter(tuple(each["rows"]) for each in shares)
+    parts, readers = sorted(held), shares[0]["readers"]
+    if set(held.values()) != {readers} or any(left[1] != right[0] for left, right in itertools.pairwise(parts)):
+        got = ", ".join(f"{start} to {stop} by {held[start, stop]}" for start, stop in parts)
+        each = "once" if readers == 1 else f"by {readers} processes"
+        return Finding("FAIL", "data", f"got rows {got} of a batch, expected each {each}; check the processes' numbers")
+    rows = parts[0][1] - parts[0][0]
+    words = f"; each process reads its own {rows} rows of a batch" if len(parts) > 1 else ""
+    if len(shares) > 1 and readers > 1:
+        words = f"; every {readers} processes read the same {rows} rows of a batch"
+    return Finding("ok", "data", f"{shares[0]['examples']:,} training examples{words}")

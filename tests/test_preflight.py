@@ -78,6 +78,32 @@ def test_data_that_differs_or_is_read_twice(meet, config):
     assert "expected each once" in meet(config, lambda own: [own])["data"].words
 
 
+def test_processes_that_hold_the_same_rows_read_the_same(meet, config):
+    def both(own):
+        own["data"]["readers"] = 2
+        return [own]
+
+    assert "every 2 processes read the same 16 rows" in meet(config, both)["data"].words
+    found = meet(config, lambda own: [*both(own), own])["data"]
+    assert "got rows 0 to 16 by 3 of a batch, expected each by 2 processes" in found.words
+
+
+def test_rows_are_those_of_the_run_itself(meet, config):
+    """A pipeline's microbatches divide the rows too."""
+    staged = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=-1, stage=2))
+    found = meet(staged, lambda own: [])
+    assert found["device count"].words == "8, 8 a process; mesh stage 2 x data 4"
+    assert preflight.share(staged)["rows"] == [0, 16]
+    odd = dataclasses.replace(staged, data=dataclasses.replace(staged.data, batch=12))
+    assert preflight.share(odd)["rows"] == [0, 8]
+
+
+def test_slices_that_are_missing(meet, config):
+    slices = dataclasses.replace(config.mesh, dcn=dataclasses.replace(config.mesh.dcn, data=2))
+    found = meet(dataclasses.replace(config, mesh=slices), lambda own: [])
+    assert "config.mesh.dcn: got data 2, expected a product of 1 slices" in found["device count"].words
+
+
 def test_devices_that_are_missing(meet, config):
     assert "got 8, expected 16" in meet(None, lambda own: [], devices=16)["device count"].words
     assert "were not joined" in meet(None, lambda own: [own])["device count"].words

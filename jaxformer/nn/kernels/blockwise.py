@@ -21,8 +21,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import AttentionConfig, ConfigError
-from jaxformer.nn.kernels import Kernel, Noise, Score
+from jaxformer.config import AttentionConfig
+from jaxformer.nn.kernels import Kernel, Noise, Score, _sharding
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.types import Array, PyTree, Slots
 
@@ -90,8 +90,7 @@ def attend(
     Raises:
       ConfigError: the mask hides single pairs.
     """
-    if mask.hidden is not None:
-        raise ConfigError("attention.kernel: got blockwise with a mask of single pairs, expected dense; set it to auto")
+    _sharding.refuse_table("blockwise", mask)
     rows, columns = min(config.block, q.shape[1]), min(config.block, k.shape[1])
     query = Slots(*(tiles(ids, rows) for ids in mask.query))
     key = Slots(*(tiles(ids, columns) for ids in mask.key))
