@@ -1,5 +1,7 @@
 """The transformer of Vaswani et al. 2017, base model of table 3, on WMT14 English to German.
 
+Variants: base (the default), and big, which has a recipe of its own (transformer_big.py).
+
 Command:  jaxformer data prepare wmt14_translate/de-en --dir=DIR      (once, needs the extra [prepare])
           python -m jaxformer train --config=configs/transformer_base.py --workdir=runs/base --config.data.dir=DIR
 Hardware: 8 accelerators (the paper: 8 P100, 12 hours, 100,000 steps of 25,000 source and 25,000 target tokens)

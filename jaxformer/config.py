@@ -348,6 +348,10 @@ class DecodeConfig:
     seed: int = 0
 
 
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+"""Of the mesh, slow network first."""
+
+
 @dataclass(frozen=True)
 class DcnConfig:
     """How many slices (without slices: processes) lie along each axis. One may be -1: those that are left."""

@@ -1,7 +1,7 @@
 """The front of the config: `ConfigDict` for recipes and the command line, the dataclasses of `config.py` past the door.
 
 Everything here is generated from the dataclasses, so a field added there is at once a default, a recipe edit, a
-command-line override, a JSON key and a checked type. What a type cannot say is in `checks.py`.
+command-line override, a JSON key and a checked type. What a type cannot say is in `checks/`.
 """
 
 from __future__ import annotations

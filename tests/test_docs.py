@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import recipes
 
 from jaxformer import cli, overrides
 
@@ -24,18 +25,6 @@ TOY = [
     "--config.decode.max_length=8",
     *(f"--config.model.{part}.{edit}" for part in ("encoder", "decoder") for edit in ("layers=1", "width=16")),
 ]
-
-
-VARIANTS = {
-    "quickstart": ("fr", "es"),
-    "shakespeare_char": ("cpu", "gpu"),
-    "wikitext2": ("transformer", "lstm"),
-    "sst2": ("transformer", "bilstm"),
-    "moe_tiny": ("dropless", "dense"),
-    "bert_mlm": ("tiny", "base"),
-    "llama": ("1b", "7b"),
-    "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
-}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -94,10 +83,9 @@ def test_every_path_that_a_page_names_exists():
 
 
 def test_every_recipe_says_how_to_run_it():
-    for recipe in sorted((ROOT / "configs").glob("*.py")):
+    for recipe, variant, words in recipes.each():
         text = recipe.read_text(encoding="utf-8").split('"""')[1]
         for word in ("Command:", "Hardware:", "Score:", "Time:"):
             assert word in text, f"{recipe.name}: no {word}"
-        for variant in ("", *VARIANTS.get(recipe.stem, ())):
-            assert variant in text
-            overrides.freeze(overrides.load(f"{recipe}:{variant}" if variant else str(recipe)))
+        assert variant in text
+        overrides.freeze(overrides.load(words))

@@ -23,7 +23,7 @@ FORMATS = sorted(path.name for path in write.GOLDENS.glob("checkpoint-*"))
 
 
 def test_every_recipe_resolves_to_its_golden_config():
-    found = dict(write.recipes())
+    found = write.goldens()
     kept = {path.stem: path.read_text(encoding="utf-8") for path in (write.GOLDENS / "configs").glob("*.json")}
     changed = [name for name, recipe in found.items() if kept.get(name) != write.config(recipe)]
     changed += sorted(kept.keys() - found.keys())

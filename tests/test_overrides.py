@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from jaxformer import checks, overrides, schema
+from jaxformer.checks import tables
 from jaxformer.config import (
     AttentionConfig,
     Config,
@@ -237,17 +238,17 @@ def test_unknown_names_are_refused_with_the_nearest(path, value, near):
 
 
 def test_the_tables_of_checks_name_existing_fields_with_allowed_defaults():
-    for kind, name in [*checks.FOLDERS, *checks.CHOICES, *((k, n) for k, row in checks.RANGES.items() for n in row)]:
+    for kind, name in [*tables.FOLDERS, *tables.CHOICES, *((k, n) for k, row in tables.RANGES.items() for n in row)]:
         assert name in schema.fields(kind), (kind, name)
-    for (kind, name), allowed in checks.CHOICES.items():
+    for (kind, name), allowed in tables.CHOICES.items():
         assert getattr(kind(), name) in allowed
-    for kind in checks.RANGES:
-        checks.fields(kind(), "config")
+    for kind in tables.RANGES:
+        tables.fields(kind(), "config")
 
 
 def numbers():
     """Every numeric field of the schema whose range is limited, with a value outside."""
-    for kind, row in checks.RANGES.items():
+    for kind, row in tables.RANGES.items():
         for name, (low, high, ends) in row.items():
             yield kind, name, low - 1
             yield kind, name, low if ends[0] == "(" else None
@@ -258,7 +259,7 @@ def numbers():
 @pytest.mark.parametrize(("kind", "name", "value"), [row for row in numbers() if row[2] is not None])
 def test_values_outside_their_range_are_refused(kind, name, value):
     with pytest.raises(ConfigError, match=rf"^config\.part\.{name}: got "):
-        checks.fields(dataclasses.replace(kind(), **{name: value}), "config.part")
+        tables.fields(dataclasses.replace(kind(), **{name: value}), "config.part")
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer import checks
+from jaxformer.checks import tables
 from jaxformer.config import ConfigError, DecodeConfig
 from jaxformer.decode import engine
 from jaxformer.hf import files
@@ -176,7 +176,7 @@ def _decoding(settings: Mapping[str, Any], prompt: int, ends: tuple[int, ...]) -
         forced_last=settings["forced_eos_token_id"],
         seed=settings["seed"],
     )
-    checks.fields(config, "generate")
+    tables.fields(config, "generate")
     return config
 
 

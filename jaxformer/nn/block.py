@@ -122,8 +122,8 @@ class Block(nn.Module):
 def of_layer(mask: Mask, layer: Array) -> Mask:
     """`mask`, as a value that is each layer's own.
 
-    Seen in the gradients' jaxprs of JAX 0.10.2 and 0.12.0.1, cause unknown: a scan whose mask is the same for all layers
-    keeps every tile of the scores for the backward pass, as if the kernel had no rule of its own for it, so that memory
-    grows with the square of the length.
+    Seen in the gradients' jaxprs of JAX 0.10.2 and 0.12.0.1, cause unknown: a scan whose mask is the same for all
+    layers keeps every tile of the scores for the backward pass, as if the kernel had no rule of its own for it, so that
+    memory grows with the square of the length.
     """
     return mask.replace(query=jax.tree.map(lambda ids: ids + 0 * layer, mask.query))

@@ -11,9 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxformer.config import ConfigError, DcnConfig, MeshConfig, ModelConfig
-
-AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+from jaxformer.config import AXES, ConfigError, DcnConfig, MeshConfig, ModelConfig
 
 
 def sizes(config: MeshConfig | DcnConfig, devices: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ import math
 import os
 import sys
 
-from jaxformer.config import Config, ConfigError
+from jaxformer.config import AXES, Config, ConfigError
 from jaxformer.plan import chips
 
 MOST = 1024
@@ -62,8 +62,7 @@ def simulate(config: Config, place: chips.Place) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # an accelerator, if there is one, has nothing to do with it
     count = place.devices if not place.topology else 1
     if count is None:
-        sizes = (getattr(config.mesh, axis) for axis in ("stage", "data", "fsdp", "expert", "context", "tensor"))
-        count = math.prod(max(size, 1) for size in sizes)
+        count = math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES)
     if count > MOST:
         raise ConfigError(f"--devices: got {count}, expected at most {MOST} simulated ones; use --topology")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"

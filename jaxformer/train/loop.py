@@ -67,7 +67,7 @@ def _train(config: Config, workdir: Path, origin: start.Origin) -> int:
     dataset = sources.build(config.data)
     tokenizers = tokenizers or tokenizers_of(config, dataset, workdir)
     resolved = resolve(config, dataset, tokenizers)
-    checks.divides(resolved, mesh.shape)
+    checks.mesh.divides(resolved, mesh.shape)
     with jax.set_mesh(mesh):
         run = Run(resolved, workdir, mesh, dataset, tokenizers, origin)
         with Lock(workdir):

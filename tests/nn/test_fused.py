@@ -163,12 +163,12 @@ def config_of(**parts) -> Config:
 )
 def test_what_needs_slots_in_order_is_refused_where_sequences_are_divided(parts, expected):
     with pytest.raises(ConfigError, match="config.mesh.context: got 4, expected 1 with") as error:
-        checks._context(config_of(**parts), 4)
+        checks.mesh.context(config_of(**parts), 4)
     assert expected in str(error.value)
 
 
 def test_lengths_that_the_context_axis_does_not_divide_are_refused():
     config = dataclasses.replace(config_of(), data=DataConfig(length=66))
     with pytest.raises(ConfigError, match=r"config.data.length: got 66, expected a multiple of mesh.context \(4\)"):
-        checks._context(config, 4)
-    checks._context(config_of(decoder=StackConfig(encoding=EncodingConfig(kind="alibi"))), 4)
+        checks.mesh.context(config, 4)
+    checks.mesh.context(config_of(decoder=StackConfig(encoding=EncodingConfig(kind="alibi"))), 4)

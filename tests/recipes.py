@@ -1,0 +1,28 @@
+"""The files of configs/, with every variant they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Iterator
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+VARIANTS = {
+    "bert_mlm": ("tiny", "base"),
+    "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
+    "llama": ("1b", "7b"),
+    "moe_tiny": ("", "dropless", "dense"),
+    "quickstart": ("", "fr", "es"),
+    "shakespeare_char": ("cpu", "gpu"),
+    "sst2": ("transformer", "bilstm"),
+    "transformer_base": ("base", "big"),
+    "wikitext2": ("transformer", "lstm"),
+}
+"""Recipe -> its variants ("": without one); recipes that are not listed have none."""
+
+
+def each() -> Iterator[tuple[Path, str, str]]:
+    """Every (file, variant, what --config takes)."""
+    for path in sorted(CONFIGS.glob("*.py")):
+        for variant in VARIANTS.get(path.stem, ("",)):
+            yield path, variant, f"{path}:{variant}" if variant else str(path)
