@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -399,22 +400,31 @@ def _slow(folder: Path, reference: Path) -> dict[str, Any]:
 
 
 def soak(folder: Path, minutes: float) -> list[dict[str, Any]]:
-    """One run with evaluation, decoding and checkpoints for so long; what grows is a leak."""
-    workdir = folder / "soak"
+    """The command itself, training with evaluation, decoding and checkpoints for so long; what grows is a leak."""
+    workdir, path = folder / "soak", folder / "soak.py"
     edits = dict(train__steps=10**7, train__evaluate_every=40, train__checkpoint_every=25, evaluate__decode_examples=8)
-    config = tiny_runs.config("bucketed", folder / "files", **edits, train__log_every=20, decode__max_length=8)
-    pid = processes.spawn(processes.training(config, workdir), folder / "soak.log")
-    samples, begun = [], time.monotonic()
+    edits |= dict(train__log_every=20, decode__max_length=8)
+    path.write_text(
+        f"import pathlib, sys\nsys.path.append({str(Path(__file__).parent)!r})\nimport tiny_runs\n\n\n"
+        f"def get_config():\n    return tiny_runs.recipe('bucketed', pathlib.Path({str(folder / 'files')!r}), **{edits})\n"
+    )
+    command = [sys.executable, "-m", "jaxformer", "train", f"--config={path}", f"--workdir={workdir}"]
+    with (folder / "soak.log").open("w") as log:
+        run = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
+    pid, samples, begun = run.pid, [], time.monotonic()
     while time.monotonic() - begun < 60 * minutes:
         time.sleep(2.0)
+        if run.poll() is not None:
+            raise RuntimeError(f"the long run ended with {run.returncode}; see {folder / 'soak.log'}")
         status = dict(
             line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
         )
         handles = len(os.listdir(f"/proc/{pid}/fd"))
         memory = int(status["VmRSS"].split()[0]) / 1024
         samples.append(((time.monotonic() - begun) / 3600, memory, handles, int(status["Threads"])))
-    os.kill(pid, signal.SIGTERM)
-    code = processes.wait(pid)
+    run.terminate()
+    code = run.wait()
+    (folder / "soak.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
     step = int(newest(workdir).name)
     warm = samples[len(samples) // 3 :]
     hours = [each[0] for each in warm]

@@ -6,6 +6,8 @@ import json
 import random
 from pathlib import Path
 
+from ml_collections import ConfigDict
+
 from jaxformer import overrides
 from jaxformer.config import Config, StackConfig
 
@@ -26,7 +28,12 @@ def files(folder: Path) -> None:
 
 
 def config(name: str, folder: Path, **edits: object) -> Config:
-    """The config of a run; `edits` are by path, with `__` for the dot.
+    """The config of a run."""
+    return overrides.freeze(recipe(name, folder, **edits))
+
+
+def recipe(name: str, folder: Path, **edits: object) -> ConfigDict:
+    """What a recipe of it returns; `edits` are by path, with `__` for the dot.
 
     Five batches an epoch, reports every 3 steps, checkpoints every 5, evaluations every 8: nothing falls together
     always, so that a kill meets every combination.
@@ -42,7 +49,7 @@ def config(name: str, folder: Path, **edits: object) -> Config:
     RUNS[name](config)
     for path, value in edits.items():
         overrides.override(config, path.replace("__", "."), str(value))
-    return overrides.freeze(config)
+    return config
 
 
 def _text(config) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -107,16 +108,12 @@ def bits_per_byte(nats: float, size: float) -> float:
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     """sacreBLEU of detokenised text: cased, tokenised by 13a, 0 to 100 (Papineni et al. 2002; Post 2018)."""
-    import sacrebleu  # here, as scoring is rare and the import is not free
-
-    return _corpus(sacrebleu.BLEU(), hypotheses, references)
+    return _corpus(_metric("BLEU"), hypotheses, references)
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     """Character n-gram F2, 0 to 100 (Popović 2015)."""
-    import sacrebleu
-
-    return _corpus(sacrebleu.CHRF(), hypotheses, references)
+    return _corpus(_metric("CHRF"), hypotheses, references)
 
 
 def bleu_tokenised(hypotheses: Sequence[str], references: Sequence[str], language: str) -> Score:
@@ -127,10 +124,8 @@ def bleu_tokenised(hypotheses: Sequence[str], references: Sequence[str], languag
     Args:
       language: the Moses rules, as a two-letter code.
     """
-    import sacrebleu
-
     # force: sacreBLEU warns about text that looks tokenised, which here is the point.
-    metric = sacrebleu.BLEU(tokenize="none", force=True)
+    metric = _metric("BLEU", tokenize="none", force=True)
     score = _corpus(metric, moses(hypotheses, language), moses(references, language))
     return Score(score.value, f"{score.signature}|input:lc.norm.tok.{language}(sacremoses)")
 
@@ -151,6 +146,14 @@ def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
     if not references:
         return math.nan
     return sum(h.strip() == r.strip() for h, r in zip(hypotheses, references, strict=True)) / len(references)
+
+
+@functools.cache
+def _metric(name: str, **options: Any) -> Any:
+    """Made once a process: sacreBLEU keeps every metric it ever made, with the lines it scored."""
+    import sacrebleu  # here, as scoring is rare and the import is not free
+
+    return getattr(sacrebleu, name)(**options)
 
 
 def _corpus(metric, hypotheses: Sequence[str], references: Sequence[str]) -> Score:
