@@ -406,7 +406,8 @@ def soak(folder: Path, minutes: float) -> list[dict[str, Any]]:
     edits |= dict(train__log_every=20, decode__max_length=8)
     path.write_text(
         f"import pathlib, sys\nsys.path.append({str(Path(__file__).parent)!r})\nimport tiny_runs\n\n\n"
-        f"def get_config():\n    return tiny_runs.recipe('bucketed', pathlib.Path({str(folder / 'files')!r}), **{edits})\n"
+        "def get_config():\n"
+        f"    return tiny_runs.recipe('bucketed', pathlib.Path({str(folder / 'files')!r}), **{edits})\n"
     )
     command = [sys.executable, "-m", "jaxformer", "train", f"--config={path}", f"--workdir={workdir}"]
     with (folder / "soak.log").open("w") as log:

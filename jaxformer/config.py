@@ -279,6 +279,8 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     decay_exclude: tuple[str, ...] = ("bias", "scale", "embed")  # not decayed: paths that contain one of these words
     clip: float | None = 1.0  # global norm of the gradient
+    spike: float | None = None  # a step is left out whose gradient's norm is so many deviations above the mean of the
+    # last 100 or so; None: none is, however large
 
 
 @dataclass(frozen=True)
@@ -299,7 +301,7 @@ class TrainConfig:
     log_every: int = 20  # steps
     evaluate_every: int = 200  # steps; 0: only at the end
     checkpoint_every: int = 200  # steps; 0: only at the end
-    skip_limit: int = 10  # so many steps in a row whose loss or gradient is not finite end the run; one is left out
+    skip_limit: int = 10  # so many steps left out in a row end the run: not finite, or a spike
     deadline: float | None = None  # minutes after its start at which a process saves and ends with code 143
     watchdog: float | None = None  # minutes without a step or evaluation batch after which it ends with code 75
 

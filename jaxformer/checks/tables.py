@@ -118,6 +118,7 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     TaskConfig: {"label_smoothing": RATE, "z_loss": COUNT, "mask_rate": (0.0, 1.0, "()")},
     OptimizerConfig: {
         "beta1": RATE, "beta2": RATE, "epsilon": POSITIVE, "momentum": RATE, "weight_decay": COUNT, "clip": POSITIVE,
+        "spike": POSITIVE,
     },
     ScheduleConfig: {"peak": POSITIVE, "warmup": COUNT, "floor": SHARE, "decay": SHARE},
     TrainConfig: {

@@ -98,8 +98,9 @@ class Progress:
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
         if split == "skipped":
-            batch = ", ".join(f"{name} {value:,}" for name, value in values.items() if name != "in_a_row")
-            self.say(f"step {step:,}  left out: its loss or gradient is not finite ({batch})")
+            batch = ", ".join(f"{name} {values[name]:,}" for name in values if name not in ("in_a_row", "spike"))
+            what = "gradient is a spike" if values["spike"] else "loss or gradient is not finite"
+            self.say(f"step {step:,}  left out: its {what} ({batch})")
             return
         if split != "train":
             self.last_evaluation = f"{split} " + "  ".join(f"{k} {number(v)}" for k, v in values.items())

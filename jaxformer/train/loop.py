@@ -289,14 +289,14 @@ class Window:
 
     def take(self) -> dict[str, float]:
         """Means over the window, which begins anew, with `tokens_per_second` (weighted labels), `padding` (share of
-        slots) and `skipped` (steps left out, which count nowhere else)."""
+        slots), `skipped` (steps left out, which count nowhere else) and how many of these `spiked`, if such are."""
         total = self._added()
         seconds = self.seconds + time.monotonic() - self.begun
         values = metrics.divide(total)
         values["tokens_per_second"] = float(total["loss"][1]) / seconds
         values["steps_per_second"] = self.steps / seconds
         values["padding"] = float(self.slots[0] / max(self.slots[1], 1.0))
-        values["skipped"] = float(total["skipped"][0])
+        values |= {name: float(total[name][0]) for name in ("skipped", "spiked") if name in total}
         self._begin()
         return values
 

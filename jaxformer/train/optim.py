@@ -17,6 +17,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxformer import registry
 from jaxformer.config import ConfigError, OptimizerConfig, ScheduleConfig
+from jaxformer.train import spikes
 from jaxformer.types import Array, PyTree
 
 Schedule = Callable[[Array | int], Array]
@@ -270,6 +271,8 @@ def optimizer(config: OptimizerConfig, schedule: Schedule, params: PyTree, names
     Decay is multiplied by the rate in every rule and skips the parameters that `config.decay_exclude` names. Moments
     are float32 whatever the dtype of the parameters.
 
+    With `config.spike` its update takes one more argument, `norm`: the gradient's, before clipping.
+
     Args:
       schedule: learning rate by number of completed updates.
       params: parameters, or their shapes (only structure, paths and shapes are read).
@@ -284,8 +287,8 @@ def optimizer(config: OptimizerConfig, schedule: Schedule, params: PyTree, names
     decay = optax.identity()
     if config.weight_decay:
         decay = optax.add_decayed_weights(config.weight_decay, decay_mask(params, config))
-    rule = optax.chain(build(config, decay, params, names), optax.scale_by_learning_rate(schedule))
-    return _in_float32(rule)
+    rules = [build(config, decay, params, names), optax.scale_by_learning_rate(schedule)]
+    return _in_float32(optax.chain(*([] if config.spike is None else [spikes.track()]), *rules))
 
 
 def updates(state: PyTree) -> Array:
@@ -299,10 +302,12 @@ def _in_float32(inner: Rule) -> Rule:
     def cast(tree: PyTree) -> PyTree:
         return optax.tree.cast(tree, jnp.float32)
 
-    def update(grads: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        return inner.update(cast(grads), state, None if params is None else cast(params))
+    inner = optax.with_extra_args_support(inner)
 
-    return Rule(lambda params: inner.init(cast(params)), update)
+    def update(grads: PyTree, state: PyTree, params: PyTree | None = None, **extra: Array) -> tuple[PyTree, PyTree]:
+        return inner.update(cast(grads), state, None if params is None else cast(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init(cast(params)), update)
 
 
 def _choose(table: dict[str, Callable], name: str, field: str) -> Callable:

@@ -16,7 +16,7 @@ from jaxformer.models import build
 from jaxformer.nn import moe
 from jaxformer.parallel import rules
 from jaxformer.tasks import Task
-from jaxformer.train import optim
+from jaxformer.train import optim, spikes
 from jaxformer.types import Array, Batch, PyTree, Sums, TrainState
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
@@ -89,8 +89,9 @@ def make(
     The batch is split into `config.train.accumulation` microbatches. Their summed losses' gradients are added and
     divided once by the summed weights, so k microbatches equal one batch whatever their token counts.
 
-    Where the loss or the gradient's norm is not finite, the step changes the step number only: parameters, optimizer
-    (with the count that the learning rate goes by) and all other variables stay. Its sums are 0, but for "skipped".
+    Where the loss or the gradient's norm is not finite, or the norm beyond `config.optimizer.spike`, the step changes
+    the step number only: parameters, optimizer (with the count that the learning rate goes by) and all other variables
+    stay. Its sums are 0, but for "skipped" and "spiked".
     """
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
@@ -99,10 +100,13 @@ def make(
         grads, variables, sums = accumulate(config, module, task, state.params, variables, batch, key)
         grads, old = jax.lax.with_sharding_constraint((grads, state.params), (where, where))
         norm = optax.global_norm(grads)
-        good = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
+        good, spiked = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0]), None
+        if config.optimizer.spike is not None:
+            spiked = good & spikes.beyond(state.opt_state, norm, config.optimizer.spike)
+            good &= ~spiked
         if config.optimizer.clip is not None:
             grads = optim.clip_by_norm(grads, norm, config.optimizer.clip)
-        updates, opt_state = optimizer.update(grads, state.opt_state, old)
+        updates, opt_state = optimizer.update(grads, state.opt_state, old, norm=norm)
         params = optax.apply_updates(old, updates)
         if config.train.ema is not None:
             decay = config.train.ema
@@ -113,6 +117,8 @@ def make(
         sums = sums | {"gradient_norm": (norm, one), "learning_rate": (rate, one)}
         sums = jax.tree.map(lambda x: jnp.where(good, x, jnp.zeros_like(x)), sums)
         sums["skipped"] = (jnp.float32(~good), one)
+        if spiked is not None:
+            sums["spiked"] = (jnp.float32(spiked), one)
         before = (state.params, state.opt_state, dict(state.variables))
         after = (params, opt_state, variables)
         params, opt_state, variables = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)

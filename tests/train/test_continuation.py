@@ -20,7 +20,7 @@ import write  # noqa: E402
 
 from jaxformer.config import ConfigError, MeshConfig  # noqa: E402
 from jaxformer.parallel import mesh as meshes  # noqa: E402
-from jaxformer.train import loop  # noqa: E402
+from jaxformer.train import loop, spikes  # noqa: E402
 
 RATES = ("tokens_per_second", "steps_per_second", "wall_time")
 NAMES = ("packed", "masked", "classes")
@@ -126,3 +126,14 @@ def test_too_many_bad_steps_end_the_run_and_name_the_last_good_checkpoint(folder
     bad = [row for row in rows if row["split"] == "skipped"]
     assert [row["in_a_row"] for row in bad] == [1, 2, 3]
     assert {"epoch", "block", "batch"} <= bad[0].keys()
+
+
+def test_a_run_leaves_out_spikes_and_counts_them(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(spikes, "beyond", lambda state, norm, sigma: (state[0].count >= 1) & (norm > sigma))
+    config = tiny_runs.config("packed", folder / "files", optimizer__spike=1e-6, train__skip_limit=2)
+    with pytest.raises(ConfigError, match="got 2 steps in a row .* or a spike"):
+        loop.train(config, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["spike"]) for row in rows if row["split"] == "skipped"] == [(2, 1), (3, 1)]
+    reports = [row for row in rows if row["split"] == "train"]
+    assert [(row["step"], row["skipped"], row["spiked"]) for row in reports] == [(1, 0.0, 0.0), (3, 2.0, 2.0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -29,8 +30,8 @@ from jaxformer.config import (
 )
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
-from jaxformer.train import lock, loop, optim, step, stopping
-from jaxformer.train.hooks import MetricsFile
+from jaxformer.train import lock, loop, optim, spikes, step, stopping
+from jaxformer.train.hooks import MetricsFile, Progress
 from jaxformer.train.lock import Lock
 from jaxformer.train.stopping import Stop, Watchdog
 from jaxformer.train.workdir import redacted
@@ -163,6 +164,30 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
     # The rate goes by updates, in the report as in the optimizer.
     rates = [float(each["learning_rate"][0]) for each in (first, third)]
     np.testing.assert_allclose(rates, [float(schedule(0)), float(schedule(1))], rtol=1e-6)
+
+
+def test_a_spike_is_told_once_there_are_norms_to_compare_with():
+    rule = spikes.track()
+    state, norms = rule.init({}), 1.0 + np.random.default_rng(0).random(130)
+    for norm in norms[:99]:
+        _, state = rule.update({}, state, norm=jnp.float32(norm))
+    assert not spikes.beyond((state,), jnp.float32(1e9), 3.0)
+    _, state = rule.update({}, state, norm=jnp.float32(norms[99]))
+    np.testing.assert_allclose([state.mean, state.variance], [norms[:100].mean(), norms[:100].var()], rtol=1e-5)
+    bound = norms[:100].mean() + 3.0 * norms[:100].std()
+    assert [bool(spikes.beyond((state,), jnp.float32(bound * share), 3.0)) for share in (0.999, 1.001)] == [False, True]
+    for norm in norms[100:]:
+        _, state = rule.update({}, state, norm=jnp.float32(norm))
+    weights = np.r_[np.full(100, 0.01 * 0.99**30), 0.01 * 0.99 ** np.arange(29, -1, -1)]
+    mean = (weights * norms).sum()
+    np.testing.assert_allclose([state.mean, state.variance], [mean, (weights * (norms - mean) ** 2).sum()], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("spike", "words"), [(0, "loss or gradient is not finite"), (1, "gradient is a spike")])
+def test_a_step_left_out_is_said_with_its_reason_and_its_batch(spike, words):
+    stream = io.StringIO()
+    Progress(10, 0, stream).write(3, "skipped", {"epoch": 0, "block": 1, "batch": 2, "in_a_row": 1, "spike": spike})
+    assert stream.getvalue().strip() == f"step 3  left out: its {words} (epoch 0, block 1, batch 2)"
 
 
 # --- rows
