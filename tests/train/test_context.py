@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import linen as nn
+from test_step import begin
 
 from jaxformer import tasks
 from jaxformer.config import (
@@ -66,7 +67,7 @@ def train(kernel: str, mesh: jax.sharding.Mesh, chunk: int | None) -> tuple[np.n
     with jax.set_mesh(mesh):
         balanced = build.ring(config.model, LENGTH)
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
-        state = step.create(config, module, optimizer, mesh)
+        state = begin(config, module, optimizer, mesh)
         update = step.make(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
         for batch in batches():
             placed = step.place(batch, mesh, balanced)

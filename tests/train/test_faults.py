@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from test_step import begin
 
 from jaxformer import tasks
 from jaxformer.config import (
@@ -150,7 +151,7 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
     bad = good._replace(weights=jnp.asarray(good.weights).at[0, 0].set(jnp.inf))
     with jax.set_mesh(mesh):
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
-        state = step.create(config, module, optimizer, mesh)
+        state = begin(config, module, optimizer, mesh)
         update = step.make(config, module, tasks.get("translation"), optimizer, schedule, mesh)
         state, first = update(state, step.place(good, mesh))
         before = jax.device_get(state.replace(key=0))

@@ -65,8 +65,8 @@ def test_five_losses_on_a_mesh_equal_those_on_one_device():
     )
     config = config_of(model, "language_modelling")
     batches = [builders.batch(model, [6, 2, 4, 1, 3, 5, 2, 5], seed=seed) for seed in range(5)]
-    _, alone = run(config, one_device(), batches)
-    state, spread = run(config, meshes.make(MeshConfig(data=1, fsdp=2, expert=2, tensor=2)), batches)
+    ((_, alone),) = run(config, one_device(), batches)
+    ((state, spread),) = run(config, meshes.make(MeshConfig(data=1, fsdp=2, expert=2, tensor=2)), batches)
     np.testing.assert_allclose(losses(spread), losses(alone), rtol=2e-5)
     kernel = state.params["decoder"]["blocks"]["ffn"]["in"]["kernel"]
     assert kernel.shape == (2, 4, 8, 16) and kernel.addressable_shards[0].data.shape == (2, 2, 4, 8)

@@ -42,19 +42,32 @@ def config_of(model: ModelConfig, task: str = "translation", **train) -> Config:
     )
 
 
-def run(config: Config, mesh: jax.sharding.Mesh, batches: list) -> tuple[step.TrainState, list[dict]]:
-    """The state after a step on each of `batches`, and the steps' sums."""
+def run(config: Config, mesh: jax.sharding.Mesh, *runs: list) -> list[tuple[step.TrainState, list[dict]]]:
+    """For every run, a list of batches, the state after a step on each of them, and the steps' sums."""
     module = build.build(config.model)
     schedule = optim.schedule(config.schedule, config.train.steps, 8)
     with jax.set_mesh(mesh):
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
-        state = step.create(config, module, optimizer, mesh)
         update = step.make(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
-        sums = []
-        for batch in batches:
-            state, new = update(state, step.place(batch, mesh))
-            sums.append(jax.device_get(new))
-    return state, sums
+        found = []
+        for batches in runs:
+            state, sums = begin(config, module, optimizer, mesh), []
+            for batch in batches:
+                state, new = update(state, step.place(batch, mesh))
+                sums.append(jax.device_get(new))
+            found.append((state, sums))
+    return found
+
+
+def begin(config: Config, module: nn.Module, optimizer, mesh: jax.sharding.Mesh) -> step.TrainState:
+    """A state on the mesh whose parameters numpy has drawn (see `builders.make`) and whose moments are 0."""
+    variables = builders.make(config.model)[1]
+    params = variables.pop("params")
+    if config.train.ema is not None:
+        variables["ema"] = jax.tree.map(np.array, params)
+    moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(optimizer.init, params))
+    state = step.TrainState(np.int32(0), params, moments, jax.random.key(1), variables)
+    return jax.device_put(state, step.layout_of(config, module, optimizer, mesh))
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -68,8 +81,8 @@ def losses(sums: list[dict]) -> np.ndarray:
 def test_microbatches_equal_one_batch_although_their_token_counts_differ():
     model = builders.seq2seq()
     batch = builders.batch(model, ROWS)
-    whole, sums = run(config_of(model), one_device(), [batch])
-    split, other = run(config_of(model, accumulation=4), one_device(), [batch])
+    ((whole, sums),) = run(config_of(model), one_device(), [batch])
+    ((split, other),) = run(config_of(model, accumulation=4), one_device(), [batch])
     chex.assert_trees_all_close(split.params, whole.params, rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(other, sums, rtol=1e-5, atol=1e-6)
     averaged = jnp.mean(jnp.array([s.sum() for s in np.split(batch.weights, 4)]))
@@ -93,14 +106,14 @@ def single():
     )
     config = config_of(model)
     batches = [builders.batch(model, ROWS, seed=seed) for seed in range(3)]
-    return config, batches, run(config, one_device(), batches)
+    return config, batches, *run(config, one_device(), batches)
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_changes_nothing_but_where_things_lie(name, single):
     config, batches, (reference, sums) = single
     mesh = meshes.make(MESHES[name])
-    state, other = run(config, mesh, batches)
+    ((state, other),) = run(config, mesh, batches)
     np.testing.assert_allclose(losses(other), losses(sums), rtol=2e-5)
     chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(reference.params), rtol=2e-4, atol=2e-6)
     kernel = state.params["decoder"]["blocks"]["ffn"]["in"]["kernel"]
@@ -113,7 +126,7 @@ def test_a_mesh_changes_nothing_but_where_things_lie(name, single):
 def test_zero1_divides_the_optimizer_state_and_changes_nothing_else(single):
     config, batches, (reference, sums) = single
     config = dataclasses.replace(config, mesh=MeshConfig(data=8, zero1=True))
-    state, other = run(config, meshes.make(config.mesh), batches)
+    ((state, other),) = run(config, meshes.make(config.mesh), batches)
     np.testing.assert_allclose(losses(other), losses(sums), rtol=2e-6)
     chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(reference.params), rtol=2e-6, atol=2e-6)
     held = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))  # noqa: E731
@@ -126,12 +139,11 @@ def test_batch_norm_sees_the_global_batch_without_padding():
     model = builders.encoder(norm=NormConfig(kind="batch", momentum=0.5))
     config = config_of(model, "masked_lm")
     batch = builders.batch(model, ROWS)
-    alone, _ = run(config, one_device(), [batch])
-    spread, _ = run(config, meshes.make(MeshConfig(data=8)), [batch])
-    chex.assert_trees_all_close(jax.device_get(spread.variables), jax.device_get(alone.variables), rtol=1e-4, atol=1e-6)
     filled = batch.source.tokens + 7 * (batch.source.slots.segment == 0)
     other = batch._replace(source=batch.source._replace(tokens=filled % builders.VOCAB))
-    padded, _ = run(config, one_device(), [other])
+    (alone, _), (padded, _) = run(config, one_device(), [batch], [other])
+    ((spread, _),) = run(config, meshes.make(MeshConfig(data=8)), [batch])
+    chex.assert_trees_all_close(jax.device_get(spread.variables), jax.device_get(alone.variables), rtol=1e-4, atol=1e-6)
     chex.assert_trees_all_close(padded.variables, alone.variables, rtol=1e-5, atol=1e-6)
     start = jax.tree.leaves(build.shapes(build.build(model))["batch_stats"])
     assert len(start) == len(jax.tree.leaves(alone.variables["batch_stats"]))
@@ -143,7 +155,6 @@ def test_the_average_follows_the_parameters():
     model = builders.decoder()
     batches = [builders.batch(model, ROWS, seed=seed) for seed in range(2)]
     config = config_of(model, "language_modelling", ema=0.75)
-    first, _ = run(config, one_device(), batches[:1])
-    second, _ = run(config, one_device(), batches)
+    (first, _), (second, _) = run(config, one_device(), batches[:1], batches)
     expected = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, first.variables["ema"], second.params)
     chex.assert_trees_all_close(second.variables["ema"], expected, rtol=1e-6, atol=1e-7)
