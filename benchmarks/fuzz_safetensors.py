@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxformer.config import ConfigError
-from jaxformer.hf import files
+from jaxformer.hf import files, writing
 
 INTERESTING: list[Any] = [
     0, 1, -1, 2, 7, 8, 2**31, 2**32 + 1, 2**63 - 1, 2**63, 2**64, 10**400, 1.0, 1e308, True, None, "", "F32", "BF16",
@@ -65,7 +65,7 @@ def checkpoints(place: Path) -> list[Path]:
     }
     made = [place / "single", place / "sharded"]
     for directory, size in zip(made, (10**9, 24)):
-        files.write(directory, {"model_type": "toy", "layers": [1, 2]}, tensors, shard_bytes=size)
+        writing.write(directory, {"model_type": "toy", "layers": [1, 2]}, tensors, shard_bytes=size)
     return made
 
 

@@ -1,32 +1,28 @@
 """From text to token ids and back: byte, character, word, BPE and unigram vocabularies, and loaded ones.
 
-A `Tokenizer` is a `Vocabulary` (one of the three classes at the top: a look-up table, a model of the `tokenizers`
-library, a SentencePiece model) with the roles of its special tokens and the padded size the model's table has. The
-functions that learn a vocabulary from text are in `vocabularies.py`.
+A `Tokenizer` is a `Vocabulary` (see `vocabularies.py`) with the roles of its special tokens and the padded size the
+model's table has.
 """
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import json
 import os
-import re
 import string
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-import sentencepiece
 import tokenizers as hf
 
-from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
+from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data import vocabularies
-from jaxformer.data.vocabularies import SPECIALS
+from jaxformer.data.vocabularies import Fast, Sentences, Table, Vocabulary
 
 ROLES = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
@@ -41,138 +37,6 @@ ROLES = {
 
 SAMPLE = 2**18
 """At most so many examples, evenly spaced over the split, are read to learn a vocabulary."""
-
-
-class Vocabulary(Protocol):
-    """Pieces of text and how a text becomes a sequence of them."""
-
-    kind: str
-    pieces: Sequence[str]
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
-
-    def parse(self, text: str, specials: dict[str, int]) -> list[int]: ...
-
-    def payload(self) -> Any: ...
-
-
-def _between(text: str, specials: dict[str, int], vocabulary: Vocabulary, space: str) -> list[int]:
-    """Ids of a text in which the names of `specials` stand for themselves.
-
-    `space` is what is dropped next to a special token: vocabularies that put a space before every text would double it.
-    """
-    ids: list[int] = []
-    for part in re.split("(" + "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) + ")", text):
-        if part in specials:
-            ids.append(specials[part])
-        elif part := part.removeprefix(space if ids else "").removesuffix(space if part else ""):
-            ids.extend(vocabulary.encode(part))
-    return ids
-
-
-class Table:
-    """Look-up: every byte, every character or every whitespace-separated word is one token."""
-
-    def __init__(self, kind: str, pieces: Sequence[str], lowercase: bool):
-        self.kind = kind
-        self.pieces = tuple(pieces)
-        self._lowercase = lowercase
-        self._unk = self.pieces.index("<unk>")
-        # A word of the data that looks like a special token must not become one, except that <unk> is what it says:
-        # published corpora (WikiText-2) carry it.
-        hidden = set(SPECIALS) - {"<unk>"}
-        self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece not in hidden}
-
-    def encode(self, text: str) -> list[int]:
-        text = text.lower() if self._lowercase else text
-        if self.kind == "byte":
-            return [byte + len(SPECIALS) for byte in text.encode()]
-        get, unk = self._ids.get, self._unk
-        return [get(piece, unk) for piece in (vocabularies.words(text) if self.kind == "word" else text)]
-
-    def decode(self, ids: list[int]) -> str:
-        if self.kind == "byte":
-            return bytes(i - len(SPECIALS) for i in ids if i >= len(SPECIALS)).decode(errors="replace")
-        return (" " if self.kind == "word" else "").join(self.pieces[i] for i in ids)
-
-    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
-        return _between(text, specials, self, "")
-
-    def payload(self) -> Any:
-        pieces = [] if self.kind == "byte" else list(self.pieces)
-        return {"pieces": pieces, "lowercase": self._lowercase}
-
-    @classmethod
-    def of(cls, kind: str, payload: Any) -> Table:
-        return cls(kind, vocabularies.byte_pieces() if kind == "byte" else payload["pieces"], payload["lowercase"])
-
-
-class Fast:
-    """A model of the `tokenizers` library: trained here (kinds bpe and unigram) or loaded (kind file)."""
-
-    def __init__(self, kind: str, model: hf.Tokenizer):
-        model.no_truncation()  # a loaded file may cut and pad, which is the pipeline's work
-        model.no_padding()
-        model.encode_special_tokens = True  # "</s>" in the data is four characters, not the end
-        self.kind = kind
-        self.model = model
-        size = max(model.get_vocab(with_added_tokens=True).values()) + 1
-        self.pieces = tuple(model.id_to_token(index) or "" for index in range(size))
-
-    @functools.cached_property
-    def _parser(self) -> hf.Tokenizer:
-        return hf.Tokenizer.from_str(self.model.to_str())  # the setting above is not part of the file
-
-    def encode(self, text: str) -> list[int]:
-        return self.model.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: list[int]) -> str:
-        return self.model.decode(ids, skip_special_tokens=True)
-
-    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
-        if self.kind == "file":
-            return self._parser.encode(text, add_special_tokens=False).ids
-        return _between(text, specials, self, " ")
-
-    def whole(self, text: str, pair: str | None = None) -> hf.Encoding:
-        """A text or pair with the special tokens that the file puts around them; their names in it are those tokens."""
-        return self._parser.encode(text, pair)
-
-    def payload(self) -> Any:
-        return json.loads(self.model.to_str())
-
-    @classmethod
-    def of(cls, kind: str, payload: Any) -> Fast:
-        return cls(kind, hf.Tokenizer.from_str(json.dumps(payload)))
-
-
-class Sentences:
-    """A loaded SentencePiece model."""
-
-    kind = "sentencepiece"
-
-    def __init__(self, model: bytes):
-        self._bytes = model
-        self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.pieces = tuple(self._model.id_to_piece(index) for index in range(len(self._model)))
-
-    def encode(self, text: str) -> list[int]:
-        return self._model.encode(text)
-
-    def decode(self, ids: list[int]) -> str:
-        return self._model.decode(ids)
-
-    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
-        return _between(text, specials, self, " ")
-
-    def payload(self) -> Any:
-        return base64.b64encode(self._bytes).decode()
-
-    @classmethod
-    def of(cls, kind: str, payload: Any) -> Sentences:
-        return cls(base64.b64decode(payload))
 
 
 class Tokenizer:
@@ -365,7 +229,7 @@ class Tokenizers:
             texts = _texts(config, examples, roles)
             if sides == ("joint",):
                 texts = {"joint": [text for side in texts.values() for text in side]}
-            built = [Tokenizer(_learn(settings, texts[side]), settings.multiple) for side in sides]
+            built = [Tokenizer(vocabularies.learn(settings, texts[side]), settings.multiple) for side in sides]
         return cls(built[0], built[-1])
 
     def remembering(self, budget: int) -> Tokenizers:
@@ -402,26 +266,6 @@ class Tokenizers:
             raise
         except Exception as error:
             raise _unreadable(path, error) from error
-
-
-def _learn(config: TokenizerConfig, texts: Iterable[str]) -> Vocabulary:
-    if config.kind == "byte":
-        return Table("byte", vocabularies.byte_pieces(), config.lowercase)
-    if config.kind == "character":
-        return Table("character", vocabularies.characters(texts, config.lowercase), config.lowercase)
-    if config.kind == "word":
-        return Table("word", vocabularies.frequent_words(texts, config.vocab, config.lowercase), config.lowercase)
-    if config.kind in ("bpe", "unigram"):
-        smallest = len(SPECIALS) + 256
-        if config.vocab < smallest:
-            raise ConfigError(
-                f"data.tokenizer.vocab: got {config.vocab}, expected at least {smallest} for {config.kind} "
-                f"(256 bytes and {len(SPECIALS)} special tokens); raise it or use kind byte or character"
-            )
-        train = vocabularies.bpe if config.kind == "bpe" else vocabularies.unigram
-        return Fast(config.kind, train(texts, config.vocab, config.lowercase))
-    kinds = "byte, character, word, bpe, unigram, file"
-    raise ConfigError(f"data.tokenizer.kind: got {config.kind!r}, expected one of {kinds}; change it")
 
 
 def _texts(config: DataConfig, examples: Any, roles: Sequence[str]) -> dict[str, list[str]]:

@@ -1,122 +1,170 @@
-"""Learning a vocabulary from text. The same texts always give the same vocabulary, on any machine and in any process.
-
-BPE and unigram work on bytes (in the visible alphabet GPT-2 introduced) inside the pieces of GPT-2's splitting pattern,
-with a space put before the text and taken away again after decoding. So every text can be written, decoding gives back
-the text (in Unicode's NFC form), and a word has the same pieces at the beginning of a sentence as inside one.
-"""
+"""Three kinds of vocabulary: a look-up table, a model of the `tokenizers` library, a SentencePiece model."""
 
 from __future__ import annotations
 
-import io
-import unicodedata
-from collections import Counter
-from collections.abc import Iterable
+import base64
+import functools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import sentencepiece
 import tokenizers as hf
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>", "<cls>", "<sep>")
-"""Special tokens of every vocabulary learned here, in the order of their ids."""
-
-ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
+from jaxformer.config import ConfigError, TokenizerConfig
+from jaxformer.data import learning
+from jaxformer.data.learning import SPECIALS
 
 
-def words(text: str) -> list[str]:
-    """The whitespace-separated words of a text in NFC form."""
-    return unicodedata.normalize("NFC", text).split()
+class Vocabulary(Protocol):
+    """Pieces of text and how a text becomes a sequence of them."""
+
+    kind: str
+    pieces: Sequence[str]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def parse(self, text: str, specials: dict[str, int]) -> list[int]: ...
+
+    def payload(self) -> Any: ...
 
 
-def byte_pieces() -> tuple[str, ...]:
-    """The 256 bytes after the special tokens: ASCII as itself, the others as "<0xE4>"."""
-    return SPECIALS + tuple(chr(byte) if byte < 128 else f"<0x{byte:02X}>" for byte in range(256))
+def _between(text: str, specials: dict[str, int], vocabulary: Vocabulary, space: str) -> list[int]:
+    """Ids of a text in which the names of `specials` stand for themselves.
 
-
-def characters(texts: Iterable[str], lowercase: bool) -> tuple[str, ...]:
-    """Every character that occurs, in code point order."""
-    seen: set[str] = set()
-    for text in texts:
-        seen.update(text.lower() if lowercase else text)
-    return SPECIALS + tuple(sorted(seen))
-
-
-def frequent_words(texts: Iterable[str], size: int, lowercase: bool) -> tuple[str, ...]:
-    """The most frequent words (equally frequent ones in alphabetical order), `size` rows in all."""
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(words(text.lower() if lowercase else text))
-    ranked = sorted((word for word in counts if word not in SPECIALS), key=lambda word: (-counts[word], word))
-    return SPECIALS + tuple(ranked[: max(size - len(SPECIALS), 0)])
-
-
-def bpe(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
-    """Byte-pair encoding (Sennrich et al. 2016, https://arxiv.org/abs/1508.07909) over bytes."""
-    tokenizer = _around(models.BPE(), lowercase)
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        min_frequency=2,
-        special_tokens=list(SPECIALS),
-        initial_alphabet=list(ALPHABET),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return _with_specials(tokenizer)
-
-
-def unigram(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
-    """The unigram language model of Kudo 2018 (https://arxiv.org/abs/1804.10959) over bytes.
-
-    The trainer of the `tokenizers` library depends on the order of a randomly seeded hash map: the same texts give
-    another vocabulary each time. SentencePiece's trainer does not, with one thread; what it learns is put into a model
-    of the `tokenizers` library.
+    `space` is what is dropped next to a special token: vocabularies that put a space before every text would double it.
     """
-    tokenizer = _around(models.Unigram(), lowercase)
-    counts = Counter(ALPHABET)  # every byte once, so that every text can be written
-    for text in texts:
-        pieces = tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text))
-        counts.update(piece for piece, _ in pieces)
-    learned = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(f"{word}\t{counts[word]}" for word in sorted(counts)),
-        input_format="tsv",  # a word and how often it occurs
-        model_writer=learned,
-        model_type="unigram",
-        vocab_size=size,
-        hard_vocab_limit=False,  # fewer pieces from a small text
-        character_coverage=1.0,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        split_by_unicode_script=False,  # the words are split already
-        split_by_number=False,
-        split_by_whitespace=False,
-        pad_id=0,
-        bos_id=1,
-        eos_id=2,
-        unk_id=3,
-        pad_piece="<pad>",
-        control_symbols=["<mask>", "<cls>", "<sep>"],
-        num_threads=1,  # several add up their counts in another order
-        minloglevel=2,
-    )
-    model = sentencepiece.SentencePieceProcessor(model_proto=learned.getvalue())
-    # The library reads a 17-digit number back with another last digit; a rounded one survives saving.
-    scores = [(model.id_to_piece(index), round(model.get_score(index), 6)) for index in range(len(model))]
-    tokenizer.model = models.Unigram(scores, unk_id=SPECIALS.index("<unk>"))
-    return _with_specials(tokenizer)
+    ids: list[int] = []
+    for part in re.split("(" + "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) + ")", text):
+        if part in specials:
+            ids.append(specials[part])
+        elif part := part.removeprefix(space if ids else "").removesuffix(space if part else ""):
+            ids.extend(vocabulary.encode(part))
+    return ids
 
 
-def _around(model: models.Model, lowercase: bool) -> hf.Tokenizer:
-    """A tokenizer with everything but its vocabulary."""
-    tokenizer = hf.Tokenizer(model)
-    steps = [normalizers.NFC(), *([normalizers.Lowercase()] if lowercase else []), normalizers.Prepend(" ")]
-    tokenizer.normalizer = normalizers.Sequence(steps)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    return tokenizer
+class Table:
+    """Look-up: every byte, every character or every whitespace-separated word is one token."""
+
+    def __init__(self, kind: str, pieces: Sequence[str], lowercase: bool):
+        self.kind = kind
+        self.pieces = tuple(pieces)
+        self._lowercase = lowercase
+        self._unk = self.pieces.index("<unk>")
+        # A word of the data that looks like a special token must not become one, except that <unk> is what it says:
+        # published corpora (WikiText-2) carry it.
+        hidden = set(SPECIALS) - {"<unk>"}
+        self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece not in hidden}
+
+    def encode(self, text: str) -> list[int]:
+        text = text.lower() if self._lowercase else text
+        if self.kind == "byte":
+            return [byte + len(SPECIALS) for byte in text.encode()]
+        get, unk = self._ids.get, self._unk
+        return [get(piece, unk) for piece in (learning.words(text) if self.kind == "word" else text)]
+
+    def decode(self, ids: list[int]) -> str:
+        if self.kind == "byte":
+            return bytes(i - len(SPECIALS) for i in ids if i >= len(SPECIALS)).decode(errors="replace")
+        return (" " if self.kind == "word" else "").join(self.pieces[i] for i in ids)
+
+    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
+        return _between(text, specials, self, "")
+
+    def payload(self) -> Any:
+        pieces = [] if self.kind == "byte" else list(self.pieces)
+        return {"pieces": pieces, "lowercase": self._lowercase}
+
+    @classmethod
+    def of(cls, kind: str, payload: Any) -> Table:
+        return cls(kind, learning.byte_pieces() if kind == "byte" else payload["pieces"], payload["lowercase"])
 
 
-def _with_specials(tokenizer: hf.Tokenizer) -> hf.Tokenizer:
-    # <unk> is left out so that decoding shows it.
-    tokenizer.add_special_tokens([hf.AddedToken(name, special=True) for name in SPECIALS if name != "<unk>"])
-    return tokenizer
+class Fast:
+    """A model of the `tokenizers` library: trained here (kinds bpe and unigram) or loaded (kind file)."""
+
+    def __init__(self, kind: str, model: hf.Tokenizer):
+        model.no_truncation()  # a loaded file may cut and pad, which is the pipeline's work
+        model.no_padding()
+        model.encode_special_tokens = True  # "</s>" in the data is four characters, not the end
+        self.kind = kind
+        self.model = model
+        size = max(model.get_vocab(with_added_tokens=True).values()) + 1
+        self.pieces = tuple(model.id_to_token(index) or "" for index in range(size))
+
+    @functools.cached_property
+    def _parser(self) -> hf.Tokenizer:
+        return hf.Tokenizer.from_str(self.model.to_str())  # the setting above is not part of the file
+
+    def encode(self, text: str) -> list[int]:
+        return self.model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.model.decode(ids, skip_special_tokens=True)
+
+    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
+        if self.kind == "file":
+            return self._parser.encode(text, add_special_tokens=False).ids
+        return _between(text, specials, self, " ")
+
+    def whole(self, text: str, pair: str | None = None) -> hf.Encoding:
+        """A text or pair with the special tokens that the file puts around them; their names in it are those tokens."""
+        return self._parser.encode(text, pair)
+
+    def payload(self) -> Any:
+        return json.loads(self.model.to_str())
+
+    @classmethod
+    def of(cls, kind: str, payload: Any) -> Fast:
+        return cls(kind, hf.Tokenizer.from_str(json.dumps(payload)))
+
+
+class Sentences:
+    """A loaded SentencePiece model."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, model: bytes):
+        self._bytes = model
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.pieces = tuple(self._model.id_to_piece(index) for index in range(len(self._model)))
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
+
+    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
+        return _between(text, specials, self, " ")
+
+    def payload(self) -> Any:
+        return base64.b64encode(self._bytes).decode()
+
+    @classmethod
+    def of(cls, kind: str, payload: Any) -> Sentences:
+        return cls(base64.b64decode(payload))
+
+
+def learn(config: TokenizerConfig, texts: Iterable[str]) -> Vocabulary:
+    """The vocabulary that `config` describes, from `texts`."""
+    if config.kind == "byte":
+        return Table("byte", learning.byte_pieces(), config.lowercase)
+    if config.kind == "character":
+        return Table("character", learning.characters(texts, config.lowercase), config.lowercase)
+    if config.kind == "word":
+        return Table("word", learning.frequent_words(texts, config.vocab, config.lowercase), config.lowercase)
+    if config.kind in ("bpe", "unigram"):
+        smallest = len(SPECIALS) + 256
+        if config.vocab < smallest:
+            raise ConfigError(
+                f"data.tokenizer.vocab: got {config.vocab}, expected at least {smallest} for {config.kind} "
+                f"(256 bytes and {len(SPECIALS)} special tokens); raise it or use kind byte or character"
+            )
+        train = learning.bpe if config.kind == "bpe" else learning.unigram
+        return Fast(config.kind, train(texts, config.vocab, config.lowercase))
+    kinds = "byte, character, word, bpe, unigram, file"
+    raise ConfigError(f"data.tokenizer.kind: got {config.kind!r}, expected one of {kinds}; change it")

@@ -14,10 +14,10 @@ import numpy as np
 from flax import linen as nn
 
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.data.tokenizers import Fast
+from jaxformer.data.vocabularies import Fast
 from jaxformer.decode import engine
 from jaxformer.decode.batching import Prompt
-from jaxformer.hf import calling, convert, files, generation, rewrite
+from jaxformer.hf import calling, convert, generation, rewrite, writing
 from jaxformer.hf.table import Convention, Family, Settings, families, same
 from jaxformer.hf.tokenizer import frame
 from jaxformer.model import Model
@@ -158,7 +158,7 @@ class Pretrained(Model):
         tensors = {**convert.write(chosen.rows(model, head), params, dtype), **chosen.constants(model)}
         if head in ("model", "bare", "encoder"):
             tensors = {name.removeprefix(chosen.prefix): make for name, make in tensors.items()}
-        files.write(directory, settings, tensors)
+        writing.write(directory, settings, tensors)
         self._save_tokenizer(Path(directory))
 
     def _expressed(self, model: ModelConfig, name: str | None) -> tuple[Family, str, dict[str, Any]]:

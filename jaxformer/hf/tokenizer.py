@@ -11,7 +11,8 @@ import tokenizers as fast
 from tokenizers import implementations
 
 from jaxformer.config import ConfigError
-from jaxformer.data.tokenizers import Fast, Sentences, Tokenizer, Tokenizers
+from jaxformer.data.tokenizers import Tokenizer, Tokenizers
+from jaxformer.data.vocabularies import Fast, Sentences
 from jaxformer.hf.table import Convention, Settings
 
 SENTENCEPIECE = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "spm.model")

@@ -25,7 +25,7 @@ from jaxformer.config import (
     StackConfig,
     TaskConfig,
 )
-from jaxformer.hf import convert, files, pretrained, table
+from jaxformer.hf import convert, files, pretrained, table, writing
 from jaxformer.models import build
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>", "the", "cat", "sat", "on", "a", "mat", "dog"]
@@ -47,7 +47,7 @@ def write_directory(directory, model_type, head, settings):
     settings = {"model_type": family.types[0], "architectures": [family.heads[head]], **settings}
     model = family.read(table.Settings(settings), head)
     params = nn.meta.unbox(jax.jit(lambda: build.initialise(build.build(model), jax.random.key(0)))())["params"]
-    files.write(directory, settings, convert.write(family.rows(model, head), params))
+    writing.write(directory, settings, convert.write(family.rows(model, head), params))
     write_tokenizer(directory)
     return model, params
 
@@ -195,7 +195,7 @@ def test_call_refuses(bert, arguments, message):
 def edited(directory, place, tensors=None, **settings):
     """A copy of a directory with other settings or tensors."""
     config = files.read_config(directory) | settings
-    files.write(place, config, {n: t.array() for n, t in files.open_tensors(directory).items()} | (tensors or {}))
+    writing.write(place, config, {n: t.array() for n, t in files.open_tensors(directory).items()} | (tensors or {}))
     return place
 
 

@@ -1,0 +1,122 @@
+"""Learning a vocabulary from text. The same texts always give the same vocabulary, on any machine and in any process.
+
+BPE and unigram work on bytes (in the visible alphabet GPT-2 introduced) inside the pieces of GPT-2's splitting pattern,
+with a space put before the text and taken away again after decoding. So every text can be written, decoding gives back
+the text (in Unicode's NFC form), and a word has the same pieces at the beginning of a sentence as inside one.
+"""
+
+from __future__ import annotations
+
+import io
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+
+import sentencepiece
+import tokenizers as hf
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>", "<cls>", "<sep>")
+"""Special tokens of every vocabulary learned here, in the order of their ids."""
+
+ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
+
+
+def words(text: str) -> list[str]:
+    """The whitespace-separated words of a text in NFC form."""
+    return unicodedata.normalize("NFC", text).split()
+
+
+def byte_pieces() -> tuple[str, ...]:
+    """The 256 bytes after the special tokens: ASCII as itself, the others as "<0xE4>"."""
+    return SPECIALS + tuple(chr(byte) if byte < 128 else f"<0x{byte:02X}>" for byte in range(256))
+
+
+def characters(texts: Iterable[str], lowercase: bool) -> tuple[str, ...]:
+    """Every character that occurs, in code point order."""
+    seen: set[str] = set()
+    for text in texts:
+        seen.update(text.lower() if lowercase else text)
+    return SPECIALS + tuple(sorted(seen))
+
+
+def frequent_words(texts: Iterable[str], size: int, lowercase: bool) -> tuple[str, ...]:
+    """The most frequent words (equally frequent ones in alphabetical order), `size` rows in all."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(words(text.lower() if lowercase else text))
+    ranked = sorted((word for word in counts if word not in SPECIALS), key=lambda word: (-counts[word], word))
+    return SPECIALS + tuple(ranked[: max(size - len(SPECIALS), 0)])
+
+
+def bpe(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
+    """Byte-pair encoding (Sennrich et al. 2016, https://arxiv.org/abs/1508.07909) over bytes."""
+    tokenizer = _around(models.BPE(), lowercase)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=2,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=list(ALPHABET),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _with_specials(tokenizer)
+
+
+def unigram(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
+    """The unigram language model of Kudo 2018 (https://arxiv.org/abs/1804.10959) over bytes.
+
+    The trainer of the `tokenizers` library depends on the order of a randomly seeded hash map: the same texts give
+    another vocabulary each time. SentencePiece's trainer does not, with one thread; what it learns is put into a model
+    of the `tokenizers` library.
+    """
+    tokenizer = _around(models.Unigram(), lowercase)
+    counts = Counter(ALPHABET)  # every byte once, so that every text can be written
+    for text in texts:
+        pieces = tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text))
+        counts.update(piece for piece, _ in pieces)
+    learned = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(f"{word}\t{counts[word]}" for word in sorted(counts)),
+        input_format="tsv",  # a word and how often it occurs
+        model_writer=learned,
+        model_type="unigram",
+        vocab_size=size,
+        hard_vocab_limit=False,  # fewer pieces from a small text
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        split_by_unicode_script=False,  # the words are split already
+        split_by_number=False,
+        split_by_whitespace=False,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        pad_piece="<pad>",
+        control_symbols=["<mask>", "<cls>", "<sep>"],
+        num_threads=1,  # several add up their counts in another order
+        minloglevel=2,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_proto=learned.getvalue())
+    # The library reads a 17-digit number back with another last digit; a rounded one survives saving.
+    scores = [(model.id_to_piece(index), round(model.get_score(index), 6)) for index in range(len(model))]
+    tokenizer.model = models.Unigram(scores, unk_id=SPECIALS.index("<unk>"))
+    return _with_specials(tokenizer)
+
+
+def _around(model: models.Model, lowercase: bool) -> hf.Tokenizer:
+    """A tokenizer with everything but its vocabulary."""
+    tokenizer = hf.Tokenizer(model)
+    steps = [normalizers.NFC(), *([normalizers.Lowercase()] if lowercase else []), normalizers.Prepend(" ")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def _with_specials(tokenizer: hf.Tokenizer) -> hf.Tokenizer:
+    # <unk> is left out so that decoding shows it.
+    tokenizer.add_special_tokens([hf.AddedToken(name, special=True) for name in SPECIALS if name != "<unk>"])
+    return tokenizer
