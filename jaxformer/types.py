@@ -10,7 +10,7 @@ Axis letters, used in annotations and einsums everywhere:
 
 from __future__ import annotations
 
-from typing import Any, Mapping, NamedTuple, Protocol, Self
+from typing import Any, Mapping, NamedTuple, Protocol, Self, runtime_checkable
 
 import flax.struct
 import jax
@@ -98,6 +98,15 @@ class State(Protocol):
 
     def rows(self, index: Array) -> Self:
         """The state whose row `i` is this one's row `index[i]`. `index` is int32 `[B']`; B' may differ from B."""
+        ...
+
+
+@runtime_checkable
+class Growing(State, Protocol):
+    """A state that holds slots, and can be begun with few of them."""
+
+    def grow(self, length: int) -> Self:
+        """The state with room for `length` slots, those that it has included."""
         ...
 
 

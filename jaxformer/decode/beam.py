@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import DecodeConfig
-from jaxformer.decode import bans, top, warp
+from jaxformer.decode import bans, growing, top, warp
 from jaxformer.decode.sample import Hypotheses, is_any
 from jaxformer.types import Array, Batch, Decodable, State
 
@@ -31,6 +31,10 @@ class Beams:
     parent: Array
     pool: Hypotheses
     done: Array
+
+    @property
+    def over(self) -> Array:
+        return jnp.all(self.done)
 
 
 def search(
@@ -74,11 +78,10 @@ def search(
         logits, state = model.step(last, state.rows((first + beams.parent).reshape(-1)))
         return extend(beams, logits, prompt, config, eos, limit), state
 
-    logits, state = model.start(batch, batch.target.tokens.shape[1] + length)
+    logits, state, room = growing.start(model, batch, length)
     begin = empty(rows, width, length, pad, limit)
     beams = extend(begin, jnp.repeat(logits, width, axis=0), prompt, config, eos, limit)
-    carry = (beams, state.rows(spread))
-    beams, _ = jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), advance, carry)
+    beams = growing.loop(advance, beams, state.rows(spread), room)
     return jax.tree.map(lambda x: x[:, : config.hypotheses], beams.pool)
 
 

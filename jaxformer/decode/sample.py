@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import DecodeConfig
-from jaxformer.decode import bans, top, warp
+from jaxformer.decode import bans, growing, top, warp
 from jaxformer.types import Array, Batch, Decodable, State
 
 
@@ -31,14 +31,17 @@ class Hypotheses(NamedTuple):
 
 @flax.struct.dataclass
 class Progress:
-    """The rows as far as they are, and what the model remembers of them."""
+    """The rows as far as they are."""
 
     step: Array  # int32 scalar: tokens chosen so far
     tokens: Array  # int32 [B, T]
     lengths: Array  # int32 [B]
     scores: Array  # float32 [B]
     finished: Array  # bool [B]
-    state: State
+
+    @property
+    def over(self) -> Array:
+        return jnp.all(self.finished)
 
 
 def sample(
@@ -96,12 +99,12 @@ def sample(
             finished=now.finished | is_any(token, eos) | (lengths >= limit),
         )
 
-    def advance(now: Progress) -> Progress:
-        last = jax.lax.dynamic_slice_in_dim(now.tokens, now.step - 1, 1, axis=1)
-        logits, state = model.step(last, now.state)
-        return choose(logits, now.replace(state=state))
+    def advance(carry: tuple[Progress, State]) -> tuple[Progress, State]:
+        now, state = carry
+        logits, state = model.step(jax.lax.dynamic_slice_in_dim(now.tokens, now.step - 1, 1, axis=1), state)
+        return choose(logits, now), state
 
-    logits, state = model.start(batch, batch.target.tokens.shape[1] + length)
+    logits, state, room = growing.start(model, batch, length)
     if draws > 1:
         spread = jnp.repeat(jnp.arange(count), draws)
         logits, state = logits[spread], state.rows(spread)
@@ -111,9 +114,8 @@ def sample(
         lengths=jnp.zeros(count * draws, jnp.int32),
         scores=jnp.zeros(count * draws, jnp.float32),
         finished=limit <= 0,
-        state=state,
     )
-    end = jax.lax.while_loop(lambda now: ~jnp.all(now.finished), advance, choose(logits, begin))
+    end = growing.loop(advance, choose(logits, begin), state, room)
     return Hypotheses(*(x.reshape(count, draws, *x.shape[1:]) for x in (end.tokens, end.lengths, end.scores)))
 
 

@@ -136,6 +136,11 @@ class TextState:
         """The state whose row i is this one's row `index[i]`."""
         return self.replace(tokens=self.tokens[index], segment=self.segment[index])
 
+    def grow(self, length: int) -> TextState:
+        """The state with room for `length` slots, the new ones empty."""
+        more = ((0, 0), (0, length - self.tokens.shape[1]))
+        return self.replace(tokens=jnp.pad(self.tokens, more), segment=jnp.pad(self.segment, more))
+
 
 class XLNet(Transformer):
     """An encoder whose parameters are those of `Transformer`, and `mask_embed` `[D]`, where the query stream starts."""

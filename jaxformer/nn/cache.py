@@ -64,3 +64,9 @@ class TransformerState:
             memory=jax.tree.map(layered, self.memory),
             memory_slots=jax.tree.map(flat, self.memory_slots),
         )
+
+    def grow(self, length: int) -> TransformerState:
+        """The state with room for `length` slots, the new ones empty."""
+        more = length - self.slots.segment.shape[1]
+        held = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))), self.held)
+        return self.replace(held=held, slots=jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, more))), self.slots))

@@ -18,7 +18,7 @@ from jaxformer.config import (
     RecurrentConfig,
     StackConfig,
 )
-from jaxformer.decode import engine
+from jaxformer.decode import engine, growing
 from jaxformer.decode.batching import stack
 from jaxformer.models import build
 
@@ -79,16 +79,24 @@ def assert_same(found, wanted):
 PAIRS = [("seq2seq", "beam"), ("decoder", "greedy"), ("decoder", "sample"), ("recurrent", "beam")]
 
 
+def test_room_doubles_up_to_the_length():
+    assert growing.sizes(64) == [64]
+    assert growing.sizes(10) == [10]
+    assert growing.sizes(300) == [64, 128, 256, 300]
+
+
 def whole(name, method):
     return run(name, prompts(name), dataclasses.replace(METHODS[method], batch=8), buckets=(12,))
 
 
 @pytest.mark.parametrize(("name", "method"), PAIRS)
-def test_results_do_not_depend_on_batch_mates_padding_or_order(name, method):
+def test_results_do_not_depend_on_batch_mates_padding_order_or_the_cache_s_growth(name, method, monkeypatch):
     given, order = prompts(name), [3, 0, 4, 1, 5, 2]
+    together = whole(name, method)
+    monkeypatch.setattr(growing, "FIRST", 3)
+    assert growing.sizes(8) == [3, 6, 8]
     config = dataclasses.replace(METHODS[method], batch=2)
     moved = run(name, [given[i] for i in order], config, buckets=(16,), rows=order)
-    together = whole(name, method)
     assert_same(moved, [together[i] for i in order])
     assert len({tuple(hypotheses[0].tokens) for hypotheses in together}) > 1
 

@@ -213,10 +213,10 @@ def test_generation_reads_the_whole_text_for_every_token():
 
     padded = np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]], np.int32)  # the second row is shorter
     prompt = Stream(np.where(padded, tokens[:, :5], 7), Slots(np.tile(np.arange(5, dtype=np.int32), (2, 1)), padded))
-    start = jax.jit(lambda batch: module.apply(variables, batch, 7, method=module.start))
+    start = jax.jit(lambda batch: module.apply(variables, batch, 5, method=module.start))
     logits, state = start(Batch(None, prompt))
     step = builders.apply(module, module.step)
-    _, state = step(variables, tokens[:, 4:5], state)
+    _, state = step(variables, tokens[:, 4:5], state.grow(7))
     last, _ = step(variables, tokens[:, 5:], state.rows(jnp.array([0, 1])))
     for row, size in enumerate((4, 2)):
         text = tokens[row : row + 1, :size]

@@ -1,0 +1,69 @@
+"""The loop of all decoding: one token a row and pass, in a cache that grows with the outputs.
+
+A pass reads the whole cache, so a cache made for the longest output from the start costs every pass of a short one.
+Here it begins with room for `FIRST` new tokens and doubles when that is used up: a loop a size, each compiled for its
+own, and entered only while there is something left to do. A state that cannot grow has all its room from the start.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple, Protocol, TypeVar
+
+import jax
+
+from jaxformer.types import Array, Batch, Decodable, Growing, State
+
+FIRST = 64
+
+
+class Search(Protocol):
+    """What a decoder knows beside the model's state."""
+
+    step: Array
+    """int32 scalar: tokens chosen so far."""
+
+    @property
+    def over(self) -> Array:
+        """bool scalar: no row goes on."""
+        ...
+
+
+S = TypeVar("S", bound=Search)
+
+
+class Room(NamedTuple):
+    """Slots of the prompt, and for how many new tokens there is room beside them, one loop after another."""
+
+    prompt: int
+    new: list[int]
+
+
+def sizes(length: int) -> list[int]:
+    """`FIRST`, doubled until `length` new tokens fit; the last is `length`."""
+    found = [min(FIRST, length)]
+    while found[-1] < length:
+        found.append(min(2 * found[-1], length))
+    return found
+
+
+def start(model: Decodable, batch: Batch, length: int) -> tuple[Array, State, Room]:
+    """Reads the prompts. Logits `[B, V]` of the next token, the state, and how it is to grow to `length` new tokens."""
+    room = Room(batch.target.tokens.shape[1], sizes(length))
+    logits, state = model.start(batch, room.prompt + room.new[0])
+    if len(room.new) > 1 and not isinstance(state, Growing):  # what was just traced is read by nobody, and not compiled
+        room = room._replace(new=[length])
+        logits, state = model.start(batch, room.prompt + length)
+    return logits, state, room
+
+
+def loop(advance: Callable[[tuple[S, State]], tuple[S, State]], search: S, state: State, room: Room) -> S:
+    """Advances until `search` is over: `advance` chooses a token for every row. `state` is as `start` made it."""
+    for size in room.new:
+
+        def goes_on(now: tuple[S, State], size: int = size) -> Array:
+            return ~now[0].over & (now[0].step < size)
+
+        if size > room.new[0]:
+            state = state.grow(room.prompt + size)
+        search, state = jax.lax.while_loop(goes_on, advance, (search, state))
+    return search
