@@ -126,6 +126,17 @@ def test_keeps_the_last_n_and_the_best_k_also_after_reopening(tmp_path):
     assert [directory.name for directory in ranked] == ["2", "8"]
 
 
+def test_what_a_kill_left_undeleted_goes_when_the_run_goes_on(tmp_path):
+    """Between the naming of a checkpoint and the deletion of an old one; the last save of a run has no successor."""
+    killed = opened(tmp_path, keep_last=3)
+    save_all(killed, [(1, None), (2, None), (3, None)])
+    killed.close()
+    again = opened(tmp_path, keep_last=2)
+    assert again.restore(abstract(state_at(0))).about["step"] == 3
+    again.close()
+    assert kept(tmp_path, "last") == [2, 3]
+
+
 def test_best_may_mean_most_and_nothing(tmp_path):
     most = opened(tmp_path / "most", metric="bleu", mode="max")
     for step, bleu in [(1, 20.0), (2, 30.0), (3, 25.0)]:

@@ -118,6 +118,8 @@ class Checkpoints:
             for broken, reason in damaged:
                 LOG.warning("checkpoint %s cannot be used (%s); going back to %s", broken, reason, directory)
             self._set_aside([broken for broken, _ in damaged])
+            if jax.process_index() == 0:  # a kill between naming a checkpoint and deleting an old one leaves both
+                self._storing(int(saved.state.step), self._forget)
             return saved
         if damaged:
             newest, reason = damaged[0]
@@ -191,7 +193,7 @@ class Checkpoints:
                 manifest.write(place)
                 self._publish(place, self.root / "last" / place.name)
                 self._keep_best(about["step"], about["values"])
-                self._delete(reading.directories(self.root / "last")[self.config.keep_last :])
+                self._forget()
         except BaseException as error:
             self.error = error
 
@@ -219,6 +221,10 @@ class Checkpoints:
             manifest.write(place)  # syncs
             self._publish(place, best / str(step))
         self._delete(reading.ranked(self.workdir, "best", self.config)[self.config.keep_best :])
+
+    def _forget(self) -> None:
+        """Deletes what newer checkpoints have taken the place of."""
+        self._delete(reading.directories(self.root / "last")[self.config.keep_last :])
 
     def _delete(self, directories: list[Path]) -> None:
         """Out of sight first: a checkpoint of which a part is deleted must not be found."""
