@@ -231,6 +231,7 @@ class Checkpoints:
         for directory in directories:
             gone = self.root / "saving" / f"deleted-{directory.parent.name}-{directory.name}"
             shutil.rmtree(gone, ignore_errors=True)
+            gone.parent.mkdir(exist_ok=True)
             directory.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
