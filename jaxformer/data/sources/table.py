@@ -107,6 +107,11 @@ def _value(record: dict[str, Any], role: str, column: str, where: str) -> str:
     if not isinstance(value, str):
         expected = "an integer or a string" if role == "label" else "a string"
         raise ConfigError(f"{where}: got {type(value).__name__} in column {column!r}, expected {expected}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON's escapes can name half a surrogate pair
+        got = ascii(value[error.start])
+        raise ConfigError(f"{where}: got {got} in column {column!r}, expected text that UTF-8 can hold") from error
     return value
 
 
