@@ -402,7 +402,9 @@ def _slow(folder: Path, reference: Path) -> dict[str, Any]:
 def soak(folder: Path, minutes: float) -> list[dict[str, Any]]:
     """The command itself, training with evaluation, decoding and checkpoints for so long; what grows is a leak."""
     workdir, path = folder / "soak", folder / "soak.py"
-    edits = dict(train__steps=10**7, train__evaluate_every=200, train__checkpoint_every=500, evaluate__decode_examples=8)
+    edits = dict(
+        train__steps=10**7, train__evaluate_every=200, train__checkpoint_every=500, evaluate__decode_examples=8
+    )
     edits |= dict(train__log_every=20, decode__max_length=8)
     path.write_text(
         f"import pathlib, sys\nsys.path.append({str(Path(__file__).parent)!r})\nimport tiny_runs\n\n\n"
