@@ -9,11 +9,9 @@ import functools
 import itertools
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from jaxformer.decode import engine  # noqa: E402
 from jaxformer.models import build  # noqa: E402
 from jaxformer.parallel import mesh as meshes  # noqa: E402
 from jaxformer.plan import chips, flops, program  # noqa: E402
-from jaxformer.train import loop, optim  # noqa: E402
+from jaxformer.train import loop, optim, workdir  # noqa: E402
 from jaxformer.train import step as steps  # noqa: E402
 from jaxformer.types import Batch, Slots, Stream, TrainState  # noqa: E402
 
@@ -259,14 +257,10 @@ def rows(task: Row) -> Iterator[Row]:
 
 
 def environment() -> Row:
-    device = jax.devices()[0]
-    versions = {"python": platform.python_version()}
-    return {
-        "device": device.device_kind,
-        "versions": versions | {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")},
-        "driver": device.client.platform_version,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }
+    device, about = jax.devices()[0], workdir.environment()
+    here = {"device": device.device_kind, "driver": device.client.platform_version}
+    here |= {name: about[name] for name in ("python", "versions", "commit")}
+    return here | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -20,8 +19,6 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 
 import gpu_shared as shared  # noqa: E402
-
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 try:
     import torch
