@@ -77,6 +77,8 @@ def decoder(recipe: tuple[str, ...], length: int, rows: int) -> tuple[str, ...]:
 BASE = (f"--config={CONFIGS}/transformer_base.py", *LEARN, "--config.data.buckets=()", "--config.model.dtype=bfloat16")
 STILL = tuple(f"--config.model.{side}.{part}dropout=0" for side in ("encoder", "decoder") for part in ("", "embed."))
 CHUNK = ("--config.model.head.chunk=4096",)
+# Norms and activations save several arrays a layer for the backward; recomputing all but products writes far less.
+REMAT = (f"{STACK}.remat=minimal",)
 # Of the loss curves: small, so that float32 without the fast units takes no time.
 CURVE = decoder(SMALL, 256, 16) + (
     f"{STACK}.layers=4", f"{STACK}.width=256", f"{STACK}.attention.heads=4", "--config.data.tokenizer.vocab=1000",
@@ -97,9 +99,11 @@ PARTS = (
     Part("seq2seq", "train", BASE, 50),
     Part("seq2seq-no-dropout", "train", BASE + STILL, 50),
     Part("attention", "attention", (), 60),
+    Part("124M@1k-remat", "train", decoder(SMALL, 1024, 32) + REMAT, 50),
+    Part("1.3B@1k-remat", "train", decoder(LARGE, 1024, 8) + REMAT, 60),
 )
-TOYS = ("correct", "124M@1k", "decode", "124M@1k-chunked", "seq2seq", "attention")
-"""One part of each kind."""
+TOYS = ("correct", "124M@1k", "decode", "seq2seq-no-dropout", "attention")
+"""One part of each kind. Their losses are chunked."""
 
 
 def toy(part: Part) -> Part:
@@ -111,8 +115,8 @@ def toy(part: Part) -> Part:
         f"--config.data.{size}" for size in ("tokenizer.vocab=60", "tokenizer.multiple=8", "length=16", "batch=4")
     ]
     small += ["--config.schedule.peak=3e-3", "--config.data.tokens=none"]
-    chunk = ["--config.model.head.chunk=16"] if CHUNK[0] in part.arguments else []
-    return Part(part.name, part.kind, (*part.arguments, *small, *chunk) if part.arguments else (), 0, part.peer)
+    small += ["--config.model.head.chunk=16"] if part.kind == "train" else []
+    return Part(part.name, part.kind, (*part.arguments, *small) if part.arguments else (), 0, part.peer)
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
