@@ -195,24 +195,24 @@ SHORT = (
 )  # fmt: skip
 
 
-def runs(arguments: argparse.Namespace) -> list[tuple[str, list[str], float]]:
-    """Name, config arguments and guessed seconds of each whole run whose data is there."""
-    short = list(SHORT) if arguments.toy else []
-    found = []
-    if arguments.shakespeare:
-        where = f"--config.data.dir={Path(arguments.shakespeare).absolute()}"
-        found.append(("shakespeare_char:gpu", [f"--config={SHAKESPEARE}", where, *short], 120))
-    if arguments.multi30k:
-        where = f"--config.data.dir={Path(arguments.multi30k).absolute()}"
-        for seed in range(3):
-            edits = [f"--config={MULTI30K}", where, f"--config.train.seed={seed}"]
-            found.append((f"multi30k_tiny seed {seed}", edits, 240))
-    return found
+RUNS = ("shakespeare_char", *(f"multi30k_tiny-{seed}" for seed in range(3)))
+
+
+def run_of(name: str, arguments: argparse.Namespace) -> tuple[list[str], float] | str:
+    """Config arguments and guessed seconds of a whole run, or the option that says where its data is."""
+    option = "shakespeare" if name == "shakespeare_char" else "multi30k"
+    folder = getattr(arguments, option)
+    if not folder:
+        return f"--{option}=DIR"
+    where = f"--config.data.dir={Path(folder).absolute()}"
+    if option == "shakespeare":
+        return [f"--config={SHAKESPEARE}", where, *(SHORT if arguments.toy else ())], 120
+    return [f"--config={MULTI30K}", where, f"--config.train.seed={name[-1]}"], 240
 
 
 def whole(name: str, config: list[str], folder: Path, clock: Clock) -> Row:
     """`jaxformer train` to its end, and for translation the scores of the test split."""
-    workdir, command = folder / name.replace(" ", "-").replace(":", "-"), [sys.executable, "-m", "jaxformer"]
+    workdir, command = folder / name, [sys.executable, "-m", "jaxformer"]
     begun = time.monotonic()
     train = [*command, "train", *config, f"--workdir={workdir}", f"--config.data.cache={folder / 'cache'}"]
     _, error, problem = child(train, clock.left)
@@ -220,10 +220,13 @@ def whole(name: str, config: list[str], folder: Path, clock: Clock) -> Row:
         return {"skipped" if problem == LATE else "failed": problem, "message": error[-3000:]}
     row: Row = {"train_seconds": time.monotonic() - begun}
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    bad = shared.wrong([line["loss"] for line in lines if line["split"] == "train"], 1)
+    if bad:
+        return row | {"failed": bad}
     losses = [line["loss"] for line in lines if line["split"] == "validation"]
     row |= {"steps": lines[-1]["step"], "validation_loss": losses[-1], "best_validation_loss": min(losses)}
     row |= {key: json.loads((workdir / "environment.json").read_text())[key] for key in ("devices", "versions")}
-    if "shakespeare" in name:
+    if name == "shakespeare_char":
         row["published_loss"] = PUBLISHED
     else:
         begun = time.monotonic()
@@ -242,7 +245,7 @@ COLUMNS = {"rows x length": 15, "tokens/s": 12, "ms": 10, "spread": 8, "GiB": 8,
 
 
 def header() -> str:
-    return f"{'part':<20}{'of':<11}" + "".join(f"{name:>{size}}" for name, size in COLUMNS.items())
+    return f"{'part':<24}{'of':<10}" + "".join(f"{name:>{size}}" for name, size in COLUMNS.items())
 
 
 def line(part: str, system: str, row: Row) -> str:
@@ -259,7 +262,7 @@ def line(part: str, system: str, row: Row) -> str:
         "ratio": number(row, "ratio", ".2f"),
     }
     filled = "".join(f"{cells[name]:>{size}}" for name, size in COLUMNS.items())
-    return f"{part:<20}{system:<11}{filled}  {note(row)}".rstrip()
+    return f"{part:<24}{system:<10}{filled}  {note(row)}".rstrip()
 
 
 def number(row: Row, name: str, form: str) -> str:
@@ -270,7 +273,7 @@ def note(row: Row) -> str:
     words = [row.get("check", ""), *sorted(set(row.get("kernels", {}).values()))]
     words += [f"{key} {row[key]:.1e}" for key in DIFFERENCES if key in row]
     words += [f"{key}: {row[key]}" for key in ("skipped", "failed") if key in row]
-    words += [f"{key} {row[key]:.4g}" for key in WHOLE if key in row]
+    words += [f"{key} {row[key]:.5g}" for key in WHOLE if key in row]
     return ", ".join(filter(None, words))
 
 
@@ -300,7 +303,7 @@ class Report:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="after which nothing runs any more")
-    parser.add_argument("--only", default="", help="names of parts, separated by commas")
+    parser.add_argument("--only", default="", help="names of parts (with --train: of runs), separated by commas")
     parser.add_argument("--torch", default=sys.executable, help="the Python that has torch")
     parser.add_argument("--train", action="store_true", help="whole runs in place of the table")
     parser.add_argument("--shakespeare", default="", help="folder that holds input.txt")
@@ -308,9 +311,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--toy", action="store_true", help="every kind of part, tiny; the figures say nothing")
     parser.add_argument("--output", default=str(RESULTS))
     arguments = parser.parse_args(argv)
-    unknown = set(filter(None, arguments.only.split(","))) - {part.name for part in PARTS}
+    known = RUNS if arguments.train else tuple(part.name for part in PARTS)
+    unknown = [name for name in filter(None, arguments.only.split(",")) if name not in known]
     if unknown:
-        parser.error(f"--only: got {', '.join(unknown)}, expected some of {', '.join(part.name for part in PARTS)}")
+        parser.error(f"--only: got {', '.join(unknown)}, expected some of {', '.join(known)}")
     clock = Clock(arguments.minutes)
     report = Report(arguments.output, [Path(__file__).name, *(sys.argv[1:] if argv is None else argv)])
     print(header())
@@ -333,14 +337,14 @@ def table(arguments: argparse.Namespace, clock: Clock, report: Report) -> None:
 
 def whole_runs(arguments: argparse.Namespace, clock: Clock, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for name, config, seconds in runs(arguments):
-            if clock.left < seconds:
+        for name in [name for name in RUNS if not arguments.only or name in arguments.only.split(",")]:
+            found = run_of(name, arguments)
+            if isinstance(found, str):
+                report.add(name, {"skipped": f"needs {found}"})
+            elif clock.left < found[1]:
                 report.add(name, {"skipped": "no time left"})
-                continue
-            report.add(name, whole(name, config, Path(folder), clock))
-        for name in ("shakespeare", "multi30k"):
-            if not getattr(arguments, name):
-                report.add(name, {"skipped": f"needs --{name}=DIR"})
+            else:
+                report.add(name, whole(name, found[0], Path(folder), clock))
 
 
 if __name__ == "__main__":

@@ -100,6 +100,8 @@ def test_what_does_not_fit_the_minutes_is_named(tmp_path, capsys):
     gpu = script("gpu")
     assert gpu.main(["--minutes=0", "--only=1.3B@1k,decode", f"--output={tmp_path / 'rows.jsonl'}"]) == 0
     assert "skipped: 1.3B@1k (jaxformer: no time left); " in capsys.readouterr().out
+    assert gpu.main(["--train", "--only=multi30k_tiny-2", "--output="]) == 0
+    assert "skipped: multi30k_tiny-2 (jaxformer: needs --multi30k=DIR)" in capsys.readouterr().out
     assert gpu.child([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], 1)[0::2] == (
         "1\n",
         gpu.LATE,
