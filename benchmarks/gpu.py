@@ -85,7 +85,7 @@ CURVE = decoder(SMALL, 256, 16) + (
 )  # fmt: skip
 
 PARTS = (
-    Part("correct", "correct", CURVE, 60),
+    Part("correct", "correct", CURVE, 90),
     Part("124M@1k", "train", decoder(SMALL, 1024, 32), 50, peer=True),
     Part("1.3B@1k", "train", decoder(LARGE, 1024, 8), 60, peer=True),
     Part("decode", "decode", decoder(SMALL, 1024, 1), 60),

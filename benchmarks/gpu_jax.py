@@ -172,16 +172,16 @@ def peak_flops() -> float | None:
 
 
 def correct(arguments: list[str], toy: bool) -> Iterator[Row]:
-    """Rows of the kernel (on a CPU, why there is none, and the blockwise one in its place), and of the loss curves."""
+    """Rows of the loss curves, and of the kernel: on a CPU why there is none, and the blockwise one in its place."""
     length = 16 if toy else 256
     lacks, kernel = gpu_attention.lacking(length), "cudnn"
     if lacks:
         kernel = "blockwise"
         yield {"check": "cudnn", "skipped": f"not available: needs {lacks}"}
+    yield {"check": "bfloat16 losses"} | shared.guarded(functools.partial(curves, arguments, 6 if toy else 30))
     for name in ("packed",) if toy else gpu_attention.CASES:
         check = functools.partial(gpu_attention.compare, kernel, name, length)
         yield {"check": f"{kernel} {name}"} | shared.guarded(check)
-    yield {"check": "bfloat16 losses"} | shared.guarded(functools.partial(curves, arguments, 6 if toy else 30))
 
 
 def curves(arguments: list[str], count: int) -> Row:
