@@ -2,7 +2,13 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+
+import pytest
+
+from jaxformer import overrides
+from jaxformer.plan import program
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,3 +48,61 @@ def test_a_mesh_of_pipeline_fsdp_and_tensor_trains_and_decodes_as_one_device(tmp
     (row,) = (json.loads(line) for line in output.read_text().splitlines())
     assert row["holds"] and row["difference"] < 2e-5 and row["decoding"] and row["initial"]
     assert row["share"]["params"] < 0.25 and not row["rematerialised"]
+
+
+def test_a_gpu_is_measured_by_one_command(tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    assert script("gpu").main(["--toy", f"--output={output}"]) == 0, capsys.readouterr().out
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    ours = [row for row in rows if row["system"] == "jaxformer"]
+    assert all(row["device"] == "cpu" and row["versions"]["jax"] and row["date"] for row in ours)
+    refused, *others = ours
+    assert refused["skipped"] == "not available: needs an NVIDIA GPU"
+    assert {row["part"] for row in others} == set(script("gpu").TOYS)
+    for row in others:
+        measured = {"correct": "check", "attention": "step_ms"}.get(row["part"], "tokens_per_second")
+        assert row[measured] and "failed" not in row and "skipped" not in row
+    (peer,) = (row for row in rows if row["system"] == "torch")
+    assert "skipped" in peer or peer["ratio"] > 0  # torch need not be there
+
+
+def test_the_parts_of_the_gpu_benchmark_are_the_models_they_are_named_after():
+    sizes = {}
+    for part in script("gpu").PARTS:
+        if part.arguments:
+            config = program.resolve(overrides.parse(list(part.arguments)))
+            stack = config.model.decoder
+            heads = stack.attention.heads * (stack.attention.head_width or stack.width // stack.attention.heads)
+            matrices = 4 * stack.width * heads + 2 * stack.width * (stack.ffn.width or 4 * stack.width)
+            sizes[part.name] = (stack.layers * matrices + stack.embed.vocab * stack.width, config.data.length)
+    assert sizes["124M@1k"] == (pytest.approx(124e6, rel=0.01), 1024)
+    assert sizes["350M@4k"] == (pytest.approx(355e6, rel=0.01), 4096)
+    assert sizes["1.3B@1k"] == (pytest.approx(1.31e9, rel=0.01), 1024)
+
+
+@pytest.mark.parametrize(
+    ("losses", "reason"),
+    [
+        ([3.0, 2.0, 1.0, 1.5], None),
+        ([3.0, float("nan"), 1.0, 1.0], "not finite"),
+        ([2.0, 1.0, 2.0, 1.0], "did not fall"),
+    ],
+)
+def test_a_gpu_run_that_does_not_learn_has_no_figures(losses, reason):
+    script("gpu")
+    import gpu_shared
+
+    found = gpu_shared.wrong(losses, 2)
+    assert found is None if reason is None else reason in found
+
+
+def test_what_does_not_fit_the_minutes_is_named(tmp_path, capsys):
+    gpu = script("gpu")
+    assert gpu.main(["--minutes=0", "--only=1.3B@1k,decode", f"--output={tmp_path / 'rows.jsonl'}"]) == 0
+    assert "skipped: 1.3B@1k (jaxformer: no time left); " in capsys.readouterr().out
+    assert gpu.main(["--train", "--only=multi30k_tiny-2", "--output="]) == 0
+    assert "skipped: multi30k_tiny-2 (jaxformer: needs --multi30k=DIR)" in capsys.readouterr().out
+    assert gpu.child([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], 1)[0::2] == (
+        "1\n",
+        gpu.LATE,
+    )
