@@ -57,11 +57,18 @@ def test_auto_says_what_it_takes_and_why(edits, name, reason):
 
 
 @pytest.mark.parametrize(
-    ("capability", "width", "reason"), [(9.0, 256, None), (8.0, 256, "up to 128"), (9.0, 36, "256")]
+    ("capability", "edits", "reason"),
+    [
+        (9.0, {"head_width": 256}, None),
+        (8.0, {"head_width": 256}, "up to 128"),
+        (9.0, {"head_width": 36}, "256"),
+        (9.0, {"keys": 511}, "even numbers of slots, not 512 x 511"),
+        (9.0, {"queries": 1}, "even"),
+    ],
 )
-def test_cudnn_is_taken_where_the_gpu_can(monkeypatch, capability, width, reason):
+def test_cudnn_is_taken_where_the_gpu_can(monkeypatch, capability, edits, reason):
     monkeypatch.setattr("jaxformer.nn.kernels.cudnn._capability", lambda: capability)
-    name, why = kernels.choose(AttentionConfig(heads=8), SITE._replace(platform="gpu", head_width=width))
+    name, why = kernels.choose(AttentionConfig(heads=8), SITE._replace(platform="gpu", **edits))
     assert (name == "cudnn") == (reason is None)
     assert reason is None or reason in why
 

@@ -56,6 +56,8 @@ def _lacks(site: Site) -> str | None:
     widest = 256 if capability >= 9.0 else 128
     if site.head_width % 8 or site.head_width > widest:
         return f"a head width of a multiple of 8 up to {widest}, not {site.head_width}"
+    if site.queries % 2 or site.keys % 2:  # JAX refuses the backward of a masked one, and a decoded token is one query
+        return f"even numbers of slots, not {site.queries} x {site.keys}"
     return None
 
 
