@@ -4,6 +4,8 @@ import os
 import tempfile
 from importlib import metadata
 
+import shapes
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 flags = ["--xla_force_host_platform_device_count=8"]
 # Compiling is nearly all that small tests do: leave out the passes that only make large programs faster.
@@ -13,3 +15,4 @@ if metadata.version("jaxlib").startswith("0.10."):
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(flags)
 os.environ.setdefault("JAXFORMER_CACHE", tempfile.mkdtemp(prefix="jaxformer-tests-"))
+shapes.install()
