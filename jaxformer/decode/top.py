@@ -21,7 +21,7 @@ def top_k(x: Float[Array, "B V"], k: int) -> tuple[Float[Array, "B k"], Int[Arra
     rows, width = x.shape
     blocks = width // BLOCK
     if blocks <= 2 * k:
-        return jax.lax.top_k(x, k)
+        return tuple(jax.lax.top_k(x, k))
     # A slice and a tail rather than padding, which the CPU compiler turns into a slow element-wise gather.
     whole, tail = x[:, : blocks * BLOCK].reshape(rows, blocks, BLOCK), x[:, blocks * BLOCK :]
     # Ascending block order keeps the candidates in order of index, so that ties break the same way.

@@ -20,6 +20,10 @@ from jaxformer.nn.layers import Dense, Dropout, Norm
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree, Slots
 
+Consts = dict[str, PyTree]
+"""What all steps read: the recurrent product's `bias` `[G, W]` and dropout's `keep` `[B, W]`, or None; and what a step
+with attention needs, its `memory` and a parameter."""
+
 
 class Gates(nn.Module):
     """The parameters of one cell: `[D, G, W]` for the input, `[W, G, W]` for the recurrence.
@@ -33,16 +37,14 @@ class Gates(nn.Module):
     dropout: float = 0.0
 
     @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"]
-    ) -> tuple[Float[Array, "T B G W"], Float[Array, "W GW"], dict[str, Array | None]]:
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "T B G W"], Float[Array, "W GW"], Consts]:
         """The input's share of all gates, computed before the loop as one matmul; the recurrent kernel; and the
         constants that `recur` reads."""
         cell, width = CELLS[self.cell], self.width
         names = ("embed", None, "ffn")
         inputs = Dense((x.shape[-1], cell.gates, width), names, name="input")(x.swapaxes(0, 1))
         kernel = self.param("recurrent", nn.with_logical_partitioning(orthogonal, names), (width, cell.gates, width))
-        consts: dict[str, Array | None] = {"bias": None, "keep": None}
+        consts: Consts = {"bias": None, "keep": None}
         if cell.bias:
             init = nn.with_logical_partitioning(nn.initializers.zeros_init(), (None, "ffn"))
             consts["bias"] = self.param("recurrent_bias", init, (cell.gates, width))
@@ -51,7 +53,7 @@ class Gates(nn.Module):
         return inputs, kernel.reshape(width, -1).astype(x.dtype), consts
 
 
-def recur(cell: Cell, dot: Dot, consts: dict[str, Array | None], carry: Carry, inputs: Float[Array, "B G W"]) -> Carry:
+def recur(cell: Cell, dot: Dot, consts: Consts, carry: Carry, inputs: Float[Array, "B G W"]) -> Carry:
     """One step of `cell` from `carry`, given the input's share of the gates."""
     h = carry[0] if consts["keep"] is None else carry[0] * consts["keep"]
     recurrent = dot("recurrent", h).reshape(inputs.shape)
