@@ -22,7 +22,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int, Num
 
 from jaxformer.config import ConfigError, EncodingConfig, PermutationConfig, StackConfig
 from jaxformer.models.transformer import Transformer
@@ -162,7 +162,7 @@ class XLNet(Transformer):
         self,
         source: Stream,
         hidden: Bool[Array, "B T T"] | None = None,
-        targets: Float[Array, "B M T"] | None = None,
+        targets: Num[Array, "B M T"] | None = None,
         memory: Float[Array, "L B S D"] | None = None,
     ) -> Streams:
         """Runs both streams over `source` `[B, T]`.
@@ -244,7 +244,7 @@ def see(
     config: StackConfig,
     source: Stream,
     hidden: Bool[Array, "B T T"] | None,
-    targets: Float[Array, "B M T"] | None,
+    targets: Num[Array, "B M T"] | None,
     held: int,
 ) -> View:
     """The masks and kinds of `source` `[B, T]` behind `held` slots of memory, which all slots see."""

@@ -214,7 +214,7 @@ def over_time(
 
 
 def by_row(x: Shaped[Array, "T B *rest"]) -> Shaped[Array, "T B *rest"]:
-    """Lays it out by its batch axis alone."""
+    """`x`, laid out by its batch axis alone."""
     return constrain(x, None, "batch", *(None,) * (x.ndim - 2))
 
 
