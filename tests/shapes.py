@@ -5,9 +5,10 @@ and shardings build of a structure holds other things than arrays, and a Linen m
 within functions are not either: they would be compiled anew, checks and all, at each call of what is around them.
 """
 
+from numbers import Integral, Real
 from typing import Callable
 
-from beartype import BeartypeConf, beartype
+from beartype import BeartypeConf, BeartypeHintOverrides, beartype
 from jaxtyping import install_import_hook
 
 ROOMS = (
@@ -20,7 +21,8 @@ ROOMS = (
     "jaxformer.parallel.pipeline",
 )
 
-_typed = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int does for a float
+# numpy's numbers do for Python's, and an int for a float
+_typed = beartype(conf=BeartypeConf(hint_overrides=BeartypeHintOverrides({int: Integral, float: Real})))
 
 
 def install() -> None:

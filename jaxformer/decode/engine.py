@@ -130,7 +130,7 @@ def run(
     source_pad: int = 0,
     buckets: tuple[int, ...] = (),
     room: int | None = None,
-    rows: Sequence[int] | None = None,
+    rows: Sequence[int] | np.ndarray | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[Hypothesis]]:
     """Decodes prompts of any lengths; result i belongs to prompt i and holds up to `config.hypotheses`, best first.
