@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Float, Float32, Int32, Shaped
 
 from jaxformer.parallel import shards
 from jaxformer.types import Array, Projection, PyTree
@@ -29,19 +30,19 @@ class Rows(NamedTuple):
     axes: tuple[str, ...] = ()
     first: Array | int = 0
 
-    def numbers(self, logits: Array) -> Array:
-        """int32, of the rows of `logits`, in its shape."""
+    def numbers(self, logits: Float[Array, "*batch V"]) -> Int32[Array, "*batch V"]:
+        """Of the rows of `logits`."""
         return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + self.first
 
     def sum(self, tree: PyTree) -> PyTree:
         """Sums of parts made whole."""
         return jax.lax.psum(tree, self.axes) if self.axes else tree
 
-    def max(self, x: Array) -> Array:
+    def max(self, x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
         """The largest of all parts'."""
         return jax.lax.pmax(x, self.axes) if self.axes else x
 
-    def min(self, x: Array) -> Array:
+    def min(self, x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
         """The smallest of all parts'."""
         return jax.lax.pmin(x, self.axes) if self.axes else x
 
@@ -66,7 +67,7 @@ class _Layout(NamedTuple):
         bias = None if of.bias is None else PartitionSpec(self.vocab)
         return of.replace(hidden=self.tokens, table=PartitionSpec(self.vocab, self.width), bias=bias)
 
-    def rows(self, table: Array) -> Rows:
+    def rows(self, table: Float[Array, "V D"]) -> Rows:
         """Those of a device's part of the table."""
         return Rows(self.vocab, jax.lax.axis_index(self.vocab) * table.shape[0] if self.vocab else 0)
 
@@ -135,26 +136,28 @@ def _run(where: _Layout, local: Callable, in_specs: PyTree, out_specs: PyTree) -
     return local if shards.alone() else shards.shard(local, in_specs, out_specs)
 
 
-def _table(where: _Layout, projection: Projection) -> Array:
+def _table(where: _Layout, projection: Projection) -> Float[Array, "V D"]:
     """A device's rows of the table at their whole width, in the precision of the hidden states."""
     table = projection.table.astype(projection.hidden.dtype)
     return jax.lax.all_gather(table, where.width, axis=1, tiled=True) if where.width else table
 
 
-def _logits(x: Array, table: Array, bias: Array | None) -> Array:
+def _logits(
+    x: Float[Array, "N D"], table: Float[Array, "V D"], bias: Float[Array, " V"] | None
+) -> Float32[Array, "N V"]:
     logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=jnp.float32)
     return logits if bias is None else logits + bias
 
 
-def _cut(x: Array, chunk: int) -> Array:
-    """`[B, T, ...]` as `[chunks, N, ...]`, the last chunk filled up with zeros."""
+def _cut(x: Shaped[Array, "B T *rest"], chunk: int) -> Shaped[Array, "chunks N *rest"]:
+    """In chunks of N tokens, the last chunk filled up with zeros."""
     x = x.reshape(-1, *x.shape[2:])
     chunk = min(chunk, x.shape[0])
     x = jnp.pad(x, [(0, -x.shape[0] % chunk)] + [(0, 0)] * (x.ndim - 1))
     return x.reshape(-1, chunk, *x.shape[1:])
 
 
-def _join(tree: PyTree, like: Array) -> PyTree:
+def _join(tree: PyTree, like: Float[Array, "B T D"]) -> PyTree:
     """The inverse of `_cut`, for tokens `[B, T]` as many as those of `like`."""
     batch, length = like.shape[:2]
     whole = lambda x: x.reshape(-1, *x.shape[2:])[: batch * length].reshape(batch, length, *x.shape[2:])  # noqa: E731

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int, Num
 
 from jaxformer import chunks
 from jaxformer.chunks import ALL, Rows
@@ -14,13 +15,13 @@ from jaxformer.types import Array, Projection
 
 
 def cross_entropy(
-    logits: Array | Projection,
-    labels: Array,
-    weights: Array,
+    logits: Float[Array, "*batch V"] | Projection,
+    labels: Int[Array, "*batch"],
+    weights: Num[Array, "*batch"],
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     classes: int | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
     """The weighted sum of the slots' losses, in nats, and the sum of the weights.
 
     One slot with normaliser Z = sum_v exp(logits_v), real classes 1..C and smoothing e costs
@@ -32,10 +33,9 @@ def cross_entropy(
     probabilities are stored.
 
     Args:
-      logits: float `[..., V]`, finite; computed with in float32. A `Projection` is never multiplied out: memory is
+      logits: finite; computed with in float32. A `Projection` is never multiplied out: memory is
         then that of one chunk, and of a gradient of the table.
-      labels: int `[...]`, below `classes`. Where the weight is 0 they may be anything, also out of range.
-      weights: float `[...]`.
+      labels: below `classes`. Where the weight is 0 they may be anything, also out of range.
       label_smoothing: e, the share of the target spread evenly over the real classes.
       z_loss: z, the weight of the squared log normaliser (1e-4 in PaLM).
       classes: C, the first rows of V that exist; the others only pad the vocabulary. None: all.
@@ -56,8 +56,10 @@ class _Formula(NamedTuple):
     z_loss: float
     classes: int
 
-    def losses(self, logits: Array, labels: Array, rows: Rows = ALL) -> tuple[Array, Array]:
-        """Losses and log Z `[...]` of logits `[..., V]`."""
+    def losses(
+        self, logits: Float32[Array, "*batch V"], labels: Int[Array, "*batch"], rows: Rows = ALL
+    ) -> tuple[Float32[Array, "*batch"], Float32[Array, "*batch"]]:
+        """Losses and log Z."""
         top = rows.max(jnp.max(logits, axis=-1))
         label = labels - rows.first
         here = (label >= 0) & (label < logits.shape[-1])
@@ -73,7 +75,7 @@ class _Formula(NamedTuple):
         losses = log_z - (1.0 - self.smoothing) * picked - self.smoothing / self.classes * real
         return losses + self.z_loss * jnp.square(log_z), log_z
 
-    def sum_of_real(self, logits: Array, rows: Rows) -> Array:
+    def sum_of_real(self, logits: Float32[Array, "*batch V"], rows: Rows) -> Float32[Array, "*batch"]:
         """Of the logits of rows that exist."""
         if self.classes == logits.shape[-1] and not rows.axes:
             return jnp.sum(logits, axis=-1)
@@ -81,8 +83,15 @@ class _Formula(NamedTuple):
         real = (rows.numbers(logits[(0,) * (logits.ndim - 1)]) < self.classes).astype(logits.dtype)
         return jnp.einsum("...v,v->...", logits, real, precision=jax.lax.Precision.HIGHEST)
 
-    def gradient(self, logits: Array, labels: Array, log_z: Array, cotangent: Array, rows: Rows = ALL) -> Array:
-        """Of the losses times `cotangent` `[...]`, with respect to the logits."""
+    def gradient(
+        self,
+        logits: Float32[Array, "*batch V"],
+        labels: Int[Array, "*batch"],
+        log_z: Float32[Array, "*batch"],
+        cotangent: Float32[Array, "*batch"],
+        rows: Rows = ALL,
+    ) -> Float32[Array, "*batch V"]:
+        """Of the losses times `cotangent`, with respect to the logits."""
         pull = cotangent * (1.0 + 2.0 * self.z_loss * log_z)
         number = rows.numbers(logits)
         gradient = jnp.exp(logits - log_z[..., None]) * pull[..., None]
@@ -96,16 +105,22 @@ class _Formula(NamedTuple):
 # Autodiff of the same formula keeps a second [..., V] array, the exponentials, alive beside the logits. Recomputing
 # them lets the gradient take the logits' place in memory: half the peak of this part and about 15 % less time on CPU.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _whole(formula: _Formula, logits: Array, labels: Array) -> Array:
+def _whole(
+    formula: _Formula, logits: Float32[Array, "*batch V"], labels: Int[Array, "*batch"]
+) -> Float32[Array, "*batch"]:
     return formula.losses(logits, labels)[0]
 
 
-def _whole_forward(formula: _Formula, logits: Array, labels: Array) -> tuple[Array, tuple]:
+def _whole_forward(
+    formula: _Formula, logits: Float32[Array, "*batch V"], labels: Int[Array, "*batch"]
+) -> tuple[Float32[Array, "*batch"], tuple]:
     losses, log_z = formula.losses(logits, labels)
     return losses, (logits, labels, log_z)
 
 
-def _whole_backward(formula: _Formula, kept: tuple, cotangent: Array) -> tuple[Array, None]:
+def _whole_backward(
+    formula: _Formula, kept: tuple, cotangent: Float32[Array, "*batch"]
+) -> tuple[Float32[Array, "*batch V"], None]:
     return formula.gradient(*kept, cotangent), None
 
 
@@ -113,16 +128,18 @@ _whole.defvjp(_whole_forward, _whole_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _projected(formula: _Formula, projection: Projection, labels: Array) -> Array:
+def _projected(formula: _Formula, projection: Projection, labels: Int[Array, "B T"]) -> Float32[Array, "B T"]:
     return _projected_forward(formula, projection, labels)[0]
 
 
-def _projected_forward(formula: _Formula, projection: Projection, labels: Array) -> tuple[Array, tuple]:
+def _projected_forward(
+    formula: _Formula, projection: Projection, labels: Int[Array, "B T"]
+) -> tuple[Float32[Array, "B T"], tuple]:
     losses, log_z = chunks.each(formula.losses, projection, labels)
     return losses, (projection, labels, log_z)
 
 
-def _projected_backward(formula: _Formula, kept: tuple, cotangent: Array) -> tuple[Projection, None]:
+def _projected_backward(formula: _Formula, kept: tuple, cotangent: Float32[Array, "B T"]) -> tuple[Projection, None]:
     projection, labels, log_z = kept
     gradient = lambda logits, data, rows: formula.gradient(logits, *data, rows)  # noqa: E731
     gradients = chunks.pull(gradient, projection, (labels, log_z, cotangent))

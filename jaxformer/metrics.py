@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import ArrayLike, Float, Float32, Int, Num
 
 from jaxformer import chunks
 from jaxformer.types import Array, Projection, Sums
@@ -37,7 +38,7 @@ def add(left: Sums, right: Sums) -> Sums:
     return {name: tuple(_plus(*parts) for parts in zip(left[name], right[name], strict=True)) for name in left}
 
 
-def _plus(left: Array | np.ndarray, right: Array | np.ndarray) -> Array | np.ndarray:
+def _plus(left: ArrayLike, right: ArrayLike) -> ArrayLike:
     if isinstance(left, jax.Array) or isinstance(right, jax.Array):
         return left + right
     return np.add(left, right, dtype=np.float64)
@@ -52,28 +53,32 @@ def divide(sums: Sums) -> dict[str, float]:
     return {name: _quotient(*pair) for name, pair in jax.device_get(dict(sums)).items()}
 
 
-def _quotient(numerator: np.ndarray, denominator: np.ndarray) -> float:
+def _quotient(numerator: ArrayLike, denominator: ArrayLike) -> float:
     numerator, denominator = (np.atleast_1d(np.asarray(part, np.float64)) for part in (numerator, denominator))
     counted = denominator != 0
     return float(np.mean(numerator[counted] / denominator[counted])) if counted.any() else math.nan
 
 
-def accuracy(logits: Array | Projection, labels: Array, weights: Array) -> tuple[Array, Array]:
-    """Sums of the share of labels `[...]` that are the highest of `logits` `[..., V]`."""
+def accuracy(
+    logits: Float[Array, "*batch V"] | Projection, labels: Int[Array, "*batch"], weights: Num[Array, "*batch"]
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """Sums of the share of labels that are the highest of `logits`."""
     weights = weights.astype(jnp.float32)
     best = chunks.each(_best, logits, ()) if isinstance(logits, Projection) else jnp.argmax(logits, axis=-1)
     return jnp.sum((best == labels) * weights), jnp.sum(weights)
 
 
-def _best(logits: Array, _: tuple, rows: chunks.Rows) -> Array:
-    """`[N]`: the number of the highest row, the first of several."""
+def _best(logits: Float[Array, "N V"], _: tuple, rows: chunks.Rows) -> Int[Array, " N"]:
+    """The number of the highest row, the first of several."""
     top = jnp.max(logits, axis=-1)
     number = jnp.argmax(logits, axis=-1) + rows.first
     return rows.min(jnp.where(top == rows.max(top), number, jnp.iinfo(jnp.int32).max))
 
 
-def f1(logits: Array, labels: Array, weights: Array) -> tuple[Array, Array]:
-    """Per-class sums `[C]` whose divided mean is macro-F1, from `logits` `[..., C]`.
+def f1(
+    logits: Float[Array, "*batch C"], labels: Int[Array, "*batch"], weights: Num[Array, "*batch"]
+) -> tuple[Float32[Array, " C"], Float32[Array, " C"]]:
+    """Per-class sums whose divided mean is macro-F1.
 
     F1 = 2 TP / (2 TP + FP + FN), and the denominator is how often a class was predicted plus how often it was true:
     both are counts, so parts of a corpus add up, which averages of batch F1s would not.

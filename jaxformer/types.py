@@ -6,6 +6,12 @@ Axis letters, used in annotations and einsums everywhere:
     H query heads   G key/value heads       K head width          F feed-forward width
     V vocabulary    L layers                N beams               C classes
     R relative buckets   M microbatches     E experts
+
+Signatures carry them as jaxtyping annotations, `Float[Array, "B T D"]`. Within one call a letter means one size;
+`*batch` is any number of axes, `_` one axis and `...` any that do not matter, `#B` is B or 1. A letter alone has a
+blank before it, `" B"`, or linters take it for a name. As in jax itself, numpy's arrays do for jax's. The tests check
+all this (tests/shapes.py), a run does not. Fields of structures keep their shapes in words: under `tree.map`, `vmap`
+and shardings they hold other things.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from typing import Any, Mapping, NamedTuple, Protocol, Self, runtime_checkable
 
 import flax.struct
 import jax
+from jaxtyping import ArrayLike, Float32, Int
 
 Array = jax.Array
 PyTree = Any
@@ -89,15 +96,16 @@ class TrainState:
     variables: Mapping[str, PyTree]
 
 
-Sums = Mapping[str, tuple[Array, Array]]
+Sums = Mapping[str, tuple[ArrayLike, ArrayLike]]
 """Measures as name -> (numerator, denominator). Added over microbatches, devices, hosts and batches; divided once."""
 
 
+@runtime_checkable
 class State(Protocol):
     """Decoding state: a pytree of per-sequence rows."""
 
-    def rows(self, index: Array) -> Self:
-        """The state whose row `i` is this one's row `index[i]`. `index` is int32 `[B']`; B' may differ from B."""
+    def rows(self, index: Int[Array, " B"]) -> Self:
+        """The state whose row `i` is this one's row `index[i]`; there may be more or fewer of them than before."""
         ...
 
 
@@ -110,13 +118,14 @@ class Growing(State, Protocol):
         ...
 
 
+@runtime_checkable
 class Decodable(Protocol):
-    """What a decoder needs of a model, whatever its family. Logits are float32 `[B, V]`."""
+    """What a decoder needs of a model, whatever its family."""
 
-    def start(self, batch: Batch, length: int) -> tuple[Array, State]:
+    def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], State]:
         """Reads `batch` (prompt in `batch.target`), with room for `length` slots. Logits of the next token."""
         ...
 
-    def step(self, tokens: Array, state: State) -> tuple[Array, State]:
-        """Appends `tokens` int32 `[B, 1]`. Logits of the token after them."""
+    def step(self, tokens: Int[Array, "B 1"], state: State) -> tuple[Float32[Array, "B V"], State]:
+        """Appends `tokens`. Logits of the token after them."""
         ...

@@ -4,6 +4,8 @@ import os
 import tempfile
 from importlib import metadata
 
+import shapes
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 flags = ["--xla_force_host_platform_device_count=8"]
 # Compiling is nearly all that small tests do: leave out the passes that only make large programs faster.
@@ -16,3 +18,4 @@ os.environ.setdefault("JAXFORMER_CACHE", tempfile.mkdtemp(prefix="jaxformer-test
 # A run that is stopped and resumed compiles the same programs again: once is enough for each process of the tests.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxformer-programs-")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+shapes.install()

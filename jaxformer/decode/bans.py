@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Int
 
 from jaxformer.types import Array, Stream
 
@@ -45,8 +46,8 @@ def said(prompt: Stream) -> Said:
     return Said(jnp.take_along_axis(prompt.tokens, order, axis=1), jnp.take_along_axis(real, order, axis=1))
 
 
-def context(prompt: Said, output: Array, step: Array, limit: Array) -> Context:
-    """The context after the first `step` tokens of the outputs `[B, T]`, of which row b may have `limit[b]`."""
+def context(prompt: Said, output: Int[Array, "B T"], step: Int[Array, ""], limit: Int[Array, " B"]) -> Context:
+    """The context after the first `step` tokens of the outputs, of which row b may have `limit[b]`."""
     written = jnp.broadcast_to(jnp.arange(output.shape[1]) < step, output.shape)
     return Context(
         tokens=jnp.concatenate([prompt.tokens, output], axis=1),
@@ -57,7 +58,7 @@ def context(prompt: Said, output: Array, step: Array, limit: Array) -> Context:
     )
 
 
-def repetition_penalty(scores: Array, past: Context, penalty: float) -> Array:
+def repetition_penalty(scores: Float32[Array, "B V"], past: Context, penalty: float) -> Float32[Array, "B V"]:
     """Discourages tokens that already stand in the prompt or the output (Keskar et al. 2019, CTRL, section 4.1).
 
     A positive score of such a token is divided by `penalty`, a negative one multiplied by it, once however often the
@@ -70,7 +71,7 @@ def repetition_penalty(scores: Array, past: Context, penalty: float) -> Array:
     return scores.at[rows, jnp.where(past.real, past.tokens, vocab)].set(new, mode="drop")
 
 
-def no_repeat_ngram(scores: Array, past: Context, size: int) -> Array:
+def no_repeat_ngram(scores: Float32[Array, "B V"], past: Context, size: int) -> Float32[Array, "B V"]:
     """Bans what would complete a sequence of `size` tokens that the prompt or the output already has.
 
     (Paulus et al. 2018, section 2.5, for `size` 3 and the output alone.)
@@ -86,7 +87,9 @@ def no_repeat_ngram(scores: Array, past: Context, size: int) -> Array:
     return _ban(scores, match, past.tokens[:, size - 1 :])
 
 
-def bad_words(scores: Array, past: Context, words: tuple[tuple[int, ...], ...]) -> Array:
+def bad_words(
+    scores: Float32[Array, "B V"], past: Context, words: tuple[tuple[int, ...], ...]
+) -> Float32[Array, "B V"]:
     """Bans the last token of each of `words` (token sequences) whose other tokens are what was said last."""
     for size in sorted({len(word) for word in words}):
         group = jnp.asarray([word for word in words if len(word) == size], jnp.int32)
@@ -96,19 +99,21 @@ def bad_words(scores: Array, past: Context, words: tuple[tuple[int, ...], ...]) 
     return scores
 
 
-def suppress(scores: Array, tokens: tuple[int, ...]) -> Array:
+def suppress(scores: Float32[Array, "B V"], tokens: tuple[int, ...]) -> Float32[Array, "B V"]:
     """Bans `tokens`."""
     return scores.at[:, jnp.asarray(tokens, jnp.int32)].set(-jnp.inf, mode="drop") if tokens else scores
 
 
-def force(scores: Array, token: int, where: Array) -> Array:
-    """Leaves only `token`, with score 0 (probability 1), in the rows where `where` (bool, `[]` or `[B]`) is True."""
+def force(
+    scores: Float32[Array, "B V"], token: int, where: Bool[Array, " B"] | Bool[Array, ""]
+) -> Float32[Array, "B V"]:
+    """Leaves only `token`, with score 0 (probability 1), in the rows where `where` is True."""
     only = jnp.where(jnp.arange(scores.shape[1]) == token, 0.0, -jnp.inf)
     return jnp.where(where[..., None], only, scores)
 
 
-def _suffix(past: Context, size: int) -> tuple[Array, Array]:
-    """Every row's last `size` tokens `[B, size]`, and whether it has so many: bool `[B]`."""
+def _suffix(past: Context, size: int) -> tuple[Int[Array, "B n"], Bool[Array, " B"]]:
+    """Every row's last n = `size` tokens, and whether it has so many."""
     rows, width = past.tokens.shape
     if size > width:
         return jnp.zeros((rows, size), jnp.int32), jnp.zeros(rows, bool)
@@ -116,7 +121,7 @@ def _suffix(past: Context, size: int) -> tuple[Array, Array]:
     return tokens, real.all(axis=1) & (past.end >= size)
 
 
-def _ban(scores: Array, match: Array, tokens: Array) -> Array:
-    """Bans in each row those of its `tokens` `[B, n]` where `match` is True."""
+def _ban(scores: Float32[Array, "B V"], match: Bool[Array, "B n"], tokens: Int[Array, "B n"]) -> Float32[Array, "B V"]:
+    """Bans in each row those of its `tokens` where `match` is True."""
     rows = jnp.arange(scores.shape[0])[:, None]
     return scores.at[rows, jnp.where(match, tokens, scores.shape[1])].set(-jnp.inf, mode="drop")

@@ -9,9 +9,9 @@ import numpy as np
 from jaxformer.config import ConfigError
 from jaxformer.types import Batch, Slots, Stream
 
-Prompt = Mapping[str, np.ndarray]
-"""int32 `source` [n] and/or `target` [m], optional `kind` [n]: what a task's `prompt` makes of a line. To score texts,
-`labels` and `weights` [m] too, as its `encode` makes them."""
+Prompt = Mapping[str, np.ndarray | Sequence[int]]
+"""Integers `source` [n] and/or `target` [m], optional `kind` [n]: what a task's `prompt` makes of a line. To score
+texts, `labels` and `weights` [m] too, as its `encode` makes them."""
 
 
 class Job(NamedTuple):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Int
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import bans, growing, top, warp
 from jaxformer.decode.sample import Hypotheses, is_any
-from jaxformer.types import Array, Batch, Decodable, State
+from jaxformer.types import Array, Batch, Decodable, PyTree, State
 
 
 @flax.struct.dataclass
@@ -33,7 +34,7 @@ class Beams:
     done: Array
 
     @property
-    def over(self) -> Array:
+    def over(self) -> Bool[Array, ""]:
         return jnp.all(self.done)
 
 
@@ -43,7 +44,7 @@ def search(
     config: DecodeConfig,
     eos: tuple[int, ...],
     pad: int,
-    limit: Array | None = None,
+    limit: Int[Array, " B"] | None = None,
 ) -> Hypotheses:
     """The `config.hypotheses` best outputs for each prompt of `batch.target`, best first.
 
@@ -61,7 +62,7 @@ def search(
     Args:
       eos: tokens that end a hypothesis.
       pad: fills hypotheses after their end.
-      limit: int32 `[B]`, new tokens allowed in each row, at most `config.max_length`; None: that many.
+      limit: new tokens allowed in each row, at most `config.max_length`; None: that many.
 
     Returns:
       `Hypotheses`; where fewer than asked for exist, a score of -inf and length 0.
@@ -85,7 +86,7 @@ def search(
     return jax.tree.map(lambda x: x[:, : config.hypotheses], beams.pool)
 
 
-def empty(rows: int, width: int, length: int, pad: int, limit: Array) -> Beams:
+def empty(rows: int, width: int, length: int, pad: int, limit: Int[Array, " B"]) -> Beams:
     """One live hypothesis a prompt, with nothing in it, and empty pools."""
     tokens = jnp.full((rows, width, length), pad, jnp.int32)
     nothing = jnp.full((rows, width), -jnp.inf)
@@ -95,9 +96,14 @@ def empty(rows: int, width: int, length: int, pad: int, limit: Array) -> Beams:
 
 
 def extend(
-    beams: Beams, logits: Array, prompt: bans.Said, config: DecodeConfig, eos: tuple[int, ...], limit: Array
+    beams: Beams,
+    logits: Float32[Array, "BN V"],
+    prompt: bans.Said,
+    config: DecodeConfig,
+    eos: tuple[int, ...],
+    limit: Int[Array, " B"],
 ) -> Beams:
-    """The beams one token longer, from the logits `[B N, V]` of that token."""
+    """The beams one token longer, from the logits of that token."""
     rows, width, length = beams.tokens.shape
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     if warp.processes(config):
@@ -132,17 +138,19 @@ def extend(
     return beams.replace(done=beams.done | cut[:, 0] | settled(beams, config, limit))
 
 
-def candidates(scores: Array, logits: Array, total: Array, count: int) -> tuple[Array, Array, Array]:
-    """The `count` most probable extensions of hypotheses with log-probabilities `scores` `[B, N]`.
+def candidates(
+    scores: Float32[Array, "B N"], logits: Float32[Array, "BN V"], total: Float32[Array, "BN 1"], count: int
+) -> tuple[Float32[Array, "B n"], Int[Array, "B n"], Int[Array, "B n"]]:
+    """The `count` most probable extensions of hypotheses with log-probabilities `scores`.
 
     Equivalent to the largest of all N V sums of a score and a log-probability, but each beam's best are taken first,
-    from the logits `[B N, V]`, whose order is the same: the large array is read, never copied.
+    from the logits, whose order is the same: the large array is read, never copied.
 
     Args:
-      total: `[B N, 1]`, what to subtract from the logits to make log-probabilities of them.
+      total: what to subtract from the logits to make log-probabilities of them.
 
     Returns:
-      Log-probabilities, beams extended and tokens added, each `[B, count]` (or fewer, if there are not so many).
+      Log-probabilities, beams extended and tokens added; n = `count` or fewer, if there are not so many.
     """
     rows, width = scores.shape
     each = min(count, logits.shape[1])
@@ -152,8 +160,8 @@ def candidates(scores: Array, logits: Array, total: Array, count: int) -> tuple[
     return sums, index // each, pick(token.reshape(rows, width * each), index)
 
 
-def settled(beams: Beams, config: DecodeConfig, limit: Array) -> Array:
-    """bool `[B]`: the pool's best can not, or as `config.stopping` judges need not, change any more."""
+def settled(beams: Beams, config: DecodeConfig, limit: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Whether the pool's best can not, or as `config.stopping` judges need not, change any more."""
     best, worst = beams.scores[:, 0], beams.pool.scores[:, -1]
     # Log-probabilities only fall, so the largest divisor that can still apply bounds what a live one may reach.
     largest = jnp.maximum(divisor(config, beams.step + 1), divisor(config, limit))
@@ -165,17 +173,17 @@ def settled(beams: Beams, config: DecodeConfig, limit: Array) -> Array:
     return done
 
 
-def divisor(config: DecodeConfig, length: Array) -> Array:
+def divisor(config: DecodeConfig, length: Int[Array, "*batch"]) -> Float32[Array, "*batch"]:
     """What the log-probability of a hypothesis of `length` new tokens, the end token among them, is divided by."""
     return NORMS[config.length_norm](length, config.length_penalty)
 
 
-def length_penalty(length: Array, alpha: float) -> Array:
+def length_penalty(length: Int[Array, "*batch"], alpha: float) -> Float32[Array, "*batch"]:
     """`lp(y) = ((5 + |y|) / 6) ** alpha` (Wu et al. 2016, equation 14)."""
     return ((5.0 + length) / 6.0) ** alpha
 
 
-def power(length: Array, alpha: float) -> Array:
+def power(length: Int[Array, "*batch"], alpha: float) -> Float32[Array, "*batch"]:
     """`lp(y) = |y| ** alpha`: at 1 the score is the mean log-probability of a token."""
     return jnp.asarray(length, jnp.float32) ** alpha
 
@@ -183,7 +191,7 @@ def power(length: Array, alpha: float) -> Array:
 NORMS = {"gnmt": length_penalty, "power": power}
 
 
-def pick(tree, index: Array):
-    """Entries `index` `[B, n]` along axis 1 of every array `[B, m, ...]` of a tree."""
+def pick(tree: PyTree, index: Int[Array, "B n"]) -> PyTree:
+    """Entries `index` along axis 1 of every array `[B, m, ...]` of a tree."""
     rows = jnp.arange(index.shape[0])[:, None]
     return jax.tree.map(lambda x: x[rows, index], tree)

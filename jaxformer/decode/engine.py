@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jaxtyping import Float32, Int, Key
 
 from jaxformer.config import ConfigError, DecodeConfig
 from jaxformer.decode import beam, sample
@@ -55,13 +56,13 @@ class Bound:
     variables: PyTree
     size: int | None = None
 
-    def start(self, batch: Batch, length: int) -> tuple[Array, State]:
+    def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], State]:
         return self._real(self.module.apply(self.variables, batch, length, method="start"))
 
-    def step(self, tokens: Array, state: State) -> tuple[Array, State]:
+    def step(self, tokens: Int[Array, "B 1"], state: State) -> tuple[Float32[Array, "B V"], State]:
         return self._real(self.module.apply(self.variables, tokens, state, method="step"))
 
-    def _real(self, result: tuple[Array, State]) -> tuple[Array, State]:
+    def _real(self, result: tuple[Float32[Array, "B V"], State]) -> tuple[Float32[Array, "B V"], State]:
         logits, state = result
         if self.size is not None and self.size < logits.shape[-1]:
             logits = jnp.where(jnp.arange(logits.shape[-1]) < self.size, logits, -jnp.inf)
@@ -78,9 +79,9 @@ def decode(
     batch: Batch,
     config: DecodeConfig,
     vocabulary: Vocabulary,
-    limit: Array,
-    rows: Array,
-    key: Array,
+    limit: Int[Array, " B"],
+    rows: Int[Array, " B"],
+    key: Key[Array, ""],
 ) -> Hypotheses:
     """One batch by the method that `config` names."""
     eos, pad = vocabulary.eos, vocabulary.pad
@@ -129,7 +130,7 @@ def run(
     source_pad: int = 0,
     buckets: tuple[int, ...] = (),
     room: int | None = None,
-    rows: Sequence[int] | None = None,
+    rows: Sequence[int] | np.ndarray | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[Hypothesis]]:
     """Decodes prompts of any lengths; result i belongs to prompt i and holds up to `config.hypotheses`, best first.

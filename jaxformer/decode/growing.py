@@ -7,15 +7,17 @@ own, and entered only while there is something left to do. A state that cannot g
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple, Protocol, TypeVar
+from typing import Callable, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
+from jaxtyping import Bool, Float32
 
 from jaxformer.types import Array, Batch, Decodable, Growing, State
 
 FIRST = 64
 
 
+@runtime_checkable
 class Search(Protocol):
     """What a decoder knows beside the model's state."""
 
@@ -23,8 +25,8 @@ class Search(Protocol):
     """int32 scalar: tokens chosen so far."""
 
     @property
-    def over(self) -> Array:
-        """bool scalar: no row goes on."""
+    def over(self) -> Bool[Array, ""]:
+        """No row goes on."""
         ...
 
 
@@ -46,8 +48,8 @@ def sizes(length: int) -> list[int]:
     return found
 
 
-def start(model: Decodable, batch: Batch, length: int) -> tuple[Array, State, Room]:
-    """Reads the prompts. Logits `[B, V]` of the next token, the state, and how it is to grow to `length` new tokens."""
+def start(model: Decodable, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], State, Room]:
+    """Reads the prompts. Logits of the next token, the state, and how it is to grow to `length` new tokens."""
     room = Room(batch.target.tokens.shape[1], sizes(length))
     logits, state = model.start(batch, room.prompt + room.new[0])
     if len(room.new) > 1 and not isinstance(state, Growing):  # what was just traced is read by nobody, and not compiled

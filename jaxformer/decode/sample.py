@@ -7,6 +7,7 @@ from typing import NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Int, Key
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import bans, growing, top, warp
@@ -40,7 +41,7 @@ class Progress:
     finished: Array  # bool [B]
 
     @property
-    def over(self) -> Array:
+    def over(self) -> Bool[Array, ""]:
         return jnp.all(self.finished)
 
 
@@ -50,9 +51,9 @@ def sample(
     config: DecodeConfig,
     eos: tuple[int, ...],
     pad: int,
-    limit: Array | None = None,
-    rows: Array | None = None,
-    key: Array | None = None,
+    limit: Int[Array, " B"] | None = None,
+    rows: Int[Array, " B"] | None = None,
+    key: Key[Array, ""] | None = None,
 ) -> Hypotheses:
     """Decodes `batch`, whose prompts are in `batch.target`, by `config.method` "greedy" or "sample".
 
@@ -63,8 +64,8 @@ def sample(
     Args:
       eos: tokens that end a row.
       pad: fills rows after their end.
-      limit: int32 `[B]`, new tokens allowed in each row, at most `config.max_length`; None: that many.
-      rows: int32 `[B]`, ids of the rows; None: 0 to B - 1.
+      limit: new tokens allowed in each row, at most `config.max_length`; None: that many.
+      rows: ids of the rows; None: 0 to B - 1.
       key: PRNG key; None: made of `config.seed`.
     """
     count, length = batch.target.tokens.shape[0], config.max_length
@@ -119,6 +120,6 @@ def sample(
     return Hypotheses(*(x.reshape(count, draws, *x.shape[1:]) for x in (end.tokens, end.lengths, end.scores)))
 
 
-def is_any(tokens: Array, ids: tuple[int, ...]) -> Array:
+def is_any(tokens: Int[Array, "*batch"], ids: tuple[int, ...]) -> Bool[Array, "*batch"]:
     """Whether each token is one of `ids`."""
     return jnp.isin(tokens, jnp.asarray(ids, jnp.int32)) if ids else jnp.zeros_like(tokens, bool)

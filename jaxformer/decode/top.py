@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from jaxformer.types import Array
 
 BLOCK = 64
 
 
-def top_k(x: Array, k: int) -> tuple[Array, Array]:
-    """Values and indices `[B, k]` of the `k` largest entries of each row of `x` `[B, V]`, largest first.
+def top_k(x: Float[Array, "B V"], k: int) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
+    """Values and indices of the `k` largest entries of each row of `x`, largest first.
 
     Equal values come in order of index, exactly as from `jax.lax.top_k`. Each of the k largest lies in one of the k
     blocks with the largest maxima, or in what is left beside whole blocks. Block maxima cost one vectorised pass, so
@@ -20,7 +21,7 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
     rows, width = x.shape
     blocks = width // BLOCK
     if blocks <= 2 * k:
-        return jax.lax.top_k(x, k)
+        return tuple(jax.lax.top_k(x, k))
     # A slice and a tail rather than padding, which the CPU compiler turns into a slow element-wise gather.
     whole, tail = x[:, : blocks * BLOCK].reshape(rows, blocks, BLOCK), x[:, blocks * BLOCK :]
     # Ascending block order keeps the candidates in order of index, so that ties break the same way.

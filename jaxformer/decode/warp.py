@@ -11,6 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float32
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import bans, top
@@ -24,7 +25,9 @@ def processes(config: DecodeConfig) -> bool:
     return penalised or banned or config.forced_first is not None or config.forced_last is not None
 
 
-def process(config: DecodeConfig, scores: Array, past: bans.Context, eos: tuple[int, ...]) -> Array:
+def process(
+    config: DecodeConfig, scores: Float32[Array, "B V"], past: bans.Context, eos: tuple[int, ...]
+) -> Float32[Array, "B V"]:
     """The part that every method uses. Greedy search and sampling give it logits, beam search log-probabilities."""
     if config.repetition_penalty != 1.0:
         scores = bans.repetition_penalty(scores, past, config.repetition_penalty)
@@ -40,7 +43,7 @@ def process(config: DecodeConfig, scores: Array, past: bans.Context, eos: tuple[
     return bans.suppress(scores, config.suppress)
 
 
-def truncate(config: DecodeConfig, logits: Array) -> Array:
+def truncate(config: DecodeConfig, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
     """The part that only sampling uses: temperature, then the truncations."""
     if config.temperature != 1.0:
         logits = temperature(logits, config.temperature)
@@ -53,12 +56,12 @@ def truncate(config: DecodeConfig, logits: Array) -> Array:
     return logits
 
 
-def temperature(logits: Array, value: float) -> Array:
+def temperature(logits: Float32[Array, "B V"], value: float) -> Float32[Array, "B V"]:
     """`logits / value`: below 1 sharper, above 1 flatter."""
     return logits / value
 
 
-def top_k(logits: Array, k: int) -> Array:
+def top_k(logits: Float32[Array, "B V"], k: int) -> Float32[Array, "B V"]:
     """Keeps the `k` most probable tokens (Fan et al. 2018); of equals, those with the lowest ids."""
     if k >= logits.shape[1]:
         return logits
@@ -66,7 +69,7 @@ def top_k(logits: Array, k: int) -> Array:
     return jnp.full_like(logits, -jnp.inf).at[jnp.arange(logits.shape[0])[:, None], index].set(values)
 
 
-def top_p(logits: Array, p: float) -> Array:
+def top_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]:
     """Nucleus sampling (Holtzman et al. 2020): keeps the smallest set of most probable tokens whose mass is >= `p`."""
     order = jnp.argsort(logits, axis=1, descending=True, stable=True)
     probs = jnp.take_along_axis(jax.nn.softmax(logits, axis=1), order, axis=1)
@@ -75,6 +78,6 @@ def top_p(logits: Array, p: float) -> Array:
     return jnp.where(keep, logits, -jnp.inf)
 
 
-def min_p(logits: Array, p: float) -> Array:
+def min_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]:
     """Keeps tokens at least `p` times as probable as the most probable one (Nguyen et al. 2024)."""
     return jnp.where(logits >= logits.max(axis=1, keepdims=True) + math.log(p), logits, -jnp.inf)

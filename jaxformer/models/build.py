@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh
+from jaxtyping import Key
 
 from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.models.rnn import Recurrent
@@ -99,7 +100,7 @@ def example(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:
     return Batch(stream if encodes else None, stream if decodes else None)
 
 
-def initialise(module: nn.Module, key: Array) -> dict[str, PyTree]:
+def initialise(module: nn.Module, key: Key[Array, ""]) -> dict[str, PyTree]:
     """Boxed variables: parameters with their axes' logical names, and batch-norm statistics if there are any."""
     return dict(module.init({"params": key}, example(module.config)))
 
@@ -115,7 +116,7 @@ def _shapes(module: nn.Module) -> PyTree:
     return jax.eval_shape(lambda: initialise(module, jax.random.key(0)))
 
 
-def create(module: nn.Module, key: Array, mesh: Mesh) -> dict[str, PyTree]:
+def create(module: nn.Module, key: Key[Array, ""], mesh: Mesh) -> dict[str, PyTree]:
     """Variables made on the mesh, each device computing its own shards.
 
     The values are the same on every mesh: JAX's counter-based generator is partitionable.

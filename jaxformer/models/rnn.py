@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Bool, Float, Float32, Int
 
 from jaxformer.config import ConfigError, ModelConfig, RecurrentConfig
-from jaxformer.nn.cells import CELLS, Marks, marks
+from jaxformer.nn.cells import CELLS, Carry, Marks, marks
 from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Embed
-from jaxformer.nn.recurrent import Decoder, Encoded, Encoder, RecurrentState, summary
+from jaxformer.nn.recurrent import Decoder, Encoded, Encoder, Memory, RecurrentState, summary
 from jaxformer.registry import nearest
 from jaxformer.types import Array, Batch, Projection, Slots, Stream
 
@@ -88,8 +89,8 @@ class Recurrent(nn.Module):
         last: RecurrentConfig = decoder or encoder
         self.head = Head(config.head, last.width, last.embed.vocab)
 
-    def __call__(self, batch: Batch, whole: bool = True) -> Array | Projection:
-        """Float32 logits: `[B, T, V]` (T of the target if there is a decoder) or, for a classifier, `[B, C]`.
+    def __call__(self, batch: Batch, whole: bool = True) -> Float32[Array, "B ..."] | Projection:
+        """Logits: `[B, T, V]` (T of the target if there is a decoder) or, for a classifier, `[B, C]`.
 
         Not `whole`: what losses and measures take instead, see `Head`.
         """
@@ -100,16 +101,16 @@ class Recurrent(nn.Module):
             return self.head(*self.read(encoded))
         return self.head(encoded.outputs, slots, self.output_embed(), whole)
 
-    def hidden(self, batch: Batch) -> Array:
-        """The hidden states `[B, T, D]` below the head: the decoder's, or without one the encoder's."""
+    def hidden(self, batch: Batch) -> Float[Array, "B T D"]:
+        """The hidden states below the head: the decoder's, or without one the encoder's."""
         return self.encode(batch.source).outputs if self.config.recurrent_decoder is None else self.decode(batch)[0]
 
     def encode(self, source: Stream) -> Encoded:
         """The encoder's outputs and states."""
         return self.encoder(self.source_embed(source), source.slots)
 
-    def read(self, encoded: Encoded) -> tuple[Array, Slots]:
-        """The last thing every direction has read of each row, `[B, 1, D]`: what "last" pooling means where the
+    def read(self, encoded: Encoded) -> tuple[Float[Array, "B 1 D"], Slots]:
+        """The last thing every direction has read of each row: what "last" pooling means where the
         backward direction ends at the first slot."""
         halves = 2 if self.config.recurrent_encoder.bidirectional else 1
         last = last_slot(Slots(encoded.segment, encoded.segment))[:, None]
@@ -126,11 +127,13 @@ class Recurrent(nn.Module):
         """The embedding whose table a tied head reads."""
         return self.source_embed if self.config.recurrent_decoder is None else self.input_embed()
 
-    def decode(self, batch: Batch):
+    def decode(
+        self, batch: Batch
+    ) -> tuple[Float[Array, "B T D"], tuple[Carry, ...], Memory | None, Bool[Array, "B T S"] | None]:
         """Runs the decoder over the whole target.
 
         Returns:
-          Hidden states `[B, T, D]`, the last carries, the memory, and who of it was visible to whom `[B, T, S]`.
+          Hidden states, the last carries, the memory, and who of it was visible to whom.
         """
         segment = batch.target.slots.segment
         first = memory = visible = None
@@ -144,14 +147,14 @@ class Recurrent(nn.Module):
         x, carry = self.decoder(x, marks(segment), memory, visible, first=first)
         return x, carry, memory, visible
 
-    def start(self, batch: Batch, length: int) -> tuple[Array, RecurrentState]:
+    def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], RecurrentState]:
         """Reads source and prompt (`batch.target` `[B, T]`, padded on either side).
 
         Args:
           length: the most slots there will be; the state has the same size for any.
 
         Returns:
-          Logits `[B, V]` of the token after each row's last real one, and the state.
+          Logits of the token after each row's last real one, and the state.
         """
         x, carry, memory, visible = self.decode(batch)
         slots = batch.target.slots
@@ -165,8 +168,8 @@ class Recurrent(nn.Module):
             visible = jnp.take_along_axis(visible, last, axis=1)[:, 0]
         return self.head(x, slots, self.output_embed())[:, 0], RecurrentState(carry, memory, visible)
 
-    def step(self, tokens: Array, state: RecurrentState) -> tuple[Array, RecurrentState]:
-        """Appends `tokens` `[B, 1]` to every row. Logits `[B, V]` of the token after them."""
+    def step(self, tokens: Int[Array, "B 1"], state: RecurrentState) -> tuple[Float32[Array, "B V"], RecurrentState]:
+        """Appends `tokens` to every row. Logits of the token after them."""
         here = Slots(jnp.zeros_like(tokens), jnp.ones_like(tokens))
         goes_on = Marks(real=jnp.ones_like(tokens, bool), fresh=jnp.zeros_like(tokens, bool))
         visible = None if state.visible is None else state.visible[:, None]

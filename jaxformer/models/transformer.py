@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Float, Float32, Int
 
 from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.nn.cache import TransformerState
@@ -36,16 +37,16 @@ class Transformer(nn.Module):
         last: StackConfig = decoder or encoder
         self.head = Head(config.head, last.width, last.embed.vocab)
 
-    def __call__(self, batch: Batch, whole: bool = True) -> Array | Projection:
-        """Float32 logits: `[B, T, V]` (T of the target if there is a decoder) or, for a classifier, `[B, C]`.
+    def __call__(self, batch: Batch, whole: bool = True) -> Float32[Array, "B ..."] | Projection:
+        """Logits: `[B, T, V]` (T of the target if there is a decoder) or, for a classifier, `[B, C]`.
 
         Not `whole`: what losses and measures take instead, see `Head`.
         """
         slots = (batch.source if self.config.decoder is None else batch.target).slots
         return self.head(self.hidden(batch), slots, self.output_embed(), whole)
 
-    def hidden(self, batch: Batch) -> Array:
-        """The hidden states `[B, T, D]` below the head."""
+    def hidden(self, batch: Batch) -> Float[Array, "B T D"]:
+        """The hidden states below the head."""
         memory = None if self.config.encoder is None else self.encode(batch.source)
         if self.config.decoder is None:
             return memory
@@ -53,8 +54,8 @@ class Transformer(nn.Module):
         x = self.input_embed()(batch.target)
         return self.decoder(x, batch.target.slots, memory, memory_slots, kind=batch.target.kind)[0]
 
-    def encode(self, source: Stream) -> Array:
-        """The encoder's output `[B, S, D]`."""
+    def encode(self, source: Stream) -> Float[Array, "B S D"]:
+        """The encoder's output."""
         return self.encoder(self.source_embed(source), source.slots, kind=source.kind)[0]
 
     def input_embed(self) -> Embed:
@@ -66,11 +67,11 @@ class Transformer(nn.Module):
         """The embedding whose table a tied head reads."""
         return self.source_embed if self.config.decoder is None else self.input_embed()
 
-    def start(self, batch: Batch, length: int) -> tuple[Array, TransformerState]:
+    def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], TransformerState]:
         """Reads source and prompt (`batch.target` `[B, T]`, padded on either side) and makes room for `length` slots.
 
         Returns:
-          Logits `[B, V]` of the token after each row's last real one, and the state.
+          Logits of the token after each row's last real one, and the state.
         """
         target = batch.target
         rows, prompt = target.tokens.shape
@@ -96,8 +97,10 @@ class Transformer(nn.Module):
         x = jnp.take_along_axis(x, last[:, :, None], axis=1)
         return self.head(x, target.slots, self.output_embed())[:, 0], state
 
-    def step(self, tokens: Array, state: TransformerState) -> tuple[Array, TransformerState]:
-        """Appends `tokens` `[B, 1]` to every row. Logits `[B, V]` of the token after them."""
+    def step(
+        self, tokens: Int[Array, "B 1"], state: TransformerState
+    ) -> tuple[Float32[Array, "B V"], TransformerState]:
+        """Appends `tokens` to every row. Logits of the token after them."""
         here = Slots(state.position[:, None], jnp.ones_like(tokens))
         put = lambda all, new: all.at[:, state.index].set(new[:, 0])  # noqa: E731
         slots = Slots(put(state.slots.position, here.position), put(state.slots.segment, here.segment))
@@ -105,7 +108,7 @@ class Transformer(nn.Module):
         x, state = self.advance(Stream(tokens, here), state)
         return self.head(x, here, self.output_embed())[:, 0], state
 
-    def advance(self, target: Stream, state: TransformerState) -> tuple[Array, TransformerState]:
+    def advance(self, target: Stream, state: TransformerState) -> tuple[Float[Array, "B T D"], TransformerState]:
         """Runs the decoder over new slots that `state.slots` already describes."""
         x, held = self.decoder(
             self.input_embed()(target),

@@ -22,6 +22,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Bool, Float, Float32, Int, Num
 
 from jaxformer.config import ConfigError, EncodingConfig, PermutationConfig, StackConfig
 from jaxformer.models.transformer import Transformer
@@ -30,6 +31,7 @@ from jaxformer.nn.attention import Attention
 from jaxformer.nn.encodings.transformer_xl import Kinds
 from jaxformer.nn.ffn import FeedForward
 from jaxformer.nn.heads import last_slot
+from jaxformer.nn.kernels import Keys, Queries
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.nn.stack import unroll
@@ -50,8 +52,8 @@ class Streams(NamedTuple):
     memory: Array
 
     @property
-    def output(self) -> Array:
-        """What a head reads: the query stream if there is one, `[B, M, D]` or `[B, T, D]`."""
+    def output(self) -> Float[Array, "B _ D"]:
+        """What a head reads: the query stream if there is one."""
         return (self.content if self.query is None else self.query)[-1]
 
 
@@ -86,9 +88,13 @@ class TwoStreamLayer(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def __call__(
-        self, content: Array, query: Array | None, memory: Array | None, view: View
-    ) -> tuple[Array, Array | None]:
-        """`content` `[B, T, D]` and `query` `[B, M, D]` after this layer; `memory` `[B, S, D]` precedes the content.
+        self,
+        content: Float[Array, "B T D"],
+        query: Float[Array, "B M D"] | None,
+        memory: Float[Array, "B S D"] | None,
+        view: View,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B M D"] | None]:
+        """`content` and `query` after this layer; `memory` precedes the content.
 
         A query that sees nothing, the first of a permutation, weighs all slots alike.
         """
@@ -105,16 +111,22 @@ class TwoStreamLayer(nn.Module):
         found = attention.look(q, held.k, held.v, view.query, position, levelled)
         return after, self.finish(query, jnp.einsum("bthk,bmt->bmhk", found, targets))
 
-    def finish(self, x: Array, found: Array) -> Array:
+    def finish(self, x: Float[Array, "B T D"], found: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
         """The rest of the layer: projection, feed-forward, and the residual sums with their norms."""
         x = self.attention_norm(x + self.dropout(self.attention.out(found)))
         return self.ffn_norm(x + self.dropout(self.ffn(x)))
 
 
 def level(
-    score: Callable[..., Array], blind: Array, config: EncodingConfig, shared: PyTree, q: Array, k: Array, *at: Array
-) -> Array:
-    """`score` less, in rows that are `blind` `[B, T]`, the value of q . k + score: they come to 0, gradients stay.
+    score: Callable[..., Array],
+    blind: Bool[Array, "B T"],
+    config: EncodingConfig,
+    shared: PyTree,
+    q: Queries,
+    k: Keys,
+    *at: Int[Array, "B _"],
+) -> Float32[Array, "B H T S"]:
+    """`score` less, in rows that are `blind`, the value of q . k + score: they come to 0, gradients stay.
 
     The published code takes 1e30 from what is hidden. Where all is, rounding leaves nothing else of the value.
     """
@@ -132,7 +144,7 @@ class TextState:
     segment: Array
     index: Array
 
-    def rows(self, index: Array) -> TextState:
+    def rows(self, index: Int[Array, " B"]) -> TextState:
         """The state whose row i is this one's row `index[i]`."""
         return self.replace(tokens=self.tokens[index], segment=self.segment[index])
 
@@ -154,18 +166,18 @@ class XLNet(Transformer):
     def streams(
         self,
         source: Stream,
-        hidden: Array | None = None,
-        targets: Array | None = None,
-        memory: Array | None = None,
+        hidden: Bool[Array, "B T T"] | None = None,
+        targets: Num[Array, "B M T"] | None = None,
+        memory: Float[Array, "L B S D"] | None = None,
     ) -> Streams:
         """Runs both streams over `source` `[B, T]`.
 
         Args:
-          hidden: bool `[B, T, T]`, True: the row may not see the column. No slot hides from its own content stream. In
+          hidden: True: the row may not see the column. No slot hides from its own content stream. In
             the query stream a row that sees nothing weighs all slots alike, its own included, as the published code
             does: where the first slot of a permutation is a target, give it something to see.
-          targets: `[B, M, T]`: where the M slots of the query stream stand, one-hot; None: no query stream.
-          memory: `[L, B, S, D]`, `Streams.memory` of the text before. All of it is visible.
+          targets: where the M slots of the query stream stand, one-hot; None: no query stream.
+          memory: `Streams.memory` of the text before. All of it is visible.
 
         What stands at padding is computed as well, as if it followed the text: it sees the text and is never seen.
         """
@@ -190,11 +202,11 @@ class XLNet(Transformer):
         content, query = jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest]), (x, g), outputs)
         return Streams(content, query, remember(self.config.permutation, content[:-1], memory))
 
-    def logits(self, streams: Streams, slots: Slots) -> Array:
+    def logits(self, streams: Streams, slots: Slots) -> Float32[Array, "B ..."]:
         """The head's word on the streams' output."""
         return self.head(streams.output, slots, self.output_embed())
 
-    def start(self, batch: Batch, length: int) -> tuple[Array, TextState]:
+    def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], TextState]:
         """Reads the prompt `batch.target` `[B, T]`, padded on either side, and makes room for `length` slots.
 
         Every step reads the whole text again, since tokens see what comes after them: the definition of what XLNet
@@ -215,8 +227,8 @@ class XLNet(Transformer):
         state = TextState(tokens, segment, jnp.max(last) + 1)
         return self.predict(state), state
 
-    def step(self, tokens: Array, state: TextState) -> tuple[Array, TextState]:
-        """Appends `tokens` `[B, 1]` to every row. Logits `[B, V]` of the token after them."""
+    def step(self, tokens: Int[Array, "B 1"], state: TextState) -> tuple[Float32[Array, "B V"], TextState]:
+        """Appends `tokens` to every row. Logits of the token after them."""
         state = TextState(
             tokens=state.tokens.at[:, state.index].set(tokens[:, 0]),
             segment=state.segment.at[:, state.index].set(1),
@@ -224,8 +236,8 @@ class XLNet(Transformer):
         )
         return self.predict(state), state
 
-    def predict(self, state: TextState) -> Array:
-        """Logits `[B, V]` of the token that stands in the next free slot."""
+    def predict(self, state: TextState) -> Float32[Array, "B V"]:
+        """Logits of the token that stands in the next free slot."""
         rows, length = state.tokens.shape
         slots = Slots(jnp.broadcast_to(jnp.arange(length), (rows, length)), state.segment)
         target = jnp.broadcast_to(jnp.arange(length) == state.index, (rows, 1, length))
@@ -233,7 +245,13 @@ class XLNet(Transformer):
         return self.logits(streams, slots)[:, 0]
 
 
-def see(config: StackConfig, source: Stream, hidden: Array | None, targets: Array | None, held: int) -> View:
+def see(
+    config: StackConfig,
+    source: Stream,
+    hidden: Bool[Array, "B T T"] | None,
+    targets: Num[Array, "B M T"] | None,
+    held: int,
+) -> View:
     """The masks and kinds of `source` `[B, T]` behind `held` slots of memory, which all slots see."""
     slots, (rows, length) = source.slots, source.tokens.shape[:2]
     query, key = slots.segment[:, :, None], slots.segment[:, None, :]
@@ -255,8 +273,10 @@ def see(config: StackConfig, source: Stream, hidden: Array | None, targets: Arra
     return View(content, query, blind, kinds, targets)
 
 
-def remember(config: PermutationConfig | None, inputs: Array, memory: Array | None) -> Array:
-    """The next memory `[L, B, S, D]`: layer inputs `[L, B, T, D]` behind the old memory. No gradient flows into it."""
+def remember(
+    config: PermutationConfig | None, inputs: Float[Array, "L B T D"], memory: Float[Array, "L B S D"] | None
+) -> Float[Array, "L B _ D"]:
+    """The next memory: layer inputs behind the old memory. No gradient flows into it."""
     if config is not None and config.reuse is not None:
         inputs = inputs[:, :, : config.reuse]
     if memory is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Float, Int
 
 from jaxformer.config import AttentionConfig, EncodingConfig
 from jaxformer.nn import encodings, kernels, remat
@@ -54,24 +55,24 @@ class Attention(nn.Module):
 
     def __call__(
         self,
-        x: Array,
+        x: Float[Array, "B T D"],
         mask: Mask,
         position: Any = None,
-        memory: Array | KeyValues | None = None,
+        memory: Float[Array, "B S D"] | KeyValues | None = None,
         cache: Cache | None = None,
-        layer: Array | None = None,
-    ) -> tuple[Array, Cache | None]:
-        """Attends from `x` `[B, T, D]`.
+        layer: Int[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        """Attends from `x`.
 
         Args:
           mask: over T query slots and the S key slots: x's own, the cache's, or the memory's.
           position: what the encoding's `shared` hook returned for the slots of `x`; None in cross-attention.
-          memory: `[B, S, D]`, or its keys and values from `project`, for cross-attention.
+          memory: for cross-attention, or its keys and values from `project`.
           cache: self-attention only: written at its index, then read whole.
-          layer: int32 scalar, this layer's number from 0, for configs whose layers differ.
+          layer: this layer's number from 0, for configs whose layers differ.
 
         Returns:
-          `[B, T, D]` and the written cache (None without one).
+          The output and the written cache (None without one).
         """
         encoding = encodings.get(self.encoding.kind) if memory is None else encodings.Encoding()
         q = remat.name(self.query(x), "query")
@@ -93,15 +94,15 @@ class Attention(nn.Module):
 
     def look(
         self,
-        q: Array,
-        k: Array,
-        v: Array,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B S G K"],
+        v: Float[Array, "B S G K"],
         mask: Mask,
         position: Any,
         encoding: encodings.Encoding,
-        layer: Array | None = None,
-    ) -> Array:
-        """What queries `[B, T, H, K]` find in keys and values `[B, S, G, K]`: `[B, T, H, K]`, before the projection."""
+        layer: Int[Array, ""] | None = None,
+    ) -> Float[Array, "B T H K"]:
+        """What queries find in keys and values, before the projection."""
         if self.config.scale:
             q = q * jnp.asarray((encoding.terms(self.encoding) * self.head_width) ** -0.5, q.dtype)
         if self.config.scale_by_layer:
@@ -113,13 +114,20 @@ class Attention(nn.Module):
             score = Score(functools.partial(encoding.score, self.encoding), position, heads)
         return self.weigh(q, k, v, mask, score)
 
-    def project(self, memory: Array) -> KeyValues:
-        """Keys and values `[B, S, G, K]` of `memory` `[B, S, D]`, so that decoding projects it once."""
+    def project(self, memory: Float[Array, "B S D"]) -> KeyValues:
+        """Keys and values `[B, S, G, K]` of `memory`, so that decoding projects it once."""
         k, v = remat.name(self.key(memory), "key"), remat.name(self.value(memory), "value")
         return KeyValues(k if self.config.norm is None else self.key_norm(k), v)
 
-    def weigh(self, q: Array, k: Array, v: Array, mask: Mask, score: Score | None) -> Array:
-        """The kernel's `[B, T, H, K]`. With the collection "intermediates" mutable, the probabilities are sown too."""
+    def weigh(
+        self,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B S G K"],
+        v: Float[Array, "B S G K"],
+        mask: Mask,
+        score: Score | None,
+    ) -> Float[Array, "B T H K"]:
+        """What the kernel returns. With the collection "intermediates" mutable, the probabilities are sown too."""
         config, noise = self.config, None
         if config.dropout > 0.0 and self.has_rng("dropout"):
             noise = Noise(config.dropout, self.make_rng("dropout"))

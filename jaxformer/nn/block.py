@@ -9,6 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Float, Int
 
 from jaxformer.config import StackConfig
 from jaxformer.nn import remat
@@ -62,11 +63,17 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, layer: Array, held: KeyValues | None, memory: KeyValues | None, context: Context
-    ) -> tuple[Array, KeyValues | None]:
-        """`x` `[B, T, D]`; `held` and `memory` are this layer's cached keys and values for self and cross-attention.
+        self,
+        x: Float[Array, "B T D"],
+        layer: Int[Array, ""],
+        held: KeyValues | None,
+        memory: KeyValues | None,
+        context: Context,
+    ) -> tuple[Float[Array, "B T D"], KeyValues | None]:
+        """The residual stream after this layer, and the keys and values written to `held`.
 
-        `layer` is its number, an int32 scalar. With the collection "intermediates" mutable its output is sown there.
+        `held` and `memory` are this layer's cached keys and values for self and cross-attention.
+        `layer` is its number. With the collection "intermediates" mutable its output is sown there.
         """
         config = self.config
         attention = Attention(config.attention, config.encoding, config.width, name="attention")
@@ -102,8 +109,13 @@ class Block(nn.Module):
         return x, None if cache is None else cache.held
 
     def sublayer(
-        self, name: str, x: Array, function: Callable[[Array], Array], residual: bool, context: Context
-    ) -> Array:
+        self,
+        name: str,
+        x: Float[Array, "B T D"],
+        function: Callable[[Array], Array],
+        residual: bool,
+        context: Context,
+    ) -> Float[Array, "B T D"]:
         """`function` with the norms, dropout and residual sum of `config` around it."""
         norm, visible = self.config.norm, context.mask.query.segment != 0
         y = x if norm.order == "post" else Norm(norm, name=f"{name}_norm")(x, visible)
@@ -119,7 +131,7 @@ class Block(nn.Module):
         return constrain(y, "batch", "act_length", "act_embed")
 
 
-def of_layer(mask: Mask, layer: Array) -> Mask:
+def of_layer(mask: Mask, layer: Int[Array, ""]) -> Mask:
     """`mask`, as a value that is each layer's own.
 
     Seen in the gradients' jaxprs of JAX 0.10.2 and 0.12.0.1, cause unknown: a scan whose mask is the same for all

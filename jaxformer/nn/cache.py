@@ -5,6 +5,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from jaxformer.types import Array, Slots
 
@@ -24,8 +25,8 @@ class Cache:
     held: KeyValues
     index: Array
 
-    def write(self, k: Array, v: Array) -> Cache:
-        """The cache with `[B, T, G, K]` new keys and values in slots `index : index + T`."""
+    def write(self, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]) -> Cache:
+        """The cache with new keys and values in slots `index : index + T`."""
 
         def put(old: Array, new: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), self.index, axis=1)
@@ -53,7 +54,7 @@ class TransformerState:
     memory: KeyValues | None = None
     memory_slots: Slots | None = None
 
-    def rows(self, index: Array) -> TransformerState:
+    def rows(self, index: Int[Array, " B"]) -> TransformerState:
         """The state whose row i is this one's row `index[i]`."""
         layered, flat = (lambda x: jnp.take(x, index, axis=1)), (lambda x: jnp.take(x, index, axis=0))
         return TransformerState(

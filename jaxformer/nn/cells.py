@@ -13,6 +13,7 @@ from typing import Any, Callable, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Float, Float32, Int, Key, Shaped
 
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree
@@ -22,13 +23,13 @@ Carry = tuple[Array, ...]
 input-feeding attention appends its last output."""
 
 
-def rnn(inputs: Array, recurrent: Array, carry: Carry) -> Carry:
-    """Elman (1990): h' = tanh(x W + b + h U). Gates `[B, 1, W]`."""
+def rnn(inputs: Float32[Array, "B 1 W"], recurrent: Float32[Array, "B 1 W"], carry: Carry) -> Carry:
+    """Elman (1990): h' = tanh(x W + b + h U)."""
     return (jnp.tanh(inputs[:, 0] + recurrent[:, 0]),)
 
 
-def lstm(inputs: Array, recurrent: Array, carry: Carry) -> Carry:
-    """Hochreiter and Schmidhuber (1997) with the forget gate of Gers et al. (2000). Gates `[B, 4, W]`: i f g o.
+def lstm(inputs: Float32[Array, "B 4 W"], recurrent: Float32[Array, "B 4 W"], carry: Carry) -> Carry:
+    """Hochreiter and Schmidhuber (1997) with the forget gate of Gers et al. (2000). Gates: i f g o.
 
     i, f, o = sigmoid(x W + b + h U), g = tanh(x W + b + h U); c' = f c + i g; h' = o tanh(c'). The forget gate's bias
     is written as b + 1 (Jozefowicz et al. 2015), so that it starts at 1 while the parameter starts at 0.
@@ -38,8 +39,8 @@ def lstm(inputs: Array, recurrent: Array, carry: Carry) -> Carry:
     return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
 
-def gru(inputs: Array, recurrent: Array, carry: Carry) -> Carry:
-    """Cho et al. (2014, arXiv 1406.1078v1, where the reset gate follows the product). Gates `[B, 3, W]`: r z n.
+def gru(inputs: Float32[Array, "B 3 W"], recurrent: Float32[Array, "B 3 W"], carry: Carry) -> Carry:
+    """Cho et al. (2014, arXiv 1406.1078v1, where the reset gate follows the product). Gates: r z n.
 
     r, z = sigmoid(x W + b + h U + d), n = tanh(x W + b + r (h U + d)); h' = z h + (1 - z) n. Resetting after the
     product instead of before it leaves one matmul a step; it is also what cuDNN computes.
@@ -77,8 +78,8 @@ class Marks(NamedTuple):
     fresh: Array
 
 
-def marks(segment: Array, reverse: bool = False) -> Marks:
-    """Marks of int32 `[B, T]` segments read forwards or backwards. A gap of padding inside a segment is skipped."""
+def marks(segment: Int[Array, "B T"], reverse: bool = False) -> Marks:
+    """Marks of segments read forwards or backwards. A gap of padding inside a segment is skipped."""
     if reverse:
         return Marks(*(x[:, ::-1] for x in marks(segment[:, ::-1])))
     real = segment != 0
@@ -88,10 +89,12 @@ def marks(segment: Array, reverse: bool = False) -> Marks:
     return Marks(real, real & (segment != last))
 
 
-def ends(x: Array, source: Array, target: Array, last: bool) -> Array:
-    """For every target slot, `x` `[B, S, D]` at the last (or first) source slot of its segment: `[B, T, D]`.
+def ends(
+    x: Float[Array, "B S D"], source: Int[Array, "B S"], target: Int[Array, "B T"], last: bool
+) -> Float[Array, "B T D"]:
+    """For every target slot, `x` at the last (or first) source slot of its segment.
 
-    `source` and `target` are segments, int32 `[B, S]` and `[B, T]`. Zero where the source has no such segment.
+    `source` and `target` are segments. Zero where the source has no such segment.
     """
     same = (target[:, :, None] == source[:, None, :]) & (source[:, None, :] != 0)
     size = source.shape[1]
@@ -102,24 +105,23 @@ def ends(x: Array, source: Array, target: Array, last: bool) -> Array:
 
 
 Dot = Callable[[str, Array], Array]
+Kernels = dict[str, Float[Array, "_ _"]]
 Body = Callable[[Dot, PyTree, Carry, PyTree], tuple[Carry, PyTree]]
 
 
-def ordinary_scan(
-    body: Body, reverse: bool, kernels: dict[str, Array], consts: PyTree, carry: Carry, xs: PyTree
-) -> PyTree:
+def ordinary_scan(body: Body, reverse: bool, kernels: Kernels, consts: PyTree, carry: Carry, xs: PyTree) -> PyTree:
     def step(carry: Carry, x: PyTree) -> tuple[Carry, PyTree]:
         return body(lambda name, a: _product(a, kernels[name]), consts, carry, x)
 
     return jax.lax.scan(step, carry, xs, reverse=reverse)
 
 
-def _product(a: Array, kernel: Array) -> Array:
+def _product(a: Float[Array, "B M"], kernel: Float[Array, "M N"]) -> Float32[Array, "B N"]:
     return jax.lax.dot(a.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def scan(body: Body, reverse: bool, kernels: dict[str, Array], consts: PyTree, carry: Carry, xs: PyTree) -> PyTree:
+def scan(body: Body, reverse: bool, kernels: Kernels, consts: PyTree, carry: Carry, xs: PyTree) -> PyTree:
     """`lax.scan` over the leading axis of `xs` whose kernels get their gradients in one matmul after the loop.
 
     Differentiating an ordinary scan adds a kernel-sized gradient to an accumulator at every step; here the backward
@@ -135,7 +137,7 @@ def scan(body: Body, reverse: bool, kernels: dict[str, Array], consts: PyTree, c
     return ordinary_scan(body, reverse, kernels, consts, carry, xs)
 
 
-def _scan_forward(body: Body, reverse: bool, kernels: dict[str, Array], consts: PyTree, carry: Carry, xs: PyTree):
+def _scan_forward(body: Body, reverse: bool, kernels: Kernels, consts: PyTree, carry: Carry, xs: PyTree):
     steps, rows = jax.tree.leaves(xs)[0].shape[0], carry[0].shape[0]
 
     def run(shifts: dict[str, Array], consts: PyTree, carry: Carry, xs: PyTree):
@@ -174,7 +176,7 @@ scan.defvjp(_scan_forward, _scan_backward)
 
 def over_time(
     body: Body,
-    kernels: dict[str, Array],
+    kernels: Kernels,
     consts: PyTree,
     carry: Carry,
     xs: PyTree,
@@ -211,8 +213,8 @@ def over_time(
     return scan(guarded, reverse, kernels, consts, carry, (xs, rows, first))
 
 
-def by_row(x: Array) -> Array:
-    """Lays `[T, B, ...]` out by its batch axis alone."""
+def by_row(x: Shaped[Array, "T B *rest"]) -> Shaped[Array, "T B *rest"]:
+    """`x`, laid out by its batch axis alone."""
     return constrain(x, None, "batch", *(None,) * (x.ndim - 2))
 
 
@@ -227,8 +229,8 @@ def zeros(cell: Cell, rows: int, width: int) -> Carry:
     return (jnp.zeros((rows, width)),) * cell.states
 
 
-def orthogonal(key: Array, shape: tuple[int, int, int], dtype: Any = jnp.float32) -> Array:
-    """Initial recurrent kernel `[W, G, W]`: an orthogonal matrix for each gate (Saxe et al. 2014)."""
+def orthogonal(key: Key[Array, ""], shape: tuple[int, int, int], dtype: Any = jnp.float32) -> Float[Array, "W G W"]:
+    """Initial recurrent kernel: an orthogonal matrix for each gate (Saxe et al. 2014)."""
     width, gates, _ = shape
     init = nn.initializers.orthogonal()
     return jnp.stack([init(k, (width, width), dtype) for k in jax.random.split(key, gates)], axis=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import flax.struct
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Float, Int, Shaped
 
 from jaxformer.config import ConfigError, ConvConfig, NormConfig
 from jaxformer.nn.layers import ACTIVATIONS, Dropout, Norm
@@ -27,8 +28,8 @@ class Convolved:
     params: PyTree
     norm: NormConfig = flax.struct.field(pytree_node=False)
 
-    def add(self, x: Array, layer: Array) -> Array:
-        """norm(x + output), zero at padding, where `layer` (int32 scalar, from 0) is the first; else `x`."""
+    def add(self, x: Float[Array, "B T D"], layer: Int[Array, ""]) -> Float[Array, "B T D"]:
+        """norm(x + output), zero at padding, where `layer` (from 0) is the first; else `x`."""
         y = Norm(self.norm, parent=None).apply({"params": self.params}, x + self.output)
         return jnp.where(layer == 0, jnp.where(self.visible[..., None], y, jnp.zeros((), y.dtype)), x)
 
@@ -54,8 +55,8 @@ class Convolution(nn.Module):
     dropout: float = 0.0
 
     @nn.compact
-    def __call__(self, x: Array, segment: Array) -> Convolved:
-        """`x` `[B, T, D]` at slots of `segment` int32 `[B, T]`."""
+    def __call__(self, x: Float[Array, "B T D"], segment: Int[Array, "B T"]) -> Convolved:
+        """`x` at slots of `segment`."""
         size, groups, width = self.config.kernel, self.config.groups, x.shape[-1]
         if size % 2 == 0 or width % groups:
             raise ConfigError(
@@ -82,8 +83,8 @@ class Convolution(nn.Module):
         return Convolved(y, visible, nn.meta.unbox(norm.variables.get("params", {})), self.norm)
 
 
-def _around(x: Array, size: int) -> Array:
-    """`[B, T, ...]` as `[B, T, n, ...]`: every slot with its neighbours, zeros beyond the ends."""
+def _around(x: Shaped[Array, "B T *rest"], size: int) -> Shaped[Array, "B T n *rest"]:
+    """Every slot with its neighbours, zeros beyond the ends."""
     reach, length = size // 2, x.shape[1]
     padded = jnp.pad(x, [(0, 0), (reach, reach)] + [(0, 0)] * (x.ndim - 2))
     return jnp.stack([padded[:, i : i + length] for i in range(size)], axis=2)

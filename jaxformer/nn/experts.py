@@ -25,6 +25,7 @@ from typing import Callable, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Float, Float32, Int, Key
 
 from jaxformer.config import FeedForwardConfig
 from jaxformer.nn.layers import ACTIVATIONS, keep_mask
@@ -66,8 +67,10 @@ class Axes(NamedTuple):
     ffn: tuple[str, ...] = ()
 
 
-def run(config: FeedForwardConfig, weights: Weights, sent: Sent, queue: int, key: Array | None) -> Array:
-    """The gated sum of the chosen experts' outputs, `[B, T, D]`; 0 for a token without an expert.
+def run(
+    config: FeedForwardConfig, weights: Weights, sent: Sent, queue: int, key: Key[Array, ""] | None
+) -> Float[Array, "B T D"]:
+    """The gated sum of the chosen experts' outputs; 0 for a token without an expert.
 
     Args:
       queue: slots that an expert has for a row, if `sent.place` says who gets which.
@@ -98,7 +101,9 @@ def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _local(config: FeedForwardConfig, axes: Axes, queue: int, weights: Weights, sent: Sent, key: Array | None) -> Array:
+def _local(
+    config: FeedForwardConfig, axes: Axes, queue: int, weights: Weights, sent: Sent, key: Key[Array, ""] | None
+) -> Float[Array, "B T D"]:
     """One device's part of `run`."""
     if axes.embed:  # FSDP, done here so that its transpose is a reduce-scatter of the gradients
         whole = lambda x, axis: jax.lax.all_gather(x, axes.embed, axis=axis, tiled=True)  # noqa: E731
@@ -124,9 +129,13 @@ def _local(config: FeedForwardConfig, axes: Axes, queue: int, weights: Weights, 
 
 
 def _hidden(
-    config: FeedForwardConfig, axes: Axes, key: Array | None, product: Callable[[str, Array], Array], x: Array,
-    number: Array,
-) -> Array:  # fmt: skip
+    config: FeedForwardConfig,
+    axes: Axes,
+    key: Key[Array, ""] | None,
+    product: Callable[[str, Array], Array],
+    x: Float[Array, "*batch D"],
+    number: Int[Array, "*batch"],
+) -> Float[Array, "*batch D"]:
     """An expert's feed-forward layer, written for any way of multiplying rows with their experts' kernels."""
     activation = ACTIVATIONS[config.activation]
     y = product("in", x)
@@ -142,7 +151,7 @@ def _hidden(
     return product("out", y)
 
 
-def _by_sorting(hidden: Callable, axes: Axes, weights: Weights, sent: Sent) -> Array:
+def _by_sorting(hidden: Callable, axes: Axes, weights: Weights, sent: Sent) -> Float[Array, "B T D"]:
     """Dropless: assignments sorted by expert, one product over groups of any size (Gale et al. 2022, MegaBlocks)."""
     B, T, k = sent.chosen.shape
     spread = bool(axes.experts) and set(axes.experts) <= set(axes.rows)
@@ -181,7 +190,7 @@ def _by_sorting(hidden: Callable, axes: Axes, weights: Weights, sent: Sent) -> A
     return y.reshape(B, T, -1)
 
 
-def _by_queue(hidden: Callable, axes: Axes, queue: int, weights: Weights, sent: Sent) -> Array:
+def _by_queue(hidden: Callable, axes: Axes, queue: int, weights: Weights, sent: Sent) -> Float[Array, "B T D"]:
     """Capacity: every expert has `queue` slots for every row (Lepikhin et al. 2021, GShard, with a row as the group).
 
     The slots are filled and read by gathers: the one-hot products of GShard cost as much as an expert once a row is
@@ -227,6 +236,6 @@ def _by_queue(hidden: Callable, axes: Axes, queue: int, weights: Weights, sent: 
     return _weigh(pick(y, slot).reshape(B, T, k, -1), sent.gates)
 
 
-def _weigh(y: Array, gates: Array) -> Array:
-    """The sum over choices of `y` `[..., k, D]` with float32 weights `[..., k]`."""
+def _weigh(y: Float[Array, "*batch k D"], gates: Float32[Array, "*batch k"]) -> Float[Array, "*batch D"]:
+    """The sum of `y` over choices."""
     return jnp.einsum("...kd,...k->...d", y.astype(jnp.float32), gates).astype(y.dtype)

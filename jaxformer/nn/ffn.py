@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flax import linen as nn
+from jaxtyping import Float
 
 from jaxformer.config import FeedForwardConfig
 from jaxformer.nn import remat
@@ -21,7 +22,7 @@ class FeedForward(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         config = self.config
         inner = config.width or 4 * self.width
         activation = ACTIVATIONS[config.activation]

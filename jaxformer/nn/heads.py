@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Float, Int
 
 from jaxformer.config import HeadConfig, NormConfig
 from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout, Embed, Norm
@@ -11,14 +12,14 @@ from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Projection, Slots
 
 
-def last_slot(slots: Slots) -> Array:
-    """int32 `[B]`: the index of the last real slot of each row (0 where a row is empty)."""
+def last_slot(slots: Slots) -> Int[Array, " B"]:
+    """The index of the last real slot of each row (0 where a row is empty)."""
     index = jnp.arange(slots.segment.shape[1])
     return jnp.max(jnp.where(slots.segment != 0, index, 0), axis=1)
 
 
-def pool(x: Array, slots: Slots, how: str) -> Array:
-    """One vector `[B, D]` a sequence of `x` `[B, T, D]`: its first slot, the mean of its real ones, or its last one."""
+def pool(x: Float[Array, "B T D"], slots: Slots, how: str) -> Float[Array, "B D"]:
+    """One vector a sequence: its first slot, the mean of its real ones, or its last one."""
     if how == "first":
         return x[:, 0]
     if how == "last":
@@ -45,8 +46,10 @@ class Head(nn.Module):
     vocab: int | None = None
 
     @nn.compact
-    def __call__(self, x: Array, slots: Slots, embed: Embed | None = None, whole: bool = True) -> Array | Projection:
-        """`x` `[B, T, D]` normalised hidden states; `embed` is the table a tied head reads.
+    def __call__(
+        self, x: Float[Array, "B T D"], slots: Slots, embed: Embed | None = None, whole: bool = True
+    ) -> Float[Array, "B ..."] | Projection:
+        """`x` are normalised hidden states; `embed` is the table a tied head reads.
 
         Not `whole`: with `config.chunk`, what token logits are made of in place of the logits, for losses and measures.
         """
@@ -59,7 +62,7 @@ class Head(nn.Module):
             return self.decide(self.pooled(x, slots))
         return x.astype(jnp.float32) if kind == "none" else self.pooled(x, slots).astype(jnp.float32)
 
-    def tokens(self, x: Array, embed: Embed | None, whole: bool) -> Array | Projection:
+    def tokens(self, x: Float[Array, "B T D"], embed: Embed | None, whole: bool) -> Float[Array, "B T V"] | Projection:
         config, width = self.config, self.width
         if self.vocab is None:
             raise ValueError("head: got vocab None, expected a size; resolve the config with a tokenizer first")
@@ -84,15 +87,15 @@ class Head(nn.Module):
         logits = logits if bias is None else logits + bias
         return constrain(logits, "batch", "length", "act_vocab")
 
-    def pooled(self, x: Array, slots: Slots) -> Array:
-        """`[B, D']`, through the hidden layer if there is one."""
+    def pooled(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B _"]:
+        """One vector a sequence, through the hidden layer if there is one."""
         config, y = self.config, pool(x, slots, self.config.pooling)
         if config.width is None:
             return y
         return ACTIVATIONS[config.hidden](Dense((self.width, config.width), ("embed", None), name="hidden")(y))
 
-    def decide(self, x: Array) -> Array:
-        """Logits `[..., C]` of `x` `[..., D']`."""
+    def decide(self, x: Float[Array, "*batch _"]) -> Float[Array, "*batch C"]:
+        """The classes' logits."""
         config = self.config
         if config.classes is None:
             raise ValueError("head.classes: got None, expected a number; resolve the config with the data first")

@@ -8,6 +8,7 @@ from typing import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Bool, Float, Key
 
 from jaxformer.config import EmbedConfig, NormConfig
 from jaxformer.parallel.rules import constrain
@@ -26,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def dot(x: Array, kernel: Array, inputs: int = 1) -> Array:
+def dot(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) -> Float[Array, "..."]:
     """Contracts the last `inputs` axes of `x` with the first `inputs` axes of `kernel`, in the dtype of `x`."""
     axes = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
     return jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
@@ -50,7 +51,7 @@ class Dense(nn.Module):
     init: Callable | None = None
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         axes = tuple(range(len(self.shape)))
         init = self.init or nn.initializers.variance_scaling(
             1.0, "fan_in", "truncated_normal", in_axis=axes[: self.inputs], out_axis=axes[self.inputs :]
@@ -73,7 +74,7 @@ class Dropout(nn.Module):
     axes: tuple[int, ...] = ()
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         if self.rate == 0.0 or not self.has_rng("dropout"):
             return x
         shape = tuple(1 if i in self.axes else size for i, size in enumerate(x.shape))
@@ -81,8 +82,8 @@ class Dropout(nn.Module):
         return jnp.where(keep, x / (1.0 - self.rate), jnp.zeros((), x.dtype))
 
 
-def keep_mask(key: Array, rate: float, shape: tuple[int, ...]) -> Array:
-    """bool `shape`, False with probability `rate`, to a resolution of 2 ** -16.
+def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+    """Of `shape`, False with probability `rate`, to a resolution of 2 ** -16.
 
     Drawing random bits is what dropout costs on a CPU; 16 of them decide an entry, so one 32-bit word decides two.
     """
@@ -104,8 +105,10 @@ class Norm(nn.Module):
     config: NormConfig
 
     @nn.compact
-    def __call__(self, x: Array, visible: Array | None = None) -> Array:
-        """`x` is `[B, T, D]`; `visible` `[B, T]` is False at padding, which batch norm leaves out of its statistics."""
+    def __call__(
+        self, x: Float[Array, "*batch D"], visible: Bool[Array, "*batch"] | None = None
+    ) -> Float[Array, "*batch D"]:
+        """`visible` is False at padding, which batch norm leaves out of its statistics."""
         config, width = self.config, x.shape[-1]
         if config.kind == "none":
             return x
@@ -123,7 +126,7 @@ class Norm(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation (Ioffe and Szegedy 2015) of `[B, T, D]`: one mean and variance a feature.
+    """Batch normalisation (Ioffe and Szegedy 2015): one mean and variance a feature.
 
     Statistics run over all visible slots of the global batch, so they are the same on one device and on eight. In
     training (a dropout key is supplied) the batch's own statistics are used and the running ones, in the collection
@@ -134,7 +137,7 @@ class BatchNorm(nn.Module):
     momentum: float
 
     @nn.compact
-    def __call__(self, x: Array, visible: Array | None = None) -> Array:
+    def __call__(self, x: Float[Array, "B T D"], visible: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
         width = x.shape[-1]
         running_mean = self.variable("batch_stats", "mean", jnp.zeros, (width,), jnp.float32)
         running_var = self.variable("batch_stats", "var", jnp.ones, (width,), jnp.float32)
@@ -181,8 +184,8 @@ class Embed(nn.Module):
             init = nn.with_logical_partitioning(nn.initializers.normal(deviation), (None, "table"))
             self.kind_table = self.param("kinds", init, (config.kinds, self.width))
 
-    def __call__(self, stream: Stream) -> Array:
-        """Embeddings `[B, T, D]` of a stream, before position, norm and dropout.
+    def __call__(self, stream: Stream) -> Float[Array, "B T D"]:
+        """Embeddings of a stream, before position, norm and dropout.
 
         Tokens that are floating point `[B, T, E]` are taken for rows of the table already looked up.
         """
@@ -202,8 +205,8 @@ class Embed(nn.Module):
             x = x + jnp.take(constrain(self.kind_table, None, None), kind, axis=0).astype(self.dtype)
         return constrain(x, "batch", "act_length", "act_embed")
 
-    def factors(self, x: Array) -> tuple[Array, Array]:
-        """What a tied head multiplies: hidden states `[..., E]` (through `up.T` if factorised) and the table."""
+    def factors(self, x: Float[Array, "*batch D"]) -> tuple[Float[Array, "*batch E"], Float[Array, "V E"]]:
+        """What a tied head multiplies: hidden states (through `up.T` if factorised) and the table."""
         if self.inner != self.width:
             x = jnp.einsum("...d,ed->...e", x, self.up.astype(x.dtype))
         return x, self.table

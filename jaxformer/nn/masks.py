@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import flax.struct
 import jax.numpy as jnp
+from jaxtyping import Bool, Int
 
 from jaxformer.types import Array, Slots
 
@@ -31,14 +32,14 @@ class Mask:
     hidden: Array | None = None
     own: bool = flax.struct.field(pytree_node=False, default=False)
 
-    def dense(self) -> Array:
-        """bool `[B, T, S]`, True where visible."""
+    def dense(self) -> Bool[Array, "B T S"]:
+        """True where visible."""
         see = visible(self.query, self.key, self.causal, self.window)
         return see if self.hidden is None else see & ~self.hidden
 
 
-def visible(query: Slots, key: Slots, causal: bool, window: Array | int | None) -> Array:
-    """The one predicate: bool `[B, T, S]` for slots `[B, T]` and `[B, S]`."""
+def visible(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] | int | None) -> Bool[Array, "B T S"]:
+    """The one predicate, for slots `[B, T]` and `[B, S]`."""
     see = (jnp.abs(query.segment)[:, :, None] == key.segment[:, None, :]) & (key.segment[:, None, :] > 0)
     back = query.position[:, :, None] - key.position[:, None, :]
     if causal:
@@ -50,8 +51,8 @@ def visible(query: Slots, key: Slots, causal: bool, window: Array | int | None) 
     return see
 
 
-def slots(segment: Array) -> Slots:
-    """Slots whose positions count from 0 inside each run of equal segment ids of `segment` int32 `[B, T]`.
+def slots(segment: Int[Array, "B T"]) -> Slots:
+    """Slots whose positions count from 0 inside each run of equal segment ids.
 
     Padding (segment 0) gets position 0.
     """

@@ -9,6 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Bool, Float, Float32, Int, Int32
 
 from jaxformer.config import FeedForwardConfig, MoEConfig
 from jaxformer.nn import experts
@@ -62,8 +63,8 @@ class MoE(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, x: Array, visible: Array) -> Array:
-        """`[B, T, D]` of `x` `[B, T, D]`, of which the slots are real where `visible` bool `[B, T]`."""
+    def __call__(self, x: Float[Array, "B T D"], visible: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The mixture, of slots that are real where `visible`."""
         config, moe = self.config, self.moe
         init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
         init = nn.with_logical_partitioning(init, ("embed", None))
@@ -106,7 +107,7 @@ class Kernel(nn.Module):
     bias: bool
 
     @nn.compact
-    def __call__(self, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    def __call__(self, dtype: jnp.dtype) -> tuple[Float[Array, "E _ F"], Float[Array, "E F"] | None]:
         init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
         kernel = self.param("kernel", nn.with_logical_partitioning(init, self.names), self.shape).astype(dtype)
         if not self.bias:
@@ -115,8 +116,10 @@ class Kernel(nn.Module):
         return kernel, self.param("bias", zeros, (self.shape[0], self.shape[2])).astype(dtype)
 
 
-def choose(probs: Array, visible: Array, moe: MoEConfig) -> tuple[Array, Array]:
-    """The `top_k` experts of every token, int32 `[B, T, k]`, and their weights, of `probs` `[B, T, E]`.
+def choose(
+    probs: Float32[Array, "B T E"], visible: Bool[Array, "B T"], moe: MoEConfig
+) -> tuple[Int32[Array, "B T k"], Float32[Array, "B T k"]]:
+    """The k = `top_k` experts of every token, and their weights.
 
     Padding gets expert E, which does not exist, with weight 0.
     """
@@ -127,15 +130,22 @@ def choose(probs: Array, visible: Array, moe: MoEConfig) -> tuple[Array, Array]:
     return jnp.where(there, chosen, moe.experts).astype(jnp.int32), jnp.where(there, gates, 0.0)
 
 
-def places(chosen: Array, experts: int) -> Array:
-    """How many assignments of the same row come before each of `chosen` `[B, T, k]` to the same expert."""
+def places(chosen: Int[Array, "B T k"], experts: int) -> Int[Array, "B T k"]:
+    """How many assignments of the same row come before each of `chosen` to the same expert."""
     flat = chosen.reshape(chosen.shape[0], -1)
     mine = jax.nn.one_hot(flat, experts, dtype=jnp.int32)
     before = jnp.cumsum(mine, axis=1) - mine
     return jnp.sum(before * mine, axis=-1).reshape(chosen.shape)
 
 
-def measure(logits: Array, probs: Array, chosen: Array, kept: Array, visible: Array, moe: MoEConfig) -> Load:
+def measure(
+    logits: Float32[Array, "B T E"],
+    probs: Float32[Array, "B T E"],
+    chosen: Int[Array, "B T k"],
+    kept: Int[Array, "B T k"],
+    visible: Bool[Array, "B T"],
+    moe: MoEConfig,
+) -> Load:
     """The `Load` of a batch. Shares count what the router chose, whether or not it was dropped."""
     real = visible.astype(jnp.float32)
     tokens = jnp.maximum(jnp.sum(real), 1.0)

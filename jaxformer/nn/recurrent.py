@@ -6,18 +6,23 @@ One decoding step is the same code over a single slot.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Bool, Float, Float32, Int
 
 from jaxformer.config import NormConfig, RecurrentConfig
 from jaxformer.nn.cells import CELLS, Carry, Cell, Dot, Marks, batch_major, ends, marks, orthogonal, over_time, zeros
 from jaxformer.nn.layers import Dense, Dropout, Norm
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree, Slots
+
+Consts = dict[str, PyTree]
+"""What all steps read: the recurrent product's `bias` `[G, W]` and dropout's `keep` `[B, W]`, or None; and what a step
+with attention needs, its `memory` and a parameter."""
 
 
 class Gates(nn.Module):
@@ -32,14 +37,14 @@ class Gates(nn.Module):
     dropout: float = 0.0
 
     @nn.compact
-    def __call__(self, x: Array) -> tuple[Array, Array, dict[str, Array | None]]:
-        """Of `x` `[B, T, D]`: the input's share of all gates `[T, B, G, W]`, computed before the loop as one matmul;
-        the recurrent kernel `[W, G * W]`; and the constants that `recur` reads."""
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "T B G W"], Float[Array, "W GW"], Consts]:
+        """The input's share of all gates, computed before the loop as one matmul; the recurrent kernel; and the
+        constants that `recur` reads."""
         cell, width = CELLS[self.cell], self.width
         names = ("embed", None, "ffn")
         inputs = Dense((x.shape[-1], cell.gates, width), names, name="input")(x.swapaxes(0, 1))
         kernel = self.param("recurrent", nn.with_logical_partitioning(orthogonal, names), (width, cell.gates, width))
-        consts: dict[str, Array | None] = {"bias": None, "keep": None}
+        consts: Consts = {"bias": None, "keep": None}
         if cell.bias:
             init = nn.with_logical_partitioning(nn.initializers.zeros_init(), (None, "ffn"))
             consts["bias"] = self.param("recurrent_bias", init, (cell.gates, width))
@@ -48,8 +53,8 @@ class Gates(nn.Module):
         return inputs, kernel.reshape(width, -1).astype(x.dtype), consts
 
 
-def recur(cell: Cell, dot: Dot, consts: dict[str, Array | None], carry: Carry, inputs: Array) -> Carry:
-    """One step of `cell` from `carry`, given the input's share of the gates `[B, G, W]`."""
+def recur(cell: Cell, dot: Dot, consts: Consts, carry: Carry, inputs: Float[Array, "B G W"]) -> Carry:
+    """One step of `cell` from `carry`, given the input's share of the gates."""
     h = carry[0] if consts["keep"] is None else carry[0] * consts["keep"]
     recurrent = dot("recurrent", h).reshape(inputs.shape)
     if consts["bias"] is not None:
@@ -67,9 +72,9 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, marks: Marks, carry: Carry | None = None, first: Carry | None = None
-    ) -> tuple[Array, Carry, Carry]:
-        """Reads `x` `[B, T, D]`.
+        self, x: Float[Array, "B T D"], marks: Marks, carry: Carry | None = None, first: Carry | None = None
+    ) -> tuple[Float[Array, "B T W"], Carry, Carry]:
+        """Reads `x`.
 
         Args:
           marks: of the slots, read in this layer's direction.
@@ -77,7 +82,7 @@ class Layer(nn.Module):
           first: state `[B, T, W]` that a segment starting at a slot starts from; None: zeros.
 
         Returns:
-          Outputs `[B, T, W]` (zero at padding), the state after every slot `[B, T, W]`, and the last state `[B, W]`.
+          Outputs (zero at padding), the state after every slot `[B, T, W]`, and the last state `[B, W]`.
         """
         cell = CELLS[self.cell]
         inputs, kernel, consts = Gates(self.cell, self.width, self.recurrent_dropout, name="gates")(x)
@@ -109,7 +114,7 @@ class Front(nn.Module):
     config: RecurrentConfig
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         if self.config.embed.norm:
             x = Norm(NormConfig(), name="norm")(x)
         return Dropout(self.config.embed.dropout)(x)
@@ -121,8 +126,8 @@ class Encoder(nn.Module):
     config: RecurrentConfig
 
     @nn.compact
-    def __call__(self, x: Array, slots: Slots) -> Encoded:
-        """Reads embeddings `[B, S, D]`. Outputs are `[B, S, D]`, in two directions the halves [forward; backward]."""
+    def __call__(self, x: Float[Array, "B S D"], slots: Slots) -> Encoded:
+        """Reads embeddings. Outputs are `[B, S, D]`, in two directions the halves [forward; backward]."""
         config = self.config
         directions = ("forward", "backward") if config.bidirectional else ("forward",)
         width = config.width // len(directions)
@@ -141,12 +146,14 @@ class Encoder(nn.Module):
         return Encoded(x, tuple(states), slots.segment)
 
 
-def summary(directions: tuple[Array, ...], source: Array, target: Array) -> Array:
-    """The whole source as the last thing each direction has read, `[B, T, D]`, for every target slot's segment.
+def summary(
+    directions: tuple[Float[Array, "B S W"], ...], source: Int[Array, "B S"], target: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """The whole source as the last thing each direction has read, for every target slot's segment.
 
     Args:
-      directions: `[B, S, W]` read forwards and, if there is a second, backwards.
-      source, target: segments `[B, S]` and `[B, T]`.
+      directions: what was read forwards and, if there is a second, backwards.
+      source, target: segments.
     """
     return jnp.concatenate([ends(x, source, target, last=i == 0) for i, x in enumerate(directions)], axis=-1)
 
@@ -160,25 +167,27 @@ class Memory(NamedTuple):
 
 # Checkpointed: else the backward pass keeps tanh(...), `[T, B, S, W]` in all, which is slower than computing it anew.
 @jax.checkpoint
-def additive_scores(query: Array, keys: Array, vector: Array) -> Array:
-    """Bahdanau et al. (2015): e_j = v^T tanh(W s + U h_j). Float32 `[B, S]` of W s `[B, W]`, U h `[B, S, W]`, v."""
+def additive_scores(
+    query: Float[Array, "B W"], keys: Float[Array, "B S W"], vector: Float[Array, " W"]
+) -> Float32[Array, "B S"]:
+    """Bahdanau et al. (2015): e_j = v^T tanh(W s + U h_j), of W s, U h and v."""
     hidden = jnp.tanh(query.astype(keys.dtype)[:, None] + keys)
     return jnp.einsum("bsw,w->bs", hidden, vector.astype(keys.dtype), preferred_element_type=jnp.float32)
 
 
-def dot_scores(query: Array, keys: Array) -> Array:
-    """Luong et al. (2015), "general": e_j = s^T W h_j. Float32 `[B, S]` of s `[B, W]` and W h `[B, S, W]`."""
+def dot_scores(query: Float[Array, "B W"], keys: Float[Array, "B S W"]) -> Float32[Array, "B S"]:
+    """Luong et al. (2015), "general": e_j = s^T W h_j, of s and W h."""
     return jnp.einsum("bw,bsw->bs", query.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
 
 
-def probabilities(scores: Array, visible: Array) -> Array:
-    """Softmax of float32 `[B, S]` over the visible slots; zeros where none is."""
+def probabilities(scores: Float32[Array, "B S"], visible: Bool[Array, "B S"]) -> Float32[Array, "B S"]:
+    """Softmax over the visible slots; zeros where none is."""
     probs = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(jnp.float32).min), axis=-1)
     return jnp.where(visible, probs, 0.0)
 
 
-def look(probs: Array, values: Array) -> Array:
-    """The context: float32 `[B, E]`, the mean of `values` `[B, S, E]` under `probs` `[B, S]`."""
+def look(probs: Float[Array, "B S"], values: Float[Array, "B S E"]) -> Float32[Array, "B E"]:
+    """The context: the mean of `values` under `probs`."""
     return jnp.einsum("bs,bse->be", probs.astype(values.dtype), values, preferred_element_type=jnp.float32)
 
 
@@ -221,17 +230,17 @@ class AttendingLayer(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: Array,
+        x: Float[Array, "B T D"],
         marks: Marks,
         memory: Memory,
-        visible: Array,
+        visible: Bool[Array, "B T S"],
         carry: Carry | None = None,
         first: Carry | None = None,
-    ) -> tuple[Array, Carry]:
-        """Reads `x` `[B, T, D]`; `visible` bool `[B, T, S]` says which memory slots each slot may look at.
+    ) -> tuple[Float[Array, "B T W"], Carry]:
+        """Reads `x`; `visible` says which memory slots each slot may look at.
 
         Returns:
-          Outputs `[B, T, W]` (zero at padding) and the last carry.
+          Outputs (zero at padding) and the last carry.
         """
         cell, width, source = CELLS[self.cell], self.width, memory.values.shape[-1]
         additive = self.attention == "additive"
@@ -264,7 +273,9 @@ class AttendingLayer(nn.Module):
         y = jnp.where(marks.real[:, :, None], batch_major(y), 0.0).astype(x.dtype)
         return constrain(y, "batch", None, "act_embed"), last
 
-    def kernel(self, name: str, shape: tuple[int, ...], names: tuple[str | None, ...], init: Any = None) -> Array:
+    def kernel(
+        self, name: str, shape: tuple[int, ...], names: tuple[str | None, ...], init: Any = None
+    ) -> Float[Array, "..."]:
         out = tuple(range(1, len(shape)))
         init = init or nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=(0,), out_axis=out)
         return self.param(name, nn.with_logical_partitioning(init, names), shape)
@@ -284,7 +295,7 @@ class RecurrentState:
     memory: Memory | None = None
     visible: Array | None = None
 
-    def rows(self, index: Array) -> Self:
+    def rows(self, index: Int[Array, " B"]) -> RecurrentState:
         """The state whose row `i` is this one's row `index[i]`."""
         return jax.tree.map(lambda x: x[index], self)
 
@@ -331,7 +342,7 @@ class Decoder(nn.Module):
         same = all(getattr(config, name) == getattr(encoder, name) for name in ("cell", "layers", "width"))
         return same and not encoder.bidirectional
 
-    def first(self, encoded: Encoded, target: Array) -> tuple[Carry, ...]:
+    def first(self, encoded: Encoded, target: Int[Array, "B T"]) -> tuple[Carry, ...]:
         """By layer, the state `[B, T, W]` that a segment starting at a target slot (segments `[B, T]`) starts from."""
         source = encoded.segment
         if self.alike():
@@ -350,22 +361,22 @@ class Decoder(nn.Module):
 
     def __call__(
         self,
-        x: Array,
+        x: Float[Array, "B T D"],
         marks: Marks,
         memory: Memory | None = None,
-        visible: Array | None = None,
+        visible: Bool[Array, "B T S"] | None = None,
         carry: tuple[Carry, ...] | None = None,
         first: tuple[Carry, ...] | None = None,
-    ) -> tuple[Array, tuple[Carry, ...]]:
-        """Reads embeddings `[B, T, D]`.
+    ) -> tuple[Float[Array, "B T W"], tuple[Carry, ...]]:
+        """Reads embeddings.
 
         Args:
-          memory, visible: with attention: what to look at, and which of it each slot may see, bool `[B, T, S]`.
+          memory, visible: with attention: what to look at, and which of it each slot may see.
           carry: by layer, the state `[B, W]` before the first slot; None: nothing was read.
           first: by layer, see `first`; None: zeros.
 
         Returns:
-          Outputs `[B, T, W]` and the last carries.
+          Outputs and the last carries.
         """
         y, last = self.front(x), []
         for index, layer in enumerate(self.layers):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
 
 from jaxformer.config import ConfigError, StackConfig
 from jaxformer.types import Array
@@ -18,7 +19,7 @@ NAMES = ("query", "key", "value", "attention", "cross", "hidden", "ffn")
 hidden activations."""
 
 
-def name(x: Array, name: str) -> Array:
+def name(x: Float[Array, "*shape"], name: str) -> Float[Array, "*shape"]:
     """`x`, under one of `NAMES`."""
     return checkpoint_name(x, name)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Float, Int
 
 from jaxformer.config import ConfigError, StackConfig
 from jaxformer.nn import encodings, moe, remat
@@ -79,26 +80,26 @@ class Stack(nn.Module):
 
     def __call__(
         self,
-        x: Array,
+        x: Float[Array, "B T D"],
         slots: Slots,
-        memory: Array | KeyValues | None = None,
+        memory: Float[Array, "B S D"] | KeyValues | None = None,
         memory_slots: Slots | None = None,
         held: KeyValues | None = None,
         held_slots: Slots | None = None,
-        index: Array | None = None,
-        kind: Array | None = None,
-    ) -> tuple[Array, KeyValues | None]:
-        """Runs the stack on embeddings `[B, T, D]` that stand at `slots`.
+        index: Int[Array, ""] | None = None,
+        kind: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], KeyValues | None]:
+        """Runs the stack on embeddings that stand at `slots`.
 
         Args:
-          memory: the encoder's output `[B, S, D]`, or `project`'s keys and values of it.
+          memory: the encoder's output, or `project`'s keys and values of it.
           memory_slots: the slots of the memory.
           held: cached keys and values `[L, B, S, G, K]`; `index` says where the new ones go, and `held_slots` are the
             slots of the cache with the new ones already in.
-          kind: token types `[B, T]`, for encodings in which they act.
+          kind: token types, for encodings in which they act.
 
         Returns:
-          Hidden states `[B, T, D]` after the final norm, and the written cache.
+          Hidden states after the final norm, and the written cache.
         """
         config = self.resolved
         encoding = encodings.get(config.encoding.kind)
@@ -146,7 +147,7 @@ class Stack(nn.Module):
             return False
         return self.config.norm.kind != "batch" and pipeline.divides(rows, self.config.layers, parts)
 
-    def pipelined(self, x: Array, rows: Rows, parts: int) -> Array:
+    def pipelined(self, x: Float[Array, "B T D"], rows: Rows, parts: int) -> Float[Array, "B T D"]:
         """`blocks` without a cache, each stage of the mesh running its own layers: see parallel/pipeline.py.
 
         Dropout draws from a key of its own for every layer and microbatch, so its masks are not those of the scan.
@@ -187,14 +188,14 @@ class Stack(nn.Module):
             self.sow(moe.COLLECTION, "load", load)
         return x
 
-    def position_of(self, slots: Slots, kind: Array | None = None) -> Any:
+    def position_of(self, slots: Slots, kind: Int[Array, "B T"] | None = None) -> Any:
         """What all layers share of the encoding."""
         encoding = encodings.get(self.config.encoding.kind)
         if encoding.shared is None:
             return None
         return self.shared(slots, kind) if encoding.kinds else self.shared(slots)
 
-    def project(self, memory: Array) -> KeyValues:
+    def project(self, memory: Float[Array, "B S D"]) -> KeyValues:
         """Cross-attention keys and values `[L, B, S, G, K]` of the encoder's output, for every layer at once."""
         config = self.resolved
         params = self.blocks.variables["params"]["cross"]

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Float
 
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree
@@ -50,12 +51,12 @@ def pipeline(
     prepare: Callable[[PyTree, PyTree], PyTree],
     layer: Callable[[PyTree, Array, PyTree, Array, Array], tuple[Array, PyTree]],
     weights: PyTree,
-    x: Array,
+    x: Float[Array, "B T D"],
     rows: PyTree,
     shared: PyTree,
     parts: int,
-) -> tuple[Array, PyTree]:
-    """What a scan of `layer` over `weights` makes of `x` `[B, T, D]`, and what the layers say; `divides` must hold.
+) -> tuple[Float[Array, "B T D"], PyTree]:
+    """What a scan of `layer` over `weights` makes of `x`, and what the layers say; `divides` must hold.
 
     Args:
       prepare: `(rows, shared) -> context` of one microbatch; run once a tick.

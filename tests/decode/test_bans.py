@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decode_toys import PrefixModel, Seeded, batch_of
+from flax import linen as nn
 
 from jaxformer.config import Config, ConfigError, DecodeConfig, ModelConfig, StackConfig
 from jaxformer.decode import bans, engine, warp
@@ -229,4 +230,4 @@ def test_tokens_that_the_vocabulary_does_not_have_are_refused():
     vocabulary = engine.Vocabulary(eos=(2,), pad=0, start=1, size=13)
     for options in ({"forced_first": 13}, {"bad_words": ((1, 13),)}, {"suppress": (13,)}):
         with pytest.raises(ConfigError, match="got token 13 .* below the vocabulary's 13"):
-            engine.run(None, {}, [], DecodeConfig(**options), vocabulary)
+            engine.run(nn.Module(), {}, [], DecodeConfig(**options), vocabulary)

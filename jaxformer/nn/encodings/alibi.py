@@ -5,14 +5,15 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jaxtyping import Float, Float32, Int
 
 from jaxformer.config import AttentionConfig, EncodingConfig
 from jaxformer.nn.encodings import Encoding
-from jaxformer.types import Array, PyTree, Slots
+from jaxformer.types import Array, Slots
 
 
-def slopes(heads: int) -> np.ndarray:
-    """Float32 `[H]`, the penalty of one step for every head.
+def slopes(heads: int) -> Float32[np.ndarray, " H"]:
+    """The penalty of one step for every head.
 
     For H a power of two, slope h = 2^(-8 (h + 1) / H). Otherwise the slopes of the next lower power P of two are
     followed by every other slope of 2 P, starting with the first, as in the authors' code.
@@ -24,21 +25,26 @@ def slopes(heads: int) -> np.ndarray:
 
 
 class Slopes(nn.Module):
-    """The heads' slopes, float32 `[H]`: constants, no parameters."""
+    """The heads' slopes: constants, no parameters."""
 
     config: EncodingConfig
     attention: AttentionConfig
     head_width: int
 
     @nn.compact
-    def __call__(self, slots: Slots) -> Array:
+    def __call__(self, slots: Slots) -> Float32[Array, " H"]:
         return jnp.asarray(slopes(self.attention.heads))
 
 
 def score(
-    config: EncodingConfig, shared: PyTree, q: Array, k: Array, query_position: Array, key_position: Array
-) -> Array:
-    """Float32 `[b, H, T, S]`: -slope_h |i - j|. Symmetric, so that it serves encoders as well as decoders.
+    config: EncodingConfig,
+    shared: Float32[Array, " H"],
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B S"],
+) -> Float32[Array, "#B H T S"]:
+    """-slope_h |i - j|. Symmetric, so that it serves encoders as well as decoders.
 
     For keys at or before the query this is the paper's slope_h (j - i).
     """

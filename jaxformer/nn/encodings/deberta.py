@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jaxtyping import Float, Float32, Int, Int32
 
 from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig
 from jaxformer.nn.encodings import Encoding
@@ -27,8 +28,8 @@ def span(config: EncodingConfig) -> int:
     return config.max_distance if config.buckets is None else config.buckets
 
 
-def row_of_distance(config: EncodingConfig) -> np.ndarray:
-    """int32 `[2 N + 1]`, N = max_distance: the row for query position - key position r = -N ... N.
+def row_of_distance(config: EncodingConfig) -> Int32[np.ndarray, " distances"]:
+    """The row, `[2 N + 1]` with N = max_distance, for query position - key position r = -N ... N.
 
     Without buckets every distance has its row, clip(r + N, 0, 2 N - 1). With B buckets a direction, r becomes
 
@@ -56,27 +57,27 @@ def row_of_distance(config: EncodingConfig) -> np.ndarray:
 
 
 class Absolute(nn.Module):
-    """A learned vector for every position besides, `[B, T, D]`, where `config.absolute` asks for it; else zeros."""
+    """A learned vector for every position besides, where `config.absolute` asks for it; else zeros."""
 
     config: EncodingConfig
     width: int
 
     @nn.compact
-    def __call__(self, slots: Slots) -> Array:
+    def __call__(self, slots: Slots) -> Float32[Array, "B T D"]:
         if not self.config.absolute:
             return jnp.zeros((*slots.position.shape, self.width))
         return Learned(self.config, self.width, name="learned")(slots)
 
 
 class Table(nn.Module):
-    """P, float32 `[R, H K]`, R = 2 max_distance or 2 buckets rows, normalised if `config.norm` says so."""
+    """P, R = 2 max_distance or 2 buckets rows as wide as all heads together, normalised if `config.norm` says so."""
 
     config: EncodingConfig
     attention: AttentionConfig
     head_width: int
 
     @nn.compact
-    def __call__(self, slots: Slots) -> Array:
+    def __call__(self, slots: Slots) -> Float32[Array, "R D"]:
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("buckets", "table"))
         table = self.param("table", init, (2 * span(self.config), self.attention.heads * self.head_width))
         return table if self.config.norm is None else Norm(self.config.norm, name="norm")(table)
@@ -106,7 +107,7 @@ class Projections(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, shared: Array, query: nn.Module, key: nn.Module) -> Projected:
+    def __call__(self, shared: Float32[Array, "R D"], query: nn.Module, key: nn.Module) -> Projected:
         config, attention, width = self.config, self.attention, self.width
         if shared.shape[1] != width:
             raise ConfigError(
@@ -133,9 +134,14 @@ def terms(config: EncodingConfig) -> int:
 
 
 def score(
-    config: EncodingConfig, shared: Projected, q: Array, k: Array, query_position: Array, key_position: Array
-) -> Array:
-    """Float32 `[B, H, T, S]`: the last two terms of the equation; `q` is already divided by sqrt(terms K).
+    config: EncodingConfig,
+    shared: Projected,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B S"],
+) -> Float32[Array, "B H T S"]:
+    """The last two terms of the equation; `q` is already divided by sqrt(terms K).
 
     Every query meets all R rows of a, every key all rows of b; a pair of slots then reads the row of its distance.
     """

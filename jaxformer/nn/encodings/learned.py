@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Float32
 
 from jaxformer.config import ConfigError, EncodingConfig
 from jaxformer.nn.encodings import Encoding
@@ -27,7 +28,7 @@ class Learned(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, slots: Slots) -> Array:
+    def __call__(self, slots: Slots) -> Float32[Array, "B T D"]:
         rows, length = self.config.max_length - self.config.offset, slots.position.shape[1]
         if length > rows:
             raise ConfigError(

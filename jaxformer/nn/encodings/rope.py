@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jaxtyping import Float, Float32, Int
 
 from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, RopeScalingConfig
 from jaxformer.nn.encodings import Encoding
@@ -16,7 +17,7 @@ from jaxformer.types import Array, Slots
 
 
 class Angles(nn.Module):
-    """Cosines and sines of every slot's angles, float32 `[B, T, R/2]` each; R = fraction * head width.
+    """Cosines and sines of every slot's angles; P = R / 2 pairs, R = fraction * head width.
 
     Raises:
       ConfigError: R is not a positive even number of at most the head width.
@@ -27,7 +28,7 @@ class Angles(nn.Module):
     head_width: int
 
     @nn.compact
-    def __call__(self, slots: Slots) -> tuple[Array, Array]:
+    def __call__(self, slots: Slots) -> tuple[Float32[Array, "B T P"], Float32[Array, "B T P"]]:
         rotated = int(self.config.fraction * self.head_width)
         if rotated % 2 or not 0 < rotated <= self.head_width:
             raise ConfigError(
@@ -39,8 +40,10 @@ class Angles(nn.Module):
         return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 
 
-def frequencies(config: EncodingConfig, rotated: int, position: Array) -> tuple[Array, float]:
-    """theta `[R/2]` float32, stretched as `config.scaling` says, and the factor on cosines and sines.
+def frequencies(
+    config: EncodingConfig, rotated: int, position: Int[Array, "B T"]
+) -> tuple[Float32[Array, " P"], float]:
+    """theta of P = R / 2 pairs, stretched as `config.scaling` says, and the factor on cosines and sines.
 
     linear: theta / factor (Chen et al. 2023). dynamic: the base grows with the longest position, once that is beyond
     the original length ("dynamic NTK"). llama3: long waves divided by the factor, short ones kept, blended between
@@ -68,8 +71,8 @@ def frequencies(config: EncodingConfig, rotated: int, position: Array) -> tuple[
     return jnp.asarray(theta, jnp.float32), float(magnitude)
 
 
-def _yarn_ramp(base: float, scaling: RopeScalingConfig, rotated: int) -> np.ndarray:
-    """`[R/2]`: 0 for channels that turn over `fast` times in the original length, 1 under `slow`, linear between."""
+def _yarn_ramp(base: float, scaling: RopeScalingConfig, rotated: int) -> Float[np.ndarray, " P"]:
+    """0 for channels that turn over `fast` times in the original length, 1 under `slow`, linear between."""
 
     def channel(turns: float) -> float:
         return rotated * np.log(scaling.original / (turns * 2.0 * np.pi)) / (2.0 * np.log(base))
@@ -81,8 +84,10 @@ def _yarn_ramp(base: float, scaling: RopeScalingConfig, rotated: int) -> np.ndar
     return np.clip((np.arange(rotated // 2) - first) / (last - first if last > first else 0.001), 0.0, 1.0)
 
 
-def rotate(config: EncodingConfig, x: Array, shared: tuple[Array, Array]) -> Array:
-    """Turns the first R channels of `x` `[B, T, H, K]`, in float32; the others pass.
+def rotate(
+    config: EncodingConfig, x: Float[Array, "B T H K"], shared: tuple[Float32[Array, "B T P"], Float32[Array, "B T P"]]
+) -> Float[Array, "B T H K"]:
+    """Turns the first R = 2 P channels of every head, in float32; the others pass.
 
     Pairs are channels (2i, 2i + 1) when `config.interleaved` (the paper), else (i, i + R/2) (GPT-NeoX, Llama). The two
     differ by a fixed permutation of the channels, which matters only for reading weights trained with the other.

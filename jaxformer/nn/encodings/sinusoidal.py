@@ -5,14 +5,17 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jaxtyping import Float32, Int
 
 from jaxformer.config import EncodingConfig
 from jaxformer.nn.encodings import Encoding
 from jaxformer.types import Array, Slots
 
 
-def sinusoids(position: Array, width: int, base: float = 10000.0, concatenated: bool = False) -> Array:
-    """Float32 `[..., D]` codes of integer positions `[...]`:
+def sinusoids(
+    position: Int[Array, "*batch"], width: int, base: float = 10000.0, concatenated: bool = False
+) -> Float32[Array, "*batch D"]:
+    """Codes of positions:
 
         PE(p, 2i) = sin(p / base^(2i / D)),   PE(p, 2i + 1) = cos(p / base^(2i / D))
 
@@ -29,13 +32,13 @@ def sinusoids(position: Array, width: int, base: float = 10000.0, concatenated: 
 
 
 class Sinusoidal(nn.Module):
-    """`sinusoids` of the slots' positions, `[B, T, D]`. No parameters, any length."""
+    """`sinusoids` of the slots' positions. No parameters, any length."""
 
     config: EncodingConfig
     width: int
 
     @nn.compact
-    def __call__(self, slots: Slots) -> Array:
+    def __call__(self, slots: Slots) -> Float32[Array, "B T D"]:
         return sinusoids(slots.position, self.width, self.config.base, self.config.concatenated)
 
 

@@ -7,14 +7,15 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jaxtyping import Float, Float32, Int, Int32
 
 from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig
 from jaxformer.nn.encodings import Encoding
 from jaxformer.types import Array, Slots
 
 
-def bucket_of_distance(buckets: int, max_distance: int) -> np.ndarray:
-    """int32 `[max_distance + 1]`: the bucket of each distance n >= 0 in one direction; the last serves all beyond.
+def bucket_of_distance(buckets: int, max_distance: int) -> Int32[np.ndarray, " distances"]:
+    """The bucket, `[max_distance + 1]`, of each distance n >= 0 in one direction; the last serves all beyond.
 
     Half of the buckets hold one distance each; in the other half a bucket's width grows geometrically:
 
@@ -38,8 +39,8 @@ def bucket_of_distance(buckets: int, max_distance: int) -> np.ndarray:
     return np.where(distance < exact, distance, far).astype(np.int32)
 
 
-def bucket_of_offset(config: EncodingConfig) -> np.ndarray:
-    """int32 `[2 N + 1]`, N = max_distance: the bucket of key position - query position = -N ... N.
+def bucket_of_offset(config: EncodingConfig) -> Int32[np.ndarray, " offsets"]:
+    """The bucket, `[2 N + 1]` with N = max_distance, of key position - query position = -N ... N.
 
     Bidirectional: keys ahead have the upper half of the buckets. Otherwise keys ahead share bucket 0 with distance 0.
 
@@ -55,7 +56,7 @@ def bucket_of_offset(config: EncodingConfig) -> np.ndarray:
 
 
 class Table(nn.Module):
-    """The learned biases, float32 `[R, H]`, shared by all layers of a stack. Initial variance 1 / (H K).
+    """The learned biases, shared by all layers of a stack. Initial variance 1 / (H K).
 
     Raises:
       ConfigError: the buckets make no sense; see `bucket_of_distance`.
@@ -66,7 +67,7 @@ class Table(nn.Module):
     head_width: int
 
     @nn.compact
-    def __call__(self, slots: Slots) -> Array:
+    def __call__(self, slots: Slots) -> Float32[Array, "R H"]:
         heads = self.attention.heads
         init = nn.initializers.normal((heads * self.head_width) ** -0.5)
         init = nn.with_logical_partitioning(init, ("buckets", "heads"))
@@ -74,9 +75,14 @@ class Table(nn.Module):
 
 
 def score(
-    config: EncodingConfig, shared: Array, q: Array, k: Array, query_position: Array, key_position: Array
-) -> Array:
-    """Float32 `[b, H, T, S]`: the table's entry for the bucket of each key position - query position."""
+    config: EncodingConfig,
+    shared: Float32[Array, "R H"],
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B S"],
+) -> Float32[Array, "#B H T S"]:
+    """The table's entry for the bucket of each key position - query position."""
     offset = key_position[:, None, :] - query_position[:, :, None]
     by_offset = shared[bucket_of_offset(config)]  # [2 N + 1, H]
     index = jnp.clip(offset, -config.max_distance, config.max_distance) + config.max_distance

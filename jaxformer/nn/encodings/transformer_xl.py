@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jaxtyping import Float, Float32, Int
 
 from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig
 from jaxformer.nn.encodings import Encoding
@@ -36,7 +37,7 @@ class Pairs(nn.Module):
     head_width: int
 
     @nn.compact
-    def __call__(self, slots: Slots, kind: Array | None = None) -> Kinds | None:
+    def __call__(self, slots: Slots, kind: Int[Array, "B T"] | None = None) -> Kinds | None:
         return None if kind is None else Kinds(kind, kind)
 
 
@@ -93,9 +94,14 @@ class Relative(nn.Module):
 
 
 def score(
-    config: EncodingConfig, shared: Weights, q: Array, k: Array, query_position: Array, key_position: Array
-) -> Array:
-    """Float32 `[B, H, T, S]`: the equation above without q . k; `q` is already divided by sqrt(K).
+    config: EncodingConfig,
+    shared: Weights,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B S"],
+) -> Float32[Array, "B H T S"]:
+    """The equation above without q . k; `q` is already divided by sqrt(K).
 
     Raises:
       ConfigError: there are token types, and the slots are a part of theirs: a tile, a device's, or a cache.
@@ -120,7 +126,13 @@ def score(
     return total + jnp.where(same[:, None], either[0][..., None], either[1][..., None])
 
 
-def _by_angle(config: EncodingConfig, kernel: Array, q: Array, query_position: Array, key_position: Array) -> Array:
+def _by_angle(
+    config: EncodingConfig,
+    kernel: Float[Array, "D H K"],
+    q: Float[Array, "B T H K"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B S"],
+) -> Float32[Array, "B H T S"]:
     """q . r(i - j) for positions of any size, without a code for each pair.
 
     With a = W_r^T q for the sines and b for the cosines, and by the sine and cosine of a difference,
@@ -140,14 +152,22 @@ def _by_angle(config: EncodingConfig, kernel: Array, q: Array, query_position: A
     return jnp.einsum("bthd,bsd->bhts", of_query, of_key, preferred_element_type=jnp.float32)
 
 
-def _angles(config: EncodingConfig, position: Array, width: int) -> tuple[Array, Array]:
-    """Sines and cosines, float32 `[B, T, D/2]` each."""
+def _angles(
+    config: EncodingConfig, position: Int[Array, "B T"], width: int
+) -> tuple[Float32[Array, "B T P"], Float32[Array, "B T P"]]:
+    """Sines and cosines of P = D / 2 frequencies."""
     frequency = jnp.asarray(config.base ** (-2.0 * np.arange(width // 2) / width), jnp.float32)
     angle = position.astype(jnp.float32)[..., None] * frequency
     return jnp.sin(angle), jnp.cos(angle)
 
 
-def _by_table(config: EncodingConfig, kernel: Array, q: Array, query_position: Array, key_position: Array) -> Array:
+def _by_table(
+    config: EncodingConfig,
+    kernel: Float[Array, "D H K"],
+    q: Float[Array, "B T H K"],
+    query_position: Int[Array, "B T"],
+    key_position: Int[Array, "B S"],
+) -> Float32[Array, "B H T S"]:
     """q . r(clip(i - j, -c, c)): each query meets all 2 c + 1 codes and every key reads the one of its distance."""
     distances = jnp.arange(-config.clamp, config.clamp + 1)
     codes = sinusoids(distances, kernel.shape[0], config.base, concatenated=True).astype(kernel.dtype)

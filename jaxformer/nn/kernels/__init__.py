@@ -8,12 +8,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32
 
 from jaxformer import registry
 from jaxformer.config import AttentionConfig, ConfigError
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel import mesh, shards
 from jaxformer.types import Array, PyTree
+
+Queries = Float[Array, "B T H K"]
+Keys = Float[Array, "B S G K"]
+"""What a kernel gets, values as keys, and what it returns as queries."""
 
 
 class Score(NamedTuple):
@@ -35,7 +40,7 @@ class Noise(NamedTuple):
     rate: float
     key: Array
 
-    def drop(self, probs: Array) -> Array:
+    def drop(self, probs: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
         """Zeroes entries with probability `rate` and scales the rest so that the mean stays.
 
         Every random word of 32 bits decides two entries: drawing bits is the larger part of attention dropout on a
@@ -97,14 +102,14 @@ def get(kind: str) -> Kernel:
 
 
 def apply(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Queries,
+    k: Keys,
+    v: Keys,
     mask: Mask,
     score: Score | None,
     noise: Noise | None,
     config: AttentionConfig,
-) -> Array:
+) -> Queries:
     """`Kernel.apply` of the kernel that `config` names, or that "auto" takes here."""
     site = Site(
         platform=mesh.platform(),

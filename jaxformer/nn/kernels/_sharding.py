@@ -9,9 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Key, Shaped
 
 from jaxformer.config import ConfigError
-from jaxformer.nn.kernels import Score
+from jaxformer.nn.kernels import Keys, Queries, Score
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.parallel import shards
 from jaxformer.types import Array, PyTree, Slots
@@ -52,7 +53,9 @@ def layout(batch: int, heads: int) -> Layout | None:
     return Layout(shards.fitting("batch", batch), shards.fitting("act_heads", heads), shards.fitting("length", 0))
 
 
-def spread(k: Array, v: Array, score: Score | None, heads: int, ways: int) -> tuple[Array, Array, Score | None]:
+def spread(
+    k: Keys, v: Keys, score: Score | None, heads: int, ways: int
+) -> tuple[Float[Array, "B S _ K"], Float[Array, "B S _ K"], Score | None]:
     """Keys and values whose heads `ways` devices can divide: repeated where they are fewer, or do not come out even.
 
     `heads` is that of the queries, a multiple of `ways`; each device's queries then meet the keys they belong to.
@@ -89,8 +92,8 @@ def score_specs(score: Score | None, axes: tuple[str, ...]) -> PyTree:
     return jax.tree.map(spec, score.args, score.heads)
 
 
-def pad(x: Array, multiple: int) -> Array:
-    """`[B, T, ...]` filled up with zeros (for ids: segment 0, nothing there) to a multiple of so many slots."""
+def pad(x: Shaped[Array, "B T *rest"], multiple: int) -> Shaped[Array, "B _ *rest"]:
+    """`x` filled up with zeros (for ids: segment 0, nothing there) to a multiple of so many slots."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2))
 
 
@@ -98,7 +101,7 @@ def pad_slots(slots: Slots, multiple: int) -> Slots:
     return Slots(*(pad(ids, multiple) for ids in slots))
 
 
-def rows_and_heads(function: Callable, q: Array, k: Array, v: Array, query: Slots, key: Slots) -> Array:
+def rows_and_heads(function: Callable, q: Queries, k: Keys, v: Keys, query: Slots, key: Slots) -> Queries:
     """`function(q, k, v, query, key)` on each device's rows and heads, of whole sequences.
 
     For kernels that the partitioner cannot divide. What the function closes over must be the same on all devices.
@@ -111,8 +114,8 @@ def rows_and_heads(function: Callable, q: Array, k: Array, v: Array, query: Slot
     return shards.shard(function, (*(where.tensor,) * 3, where.ids, where.ids), where.tensor)(q, k, v, query, key)
 
 
-def sees(query: Slots, key: Slots, own: bool) -> Array:
-    """bool `[B, T]`: queries that see a key, without rules of order: where these hide keys, they hide others' first.
+def sees(query: Slots, key: Slots, own: bool) -> Bool[Array, "B T"]:
+    """Queries that see a key, without rules of order: where these hide keys, they hide others' first.
 
     A real slot sees itself, where the keys are its `own` side's.
     """
@@ -121,7 +124,7 @@ def sees(query: Slots, key: Slots, own: bool) -> Array:
     return jnp.any(visible(query, key, False, None), axis=-1)
 
 
-def own(where: Layout, key: Array | None) -> Array | None:
+def own(where: Layout, key: Key[Array, ""] | None) -> Key[Array, ""] | None:
     """A random key that differs between the devices that hold different parts."""
     if key is None or not where.divides:
         return key

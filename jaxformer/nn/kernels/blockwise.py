@@ -20,13 +20,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Float32, Int, Shaped
 
 from jaxformer.config import AttentionConfig
-from jaxformer.nn.kernels import Kernel, Noise, Score, _sharding
+from jaxformer.nn.kernels import Kernel, Keys, Noise, Queries, Score, _sharding
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.types import Array, PyTree, Slots
 
 HIDDEN = -1e30
+
+QueryTiles = Float[Array, "I B T H K"]
+KeyTiles = Float[Array, "J B S G K"]
 
 
 class Rule(NamedTuple):
@@ -74,14 +78,14 @@ class Gradients(NamedTuple):
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Queries,
+    k: Keys,
+    v: Keys,
     mask: Mask,
     score: Score | None,
     noise: Noise | None,
     config: AttentionConfig,
-) -> Array:
+) -> Queries:
     """Equals the dense kernel. Tiles are `config.block` rows by as many columns; lengths are padded up to whole tiles.
 
     Tiles in which nothing can be visible (above the diagonal of a causal mask, beyond a window, between different
@@ -109,26 +113,26 @@ def split(mask: Mask, score: Score | None, noise: Noise | None) -> tuple[Rule, P
     return rule, real, jax.tree.map(lambda leaf: None if _has_gradient(leaf) else leaf, args)
 
 
-def _has_gradient(leaf: Array) -> bool:
+def _has_gradient(leaf: Shaped[Array, "..."]) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-def tiles(x: Array, size: int) -> Array:
-    """`[B, T, ...]` as `[tiles, B, size, ...]`, filled up with zeros (for ids: segment 0, nothing there)."""
+def tiles(x: Shaped[Array, "B T *rest"], size: int) -> Shaped[Array, "I B _ *rest"]:
+    """Tiles of `size` slots, filled up with zeros (for ids: segment 0, nothing there)."""
     batch, length = x.shape[:2]
     count = -(-length // size)
     x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
 
-def whole(x: Array, length: int) -> Array:
+def whole(x: Shaped[Array, "I B _ *rest"], length: int) -> Shaped[Array, "B T *rest"]:
     """The inverse of `tiles`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def active(query: Slots, key: Slots, causal: bool, window: Array | int | None) -> Array:
-    """bool `[query tiles, key tiles]`: False only where no row of the batch has a visible pair in the tile.
+def active(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] | int | None) -> Bool[Array, "I J"]:
+    """For each tile of queries and tile of keys, False only where no row of the batch has a visible pair in it.
 
     Compares the ranges of segments and positions that occur in the tiles, so it costs next to nothing; where segment
     ids or positions are not monotonic it may call an empty tile active, which wastes time and changes nothing.
@@ -158,8 +162,10 @@ def active(query: Slots, key: Slots, causal: bool, window: Array | int | None) -
     return jnp.any(see, axis=-1)
 
 
-def _logits(rule: Rule, q: Array, k: Array, real: PyTree, fixed: PyTree, query: Slots, key: Slots) -> Array:
-    """Float32 scores `[B, H, T, S]` of one tile, before the mask. The backward differentiates this function."""
+def _logits(
+    rule: Rule, q: Queries, k: Keys, real: PyTree, fixed: PyTree, query: Slots, key: Slots
+) -> Float32[Array, "B H T S"]:
+    """Scores of one tile, before the mask. The backward differentiates this function."""
     batch, rows, heads, _ = q.shape
     scores = jnp.einsum("bgrk,bsgk->bgrs", _fold(q, k.shape[2]), k, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, heads, rows, -1)
@@ -169,21 +175,23 @@ def _logits(rule: Rule, q: Array, k: Array, real: PyTree, fixed: PyTree, query: 
     return scores
 
 
-def _fold(x: Array, groups: int) -> Array:
-    """`[B, T, H, K]` as `[B, G, H/G * T, K]`: the rows of all query heads that read one key head."""
+def _fold(x: Queries, groups: int) -> Float[Array, "B G _ K"]:
+    """As `[B, G, H/G * T, K]`: the rows of all query heads that read one key head."""
     return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], groups, -1, x.shape[-1])
 
 
-def _fold_scores(x: Array, groups: int) -> Array:
-    """`[B, H, T, S]` as `[B, G, H/G * T, S]`, the same rows."""
+def _fold_scores(x: Float[Array, "B H T S"], groups: int) -> Float[Array, "B G _ S"]:
+    """As `[B, G, H/G * T, S]`, the same rows."""
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 
-def _visible(rule: Rule, ids: Ids, query: Slots, key: Slots) -> Array:
+def _visible(rule: Rule, ids: Ids, query: Slots, key: Slots) -> Bool[Array, "B 1 T S"]:
     return visible(query, key, rule.causal, ids.window)[:, None]
 
 
-def _drop(rule: Rule, ids: Ids, i: Array, j: Array, x: Array) -> Array:
+def _drop(
+    rule: Rule, ids: Ids, i: Int[Array, ""], j: Int[Array, ""], x: Float32[Array, "B H T S"]
+) -> Float32[Array, "B H T S"]:
     """Dropout of one tile: the same draw in forward and backward."""
     if ids.noise is None:
         return x
@@ -195,15 +203,15 @@ def _numbered(tiles: PyTree) -> PyTree:
     return jnp.arange(jax.tree.leaves(tiles)[0].shape[0]), tiles
 
 
-def start(q: Array, width: int) -> Running:
-    """Nothing read yet, for query tiles `[tiles, B, rows, H, K]` and values of that width."""
+def start(q: QueryTiles, width: int) -> Running:
+    """Nothing read yet, for query tiles and values of that width."""
     count, batch, rows, heads, _ = q.shape
     shape = (count, batch, heads, rows)
     return Running(jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
 
 
-def read(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids, running: Running) -> Running:
-    """`running` after all key tiles `[tiles, B, columns, G, K]` have been read by all query tiles."""
+def read(rule: Rule, q: QueryTiles, k: KeyTiles, v: KeyTiles, real: PyTree, ids: Ids, running: Running) -> Running:
+    """`running` after all key tiles have been read by all query tiles."""
     groups = k.shape[3]
 
     def row(args):
@@ -232,24 +240,26 @@ def read(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids, runni
     return jax.lax.map(row, _numbered((q, ids.query, running)))
 
 
-def finish(running: Running, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Outputs `[tiles, B, T, H, K]` and log-sums L `[tiles, B, H, T]`."""
+def finish(running: Running, dtype: jnp.dtype) -> tuple[QueryTiles, Float32[Array, "I B H T"]]:
+    """Outputs and log-sums L."""
     total = jnp.where(running.total == 0.0, 1.0, running.total)  # a row that sees nothing: o is 0 already
     o = jnp.moveaxis(running.o / total[..., None], 3, 2)
     return o.astype(dtype), running.top + jnp.log(total)
 
 
-def given(do: Array, o: Array, log_sum: Array) -> Given:
+def given(do: QueryTiles, o: QueryTiles, log_sum: Float32[Array, "I B H T"]) -> Given:
     """Of tiles of the output, its cotangent and the log-sums."""
     return Given(do, log_sum, jnp.moveaxis(jnp.sum(_float(do) * _float(o), axis=-1), 3, 2))
 
 
-def no_gradients(q: Array, k: Array, v: Array, real: PyTree) -> Gradients:
+def no_gradients(q: QueryTiles, k: KeyTiles, v: KeyTiles, real: PyTree) -> Gradients:
     """Zeros of their shapes."""
     return jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf)), Gradients(q, k, v, real))
 
 
-def pull(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids, known: Given, sums: Gradients) -> Gradients:
+def pull(
+    rule: Rule, q: QueryTiles, k: KeyTiles, v: KeyTiles, real: PyTree, ids: Ids, known: Given, sums: Gradients
+) -> Gradients:
     """`sums` with what these query and key tiles add.
 
     One pass over key tiles j, and for each over query tiles i. dq is carried along: it gathers from every j.
@@ -290,16 +300,16 @@ def pull(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids, known
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids) -> Array:
+def _attention(rule: Rule, q: QueryTiles, k: KeyTiles, v: KeyTiles, real: PyTree, ids: Ids) -> QueryTiles:
     return _attention_forward(rule, q, k, v, real, ids)[0]
 
 
-def _attention_forward(rule: Rule, q: Array, k: Array, v: Array, real: PyTree, ids: Ids):
+def _attention_forward(rule: Rule, q: QueryTiles, k: KeyTiles, v: KeyTiles, real: PyTree, ids: Ids):
     o, log_sum = finish(read(rule, q, k, v, real, ids, start(q, v.shape[-1])), q.dtype)
     return o, (q, k, v, real, ids, o, log_sum)
 
 
-def _attention_backward(rule: Rule, saved, do: Array):
+def _attention_backward(rule: Rule, saved, do: QueryTiles):
     q, k, v, real, ids, o, log_sum = saved
     sums = pull(rule, q, k, v, real, ids, given(do, o, log_sum), no_gradients(q, k, v, real))
     return *like(sums, Gradients(q, k, v, real)), None
@@ -310,7 +320,7 @@ def like(sums: Gradients, inputs: Gradients) -> Gradients:
     return jax.tree.map(lambda d, x: d.astype(jnp.result_type(x)), sums, inputs)
 
 
-def _float(x: Array) -> Array:
+def _float(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return x.astype(jnp.float32)
 
 

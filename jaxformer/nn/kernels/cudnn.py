@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import AttentionConfig
-from jaxformer.nn.kernels import Kernel, Noise, Score, Site, _sharding
+from jaxformer.nn.kernels import Kernel, Keys, Noise, Queries, Score, Site, _sharding
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.types import Array, Slots
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Queries,
+    k: Keys,
+    v: Keys,
     mask: Mask,
     score: Score | None,
     noise: Noise | None,
     config: AttentionConfig,
-) -> Array:
+) -> Queries:
     """Equals the dense kernel, on NVIDIA GPUs and in 16 bits."""
     _sharding.refuse_table("cudnn", mask)
 

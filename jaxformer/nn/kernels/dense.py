@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32
 
 from jaxformer.config import AttentionConfig
-from jaxformer.nn.kernels import Kernel, Noise, Score
+from jaxformer.nn.kernels import Kernel, Keys, Noise, Queries, Score
 from jaxformer.nn.masks import Mask
 from jaxformer.types import Array
 
@@ -14,14 +15,16 @@ HIDDEN = -1e30  # finite, so that a row of nothing but hidden scores gives numbe
 
 
 def probabilities(
-    q: Array, k: Array, mask: Mask, score: Score | None, noise: Noise | None, config: AttentionConfig
-) -> Array:
-    """Float32 `[B, H, T, S]`: softmax over visible keys of q k^T + score, after dropout; 0 where nothing is visible."""
+    q: Queries, k: Keys, mask: Mask, score: Score | None, noise: Noise | None, config: AttentionConfig
+) -> Float32[Array, "B H T S"]:
+    """Softmax over visible keys of q k^T + score, after dropout; 0 where nothing is visible."""
     see = mask.dense()
     return jnp.where(jnp.any(see, axis=-1)[:, None, :, None], _probabilities(q, k, see, mask, score, noise), 0.0)
 
 
-def _probabilities(q: Array, k: Array, see: Array, mask: Mask, score: Score | None, noise: Noise | None) -> Array:
+def _probabilities(
+    q: Queries, k: Keys, see: Bool[Array, "B T S"], mask: Mask, score: Score | None, noise: Noise | None
+) -> Float32[Array, "B H T S"]:
     """`probabilities`, but uniform in rows that see nothing.
 
     The queries of all heads that read one key head are folded into the rows of one product, so key heads are never
@@ -39,14 +42,14 @@ def _probabilities(q: Array, k: Array, see: Array, mask: Mask, score: Score | No
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Queries,
+    k: Keys,
+    v: Keys,
     mask: Mask,
     score: Score | None,
     noise: Noise | None,
     config: AttentionConfig,
-) -> Array:
+) -> Queries:
     """o_t = sum_s softmax_s(q_t . k_s + score_ts) v_s over visible s (Vaswani et al. 2017, equation 1)."""
     see = mask.dense()
     probs = _probabilities(q, k, see, mask, score, noise).astype(v.dtype)

@@ -19,9 +19,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Float32, Int
 
 from jaxformer.config import AttentionConfig
-from jaxformer.nn.kernels import Kernel, Noise, Score, _sharding, blockwise
+from jaxformer.nn.kernels import Kernel, Keys, Noise, Queries, Score, _sharding, blockwise
 from jaxformer.nn.kernels._sharding import Layout
 from jaxformer.nn.kernels.blockwise import Gradients, Ids, Rule
 from jaxformer.nn.masks import Mask
@@ -53,14 +54,14 @@ class Plan(NamedTuple):
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Queries,
+    k: Keys,
+    v: Keys,
     mask: Mask,
     score: Score | None,
     noise: Noise | None,
     config: AttentionConfig,
-) -> Array:
+) -> Queries:
     """Equals the dense kernel. Lengths that the devices do not divide are filled up; one device alone is `blockwise`.
 
     Raises:
@@ -114,15 +115,17 @@ def _tiled(plan: Plan, *arrays: PyTree) -> tuple[PyTree, ...]:
     return tuple(jax.tree.map(cut, each) for each in arrays)
 
 
-def _ids(plan: Plan, data: Data, query: Slots, key: Slots, step: Array | int) -> Ids:
+def _ids(plan: Plan, data: Data, query: Slots, key: Slots, step: Int[Array, ""] | int) -> Ids:
     """The tiles' integers when the keys have made so many steps. Every pair of parts has a dropout key of its own."""
     active = blockwise.active(query, key, plan.rule.causal, data.window)
     noise = None if data.noise is None else jax.random.fold_in(_sharding.own(plan.layout, data.noise), step)
     return Ids(query, key, data.window, active, data.score, noise)
 
 
-def _read(plan: Plan, q: Array, k: Array, v: Array, real: PyTree, data: Data) -> tuple[Array, Array]:
-    """On one device: its part of the output, and of the log-sums `[B, H, T]`."""
+def _read(
+    plan: Plan, q: Queries, k: Keys, v: Keys, real: PyTree, data: Data
+) -> tuple[Queries, Float32[Array, "B H T"]]:
+    """On one device: its part of the output, and of the log-sums."""
     length = q.shape[1]
     (q, k, v), query, key = _tiled(plan, (q, k, v), data.query, data.key)
 
@@ -143,8 +146,16 @@ def _read(plan: Plan, q: Array, k: Array, v: Array, real: PyTree, data: Data) ->
 
 
 def _pull(
-    plan: Plan, q: Array, k: Array, v: Array, real: PyTree, data: Data, o: Array, log_sum: Array, do: Array
-) -> tuple[Array, Array, Array, PyTree]:
+    plan: Plan,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    real: PyTree,
+    data: Data,
+    o: Queries,
+    log_sum: Float32[Array, "B H T"],
+    do: Queries,
+) -> tuple[Queries, Keys, Keys, PyTree]:
     """On one device: its parts of the gradients; those of the score's arguments summed over all devices."""
     queries, keys, inputs = q.shape[1], k.shape[1], Gradients(q, k, v, real)
     (q, k, v), (o, do), query, key = _tiled(plan, (q, k, v), (o, do), data.query, data.key)
@@ -184,18 +195,18 @@ def _summed(plan: Plan, real: PyTree) -> PyTree:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, q: Array, k: Array, v: Array, real: PyTree, data: Data) -> Array:
+def _attention(plan: Plan, q: Queries, k: Keys, v: Keys, real: PyTree, data: Data) -> Queries:
     return _attention_forward(plan, q, k, v, real, data)[0]
 
 
-def _attention_forward(plan: Plan, q: Array, k: Array, v: Array, real: PyTree, data: Data):
+def _attention_forward(plan: Plan, q: Queries, k: Keys, v: Keys, real: PyTree, data: Data):
     specs = _specs(plan, real, data)
     read = shards.shard(functools.partial(_read, plan), specs, (plan.layout.tensor, plan.layout.sums))
     o, log_sum = read(q, k, v, real, data)
     return o, (q, k, v, real, data, o, log_sum)
 
 
-def _attention_backward(plan: Plan, saved: tuple, do: Array):
+def _attention_backward(plan: Plan, saved: tuple, do: Queries):
     specs, layout = _specs(plan, saved[3], saved[4]), plan.layout
     inputs = (*specs, layout.tensor, layout.sums, layout.tensor)
     return *shards.shard(functools.partial(_pull, plan), inputs, specs[:4])(*saved, do), None

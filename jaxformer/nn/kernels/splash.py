@@ -11,9 +11,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool
 
 from jaxformer.config import AttentionConfig
-from jaxformer.nn.kernels import Kernel, Noise, Score, Site, _sharding
+from jaxformer.nn.kernels import Kernel, Keys, Noise, Queries, Score, Site, _sharding
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel import mesh
 from jaxformer.types import Array, Slots
@@ -23,14 +24,14 @@ NOTHING_QUERIES, NOTHING_KEYS = -2, -1  # segments of empty slots: they match no
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Queries,
+    k: Keys,
+    v: Keys,
     mask: Mask,
     score: Score | None,
     noise: Noise | None,
     config: AttentionConfig,
-) -> Array:
+) -> Queries:
     """Equals the dense kernel. Lengths are filled up to multiples of 128. Without a TPU it is interpreted, slowly.
 
     A window is the config's, a number: the mask's own may be one that the program computes.
@@ -42,8 +43,8 @@ def attend(
 
 
 def _local(
-    causal: bool, window: int | None, own: bool, q: Array, k: Array, v: Array, query: Slots, key: Slots
-) -> Array:
+    causal: bool, window: int | None, own: bool, q: Queries, k: Keys, v: Keys, query: Slots, key: Slots
+) -> Queries:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     length = q.shape[1]
@@ -85,15 +86,15 @@ def _kernel(heads: int, queries: int, keys: int, causal: bool, window: int | Non
     return splash.make_splash_mha(every, head_shards=1, q_seq_shards=1, block_sizes=blocks, interpret=interpret)
 
 
-def _by_slot(query: Slots, key: Slots) -> Array:
-    """bool `[B]`: whether slot numbers may stand for positions: queries and keys are numbered alike, and count up."""
+def _by_slot(query: Slots, key: Slots) -> Bool[Array, " B"]:
+    """Whether slot numbers may stand for positions: queries and keys are numbered alike, and count up."""
     length = min(query.segment.shape[1], key.segment.shape[1])
     alike = [jnp.all(a[:, :length] == b[:, :length], axis=1) for a, b in zip(query, key, strict=True)]
     return alike[0] & alike[1] & _counts(query) & _counts(key)
 
 
-def _counts(slots: Slots) -> Array:
-    """bool `[B]`: positions rise by one from slot to slot of a segment, and a segment is one run of slots."""
+def _counts(slots: Slots) -> Bool[Array, " B"]:
+    """Whether positions rise by one from slot to slot of a segment, and a segment is one run of slots."""
     position, segment = slots
     real, again = segment[:, 1:] != 0, segment[:, 1:] == segment[:, :-1]
     steps = ~(real & again) | (position[:, 1:] == position[:, :-1] + 1)

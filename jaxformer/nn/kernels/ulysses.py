@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxformer.config import AttentionConfig
 from jaxformer.nn import kernels
-from jaxformer.nn.kernels import Kernel, Noise, Score, Site, _sharding
+from jaxformer.nn.kernels import Kernel, Keys, Noise, Queries, Score, Site, _sharding
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel import shards
 from jaxformer.types import Array
@@ -24,14 +24,14 @@ AXIS = "context"
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Queries,
+    k: Keys,
+    v: Keys,
     mask: Mask,
     score: Score | None,
     noise: Noise | None,
     config: AttentionConfig,
-) -> Array:
+) -> Queries:
     """Equals the dense kernel; the local kernel is what "auto" takes. Uneven lengths are filled up.
 
     Key heads are repeated where there are fewer than devices.
