@@ -3,7 +3,7 @@
     python benchmarks/decoding.py [--batch=1,32] [--tokens=200] [--layers=6] [--width=384] [--rounds=5]
 
 A language model of random weights continues prompts of 8 tokens. No token ends a row, so that both do the same work;
-that they choose the same tokens is checked. Prints tokens/s, medians over the rounds, and the median of the rounds' ratios.
+that they choose the same tokens is checked. Prints tokens/s, medians over the rounds, and the median of the ratios.
 """
 
 from __future__ import annotations
