@@ -5,7 +5,8 @@ Command:  python -m jaxformer train --config=configs/multi30k_tiny.py --workdir=
           python -m jaxformer evaluate --workdir=runs/multi30k_tiny --split=test
 Hardware: 2 CPU cores
 Time:     124 minutes on a shared machine, most of them on one core; 0.5 seconds a step on two quiet ones
-Score:    test2016 40.64 BLEU cased 13a, 41.12 lower-cased tokenised (beam 5, mean of the last 10 checkpoints)
+Score:    test2016 40.64 BLEU cased 13a, 41.12 lower-cased tokenised (beam 5, mean of the last 10 checkpoints);
+          38.97 cased with train.steps=4000 and train.checkpoint_every=100, in 51 minutes
 """
 
 from jaxformer.config import StackConfig
