@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "overrides": FOUNDATION | {"schema", "checks"},
     "lines": {"config"},
     "memory": set(),
+    "arguments": FOUNDATION,
     "chunks": {"types", "parallel"},
     "losses": {"types", "chunks"},
     "metrics": {"types", "chunks"},
@@ -42,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "experiment": CORE | {"overrides", "data", "losses", "metrics", "decode", "tasks", "model", "train", "checkpoint"},
     "cli": {
         "config", "registry", "overrides", "parallel", "tasks", "train", "data", "checkpoint", "report", "lines",
-        "sweep", "experiment", "inspection", "plan", "preflight", "hf", "memory",
+        "sweep", "experiment", "inspection", "plan", "preflight", "hf", "memory", "arguments",
     },
     "__main__": {"cli"},
     "__init__": {"hf"},
