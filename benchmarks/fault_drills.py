@@ -1,4 +1,4 @@
-"""The drills of `faults.py` besides kills: stops, other layouts, damaged checkpoints, disks that refuse, a long run."""
+"""The drills of `faults.py` besides kills: stops, other layouts, damaged checkpoints, disks that refuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -394,56 +393,3 @@ def _slow(folder: Path, reference: Path) -> dict[str, Any]:
 
     wrong = _go(folder, "packed", workdir, before=before) or _same(workdir, reference)
     return row("disk", "slow disk", "every save a second longer: the same final state", wrong)
-
-
-# --- a long run -------------------------------------------------------------------------------------------------------
-
-
-def soak(folder: Path, minutes: float) -> list[dict[str, Any]]:
-    """The command itself, training with evaluation, decoding and checkpoints for so long; what grows is a leak."""
-    workdir, path = folder / "soak", folder / "soak.py"
-    edits = dict(
-        train__steps=10**7, train__evaluate_every=200, train__checkpoint_every=500, evaluate__decode_examples=8
-    )
-    edits |= dict(train__log_every=20, decode__max_length=8)
-    path.write_text(
-        f"import pathlib, sys\nsys.path.append({str(Path(__file__).parent)!r})\nimport tiny_runs\n\n\n"
-        "def get_config():\n"
-        f"    return tiny_runs.recipe('bucketed', pathlib.Path({str(folder / 'files')!r}), **{edits})\n"
-    )
-    command = [sys.executable, "-m", "jaxformer", "train", f"--config={path}", f"--workdir={workdir}"]
-    with (folder / "soak.log").open("w") as log:
-        run = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
-    pid, samples, begun = run.pid, [], time.monotonic()
-    while time.monotonic() - begun < 60 * minutes:
-        time.sleep(2.0)
-        if run.poll() is not None:
-            raise RuntimeError(f"the long run ended with {run.returncode}; see {folder / 'soak.log'}")
-        status = dict(
-            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
-        )
-        handles = len(os.listdir(f"/proc/{pid}/fd"))
-        memory = int(status["VmRSS"].split()[0]) / 1024
-        samples.append(((time.monotonic() - begun) / 3600, memory, handles, int(status["Threads"])))
-    run.terminate()
-    code = run.wait()
-    (folder / "soak.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
-    step = int(newest(workdir).name)
-    warm = samples[len(samples) // 3 :]
-    hours = [each[0] for each in warm]
-    slopes = [_slope(hours, [each[i] for each in warm]) for i in (1, 2, 3)]
-    wrong = [] if code == 143 else [f"exit code {code}"]
-    if slopes[0] > 30.0 or max(slopes[1:]) > 1.0:
-        wrong.append("that is not flat")
-    _, memory, handles, threads = warm[-1]
-    words = (
-        f"{minutes:g} minutes, {step:,} steps; after the first third, at {memory:.0f} MB, {handles} file handles and "
-        f"{threads} threads, they grow by {slopes[0]:.1f} MB, {slopes[1]:.1f} and {slopes[2]:.1f} an hour"
-    )
-    return [row("soak", "a long run with evaluation, decoding, checkpoints", words, wrong, slopes=slopes)]
-
-
-def _slope(x: list[float], y: list[float]) -> float:
-    """Of the line of least squares."""
-    middle = sum(x) / len(x)
-    return sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)

@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import fault_drills  # noqa: E402
 import fault_inputs  # noqa: E402
 import fault_processes as processes  # noqa: E402
+import fault_soak  # noqa: E402
 import tiny_runs  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
@@ -181,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
             "damage": lambda: fault_drills.damage(folder),
             "disk": lambda: fault_drills.disk(folder),
             "input": lambda: fault_inputs.corpus(folder, rng, options.inputs),
-            "soak": lambda: fault_drills.soak(folder, options.soak),
+            "soak": lambda: fault_soak.soak(folder, options.soak),
         }
         for part in parts:
             begun = time.monotonic()
