@@ -119,6 +119,22 @@ class Growing(State, Protocol):
 
 
 @runtime_checkable
+class Branching(Growing, Protocol):
+    """A state whose rows can have branches that share what they have in common: nothing is copied to follow one."""
+
+    def branch(self, count: int) -> Self:
+        """The state with `count` branches of every row, all with the row's past.
+
+        From then on `step` takes `[B, N]` tokens, one a branch, gives logits `[B N, V]`, and takes N slots.
+        """
+        ...
+
+    def follow(self, parent: Int[Array, "B N"]) -> Self:
+        """The state whose branch n is this one's branch `parent[:, n]` of the same row."""
+        ...
+
+
+@runtime_checkable
 class Decodable(Protocol):
     """What a decoder needs of a model, whatever its family."""
 

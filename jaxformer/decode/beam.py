@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float32, Int
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import bans, growing, top, warp
 from jaxformer.decode.sample import Hypotheses, is_any
-from jaxformer.types import Array, Batch, Decodable, PyTree, State
+from jaxformer.types import Array, Batch, Branching, Decodable, PyTree, State
 
 
 @flax.struct.dataclass
@@ -69,21 +69,35 @@ def search(
     """
     rows, width, length = batch.target.tokens.shape[0], config.beams, config.max_length
     limit = jnp.full(rows, length) if limit is None else jnp.minimum(limit, length)
-    spread = jnp.repeat(jnp.arange(rows), width)
     prompt = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), bans.said(batch.target))
-    first = jnp.arange(rows)[:, None] * width  # flat index of each prompt's beam 0
 
     def advance(carry: tuple[Beams, State]) -> tuple[Beams, State]:
         beams, state = carry
-        last = jax.lax.dynamic_slice_in_dim(beams.tokens, beams.step - 1, 1, axis=2).reshape(rows * width, 1)
-        logits, state = model.step(last, state.rows((first + beams.parent).reshape(-1)))
+        last = jax.lax.dynamic_index_in_dim(beams.tokens, beams.step - 1, axis=2, keepdims=False)
+        logits, state = read(model, last, beams.parent, state)
         return extend(beams, logits, prompt, config, eos, limit), state
 
-    logits, state, room = growing.start(model, batch, length)
+    logits, state, room = growing.start(model, batch, length, width)
+    if not isinstance(state, Branching):
+        state = state.rows(jnp.repeat(jnp.arange(rows), width))
     begin = empty(rows, width, length, pad, limit)
     beams = extend(begin, jnp.repeat(logits, width, axis=0), prompt, config, eos, limit)
-    beams = growing.loop(advance, beams, state.rows(spread), room)
+    beams = growing.loop(advance, beams, state, room)
     return jax.tree.map(lambda x: x[:, : config.hypotheses], beams.pool)
+
+
+def read(
+    model: Decodable, tokens: Int[Array, "B N"], parent: Int[Array, "B N"], state: State
+) -> tuple[Float32[Array, "BN V"], State]:
+    """The last tokens of all beams, each added to what its parent had read.
+
+    A state that branches only looks elsewhere; of any other the rows are copied, one a beam.
+    """
+    if isinstance(state, Branching):
+        return model.step(tokens, state.follow(parent))
+    rows, width = tokens.shape
+    index = jnp.arange(rows)[:, None] * width + parent
+    return model.step(tokens.reshape(-1, 1), state.rows(index.reshape(-1)))
 
 
 def empty(rows: int, width: int, length: int, pad: int, limit: Int[Array, " B"]) -> Beams:

@@ -59,7 +59,7 @@ class Bound:
     def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], State]:
         return self._real(self.module.apply(self.variables, batch, length, method="start"))
 
-    def step(self, tokens: Int[Array, "B 1"], state: State) -> tuple[Float32[Array, "B V"], State]:
+    def step(self, tokens: Int[Array, "B N"], state: State) -> tuple[Float32[Array, "R V"], State]:
         return self._real(self.module.apply(self.variables, tokens, state, method="step"))
 
     def _real(self, result: tuple[Float32[Array, "B V"], State]) -> tuple[Float32[Array, "B V"], State]:

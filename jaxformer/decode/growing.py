@@ -12,7 +12,7 @@ from typing import Callable, NamedTuple, Protocol, TypeVar, runtime_checkable
 import jax
 from jaxtyping import Bool, Float32
 
-from jaxformer.types import Array, Batch, Decodable, Growing, State
+from jaxformer.types import Array, Batch, Branching, Decodable, Growing, State
 
 FIRST = 64
 
@@ -34,10 +34,16 @@ S = TypeVar("S", bound=Search)
 
 
 class Room(NamedTuple):
-    """Slots of the prompt, and for how many new tokens there is room beside them, one loop after another."""
+    """Slots of the prompt, for how many new tokens there is room beside them, one loop after another, and how many
+    slots each of these takes."""
 
     prompt: int
     new: list[int]
+    branches: int = 1
+
+    def slots(self, size: int) -> int:
+        """Of a state with room for `size` new tokens."""
+        return self.prompt + size * self.branches
 
 
 def sizes(length: int) -> list[int]:
@@ -48,14 +54,21 @@ def sizes(length: int) -> list[int]:
     return found
 
 
-def start(model: Decodable, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], State, Room]:
-    """Reads the prompts. Logits of the next token, the state, and how it is to grow to `length` new tokens."""
-    room = Room(batch.target.tokens.shape[1], sizes(length))
-    logits, state = model.start(batch, room.prompt + room.new[0])
-    if len(room.new) > 1 and not isinstance(state, Growing):  # what was just traced is read by nobody, and not compiled
-        room = room._replace(new=[length])
-        logits, state = model.start(batch, room.prompt + length)
-    return logits, state, room
+def start(
+    model: Decodable, batch: Batch, length: int, branches: int | None = None
+) -> tuple[Float32[Array, "B V"], State, Room]:
+    """Reads the prompts. Logits of the next token, the state, and how it is to grow to `length` new tokens.
+
+    Each row then has so many `branches`, if asked for and the state is one that can have them.
+    """
+    prompt = batch.target.tokens.shape[1]
+    logits, state = model.start(batch, prompt)
+    if not isinstance(state, Growing):  # what was just traced is read by nobody, and not compiled
+        return *model.start(batch, prompt + length), Room(prompt, [length])
+    branching = branches is not None and isinstance(state, Branching)
+    room = Room(prompt, sizes(length), branches if branching else 1)
+    state = state.grow(room.slots(room.new[0]))
+    return logits, state.branch(branches) if branching else state, room
 
 
 def loop(advance: Callable[[tuple[S, State]], tuple[S, State]], search: S, state: State, room: Room) -> S:
@@ -66,6 +79,6 @@ def loop(advance: Callable[[tuple[S, State]], tuple[S, State]], search: S, state
             return ~now[0].over & (now[0].step < size)
 
         if size > room.new[0]:
-            state = state.grow(room.prompt + size)
+            state = state.grow(room.slots(size))
         search, state = jax.lax.while_loop(goes_on, advance, (search, state))
     return search

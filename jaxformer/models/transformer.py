@@ -98,15 +98,13 @@ class Transformer(nn.Module):
         return self.head(x, target.slots, self.output_embed())[:, 0], state
 
     def step(
-        self, tokens: Int[Array, "B 1"], state: TransformerState
-    ) -> tuple[Float32[Array, "B V"], TransformerState]:
-        """Appends `tokens` to every row. Logits of the token after them."""
-        here = Slots(state.position[:, None], jnp.ones_like(tokens))
-        put = lambda all, new: all.at[:, state.index].set(new[:, 0])  # noqa: E731
-        slots = Slots(put(state.slots.position, here.position), put(state.slots.segment, here.segment))
-        state = state.replace(slots=slots, position=state.position + 1)
+        self, tokens: Int[Array, "B N"], state: TransformerState
+    ) -> tuple[Float32[Array, "R V"], TransformerState]:
+        """Appends one token to every row, or to each of its N branches. Logits of the token after it, R = B N."""
+        here, state = state.append(tokens.shape[1])
         x, state = self.advance(Stream(tokens, here), state)
-        return self.head(x, here, self.output_embed())[:, 0], state
+        logits = self.head(x, here, self.output_embed())
+        return logits.reshape(-1, logits.shape[-1]), state
 
     def advance(self, target: Stream, state: TransformerState) -> tuple[Float[Array, "B T D"], TransformerState]:
         """Runs the decoder over new slots that `state.slots` already describes."""
@@ -119,5 +117,6 @@ class Transformer(nn.Module):
             held_slots=state.slots,
             index=state.index,
             kind=target.kind,
+            seen=state.seen,
         )
         return x, state.replace(held=held, index=state.index + target.tokens.shape[1])

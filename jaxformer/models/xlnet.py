@@ -99,16 +99,16 @@ class TwoStreamLayer(nn.Module):
         A query that sees nothing, the first of a permutation, weighs all slots alike.
         """
         attention, encoding = self.attention, encodings.get(self.config.encoding.kind)
-        held = attention.project(content if memory is None else jnp.concatenate([memory, content], axis=1))
+        k, v = attention.project(content if memory is None else jnp.concatenate([memory, content], axis=1))
         position = attention.position(view.kinds, attention.query, attention.key)
-        found = attention.look(attention.query(content), held.k, held.v, view.content, position, encoding)
+        found = attention.look(attention.query(content), k, v, view.content, position, encoding)
         after = self.finish(content, found)
         if query is None:
             return after, None
         targets = view.targets.astype(query.dtype)
         q = jnp.einsum("bmhk,bmt->bthk", attention.query(query), targets)
         levelled = dataclasses.replace(encoding, score=functools.partial(level, encoding.score, view.blind))
-        found = attention.look(q, held.k, held.v, view.query, position, levelled)
+        found = attention.look(q, k, v, view.query, position, levelled)
         return after, self.finish(query, jnp.einsum("bthk,bmt->bmhk", found, targets))
 
     def finish(self, x: Float[Array, "B T D"], found: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         Args:
           mask: over T query slots and the S key slots: x's own, the cache's, or the memory's.
           position: what the encoding's `shared` hook returned for the slots of `x`; None in cross-attention.
-          memory: for cross-attention, or its keys and values from `project`.
+          memory: for cross-attention, or the keys and values that `project` made of it.
           cache: self-attention only: written at its index, then read whole.
           layer: this layer's number from 0, for configs whose layers differ.
 
@@ -76,8 +76,8 @@ class Attention(nn.Module):
         """
         encoding = encodings.get(self.encoding.kind) if memory is None else encodings.Encoding()
         q = remat.name(self.query(x), "query")
-        held = memory if isinstance(memory, KeyValues) else self.project(x if memory is None else memory)
-        k, v = held.k, held.v
+        held = isinstance(memory, KeyValues)
+        k, v = memory.by_slot(q.dtype) if held else self.project(x if memory is None else memory)
         if self.config.norm is not None:
             q = self.query_norm(q)
         if encoding.layer is not None:
@@ -86,7 +86,7 @@ class Attention(nn.Module):
             q, k = encoding.rotate(self.encoding, q, position), encoding.rotate(self.encoding, k, position)
         if cache is not None:
             cache = cache.write(k, v)
-            k, v = cache.held.k.astype(q.dtype), cache.held.v.astype(q.dtype)
+            k, v = cache.read(q.dtype)
         o = self.look(q, k, v, mask, position, encoding, layer)
         if not self.config.output:
             return o.reshape(*x.shape[:-1], self.width), cache
@@ -114,10 +114,10 @@ class Attention(nn.Module):
             score = Score(functools.partial(encoding.score, self.encoding), position, heads)
         return self.weigh(q, k, v, mask, score)
 
-    def project(self, memory: Float[Array, "B S D"]) -> KeyValues:
-        """Keys and values `[B, S, G, K]` of `memory`, so that decoding projects it once."""
+    def project(self, memory: Float[Array, "B S D"]) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+        """Keys and values of `memory`, so that decoding projects it once."""
         k, v = remat.name(self.key(memory), "key"), remat.name(self.value(memory), "value")
-        return KeyValues(k if self.config.norm is None else self.key_norm(k), v)
+        return k if self.config.norm is None else self.key_norm(k), v
 
     def weigh(
         self,

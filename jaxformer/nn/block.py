@@ -64,20 +64,21 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        carry: tuple[Float[Array, "B T D"], KeyValues | None],
         layer: Int[Array, ""],
-        held: KeyValues | None,
         memory: KeyValues | None,
         context: Context,
-    ) -> tuple[Float[Array, "B T D"], KeyValues | None]:
-        """The residual stream after this layer, and the keys and values written to `held`.
+    ) -> tuple[tuple[Float[Array, "B T D"], KeyValues | None], None]:
+        """The residual stream after this layer, and the stack's cache with what this layer wrote to it.
 
-        `held` and `memory` are this layer's cached keys and values for self and cross-attention.
-        `layer` is its number. With the collection "intermediates" mutable its output is sown there.
+        `carry` is the two as the layers before left them, `layer` this one's number, `memory` its own keys and values
+        for cross-attention, if they are projected already. With the collection "intermediates" mutable its output is
+        sown there.
         """
-        config = self.config
+        config, (x, held) = self.config, carry
         attention = Attention(config.attention, config.encoding, config.width, name="attention")
-        cache, mask = None if held is None else Cache(held, context.index), of_layer(context.mask, layer)
+        cache = None if held is None else Cache(held, layer, context.index)
+        mask = of_layer(context.mask, layer)
         if config.attention.window is not None and config.attention.window_every > 1:
             banded = layer % config.attention.window_every == config.attention.window_every - 1
             mask = mask.replace(window=jnp.where(banded, config.attention.window, EVERYTHING))
@@ -106,7 +107,7 @@ class Block(nn.Module):
         if context.convolved is not None:
             x = context.convolved.add(x, layer)
         self.sow("intermediates", "output", x)
-        return x, None if cache is None else cache.held
+        return (x, None if cache is None else cache.held), None
 
     def sublayer(
         self,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxformer.config import ConfigError, StackConfig
 from jaxformer.nn import encodings, moe, remat
@@ -70,7 +70,7 @@ class Stack(nn.Module):
             block,
             variable_axes={"params": 0, "batch_stats": 0, "intermediates": 0, moe.COLLECTION: 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=(0, 0, 0, nn.broadcast),
+            in_axes=(0, 0, nn.broadcast),
             length=config.layers,
             unroll=unroll(config),
             metadata_params={nn.PARTITION_NAME: "layers"},
@@ -88,15 +88,17 @@ class Stack(nn.Module):
         held_slots: Slots | None = None,
         index: Int[Array, ""] | None = None,
         kind: Int[Array, "B T"] | None = None,
+        seen: Bool[Array, "B T _"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValues | None]:
         """Runs the stack on embeddings that stand at `slots`.
 
         Args:
           memory: the encoder's output, or `project`'s keys and values of it.
           memory_slots: the slots of the memory.
-          held: cached keys and values `[L, B, S, G, K]`; `index` says where the new ones go, and `held_slots` are the
+          held: cached keys and values `[L, B, G, S, K]`; `index` says where the new ones go, and `held_slots` are the
             slots of the cache with the new ones already in.
           kind: token types, for encodings in which they act.
+          seen: which slots of the cache are in each new one's past, where the rules of a mask do not say.
 
         Returns:
           Hidden states after the final norm, and the written cache.
@@ -122,6 +124,7 @@ class Stack(nn.Module):
                     slots if held is None else held_slots,
                     self.causal,
                     config.attention.window,
+                    hidden=None if seen is None else ~seen,
                     own=held is None,
                 ),
                 position=self.position_of(slots, kind),
@@ -130,7 +133,8 @@ class Stack(nn.Module):
                 index=index,
                 convolved=convolved,
             )
-            x, held = self.blocks(x, jnp.arange(config.layers), held, memory if precomputed else None, context)
+            layers = jnp.arange(config.layers)
+            (x, held), _ = self.blocks((x, held), layers, memory if precomputed else None, context)
         if has_final_norm(config):
             x = self.final_norm(x, visible)
         x = constrain(x, "batch", "length", "act_embed")
@@ -177,8 +181,8 @@ class Stack(nn.Module):
         def layer(weights: Any, x: Array, context: tuple, number: Array, part: Array) -> tuple[Array, tuple]:
             context, key = context
             rngs = {} if key is None else {"dropout": jax.random.fold_in(jax.random.fold_in(key, number), part)}
-            given = ({"params": weights}, x, number, None, None, context)
-            (x, _), said = block.apply(*given, rngs=rngs, mutable=[moe.COLLECTION])
+            given = ({"params": weights}, (x, None), number, None, context)
+            ((x, _), _), said = block.apply(*given, rngs=rngs, mutable=[moe.COLLECTION])
             return x, said
 
         if config.remat != "none":
@@ -196,21 +200,21 @@ class Stack(nn.Module):
         return self.shared(slots, kind) if encoding.kinds else self.shared(slots)
 
     def project(self, memory: Float[Array, "B S D"]) -> KeyValues:
-        """Cross-attention keys and values `[L, B, S, G, K]` of the encoder's output, for every layer at once."""
+        """Cross-attention keys and values `[L, B, G, S, K]` of the encoder's output, for every layer at once."""
         config = self.resolved
         params = self.blocks.variables["params"]["cross"]
         attention = Attention(config.attention, config.encoding, config.width, parent=None)
 
         def layer(weights: Any) -> KeyValues:
-            return attention.apply({"params": weights}, memory, method=Attention.project)
+            return KeyValues.by_head(*attention.apply({"params": weights}, memory, method=Attention.project))
 
         return jax.lax.map(layer, {name: params[name] for name in ("key", "value", "key_norm") if name in params})
 
     def empty(self, rows: int, length: int, dtype: jnp.dtype) -> KeyValues:
-        """A cache `[L, B, S, G, K]` with nothing in it."""
+        """A cache `[L, B, G, S, K]` with nothing in it."""
         config = self.config
         _, kv_heads, head_width = shape(config.attention, config.width)
-        zeros = jnp.zeros((config.layers, rows, length, kv_heads, head_width), dtype)
+        zeros = jnp.zeros((config.layers, rows, kv_heads, length, head_width), dtype)
         return KeyValues(zeros, zeros)
 
 

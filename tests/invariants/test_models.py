@@ -143,6 +143,32 @@ def test_ragged_prompts_decode_as_if_alone(side):
         chex.assert_trees_all_close(after[i], whole[-1], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize(("family", "kind"), [("seq2seq", "t5"), ("decoder", "alibi"), ("decoder", "rope")])
+def test_branches_share_a_row_and_compute_as_if_alone(family, kind):
+    window = {"window": 3} if kind == "rope" else {}
+    config = builders.FAMILIES[family](encoding=encoding(kind), attention=AttentionConfig(heads=2, **window))
+    module, variables = builders.make(config)
+    batch = builders.batch(config, [3, 2])._replace(labels=None, weights=None)
+    _, state = jax.jit(lambda batch: module.apply(variables, batch, 3, method=module.start))(batch)
+    rng, step = np.random.default_rng(5), builders.apply(module, module.step)
+    first, parents = state.grow(3 + 3 * 4).branch(3), np.array([[1, 1, 0], [2, 0, 2]])
+    tokens = rng.integers(1, 13, (3, 2, 3)).astype(np.int32)
+    _, state = step(variables, tokens[0], first)
+    _, state = step(variables, tokens[1], state.follow(parents))
+    logits, _ = step(variables, tokens[2], state.follow(parents))
+    again = np.take_along_axis(parents, parents, axis=1)
+    texts = np.stack([np.take_along_axis(tokens[0], again, 1), np.take_along_axis(tokens[1], parents, 1), tokens[2]], 2)
+    flat = jax.tree.map(lambda x: np.repeat(x, 3, axis=0), batch)
+    real = np.array([3, 3, 3, 2, 2, 2])
+    longer = np.pad(flat.target.tokens, ((0, 0), (0, 3)))
+    for row, size in enumerate(real):
+        longer[row, size : size + 3] = texts.reshape(6, 3)[row]
+    index = np.arange(6)
+    slots = Slots(np.tile(index, (6, 1)).astype(np.int32), (index < real[:, None] + 3).astype(np.int32))
+    whole = builders.apply(module)(variables, flat._replace(target=Stream(longer, slots)))
+    chex.assert_trees_all_close(logits, whole[index, real + 2], rtol=2e-5, atol=2e-6)
+
+
 def test_rows_picks_sequences():
     config = builders.seq2seq()
     module, variables = builders.make(config)
@@ -170,7 +196,7 @@ def test_scanned_layers_equal_a_loop_over_layers(order):
         context, x = Context(mask=Mask(slots, slots), position=position), embedded
         for layer in range(3):
             weights = jax.tree.map(lambda a, layer=layer: a[layer], encoder["blocks"])
-            x, _ = Block(config.encoder).apply({"params": weights}, x, jnp.int32(0), None, None, context)
+            (x, _), _ = Block(config.encoder).apply({"params": weights}, (x, None), jnp.int32(0), None, context)
         if order == "post":
             return x
         return Norm(config.encoder.norm).apply({"params": encoder["final_norm"]}, x)

@@ -89,6 +89,12 @@ def test_a_named_kernel_that_cannot_work_is_refused_in_one_line(name, edits, lac
     assert "\n" not in str(error.value)
 
 
+def test_against_a_cache_a_kernel_for_whole_sequences_gives_way():
+    cached = SITE._replace(own=False, causal=True, queries=1)
+    assert kernels.choose(AttentionConfig(heads=8, kernel="splash"), cached)[0] == "dense"
+    assert kernels.choose(AttentionConfig(heads=8, kernel="dense"), cached._replace(keys=2**21))[0] == "dense"
+
+
 def test_a_model_says_its_kernels_before_it_is_built():
     stack = StackConfig(width=64, attention=AttentionConfig(heads=4))
     model = ModelConfig(encoder=stack, decoder=stack)

@@ -39,6 +39,15 @@ class Device:
     device_kind: str = "cpu"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chip(Device):
+    """What JAX reads of a TPU's chip when it orders a slice, and when it describes a mesh of them."""
+
+    coords: tuple[int, ...] = ()
+    core_on_chip: int = 0
+    client: None = None
+
+
 def devices(slices: int, processes: int, each: int) -> list[Device]:
     count = slices * processes * each
     return [Device(i, i // (processes * each), i // each) for i in range(count)]
@@ -51,6 +60,14 @@ def test_an_axis_across_slices_is_the_only_one_that_leaves_a_slice():
     slice_of = np.vectorize(lambda device: device.slice_index)(found)[0, :, :, 0, 0, 0]
     assert (slice_of == slice_of[:, :1]).all(), "fsdp stays within a slice"
     assert slice_of[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3], "data runs through a slice before it leaves it"
+
+
+def test_a_mesh_that_does_not_follow_the_torus_is_laid_out_all_the_same():
+    places = [(x, y, 0) for y in range(16) for x in range(16)]
+    chips = [Chip(i, 0, i // 8, "tpu", "TPU v6 lite", place) for i, place in enumerate(places)]
+    mesh = meshes.make(MeshConfig(data=1, fsdp=32, expert=8), chips)
+    assert {name: size for name, size in mesh.shape.items() if size > 1} == {"fsdp": 32, "expert": 8}
+    assert sorted(chip.id for chip in mesh.devices.flat) == list(range(256))
 
 
 def test_without_slices_a_process_is_taken_for_one():

@@ -132,13 +132,15 @@ def apply(
 def choose(config: AttentionConfig, site: Site) -> tuple[str, str]:
     """The kernel's name, and why it is that one.
 
-    "auto": dense where the mask is itself a table; ulysses or ring where sequences are divided; the fused kernel of the
-    device; else dense while the `[T, S]` table is small, and blockwise beyond 1024 x 1024.
+    What the config names serves whole sequences. Against a cache, where a few queries see all keys, "dense" stays and
+    any other means "auto". "auto": dense where the mask is itself a table; ulysses or ring where sequences are divided;
+    the fused kernel of the device; else dense while the `[T, S]` table is small, and blockwise beyond 1024 x 1024.
 
     Raises:
       ConfigError: the kernel that the config names cannot work here.
     """
-    if config.kernel != "auto":
+    cached = site.causal and not site.own
+    if config.kernel == "dense" or (config.kernel != "auto" and not cached):
         lacking = _unable(config.kernel, config, site)
         if lacking:
             raise ConfigError(
