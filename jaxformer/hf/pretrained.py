@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import numpy as np
 from flax import linen as nn
 
 from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.data.tokenizers import write
 from jaxformer.data.vocabularies import Fast
 from jaxformer.decode import engine
 from jaxformer.decode.batching import Prompt
@@ -216,7 +218,12 @@ class Pretrained(Model):
         if not self.tokenizers.joint or not isinstance(self.tokenizers.target.vocabulary, Fast):
             log.warning("%s: no tokenizer.json, the other library has none of this kind; encode texts here", directory)
             return
-        self.tokenizers.target.export(directory / "tokenizer.json", self.family is None and self.head == "seq2seq")
+        target = self.tokenizers.target
+        target.export(directory / "tokenizer.json", self.family is None and self.head == "seq2seq")
+        if self.family is None:  # or the other library would take the tokenizer's class from the model's
+            says = {f"{role}_token": piece for role, piece in target.names.items()}
+            says = {"tokenizer_class": "PreTrainedTokenizerFast", **says}
+            write(directory / "tokenizer_config.json", json.dumps(says, indent=2, ensure_ascii=False) + "\n")
 
 
 @functools.partial(jax.jit, static_argnames=("module", "wanted"))

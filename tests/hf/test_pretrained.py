@@ -25,6 +25,9 @@ from jaxformer.config import (
     StackConfig,
     TaskConfig,
 )
+from jaxformer.data import learning
+from jaxformer.data.tokenizers import Tokenizer, Tokenizers
+from jaxformer.data.vocabularies import Fast
 from jaxformer.hf import convert, files, pretrained, table, writing
 from jaxformer.models import build
 
@@ -290,6 +293,20 @@ def test_a_model_of_ours_is_exported_and_computes_the_same(family, tmp_path):
     ids = np.asarray([[3, 4, 5, 9], [5, 6, 7, 1]])
     given = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :3]} if model.config.model.encoder else {})
     np.testing.assert_allclose(again(**given).logits, model(**given).logits, rtol=2e-5, atol=2e-5)
+
+
+def test_a_tokenizer_of_ours_goes_with_its_model(tmp_path):
+    """With the class to load it by: the other library would take that of the family it is exported to."""
+    target = Tokenizer(Fast("bpe", learning.bpe(["der Hund und die Katze"] * 3, 300, False)))
+    model = dataclasses.replace(ours(EXPORTS["pegasus"]), tokenizers=Tokenizers(target, target))
+    model.save_pretrained(tmp_path / "out")
+    says = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert says["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert {role: says[f"{role}_token"] for role in ("pad", "bos", "eos", "unk")} == {
+        role: target.names[role] for role in ("pad", "bos", "eos", "unk")
+    }
+    framed = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert framed.encode("Hund").ids == [*target.encode("Hund"), target.eos]
 
 
 def test_what_no_family_computes_is_refused(tmp_path):
