@@ -70,8 +70,11 @@ class Bound:
 
 
 def bind(module: nn.Module, variables: PyTree, size: int | None = None) -> Decodable:
-    """`module` (with methods `start` and `step`) and its variables as one object that a decoder can drive."""
-    return Bound(module, variables, size)
+    """`module` (with methods `start` and `step`) and its variables as one object that a decoder can drive.
+
+    A module may have `unstack(variables)`, which gives them as it reads them best in a loop.
+    """
+    return Bound(module, module.unstack(variables) if hasattr(module, "unstack") else variables, size)
 
 
 def decode(

@@ -10,8 +10,8 @@ from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.nn.cache import TransformerState
 from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Embed
-from jaxformer.nn.stack import Stack
-from jaxformer.types import Array, Batch, Projection, Slots, Stream
+from jaxformer.nn.stack import Stack, apart, unstack
+from jaxformer.types import Array, Batch, Projection, PyTree, Slots, Stream
 
 
 class Transformer(nn.Module):
@@ -66,6 +66,20 @@ class Transformer(nn.Module):
     def output_embed(self) -> Embed:
         """The embedding whose table a tied head reads."""
         return self.source_embed if self.config.decoder is None else self.input_embed()
+
+    @nn.nowrap
+    def unstack(self, variables: PyTree) -> PyTree:
+        """The variables as a loop over `step` reads them best."""
+        decoder = self.config.decoder
+        if decoder is None or not apart(decoder):
+            return variables
+
+        def cut(part: PyTree) -> PyTree:
+            blocks = unstack(part["decoder"]["blocks"], decoder.layers)
+            return {**part, "decoder": {**part["decoder"], "blocks": blocks}}
+
+        held = {name: "blocks" in part.get("decoder", {}) for name, part in variables.items()}
+        return {name: cut(part) if held[name] else part for name, part in variables.items()}
 
     def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], TransformerState]:
         """Reads source and prompt (`batch.target` `[B, T]`, padded on either side) and makes room for `length` slots.

@@ -69,15 +69,15 @@ class Block(nn.Module):
         memory: KeyValues | None,
         context: Context,
     ) -> tuple[tuple[Float[Array, "B T D"], KeyValues | None], None]:
-        """The residual stream after this layer, and the stack's cache with what this layer wrote to it.
+        """The residual stream after this layer, and the cache with what this layer wrote to it.
 
-        `carry` is the two as the layers before left them, `layer` this one's number, `memory` its own keys and values
-        for cross-attention, if they are projected already. With the collection "intermediates" mutable its output is
-        sown there.
+        `carry` is the two as the layers before left them, the cache the whole stack's or this layer's own. `layer` is
+        its number, `memory` its own keys and values for cross-attention, if they are projected already. With the
+        collection "intermediates" mutable its output is sown there.
         """
         config, (x, held) = self.config, carry
         attention = Attention(config.attention, config.encoding, config.width, name="attention")
-        cache = None if held is None else Cache(held, layer, context.index)
+        cache = None if held is None else Cache(held, layer if held.k.ndim == 5 else None, context.index)
         mask = of_layer(context.mask, layer)
         if config.attention.window is not None and config.attention.window_every > 1:
             banded = layer % config.attention.window_every == config.attention.window_every - 1

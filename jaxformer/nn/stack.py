@@ -20,7 +20,7 @@ from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel import mesh, pipeline
 from jaxformer.parallel.rules import constrain
-from jaxformer.types import Array, Slots
+from jaxformer.types import Array, PyTree, Slots
 
 
 class Rows(NamedTuple):
@@ -95,7 +95,7 @@ class Stack(nn.Module):
         Args:
           memory: the encoder's output, or `project`'s keys and values of it.
           memory_slots: the slots of the memory.
-          held: cached keys and values `[L, B, G, S, K]`; `index` says where the new ones go, and `held_slots` are the
+          held: cached keys and values; `index` says where the new ones go, and `held_slots` are the
             slots of the cache with the new ones already in.
           kind: token types, for encodings in which they act.
           seen: which slots of the cache are in each new one's past, where the rules of a mask do not say.
@@ -133,13 +133,33 @@ class Stack(nn.Module):
                 index=index,
                 convolved=convolved,
             )
-            layers = jnp.arange(config.layers)
-            (x, held), _ = self.blocks((x, held), layers, memory if precomputed else None, context)
+            memory = memory if precomputed else None
+            if held is not None and apart(config):
+                x, held = self.one_by_one(x, held, memory, context)
+            else:
+                (x, held), _ = self.blocks((x, held), jnp.arange(config.layers), memory, context)
         if has_final_norm(config):
             x = self.final_norm(x, visible)
         x = constrain(x, "batch", "length", "act_embed")
         self.sow("intermediates", "output", x)
         return x, held
+
+    def one_by_one(
+        self, x: Float[Array, "B T D"], held: KeyValues, memory: KeyValues | None, context: Context
+    ) -> tuple[Float[Array, "B T D"], KeyValues]:
+        """`blocks` against a cache, when decoding is unrolled: each layer with arrays of its own, see `unstack`."""
+        block, written = Block(self.resolved, parent=None), []
+        for layer, weights in enumerate(self.each()):
+            seen = None if memory is None else memory.layer(layer)
+            (x, own), _ = block.apply(weights, (x, held.layer(layer)), jnp.int32(layer), seen, context)
+            written.append(own)
+        return x, KeyValues.of_layers(written)
+
+    def each(self) -> list[PyTree]:
+        """The variables of each layer by itself."""
+        held = self.blocks.variables
+        parts = {name: part if "0" in part else unstack(part, self.config.layers) for name, part in held.items()}
+        return [{name: part[str(i)] for name, part in parts.items()} for i in range(self.config.layers)]
 
     def can_pipeline(self, rows: int, parts: int) -> bool:
         """Whether the mesh has stages, and `rows` of a batch can pass through them in `parts` microbatches.
@@ -200,22 +220,26 @@ class Stack(nn.Module):
         return self.shared(slots, kind) if encoding.kinds else self.shared(slots)
 
     def project(self, memory: Float[Array, "B S D"]) -> KeyValues:
-        """Cross-attention keys and values `[L, B, G, S, K]` of the encoder's output, for every layer at once."""
+        """Cross-attention keys and values of the encoder's output, for every layer at once."""
         config = self.resolved
-        params = self.blocks.variables["params"]["cross"]
         attention = Attention(config.attention, config.encoding, config.width, parent=None)
 
         def layer(weights: Any) -> KeyValues:
             return KeyValues.by_head(*attention.apply({"params": weights}, memory, method=Attention.project))
 
+        if apart(config):
+            return KeyValues.of_layers([layer(variables["params"]["cross"]) for variables in self.each()])
+        params = self.blocks.variables["params"]["cross"]
         return jax.lax.map(layer, {name: params[name] for name in ("key", "value", "key_norm") if name in params})
 
     def empty(self, rows: int, length: int, dtype: jnp.dtype) -> KeyValues:
-        """A cache `[L, B, G, S, K]` with nothing in it."""
+        """A cache with nothing in it."""
         config = self.config
         _, kv_heads, head_width = shape(config.attention, config.width)
-        zeros = jnp.zeros((config.layers, rows, kv_heads, length, head_width), dtype)
-        return KeyValues(zeros, zeros)
+        layers = () if apart(config) else (config.layers,)
+        keys = jnp.zeros((*layers, rows, kv_heads, head_width, length), dtype)
+        held = KeyValues(keys, jnp.swapaxes(keys, -1, -2))
+        return KeyValues.of_layers([held] * config.layers) if apart(config) else held
 
 
 def cross_mask(query: Slots, memory: Slots) -> Mask:
@@ -226,6 +250,19 @@ def cross_mask(query: Slots, memory: Slots) -> Mask:
 def has_final_norm(config: StackConfig) -> bool:
     """Pre and sandwich order leave the residual stream unnormalised, so one more norm follows the last layer."""
     return config.norm.order != "post" if config.norm.final is None else config.norm.final
+
+
+def apart(config: StackConfig) -> bool:
+    """Whether decoding treats each layer as a part of the program of its own."""
+    return unroll(config) >= config.layers
+
+
+def unstack(blocks: PyTree, layers: int) -> dict[str, PyTree]:
+    """Variables `[L, ...]` of scanned layers, as those of each layer under its number.
+
+    Decoding does this once: in a loop over tokens the CPU compiler would cut all weights out of the stack at each.
+    """
+    return {str(i): jax.tree.map(lambda x: x[i], blocks) for i in range(layers)}  # noqa: B023
 
 
 def unroll(config: StackConfig) -> int:

@@ -145,9 +145,12 @@ def test_ragged_prompts_decode_as_if_alone(side):
 
 @pytest.mark.parametrize(("family", "kind"), [("seq2seq", "t5"), ("decoder", "alibi"), ("decoder", "rope")])
 def test_branches_share_a_row_and_compute_as_if_alone(family, kind):
-    window = {"window": 3} if kind == "rope" else {}
-    config = builders.FAMILIES[family](encoding=encoding(kind), attention=AttentionConfig(heads=2, **window))
-    module, variables = builders.make(config)
+    """Whether layers are scanned (as `builders` has them) or each a part of the program of its own."""
+    unrolled = {"unroll": None, "attention": AttentionConfig(heads=2, kv_heads=1, window=3)} if kind != "alibi" else {}
+    config = builders.FAMILIES[family](encoding=encoding(kind), **unrolled)
+    module, scanned = builders.make(config)
+    variables = module.unstack(scanned)
+    assert ("0" in variables["params"]["decoder"]["blocks"]) == bool(unrolled)
     batch = builders.batch(config, [3, 2])._replace(labels=None, weights=None)
     _, state = jax.jit(lambda batch: module.apply(variables, batch, 3, method=module.start))(batch)
     rng, step = np.random.default_rng(5), builders.apply(module, module.step)
@@ -165,7 +168,7 @@ def test_branches_share_a_row_and_compute_as_if_alone(family, kind):
         longer[row, size : size + 3] = texts.reshape(6, 3)[row]
     index = np.arange(6)
     slots = Slots(np.tile(index, (6, 1)).astype(np.int32), (index < real[:, None] + 3).astype(np.int32))
-    whole = builders.apply(module)(variables, flat._replace(target=Stream(longer, slots)))
+    whole = builders.apply(module)(scanned, flat._replace(target=Stream(longer, slots)))
     chex.assert_trees_all_close(logits, whole[index, real + 2], rtol=2e-5, atol=2e-6)
 
 
