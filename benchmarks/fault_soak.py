@@ -12,6 +12,10 @@ from typing import Any
 
 from fault_drills import newest, row
 
+Sample = tuple[float, float, int, int]
+"""Hours since the start, MB in memory, file handles, threads."""
+WINDOWS = 24
+
 
 def soak(folder: Path, minutes: float) -> list[dict[str, Any]]:
     """The command itself, training with evaluation, decoding and checkpoints for so long; what grows is a leak."""
@@ -28,7 +32,8 @@ def soak(folder: Path, minutes: float) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "jaxformer", "train", f"--config={path}", f"--workdir={workdir}"]
     with (folder / "soak.log").open("w") as log:
         run = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
-    pid, samples, begun = run.pid, [], time.monotonic()
+    pid, begun = run.pid, time.monotonic()
+    samples: list[Sample] = []
     while time.monotonic() - begun < 60 * minutes:
         time.sleep(2.0)
         if run.poll() is not None:
@@ -42,19 +47,32 @@ def soak(folder: Path, minutes: float) -> list[dict[str, Any]]:
     run.terminate()
     code = run.wait()
     (folder / "soak.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
-    step = int(newest(workdir).name)
-    warm = samples[len(samples) // 3 :]
-    hours = [each[0] for each in warm]
-    slopes = [_slope(hours, [each[i] for each in warm]) for i in (1, 2, 3)]
     wrong = [] if code == 143 else [f"exit code {code}"]
+    return [judged(samples, minutes, int(newest(workdir).name), wrong)]
+
+
+def judged(samples: list[Sample], minutes: float, steps: int, wrong: list[str]) -> dict[str, Any]:
+    """The row: what grows after the first third, which is warm-up.
+
+    Memory is taken at every sample. Of handles and threads it is the least number in each of `WINDOWS` parts of the
+    run: pools of threads come and go with every save, and what leaks never goes.
+    """
+    warm, window = samples[len(samples) // 3 :], samples[-1][0] / WINDOWS
+    hours = [each[0] for each in warm]
+    slopes = [_slope(hours, [each[1] for each in warm])]
+    for which in (2, 3):
+        windows: dict[int, list[int]] = {}
+        for each in warm:
+            windows.setdefault(int(each[0] / window), []).append(each[which])
+        slopes.append(_slope([window * number for number in windows], [min(each) for each in windows.values()]))
     if slopes[0] > 30.0 or max(slopes[1:]) > 1.0:
-        wrong.append("that is not flat")
+        wrong = [*wrong, "that is not flat"]
     _, memory, handles, threads = warm[-1]
     words = (
-        f"{minutes:g} minutes, {step:,} steps; after the first third, at {memory:.0f} MB, {handles} file handles and "
+        f"{minutes:g} minutes, {steps:,} steps; after the first third, at {memory:.0f} MB, {handles} file handles and "
         f"{threads} threads, they grow by {slopes[0]:.1f} MB, {slopes[1]:.1f} and {slopes[2]:.1f} an hour"
     )
-    return [row("soak", "a long run with evaluation, decoding, checkpoints", words, wrong, slopes=slopes)]
+    return row("soak", "a long run with evaluation, decoding, checkpoints", words, wrong, slopes=slopes)
 
 
 def _slope(x: list[float], y: list[float]) -> float:
