@@ -77,7 +77,7 @@ class Attention(nn.Module):
         encoding = encodings.get(self.encoding.kind) if memory is None else encodings.Encoding()
         q = remat.name(self.query(x), "query")
         held = isinstance(memory, KeyValues)
-        k, v = memory.by_slot(q.dtype) if held else self.project(x if memory is None else memory)
+        k, v = memory.by_slot() if held else self.project(x if memory is None else memory)
         if self.config.norm is not None:
             q = self.query_norm(q)
         if encoding.layer is not None:
@@ -86,7 +86,7 @@ class Attention(nn.Module):
             q, k = encoding.rotate(self.encoding, q, position), encoding.rotate(self.encoding, k, position)
         if cache is not None:
             cache = cache.write(k, v)
-            k, v = cache.read(q.dtype)
+            k, v = cache.read()
         o = self.look(q, k, v, mask, position, encoding, layer)
         if not self.config.output:
             return o.reshape(*x.shape[:-1], self.width), cache

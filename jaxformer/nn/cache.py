@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from jaxformer.parallel import mesh
 from jaxformer.types import Array, Slots
+
+
+def precision(dtype: jnp.dtype) -> jnp.dtype:
+    """In which keys and values are kept for queries of `dtype`: on a CPU products of few rows are slow in 16 bits."""
+    return jnp.dtype(jnp.float32) if mesh.platform() == "cpu" else jnp.dtype(dtype)
 
 
 @flax.struct.dataclass
@@ -24,14 +30,15 @@ class KeyValues:
     k: Array | tuple[Array, ...]
     v: Array | tuple[Array, ...]
 
-    def by_slot(self, dtype: jnp.dtype) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+    def by_slot(self) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
         """One layer's keys and values as kernels take them."""
-        return jnp.moveaxis(self.k, 3, 1).astype(dtype), jnp.moveaxis(self.v, 1, 2).astype(dtype)
+        return jnp.moveaxis(self.k, 3, 1), jnp.moveaxis(self.v, 1, 2)
 
     @classmethod
     def by_head(cls, k: Float[Array, "B S G K"], v: Float[Array, "B S G K"]) -> KeyValues:
         """One layer's keys and values as they are kept."""
-        return cls(jnp.moveaxis(k, 1, 3), jnp.moveaxis(v, 2, 1))
+        dtype = precision(k.dtype)
+        return cls(jnp.moveaxis(k, 1, 3).astype(dtype), jnp.moveaxis(v, 2, 1).astype(dtype))
 
     def layer(self, number: int) -> KeyValues:
         """One layer's, of a stack's tuples."""
@@ -72,16 +79,16 @@ class Cache:
         def put(old: Array, new: Array, *at: Array | int) -> Array:
             if self.layer is not None:
                 new, at = new[None], (self.layer, *at)
-            return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), tuple(jnp.int32(i) for i in at))
+            return jax.lax.dynamic_update_slice(old, new, tuple(jnp.int32(i) for i in at))
 
         new = KeyValues.by_head(k, v)
         held = KeyValues(put(self.held.k, new.k, 0, 0, 0, self.index), put(self.held.v, new.v, 0, 0, self.index, 0))
         return self.replace(held=held)
 
-    def read(self, dtype: jnp.dtype) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+    def read(self) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
         """All keys and values of this layer."""
         pick = lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)  # noqa: E731
-        return (self.held if self.layer is None else jax.tree.map(pick, self.held)).by_slot(dtype)
+        return (self.held if self.layer is None else jax.tree.map(pick, self.held)).by_slot()
 
 
 @flax.struct.dataclass

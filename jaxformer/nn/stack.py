@@ -14,7 +14,7 @@ from jaxformer.config import ConfigError, StackConfig
 from jaxformer.nn import encodings, moe, remat
 from jaxformer.nn.attention import Attention, shape
 from jaxformer.nn.block import Block, Context
-from jaxformer.nn.cache import KeyValues
+from jaxformer.nn.cache import KeyValues, precision
 from jaxformer.nn.convolution import Convolution, Convolved
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
@@ -233,8 +233,8 @@ class Stack(nn.Module):
         return jax.lax.map(layer, {name: params[name] for name in ("key", "value", "key_norm") if name in params})
 
     def empty(self, rows: int, length: int, dtype: jnp.dtype) -> KeyValues:
-        """A cache with nothing in it."""
-        config = self.config
+        """A cache with nothing in it, for queries of `dtype`."""
+        config, dtype = self.config, precision(dtype)
         _, kv_heads, head_width = shape(config.attention, config.width)
         layers = () if apart(config) else (config.layers,)
         keys = jnp.zeros((*layers, rows, kv_heads, head_width, length), dtype)
