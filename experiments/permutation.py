@@ -19,7 +19,7 @@ from jaxformer import experiment, registry
 from jaxformer.config import AttentionConfig, EmbedConfig, EncodingConfig, HeadConfig, ModelConfig, StackConfig
 from jaxformer.experiment import Result, verdict
 from jaxformer.models import build
-from jaxformer.types import Array, Batch, Slots, Stream
+from jaxformer.types import Array, Batch, PyTree, Slots, Stream
 
 CLAIM = (
     "A transformer encoder without positions is permutation-equivariant, and a mean-pooled classifier on it is "
@@ -66,9 +66,12 @@ def trial(positions: str, seeds: int) -> list[dict]:
         return hidden, module.head(hidden, here)
 
     @jax.jit
-    def outputs(seed: Array, tokens: Array) -> tuple[Array, Array]:
+    def begin(seed: Array) -> PyTree:
+        return nn.meta.unbox(build.initialise(module, jax.random.key(seed)))
+
+    @jax.jit
+    def outputs(variables: PyTree, tokens: Array) -> tuple[Array, Array]:
         """Hidden states `[B, T, D]` and the classifier's logits `[B, C]`."""
-        variables = nn.meta.unbox(build.initialise(module, jax.random.key(seed)))
         return module.apply(variables, Batch(Stream(tokens, here), None), method=read)
 
     rows = []
@@ -79,8 +82,9 @@ def trial(positions: str, seeds: int) -> list[dict]:
         circle = rng.permutation(LENGTH)
         order = np.empty(LENGTH, int)
         order[circle] = np.roll(circle, 1)
-        hidden, logits = outputs(np.uint32(seed), tokens)
-        moved_hidden, moved_logits = outputs(np.uint32(seed), tokens[:, order])
+        variables = begin(np.uint32(seed))
+        hidden, logits = outputs(variables, tokens)
+        moved_hidden, moved_logits = outputs(variables, tokens[:, order])
         rows.append(
             {
                 "positions": positions,

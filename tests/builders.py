@@ -21,6 +21,7 @@ from jaxformer.config import (
 )
 from jaxformer.models import build
 from jaxformer.nn import masks
+from jaxformer.parallel import mesh as meshes
 from jaxformer.types import Batch, Slots, Stream
 
 VOCAB = 13
@@ -100,6 +101,12 @@ def make(config: ModelConfig, seed: int = 0):
 def apply(module, method=None):
     """The compiled `module.apply(variables, *arguments)`; eager scans would compile at every call."""
     return jax.jit(lambda variables, *arguments: module.apply(variables, *arguments, method=method))
+
+
+def one_device(monkeypatch) -> None:
+    """Runs take one device, as on a small machine: saving copies of arrays compiles a program for every part of one."""
+    make = meshes.make
+    monkeypatch.setattr(meshes, "make", lambda config, devices=None: make(config, (devices or jax.devices())[:1]))
 
 
 def packed(rng: np.random.Generator, lengths: list[int]) -> Stream:

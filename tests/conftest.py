@@ -1,5 +1,6 @@
 """Eight simulated devices, no accelerator, and a cache of the tests' own: set before anything imports jax."""
 
+import gc
 import os
 import tempfile
 from importlib import metadata
@@ -18,4 +19,6 @@ os.environ.setdefault("JAXFORMER_CACHE", tempfile.mkdtemp(prefix="jaxformer-test
 # A run that is stopped and resumed compiles the same programs again: once is enough for each process of the tests.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxformer-programs-")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+# Tracing makes millions of objects that live on: looking through them for garbage is a tenth of the time.
+gc.set_threshold(100_000, 50, 100)
 shapes.install()

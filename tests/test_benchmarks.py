@@ -5,9 +5,12 @@ import json
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from jaxformer import overrides
+from jaxformer.parallel import mesh as meshes
 from jaxformer.plan import program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,6 +67,21 @@ def test_a_gpu_is_measured_by_one_command(tmp_path, capsys):
         assert row[measured] and "failed" not in row and "skipped" not in row
     (peer,) = (row for row in rows if row["system"] == "torch")
     assert "skipped" in peer or peer["ratio"] > 0  # torch need not be there
+
+
+def test_a_gpu_part_of_two_sides_gets_the_batches_that_its_step_takes():
+    gpu = script("gpu")
+    import gpu_jax
+
+    (part,) = (gpu.toy(part) for part in gpu.PARTS if part.name == "seq2seq-no-dropout")
+    config = overrides.parse([*part.arguments])
+    mesh = meshes.make(config.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        traced = program.trace(config, mesh)
+    made = gpu_jax.batch(traced, 0)
+    form = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert form(made) == form(traced.batch) and made.source is not None
+    assert not np.array_equal(made.source.tokens, made.target.tokens)
 
 
 def test_the_parts_of_the_gpu_benchmark_are_the_models_they_are_named_after():

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 
+import builders
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import checkpoint, overrides
@@ -383,8 +383,8 @@ def test_load_rebuilds_the_model(tmp_path):
     )
     Tokenizers.build(config.data, [{"text": "abc"}], ("text",)).save(tmp_path)
     (tmp_path / "config.json").write_text(overrides.to_json(config))
-    module = build.build(config.model)
-    params = nn.meta.unbox(build.initialise(module, jax.random.key(0)))["params"]
+    module, variables = builders.make(config.model)
+    params = variables["params"]
     at = lambda step: TrainState(jnp.int32(step), jax.tree.map(lambda x: x + step, params), (), jax.random.key(0), {})  # noqa: E731
     checkpoints = Checkpoints(tmp_path, config.checkpoint)
     for step, loss in [(1, 1.0), (2, 2.0), (3, 3.0)]:
@@ -400,7 +400,7 @@ def test_load_rebuilds_the_model(tmp_path):
     model = checkpoint.load(tmp_path)
     assert model.config == config
     out = model(build.example(config.model))
-    chex.assert_trees_all_equal(out, module.apply({"params": at(1).params}, build.example(config.model)))
+    chex.assert_trees_all_equal(out, builders.apply(module)({"params": at(1).params}, build.example(config.model)))
 
     damage(tmp_path / "checkpoints" / "best" / "1")
     chex.assert_trees_all_equal(loaded(), at(3).params)

@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import builders
 import pytest
 import recipes
 
@@ -18,11 +19,12 @@ TOY = [
     "--config.train.steps=2",
     "--config.train.evaluate_every=0",
     "--config.evaluate.examples=16",
-    "--config.evaluate.decode_examples=4",
+    "--config.evaluate.decode_examples=0",  # tests/train/test_loop.py decodes in training
     "--config.data.batch=16",
     "--config.data.buckets=40",
     "--config.data.examples=200",
     "--config.decode.max_length=8",
+    "--config.decode.batch=1000",  # a test split is one batch, so one program
     *(f"--config.model.{part}.{edit}" for part in ("encoder", "decoder") for edit in ("layers=1", "width=16")),
 ]
 
@@ -53,6 +55,7 @@ def test_every_command_is_one(page, words, monkeypatch):
 
 def test_the_commands_and_the_python_of_the_readme_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    builders.one_device(monkeypatch)
     for name in ("configs", "experiments"):
         (tmp_path / name).symlink_to(ROOT / name)
     first = [words for page, words in commands() if page == "README.md" and "runs/quickstart" in " ".join(words)]

@@ -173,9 +173,8 @@ def test_a_recurrent_language_model_embeds_too():
 def test_poolings_are_what_they_say():
     it = model("masked_lm")
     prompt = tasks.get("masked_lm").prompt(it.config, it.tokenizers, "abc")["source"]
-    hidden = np.asarray(
-        it.module.apply({"params": it.params}, stack([{"source": prompt}], 1, (0, 0)), method="hidden")
-    )[0]
+    run = jax.jit(lambda params, batch: it.module.apply({"params": params}, batch, method="hidden"))
+    hidden = np.asarray(run(it.params, stack([{"source": prompt}], 1, (0, 0))))[0]
     wanted = {"first": hidden[0], "last": hidden[len(prompt) - 1], "mean": hidden[: len(prompt)].mean(axis=0)}
     for pooling, vector in wanted.items():
         np.testing.assert_allclose(it.embed(["abc"], pooling)[0], vector, rtol=1e-4, atol=1e-5)

@@ -3,12 +3,12 @@
 import dataclasses
 import json
 
+import builders
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from flax import linen as nn
 
 import jaxformer
 from jaxformer import cli
@@ -20,6 +20,7 @@ from jaxformer.config import (
     EncodingConfig,
     FeedForwardConfig,
     HeadConfig,
+    MeshConfig,
     ModelConfig,
     NormConfig,
     StackConfig,
@@ -29,7 +30,7 @@ from jaxformer.data import learning
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.data.vocabularies import Fast
 from jaxformer.hf import convert, files, pretrained, table, writing
-from jaxformer.models import build
+from jaxformer.parallel import mesh as meshes
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>", "the", "cat", "sat", "on", "a", "mat", "dog"]
 
@@ -49,7 +50,7 @@ def write_directory(directory, model_type, head, settings):
     family = dict(table.families())[model_type]
     settings = {"model_type": family.types[0], "architectures": [family.heads[head]], **settings}
     model = family.read(table.Settings(settings), head)
-    params = nn.meta.unbox(jax.jit(lambda: build.initialise(build.build(model), jax.random.key(0)))())["params"]
+    params = builders.make(model)[1]["params"]
     writing.write(directory, settings, convert.write(family.rows(model, head), params))
     write_tokenizer(directory)
     return model, params
@@ -137,9 +138,6 @@ def test_resized_vocabulary_keeps_old_rows(bert):
 
 
 def test_parameters_are_read_onto_a_mesh(gpt2):
-    from jaxformer.config import MeshConfig
-    from jaxformer.parallel import mesh as meshes
-
     mesh = meshes.make(MeshConfig(data=1, fsdp=4, tensor=2))
     sharded, whole = jaxformer.from_pretrained(gpt2, mesh=mesh), jaxformer.from_pretrained(gpt2)
     kernel = sharded.params["decoder"]["blocks"]["ffn"]["in"]["kernel"]
@@ -246,19 +244,18 @@ def test_a_window_of_null_is_none_and_a_missing_one_the_default():
 # --- models trained here ----------------------------------------------------------------------------------------------
 
 
-def ours(model, seed=1):
-    """A `Pretrained` of a model of ours with random parameters and small noise where initial values are constant."""
-    module = build.build(model)
-    params = nn.meta.unbox(jax.jit(lambda: build.initialise(module, jax.random.key(seed)))())["params"]
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), params)
+def ours(model):
+    """A `Pretrained` of a model of ours with random parameters."""
+    module, variables = builders.make(model)
+    params = variables["params"]
     head = pretrained.head_of_model(model)
     config = Config(model=model, task=TaskConfig(name="translation"))
     return pretrained.Pretrained(module, params, {}, config, None, head=head, settings=table.Settings({}))
 
 
 def stack(**fields):
-    return StackConfig(layers=2, width=8, embed=EmbedConfig(vocab=11), attention=AttentionConfig(heads=2), **fields)
+    fixed = dict(width=8, embed=EmbedConfig(vocab=11), attention=AttentionConfig(heads=2), unroll=1)
+    return StackConfig(**{"layers": 2} | fixed | fields)
 
 
 EXPORTS = {
@@ -272,12 +269,12 @@ EXPORTS = {
         head=HeadConfig(tied=False),
     ),
     "pegasus": ModelConfig(
-        encoder=stack(encoding=EncodingConfig("sinusoidal")),
+        encoder=stack(encoding=EncodingConfig("sinusoidal"), layers=1),
         decoder=stack(encoding=EncodingConfig("sinusoidal")),
         share_embeddings=True,
     ),
     "marian": ModelConfig(
-        encoder=stack(encoding=EncodingConfig("sinusoidal"), norm=NormConfig(order="post")),
+        encoder=stack(encoding=EncodingConfig("sinusoidal"), norm=NormConfig(order="post"), layers=1),
         decoder=stack(encoding=EncodingConfig("sinusoidal"), norm=NormConfig(order="post")),
         share_embeddings=True,
     ),
@@ -352,8 +349,9 @@ def test_import_of_nothing_is_one_line(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_directory_is_fine_tuned(bert, tmp_path, capsys):
+def test_a_directory_is_fine_tuned(bert, tmp_path, capsys, monkeypatch):
     """A recipe without a model takes the directory's body and tokenizer, with a new head for its task."""
+    builders.one_device(monkeypatch)
     data = tmp_path / "data"
     data.mkdir()
     rows = ["the cat sat\tgood", "the dog sat\tbad", "a mat\tgood", "a dog\tbad"] * 2

@@ -79,7 +79,8 @@ def unrolled(module, variables, batch: Batch, prompt: int) -> jax.Array:
 
 
 class DecodingTest(chex.TestCase):
-    @parameterized.product(cell=("rnn", "lstm", "gru"), attention=("none", "additive", "dot"))
+    # Every cell and every attention: neither looks at which the other is.
+    @parameterized.parameters(("lstm", "none"), ("lstm", "additive"), ("rnn", "dot"), ("gru", "additive"))
     def test_prompt_and_steps_give_the_logits_of_the_whole_pass(self, cell, attention):
         module, variables = make(seq2seq(cell, attention))
         batch = Batch(ragged([2, 5, 3], 5), ragged([4, 4, 4], 4, seed=1))

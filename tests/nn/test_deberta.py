@@ -104,10 +104,13 @@ def test_attention_is_the_equation_with_the_contents_projections():
         return deberta.Table(encoding, config, HEAD_WIDTH), Attention(config, encoding, WIDTH)
 
     table, attention = parts("dense")
-    shared = nn.meta.unbox(table.init(jax.random.key(0), side))["params"]
-    shared = jax.tree.map(lambda a: a + 0.3 * draw(a.size, *a.shape), shared)
-    params = jax.jit(lambda key: attention.init(key, x, mask, jnp.zeros((8, WIDTH))))(jax.random.key(1))
-    params = jax.tree.map(lambda a: a + 0.3 * draw(a.size, *a.shape), nn.meta.unbox(params)["params"])
+    key, position = jax.random.key(0), jnp.zeros((8, WIDTH))
+    shapes = jax.eval_shape(table.init, key, side), jax.eval_shape(attention.init, key, x, mask, position)
+    rng = np.random.default_rng(1)
+    shared, params = (
+        jax.tree.map(lambda a: np.float32(0.5 * rng.standard_normal(a.shape)), nn.meta.unbox(each)["params"])
+        for each in shapes
+    )
     assert set(params) == {"query", "key", "value", "out"}
     assert shared["table"].shape == (8, WIDTH)
     weights, rows = jax.tree.map(np.asarray, (params, shared))
@@ -130,8 +133,10 @@ def test_attention_is_the_equation_with_the_contents_projections():
         expected[n, i] = np.einsum("hk,hkd->d", o, weights["out"]["kernel"]) + weights["out"]["bias"]
     for kernel in ("dense", "blockwise"):
         table, attention = parts(kernel)
-        position = table.apply({"params": shared}, side)
-        got, _ = jax.jit(lambda params, at=attention, p=position: at.apply({"params": params}, x, mask, p))(params)
+        run = lambda shared, params, of=table, at=attention: at.apply(  # noqa: E731
+            {"params": params}, x, mask, of.apply({"params": shared}, side)
+        )
+        got, _ = jax.jit(run)(shared, params)
         np.testing.assert_allclose(got[0], expected[0], rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(got[1, :5], expected[1, :5], rtol=1e-3, atol=1e-4)
 
@@ -243,8 +248,9 @@ def test_a_stack_adds_the_convolution_of_its_input_after_its_first_layer():
     conv = encoder.pop("conv")
     plain = type(module)(builders.encoder(**edits))
     _, without = jax.jit(lambda params: layers(plain, params))({**params, "encoder": encoder})
-    made = Convolution(ConvConfig(3, 2, "gelu"), norm).apply({"params": conv}, x, batch.source.slots.segment)
-    chex.assert_trees_all_close(got[0], made.add(without[0], jnp.int32(0)), rtol=1e-4, atol=1e-5)
+    made = Convolution(ConvConfig(3, 2, "gelu"), norm)
+    apart = jax.jit(lambda x, y: made.apply({"params": conv}, x, batch.source.slots.segment).add(y, jnp.int32(0)))
+    chex.assert_trees_all_close(got[0], apart(x, without[0]), rtol=1e-4, atol=1e-5)
     assert np.abs(got[1] - without[1]).max() > 1e-2
     assert all(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(gradient["encoder"]["conv"]))
 

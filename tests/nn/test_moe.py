@@ -203,9 +203,8 @@ class Laid(NamedTuple):
     rows: int = 8
 
 
-MESHES = {
+MESHES = {  # with capacity on expert x fsdp x tensor: tests/train/test_moe_step.py
     "dropless-expert-fsdp-tensor": Laid(MeshConfig(data=1, expert=2, fsdp=2, tensor=2), None, 1 / 8),
-    "capacity-expert-fsdp-tensor": Laid(MeshConfig(data=1, expert=2, fsdp=2, tensor=2), 0.6, 1 / 8),
     "capacity-expert-context": Laid(MeshConfig(data=1, expert=4, context=2), 0.6, 1 / 4),
     "rows-that-do-not-divide": Laid(MeshConfig(data=1, expert=4, fsdp=2), 0.6, 1 / 8, rows=3),
 }

@@ -64,7 +64,7 @@ def softmax(scores, visible):
 
 
 class CellTest(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
+    @chex.variants(with_jit=True)
     @parameterized.parameters(("rnn", False), ("lstm", False), ("gru", True))
     def test_a_layer_is_its_equations_step_by_step(self, cell, reverse):
         module, x = Layer(cell, W, reverse=reverse), draw(1, B, T, D)
@@ -83,7 +83,7 @@ class CellTest(chex.TestCase):
                     np.testing.assert_allclose(states[1][row, t], c, rtol=2e-5, atol=1e-6)
             np.testing.assert_allclose(last[0][row], h, rtol=2e-5, atol=1e-6)
 
-    @chex.variants(with_jit=True, without_jit=True)
+    @chex.variants(with_jit=True)
     @parameterized.parameters(("additive", "gru"), ("dot", "lstm"))
     def test_an_attending_layer_is_its_equations_step_by_step(self, attention, cell):
         module = AttendingLayer(cell, W, attention)
