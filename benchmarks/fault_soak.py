@@ -63,14 +63,16 @@ def judged(samples: list[Sample], minutes: float, steps: int, wrong: list[str]) 
     for which in (2, 3):
         windows: dict[int, list[int]] = {}
         for each in warm:
-            windows.setdefault(int(each[0] / window), []).append(each[which])
+            windows.setdefault(min(int(each[0] / window), WINDOWS - 1), []).append(each[which])
         slopes.append(_slope([window * number for number in windows], [min(each) for each in windows.values()]))
     if slopes[0] > 30.0 or max(slopes[1:]) > 1.0:
         wrong = [*wrong, "that is not flat"]
-    _, memory, handles, threads = warm[-1]
+    memory, handles, threads = ([each[i] for each in warm] for i in (1, 2, 3))
+    grow = [f"{round(slope, 1) + 0.0:.1f}" for slope in slopes]  # + 0.0: no -0.0
     words = (
-        f"{minutes:g} minutes, {steps:,} steps; after the first third, at {memory:.0f} MB, {handles} file handles and "
-        f"{threads} threads, they grow by {slopes[0]:.1f} MB, {slopes[1]:.1f} and {slopes[2]:.1f} an hour"
+        f"{minutes:g} minutes, {steps:,} steps; after the first third {min(memory):.0f} to {max(memory):.0f} MB, "
+        f"at least {min(handles)} file handles and {min(threads)} threads, growing by {grow[0]} MB, {grow[1]} and "
+        f"{grow[2]} an hour"
     )
     return row("soak", "a long run with evaluation, decoding, checkpoints", words, wrong, slopes=slopes)
 

@@ -16,6 +16,7 @@ SETTINGS = {
     "glibc.malloc.hugetlb": "1",  # huge pages where the kernel offers them (madvise)
     "glibc.malloc.mmap_threshold": str(2**35),  # large blocks come from the heap ...
     "glibc.malloc.trim_threshold": str(2**35),  # ... and stay in it
+    "glibc.malloc.arena_max": "4",  # heaps, each of which keeps its own; by default eight for every core
 }
 COMMANDS = frozenset({"train", "evaluate", "decode", "experiment"})
 """The commands that compute enough to be started again."""
