@@ -106,3 +106,25 @@ def test_what_does_not_fit_the_minutes_is_named(tmp_path, capsys):
         "1\n",
         gpu.LATE,
     )
+
+
+def test_training_steps_are_timed(tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    arguments = ["--smoke", "--models=seq2seq", "--dtypes=bfloat16", "--rounds=2", f"--output={output}"]
+    assert script("training").main(arguments) == 0
+    (row,) = (json.loads(line) for line in output.read_text().splitlines())
+    assert (
+        len(row["seconds"]["jaxformer"]) == 2
+        and 0 < row["overhead_seconds"] < row["first_step_seconds"]["jaxformer"][0]
+    )
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_fall_beyond_the_spreads_is_an_error():
+    training = script("training")
+    before = {"ratio": [0.9, 1.0, 1.1]}
+    assert training.fell({"ratio": [0.7, 0.75, 0.8]}, {"ratio": [0.98, 1.0, 1.02]})
+    assert not training.fell({"ratio": [0.7, 0.75, 0.8]}, before) and not training.fell({"ratio": [1, 2, 3]}, None)
+    taken = {"jaxformer": [1.0, 2.0], "eager": [2.0, 4.0], "compiled": [1.5, 3.0], "plain": [4.0, 8.0]}
+    found = training.judged(taken)  # within rounds: the second was twice as slow for everybody
+    assert found["best_peer"] == "compiled" and found["ratio"][1] == 1.5 and found["over_plain"] == [4.0] * 3
