@@ -5,8 +5,10 @@
     python benchmarks/training.py --smoke           toy sizes, without a peer
 
 PYTHON is an interpreter with torch and transformers. In every round each process does a few steps while the others
-wait, and counts with its fastest; ratios are taken within rounds, so what else the machine does cancels out. Exits with
-1 where a ratio fell below the recorded one by more than both spreads.
+wait. What other processes of the machine did meanwhile is read from /proc/stat: a window in which they had more than
+QUIET of a core does not count, and a model without three windows that do has no ratio. (Torch's threads wait for each
+other, so others slow them more than XLA's: disturbed ratios are wrong in our favour.) Exits with 1 where a ratio fell
+below the recorded one by more than both spreads.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,8 +34,8 @@ from jaxformer import memory  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "training.jsonl"
 PAGE = ROOT / "docs" / "performance.md"
 MARKS = ("<!-- training: written by benchmarks/training.py -->", "<!-- /training -->")
-STEPS = 2
-"""Steps of one process in one round."""
+STEPS, QUIET, ENOUGH = 2, 0.25, 3
+"""Steps of one process in one round; the cores that others may have meanwhile; windows that a ratio needs."""
 TORCH = ("eager", "compiled")
 SYSTEMS: dict[str, dict] = {
     "jaxformer": {"plain": False, "products": False},
@@ -69,11 +72,14 @@ class Child:
                 return json.loads(line[4:])
         raise RuntimeError(f"{self.process.args[1]}: ended with {self.process.wait()}")
 
-    def seconds(self) -> float:
-        """Of the fastest of a round's steps."""
+    def window(self) -> tuple[float, float]:
+        """Seconds of a step, a mean over a round's, and the cores that other processes had meanwhile."""
+        begun, busy = time.perf_counter(), processor_seconds()
         self.process.stdin.write(f"{STEPS}\n")
         self.process.stdin.flush()
-        return min(self.read()["seconds"])
+        row = self.read()
+        others = processor_seconds() - busy - row["processor_seconds"]
+        return statistics.fmean(row["seconds"]), max(0.0, others / (time.perf_counter() - begun))
 
     def end(self) -> dict:
         self.process.stdin.close()
@@ -82,9 +88,15 @@ class Child:
         return last
 
 
+def processor_seconds() -> float:
+    """That all processes of the machine had since it was started, but for those that only take what is idle."""
+    user, _, system = map(int, Path("/proc/stat").read_text().split(None, 4)[1:4])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(name: str, shape: shared.Shape, dtype: str, systems: list[str], flags: argparse.Namespace) -> dict:
     """The row of a model in a precision."""
-    taken: dict[str, list[float]] = {system: [] for system in systems}
+    taken: dict[str, list[tuple[float, float]]] = {system: [] for system in systems}
     first: dict[str, list[float]] = {system: [] for system in systems}
     about: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as caches:
@@ -96,7 +108,7 @@ def measure(name: str, shape: shared.Shape, dtype: str, systems: list[str], flag
                     first[system].append(child.about["first_step_seconds"])
                 for _ in range(flags.rounds):
                     for system, child in children.items():
-                        taken[system].append(child.seconds())
+                        taken[system].append(child.window())
                 about = {system: child.about | child.end() for system, child in children.items()}
             finally:
                 for child in children.values():
@@ -108,28 +120,36 @@ def measure(name: str, shape: shared.Shape, dtype: str, systems: list[str], flag
         "model": name, "dtype": dtype, "date": datetime.date.today().isoformat(), "versions": versions,
         "command": "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "hardware": hardware(), "parameters": about["jaxformer"]["parameters"], "tokens": shared.positions(shape),
-        "seconds": taken, "first_step_seconds": first, "overhead_seconds": about["jaxformer"]["overhead_seconds"],
+        "windows": taken, "first_step_seconds": first, "overhead_seconds": about["jaxformer"]["overhead_seconds"],
     }  # fmt: skip
     return row | judged(taken)
 
 
-def judged(taken: dict[str, list[float]]) -> dict:
-    """The ratios of a row, each `[lower quartile, median, upper quartile]` over the rounds; above 1, we are faster."""
+def judged(taken: dict[str, list[tuple[float, float]]]) -> dict:
+    """The ratios of a row, each `[low, median, high]`: of quartiles, and of medians. Above 1, we are faster."""
     found = {}
-    peers = [system for system in TORCH if system in taken]
+    peers = [system for system in TORCH if quiet(taken.get(system, []))]
     if peers:
-        best = min(peers, key=lambda system: statistics.median(taken[system]))
+        best = min(peers, key=lambda system: statistics.median(quiet(taken[system])))
         found |= {"best_peer": best, "ratio": ratio(taken[best], taken["jaxformer"])}
     if "plain" in taken:
         found["over_plain"] = ratio(taken["plain"], taken["jaxformer"])
     if "products" in taken and "torch products" in taken:
         found["products"] = ratio(taken["torch products"], taken["products"])
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def ratio(theirs: list[float], ours: list[float]) -> list[float]:
-    each = [a / b for a, b in zip(theirs, ours, strict=True)]
-    return statistics.quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
+def quiet(windows: list[tuple[float, float]]) -> list[float]:
+    """Seconds of the windows in which nobody else did much."""
+    return [seconds for seconds, others in windows if others < QUIET]
+
+
+def ratio(theirs: list[tuple[float, float]], ours: list[tuple[float, float]]) -> list[float] | None:
+    """None where too few windows were quiet."""
+    if min(len(quiet(theirs)), len(quiet(ours))) < ENOUGH:
+        return None
+    a, b = (statistics.quantiles(quiet(each), n=4, method="inclusive") for each in (theirs, ours))
+    return [a[0] / b[2], a[1] / b[1], a[2] / b[0]]
 
 
 def hardware() -> str:
@@ -159,12 +179,12 @@ def fell(row: dict, before: dict | None) -> bool:
 
 def rate(row: dict, system: str) -> float:
     """Tokens a second."""
-    return row["tokens"] / statistics.median(row["seconds"][system])
+    return row["tokens"] / statistics.median(quiet(row["windows"][system]))
 
 
 def cells(row: dict) -> list[str]:
-    tell = lambda system: f"{rate(row, system):,.0f}" if system in row["seconds"] else ""  # noqa: E731
-    spread = lambda name: "{1:.2f} ({0:.2f} to {2:.2f})".format(*row[name]) if name in row else ""  # noqa: E731
+    tell = lambda system: f"{rate(row, system):,.0f}" if quiet(row["windows"].get(system, [])) else ""  # noqa: E731
+    spread = lambda name: "{1:.2f} ({0:.2f} to {2:.2f})".format(*row[name]) if name in row else "disturbed"  # noqa: E731
     start = lambda system: " / ".join(f"{x:.0f}" for x in row["first_step_seconds"].get(system, []))  # noqa: E731
     return [
         row["model"], row["dtype"], row["versions"]["jax"], tell("plain"), tell("jaxformer"), tell("eager"),
@@ -192,7 +212,7 @@ def across(found: list[dict]) -> str:
         both = [row for row in found if row["model"] == model and row["versions"]["jax"] == version]
         if len(both) == 2 and all("ratio" in row for row in both):
             ours = max(rate(row, "jaxformer") for row in both)
-            theirs = max(rate(row, system) for row in both for system in TORCH if system in row["seconds"])
+            theirs = max(rate(row, system) for row in both for system in TORCH if quiet(row["windows"].get(system, [])))
             words.append(f"{model} (jax {version}) {ours / theirs:.2f}")
     return f"\nBest of ours over best of theirs, whatever the precision: {', '.join(words)}.\n" if words else ""
 

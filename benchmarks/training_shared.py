@@ -116,12 +116,12 @@ def serve(step: Callable[[], float], about: dict, last: Callable[[], dict] = dic
     first = step()
     say(about | {"first_loss": first, "first_step_seconds": age()})
     for line in sys.stdin:
-        seconds = []
+        seconds, worked = [], time.process_time()
         for _ in range(int(line)):
             begun = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - begun)
-        say({"seconds": seconds})
+        say({"seconds": seconds, "processor_seconds": time.process_time() - worked})
     say(last())
 
 
