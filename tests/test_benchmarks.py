@@ -124,3 +124,27 @@ def test_what_does_not_fit_the_minutes_is_named(tmp_path, capsys):
         "1\n",
         gpu.LATE,
     )
+
+
+def test_training_steps_are_timed(tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    arguments = ["--smoke", "--models=seq2seq", "--dtypes=bfloat16", "--rounds=2", f"--output={output}"]
+    assert script("training").main(arguments) == 0
+    (row,) = (json.loads(line) for line in output.read_text().splitlines())
+    assert (
+        len(row["windows"]["jaxformer"]) == 2
+        and 0 < row["overhead_seconds"] < row["first_step_seconds"]["jaxformer"][0]
+    )
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_fall_beyond_the_spreads_is_an_error():
+    training = script("training")
+    before = {"ratio": [0.9, 1.0, 1.1]}
+    assert training.fell({"ratio": [0.7, 0.75, 0.8]}, {"ratio": [0.98, 1.0, 1.02]})
+    assert not training.fell({"ratio": [0.7, 0.75, 0.8]}, before) and not training.fell({"ratio": [1, 2, 3]}, None)
+    windows = lambda *seconds: [(each, 0.0) for each in seconds]  # noqa: E731
+    taken = {"jaxformer": windows(1, 2, 1), "eager": windows(2, 3, 2), "compiled": [*windows(3, 3, 3), (0.1, 1.0)]}
+    found = training.judged(taken | {"plain": [(4.0, 1.0)] * 5})
+    assert found["best_peer"] == "eager" and found["ratio"][1] == 2.0
+    assert "over_plain" not in found  # other processes disturbed it: it says nothing

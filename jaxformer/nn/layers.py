@@ -11,6 +11,7 @@ from flax import linen as nn
 from jaxtyping import Bool, Float, Key
 
 from jaxformer.config import EmbedConfig, NormConfig
+from jaxformer.nn import cpu
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Stream
 
@@ -27,10 +28,18 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def dot(x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1) -> Float[Array, "..."]:
-    """Contracts the last `inputs` axes of `x` with the first `inputs` axes of `kernel`, in the dtype of `x`."""
+def dot(
+    x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1, bias: Float[Array, "..."] | None = None
+) -> Float[Array, "..."]:
+    """Contracts the last `inputs` axes of `x` with the first `inputs` axes of `kernel`, in the dtype of `x`.
+
+    `bias`, of the shape of the kernel's other axes, is added.
+    """
+    if cpu.serves(x):
+        return cpu.dot(x, kernel, inputs, bias)
     axes = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
-    return jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
+    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
+    return y if bias is None else y + bias.astype(y.dtype)
 
 
 class Dense(nn.Module):
@@ -57,11 +66,11 @@ class Dense(nn.Module):
             1.0, "fan_in", "truncated_normal", in_axis=axes[: self.inputs], out_axis=axes[self.inputs :]
         )
         kernel = self.param("kernel", nn.with_logical_partitioning(init, self.names), self.shape)
-        y = dot(x, kernel, self.inputs)
+        bias = None
         if self.bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.names[self.inputs :])
-            y = y + self.param("bias", zeros, self.shape[self.inputs :]).astype(y.dtype)
-        return y
+            bias = self.param("bias", zeros, self.shape[self.inputs :])
+        return dot(x, kernel, self.inputs, bias)
 
 
 class Dropout(nn.Module):

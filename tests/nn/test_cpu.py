@@ -1,0 +1,80 @@
+"""Matrix products as the CPU likes them equal the plain ones, serve one device only, and give way where they fail."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.config import MeshConfig
+from jaxformer.nn import cpu, layers
+from jaxformer.parallel import mesh as meshes
+
+
+def arrays(dtype: str, kernel: tuple[int, ...], inputs: int, bias: bool):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((3, 7, *kernel[:inputs])), dtype)  # 21 rows: no power of two divides them
+    shift = jnp.asarray(rng.standard_normal(kernel[inputs:]), jnp.float32) if bias else None
+    return x, jnp.asarray(rng.standard_normal(kernel), jnp.float32), shift
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kernel", "inputs", "bias"), [((8, 2, 6), 1, True), ((2, 6, 8), 2, True), ((8, 4), 1, False), ((4, 8), 1, False)]
+)
+def test_value_and_gradient_are_the_plain_ones(monkeypatch, dtype, kernel, inputs, bias):
+    given = arrays(dtype, kernel, inputs, bias)
+    used = []
+    monkeypatch.setattr(cpu, "_dot", lambda *args, real=cpu._dot: used.append(1) or real(*args))
+
+    def pulled(x, kernel, bias):
+        y, pull = jax.vjp(lambda *args: layers.dot(args[0], args[1], inputs, args[2]), x, kernel, bias)
+        return y, pull(y)
+
+    fast = jax.jit(pulled)(*given)
+    assert used
+    monkeypatch.setattr(cpu, "serves", lambda x: False)
+    exact = pulled(*(None if a is None else a.astype(jnp.float32) for a in given))
+    plain = jax.jit(lambda *args: pulled(*args))(*given)
+    for a, b, c in zip(*map(jax.tree.leaves, (fast, plain, exact)), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        scale = float(jnp.abs(c).max())
+        error = float(jnp.abs(a.astype(jnp.float32) - c).max()) / scale
+        assert error <= (1e-6 if dtype == "float32" else 1e-2)
+        # As exact as the plain ones, which round elsewhere.
+        assert error <= 2.0 * float(jnp.abs(b.astype(jnp.float32) - c).max()) / scale + 1e-6
+
+
+def test_only_one_cpu_uses_them():
+    x = jnp.ones((2, 4))
+    assert cpu.serves(x) and not cpu.serves(x.astype(jnp.float16))
+    with jax.set_mesh(meshes.make(MeshConfig(data=1), jax.devices()[:1])):
+        assert jax.jit(lambda x: x if cpu.serves(x) else None)(x) is not None
+    with jax.set_mesh(meshes.make(MeshConfig(data=-1))):
+        assert not cpu.serves(x)
+
+
+@pytest.mark.parametrize("error", [1.0, RuntimeError("Unsupported element type")])
+def test_where_they_fail_the_plain_ones_are_used_and_a_line_says_so(monkeypatch, caplog, error):
+    def failing(dtype):
+        if isinstance(error, Exception):
+            raise error
+        return error
+
+    monkeypatch.setattr(cpu, "_error", failing)
+    cpu._works.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            x, kernel, bias = arrays("float32", (8, 4), 1, True)
+            y = jax.jit(lambda *args: layers.dot(args[0], args[1], 1, args[2]))(x, kernel, bias)
+            layers.dot(x, kernel)
+        np.testing.assert_allclose(y, np.asarray(x) @ kernel + bias, rtol=1e-5, atol=1e-5)
+        (line,) = caplog.messages
+        assert "plain ones are used" in line and "\n" not in line
+    finally:
+        cpu._works.cache_clear()
+
+
+def test_the_trial_passes_here():
+    assert all(cpu._error(dtype) < 0.02 for dtype in ("float32", "bfloat16"))
