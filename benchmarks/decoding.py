@@ -147,8 +147,8 @@ def slower(row: Row, before: list[Row]) -> bool:
     return bool(last) and best(row) < best(last[0]) * (1 - max(NOISE, spread))
 
 
-def page(rows: list[Row]) -> None:
-    """Writes the last row of every case into the page."""
+def table(rows: list[Row]) -> list[str]:
+    """The last row of every case, a line a program."""
     newest = {row["case"]: row for row in rows}.values()
     lines = ["| what | by | rate | spread | we are | BLEU, same as ours |", "|---|---|---|---|---|---|"]
     for row in newest:
@@ -160,9 +160,16 @@ def page(rows: list[Row]) -> None:
             times = "" if name == "jaxformer" else f"{each['times']:.2f} x"
             rate = f"{each['rate']:,.0f} {row['unit']}"
             lines.append(f"| {row['case']} | {name} | {rate} | {each['spread']:.0%} | {times} | {score} |")
+    told = [(row["date"], row["python"], row["jax"], row["hardware"], row["rounds"]) for row in newest]
+    words = [f"{d}, Python {p}, jax {j}, {h}, {r} rounds" for d, p, j, h, r in dict.fromkeys(told)]
+    return [*lines, "", f"Measured {'; '.join(words)}."]
+
+
+def page(rows: list[Row]) -> None:
+    """Writes the table into the page."""
     text = PAGE.read_text(encoding="utf-8")
     before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
-    PAGE.write_text(before + "\n".join([MARKS[0], *lines, MARKS[1]]) + after, encoding="utf-8")
+    PAGE.write_text(before + "\n".join([MARKS[0], "", *table(rows), "", MARKS[1]]) + after, encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -84,6 +84,7 @@ class Child:
     def end(self) -> dict:
         self.process.stdin.close()
         last = self.read()
+        self.process.stdout.close()
         self.process.wait()
         return last
 

@@ -70,7 +70,8 @@ class Child:
         for line in self.process.stdout:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))
-        raise RuntimeError(self.process.stderr.read()[-2000:] or "a program ended without an answer")
+        said = self.process.communicate()[1]
+        raise RuntimeError(said[-2000:] or "a program ended without an answer")
 
     def stop(self) -> None:
         self.process.kill()

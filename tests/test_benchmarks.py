@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def test_what_does_not_fit_the_minutes_is_named(tmp_path, capsys):
 
 def test_training_steps_are_timed(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
-    arguments = ["--smoke", "--models=seq2seq", "--dtypes=bfloat16", "--rounds=2", f"--output={output}"]
+    arguments = ["--smoke", "--models=gpt", "--dtypes=bfloat16", "--rounds=2", f"--output={output}"]
     assert script("training").main(arguments) == 0
     (row,) = (json.loads(line) for line in output.read_text().splitlines())
     assert (
@@ -148,3 +149,49 @@ def test_a_fall_beyond_the_spreads_is_an_error():
     found = training.judged(taken | {"plain": [(4.0, 1.0)] * 5})
     assert found["best_peer"] == "eager" and found["ratio"][1] == 2.0
     assert "over_plain" not in found  # other processes disturbed it: it says nothing
+
+
+PROGRAM = """
+import sys, time, turns
+given = turns.task()
+if given["fails"]:
+    sys.exit("no such library")
+turns.serve(lambda: time.sleep(given["seconds"]) or given["seconds"])
+"""
+
+
+def test_programs_are_timed_by_turns_and_one_that_fails_says_why():
+    turns = script("turns")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    tasks = {"quick": (0.01, False), "slow": (0.05, False), "broken": (0.0, True)}
+    programs = {
+        name: turns.Program([sys.executable, "-c", PROGRAM], {"seconds": seconds, "fails": fails})
+        for name, (seconds, fails) in tasks.items()
+    }
+    found = turns.take(programs, 3, environment)
+    assert found["slow"]["result"] == 0.05
+    assert len(found["quick"]["rounds"]) == 3
+    assert turns.ratio(found["quick"], found["slow"]) > 1.5
+    assert found["broken"] == {"failed": "no such library\n"}
+
+
+def test_decoding_is_compared_with_the_peers_of_its_precision():
+    decoding = script("decoding")
+    names = {"jaxformer": 1.0, "generate": 2.0, "generate, compiled": 1.6, "CTranslate2 int8, 1 x 2 threads": 0.5}
+    rows = {name: {"rate": 10.0, "spread": 0.1, "times": times} for name, times in names.items()}
+    told = {"date": "2026-01-01", "python": "3.11", "jax": "0.10", "hardware": "2 cores", "rounds": 3}
+    row = {"case": "beam", "unit": "tokens/s", "rows": rows} | told
+    assert decoding.best(row) == 1.6
+    faster = row | {"rows": rows | {"generate": rows["generate"] | {"times": 1.2}}}
+    assert decoding.slower(faster, [row])
+    assert not decoding.slower(faster, [row, faster])
+    assert not decoding.slower(faster, [])
+    lines = decoding.table([row, faster])
+    assert len(lines) == 2 + len(names) + 2
+    assert "| beam | generate | 10 tokens/s | 10% | 1.20 x |  |" in lines
+
+
+def test_our_side_of_decoding_makes_as_many_tokens_as_asked_for():
+    ours = script("decoding_jax")
+    task = dict(layers=1, width=64, vocab=11, prompt=3, tokens=6, batch=2, dtype="float32", method="greedy")
+    assert [len(row) for row in ours.continued(task)()] == [6, 6]
