@@ -19,6 +19,8 @@ os.environ.setdefault("JAXFORMER_CACHE", tempfile.mkdtemp(prefix="jaxformer-test
 # A run that is stopped and resumed compiles the same programs again: once is enough for each process of the tests.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxformer-programs-")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+# Which line of Python an operation comes from is told to the compiler at every operation, and read by nobody here.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Tracing makes millions of objects that live on: looking through them for garbage is a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
 shapes.install()
