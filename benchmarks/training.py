@@ -119,7 +119,7 @@ def measure(name: str, shape: shared.Shape, dtype: str, systems: list[str], flag
         versions |= each["versions"]
     row = {
         "model": name, "dtype": dtype, "date": datetime.date.today().isoformat(), "versions": versions,
-        "command": "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         "hardware": hardware(), "parameters": about["jaxformer"]["parameters"], "tokens": shared.positions(shape),
         "windows": taken, "first_step_seconds": first, "overhead_seconds": about["jaxformer"]["overhead_seconds"],
     }  # fmt: skip
@@ -151,6 +151,12 @@ def ratio(theirs: list[tuple[float, float]], ours: list[tuple[float, float]]) ->
         return None
     a, b = (statistics.quantiles(quiet(each), n=4, method="inclusive") for each in (theirs, ours))
     return [a[0] / b[2], a[1] / b[1], a[2] / b[0]]
+
+
+def command() -> str:
+    """What was typed, whoever's interpreter it named."""
+    words = ["--peer=PYTHON" if word.startswith("--peer=") else word for word in sys.argv[1:]]
+    return " ".join(["python benchmarks/training.py", *words])
 
 
 def hardware() -> str:
