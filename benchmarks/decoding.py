@@ -160,8 +160,8 @@ def table(rows: list[Row]) -> list[str]:
             times = "" if name == "jaxformer" else f"{each['times']:.2f} x"
             rate = f"{each['rate']:,.0f} {row['unit']}"
             lines.append(f"| {row['case']} | {name} | {rate} | {each['spread']:.0%} | {times} | {score} |")
-    told = [(row["date"], row["python"], row["jax"], row["hardware"], row["rounds"]) for row in newest]
-    words = [f"{d}, Python {p}, jax {j}, {h}, {r} rounds" for d, p, j, h, r in dict.fromkeys(told)]
+    names = ("date", "hardware", "rounds", "python", "jax", "torch", "transformers", "ctranslate2")
+    words = dict.fromkeys(", ".join(f"{name} {row[name]}" for name in names if name in row) for row in newest)
     return [*lines, "", f"Measured {'; '.join(words)}."]
 
 

@@ -41,8 +41,8 @@ CLAIM = (
 )
 RULE = (
     "Supported if at the longest length the worst seed of LSTM + attention and of the transformer recalls a share of "
-    "items that is more than 0.3 above the best seed of RNN, LSTM and GRU. Not supported if there the mean over seeds "
-    "of either is less than 0.1 above that of the best network without attention."
+    "items that is more than 0.3 above the best seed of a network without attention. Not supported if there the mean "
+    "over seeds of either is less than 0.1 above that of the best network without attention."
 )
 MODELS = ("RNN", "LSTM", "GRU", "LSTM + attention", "transformer")
 ATTENTIVE = MODELS[3:]

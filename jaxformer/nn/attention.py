@@ -76,8 +76,10 @@ class Attention(nn.Module):
         """
         encoding = encodings.get(self.encoding.kind) if memory is None else encodings.Encoding()
         q = remat.name(self.query(x), "query")
-        held = isinstance(memory, KeyValues)
-        k, v = memory.by_slot() if held else self.project(x if memory is None else memory)
+        if isinstance(memory, KeyValues):
+            k, v = memory.by_slot()
+        else:
+            k, v = self.project(x if memory is None else memory)
         if self.config.norm is not None:
             q = self.query_norm(q)
         if encoding.layer is not None:

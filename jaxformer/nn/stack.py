@@ -156,7 +156,7 @@ class Stack(nn.Module):
         return x, KeyValues.of_layers(written)
 
     def each(self) -> list[PyTree]:
-        """The variables of each layer by itself."""
+        """The variables of each layer by itself, whether `unstack` has cut them apart already or not."""
         held = self.blocks.variables
         parts = {name: part if "0" in part else unstack(part, self.config.layers) for name, part in held.items()}
         return [{name: part[str(i)] for name, part in parts.items()} for i in range(self.config.layers)]
