@@ -1,7 +1,9 @@
 """Eight simulated devices, no accelerator, and a cache of the tests' own: set before anything imports jax."""
 
+import atexit
 import gc
 import os
+import shutil
 import tempfile
 from importlib import metadata
 
@@ -15,9 +17,12 @@ if metadata.version("jaxlib").startswith("0.10."):
     # The older code generator compiles in half the time. Later versions no longer have it, and refuse unknown flags.
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(flags)
-os.environ.setdefault("JAXFORMER_CACHE", tempfile.mkdtemp(prefix="jaxformer-tests-"))
-# A run that is stopped and resumed compiles the same programs again: once is enough for each process of the tests.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxformer-programs-")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    caches = tempfile.mkdtemp(prefix="jaxformer-tests-")
+    atexit.register(shutil.rmtree, caches, ignore_errors=True)
+    os.environ.setdefault("JAXFORMER_CACHE", f"{caches}/data")
+    # A run that is stopped and resumed compiles the same programs again: once is enough, for all test processes.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{caches}/programs"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 # Which line of Python an operation comes from is told to the compiler at every operation, and read by nobody here.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"

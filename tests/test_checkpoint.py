@@ -1,5 +1,6 @@
 """What is saved comes back exactly, on any mesh; the right checkpoints are kept; damage is survived or said."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -17,7 +18,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import checkpoint, overrides
-from jaxformer.checkpoint import Checkpoints
+from jaxformer.checkpoint import Checkpoints, saving
 from jaxformer.config import (
     CheckpointConfig,
     Config,
@@ -36,6 +37,28 @@ from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.train import optim
 from jaxformer.types import TrainState
+
+
+@pytest.fixture
+def compilations():
+    """A context in which programs are compiled, as a list of how long each took."""
+
+    @contextlib.contextmanager
+    def counted():
+        found = []
+
+        def heard(event, seconds, **_):
+            if event == "/jax/core/compile/backend_compile_duration":
+                found.append(seconds)
+
+        jax.monitoring.register_event_duration_secs_listener(heard)
+        try:
+            yield found
+        finally:
+            jax.monitoring.unregister_event_duration_listener(heard)
+
+    return counted
+
 
 RULE = optim.optimizer(OptimizerConfig(), lambda n: 0.1, {"block": {"kernel": jnp.zeros((8, 4))}})
 DATA = {"epoch": 2, "block": 0, "batch": 7, "more": {"rows": [1, 2.5, None], "text": "ä"}}
@@ -197,6 +220,23 @@ def test_restores_on_another_mesh(tmp_path):
     checkpoints.close()
 
 
+def test_small_arrays_that_all_devices_hold_are_written_by_one_and_large_ones_by_all(tmp_path, compilations):
+    whole = NamedSharding(meshes.make(MeshConfig(data=8)), PartitionSpec())
+    state = jax.device_put(state_at(5), whole)
+    large = jnp.arange(8 * saving.SHARED // 4, dtype=jnp.float32).reshape(16, -1)
+    with_large = state.replace(params={"large": jax.device_put(large, whole)})
+    checkpoints = opened(tmp_path)
+    with compilations() as programs:
+        checkpoints.save(state, {}, {"loss": 1.0})
+    assert programs == []
+    with compilations() as programs:
+        checkpoints.save(with_large.replace(step=jax.device_put(jnp.int32(6), whole)), {}, {"loss": 1.0})
+    assert len(programs) == 8  # a part for every device
+    restored, *_ = checkpoints.restore(abstract(with_large))
+    chex.assert_trees_all_equal(restored.params, with_large.params)
+    checkpoints.close()
+
+
 def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(tmp_path, caplog):
     fields = {"keep_last": 3, "keep_best": 1}
     checkpoints = opened(tmp_path, **fields)
@@ -326,7 +366,7 @@ def test_failed_saves_surface_and_leave_the_earlier_checkpoint(tmp_path):
 KILLED = """
 import os, signal, sys
 import jax, jax.numpy as jnp
-from jaxformer.checkpoint import Checkpoints
+from jaxformer.checkpoint import Checkpoints, saving
 from jaxformer.config import CheckpointConfig
 from jaxformer.types import TrainState
 

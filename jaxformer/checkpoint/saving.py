@@ -23,6 +23,9 @@ from jaxformer.types import PyTree, TrainState
 LOG = logging.getLogger("jaxformer")
 # Orbax's threads print the errors that it then raises, with pages of frames before our line.
 logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
+# Of an array that several devices hold whole, each may write a part, for which Orbax compiles a program a shape. With
+# parts of fewer bytes than this that costs more than it saves: 4 seconds for 48 small arrays on 8 devices.
+SHARED = 1 << 20
 
 
 class Saved(NamedTuple):
@@ -44,7 +47,7 @@ class Checkpoints:
     def __init__(self, workdir: str | Path, config: CheckpointConfig) -> None:
         self.workdir, self.config = Path(workdir).absolute(), config
         self.root = self.workdir / "checkpoints"
-        self.writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self.writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=_arrays()))
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.saving = -1
@@ -299,3 +302,9 @@ class Checkpoints:
                 directory.rename(target)
         if broken and jax.process_count() > 1:
             multihost_utils.sync_global_devices("jaxformer: damaged checkpoints set aside")
+
+
+def _arrays() -> ocp.type_handlers.TypeHandlerRegistry:
+    """How the leaves of a state are written: all are arrays."""
+    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED)
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
