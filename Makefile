@@ -49,7 +49,7 @@ format: $(VENV)/.installed
 
 # Those that stand beside the other library need its packages: uv pip install -e '.[bench]'.
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/meshes.py
 	$(BIN)/python benchmarks/processes.py
 	$(BIN)/python benchmarks/fuzz_safetensors.py --seconds=60

@@ -20,7 +20,7 @@ from typing import Any, Mapping, NamedTuple, Protocol, Self, runtime_checkable
 
 import flax.struct
 import jax
-from jaxtyping import ArrayLike, Float32, Int
+from jaxtyping import ArrayLike, Bool, Float32, Int
 
 Array = jax.Array
 PyTree = Any
@@ -110,11 +110,36 @@ class State(Protocol):
 
 
 @runtime_checkable
+class Refilling(State, Protocol):
+    """A state in which other prompts can take the place of rows that have ended, while the rest go on."""
+
+    def put(self, index: Int[Array, " R"], other: Self) -> Self:
+        """The state whose row `index[i]` is row i of `other`, which has read no more than its prompt.
+
+        Indices beyond the rows are left out. Prompts and sources of `other` may be shorter than this one's.
+        """
+        ...
+
+
+@runtime_checkable
 class Growing(State, Protocol):
     """A state that holds slots, and can be begun with few of them."""
 
     def grow(self, length: int) -> Self:
         """The state with room for `length` slots, those that it has included."""
+        ...
+
+
+@runtime_checkable
+class Collecting(Growing, Protocol):
+    """A state some of whose slots nobody reads any more, after a while, and that can drop them."""
+
+    def needed(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
+        """The most slots that an active row still reads."""
+        ...
+
+    def collect(self, active: Bool[Array, " B"]) -> Self:
+        """The state with `needed(active)` slots in use; rows that are not active may lose all of theirs."""
         ...
 
 

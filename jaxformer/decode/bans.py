@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int
 
@@ -25,10 +24,10 @@ class Context(NamedTuple):
     """What stands before the tokens to choose, for B rows.
 
     Attributes:
-      tokens: int32 `[B, S]`, prompts and outputs; a row's real ones stand together and end before column `end`.
+      tokens: int32 `[B, S]`, prompts and outputs; a row's real ones stand together and end before its column `end`.
       real: bool `[B, S]`.
-      end: int32 scalar.
-      step: int32 scalar, how many of them each output has so far.
+      end: int32 `[B]`.
+      step: int32 `[B]`, how many of them the output has so far.
       last: bool `[B]`, the row's next token is its last.
     """
 
@@ -39,16 +38,18 @@ class Context(NamedTuple):
     last: Array
 
 
-def said(prompt: Stream) -> Said:
-    """The prompts, every row's real tokens moved to its right end, so that the output follows without a gap."""
+def said(prompt: Stream, width: int | None = None) -> Said:
+    """The prompts, every row's real tokens moved to the right end of `width` columns (None: of those there are), so
+    that the output follows without a gap."""
     real = prompt.slots.segment != 0
     order = jnp.argsort(real, axis=1, stable=True)
-    return Said(jnp.take_along_axis(prompt.tokens, order, axis=1), jnp.take_along_axis(real, order, axis=1))
+    left = ((0, 0), (0 if width is None else width - real.shape[1], 0))
+    return Said(*(jnp.pad(jnp.take_along_axis(x, order, axis=1), left) for x in (prompt.tokens, real)))
 
 
-def context(prompt: Said, output: Int[Array, "B T"], step: Int[Array, ""], limit: Int[Array, " B"]) -> Context:
-    """The context after the first `step` tokens of the outputs, of which row b may have `limit[b]`."""
-    written = jnp.broadcast_to(jnp.arange(output.shape[1]) < step, output.shape)
+def context(prompt: Said, output: Int[Array, "B T"], step: Int[Array, " B"], limit: Int[Array, " B"]) -> Context:
+    """The context after the first `step[b]` tokens of output b, which may have `limit[b]`."""
+    written = jnp.arange(output.shape[1]) < step[:, None]
     return Context(
         tokens=jnp.concatenate([prompt.tokens, output], axis=1),
         real=jnp.concatenate([prompt.real, written], axis=1),
@@ -104,9 +105,7 @@ def suppress(scores: Float32[Array, "B V"], tokens: tuple[int, ...]) -> Float32[
     return scores.at[:, jnp.asarray(tokens, jnp.int32)].set(-jnp.inf, mode="drop") if tokens else scores
 
 
-def force(
-    scores: Float32[Array, "B V"], token: int, where: Bool[Array, " B"] | Bool[Array, ""]
-) -> Float32[Array, "B V"]:
+def force(scores: Float32[Array, "B V"], token: int, where: Bool[Array, " B"]) -> Float32[Array, "B V"]:
     """Leaves only `token`, with score 0 (probability 1), in the rows where `where` is True."""
     only = jnp.where(jnp.arange(scores.shape[1]) == token, 0.0, -jnp.inf)
     return jnp.where(where[..., None], only, scores)
@@ -117,7 +116,8 @@ def _suffix(past: Context, size: int) -> tuple[Int[Array, "B n"], Bool[Array, " 
     rows, width = past.tokens.shape
     if size > width:
         return jnp.zeros((rows, size), jnp.int32), jnp.zeros(rows, bool)
-    tokens, real = (jax.lax.dynamic_slice_in_dim(x, past.end - size, size, axis=1) for x in (past.tokens, past.real))
+    place = jnp.maximum(past.end[:, None] - size, 0) + jnp.arange(size)
+    tokens, real = (jnp.take_along_axis(x, place, axis=1) for x in (past.tokens, past.real))
     return tokens, real.all(axis=1) & (past.end >= size)
 
 

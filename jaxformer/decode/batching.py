@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from typing import Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
@@ -14,6 +16,9 @@ Prompt = Mapping[str, np.ndarray | Sequence[int]]
 texts, `labels` and `weights` [m] too, as its `encode` makes them."""
 
 
+SIDES = ("source", "target")
+
+
 class Job(NamedTuple):
     """A batch of prompts: `index[i]` is the place of row i among the inputs; rows beyond are empty (segment 0)."""
 
@@ -21,23 +26,37 @@ class Job(NamedTuple):
     batch: Batch
 
 
+class Waiting:
+    """Prompts that nobody has read yet: of similar length together, the longest first, so that too little memory shows
+    at once."""
+
+    def __init__(self, prompts: Sequence[Prompt], pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> None:
+        """Tokens `pad` fill source and target. Lengths are those of `buckets`, and beyond them powers of two."""
+        self.prompts, self.pad, self.buckets = prompts, pad, buckets
+        order = sorted(range(len(prompts)), key=lambda i: tuple(-len(prompts[i].get(side, ())) for side in SIDES))
+        self.left = deque(order)
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def slots(self, count: int) -> tuple[int, ...]:
+        """Of source and target of a batch of the next `count` prompts."""
+        coming = [self.prompts[i] for i in itertools.islice(self.left, count)]
+        return tuple(bucket(max(len(prompt.get(side, ())) for prompt in coming), self.buckets) for side in SIDES)
+
+    def take(self, count: int, height: int | None = None) -> Job:
+        """The next `count` prompts, or as many as there are, in a batch of `height` rows; None: as many as they are,
+        or if they are fewer than `count`, the next power of two."""
+        index = [self.left.popleft() for _ in range(min(count, len(self.left)))]
+        height = min(count, 1 << (len(index) - 1).bit_length()) if height is None else height
+        return Job(np.asarray(index), stack([self.prompts[i] for i in index], height, self.pad, self.buckets))
+
+
 def jobs(prompts: Sequence[Prompt], rows: int, pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> Iterator[Job]:
-    """Batches of prompts of similar length, the longest first, so that too little memory shows at once.
-
-    A batch has `rows` rows, or the next power of two of the prompts there are, if that is less.
-
-    Args:
-      pad: tokens that fill source and target.
-      buckets: preferred lengths; beyond them, and by default, powers of two.
-    """
-    order = sorted(range(len(prompts)), key=lambda i: tuple(-len(prompts[i].get(side, ())) for side in SIDES))
-    for begin in range(0, len(order), rows):
-        index = np.asarray(order[begin : begin + rows])
-        height = min(rows, 1 << (len(index) - 1).bit_length())
-        yield Job(index, stack([prompts[i] for i in index], height, pad, buckets))
-
-
-SIDES = ("source", "target")
+    """All prompts in batches of `rows` rows; see `Waiting`."""
+    waiting = Waiting(prompts, pad, buckets)
+    while waiting:
+        yield waiting.take(rows)
 
 
 def stack(prompts: Sequence[Prompt], rows: int, pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> Batch:

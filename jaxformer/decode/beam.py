@@ -5,7 +5,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32, Int
+from jaxtyping import Bool, Float32, Int, Key
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import bans, growing, top, warp
@@ -18,12 +18,14 @@ class Beams:
     """B prompts with N live hypotheses each, and a separate pool of their N best finished ones.
 
     Attributes:
-      step: int32 scalar, the length of the live hypotheses.
+      step: int32 `[B]`, the length of the live hypotheses.
       tokens: int32 `[B, N, T]`, live.
       scores: float32 `[B, N]`, their log-probabilities, best first; -inf where there is no hypothesis.
       parent: int32 `[B, N]`, the beam that each live hypothesis extended last: the model's state follows it.
       pool: the finished ones, best first, scores divided by the length penalty; -inf where there is none.
       done: bool `[B]`, the prompt's pool is final.
+      limit: int32 `[B]`, new tokens there may be.
+      prompt: what was said before, `[B N, S]`; None where nothing depends on it.
     """
 
     step: Array
@@ -32,10 +34,18 @@ class Beams:
     parent: Array
     pool: Hypotheses
     done: Array
+    limit: Array
+    prompt: bans.Said | None
 
-    @property
-    def over(self) -> Bool[Array, ""]:
-        return jnp.all(self.done)
+
+def outputs(config: DecodeConfig) -> int:
+    """Followed at once for each prompt."""
+    return config.beams
+
+
+def branches(config: DecodeConfig) -> int:
+    """Of a row: beams share what they have in common."""
+    return config.beams
 
 
 def search(
@@ -67,22 +77,51 @@ def search(
     Returns:
       `Hypotheses`; where fewer than asked for exist, a score of -inf and length 0.
     """
-    rows, width, length = batch.target.tokens.shape[0], config.beams, config.max_length
-    limit = jnp.full(rows, length) if limit is None else jnp.minimum(limit, length)
-    prompt = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), bans.said(batch.target))
+    count, prompt = batch.target.tokens.shape
+    limit = jnp.full(count, config.max_length) if limit is None else limit
+    logits, state = growing.start(model, batch, config.max_length, outputs(config), branches(config))
+    beams = begin(logits, batch, config, eos, pad, limit)
+    room = growing.room(state, prompt, config.max_length, branches(config))
+    end = growing.to_the_end(lambda beams, state: advance(model, beams, state, config, eos, pad), beams, state, room)
+    return found(end, config)
 
-    def advance(carry: tuple[Beams, State]) -> tuple[Beams, State]:
-        beams, state = carry
-        last = jax.lax.dynamic_index_in_dim(beams.tokens, beams.step - 1, axis=2, keepdims=False)
-        logits, state = read(model, last, beams.parent, state)
-        return extend(beams, logits, prompt, config, eos, limit), state
 
-    logits, state, room = growing.start(model, batch, length, width)
-    if not isinstance(state, Branching):
-        state = state.rows(jnp.repeat(jnp.arange(rows), width))
-    begin = empty(rows, width, length, pad, limit)
-    beams = extend(begin, jnp.repeat(logits, width, axis=0), prompt, config, eos, limit)
-    beams = growing.loop(advance, beams, state, room)
+def begin(
+    logits: Float32[Array, "B V"],
+    batch: Batch,
+    config: DecodeConfig,
+    eos: tuple[int, ...],
+    pad: int,
+    limit: Int[Array, " B"],
+    rows: Int[Array, " B"] | None = None,
+    key: Key[Array, ""] | None = None,
+    width: int | None = None,
+) -> Beams:
+    """The beams with their first tokens, from the logits after the prompts. `rows` and `key` are what draws need.
+
+    Args:
+      width: columns for the prompts, where there are to be more than theirs.
+    """
+    count = batch.target.tokens.shape[0]
+    repeat = lambda x: jnp.repeat(x, config.beams, axis=0)  # noqa: E731
+    said = bans.said(batch.target, width) if warp.processes(config) else None
+    limit = jnp.minimum(limit, config.max_length)
+    beams = empty(count, config.beams, config.max_length, pad, limit, jax.tree.map(repeat, said))
+    return extend(beams, repeat(logits), config, eos)
+
+
+def advance(
+    model: Decodable, beams: Beams, state: State, config: DecodeConfig, eos: tuple[int, ...], pad: int
+) -> tuple[Beams, State]:
+    """The beams a token longer, and the state that has read the one before."""
+    place = jnp.maximum(beams.step - 1, 0)[:, None, None]
+    last = jnp.take_along_axis(beams.tokens, place, axis=2)[:, :, 0]
+    logits, state = read(model, last, beams.parent, state)
+    return extend(beams, logits, config, eos), state
+
+
+def found(beams: Beams, config: DecodeConfig) -> Hypotheses:
+    """The best of what has ended so far."""
     return jax.tree.map(lambda x: x[:, : config.hypotheses], beams.pool)
 
 
@@ -100,65 +139,57 @@ def read(
     return model.step(tokens.reshape(-1, 1), state.rows(index.reshape(-1)))
 
 
-def empty(rows: int, width: int, length: int, pad: int, limit: Int[Array, " B"]) -> Beams:
+def empty(
+    rows: int, width: int, length: int, pad: int, limit: Int[Array, " B"], prompt: bans.Said | None = None
+) -> Beams:
     """One live hypothesis a prompt, with nothing in it, and empty pools."""
     tokens = jnp.full((rows, width, length), pad, jnp.int32)
     nothing = jnp.full((rows, width), -jnp.inf)
     zeros = jnp.zeros((rows, width), jnp.int32)
     pool = Hypotheses(tokens, zeros, nothing)
-    return Beams(jnp.zeros((), jnp.int32), tokens, nothing.at[:, 0].set(0.0), zeros, pool, limit <= 0)
+    live = nothing.at[:, 0].set(0.0)
+    return Beams(jnp.zeros(rows, jnp.int32), tokens, live, zeros, pool, limit <= 0, limit, prompt)
 
 
-def extend(
-    beams: Beams,
-    logits: Float32[Array, "BN V"],
-    prompt: bans.Said,
-    config: DecodeConfig,
-    eos: tuple[int, ...],
-    limit: Int[Array, " B"],
-) -> Beams:
-    """The beams one token longer, from the logits of that token."""
+def extend(beams: Beams, logits: Float32[Array, "BN V"], config: DecodeConfig, eos: tuple[int, ...]) -> Beams:
+    """The beams one token longer, from the logits of that token; the pools of prompts that are done stay."""
     rows, width, length = beams.tokens.shape
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     if warp.processes(config):
         output = beams.tokens.reshape(rows * width, length)
-        past = bans.context(prompt, output, beams.step, jnp.repeat(limit, width))
+        past = bans.context(beams.prompt, output, jnp.repeat(beams.step, width), jnp.repeat(beams.limit, width))
         logits, total = warp.process(config, logits - total, past, eos), jnp.zeros_like(total)
     # Each live hypothesis can end in as many ways as there are end tokens; so many more candidates leave N to live on.
     wanted = width * (1 + len(eos))
     scores, parent, token = candidates(beams.scores, logits, total, wanted)
-    ended, cut = is_any(token, eos), (beams.step + 1 >= limit)[:, None]
-    tokens = jnp.take_along_axis(beams.tokens, parent[:, :, None], axis=1).at[:, :, beams.step].set(token)
+    after = (beams.step + 1)[:, None]
+    ended, cut = is_any(token, eos), after >= beams.limit[:, None]
+    tokens = jnp.take_along_axis(beams.tokens, parent[:, :, None], axis=1)
+    tokens = jnp.where(jnp.arange(length) == beams.step[:, None, None], token[:, :, None], tokens)
 
     leading = jnp.arange(scores.shape[1]) < width
     enters = (ended | cut) & leading & ~beams.done[:, None]
-    final = jnp.where(enters, scores / divisor(config, beams.step + 1), -jnp.inf)
-    lengths = jnp.full_like(token, beams.step + 1)
-    joined = jax.tree.map(
-        lambda old, new: jnp.concatenate([old, new], 1), beams.pool, Hypotheses(tokens, lengths, final)
-    )
+    final = jnp.where(enters, scores / divisor(config, after), -jnp.inf)
+    new = Hypotheses(tokens, jnp.broadcast_to(after, token.shape), final)
+    joined = jax.tree.map(lambda old, new: jnp.concatenate([old, new], 1), beams.pool, new)
     pool = pick(joined, jax.lax.top_k(joined.scores, width)[1])
     pool = pool._replace(lengths=jnp.where(jnp.isneginf(pool.scores), 0, pool.lengths))
 
     alive, index = jax.lax.top_k(jnp.where(ended, -jnp.inf, scores), width)
-    beams = Beams(
-        step=beams.step + 1,
+    beams = beams.replace(
+        step=jnp.where(beams.done, beams.step, beams.step + 1),
         tokens=pick(tokens, index),
         scores=alive,
         parent=pick(parent, index),
         pool=pool,
-        done=beams.done,
     )
-    return beams.replace(done=beams.done | cut[:, 0] | settled(beams, config, limit))
+    return beams.replace(done=beams.done | cut[:, 0] | settled(beams, config))
 
 
 def candidates(
     scores: Float32[Array, "B N"], logits: Float32[Array, "BN V"], total: Float32[Array, "BN 1"], count: int
 ) -> tuple[Float32[Array, "B n"], Int[Array, "B n"], Int[Array, "B n"]]:
     """The `count` most probable extensions of hypotheses with log-probabilities `scores`.
-
-    Equivalent to the largest of all N V sums of a score and a log-probability, but each beam's best are taken first,
-    from the logits, whose order is the same: the large array is read, never copied.
 
     Args:
       total: what to subtract from the logits to make log-probabilities of them.
@@ -167,18 +198,17 @@ def candidates(
       Log-probabilities, beams extended and tokens added; n = `count` or fewer, if there are not so many.
     """
     rows, width = scores.shape
-    each = min(count, logits.shape[1])
-    best, token = top.top_k(logits, each)
-    sums = (scores[:, :, None] + (best - total).reshape(rows, width, each)).reshape(rows, width * each)
-    sums, index = jax.lax.top_k(sums, min(count, width * each))
-    return sums, index // each, pick(token.reshape(rows, width * each), index)
+    vocab = logits.shape[1]
+    x, less = logits.reshape(rows, width, vocab), total.reshape(rows, width)
+    sums, index = top.of_sums(scores, x, less, min(count, width * vocab))
+    return sums, index // vocab, index % vocab
 
 
-def settled(beams: Beams, config: DecodeConfig, limit: Int[Array, " B"]) -> Bool[Array, " B"]:
+def settled(beams: Beams, config: DecodeConfig) -> Bool[Array, " B"]:
     """Whether the pool's best can not, or as `config.stopping` judges need not, change any more."""
     best, worst = beams.scores[:, 0], beams.pool.scores[:, -1]
     # Log-probabilities only fall, so the largest divisor that can still apply bounds what a live one may reach.
-    largest = jnp.maximum(divisor(config, beams.step + 1), divisor(config, limit))
+    largest = jnp.maximum(divisor(config, beams.step + 1), divisor(config, beams.limit))
     done, full = beams.pool.scores[:, config.hypotheses - 1] >= best / largest, ~jnp.isneginf(worst)
     if config.stopping == "first":
         done |= full

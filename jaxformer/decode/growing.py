@@ -1,8 +1,9 @@
 """The loop of all decoding: one token a row and pass, in a cache that grows with the outputs.
 
 A pass reads the whole cache, so a cache made for the longest output from the start costs every pass of a short one.
-Here it begins with room for `FIRST` new tokens and doubles when that is used up: a loop a size, each compiled for its
-own, and entered only while there is something left to do. A state that cannot grow has all its room from the start.
+Here it begins with room for `FIRST` new tokens. When that is used up, slots that nobody reads any more are dropped,
+or if they are too few, the room doubles; each size is compiled for its own. A state that cannot grow has all its room
+from the start.
 """
 
 from __future__ import annotations
@@ -10,75 +11,112 @@ from __future__ import annotations
 from typing import Callable, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
-from jaxtyping import Bool, Float32
+import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Int
 
 from jaxformer.types import Array, Batch, Branching, Decodable, Growing, State
 
 FIRST = 64
+"""New tokens that a cache begins with room for; half as many where each is a slot for every branch."""
 
 
 @runtime_checkable
 class Search(Protocol):
-    """What a decoder knows beside the model's state."""
+    """What a decoder knows beside the model's state. Every array has the prompts' rows, or a multiple, first."""
 
     step: Array
-    """int32 scalar: tokens chosen so far."""
-
-    @property
-    def over(self) -> Bool[Array, ""]:
-        """No row goes on."""
-        ...
+    """int32 `[R]`: tokens chosen so far."""
+    done: Array
+    """bool `[R]`: no more will be."""
 
 
 S = TypeVar("S", bound=Search)
 
 
 class Room(NamedTuple):
-    """Slots of the prompt, for how many new tokens there is room beside them, one loop after another, and how many
-    slots each of these takes."""
+    """How a state makes room for new tokens.
+
+    Attributes:
+      prompt: slots of the prompt.
+      sizes: new tokens that there is room for, one after another.
+      slots: that a new token takes; 0: none, and the state does not grow.
+    """
 
     prompt: int
-    new: list[int]
-    branches: int = 1
+    sizes: tuple[int, ...]
+    slots: int = 1
 
-    def slots(self, size: int) -> int:
-        """Of a state with room for `size` new tokens."""
-        return self.prompt + size * self.branches
+    def total(self, size: int) -> int:
+        """Slots with room for `size` new tokens."""
+        return self.prompt + size * self.slots
+
+    def grow(self, state: State, size: int) -> State:
+        """`state` with room for `size` new tokens."""
+        return state.grow(self.total(size)) if self.slots else state
 
 
-def sizes(length: int) -> list[int]:
-    """`FIRST`, doubled until `length` new tokens fit; the last is `length`."""
-    found = [min(FIRST, length)]
+def branches(state: State, wanted: int) -> int:
+    """How many branches a row of `state` has, where so many are wanted: 0 if it cannot have any."""
+    return wanted if isinstance(state, Branching) else 0
+
+
+def room(state: State, prompt: int, length: int, wanted: int = 0) -> Room:
+    """The room of `state`, with `wanted` branches a row if it can have them, on its way to `length` new tokens."""
+    if not isinstance(state, Growing):
+        return Room(prompt, (length,), 0)
+    slots = max(branches(state, wanted), 1)
+    return Room(prompt, sizes(length, FIRST if slots == 1 else max(FIRST // 2, 1)), slots)
+
+
+def sizes(length: int, first: int) -> tuple[int, ...]:
+    """`first`, doubled until `length` new tokens fit; the last is `length`."""
+    found = [min(first, length)]
     while found[-1] < length:
         found.append(min(2 * found[-1], length))
-    return found
+    return tuple(found)
 
 
 def start(
-    model: Decodable, batch: Batch, length: int, branches: int | None = None
-) -> tuple[Float32[Array, "B V"], State, Room]:
-    """Reads the prompts. Logits of the next token, the state, and how it is to grow to `length` new tokens.
+    model: Decodable, batch: Batch, length: int, outputs: int = 1, wanted: int = 0
+) -> tuple[Float32[Array, "B V"], State]:
+    """Reads the prompts. Logits of the next token, and the state with its first room on the way to `length` tokens.
 
-    Each row then has so many `branches`, if asked for and the state is one that can have them.
+    Args:
+      outputs: followed at once for each prompt: `wanted` as branches of a row, if the state can have them, and else as
+        rows.
     """
-    prompt = batch.target.tokens.shape[1]
+    rows, prompt = batch.target.tokens.shape
     logits, state = model.start(batch, prompt)
     if not isinstance(state, Growing):  # what was just traced is read by nobody, and not compiled
-        return *model.start(batch, prompt + length), Room(prompt, [length])
-    branching = branches is not None and isinstance(state, Branching)
-    room = Room(prompt, sizes(length), branches if branching else 1)
-    state = state.grow(room.slots(room.new[0]))
-    return logits, state.branch(branches) if branching else state, room
+        logits, state = model.start(batch, prompt + length)
+    how = room(state, prompt, length, wanted)
+    state = how.grow(state, how.sizes[0])
+    if branches(state, wanted):
+        return logits, state.branch(wanted)
+    return logits, state if outputs == 1 else state.rows(jnp.repeat(jnp.arange(rows), outputs))
 
 
-def loop(advance: Callable[[tuple[S, State]], tuple[S, State]], search: S, state: State, room: Room) -> S:
-    """Advances until `search` is over: `advance` chooses a token for every row. `state` is as `start` made it."""
-    for size in room.new:
+Advance = Callable[[S, State], tuple[S, State]]
 
-        def goes_on(now: tuple[S, State], size: int = size) -> Array:
-            return ~now[0].over & (now[0].step < size)
 
-        if size > room.new[0]:
-            state = state.grow(room.slots(size))
-        search, state = jax.lax.while_loop(goes_on, advance, (search, state))
+def loop(
+    advance: Advance, search: S, state: State, passes: Int[Array, ""] | int, enough: Callable[[S], Bool[Array, ""]]
+) -> tuple[S, State, Int[Array, ""]]:
+    """Advances, every row by a token a pass, until it is `enough` or so many passes are done. Returns how many were."""
+
+    def goes_on(now: tuple[S, State, Array]) -> Bool[Array, ""]:
+        return ~enough(now[0]) & (now[2] < passes)
+
+    def one(now: tuple[S, State, Array]) -> tuple[S, State, Array]:
+        return *advance(*now[:2]), now[2] + 1
+
+    return jax.lax.while_loop(goes_on, one, (search, state, jnp.int32(0)))
+
+
+def to_the_end(advance: Advance, search: S, state: State, how: Room) -> S:
+    """Advances until all rows are done. `state` is as `start` made it."""
+    for before, size in zip((0, *how.sizes), how.sizes):
+        if before:
+            state = how.grow(state, size)
+        search, state, _ = loop(advance, search, state, size - before, lambda now: jnp.all(now.done))
     return search

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Int, Key
+from jaxtyping import Bool, Float32, Int, Key
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import bans, growing, top, warp
@@ -32,17 +32,25 @@ class Hypotheses(NamedTuple):
 
 @flax.struct.dataclass
 class Progress:
-    """The rows as far as they are."""
+    """The draws as far as they are, R = B n rows."""
 
-    step: Array  # int32 scalar: tokens chosen so far
-    tokens: Array  # int32 [B, T]
-    lengths: Array  # int32 [B]
-    scores: Array  # float32 [B]
-    finished: Array  # bool [B]
+    step: Array  # int32 [R]: tokens chosen so far
+    tokens: Array  # int32 [R, T]
+    scores: Array  # float32 [R]
+    done: Array  # bool [R]
+    limit: Array  # int32 [R]: tokens there may be
+    keys: Array  # PRNG keys [R]
+    prompt: bans.Said | None  # None: nothing depends on what was said
 
-    @property
-    def over(self) -> Bool[Array, ""]:
-        return jnp.all(self.finished)
+
+def outputs(config: DecodeConfig) -> int:
+    """Followed at once for each prompt."""
+    return config.hypotheses if config.method == "sample" else 1
+
+
+def branches(config: DecodeConfig) -> int:
+    """Of a row: none, since draws have nothing in common but the prompt."""
+    return 0
 
 
 def sample(
@@ -68,56 +76,90 @@ def sample(
       rows: ids of the rows; None: 0 to B - 1.
       key: PRNG key; None: made of `config.seed`.
     """
-    count, length = batch.target.tokens.shape[0], config.max_length
-    draws = config.hypotheses if config.method == "sample" else 1
+    count, prompt = batch.target.tokens.shape
     key = jax.random.key(config.seed) if key is None else key
     rows = jnp.arange(count) if rows is None else rows
-    limit = jnp.full(count, length) if limit is None else jnp.minimum(limit, length)
+    limit = jnp.full(count, config.max_length) if limit is None else limit
+    logits, state = growing.start(model, batch, config.max_length, outputs(config))
+    now = begin(logits, batch, config, eos, pad, limit, rows, key)
+    room = growing.room(state, prompt, config.max_length)
+    end = growing.to_the_end(lambda now, state: advance(model, now, state, config, eos, pad), now, state, room)
+    return found(end, config)
+
+
+def begin(
+    logits: Float32[Array, "B V"],
+    batch: Batch,
+    config: DecodeConfig,
+    eos: tuple[int, ...],
+    pad: int,
+    limit: Int[Array, " B"],
+    rows: Int[Array, " B"],
+    key: Key[Array, ""],
+    width: int | None = None,
+) -> Progress:
+    """The draws with their first tokens, from the logits after the prompts.
+
+    Args:
+      width: columns for the prompts, where there are to be more than theirs.
+    """
+    count, draws = batch.target.tokens.shape[0], outputs(config)
     keys = jax.vmap(lambda row: jax.vmap(lambda draw: jax.random.fold_in(jax.random.fold_in(key, row), draw))(
         jnp.arange(draws)
     ))(rows).reshape(count * draws)  # fmt: skip
-    limit = jnp.repeat(limit, draws)
-    prompt = jax.tree.map(lambda x: jnp.repeat(x, draws, axis=0), bans.said(batch.target))
-
-    def choose(logits: Array, now: Progress) -> Progress:
-        if warp.processes(config):
-            logits = warp.process(config, logits, bans.context(prompt, now.tokens, now.step, limit), eos)
-        if config.method == "greedy":
-            token = top.top_k(logits, 1)[1][:, 0]  # as argmax, which the CPU compiler does not vectorise
-        else:
-            here = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, now.step)
-            token = jax.vmap(jax.random.categorical)(here, warp.truncate(config, logits))
-        chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-        # Where every token is banned, one is chosen all the same, at no probability.
-        gain = jnp.where(jnp.isneginf(chosen), chosen, chosen - jax.nn.logsumexp(logits, axis=-1))
-        token = jnp.where(now.finished, pad, token).astype(jnp.int32)
-        lengths = now.lengths + ~now.finished
-        return now.replace(
-            step=now.step + 1,
-            tokens=now.tokens.at[:, now.step].set(token),
-            lengths=lengths,
-            scores=now.scores + jnp.where(now.finished, 0.0, gain),
-            finished=now.finished | is_any(token, eos) | (lengths >= limit),
-        )
-
-    def advance(carry: tuple[Progress, State]) -> tuple[Progress, State]:
-        now, state = carry
-        logits, state = model.step(jax.lax.dynamic_slice_in_dim(now.tokens, now.step - 1, 1, axis=1), state)
-        return choose(logits, now), state
-
-    logits, state, room = growing.start(model, batch, length)
-    if draws > 1:
-        spread = jnp.repeat(jnp.arange(count), draws)
-        logits, state = logits[spread], state.rows(spread)
-    begin = Progress(
-        step=jnp.zeros((), jnp.int32),
-        tokens=jnp.full((count * draws, length), pad, jnp.int32),
-        lengths=jnp.zeros(count * draws, jnp.int32),
+    limit = jnp.repeat(jnp.minimum(limit, config.max_length), draws)
+    said = bans.said(batch.target, width) if warp.processes(config) else None
+    now = Progress(
+        step=jnp.zeros(count * draws, jnp.int32),
+        tokens=jnp.full((count * draws, config.max_length), pad, jnp.int32),
         scores=jnp.zeros(count * draws, jnp.float32),
-        finished=limit <= 0,
+        done=limit <= 0,
+        limit=limit,
+        keys=keys,
+        prompt=jax.tree.map(lambda x: jnp.repeat(x, draws, axis=0), said),
     )
-    end = growing.loop(advance, choose(logits, begin), state, room)
-    return Hypotheses(*(x.reshape(count, draws, *x.shape[1:]) for x in (end.tokens, end.lengths, end.scores)))
+    return choose(jnp.repeat(logits, draws, axis=0), now, config, eos, pad)
+
+
+def advance(
+    model: Decodable, now: Progress, state: State, config: DecodeConfig, eos: tuple[int, ...], pad: int
+) -> tuple[Progress, State]:
+    """The draws a token longer, but for those that are done, and the state that has read the one before."""
+    last = jnp.take_along_axis(now.tokens, jnp.maximum(now.step - 1, 0)[:, None], axis=1)
+    logits, state = model.step(last, state)
+    return choose(logits, now, config, eos, pad), state
+
+
+def choose(
+    logits: Float32[Array, "R V"], now: Progress, config: DecodeConfig, eos: tuple[int, ...], pad: int
+) -> Progress:
+    """Adds a token to every draw that is not done, chosen from its logits."""
+    if warp.processes(config):
+        logits = warp.process(config, logits, bans.context(now.prompt, now.tokens, now.step, now.limit), eos)
+    if config.method == "greedy":
+        token = top.top_k(logits, 1)[1][:, 0]  # as argmax, which the CPU compiler does not vectorise
+    else:
+        here = jax.vmap(jax.random.fold_in)(now.keys, now.step)
+        token = jax.vmap(jax.random.categorical)(here, warp.truncate(config, logits))
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    # Where every token is banned, one is chosen all the same, at no probability.
+    gain = jnp.where(jnp.isneginf(chosen), chosen, chosen - jax.nn.logsumexp(logits, axis=-1))
+    token = jnp.where(now.done, pad, token).astype(jnp.int32)
+    step = now.step + ~now.done
+    return now.replace(
+        step=step,
+        tokens=now.tokens.at[jnp.arange(len(token)), jnp.where(now.done, now.tokens.shape[1], now.step)].set(
+            token, mode="drop"
+        ),
+        scores=now.scores + jnp.where(now.done, 0.0, gain),
+        done=now.done | is_any(token, eos) | (step >= now.limit),
+    )
+
+
+def found(now: Progress, config: DecodeConfig) -> Hypotheses:
+    """The draws so far, `[B, n, T]`."""
+    draws = outputs(config)
+    return Hypotheses(*(x.reshape(-1, draws, *x.shape[1:]) for x in (now.tokens, now.step, now.scores)))
 
 
 def is_any(tokens: Int[Array, "*batch"], ids: tuple[int, ...]) -> Bool[Array, "*batch"]:

@@ -35,7 +35,7 @@ def process(
         scores = bans.no_repeat_ngram(scores, past, config.no_repeat_ngram)
     scores = bans.bad_words(scores, past, config.bad_words)
     if config.min_length > 0:
-        scores = jnp.where(past.step < config.min_length, bans.suppress(scores, eos), scores)
+        scores = jnp.where((past.step < config.min_length)[:, None], bans.suppress(scores, eos), scores)
     if config.forced_first is not None:
         scores = bans.force(scores, config.forced_first, past.step == 0)
     if config.forced_last is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxformer.parallel import mesh
 from jaxformer.types import Array, Slots
@@ -16,6 +17,19 @@ from jaxformer.types import Array, Slots
 def precision(dtype: jnp.dtype) -> jnp.dtype:
     """In which keys and values are kept for queries of `dtype`: on a CPU products of few rows are slow in 16 bits."""
     return jnp.dtype(jnp.float32) if mesh.platform() == "cpu" else jnp.dtype(dtype)
+
+
+def place(held: Array, index: Int[Array, " R"], new: Array, axis: int = 0) -> Array:
+    """`held` with row i of `new` in the place of its row `index[i]`; rows are along `axis`.
+
+    `new` may be smaller along the other axes: zeros come after what it has. Indices beyond the rows are left out.
+    """
+    if jnp.issubdtype(held.dtype, jax.dtypes.prng_key):
+        data = place(jax.random.key_data(held), index, jax.random.key_data(new), axis)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(held))
+    rows = axis % held.ndim
+    room = [(0, 0 if i == rows else a - b) for i, (a, b) in enumerate(zip(held.shape, new.shape))]
+    return held.at[(slice(None),) * rows + (index,)].set(jnp.pad(new, room), mode="drop")
 
 
 @flax.struct.dataclass
@@ -48,14 +62,6 @@ class KeyValues:
     def of_layers(cls, layers: Sequence[KeyValues]) -> KeyValues:
         """A stack's tuples."""
         return cls(tuple(each.k for each in layers), tuple(each.v for each in layers))
-
-    def grow(self, more: int) -> KeyValues:
-        """With empty slots after those there are."""
-
-        def pad(x: Array, axis: int) -> Array:
-            return jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
-
-        return KeyValues(jax.tree.map(lambda x: pad(x, -1), self.k), jax.tree.map(lambda x: pad(x, -2), self.v))
 
 
 @flax.struct.dataclass
@@ -95,6 +101,9 @@ class Cache:
 class TransformerState:
     """The decoding state of a transformer of L layers with room for S slots.
 
+    All rows write the same slot at a time, whenever they began. Of a row that came late, or of branches that were
+    given up, slots are left that nobody reads: `collect` drops them.
+
     Attributes:
       held: keys and values of self-attention, rotated if the encoding rotates.
       slots: position and segment of each held slot, `[B, S]`; segment 0 where nothing was written or padding was.
@@ -116,25 +125,36 @@ class TransformerState:
 
     def rows(self, index: Int[Array, " B"]) -> TransformerState:
         """The state whose row i is this one's row `index[i]`."""
-        pick = lambda axis: lambda x: jnp.take(x, index, axis=axis)  # noqa: E731
-        flat = pick(0)
-        return TransformerState(
-            held=jax.tree.map(pick(-4), self.held),
-            slots=jax.tree.map(flat, self.slots),
-            index=self.index,
-            position=flat(self.position),
-            memory=jax.tree.map(pick(-4), self.memory),
-            memory_slots=jax.tree.map(flat, self.memory_slots),
-            seen=jax.tree.map(flat, self.seen),
-        )
+        return self._each(lambda axis, x: jnp.take(x, index, axis=axis))
 
     def grow(self, length: int) -> TransformerState:
         """The state with room for `length` slots, the new ones empty."""
         more = length - self.slots.segment.shape[1]
-        pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])  # noqa: E731
-        return self.replace(
-            held=self.held.grow(more), slots=jax.tree.map(pad, self.slots), seen=jax.tree.map(pad, self.seen)
-        )
+        return self._slots(lambda axis, x: jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)]))
+
+    def put(self, index: Int[Array, " R"], other: TransformerState) -> TransformerState:
+        """The state whose row `index[i]` is row i of `other`, which has read no more than its prompt.
+
+        Indices beyond the rows are left out. Prompts and sources of `other` may be shorter.
+        """
+        other = other.grow(self.slots.segment.shape[1])
+        state = self._each(lambda axis, x, new: place(x, index, new, axis), other)
+        return state.replace(index=jnp.maximum(self.index, other.index))
+
+    def needed(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
+        """The most slots that an active row still reads."""
+        return jnp.max(jnp.sum(self._read() & active[:, None], axis=1))
+
+    def collect(self, active: Bool[Array, " B"]) -> TransformerState:
+        """The state without slots that nobody reads; rows that are not active may lose all of theirs."""
+        order = jnp.argsort(~self._read(), axis=1, stable=True)
+
+        def pick(axis: int, x: Array) -> Array:
+            rows = max(x.ndim - 4, 0)  # keys and values may be those of a stack
+            others = [i for i in range(x.ndim) if i not in (rows, x.ndim + axis)]
+            return jnp.take_along_axis(x, jnp.expand_dims(order, others), axis=axis)
+
+        return self._slots(pick).replace(index=self.needed(active))
 
     def branch(self, count: int) -> TransformerState:
         """The state with `count` branches of every row, all with the row's past."""
@@ -155,3 +175,23 @@ class TransformerState:
             own = jnp.broadcast_to(jnp.eye(count, dtype=bool), (rows, count, count))
             state = state.replace(seen=put(self.seen, own))
         return here, state
+
+    def _read(self) -> Bool[Array, "B S"]:
+        """The slots that a row still reads."""
+        return self.slots.segment != 0 if self.seen is None else jnp.any(self.seen, axis=1)
+
+    def _slots(self, function: Callable[[int, Array], Array]) -> TransformerState:
+        """`function(axis of the slots, array)` of all that has slots."""
+        k, v = (jax.tree.map(partial(function, axis), held) for axis, held in ((-1, self.held.k), (-2, self.held.v)))
+        flat = lambda tree: jax.tree.map(partial(function, -1), tree)  # noqa: E731
+        return self.replace(held=KeyValues(k, v), slots=flat(self.slots), seen=flat(self.seen))
+
+    def _each(self, function: Callable[..., Array], *others: TransformerState) -> TransformerState:
+        """`function(axis of the rows, array, ...)` of all that has rows."""
+        cached = lambda *arrays: jax.tree.map(partial(function, -4), *arrays)  # noqa: E731
+        flat = lambda *arrays: jax.tree.map(partial(function, 0), *arrays)  # noqa: E731
+        each = {name: cached for name in ("held", "memory")}
+        each |= {name: flat for name in ("slots", "position", "memory_slots", "seen")}
+        return self.replace(
+            **{name: act(*(getattr(state, name) for state in (self, *others))) for name, act in each.items()}
+        )

@@ -15,6 +15,7 @@ from flax import linen as nn
 from jaxtyping import Bool, Float, Float32, Int
 
 from jaxformer.config import NormConfig, RecurrentConfig
+from jaxformer.nn.cache import place
 from jaxformer.nn.cells import CELLS, Carry, Cell, Dot, Marks, batch_major, ends, marks, orthogonal, over_time, zeros
 from jaxformer.nn.layers import Dense, Dropout, Norm
 from jaxformer.parallel.rules import constrain
@@ -298,6 +299,13 @@ class RecurrentState:
     def rows(self, index: Int[Array, " B"]) -> RecurrentState:
         """The state whose row `i` is this one's row `index[i]`."""
         return jax.tree.map(lambda x: x[index], self)
+
+    def put(self, index: Int[Array, " R"], other: RecurrentState) -> RecurrentState:
+        """The state whose row `index[i]` is row i of `other`, whose sources may be shorter.
+
+        Indices beyond the rows are left out.
+        """
+        return jax.tree.map(lambda x, new: place(x, index, new), self, other)
 
 
 class Decoder(nn.Module):

@@ -75,12 +75,12 @@ def process(scores, stream, output, step, limit, options):
 @pytest.mark.parametrize("pad", [batch_of, padded_left])
 def test_each_option_does_what_its_rule_says_after_prompts_of_any_length(pad):
     rng, stream = np.random.default_rng(0), pad(*PROMPTS).target
-    for step in (0, 1, 3, 6):
+    for steps in ([0, 1, 3, 6], [1, 3, 6, 0], [3, 6, 0, 1], [6, 0, 1, 3]):
         scores = rng.normal(size=(4, VOCAB)).astype(np.float32)
         output, limit = rng.integers(0, 5, (4, 7)), np.array([1, 2, 4, 7])
-        found = process(scores, stream, output, jnp.asarray(step), limit, OPTIONS)
+        found = process(scores, stream, output, jnp.asarray(steps), limit, OPTIONS)
         for config, rows in zip(OPTIONS, found, strict=True):
-            for row, prompt in enumerate(PROMPTS):
+            for row, (prompt, step) in enumerate(zip(PROMPTS, steps, strict=True)):
                 said, last = [*prompt, *output[row, :step]], step + 1 >= limit[row]
                 wanted = processed(config, scores[row], said, step, last, (0, 2))
                 np.testing.assert_allclose(rows[row], wanted, rtol=1e-5, err_msg=f"{config} {said}")
@@ -88,7 +88,7 @@ def test_each_option_does_what_its_rule_says_after_prompts_of_any_length(pad):
 
 def test_rules_do_the_same_outside_of_jit():
     stream, options = padded_left([3, 3], [2]).target, (ALL,)
-    given = jnp.ones((2, VOCAB)), stream, jnp.array([[1, 3, 0], [4, 4, 0]]), jnp.asarray(2), jnp.array([5, 5])
+    given = jnp.ones((2, VOCAB)), stream, jnp.array([[1, 3, 0], [4, 4, 0]]), jnp.array([2, 1]), jnp.array([5, 5])
     np.testing.assert_array_equal(process.__wrapped__(*given, options)[0], process(*given, options)[0])
 
 

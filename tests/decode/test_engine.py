@@ -18,7 +18,7 @@ from jaxformer.config import (
     RecurrentConfig,
     StackConfig,
 )
-from jaxformer.decode import engine, growing
+from jaxformer.decode import engine, growing, programs
 from jaxformer.decode.batching import stack
 from jaxformer.models import build
 
@@ -80,9 +80,9 @@ PAIRS = [("seq2seq", "beam"), ("decoder", "greedy"), ("decoder", "sample"), ("re
 
 
 def test_room_doubles_up_to_the_length():
-    assert growing.sizes(64) == [64]
-    assert growing.sizes(10) == [10]
-    assert growing.sizes(300) == [64, 128, 256, 300]
+    assert growing.sizes(64, 64) == (64,)
+    assert growing.sizes(10, 64) == (10,)
+    assert growing.sizes(300, 64) == (64, 128, 256, 300)
 
 
 def whole(name, method):
@@ -94,7 +94,6 @@ def test_results_do_not_depend_on_batch_mates_padding_order_or_the_cache_s_growt
     given, order = prompts(name), [3, 0, 4, 1, 5, 2]
     together = whole(name, method)
     monkeypatch.setattr(growing, "FIRST", 4)
-    assert growing.sizes(8) == [4, 8]
     config = dataclasses.replace(METHODS[method], batch=2)
     moved = run(name, [given[i] for i in order], config, buckets=(16,), rows=order)
     assert_same(moved, [together[i] for i in order])
@@ -153,15 +152,14 @@ def test_no_prompts_no_results():
 
 
 def test_one_program_serves_seeds_and_batches_of_a_shape():
-    engine._compiled.clear_cache()
-    calls = []
-    config = dataclasses.replace(METHODS["sample"], batch=2)
+    calls, before = [], programs.Programs.advance._cache_size()
+    config = dataclasses.replace(METHODS["sample"], batch=2, top_k=5)  # no other test's
     draws = []
     for seed in (0, 1):
         config = dataclasses.replace(config, seed=seed)
         given = prompts("toy")
         draws.append(run("toy", given, config, buckets=(16,), progress=lambda *numbers: calls.append(numbers)))
-    assert engine._compiled._cache_size() == 1
+    assert programs.Programs.advance._cache_size() == before + 1
     assert calls == [(2, 6), (4, 6), (6, 6)] * 2
     assert [h[0].tokens.tolist() for h in draws[0]] != [h[0].tokens.tolist() for h in draws[1]]
 
@@ -170,3 +168,23 @@ def test_forward_calls_a_method():
     module, variables = model("seq2seq")
     batch = jax.tree.map(jnp.asarray, stack(prompts("seq2seq", 2), 2, (0, 0)))
     assert engine.forward(module, variables, batch, "encode").shape == (2, 8, 8)
+
+
+@pytest.mark.parametrize(("name", "method"), PAIRS)
+def test_waiting_prompts_take_the_places_of_those_that_are_done(name, method, monkeypatch):
+    """Outputs end at different lengths: 23 prompts in 4 places, a cache that grows while rows of all ages read it."""
+    monkeypatch.setattr(growing, "FIRST", 4)
+    given = prompts(name, 23)
+    # No token twice, so that they do end, and what was said before counts.
+    config = dataclasses.replace(METHODS[method], max_length=14, no_repeat_ngram=1)
+    ends = dataclasses.replace(END, eos=(2, 6))
+    alone = [run(name, [x], config, buckets=(16,), rows=[i], vocabulary=ends)[0] for i, x in enumerate(given)]
+    calls, put = [], programs.Programs.put
+    monkeypatch.setattr(programs.Programs, "put", lambda *given: calls.append(1) or put(*given))
+    for lanes in (1, 2):
+        monkeypatch.setattr(engine, "LANES", lanes)
+        assert_same(run(name, given, dataclasses.replace(config, batch=4), buckets=(16,), vocabulary=ends), alone)
+    assert len({len(hypotheses[0].tokens) for hypotheses in alone}) > 2
+    # One at a time, all but those that began a lane, and those of one token, which wait for batches of their own.
+    short = sum(len(next(iter(prompt.values()))) == 1 for prompt in given)
+    assert len(calls) >= (23 - 4 - short) + (23 - 8 - short)

@@ -35,3 +35,13 @@ def test_ruled_out_tokens_come_last():
     values, index = top.top_k(x, 3)
     assert values.tolist() == [[2.0, 1.0, -np.inf]]
     assert index.tolist() == [[641, 3, 0]]
+
+
+@pytest.mark.parametrize("width", [40, 600, 613])  # too few, divided evenly, prime
+def test_the_largest_sums_of_several_parts_are_those_of_all_of_them(width):
+    rng = np.random.default_rng(0)
+    add, x, less = (rng.integers(0, 9, shape).astype(np.float32) for shape in ((3, 4), (3, 4, width), (3, 4)))
+    values, index = top.of_sums(add, x, less, 5)
+    wanted = jax.lax.top_k((add[:, :, None] + (x - less[:, :, None])).reshape(3, -1), 5)
+    np.testing.assert_array_equal(values, wanted[0])
+    np.testing.assert_array_equal(index, wanted[1])

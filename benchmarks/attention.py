@@ -1,6 +1,6 @@
 """Attention kernels side by side: time and temporary memory of forward and backward against the length.
 
-    python benchmarks/kernels.py [--lengths=256,512,1024] [--rounds=5] [--output=FILE.jsonl]
+    python benchmarks/attention.py [--lengths=256,512,1024] [--rounds=5] [--output=FILE.jsonl]
 
 The kernels take turns within a round, so that a machine that slows down slows all of them; figures are medians over the
 rounds, and the ratio is the median of the rounds' own ratios. One JSON object a row is appended to `--output`.
