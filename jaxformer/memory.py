@@ -16,7 +16,7 @@ SETTINGS = {
     "glibc.malloc.hugetlb": "1",  # huge pages where the kernel offers them (madvise)
     "glibc.malloc.mmap_threshold": str(2**35),  # large blocks come from the heap ...
     "glibc.malloc.trim_threshold": str(2**35),  # ... and stay in it
-    "glibc.malloc.arena_max": "4",  # heaps, each of which keeps its own; by default eight for every core
+    "glibc.malloc.arena_max": "1",  # one heap: a second one maps what is larger than 64 MiB, and gives it back each time
 }
 COMMANDS = frozenset({"train", "evaluate", "decode", "experiment"})
 """The commands that compute enough to be started again."""
