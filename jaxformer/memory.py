@@ -16,7 +16,8 @@ SETTINGS = {
     "glibc.malloc.hugetlb": "1",  # huge pages where the kernel offers them (madvise)
     "glibc.malloc.mmap_threshold": str(2**35),  # large blocks come from the heap ...
     "glibc.malloc.trim_threshold": str(2**35),  # ... and stay in it
-    "glibc.malloc.arena_max": "1",  # one heap: a second one maps what is larger than 64 MiB, and gives it back each time
+    # One heap: others are of 64 MiB, and what is larger is mapped for them and given back each time.
+    "glibc.malloc.arena_max": "1",
 }
 COMMANDS = frozenset({"train", "evaluate", "decode", "experiment"})
 """The commands that compute enough to be started again."""

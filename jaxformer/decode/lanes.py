@@ -19,6 +19,7 @@ from jaxformer.decode.programs import Now, Programs, Status
 from jaxformer.types import Collecting, PyTree, Refilling
 
 SHARE = 4
+"""One of so many places must be free; as many prompts are then read together."""
 WASTE = 4
 """What has fewer slots than one in so many of a batch's is not read into it: it would pay for all of them."""
 
@@ -73,9 +74,6 @@ class Lane:
         self.room = programs.room(self.now.state, self.slots[1])
         self.size, self.used = self.room.sizes[0], self.slots[1]
         self.status: Status | None = None
-        from concurrent.futures import ThreadPoolExecutor
-
-        self.worker = ThreadPoolExecutor(1)
 
     @property
     def busy(self) -> bool:
