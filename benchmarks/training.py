@@ -4,11 +4,11 @@
     python benchmarks/training.py --page            only writes the table of docs/performance.md
     python benchmarks/training.py --smoke           toy sizes, without a peer
 
-PYTHON is an interpreter with torch and transformers. In every round each process does a few steps while the others
-wait. What other processes of the machine did meanwhile is read from /proc/stat: a window in which they had more than
-QUIET of a core does not count, and a model without three windows that do has no ratio. (Torch's threads wait for each
-other, so others slow them more than XLA's: disturbed ratios are wrong in our favour.) Exits with 1 where a ratio fell
-below the recorded one by more than both spreads.
+PYTHON is an interpreter with torch and transformers. After `--warm` steps of each, in which heaps get their size, every
+process does a few steps in every round while the others wait. What other processes of the machine did meanwhile is
+read from /proc/stat: a window in which they had more than QUIET of a core does not count, and a model without three
+windows that do has no ratio. (Torch's threads wait for each other, so others slow them more than XLA's: disturbed
+ratios are wrong in our favour.) Exits with 1 where a ratio fell below the recorded one by more than both spreads.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class Child:
                 return json.loads(line[4:])
         raise RuntimeError(f"{self.process.args[1]}: ended with {self.process.wait()}")
 
-    def window(self) -> tuple[float, float]:
+    def window(self, steps: int = STEPS) -> tuple[float, float]:
         """Seconds of a step, a mean over a round's, and the cores that other processes had meanwhile."""
         begun, busy = time.perf_counter(), processor_seconds()
-        self.process.stdin.write(f"{STEPS}\n")
+        self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
         row = self.read()
         others = processor_seconds() - busy - row["processor_seconds"]
@@ -107,6 +107,7 @@ def measure(name: str, shape: shared.Shape, dtype: str, systems: list[str], flag
                 for system in systems:
                     children[system] = child = Child(system, shape, dtype, flags.peer, caches)
                     first[system].append(child.about["first_step_seconds"])
+                    child.window(flags.warm)
                 for _ in range(flags.rounds):
                     for system, child in children.items():
                         taken[system].append(child.window())
@@ -191,11 +192,18 @@ def rate(row: dict, system: str) -> float:
 
 def cells(row: dict) -> list[str]:
     tell = lambda system: f"{rate(row, system):,.0f}" if quiet(row["windows"].get(system, [])) else ""  # noqa: E731
-    spread = lambda name: "{1:.2f} ({0:.2f} to {2:.2f})".format(*row[name]) if name in row else "disturbed"  # noqa: E731
+
+    def spread(name: str, *systems: str) -> str:
+        """A ratio; nothing where not all of what it needs was run."""
+        if name in row:
+            return "{1:.2f} ({0:.2f} to {2:.2f})".format(*row[name])
+        return "disturbed" if all(system in row["windows"] for system in systems) else ""
+
     start = lambda system: " / ".join(f"{x:.0f}" for x in row["first_step_seconds"].get(system, []))  # noqa: E731
     return [
         row["model"], row["dtype"], row["versions"]["jax"], tell("plain"), tell("jaxformer"), tell("eager"),
-        tell("compiled"), spread("ratio"), spread("over_plain"), spread("products"), start("jaxformer"),
+        tell("compiled"), spread("ratio", *TORCH), spread("over_plain", "plain"),
+        spread("products", "products", "torch products"), start("jaxformer"),
         start("compiled"), f"{1e3 * row['overhead_seconds']:.1f}",
     ]  # fmt: skip
 
@@ -240,6 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(shared.SHAPES))
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--warm", type=int, default=16, help="steps before the first round")
     parser.add_argument("--starts", type=int, default=1, help="2: the second with the programs the first one compiled")
     parser.add_argument("--plain", action="store_true", help="also without the products of jaxformer/nn/cpu.py")
     parser.add_argument("--products", action="store_true", help="also the matrix products of the layers alone")

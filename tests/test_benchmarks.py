@@ -26,7 +26,7 @@ def script(name: str):
 
 def test_kernels_are_measured_side_by_side(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
-    script("kernels").main(["--lengths=8,16", "--rounds=2", f"--output={output}"])
+    script("attention").main(["--lengths=8,16", "--rounds=2", f"--output={output}"])
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     names = ("blockwise", "dense")  # the others need devices or a mesh that are not here
     assert [(row["kernel"], row["length"]) for row in rows] == [(n, length) for length in (8, 16) for n in names]
@@ -129,7 +129,7 @@ def test_what_does_not_fit_the_minutes_is_named(tmp_path, capsys):
 
 def test_training_steps_are_timed(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
-    arguments = ["--smoke", "--models=gpt", "--dtypes=bfloat16", "--rounds=2", f"--output={output}"]
+    arguments = ["--smoke", "--models=gpt", "--dtypes=bfloat16", "--rounds=2", "--warm=1", f"--output={output}"]
     assert script("training").main(arguments) == 0
     (row,) = (json.loads(line) for line in output.read_text().splitlines())
     assert (

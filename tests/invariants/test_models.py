@@ -162,7 +162,11 @@ def test_branches_share_a_row_and_compute_as_if_alone(family, kind):
     tokens = rng.integers(1, 13, (3, 2, 3)).astype(np.int32)
     _, state = step(variables, tokens[0], first)
     _, state = step(variables, tokens[1], state.follow(parents))
-    logits, _ = step(variables, tokens[2], state.follow(parents))
+    followed = state.follow(parents)
+    dropped = jax.jit(lambda state: state.collect(np.ones(2, bool)))(followed)
+    assert int(dropped.index) < int(followed.index)  # what nobody reads any more
+    logits, rest = (step(variables, tokens[2], each)[0] for each in (followed, dropped))
+    chex.assert_trees_all_close(logits, rest, rtol=2e-5, atol=2e-6)
     again = np.take_along_axis(parents, parents, axis=1)
     texts = np.stack([np.take_along_axis(tokens[0], again, 1), np.take_along_axis(tokens[1], parents, 1), tokens[2]], 2)
     flat = jax.tree.map(lambda x: np.repeat(x, 3, axis=0), batch)
@@ -187,6 +191,23 @@ def test_rows_picks_sequences():
     logits, _ = step(variables, tokens, state)
     again, _ = step(variables, tokens[order], picked)
     chex.assert_trees_all_close(again, logits[order], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["decoder", "seq2seq"])
+def test_another_prompt_takes_the_place_of_a_row_while_the_rest_go_on(family):
+    config = builders.FAMILIES[family]()
+    module, variables = builders.make(config)
+    start = jax.jit(lambda batch: module.apply(variables, batch, 9, method=module.start)[1])
+    step = builders.apply(module, module.step)
+    rows, others = (builders.batch(config, sizes)._replace(labels=None, weights=None) for sizes in ([5, 4, 5], [2, 3]))
+    state, other = start(rows), start(others)
+    one, two = np.array([[1], [2], [3]], np.int32), np.array([[4], [5], [6]], np.int32)
+    _, state = step(variables, one, state)
+    mixed = jax.jit(lambda state, other: state.put(np.array([7, 1]), other))(state, other)  # 7: left out
+    after, alone = step(variables, two, mixed)[0], step(variables, two[:2], other)[0]
+    wanted = step(variables, two, state)[0]
+    chex.assert_trees_all_close(after[np.array([0, 2])], wanted[np.array([0, 2])], rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(after[1], alone[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
