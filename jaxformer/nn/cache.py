@@ -8,7 +8,7 @@ from functools import partial
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from jaxformer.parallel import mesh
 from jaxformer.types import Array, Slots
@@ -19,7 +19,9 @@ def precision(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if mesh.platform() == "cpu" else jnp.dtype(dtype)
 
 
-def place(held: Array, index: Int[Array, " R"], new: Array, axis: int = 0) -> Array:
+def place(
+    held: Shaped[Array, "..."], index: Int[Array, " R"], new: Shaped[Array, "..."], axis: int = 0
+) -> Shaped[Array, "..."]:
     """`held` with row i of `new` in the place of its row `index[i]`; rows are along `axis`.
 
     `new` may be smaller along the other axes: zeros come after what it has. Indices beyond the rows are left out.
