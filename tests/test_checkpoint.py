@@ -366,7 +366,7 @@ def test_failed_saves_surface_and_leave_the_earlier_checkpoint(tmp_path):
 KILLED = """
 import os, signal, sys
 import jax, jax.numpy as jnp
-from jaxformer.checkpoint import Checkpoints, saving
+from jaxformer.checkpoint import Checkpoints
 from jaxformer.config import CheckpointConfig
 from jaxformer.types import TrainState
 

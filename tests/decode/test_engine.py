@@ -173,12 +173,12 @@ def test_forward_calls_a_method():
 @pytest.mark.parametrize(("name", "method"), PAIRS)
 def test_waiting_prompts_take_the_places_of_those_that_are_done(name, method, monkeypatch):
     """Outputs end at different lengths: 23 prompts in 4 places, a cache that grows while rows of all ages read it."""
-    monkeypatch.setattr(growing, "FIRST", 4)
     given = prompts(name, 23)
     # No token twice, so that they do end, and what was said before counts.
     config = dataclasses.replace(METHODS[method], max_length=14, no_repeat_ngram=1)
     ends = dataclasses.replace(END, eos=(2, 6))
     alone = [run(name, [x], config, buckets=(16,), rows=[i], vocabulary=ends)[0] for i, x in enumerate(given)]
+    monkeypatch.setattr(growing, "FIRST", 4)
     calls, put = [], programs.Programs.put
     monkeypatch.setattr(programs.Programs, "put", lambda *given: calls.append(1) or put(*given))
     for lanes in (1, 2):
