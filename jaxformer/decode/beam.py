@@ -1,4 +1,16 @@
-"""Beam search: the most probable outputs, as far as N hypotheses a prompt can find them."""
+"""Beam search: the most probable outputs, as far as N hypotheses a prompt can find them.
+
+Every step extends the N live hypotheses by every token and ranks the extensions by log-probability. Those among the N
+best that end go to the pool; the N best that do not end live on. At a row's limit all end. Finished hypotheses compete
+by log P / lp(length). A finished one never takes the place of a live one. Where `warp.process` has something to do,
+log P is the sum of what it makes of the log-probabilities, not normalised again.
+
+`config.stopping` says when a prompt is done:
+  exact: when nothing alive can still enter the `config.hypotheses` best, whatever follows.
+  estimate: also when the pool is full and no live hypothesis, scored as if it ended now, beats the worst of it. That
+    is much sooner, makes one beam equal greedy search, and loses nothing at length penalty 0.
+  first: as soon as the pool is full.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int, Key
 
 from jaxformer.config import DecodeConfig
-from jaxformer.decode import bans, growing, top, warp
+from jaxformer.decode import bans, top, warp
 from jaxformer.decode.sample import Hypotheses, is_any
 from jaxformer.types import Array, Batch, Branching, Decodable, PyTree, State
 
@@ -48,44 +60,6 @@ def branches(config: DecodeConfig) -> int:
     return config.beams
 
 
-def search(
-    model: Decodable,
-    batch: Batch,
-    config: DecodeConfig,
-    eos: tuple[int, ...],
-    pad: int,
-    limit: Int[Array, " B"] | None = None,
-) -> Hypotheses:
-    """The `config.hypotheses` best outputs for each prompt of `batch.target`, best first.
-
-    Every step extends the N live hypotheses by every token and ranks the extensions by log-probability. Those among
-    the N best that end go to the pool; the N best that do not end live on. At a row's limit all end. Finished
-    hypotheses compete by log P / lp(length). A finished one never takes the place of a live one. Where `warp.process`
-    has something to do, log P is the sum of what it makes of the log-probabilities, not normalised again.
-
-    `config.stopping` says when a prompt is done:
-      exact: when nothing alive can still enter the `config.hypotheses` best, whatever follows.
-      estimate: also when the pool is full and no live hypothesis, scored as if it ended now, beats the worst of it.
-        That is much sooner, makes one beam equal greedy search, and loses nothing at length penalty 0.
-      first: as soon as the pool is full.
-
-    Args:
-      eos: tokens that end a hypothesis.
-      pad: fills hypotheses after their end.
-      limit: new tokens allowed in each row, at most `config.max_length`; None: that many.
-
-    Returns:
-      `Hypotheses`; where fewer than asked for exist, a score of -inf and length 0.
-    """
-    count, prompt = batch.target.tokens.shape
-    limit = jnp.full(count, config.max_length) if limit is None else limit
-    logits, state = growing.start(model, batch, config.max_length, outputs(config), branches(config))
-    beams = begin(logits, batch, config, eos, pad, limit)
-    room = growing.room(state, prompt, config.max_length, branches(config))
-    end = growing.to_the_end(lambda beams, state: advance(model, beams, state, config, eos, pad), beams, state, room)
-    return found(end, config)
-
-
 def begin(
     logits: Float32[Array, "B V"],
     batch: Batch,
@@ -120,8 +94,13 @@ def advance(
     return extend(beams, logits, config, eos), state
 
 
+def finished(beams: Beams, config: DecodeConfig) -> Bool[Array, " B"]:
+    """The prompts whose pools are final."""
+    return beams.done
+
+
 def found(beams: Beams, config: DecodeConfig) -> Hypotheses:
-    """The best of what has ended so far."""
+    """The best of what has ended so far; where fewer than asked for exist, a score of -inf and length 0."""
     return jax.tree.map(lambda x: x[:, : config.hypotheses], beams.pool)
 
 

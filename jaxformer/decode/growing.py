@@ -111,12 +111,3 @@ def loop(
         return *advance(*now[:2]), now[2] + 1
 
     return jax.lax.while_loop(goes_on, one, (search, state, jnp.int32(0)))
-
-
-def to_the_end(advance: Advance, search: S, state: State, how: Room) -> S:
-    """Advances until all rows are done. `state` is as `start` made it."""
-    for before, size in zip((0, *how.sizes), how.sizes):
-        if before:
-            state = how.grow(state, size)
-        search, state, _ = loop(advance, search, state, size - before, lambda now: jnp.all(now.done))
-    return search

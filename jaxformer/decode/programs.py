@@ -124,10 +124,10 @@ class Programs:
             lambda search, state: method.advance(model, search, state, config, eos, pad),
             *now,
             passes,
-            lambda search: jnp.sum(self._done(search)) >= enough,
+            lambda search: jnp.sum(self.method.finished(search, self.config)) >= enough,
         )
         needed = state.needed(self._active(search, state)) if isinstance(state, Collecting) else jnp.int32(0)
-        return Now(search, state), everywhere(Status(self._done(search), count, needed))
+        return Now(search, state), everywhere(Status(self.method.finished(search, self.config), count, needed))
 
     @functools.partial(jax.jit, static_argnums=(0,))
     def collect(self, now: Now) -> State:
@@ -161,11 +161,7 @@ class Programs:
 
     def _active(self, search: Search, state: State) -> Bool[Array, " R"]:
         """The state's rows whose prompts are not done."""
-        return jnp.repeat(~self._done(search), self._rows(state))
-
-    def _done(self, search: Search) -> Bool[Array, " B"]:
-        count = 1 if self.config.method == "beam" else self.method.outputs(self.config)
-        return search.done.reshape(-1, count).all(axis=1)
+        return jnp.repeat(~self.method.finished(search, self.config), self._rows(state))
 
     @staticmethod
     def _spread(index: Int[Array, " R"], rows: int) -> Int[Array, " R_each"]:

@@ -1,4 +1,9 @@
-"""Greedy search and sampling: one token a row and step, until every row has finished."""
+"""Greedy search and sampling: one token a row and step, until every row has finished.
+
+Greedy search takes the most probable token, of equals the one with the lowest id. Sampling draws `config.hypotheses`
+independent continuations a prompt, in the order of the draws. A draw depends on the key, the row's own id, the number
+of the draw and the step, so a row's result is the same whatever else is in the batch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int, Key
 
 from jaxformer.config import DecodeConfig
-from jaxformer.decode import bans, growing, top, warp
+from jaxformer.decode import bans, top, warp
 from jaxformer.types import Array, Batch, Decodable, State
 
 
@@ -51,40 +56,6 @@ def outputs(config: DecodeConfig) -> int:
 def branches(config: DecodeConfig) -> int:
     """Of a row: none, since draws have nothing in common but the prompt."""
     return 0
-
-
-def sample(
-    model: Decodable,
-    batch: Batch,
-    config: DecodeConfig,
-    eos: tuple[int, ...],
-    pad: int,
-    limit: Int[Array, " B"] | None = None,
-    rows: Int[Array, " B"] | None = None,
-    key: Key[Array, ""] | None = None,
-) -> Hypotheses:
-    """Decodes `batch`, whose prompts are in `batch.target`, by `config.method` "greedy" or "sample".
-
-    Greedy takes the most probable token, of equals the one with the lowest id. Sampling draws `config.hypotheses`
-    independent continuations a prompt, in the order of the draws. A draw depends on the key, the row's own id, the
-    number of the draw and the step, so a row's result is the same whatever else is in the batch.
-
-    Args:
-      eos: tokens that end a row.
-      pad: fills rows after their end.
-      limit: new tokens allowed in each row, at most `config.max_length`; None: that many.
-      rows: ids of the rows; None: 0 to B - 1.
-      key: PRNG key; None: made of `config.seed`.
-    """
-    count, prompt = batch.target.tokens.shape
-    key = jax.random.key(config.seed) if key is None else key
-    rows = jnp.arange(count) if rows is None else rows
-    limit = jnp.full(count, config.max_length) if limit is None else limit
-    logits, state = growing.start(model, batch, config.max_length, outputs(config))
-    now = begin(logits, batch, config, eos, pad, limit, rows, key)
-    room = growing.room(state, prompt, config.max_length)
-    end = growing.to_the_end(lambda now, state: advance(model, now, state, config, eos, pad), now, state, room)
-    return found(end, config)
 
 
 def begin(
@@ -154,6 +125,11 @@ def choose(
         scores=now.scores + jnp.where(now.done, 0.0, gain),
         done=now.done | is_any(token, eos) | (step >= now.limit),
     )
+
+
+def finished(now: Progress, config: DecodeConfig) -> Bool[Array, " B"]:
+    """The prompts all of whose draws are done."""
+    return now.done.reshape(-1, outputs(config)).all(axis=1)
 
 
 def found(now: Progress, config: DecodeConfig) -> Hypotheses:

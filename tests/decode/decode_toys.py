@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from jaxformer.decode import growing
 from jaxformer.decode.batching import stack
+from jaxformer.decode.programs import METHODS
 from jaxformer.types import Array
 
 
@@ -99,3 +101,24 @@ def batch_of(*prompts, rows: int | None = None, buckets: tuple[int, ...] = ()):
     """A decoder-only batch of prompts."""
     features = [{"target": np.asarray(prompt, np.int32)} for prompt in prompts]
     return jax.tree.map(jnp.asarray, stack(features, rows or len(prompts), (0, 0), buckets or (4,)))
+
+
+def decode(model, batch, config, eos, pad, limit=None, rows=None, key=None):
+    """A batch from its prompts to its end in one program: what the engine does in pieces, for any `Decodable`."""
+    method, (count, prompt) = METHODS[config.method], batch.target.tokens.shape
+    limit = jnp.full(count, config.max_length) if limit is None else limit
+    rows = jnp.arange(count) if rows is None else rows
+    key = jax.random.key(config.seed) if key is None else key
+    logits, state = growing.start(model, batch, config.max_length, method.outputs(config), method.branches(config))
+    search = method.begin(logits, batch, config, eos, pad, limit, rows, key)
+    room = growing.room(state, prompt, config.max_length, method.branches(config))
+    for before, size in zip((0, *room.sizes), room.sizes, strict=False):
+        state = room.grow(state, size) if before else state
+        search, state, _ = growing.loop(
+            lambda search, state: method.advance(model, search, state, config, eos, pad),
+            search,
+            state,
+            size - before,
+            lambda search: search.done.all(),
+        )
+    return method.found(search, config)

@@ -5,13 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_toys import PrefixModel, Seeded, batch_of
+from decode_toys import PrefixModel, Seeded, batch_of, decode
 from flax import linen as nn
 
 from jaxformer.config import Config, ConfigError, DecodeConfig, ModelConfig, StackConfig
 from jaxformer.decode import bans, engine, warp
-from jaxformer.decode.beam import search
-from jaxformer.decode.sample import sample
 from jaxformer.overrides import check
 from jaxformer.types import Batch, Slots, Stream
 
@@ -134,7 +132,7 @@ def search_by_hand(model, prompt, config, eos, limit):
 
 @functools.lru_cache
 def compiled(config, eos):
-    return jax.jit(lambda table, batch, limit: search(Seeded(table), batch, config, eos, PAD, limit))
+    return jax.jit(lambda table, batch, limit: decode(Seeded(table), batch, config, eos, PAD, limit))
 
 
 @pytest.mark.parametrize("name", SEARCHES)
@@ -161,7 +159,7 @@ def test_stopping_at_the_first_takes_fewer_steps_and_stopping_exactly_the_most()
     for stopping in ("first", "estimate", "exact"):
         steps = []
         config = dataclasses.replace(BEAM, stopping=stopping, max_length=12, length_penalty=2.0, hypotheses=3)
-        run = jax.jit(functools.partial(search, Counting(VOCAB), config=config, eos=(0, 2), pad=PAD))
+        run = jax.jit(functools.partial(decode, Counting(VOCAB), config=config, eos=(0, 2), pad=PAD))
         jax.block_until_ready(run(batch_of([1])))
         jax.effects_barrier()
         counts[stopping] = len(steps)
@@ -176,7 +174,7 @@ def test_greedy_search_and_draws_obey_all_rules_and_score_what_is_left():
     greedy = dataclasses.replace(ALL, max_length=7)
     drawn = dataclasses.replace(greedy, method="sample", hypotheses=30)
     for config in (greedy, drawn):
-        run = jax.jit(functools.partial(sample, model, config=config, eos=eos, pad=PAD))
+        run = jax.jit(functools.partial(decode, model, config=config, eos=eos, pad=PAD))
         found = jax.device_get(run(padded_left(*PROMPTS)))
         for row, prompt in enumerate(PROMPTS):
             for tokens, length, score in zip(found.tokens[row], found.lengths[row], found.scores[row], strict=True):
@@ -199,7 +197,7 @@ def code(model, said):
 
 def test_where_all_is_banned_a_row_goes_on_at_no_probability():
     config = DecodeConfig(max_length=2, suppress=tuple(range(VOCAB)))
-    found = sample(PrefixModel(vocab=VOCAB), batch_of([1]), config, (), PAD)
+    found = decode(PrefixModel(vocab=VOCAB), batch_of([1]), config, (), PAD)
     assert np.isneginf(found.scores[0, 0])
     assert found.lengths[0, 0] == 2
 

@@ -5,13 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_toys import PrefixModel, Seeded, batch_of, outputs
+from decode_toys import PrefixModel, Seeded, batch_of, decode, outputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import DecodeConfig
-from jaxformer.decode.beam import length_penalty, search
-from jaxformer.decode.sample import sample
+from jaxformer.decode.beam import length_penalty
 
 PROMPTS = ([1], [2, 3], [1, 1, 2], [3])
 MODEL = PrefixModel(vocab=4, seed=1)
@@ -20,7 +19,7 @@ BEAM = DecodeConfig(method="beam", beams=3, max_length=7, hypotheses=3)
 
 @functools.lru_cache
 def compiled(config, eos):
-    return jax.jit(lambda table, batch, limit: search(Seeded(table), batch, config, eos, 9, limit))
+    return jax.jit(lambda table, batch, limit: decode(Seeded(table), batch, config, eos, 9, limit))
 
 
 def run(batch, config, limit=None, eos=(0,), model=MODEL):
@@ -102,7 +101,7 @@ def test_one_beam_is_greedy(seed, alpha):
 
 @functools.lru_cache
 def compiled_greedy(config):
-    return jax.jit(lambda table, batch: sample(Seeded(table), batch, config, (0,), 9))
+    return jax.jit(lambda table, batch: decode(Seeded(table), batch, config, (0,), 9))
 
 
 @settings(max_examples=15, deadline=None)

@@ -5,10 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_toys import PrefixModel, batch_of
+from decode_toys import PrefixModel, batch_of, decode
 
 from jaxformer.config import DecodeConfig
-from jaxformer.decode.sample import sample
 
 EOS, PAD = (0,), 5
 MODEL = PrefixModel(vocab=5, seed=3)
@@ -19,7 +18,7 @@ SAMPLE = DecodeConfig(method="sample", max_length=6, hypotheses=1)
 
 @functools.lru_cache
 def compiled(config, eos):
-    return jax.jit(lambda batch, limit, rows, key: sample(MODEL, batch, config, eos, PAD, limit, rows, key))
+    return jax.jit(lambda batch, limit, rows, key: decode(MODEL, batch, config, eos, PAD, limit, rows, key))
 
 
 def run(batch, config, limit=None, rows=None, eos=EOS, seed=0):
@@ -49,7 +48,7 @@ def test_ties_go_to_the_lowest_id():
             super().__init__(vocab=5)
             self.table = jnp.zeros_like(self.table)
 
-    found = sample(Flat(), batch_of([1]), GREEDY, (4,), PAD)
+    found = decode(Flat(), batch_of([1]), GREEDY, (4,), PAD)
     assert found.tokens[0, 0].tolist() == [0] * 8
 
 
@@ -126,7 +125,7 @@ def test_a_strong_repetition_penalty_forbids_what_was_said_in_prompt_and_output(
     positive = PrefixModel(vocab=5, seed=3)
     positive.table = jnp.abs(positive.table) + 1.0
     config = dataclasses.replace(GREEDY, repetition_penalty=1e6, max_length=3)
-    found = sample(positive, batch_of([1, 4]), config, (), PAD)
+    found = decode(positive, batch_of([1, 4]), config, (), PAD)
     assert sorted(found.tokens[0, 0].tolist()) == [0, 2, 3]
 
 
