@@ -22,7 +22,7 @@ from flax import linen as nn  # noqa: E402
 from jaxformer import config as c  # noqa: E402
 from jaxformer import tasks  # noqa: E402
 from jaxformer.models import build  # noqa: E402
-from jaxformer.nn import cpu, layers  # noqa: E402
+from jaxformer.nn import cpu, products  # noqa: E402
 from jaxformer.parallel import mesh as meshes  # noqa: E402
 from jaxformer.train import loop, optim  # noqa: E402
 from jaxformer.train import step as steps  # noqa: E402
@@ -136,7 +136,7 @@ def bare(shape: shared.Shape, dtype: str) -> Callable[[], float]:
     def all_of(x, kernel, dy, scale):
         found = []
         for i, s in enumerate(sizes):  # each product is one of its own: none may be left out as a repetition
-            y, pull = jax.vjp(layers.dot, x[s], kernel[s] + scale * i)
+            y, pull = jax.vjp(products.dot, x[s], kernel[s] + scale * i)
             found.append((y, pull(dy[s])))
         return found
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Float, Float32, Int, Key, Shaped
 
+from jaxformer.nn.products import kernel_gradient, wide_dot
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree
 
@@ -111,13 +112,9 @@ Body = Callable[[Dot, PyTree, Carry, PyTree], tuple[Carry, PyTree]]
 
 def ordinary_scan(body: Body, reverse: bool, kernels: Kernels, consts: PyTree, carry: Carry, xs: PyTree) -> PyTree:
     def step(carry: Carry, x: PyTree) -> tuple[Carry, PyTree]:
-        return body(lambda name, a: _product(a, kernels[name]), consts, carry, x)
+        return body(lambda name, a: wide_dot(a.astype(kernels[name].dtype), kernels[name]), consts, carry, x)
 
     return jax.lax.scan(step, carry, xs, reverse=reverse)
-
-
-def _product(a: Float[Array, "B M"], kernel: Float[Array, "M N"]) -> Float32[Array, "B N"]:
-    return jax.lax.dot(a.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -147,7 +144,7 @@ def _scan_forward(body: Body, reverse: bool, kernels: Kernels, consts: PyTree, c
 
             def dot(name: str, a: Array) -> Array:
                 taken[name] = a.astype(kernels[name].dtype)
-                return _product(a, kernels[name]) + shift[name]
+                return wide_dot(taken[name], kernels[name]) + shift[name]
 
             carry, y = body(dot, consts, carry, x)
             return carry, (y, taken)
@@ -165,7 +162,7 @@ def _scan_backward(body: Body, reverse: bool, saved: PyTree, cotangent: PyTree):
     pull, taken, kernels = saved
     shifts, consts, carry, xs = pull(cotangent)
     gradient = {
-        name: jnp.einsum("tbm,tbn->mn", taken[name], shifts[name].astype(kernel.dtype)).astype(kernel.dtype)
+        name: kernel_gradient(taken[name], shifts[name].astype(kernel.dtype)).astype(kernel.dtype)
         for name, kernel in kernels.items()
     }
     return gradient, consts, carry, xs

@@ -1,4 +1,4 @@
-"""Matrix products as XLA's CPU backend runs them fast: what `layers.dot` is there, on a single device.
+"""Matrix products as XLA's CPU backend runs them fast: what `products.dot` is there, on a single device.
 
 Measured with jax 0.10 and 0.12 (docs/performance.md). A product of two bfloat16 arrays with a bfloat16 result is slow,
 the same with a float32 result is not; a product that contracts the first axis of its left side, as the gradient of a
@@ -36,7 +36,7 @@ def serves(x: Float[Array, "..."]) -> bool:
 def dot(
     x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int, bias: Float[Array, "..."] | None
 ) -> Float[Array, "..."]:
-    """See `layers.dot`, which this equals in value and gradient to rounding."""
+    """See `products.dot`, which this equals in value and gradient to rounding."""
     width, outer = math.prod(kernel.shape[:inputs]), x.shape[: x.ndim - inputs]
     flat = None if bias is None else bias.reshape(-1)
     return _dot(x.reshape(-1, width), kernel.reshape(width, -1), flat).reshape(*outer, *kernel.shape[inputs:])
@@ -59,15 +59,23 @@ def _backward(
     kept: tuple, dy: Float[Array, "N O"]
 ) -> tuple[Float[Array, "N M"], Float[Array, "M O"], Float[Array, " O"] | None]:
     x, kernel, like, bias = kept
-    dx = _rounded(_product(dy, kernel, 1, 1), x.dtype)
-    narrow, wide = (x, dy) if x.shape[1] <= dy.shape[1] else (dy, x)
-    dkernel = jax.lax.optimization_barrier(_product(_transposed(narrow), wide, 1, 0))
-    dkernel = dkernel if narrow is x else dkernel.T
     dbias = None if bias is None else jnp.sum(dy.astype(jnp.float32), axis=0).astype(bias.dtype)
-    return dx, dkernel.astype(like.dtype), dbias
+    return input_gradient(dy, kernel), kernel_gradient(x, dy).astype(like.dtype), dbias
 
 
 _dot.defvjp(_forward, _backward)
+
+
+def input_gradient(dy: Float[Array, "N O"], kernel: Float[Array, "M O"]) -> Float[Array, "N M"]:
+    """Of a product x kernel with respect to x, in the dtype of `dy`."""
+    return _rounded(_product(dy, kernel, 1, 1), dy.dtype)
+
+
+def kernel_gradient(x: Float[Array, "N M"], dy: Float[Array, "N O"]) -> Float32[Array, "M O"]:
+    """Of a product x kernel with respect to the kernel."""
+    narrow, wide = (x, dy) if x.shape[1] <= dy.shape[1] else (dy, x)
+    dkernel = jax.lax.optimization_barrier(_product(_transposed(narrow), wide, 1, 0))
+    return dkernel if narrow is x else dkernel.T
 
 
 def _rounded(y: Float32[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:

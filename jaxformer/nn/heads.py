@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 
 from jaxformer.config import HeadConfig, NormConfig
 from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout, Embed, Norm
+from jaxformer.nn.products import wide_dot
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Projection, Slots
 
@@ -83,7 +84,7 @@ class Head(nn.Module):
         bias = self.param("bias", zeros, (self.vocab,)) if config.bias else None
         if config.chunk is not None and not whole:
             return Projection(x, table, bias, config.chunk)
-        logits = jnp.einsum("...d,vd->...v", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
+        logits = wide_dot(x, table.T)
         logits = logits if bias is None else logits + bias
         return constrain(logits, "batch", "length", "act_vocab")
 

@@ -11,7 +11,7 @@ from flax import linen as nn
 from jaxtyping import Bool, Float, Key
 
 from jaxformer.config import EmbedConfig, NormConfig
-from jaxformer.nn import cpu
+from jaxformer.nn.products import dot
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Stream
 
@@ -26,20 +26,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "mish": jax.nn.mish,
     "sigmoid": jax.nn.sigmoid,
 }
-
-
-def dot(
-    x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1, bias: Float[Array, "..."] | None = None
-) -> Float[Array, "..."]:
-    """Contracts the last `inputs` axes of `x` with the first `inputs` axes of `kernel`, in the dtype of `x`.
-
-    `bias`, of the shape of the kernel's other axes, is added.
-    """
-    if cpu.serves(x):
-        return cpu.dot(x, kernel, inputs, bias)
-    axes = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
-    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
-    return y if bias is None else y + bias.astype(y.dtype)
 
 
 class Dense(nn.Module):

@@ -18,6 +18,7 @@ from jaxformer.config import NormConfig, RecurrentConfig
 from jaxformer.nn.cache import place
 from jaxformer.nn.cells import CELLS, Carry, Cell, Dot, Marks, batch_major, ends, marks, orthogonal, over_time, zeros
 from jaxformer.nn.layers import Dense, Dropout, Norm
+from jaxformer.nn.products import dot
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree, Slots
 
@@ -267,7 +268,7 @@ class AttendingLayer(nn.Module):
         if additive:
             # The output does not return into the recurrence, so it is one matmul after the loop.
             both = jnp.concatenate([states[0], contexts], axis=-1)
-            y = jnp.tanh(jax.lax.dot_general(both.astype(x.dtype), combine, (((2,), (0,)), ((), ()))) + shift)
+            y = jnp.tanh(dot(both.astype(x.dtype), combine, bias=shift))
         else:
             y = states[-1]
         self.sow("intermediates", "attention", batch_major(probs))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer.config import MeshConfig
-from jaxformer.nn import cpu, layers
+from jaxformer.nn import cpu, products
 from jaxformer.parallel import mesh as meshes
 
 
@@ -29,7 +29,7 @@ def test_value_and_gradient_are_the_plain_ones(monkeypatch, dtype, kernel, input
     monkeypatch.setattr(cpu, "_dot", lambda *args, real=cpu._dot: used.append(1) or real(*args))
 
     def pulled(x, kernel, bias):
-        y, pull = jax.vjp(lambda *args: layers.dot(args[0], args[1], inputs, args[2]), x, kernel, bias)
+        y, pull = jax.vjp(lambda *args: products.dot(args[0], args[1], inputs, args[2]), x, kernel, bias)
         return y, pull(y)
 
     fast = jax.jit(pulled)(*given)
@@ -67,8 +67,8 @@ def test_where_they_fail_the_plain_ones_are_used_and_a_line_says_so(monkeypatch,
     try:
         with caplog.at_level(logging.WARNING):
             x, kernel, bias = arrays("float32", (8, 4), 1, True)
-            y = jax.jit(lambda *args: layers.dot(args[0], args[1], 1, args[2]))(x, kernel, bias)
-            layers.dot(x, kernel)
+            y = jax.jit(lambda *args: products.dot(args[0], args[1], 1, args[2]))(x, kernel, bias)
+            products.dot(x, kernel)
         np.testing.assert_allclose(y, np.asarray(x) @ kernel + bias, rtol=1e-5, atol=1e-5)
         (line,) = caplog.messages
         assert "plain ones are used" in line and "\n" not in line

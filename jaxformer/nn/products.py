@@ -1,0 +1,60 @@
+"""Matrix products with kernels: in which precision they multiply, forwards and backwards.
+
+Operands are in the compute precision. Where a result is wanted in float32 its cotangent is float32 too, and autodiff
+would multiply that as it is, at the speed of float32 and to a precision that its other factor does not have. Here it is
+rounded first.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Float32
+
+from jaxformer.nn import cpu
+from jaxformer.types import Array
+
+
+def dot(
+    x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1, bias: Float[Array, "..."] | None = None
+) -> Float[Array, "..."]:
+    """Contracts the last `inputs` axes of `x` with the first `inputs` axes of `kernel`, in the dtype of `x`.
+
+    `bias`, of the shape of the kernel's other axes, is added.
+    """
+    if cpu.serves(x):
+        return cpu.dot(x, kernel, inputs, bias)
+    axes = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
+    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+@jax.custom_vjp
+def wide_dot(x: Float[Array, "*batch M"], kernel: Float[Array, "M N"]) -> Float32[Array, "*batch N"]:
+    """`dot` with a float32 result, whose cotangent is rounded to the dtype of `x`."""
+    axes = (((x.ndim - 1,), (0,)), ((), ()))
+    return jax.lax.dot_general(x, kernel.astype(x.dtype), axes, preferred_element_type=jnp.float32)
+
+
+def _wide_forward(x: Float[Array, "*batch M"], kernel: Float[Array, "M N"]) -> tuple[Float32[Array, "*batch N"], tuple]:
+    return wide_dot(x, kernel), (x, kernel)
+
+
+def _wide_backward(kept: tuple, dy: Float32[Array, "*batch N"]) -> tuple[Float[Array, "*batch M"], Float[Array, "M N"]]:
+    x, kernel = kept
+    dy, low = dy.astype(x.dtype), kernel.astype(x.dtype)
+    if cpu.serves(x):
+        dx = cpu.input_gradient(dy.reshape(-1, dy.shape[-1]), low).reshape(x.shape)
+    else:
+        dx = jnp.einsum("...n,mn->...m", dy, low)
+    return dx, kernel_gradient(x, dy).astype(kernel.dtype)
+
+
+wide_dot.defvjp(_wide_forward, _wide_backward)
+
+
+def kernel_gradient(x: Float[Array, "*batch M"], dy: Float[Array, "*batch N"]) -> Float[Array, "M N"]:
+    """The gradient of a product x kernel with respect to the kernel, where `dy` is that of the product."""
+    if cpu.serves(x):
+        return cpu.kernel_gradient(x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]))
+    return jnp.einsum("...m,...n->mn", x, dy)
