@@ -27,13 +27,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import pages  # noqa: E402
 import turns  # noqa: E402
 
 from jaxformer import memory  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "decoding.jsonl"
 PAGE = ROOT / "docs" / "performance.md"
-MARKS = ("<!-- decoding: begin -->", "<!-- decoding: end -->")
 NOISE = 0.15
 Row = dict[str, Any]
 
@@ -165,13 +165,6 @@ def table(rows: list[Row]) -> list[str]:
     return [*lines, "", f"Measured {'; '.join(words)}."]
 
 
-def page(rows: list[Row]) -> None:
-    """Writes the table into the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
-    PAGE.write_text(before + "\n".join([MARKS[0], "", *table(rows), "", MARKS[1]]) + after, encoding="utf-8")
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default=sys.executable)
@@ -190,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     before = [json.loads(line) for line in flags.results.read_text().splitlines()] if flags.results.exists() else []
     if flags.page:
-        page(before)
+        pages.put(PAGE, "decoding", table(before))
         return 0
     size = {"layers": flags.layers, "width": flags.width, "vocab": 65, "prompt": 8, "tokens": flags.tokens}
     batches = [int(each) for each in flags.batches.split(",")]

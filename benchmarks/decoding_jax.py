@@ -39,7 +39,8 @@ def continued(task: dict[str, Any]) -> Callable[[], list[list[int]]]:
     draw = lambda x: jnp.asarray(0.05 * rng.standard_normal(x.shape), task["dtype"])  # noqa: E731
     variables = jax.tree.map(draw, nn.meta.unbox(build.shapes(module)))
     prompts = [{"target": row} for row in rng.integers(0, task["vocab"], (task["batch"], task["prompt"]))]
-    config = DecodeConfig(method=task["method"], max_length=task["tokens"], batch=task["batch"])
+    size = {"max_length": task["tokens"], "batch": task["batch"], "beams": task.get("beams", 4)}
+    config = DecodeConfig(method=task["method"], **size)
     end = engine.Vocabulary(eos=(), pad=0)  # nothing ends a row, so that all do the same work
     growing.FIRST = task.get("first", growing.FIRST)
     run = lambda: engine.run(module, variables, prompts, config, end, buckets=(task["prompt"],))  # noqa: E731

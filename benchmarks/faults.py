@@ -27,11 +27,11 @@ import fault_drills  # noqa: E402
 import fault_inputs  # noqa: E402
 import fault_processes as processes  # noqa: E402
 import fault_soak  # noqa: E402
+import pages  # noqa: E402
 import tiny_runs  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 PAGE = ROOT / "docs" / "reliability.md"
-MARKS = ("<!-- faults: begin -->", "<!-- faults: end -->")
 RATES = ("tokens_per_second", "steps_per_second", "wall_time")
 
 
@@ -142,11 +142,8 @@ def write(rows: list[dict[str, Any]], parts: list[str]) -> None:
     where = {"python": platform.python_version(), "jax": jax.__version__, "date": time.strftime("%Y-%m-%d")}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps({"measured": where, "rows": rows}, indent=1) + "\n")
-    lines = ["| drill | what happened | as promised |", "|---|---|---|"]
-    lines += [f"| {each['drill']} | {each['words']} | {'yes' if each['good'] else '**no**'} |" for each in rows]
-    text = PAGE.read_text()
-    before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
-    PAGE.write_text(before + MARKS[0] + "\n" + "\n".join(lines) + "\n" + MARKS[1] + after)
+    cells = [(each["drill"], each["words"], "yes" if each["good"] else "**no**") for each in rows]
+    pages.put(PAGE, "faults", pages.table(("drill", "what happened", "as promised"), cells))
 
 
 PARTS = ("kills", "stops", "damage", "disk", "input")

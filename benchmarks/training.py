@@ -27,13 +27,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import pages  # noqa: E402
 import training_shared as shared  # noqa: E402
 
 from jaxformer import memory  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "training.jsonl"
 PAGE = ROOT / "docs" / "performance.md"
-MARKS = ("<!-- training: written by benchmarks/training.py -->", "<!-- /training -->")
 STEPS, QUIET, ENOUGH = 2, 0.25, 3
 """Steps of one process in one round; the cores that others may have meanwhile; windows that a ratio needs."""
 TORCH = ("eager", "compiled")
@@ -215,12 +215,7 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def table(found: list[dict]) -> str:
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, found)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n" + across(found)
-
-
-def across(found: list[dict]) -> str:
+def across(found: list[dict]) -> list[str]:
     """The best of ours over the best of theirs, of either precision, for models measured in both."""
     words = []
     for model, _, version in dict.fromkeys((row["model"], "", row["versions"]["jax"]) for row in found):
@@ -229,17 +224,14 @@ def across(found: list[dict]) -> str:
             ours = max(rate(row, "jaxformer") for row in both)
             theirs = max(rate(row, system) for row in both for system in TORCH if quiet(row["windows"].get(system, [])))
             words.append(f"{model} (jax {version}) {ours / theirs:.2f}")
-    return f"\nBest of ours over best of theirs, whatever the precision: {', '.join(words)}.\n" if words else ""
+    return ["", f"Best of ours over best of theirs, whatever the precision: {', '.join(words)}."] if words else []
 
 
 def write_page() -> None:
     """Puts the table between its marks."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(MARKS[0])
     order = [*shared.SHAPES]
     found = sorted(rows().values(), key=lambda row: (order.index(row["model"]), row["dtype"], row["versions"]["jax"]))
-    body = f"{MARKS[0]}\n\n{table(found)}\n{MARKS[1]}"
-    PAGE.write_text(before + body + rest.split(MARKS[1])[1], encoding="utf-8")
+    pages.put(PAGE, "training", [*pages.table(COLUMNS, [cells(row) for row in found]), *across(found)])
 
 
 def main(argv: list[str] | None = None) -> int:

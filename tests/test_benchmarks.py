@@ -195,3 +195,58 @@ def test_our_side_of_decoding_makes_as_many_tokens_as_asked_for():
     ours = script("decoding_jax")
     task = dict(layers=1, width=64, vocab=11, prompt=3, tokens=6, batch=2, dtype="float32", method="greedy")
     assert [len(row) for row in ours.continued(task)()] == [6, 6]
+
+
+def test_a_table_takes_the_place_of_the_last_one(tmp_path):
+    pages, page = script("pages"), tmp_path / "page.md"
+    page.write_text("above\n<!-- speed: begin -->\nold\n<!-- speed: end -->\nbelow\n")
+    for number in ("1", "2"):
+        pages.put(page, "speed", pages.table(("what",), [(number,)]))
+    marks = ("<!-- speed: begin -->", "<!-- speed: end -->")
+    assert page.read_text() == f"above\n{marks[0]}\n\n| what |\n| --- |\n| 2 |\n\n{marks[1]}\nbelow\n"
+
+
+def test_pipelines_are_timed_beside_their_models(tmp_path, monkeypatch, capsys):
+    pipeline = script("pipeline")
+    (tmp_path / "input.txt").write_text("Not all those who wander are lost.\n" * 200)
+    found = pipeline.cold({"recipe": "shakespeare_char", "folder": str(tmp_path), "batches": 3})
+    assert found["tokens"] > 0 and set(found["seconds"]) == {"data", "tokenizer", "first batch"}
+    assert 0 < found["seconds"]["first batch"] <= found["epoch"]
+
+    def taken(programs, rounds, environment):
+        assert set(programs) == {"cold", "later", "model"}
+        seconds = {"cold": found["epoch"] + 1.0, "later": 0.5, "model": 2.0}
+        results = {"cold": found, "later": {"tokens": 600}, "model": {"tokens": 100}}
+        return {name: {"rounds": [seconds[name]] * rounds, "result": results[name]} for name in programs}
+
+    monkeypatch.setattr(pipeline.turns, "take", taken)
+    monkeypatch.setattr(pipeline, "PAGE", tmp_path / "page.md")
+    (tmp_path / "page.md").write_text("<!-- pipeline: begin --><!-- pipeline: end -->")
+    flags = ["--recipes=multi30k_tiny", f"--data={tmp_path}", f"--results={tmp_path / 'rows.jsonl'}"]
+    assert pipeline.main(flags) == 0  # 1,200 tokens a second are 24 times 50
+    (row,) = (json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert row["times"] == 24.0 and row["later"] == 1200.0 and row["model"] == 50.0
+    assert row["build_total"] == pytest.approx(1.0 + found["seconds"]["first batch"])
+    assert pipeline.main([*flags, "--page"]) == 0
+    assert "| multi30k_tiny |" in (tmp_path / "page.md").read_text()
+    monkeypatch.setattr(pipeline, "TIMES", 25.0)
+    assert pipeline.main([*flags, "--page"]) == 1
+
+
+def test_costs_are_measured_as_work_grows(tmp_path, monkeypatch):
+    growth = script("growth")
+    assert growth.slope((1, 2, 4), [3.0, 12.0, 48.0]) == pytest.approx(2.0)
+    results = tmp_path / "rows.jsonl"
+    assert growth.main(["--smoke", "--axes=rows,beams", "--rounds=1", f"--results={results}"]) == 0
+    trained, decoded = (json.loads(line) for line in results.read_text().splitlines())
+    assert trained["counted"][0] == pytest.approx(
+        trained["counted"][1]
+    )  # a token's operations do not depend on the rows
+    assert "counted" not in decoded and len(decoded["microseconds"]) == 2
+    with results.open("a") as file:
+        file.write(json.dumps({"family": "encoder", "formula": 1.0e9, "counted": 2.0e9, "xla": 2.5e9}) + "\n")
+    monkeypatch.setattr(growth, "PAGE", tmp_path / "page.md")
+    (tmp_path / "page.md").write_text("<!-- growth: begin --><!-- growth: end -->")
+    assert growth.main(["--page", f"--results={results}"]) == 0
+    text = (tmp_path / "page.md").read_text()
+    assert "| training | rows" in text and "| encoder | 1.0 | 2.0 | 2.5 | 0.800 | 0.400 |" in text

@@ -59,10 +59,14 @@ class Trainer:
         self._update = steps.make(config, module, task, optimizer, schedule, self.mesh)
         self._measure = jax.jit(measure)
 
-    def train(self, seed: int, batches: Iterable[Batch]) -> TrainState:
-        """The state after one update with each of `batches`. The start is `jaxformer train`'s for the same seed."""
+    def train(self, seed: int, batches: Iterable[Batch], state: TrainState | None = None) -> TrainState:
+        """The state after one update with each of `batches`. The start is `jaxformer train`'s for the same seed.
+
+        Args:
+          state: goes on from this one instead, which is used up.
+        """
         with jax.set_mesh(self.mesh):
-            state = self._start(jnp.uint32(seed))
+            state = self._start(jnp.uint32(seed)) if state is None else state
             for batch in batches:
                 state, _ = self._update(state, steps.place(batch, self.mesh))
         return state
