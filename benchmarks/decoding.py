@@ -76,6 +76,9 @@ def translation(flags: argparse.Namespace) -> tuple[str, Row, dict[str, turns.Pr
     programs = {
         "jaxformer": program("decoding_jax.py", sys.executable, ours | {"stopping": "estimate"}),
         "jaxformer, first": program("decoding_jax.py", sys.executable, ours | {"stopping": "first"}),
+        "jaxformer, int8": program(
+            "decoding_jax.py", sys.executable, ours | {"stopping": "estimate", "weights": "int8"}
+        ),
         "generate": program("decoding_peers.py", flags.peer, task | {"peer": "hugging_face"}),
     }
     for dtype in ("float32", "int8"):
@@ -126,6 +129,7 @@ def timed(words: str, work: Row, programs: dict[str, turns.Program], flags: argp
             continue
         kept = {key: row[key] for key in ("same", "bleu") if key in row}
         rate = {"rate": work["amount"] / row["seconds"], "spread": row["spread"], "times": turns.ratio(ours, row)}
+        rate |= {"bytes": row["bytes"]}
         rows[name] = rate | kept
     return {"case": words, "unit": work["unit"], "rows": rows, "rounds": flags.rounds}
 
@@ -150,16 +154,17 @@ def slower(row: Row, before: list[Row]) -> bool:
 def table(rows: list[Row]) -> list[str]:
     """The last row of every case, a line a program."""
     newest = {row["case"]: row for row in rows}.values()
-    lines = ["| what | by | rate | spread | we are | BLEU, same as ours |", "|---|---|---|---|---|---|"]
+    lines = ["| what | by | rate | spread | we are | BLEU, same as ours | memory |", "|---|---|---|---|---|---|---|"]
     for row in newest:
         for name, each in row["rows"].items():
             if "failed" in each:
-                lines.append(f"| {row['case']} | {name} | failed: {each['failed']} | | | |")
+                lines.append(f"| {row['case']} | {name} | failed: {each['failed']} | | | | |")
                 continue
             score = f"{each['bleu']:.2f}, {each['same']:,}" if "bleu" in each else ""
             times = "" if name == "jaxformer" else f"{each['times']:.2f} x"
             rate = f"{each['rate']:,.0f} {row['unit']}"
-            lines.append(f"| {row['case']} | {name} | {rate} | {each['spread']:.0%} | {times} | {score} |")
+            held = f"{each['bytes'] / 1e9:.1f} GB" if "bytes" in each else ""
+            lines.append(f"| {row['case']} | {name} | {rate} | {each['spread']:.0%} | {times} | {score} | {held} |")
     names = ("date", "hardware", "rounds", "python", "jax", "torch", "transformers", "ctranslate2")
     words = dict.fromkeys(", ".join(f"{name} {row[name]}" for name in names if name in row) for row in newest)
     return [*lines, "", f"Measured {'; '.join(words)}."]

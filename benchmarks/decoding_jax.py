@@ -53,7 +53,7 @@ def translated(task: dict[str, Any]) -> Callable[[], list[list[int]]]:
     target = model.tokenizers.target
     config = DecodeConfig(
         method="beam", beams=task["beams"], max_length=task["tokens"], batch=task["batch"], length_penalty=1.0,
-        length_norm="power", stopping=task["stopping"],
+        length_norm="power", stopping=task["stopping"], weights=task.get("weights", "float"),
     )  # fmt: skip
     end = engine.Vocabulary(eos=(target.eos,), pad=target.pad, start=target.bos, size=target.size)
     prompts = [{"source": row} for row in task["sources"]]

@@ -122,7 +122,8 @@ def measure(name: str, shape: shared.Shape, dtype: str, systems: list[str], flag
         "model": name, "dtype": dtype, "date": datetime.date.today().isoformat(), "versions": versions,
         "command": command(),
         "hardware": hardware(), "parameters": about["jaxformer"]["parameters"], "tokens": shared.positions(shape),
-        "windows": taken, "first_step_seconds": first, "overhead_seconds": about["jaxformer"]["overhead_seconds"],
+        "windows": taken, "peak_bytes": {system: each["peak_bytes"] for system, each in about.items()},
+        "first_step_seconds": first, "overhead_seconds": about["jaxformer"]["overhead_seconds"],
     }  # fmt: skip
     return row | judged(taken)
 
@@ -199,19 +200,20 @@ def cells(row: dict) -> list[str]:
             return "{1:.2f} ({0:.2f} to {2:.2f})".format(*row[name])
         return "disturbed" if all(system in row["windows"] for system in systems) else ""
 
+    held = lambda system: f"{row['peak_bytes'][system] / 1e9:.1f}" if system in row.get("peak_bytes", {}) else ""  # noqa: E731
     start = lambda system: " / ".join(f"{x:.0f}" for x in row["first_step_seconds"].get(system, []))  # noqa: E731
     return [
         row["model"], row["dtype"], row["versions"]["jax"], tell("plain"), tell("jaxformer"), tell("eager"),
         tell("compiled"), spread("ratio", *TORCH), spread("over_plain", "plain"),
         spread("products", "products", "torch products"), start("jaxformer"),
-        start("compiled"), f"{1e3 * row['overhead_seconds']:.1f}",
+        start("compiled"), f"{1e3 * row['overhead_seconds']:.1f}", held("jaxformer"), held("eager"), held("compiled"),
     ]  # fmt: skip
 
 
 COLUMNS = [
     "model", "precision", "jax", "plain products", "jaxformer", "torch eager", "torch compiled",
     "over best torch", "over plain", "bare products over torch's", "start, s", "torch compiled start, s",
-    "overhead, ms",
+    "overhead, ms", "memory, GB", "torch eager's", "torch compiled's",
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -122,7 +123,7 @@ def serve(step: Callable[[], float], about: dict, last: Callable[[], dict] = dic
             step()
             seconds.append(time.perf_counter() - begun)
         say({"seconds": seconds, "processor_seconds": time.process_time() - worked})
-    say(last())
+    say(last() | {"peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
 
 
 def products(shape: Shape) -> list[tuple[int, int, int]]:

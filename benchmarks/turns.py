@@ -7,6 +7,7 @@ What makes a machine slow for a while hits all of them, so that the ratio of two
 from __future__ import annotations
 
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -36,7 +37,8 @@ def serve(run: Callable[[], Any]) -> None:
     def answer() -> None:
         begun = time.perf_counter()
         result = run()
-        print(MARK + json.dumps({"seconds": time.perf_counter() - begun, "result": result}), flush=True)
+        seconds, peak = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(MARK + json.dumps({"seconds": seconds, "result": result, "bytes": 1024 * peak}), flush=True)
 
     answer()
     for _ in sys.stdin:
@@ -83,7 +85,8 @@ def take(programs: Mapping[str, Program], rounds: int, environment: Mapping[str,
 
     Returns:
       For each program the median of `seconds`, their `spread` (largest less smallest, as a share of the median), the
-      `result` of its last run, and `rounds`, all seconds. A program that fails has `failed`, the end of what it said.
+      `result` of its last run, the most `bytes` it ever held, and `rounds`, all seconds. A program that fails has
+      `failed`, the end of what it said.
     """
     children: dict[str, Child] = {}
     found: dict[str, dict[str, Any]] = {}
@@ -98,7 +101,7 @@ def take(programs: Mapping[str, Program], rounds: int, environment: Mapping[str,
             for name in sorted(children, key=list(children).index, reverse=turn % 2 == 1):
                 answer = children[name].run()
                 times[name].append(answer["seconds"])
-                found[name] = {"result": answer["result"]}
+                found[name] = {"result": answer["result"], "bytes": answer["bytes"]}
     finally:
         for child in children.values():
             child.stop()

@@ -19,7 +19,7 @@ from jaxformer import experiment, registry
 from jaxformer.config import AttentionConfig, EmbedConfig, EncodingConfig, HeadConfig, ModelConfig, StackConfig
 from jaxformer.experiment import Result, verdict
 from jaxformer.models import build
-from jaxformer.types import Array, Batch, PyTree, Slots, Stream
+from jaxformer.types import Array, Batch, Slots, Stream
 
 CLAIM = (
     "A transformer encoder without positions is permutation-equivariant, and a mean-pooled classifier on it is "
@@ -66,13 +66,11 @@ def trial(positions: str, seeds: int) -> list[dict]:
         return hidden, module.head(hidden, here)
 
     @jax.jit
-    def begin(seed: Array) -> PyTree:
-        return nn.meta.unbox(build.initialise(module, jax.random.key(seed)))
-
-    @jax.jit
-    def outputs(variables: PyTree, tokens: Array) -> tuple[Array, Array]:
-        """Hidden states `[B, T, D]` and the classifier's logits `[B, C]`."""
-        return module.apply(variables, Batch(Stream(tokens, here), None), method=read)
+    def outputs(seed: Array, tokens: Array, moved: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Hidden states `[B, T, D]` and the classifier's logits `[B, C]` of both, by parameters drawn for the seed."""
+        variables = nn.meta.unbox(build.initialise(module, jax.random.key(seed)))
+        batches = (Batch(Stream(each, here), None) for each in (tokens, moved))
+        return tuple(module.apply(variables, batch, method=read) for batch in batches)
 
     rows = []
     for seed in range(seeds):
@@ -82,9 +80,7 @@ def trial(positions: str, seeds: int) -> list[dict]:
         circle = rng.permutation(LENGTH)
         order = np.empty(LENGTH, int)
         order[circle] = np.roll(circle, 1)
-        variables = begin(np.uint32(seed))
-        hidden, logits = outputs(variables, tokens)
-        moved_hidden, moved_logits = outputs(variables, tokens[:, order])
+        (hidden, logits), (moved_hidden, moved_logits) = outputs(np.uint32(seed), tokens, tokens[:, order])
         rows.append(
             {
                 "positions": positions,

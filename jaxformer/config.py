@@ -346,6 +346,7 @@ class DecodeConfig:
     suppress: tuple[int, ...] = ()  # token ids that are never chosen
     forced_first: int | None = None  # the first new token's id
     forced_last: int | None = None  # the id of the token at the greatest length
+    weights: str = "float"  # as they are (float), or kernels and tables rounded to 8 bits (int8), see decode/int8.py
     batch: int = 32  # rows
     seed: int = 0
 

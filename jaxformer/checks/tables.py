@@ -68,6 +68,7 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (DecodeConfig, "method"): ("greedy", "sample", "beam"),
     (DecodeConfig, "length_norm"): ("gnmt", "power"),
     (DecodeConfig, "stopping"): ("first", "estimate", "exact"),
+    (DecodeConfig, "weights"): ("float", "int8"),
 }
 
 # Intervals: the bounds and whether they belong to it. None: no upper bound.

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jaxtyping import Bool, Float32, Int, Key
 
 from jaxformer.config import DecodeConfig
-from jaxformer.decode import beam, growing, sample
+from jaxformer.decode import beam, growing, int8, sample
 from jaxformer.decode.growing import Room, Search
 from jaxformer.decode.sample import Hypotheses
 from jaxformer.nn.cache import place
@@ -93,8 +93,9 @@ class Programs:
         return METHODS[self.config.method]
 
     def variables(self, variables: PyTree) -> PyTree:
-        """The variables as a loop over `step` reads them best, where the module has an `unstack` for that."""
-        return _unstack(self.module, variables) if hasattr(self.module, "unstack") else variables
+        """The variables as `config.weights` wants them and as a loop over `step` reads them best, where the module has
+        an `unstack` for that."""
+        return _prepared(self.module, self.config.weights == "int8", variables)
 
     @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("width",))
     def begin(
@@ -170,9 +171,10 @@ class Programs:
         return (index[:, None] * each + jnp.arange(each)).reshape(-1)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _unstack(module: nn.Module, variables: PyTree) -> PyTree:
-    return module.unstack(variables)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prepared(module: nn.Module, rounded: bool, variables: PyTree) -> PyTree:
+    variables = int8.quantized(module, variables) if rounded else variables
+    return module.unstack(variables) if hasattr(module, "unstack") else variables
 
 
 def everywhere(found: PyTree) -> PyTree:

@@ -18,7 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Num
 
 from jaxformer.parallel import mesh
 from jaxformer.types import Array
@@ -34,7 +34,7 @@ def serves(x: Float[Array, "..."]) -> bool:
 
 
 def dot(
-    x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int, bias: Float[Array, "..."] | None
+    x: Float[Array, "..."], kernel: Num[Array, "..."], inputs: int, bias: Float[Array, "..."] | None
 ) -> Float[Array, "..."]:
     """See `products.dot`, which this equals in value and gradient to rounding."""
     width, outer = math.prod(kernel.shape[:inputs]), x.shape[: x.ndim - inputs]
@@ -43,11 +43,11 @@ def dot(
 
 
 @jax.custom_vjp
-def _dot(x: Float[Array, "N M"], kernel: Float[Array, "M O"], bias: Float[Array, " O"] | None) -> Float[Array, "N O"]:
+def _dot(x: Float[Array, "N M"], kernel: Num[Array, "M O"], bias: Float[Array, " O"] | None) -> Float[Array, "N O"]:
     return _forward(x, kernel, bias)[0]
 
 
-def _forward(x: Float[Array, "N M"], kernel: Float[Array, "M O"], bias: Float[Array, " O"] | None):
+def _forward(x: Float[Array, "N M"], kernel: Num[Array, "M O"], bias: Float[Array, " O"] | None):
     kernel_dtype, kernel = kernel.dtype, kernel.astype(x.dtype)
     y = _product(x, kernel, 1, 0)
     if bias is not None:

@@ -85,6 +85,8 @@ class Head(nn.Module):
         if config.chunk is not None and not whole:
             return Projection(x, table, bias, config.chunk)
         logits = wide_dot(x, table.T)
+        if config.tied and (scale := embed.scale()) is not None:
+            logits = logits * scale
         logits = logits if bias is None else logits + bias
         return constrain(logits, "batch", "length", "act_vocab")
 

@@ -8,7 +8,7 @@ from typing import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Bool, Float, Key
+from jaxtyping import Bool, Float, Float32, Key, Num
 
 from jaxformer.config import EmbedConfig, NormConfig
 from jaxformer.nn.products import dot
@@ -30,6 +30,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 class Dense(nn.Module):
     """A linear map whose kernel keeps its true shape, e.g. `[D, H, K]` for a query projection.
+
+    A kernel of integers has a `kernel_scale` of shape `shape[inputs:]` beside it (see decode/int8.py).
 
     Attributes:
       shape: kernel shape, input axes first.
@@ -56,7 +58,10 @@ class Dense(nn.Module):
         if self.bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.names[self.inputs :])
             bias = self.param("bias", zeros, self.shape[self.inputs :])
-        return dot(x, kernel, self.inputs, bias)
+        if not self.has_variable("params", "kernel_scale"):
+            return dot(x, kernel, self.inputs, bias)
+        y = dot(x, kernel, self.inputs) * self.get_variable("params", "kernel_scale").astype(x.dtype)
+        return y if bias is None else y + bias.astype(y.dtype)
 
 
 class Dropout(nn.Module):
@@ -189,6 +194,8 @@ class Embed(nn.Module):
         else:
             # Gathered over fsdp first, as a kernel is: divided in both, look-up and rows would have to be exchanged.
             x = jnp.take(constrain(self.table, "vocab", None), stream.tokens, axis=0).astype(self.dtype)
+            if (scale := self.scale()) is not None:
+                x = x * jnp.take(scale, stream.tokens)[..., None].astype(self.dtype)
             if self.config.pad is not None:
                 x = jnp.where((stream.tokens == self.config.pad)[..., None], jax.lax.stop_gradient(x), x)
         if self.inner != self.width:
@@ -200,8 +207,12 @@ class Embed(nn.Module):
             x = x + jnp.take(constrain(self.kind_table, None, None), kind, axis=0).astype(self.dtype)
         return constrain(x, "batch", "act_length", "act_embed")
 
-    def factors(self, x: Float[Array, "*batch D"]) -> tuple[Float[Array, "*batch E"], Float[Array, "V E"]]:
-        """What a tied head multiplies: hidden states (through `up.T` if factorised) and the table."""
+    def scale(self) -> Float32[Array, " V"] | None:
+        """What a row of a table of integers is multiplied with (see decode/int8.py); None: nothing."""
+        return self.get_variable("params", "table_scale")
+
+    def factors(self, x: Float[Array, "*batch D"]) -> tuple[Float[Array, "*batch E"], Num[Array, "V E"]]:
+        """What a tied head multiplies: hidden states (through `up.T` if factorised) and the table, see also `scale`."""
         if self.inner != self.width:
             x = jnp.einsum("...d,ed->...e", x, self.up.astype(x.dtype))
         return x, self.table

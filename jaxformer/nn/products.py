@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Num
 
 from jaxformer.nn import cpu
 from jaxformer.types import Array
 
 
 def dot(
-    x: Float[Array, "..."], kernel: Float[Array, "..."], inputs: int = 1, bias: Float[Array, "..."] | None = None
+    x: Float[Array, "..."], kernel: Num[Array, "..."], inputs: int = 1, bias: Float[Array, "..."] | None = None
 ) -> Float[Array, "..."]:
     """Contracts the last `inputs` axes of `x` with the first `inputs` axes of `kernel`, in the dtype of `x`.
+
+    A kernel of integers has no gradient.
 
     `bias`, of the shape of the kernel's other axes, is added.
     """
@@ -30,7 +32,7 @@ def dot(
 
 
 @jax.custom_vjp
-def wide_dot(x: Float[Array, "*batch M"], kernel: Float[Array, "M N"]) -> Float32[Array, "*batch N"]:
+def wide_dot(x: Float[Array, "*batch M"], kernel: Num[Array, "M N"]) -> Float32[Array, "*batch N"]:
     """`dot` with a float32 result, whose cotangent is rounded to the dtype of `x`."""
     axes = (((x.ndim - 1,), (0,)), ((), ()))
     return jax.lax.dot_general(x, kernel.astype(x.dtype), axes, preferred_element_type=jnp.float32)
