@@ -178,7 +178,7 @@ def test_programs_are_timed_by_turns_and_one_that_fails_says_why():
 def test_decoding_is_compared_with_the_peers_of_its_precision():
     decoding = script("decoding")
     names = {"jaxformer": 1.0, "generate": 2.0, "generate, compiled": 1.6, "CTranslate2 int8, 1 x 2 threads": 0.5}
-    rows = {name: {"rate": 10.0, "spread": 0.1, "times": times} for name, times in names.items()}
+    rows = {name: {"rate": 10.0, "spread": 0.1, "times": times, "bytes": 15e8} for name, times in names.items()}
     told = {"date": "2026-01-01", "python": "3.11", "jax": "0.10", "hardware": "2 cores", "rounds": 3}
     row = {"case": "beam", "unit": "tokens/s", "rows": rows} | told
     assert decoding.best(row) == 1.6
@@ -188,7 +188,7 @@ def test_decoding_is_compared_with_the_peers_of_its_precision():
     assert not decoding.slower(faster, [])
     lines = decoding.table([row, faster])
     assert len(lines) == 2 + len(names) + 2
-    assert "| beam | generate | 10 tokens/s | 10% | 1.20 x |  |" in lines
+    assert "| beam | generate | 10 tokens/s | 10% | 1.20 x |  | 1.5 GB |" in lines
 
 
 def test_our_side_of_decoding_makes_as_many_tokens_as_asked_for():

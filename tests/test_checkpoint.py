@@ -342,6 +342,8 @@ def test_checkpoints_describe_themselves_and_a_relative_workdir_works(tmp_path, 
     assert about["key"] == "threefry2x32"
 
 
+# Arrays whose writing ends after Orbax has given up report to an event loop that is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_failed_saves_surface_and_leave_the_earlier_checkpoint(tmp_path):
     """A limit on file sizes stands in for a full disk."""
     resource = pytest.importorskip("resource")

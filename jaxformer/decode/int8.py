@@ -3,7 +3,8 @@
 A kernel W becomes round(W / s), where s is the largest |W| of an output channel divided by 127 (of a token's row, for
 an embedding table), and x W becomes (x round(W / s)) s: hidden states stay in the compute precision and products in
 its, so no data is needed to find scales (Krishnamoorthi 2018: symmetric, a scale a channel, weights only). All `Dense`
-kernels and `Embed` tables are replaced; biases, norms, recurrent kernels and experts are not.
+kernels, `Embed` tables and the kernels of untied heads are replaced; biases, norms, recurrent kernels and experts are
+not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from flax import linen as nn
 from jaxtyping import Float, Float32, Int8
 
 from jaxformer.models import build
+from jaxformer.nn.heads import Head
 from jaxformer.nn.layers import Dense, Embed
 from jaxformer.types import Array, PyTree
 
@@ -51,6 +53,8 @@ def places(module: nn.Module) -> dict[tuple[str, ...], tuple[str, int, int]]:
             found[layer.path] = ("kernel", layer.inputs, len(layer.shape) - layer.inputs)
         elif isinstance(layer, Embed):
             found[layer.path] = ("table", 1, 0)
+        elif isinstance(layer, Head) and layer.config.kind == "tokens" and not layer.config.tied:
+            found[layer.path] = ("kernel", 1, 1)
         return call(*args, **kwargs)
 
     with nn.intercept_methods(note):

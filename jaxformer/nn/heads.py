@@ -76,17 +76,17 @@ class Head(nn.Module):
         if config.tied:
             if embed is None:
                 raise ValueError("head.tied: got a model without an embedding, expected one; set head.tied to False")
-            x, table = embed.factors(x)
+            (x, table), scale = embed.factors(x), embed.scale()
         else:
             init = nn.with_logical_partitioning(nn.initializers.normal(width**-0.5), ("embed", "vocab"))
             table = self.param("kernel", init, (width, self.vocab)).T
+            scale = self.get_variable("params", "kernel_scale")  # of a kernel of integers: see decode/int8.py
         zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
         bias = self.param("bias", zeros, (self.vocab,)) if config.bias else None
         if config.chunk is not None and not whole:
             return Projection(x, table, bias, config.chunk)
         logits = wide_dot(x, table.T)
-        if config.tied and (scale := embed.scale()) is not None:
-            logits = logits * scale
+        logits = logits if scale is None else logits * scale
         logits = logits if bias is None else logits + bias
         return constrain(logits, "batch", "length", "act_vocab")
 

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.config import AttentionConfig, DecodeConfig, EmbedConfig, FeedForwardConfig, ModelConfig, RecurrentConfig
+from jaxformer.config import (
+    AttentionConfig,
+    DecodeConfig,
+    EmbedConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    ModelConfig,
+    RecurrentConfig,
+)
 from jaxformer.decode import engine, int8
 
 CELL = RecurrentConfig(cell="lstm", width=8, embed=EmbedConfig(vocab=builders.VOCAB))
@@ -18,6 +26,7 @@ MODELS = {
         ffn=FeedForwardConfig(width=16, gated=True), embed=EmbedConfig(vocab=builders.VOCAB, width=4)
     ),
     "encoder": builders.encoder(),
+    "untied": replace(builders.decoder(), head=HeadConfig(tied=False, bias=True)),
     "recurrent": ModelConfig(recurrent_encoder=CELL, recurrent_decoder=replace(CELL, attention="dot")),
 }
 SCALES = ("kernel_scale", "table_scale")
