@@ -23,7 +23,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ.setdefault("JAXFORMER_CACHE", f"{caches}/data")
     # A run that is stopped and resumed compiles the same programs again: once is enough, for all test processes.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{caches}/programs"
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 # Which line of Python an operation comes from is told to the compiler at every operation, and read by nobody here.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Tracing makes millions of objects that live on: looking through them for garbage is a tenth of the time.

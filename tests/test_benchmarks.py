@@ -237,16 +237,25 @@ def test_costs_are_measured_as_work_grows(tmp_path, monkeypatch):
     growth = script("growth")
     assert growth.slope((1, 2, 4), [3.0, 12.0, 48.0]) == pytest.approx(2.0)
     results = tmp_path / "rows.jsonl"
-    assert growth.main(["--smoke", "--axes=rows,beams", "--rounds=1", f"--results={results}"]) == 0
-    trained, decoded = (json.loads(line) for line in results.read_text().splitlines())
+    assert growth.main(["--smoke", "--axes=rows", "--rounds=1", f"--results={results}"]) == 0
+    (trained,) = (json.loads(line) for line in results.read_text().splitlines())
     assert trained["counted"][0] == pytest.approx(
         trained["counted"][1]
     )  # a token's operations do not depend on the rows
-    assert "counted" not in decoded and len(decoded["microseconds"]) == 2
+    decoded = {
+        "axis": "beams",
+        "sizes": [1, 2],
+        "microseconds": [3.0, 5.0],
+        "exponent": 0.7,
+        "last": 0.7,
+        "spread": 0.1,
+    }
     with results.open("a") as file:
+        file.write(json.dumps(decoded) + "\n")
         file.write(json.dumps({"family": "encoder", "formula": 1.0e9, "counted": 2.0e9, "xla": 2.5e9}) + "\n")
     monkeypatch.setattr(growth, "PAGE", tmp_path / "page.md")
     (tmp_path / "page.md").write_text("<!-- growth: begin --><!-- growth: end -->")
     assert growth.main(["--page", f"--results={results}"]) == 0
     text = (tmp_path / "page.md").read_text()
-    assert "| training | rows" in text and "| encoder | 1.0 | 2.0 | 2.5 | 0.800 | 0.400 |" in text
+    assert "| training | rows" in text and "| decoding | beams 1, 2 | 3, 5 | 0.70, 0.70 |  | 10% |" in text
+    assert "| encoder | 1.0 | 2.0 | 2.5 | 0.800 | 0.400 |" in text
