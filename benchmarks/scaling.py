@@ -124,7 +124,9 @@ Extrapolated from the compiled collectives, rows on each chip kept the same. Par
 all chips (fsdp), so a chip gathers and reduce-scatters every layer: p (n - 1) / n bytes of a layer of p bytes on n
 chips, which hardly grows from n = 16 on. Compute on a chip does not change. So inside a slice the bytes of the compiled
 rows are scaled by (n - 1) / n, and a closed ring of links sends them at one rate, whatever its length; slices too small
-to be closed (v5e below 256 chips, v5p below 64) have half of it. {check}
+to be closed (v5e below 256 chips, v5p below 64) have half of it. {check} On 16 chips the compiler writes
+most gathers and scatters as chains of collective-permutes beside the products, which send up to twice as much in all,
+so those rows do not follow the rule.
 
 A v5e slice has at most 256 chips. Beyond, each slice keeps a whole copy, divided over its 256 chips, and gradients are
 added between slices over the data centre's network: 2 (s - 1) / s x 4 bytes x parameters / 256 from each chip of s
