@@ -33,7 +33,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxformer report --workdir=$(RUN)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadfile $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal $(TESTS)
 
 # Every reference checkpoint in ../shared/hf_goldens, in everything it holds; does nothing without them.
 goldens: $(VENV)/.installed
