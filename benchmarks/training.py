@@ -156,8 +156,9 @@ def ratio(theirs: list[tuple[float, float]], ours: list[tuple[float, float]]) ->
 
 
 def command() -> str:
-    """What was typed, whoever's interpreter it named."""
-    words = ["--peer=PYTHON" if word.startswith("--peer=") else word for word in sys.argv[1:]]
+    """What was typed, whoever's interpreter it named and wherever the row went."""
+    given = [word for word in sys.argv[1:] if not word.startswith("--output=")]
+    words = ["--peer=PYTHON" if word.startswith("--peer=") else word for word in given]
     return " ".join(["python benchmarks/training.py", *words])
 
 

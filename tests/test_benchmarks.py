@@ -239,17 +239,10 @@ def test_costs_are_measured_as_work_grows(tmp_path, monkeypatch):
     results = tmp_path / "rows.jsonl"
     assert growth.main(["--smoke", "--axes=rows", "--rounds=1", f"--results={results}"]) == 0
     (trained,) = (json.loads(line) for line in results.read_text().splitlines())
-    assert trained["counted"][0] == pytest.approx(
-        trained["counted"][1]
-    )  # a token's operations do not depend on the rows
-    decoded = {
-        "axis": "beams",
-        "sizes": [1, 2],
-        "microseconds": [3.0, 5.0],
-        "exponent": 0.7,
-        "last": 0.7,
-        "spread": 0.1,
-    }
+    one, two = trained["counted"]  # a token's operations do not depend on the rows
+    assert one == pytest.approx(two)
+    decoded = {"axis": "beams", "sizes": [1, 2], "microseconds": [3.0, 5.0]}
+    decoded |= {"exponent": 0.7, "last": 0.7, "spread": 0.1}
     with results.open("a") as file:
         file.write(json.dumps(decoded) + "\n")
         file.write(json.dumps({"family": "encoder", "formula": 1.0e9, "counted": 2.0e9, "xla": 2.5e9}) + "\n")

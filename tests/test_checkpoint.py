@@ -343,7 +343,7 @@ def test_checkpoints_describe_themselves_and_a_relative_workdir_works(tmp_path, 
 
 
 # Arrays whose writing ends after Orbax has given up report to an event loop that is closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(r"ignore:(?s).*Event loop is closed:pytest.PytestUnraisableExceptionWarning")
 def test_failed_saves_surface_and_leave_the_earlier_checkpoint(tmp_path):
     """A limit on file sizes stands in for a full disk."""
     resource = pytest.importorskip("resource")

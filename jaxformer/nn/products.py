@@ -20,9 +20,7 @@ def dot(
 ) -> Float[Array, "..."]:
     """Contracts the last `inputs` axes of `x` with the first `inputs` axes of `kernel`, in the dtype of `x`.
 
-    A kernel of integers has no gradient.
-
-    `bias`, of the shape of the kernel's other axes, is added.
+    `bias`, of the shape of the kernel's other axes, is added. A kernel of integers has no gradient.
     """
     if cpu.serves(x):
         return cpu.dot(x, kernel, inputs, bias)

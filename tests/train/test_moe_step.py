@@ -58,8 +58,8 @@ def test_microbatches_with_the_same_tokens_equal_one_batch_of_them_all():
 
 
 def test_five_losses_on_a_mesh_equal_those_on_one_device():
-    ffn = FeedForwardConfig(width=16, gated=True)
-    model = builders.decoder(moe=MoEConfig(4, 2, capacity=0.7, shared=1), ffn=ffn)
+    ffn = FeedForwardConfig(width=16, gated=True, dropout=0.1)
+    model = builders.decoder(moe=MoEConfig(4, 2, capacity=0.7, shared=1), ffn=ffn, dropout=0.1)
     model = dataclasses.replace(
         model, decoder=dataclasses.replace(model.decoder, embed=dataclasses.replace(model.decoder.embed, vocab=16))
     )
