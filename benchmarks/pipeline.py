@@ -2,7 +2,6 @@
 
     python benchmarks/pipeline.py --data=DIR [--recipes=multi30k_tiny,shakespeare_char] [--rounds=5]
     python benchmarks/pipeline.py --page       only writes the table of docs/performance.md
-    python benchmarks/pipeline.py --smoke      one small recipe on embedded data
 
 DIR holds multi30k_en_de/, wikitext2/ and tiny_shakespeare/. For each recipe three programs take turns (see turns.py):
 one reads its data from nothing, with an empty cache, learns the tokenizer and makes the batches of an epoch; one makes
@@ -51,7 +50,7 @@ def prepared(recipe: str, folder: str, cache: str) -> tuple[Any, Any, dict[str, 
     from jaxformer.train import loop
 
     edited = overrides.load(str(ROOT / "configs" / f"{recipe}.py"))
-    edited.data.cache, edited.data.dir = cache, folder or edited.data.dir
+    edited.data.cache, edited.data.dir = cache, folder
     config = overrides.freeze(edited)
     begun = time.perf_counter()
     dataset = sources.build(config.data)
@@ -169,7 +168,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", default="")
     parser.add_argument("--recipes", default=",".join(FOLDERS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -179,16 +177,16 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if not flags.page:
         print(" | ".join(COLUMNS))
-        for recipe in ["quickstart"] if flags.smoke else flags.recipes.split(","):
-            folder = "" if flags.smoke else str(Path(flags.data).resolve() / FOLDERS[recipe])
-            row = measure(recipe, folder, *((1, 3, 1) if flags.smoke else (flags.rounds, BATCHES, STEPS)))
+        for recipe in flags.recipes.split(","):
+            folder = str(Path(flags.data).resolve() / FOLDERS[recipe])
+            row = measure(recipe, folder, flags.rounds, BATCHES, STEPS)
             print(" | ".join(cells(row)), flush=True)
             with flags.results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
     rows = {row["recipe"]: row for row in map(json.loads, flags.results.read_text().splitlines())}
     if flags.page:
         pages.put(PAGE, "pipeline", pages.table(COLUMNS, [cells(row) for row in rows.values()]))
-    return 0 if flags.smoke else int(any(row["times"] < TIMES for row in rows.values()))
+    return int(any(row["times"] < TIMES for row in rows.values()))
 
 
 if __name__ == "__main__":
