@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Callable
 
@@ -15,15 +16,30 @@ from jaxformer.nn.products import dot
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Stream
 
+
+def activation(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """`function` in float32, of which nothing but its argument waits for the backward pass.
+
+    Left to autodiff, every factor of a GELU's derivative would wait, each as large as the feed-forward's hidden
+    activations; to compute them again takes less time on a CPU than to write and read them.
+    """
+
+    @jax.checkpoint
+    def act(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        return function(x.astype(jnp.float32)).astype(x.dtype)
+
+    return act
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "relu": jax.nn.relu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,  # this one and others without `activation`: the derivative follows from the result
+    "gelu": activation(lambda x: jax.nn.gelu(x, approximate=False)),
+    "gelu_tanh": activation(lambda x: jax.nn.gelu(x, approximate=True)),
+    "gelu_sigmoid": activation(lambda x: x * jax.nn.sigmoid(1.702 * x)),
+    "silu": activation(jax.nn.silu),
     "tanh": jnp.tanh,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-    "mish": jax.nn.mish,
+    "mish": activation(jax.nn.mish),
     "sigmoid": jax.nn.sigmoid,
 }
 
@@ -114,15 +130,27 @@ class Norm(nn.Module):
             return x
         if config.kind == "batch":
             return BatchNorm(config.epsilon, config.momentum, name="batch")(x, visible)
-        y = x.astype(jnp.float32)
-        if config.kind == "layer":
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.epsilon)
         init = nn.with_logical_partitioning(nn.initializers.constant(1.0 - config.offset), (None,))
-        y = y * (self.param("scale", init, (width,)) + config.offset)
+        scale, bias = self.param("scale", init, (width,)) + config.offset, None
         if config.kind == "layer" and config.bias:
-            y = y + self.param("bias", nn.with_logical_partitioning(nn.initializers.zeros_init(), (None,)), (width,))
-        return y.astype(x.dtype)
+            bias = self.param("bias", nn.with_logical_partitioning(nn.initializers.zeros_init(), (None,)), (width,))
+        return normalised(x, scale, bias, config.kind == "layer", config.epsilon)
+
+
+@functools.partial(jax.checkpoint, static_argnums=(3, 4))
+def normalised(
+    x: Float[Array, "*batch D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None,
+    centred: bool,
+    epsilon: float,
+) -> Float[Array, "*batch D"]:
+    """`x` over its root mean square, about its mean if `centred`; only the arguments wait for the backward pass."""
+    y = x.astype(jnp.float32)
+    if centred:
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon) * scale
+    return (y if bias is None else y + bias).astype(x.dtype)
 
 
 class BatchNorm(nn.Module):
