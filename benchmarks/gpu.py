@@ -77,7 +77,7 @@ def decoder(recipe: tuple[str, ...], length: int, rows: int) -> tuple[str, ...]:
 BASE = (f"--config={CONFIGS}/transformer_base.py", *LEARN, "--config.data.buckets=()", "--config.model.dtype=bfloat16")
 STILL = tuple(f"--config.model.{side}.{part}dropout=0" for side in ("encoder", "decoder") for part in ("", "embed."))
 CHUNK = ("--config.model.head.chunk=4096",)
-# Norms and activations save several arrays a layer for the backward; recomputing all but products writes far less.
+# Saves what products give and nothing beside; the rest of a layer is computed again.
 REMAT = (f"{STACK}.remat=minimal",)
 # Of the loss curves: small, so that float32 without the fast units takes no time.
 CURVE = decoder(SMALL, 256, 16) + (

@@ -127,7 +127,14 @@ def serve(step: Callable[[], float], about: dict, last: Callable[[], dict] = dic
 
 
 def products(shape: Shape) -> list[tuple[int, int, int]]:
-    """(rows, inputs, outputs) of every dense layer of a decoder or encoder: what its step cannot do without."""
+    """(rows, inputs, outputs) of every dense layer that sees all slots at once: what a step cannot do without.
+
+    Those inside a recurrent network's loop over time are left out.
+    """
     n, d = shape.rows * shape.length, shape.width
-    layer = [(n, d, d)] * 4 + [(n, d, shape.inner), (n, shape.inner, d)]
-    return layer * shape.layers + [(n, d, shape.vocab)]
+    top = [(n, d, shape.vocab)]
+    if shape.family == "rnn":
+        return [(n, d, 2 * d), (n, d, 2 * d), (n, d, d), (n, d, 4 * d), (n, 2 * d, d), *top]
+    attention, ffn = [(n, d, d)] * 4, [(n, d, shape.inner), (n, shape.inner, d)]
+    sides = [attention + ffn, 2 * attention + ffn] if shape.family == "seq2seq" else [attention + ffn]
+    return [size for side in sides for size in side * shape.layers] + top
