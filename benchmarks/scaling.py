@@ -193,6 +193,9 @@ def page(found: dict[str, dict]) -> str:
     missing = [case.name for case in CASES if case.name not in found]
     if missing:
         text += f"\nNot compiled yet: {', '.join(missing)}.\n"
+    for row in [row for row in models if not row["seconds"]]:
+        least = 8 * row["parameters"] / row["devices"] / 2**30
+        text += f"\n{row['case']}: parameters and their gradients alone, in float32, are {least:.1f} GiB a chip.\n"
     bases = [row for row in models if row["seconds"] and row["slice"] in ("v5e-256", "v5p-128")]
     bases = [row for row in bases if set(row["mesh"]) == {"fsdp"}]
     if bases:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def script(name: str):
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their own module up
     spec.loader.exec_module(module)
     return module
 
@@ -204,6 +205,17 @@ def test_a_table_takes_the_place_of_the_last_one(tmp_path):
         pages.put(page, "speed", pages.table(("what",), [(number,)]))
     marks = ("<!-- speed: begin -->", "<!-- speed: end -->")
     assert page.read_text() == f"above\n{marks[0]}\n\n| what |\n| --- |\n| 2 |\n\n{marks[1]}\nbelow\n"
+
+
+@pytest.mark.parametrize("name", ["training", "decoding", "pipeline", "growth", "scaling"])
+def test_the_page_says_what_the_rows_say(name, tmp_path, monkeypatch):
+    benchmark = script(name)
+    written, copy = benchmark.PAGE.read_text(), tmp_path / "page.md"
+    copy.write_text(written)
+    monkeypatch.setattr(benchmark, "PAGE", copy)
+    monkeypatch.setattr(sys, "argv", [name, "--page"])
+    assert benchmark.main() == 0
+    assert copy.read_text() == written
 
 
 def test_pipelines_are_timed_beside_their_models(tmp_path, monkeypatch, capsys):
