@@ -145,7 +145,10 @@ def normalised(
     centred: bool,
     epsilon: float,
 ) -> Float[Array, "*batch D"]:
-    """`x` over its root mean square, about its mean if `centred`; only the arguments wait for the backward pass."""
+    """`x` over its root mean square (about its mean if `centred`) x `scale` + `bias`.
+
+    Only the arguments wait for the backward pass.
+    """
     y = x.astype(jnp.float32)
     if centred:
         y = y - jnp.mean(y, axis=-1, keepdims=True)

@@ -6,11 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.config import AttentionConfig, NormConfig
-from jaxformer.nn import kernels
+from jaxformer.config import NormConfig
 from jaxformer.nn.layers import ACTIVATIONS, Norm
-from jaxformer.nn.masks import Mask
-from jaxformer.types import Slots
 
 LEAN = ("gelu", "gelu_tanh", "gelu_sigmoid", "silu", "mish")
 
@@ -57,13 +54,3 @@ def test_a_norm_keeps_its_argument(kind, dtype):
     params = norm.init(jax.random.key(0), x)
     scale_and_bias = 2 * 64 * 4
     assert sum(leaf.nbytes for leaf in kept(norm.apply, params, x)) <= x.nbytes + scale_and_bias
-
-
-def test_dense_attention_keeps_no_table_of_who_sees_whom():
-    q = normal(2, 16, 4, 8)
-    ids = jnp.arange(16)[None].repeat(2, 0)
-    mask = Mask(*[Slots(ids, jnp.ones_like(ids))] * 2, causal=True, own=True)
-    attend = kernels.get("dense").apply
-    arrays = kept(lambda q, k, v: attend(q, k, v, mask, None, None, AttentionConfig(heads=4)), q, q, q)
-    assert any(leaf.size == 2 * 4 * 16 * 16 for leaf in arrays)  # the probabilities
-    assert all(leaf.size < 2 * 4 * 16 * 16 for leaf in arrays if leaf.dtype == bool)

@@ -37,8 +37,7 @@ def _probabilities(
     scores = scores.reshape(batch, heads, length, -1)
     if score is not None:
         scores = scores + score.function(score.args, q, k, mask.query.position, mask.key.position)
-    # Added and not selected: a sum keeps no table of which pairs to send gradients to, and theirs are 0 as they are.
-    probs = jax.nn.softmax(scores + jnp.where(see, 0.0, HIDDEN)[:, None], axis=-1)
+    probs = jax.nn.softmax(jnp.where(see[:, None], scores, HIDDEN), axis=-1)
     return probs if noise is None else noise.drop(probs)
 
 
@@ -58,7 +57,7 @@ def attend(
     folded = probs.reshape(batch, v.shape[2], -1, slots)
     o = jnp.einsum("bgrs,bsgk->bgrk", folded, v, preferred_element_type=jnp.float32)
     o = jnp.moveaxis(o.reshape(batch, heads, length, -1), 2, 1)
-    return (o * jnp.any(see, axis=-1)[:, :, None, None]).astype(q.dtype)
+    return jnp.where(jnp.any(see, axis=-1)[:, :, None, None], o, 0.0).astype(q.dtype)
 
 
 KERNEL = Kernel(attend)
