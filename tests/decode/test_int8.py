@@ -89,7 +89,7 @@ def test_decoding_is_that_of_the_rounded_weights():
     end = engine.Vocabulary(eos=(2,), pad=0, start=1)
     runs = {}
     for weights, given in (("int8", variables), ("float", restored(module, variables))):
-        config = DecodeConfig(max_length=6, batch=4, weights=weights)
+        config = DecodeConfig(method="beam", beams=3, max_length=6, weights=weights)
         runs[weights] = engine.run(module, given, prompts, config, end)
     for a, b in zip(runs["int8"], runs["float"], strict=True):
         assert a[0].tokens.tolist() == b[0].tokens.tolist()
