@@ -16,8 +16,7 @@ Textbook minimum, in bytes that one of n devices sends, f = (n - 1) / n, paramet
              + 8 f / n * L B T D                 (Jacobs et al. 2023, section 3)
 
 What fsdp leaves whole (norms, biases) adds its gradient's all-reduce. The CPU's program sends more than the TPU's: it
-reduces the three gradients of a projection's common input (query, key, value) one by one, where the TPU's compiler adds
-them up first, and it gathers kernels in float32, where the TPU multiplies, and so gathers, bfloat16.
+gathers kernels in float32, where the TPU multiplies, and so gathers, bfloat16.
 """
 
 from __future__ import annotations

@@ -55,6 +55,16 @@ def test_a_mesh_of_pipeline_fsdp_and_tensor_trains_and_decodes_as_one_device(tmp
     assert row["share"]["params"] < 0.25 and not row["rematerialised"]
 
 
+@pytest.mark.parametrize("name", ["data 8", "fsdp 8", "tensor 8", "ring 8", "ulysses 8"])
+def test_a_step_sends_little_more_than_the_textbook(name, tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    script("collectives").main([f"--mesh={name}", "--layers=2", f"--output={output}"])
+    row = json.loads(output.read_text())
+    assert row["mesh"] == name and row["sent"] == sum(row["kinds"].values())
+    assert 0.5 < row["ratio"] < 1.25
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
 def test_a_gpu_is_measured_by_one_command(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
     assert script("gpu").main(["--toy", f"--output={output}"]) == 0, capsys.readouterr().out

@@ -13,7 +13,7 @@ from jaxformer.config import AttentionConfig, EncodingConfig
 from jaxformer.nn import encodings, kernels, remat
 from jaxformer.nn.cache import Cache, KeyValues
 from jaxformer.nn.kernels import Noise, Score, dense
-from jaxformer.nn.layers import Dense, Norm
+from jaxformer.nn.layers import Dense, Norm, fan_out
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
@@ -75,11 +75,13 @@ class Attention(nn.Module):
           The output and the written cache (None without one).
         """
         encoding = encodings.get(self.encoding.kind) if memory is None else encodings.Encoding()
-        q = remat.name(self.query(x), "query")
-        if isinstance(memory, KeyValues):
-            k, v = memory.by_slot()
+        if memory is None:
+            q, k, v = fan_out(x, self.query, self.key, self.value)
+            k, v = self.named(k, v)
         else:
-            k, v = self.project(x if memory is None else memory)
+            q = self.query(x)
+            k, v = memory.by_slot() if isinstance(memory, KeyValues) else self.project(memory)
+        q = remat.name(q, "query")
         if self.config.norm is not None:
             q = self.query_norm(q)
         if encoding.layer is not None:
@@ -118,7 +120,13 @@ class Attention(nn.Module):
 
     def project(self, memory: Float[Array, "B S D"]) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
         """Keys and values of `memory`, so that decoding projects it once."""
-        k, v = remat.name(self.key(memory), "key"), remat.name(self.value(memory), "value")
+        return self.named(*fan_out(memory, self.key, self.value))
+
+    def named(
+        self, k: Float[Array, "B S G K"], v: Float[Array, "B S G K"]
+    ) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+        """Keys, normalised if that is asked for, and values, named for rematerialisation."""
+        k, v = remat.name(k, "key"), remat.name(v, "value")
         return k if self.config.norm is None else self.key_norm(k), v
 
     def weigh(

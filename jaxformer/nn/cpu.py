@@ -7,6 +7,8 @@ float32 results, x^T is written out before it is multiplied, and biases are adde
 
 A bfloat16 product with a float32 result that is transposed is turned into one that neither version can run. Barriers
 keep results from what is done with them, and a small program is tried first.
+
+On several simulated devices products are plain ones, but for `joined`, for which there is a reason of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +33,17 @@ def serves(x: Float[Array, "..."]) -> bool:
     current = jax.sharding.get_abstract_mesh()
     alone = current.empty or current.size == 1
     return alone and mesh.platform() == "cpu" and x.dtype in (jnp.float32, jnp.bfloat16) and _works(x.dtype.name)
+
+
+def exchanges_apart(size: int) -> bool:
+    """Whether devices would exchange their parts of a gradient once for every product that x is a factor of.
+
+    Where the mesh divides products by output features, of which the axis has `size`, no device has the whole gradient
+    of x. The TPU's compiler adds the parts of all products up before they are exchanged, the CPU's does not.
+    """
+    current = jax.sharding.get_abstract_mesh()
+    ways = 1 if current.empty else current.shape.get("tensor", 1)
+    return ways > 1 and size % ways == 0 and mesh.platform() == "cpu"
 
 
 def dot(
@@ -90,6 +103,41 @@ def _product(a: Float[Array, "_ _"], b: Float[Array, "_ _"], axis: int, of_b: in
 def _transposed(x: Float[Array, "N M"]) -> Float[Array, "M N"]:
     """x^T in memory. The extra axis hides from the compiler that it could be multiplied without being written out."""
     return jax.lax.optimization_barrier(jnp.moveaxis(x[:, None], -1, 0)).reshape(x.shape[::-1])
+
+
+@jax.custom_vjp
+def joined(
+    x: Float[Array, "*batch D"], kernels: tuple[Float[Array, "D ..."], ...], ys: tuple[Float[Array, "*batch ..."], ...]
+) -> tuple[Float[Array, "*batch ..."], ...]:
+    """`ys`, the products of `x` with each of `kernels`, whose gradients with respect to `x` are one product.
+
+    Only x gets a gradient here: `ys` are to be computed from an x that is held constant, with the same kernels. The
+    second axis of a kernel, which the mesh divides, is a multiple of the shortest one.
+    """
+    return ys
+
+
+def _joined_forward(x, kernels, ys):
+    return ys, (x, kernels)
+
+
+def _joined_backward(kept: tuple, dys: tuple[Float[Array, "*batch ..."], ...]) -> tuple:
+    x, kernels = kept
+    groups = min(kernel.shape[1] for kernel in kernels)
+    kernel = jnp.concatenate([_grouped(kernel.astype(x.dtype), 1, groups) for kernel in kernels], axis=1)
+    dy = jnp.concatenate([_grouped(dy, x.ndim - 1, groups) for dy in dys], axis=-3)
+    dx = jnp.einsum("...rgk,drgk->...d", dy, kernel)
+    return dx, jax.tree.map(jnp.zeros_like, kernels), dys
+
+
+joined.defvjp(_joined_forward, _joined_backward)
+
+
+def _grouped(array: Float[Array, "..."], axis: int, groups: int) -> Float[Array, "*_ R G K"]:
+    """`[..., G R, ...]`, of which `axis` is the one of G groups with R members each, as `[..., R, G, K]`."""
+    *outer, size = array.shape[: axis + 1]
+    array = array.reshape(*outer, groups, size // groups, math.prod(array.shape[axis + 1 :]))
+    return jnp.swapaxes(array, -3, -2)
 
 
 @functools.cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 from flax import linen as nn
 from jaxtyping import Float
 
 from jaxformer.config import FeedForwardConfig
 from jaxformer.nn import remat
-from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout
+from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout, fan_out
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
 
@@ -26,12 +28,12 @@ class FeedForward(nn.Module):
         config = self.config
         inner = config.width or 4 * self.width
         activation = ACTIVATIONS[config.activation]
-        y = Dense((self.width, inner), ("embed", "ffn"), bias=config.bias, name="in")(x)
+        widen = functools.partial(Dense, (self.width, inner), ("embed", "ffn"), bias=config.bias)
         if config.gated:
-            gate = Dense((self.width, inner), ("embed", "ffn"), bias=config.bias, name="gate")(x)
+            y, gate = fan_out(x, widen(name="in"), widen(name="gate"))
             y = activation(gate) * y
         else:
-            y = activation(y)
+            y = activation(widen(name="in")(x))
         y = remat.name(constrain(y, "batch", "length", "act_ffn"), "hidden")
         y = Dropout(config.dropout)(y)
         return Dense((inner, self.width), ("ffn", "embed"), bias=config.bias, name="out")(y)

@@ -12,6 +12,7 @@ from flax import linen as nn
 from jaxtyping import Bool, Float, Float32, Key, Num
 
 from jaxformer.config import EmbedConfig, NormConfig
+from jaxformer.nn import cpu
 from jaxformer.nn.products import dot
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Stream
@@ -78,6 +79,14 @@ class Dense(nn.Module):
             return dot(x, kernel, self.inputs, bias)
         y = dot(x, kernel, self.inputs) * self.get_variable("params", "kernel_scale").astype(x.dtype)
         return y if bias is None else y + bias.astype(y.dtype)
+
+
+def fan_out(x: Float[Array, "*batch D"], *maps: Dense) -> tuple[Float[Array, "*batch ..."], ...]:
+    """Each of `maps` of the same `x`."""
+    if not cpu.exchanges_apart(min(each.shape[1] for each in maps)):
+        return tuple(each(x) for each in maps)
+    ys = tuple(each(jax.lax.stop_gradient(x)) for each in maps)
+    return cpu.joined(x, tuple(nn.meta.unbox(each.variables["params"]["kernel"]) for each in maps), ys)
 
 
 class Dropout(nn.Module):

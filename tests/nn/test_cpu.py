@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from jaxformer.config import MeshConfig
 from jaxformer.nn import cpu, products
+from jaxformer.nn.layers import Dense, fan_out
 from jaxformer.parallel import mesh as meshes
+from jaxformer.parallel import rules
+from jaxformer.parallel.collectives import collectives
 
 
 def arrays(dtype: str, kernel: tuple[int, ...], inputs: int, bias: bool):
@@ -53,6 +57,45 @@ def test_only_one_cpu_uses_them():
         assert jax.jit(lambda x: x if cpu.serves(x) else None)(x) is not None
     with jax.set_mesh(meshes.make(MeshConfig(data=-1))):
         assert not cpu.serves(x)
+
+
+class Projections(nn.Module):
+    """Maps of one input, with so many heads each."""
+
+    heads: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        return fan_out(
+            x, *(Dense((8, each, 3), ("embed", "heads", "head"), name=f"{i}") for i, each in enumerate(self.heads))
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [(8, 4, 4), (4, 4), (8, 2, 2)])  # two heads stay whole on each of four devices
+def test_maps_of_one_input_exchange_the_sum_of_its_gradients(dtype, heads):
+    module = Projections(heads)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6, 8)), dtype)
+    boxed = module.init(jax.random.key(0), x)
+    params = nn.meta.unbox(boxed)
+
+    def pulled(params, x):
+        ys, pull = jax.vjp(module.apply, params, x)
+        return ys, pull(jax.tree.map(jnp.cos, ys))
+
+    alone = jax.jit(pulled)(params, x)
+    mesh = meshes.make(MeshConfig(data=2, tensor=4))
+    with jax.set_mesh(mesh):
+        assert cpu.exchanges_apart(min(heads)) == (min(heads) > 2)
+        places = rules.shardings(jax.eval_shape(lambda: boxed), mesh), rules.batch_sharding(mesh, x.shape)
+        program = jax.jit(lambda *given: pulled(*given)).lower(*jax.device_put((params, x), places)).compile()
+        divided = program(*jax.device_put((params, x), places))
+    sent = [each for each in collectives(program.as_text()) if each.axes(mesh.shape) == ("tensor",)]
+    assert len(sent) == 1 and sent[0].payload == x[:2].astype(np.float32).nbytes
+    for a, b in zip(*map(jax.tree.leaves, (alone, divided)), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        error = np.abs(a.astype(np.float32) - b.astype(np.float32)).max()
+        assert error <= (2e-6 if dtype == "float32" else 2e-2) * np.abs(a.astype(np.float32)).max()
 
 
 @pytest.mark.parametrize("error", [1.0, RuntimeError("Unsupported element type")])
