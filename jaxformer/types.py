@@ -138,8 +138,11 @@ class Collecting(Growing, Protocol):
         """The most slots that an active row still reads."""
         ...
 
-    def collect(self, active: Bool[Array, " B"]) -> Self:
-        """The state with `needed(active)` slots in use; rows that are not active may lose all of theirs."""
+    def collect(self, active: Bool[Array, " B"], length: int) -> Self:
+        """The state with `needed(active)` slots in use and room for `length`, not fewer.
+
+        Rows that are not active may lose all of theirs.
+        """
         ...
 
 

@@ -20,6 +20,8 @@ from jaxformer.types import Collecting, PyTree, Refilling
 
 SHARE = 4
 """One of so many places must be free; as many prompts are then read together."""
+SPARE = 4
+"""One in so many of the slots for new tokens must be free where a batch goes on."""
 WASTE = 4
 """What has fewer slots than one in so many of a batch's is not read into it: it would pay for all of them."""
 
@@ -112,7 +114,7 @@ class Lane:
             self.index[done] = self.FREE
         self.used += int(self.status.passes) * self.room.slots
         if self.busy and self._passes() < 1:
-            self._make_room(int(self.status.needed))
+            self._make_room(int(self.status.needed) if isinstance(self.now.state, Collecting) else self.used)
 
     def _passes(self) -> int:
         """That there is room for."""
@@ -120,13 +122,15 @@ class Lane:
         return (self.room.total(self.size) - self.used) // slots if slots else self.room.sizes[-1]
 
     def _make_room(self, needed: int) -> None:
-        """By dropping slots that nobody reads, if that frees half of those that are not the prompt's; else by more."""
-        free, last = self.room.total(self.size) - needed, self.size == self.room.sizes[-1]
-        if isinstance(self.now.state, Collecting) and (last or 2 * free >= self.size * self.room.slots):
-            self.now, self.used = self.now._replace(state=self.programs.collect(self.now)), needed
+        """By dropping slots that nobody reads, in the smallest size of which enough are free then."""
+        room = self.room
+        enough = (size for size in room.sizes if SPARE * (room.total(size) - needed) >= size * room.slots)
+        self.size = next(enough, room.sizes[-1])
+        if needed < self.used:
+            state, self.used = self.programs.collect(self.now, room, self.size), needed
         else:
-            self.size = self.room.sizes[self.room.sizes.index(self.size) + 1]
-            self.now = self.now._replace(state=self.programs.grow(self.now.state, self.room, self.size))
+            state = self.programs.grow(self.now.state, room, self.size)
+        self.now = self.now._replace(state=state)
 
     def refill(self, waiting: Waiting) -> None:
         """Reads the next prompts into what is free."""

@@ -130,10 +130,10 @@ class Programs:
         needed = state.needed(self._active(search, state)) if isinstance(state, Collecting) else jnp.int32(0)
         return Now(search, state), everywhere(Status(self.method.finished(search, self.config), count, needed))
 
-    @functools.partial(jax.jit, static_argnums=(0,))
-    def collect(self, now: Now) -> State:
-        """The state without slots that nobody reads any more."""
-        return now.state.collect(self._active(*now))
+    @functools.partial(jax.jit, static_argnums=(0, 2, 3))
+    def collect(self, now: Now, room: Room, size: int) -> State:
+        """The state without slots that nobody reads any more, with room for `size` new tokens of an empty one."""
+        return now.state.collect(self._active(*now), room.total(size))
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 3))
     def grow(self, state: State, room: Room, size: int) -> State:

@@ -147,16 +147,19 @@ class TransformerState:
         """The most slots that an active row still reads."""
         return jnp.max(jnp.sum(self._read() & active[:, None], axis=1))
 
-    def collect(self, active: Bool[Array, " B"]) -> TransformerState:
-        """The state without slots that nobody reads; rows that are not active may lose all of theirs."""
-        order = jnp.argsort(~self._read(), axis=1, stable=True)
+    def collect(self, active: Bool[Array, " B"], length: int) -> TransformerState:
+        """The state without slots that nobody reads, in all `length` slots, which those that are read must fit in.
+
+        Rows that are not active may lose all of theirs.
+        """
+        order = jnp.argsort(~self._read(), axis=1, stable=True)[:, :length]
 
         def pick(axis: int, x: Array) -> Array:
             rows = max(x.ndim - 4, 0)  # keys and values may be those of a stack
             others = [i for i in range(x.ndim) if i not in (rows, x.ndim + axis)]
             return jnp.take_along_axis(x, jnp.expand_dims(order, others), axis=axis)
 
-        return self._slots(pick).replace(index=self.needed(active))
+        return self._slots(pick).grow(length).replace(index=self.needed(active))
 
     def branch(self, count: int) -> TransformerState:
         """The state with `count` branches of every row, all with the row's past."""

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxformer.config import (
     RecurrentConfig,
     StackConfig,
 )
-from jaxformer.decode import engine, growing, programs
+from jaxformer.decode import engine, growing, lanes, programs
 from jaxformer.decode.batching import stack
 from jaxformer.models import build
 
@@ -162,7 +163,7 @@ def test_forward_calls_a_method():
 @pytest.mark.parametrize(("name", "method"), PAIRS)
 def test_results_do_not_depend_on_batch_mates_padding_order_or_the_cache_s_growth(name, method, monkeypatch):
     """23 prompts whose outputs end at different lengths, in 4 places, each taken by another as soon as it is free; a
-    cache that grows while rows of all ages read it."""
+    cache that grows and shrinks while rows of all ages read it."""
     given = prompts(name, 23)
     # No token twice, so that they do end, and what was said before counts.
     config = dataclasses.replace(METHODS[method], max_length=12, no_repeat_ngram=1)
@@ -170,15 +171,19 @@ def test_results_do_not_depend_on_batch_mates_padding_order_or_the_cache_s_growt
     alone = [run(name, [x], config, buckets=(12,), rows=[i], vocabulary=ends)[0] for i, x in enumerate(given)]
     assert len({len(hypotheses[0].tokens) for hypotheses in alone}) > 2
     assert len({tuple(hypotheses[0].tokens) for hypotheses in alone}) > 2
-    monkeypatch.setattr(growing, "FIRST", 6)
+    monkeypatch.setattr(growing, "FIRST", 3 * (2 if method == "beam" else 1))
+    rooms, make = [], lanes.Lane._make_room
+    monkeypatch.setattr(lanes.Lane, "_make_room", lambda lane, needed: make(lane, needed) or rooms.append(lane.size))
     calls, put = [], programs.Programs.put
     monkeypatch.setattr(programs.Programs, "put", lambda *given: calls.append(1) or put(*given))
     # One at a time, all but those that began a lane, and those of one token, which wait for batches of their own.
     short = sum(len(next(iter(prompt.values()))) == 1 for prompt in given)
-    for lanes, order in ((1, np.arange(23)), (2, np.random.default_rng(1).permutation(23))):
-        monkeypatch.setattr(engine, "LANES", lanes)
+    for count, order in ((1, np.arange(23)), (2, np.random.default_rng(1).permutation(23))):
+        monkeypatch.setattr(engine, "LANES", count)
         calls.clear()
         moved = [given[i] for i in order]
         options = {"buckets": (16,), "rows": order, "vocabulary": ends}
         assert_same(run(name, moved, dataclasses.replace(config, batch=4), **options), [alone[i] for i in order])
-        assert len(calls) >= 23 - 4 * lanes - short
+        assert len(calls) >= 23 - 4 * count - short
+    changes = {bool(after > before) for before, after in itertools.pairwise(rooms) if after != before}
+    assert changes == (set() if name == "recurrent" else {True, False})  # the room grew, and was small again

@@ -163,10 +163,13 @@ def test_branches_share_a_row_and_compute_as_if_alone(family, kind):
     _, state = step(variables, tokens[0], first)
     _, state = step(variables, tokens[1], state.follow(parents))
     followed = state.follow(parents)
-    dropped = jax.jit(lambda state: state.collect(np.ones(2, bool)))(followed)
-    assert int(dropped.index) < int(followed.index)  # what nobody reads any more
-    logits, rest = (step(variables, tokens[2], each)[0] for each in (followed, dropped))
-    chex.assert_trees_all_close(logits, rest, rtol=2e-5, atol=2e-6)
+    needed = int(followed.needed(np.ones(2, bool)))
+    assert needed < int(followed.index)  # there is what nobody reads any more
+    logits, _ = step(variables, tokens[2], followed)
+    for length in (needed + 3, 3 + 3 * 5):  # fewer slots than there are, and more
+        dropped = jax.jit(lambda state: state.collect(np.ones(2, bool), length))(followed)  # noqa: B023
+        assert int(dropped.index) == needed and dropped.slots.segment.shape[1] == length
+        chex.assert_trees_all_close(logits, step(variables, tokens[2], dropped)[0], rtol=2e-5, atol=2e-6)
     again = np.take_along_axis(parents, parents, axis=1)
     texts = np.stack([np.take_along_axis(tokens[0], again, 1), np.take_along_axis(tokens[1], parents, 1), tokens[2]], 2)
     flat = jax.tree.map(lambda x: np.repeat(x, 3, axis=0), batch)
