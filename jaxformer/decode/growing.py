@@ -1,7 +1,7 @@
 """The loop of all decoding: one token a row and pass, in a cache that grows with the outputs.
 
 A pass reads the whole cache, so a cache made for the longest output from the start costs every pass of a short one.
-Here it begins with room for `FIRST` new slots. When that is used up, slots that nobody reads any more are dropped,
+Here it begins with room for `FIRST` new tokens. When that is used up, slots that nobody reads any more are dropped,
 and the room becomes twice as large, or larger, or small again, as the others need it; each size is compiled for its
 own. A state that cannot grow has all its room from the start.
 """
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float32, Int
 from jaxformer.types import Array, Batch, Branching, Decodable, Growing, State
 
 FIRST = 64
-"""New slots that a cache begins with room for. A token takes one, or one for every branch."""
+"""New tokens that a cache begins with room for; a quarter as many where each takes a slot for every branch."""
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ def room(state: State, prompt: int, length: int, wanted: int = 0) -> Room:
     if not isinstance(state, Growing):
         return Room(prompt, (length,), 0)
     slots = max(branches(state, wanted), 1)
-    return Room(prompt, sizes(length, max(FIRST // slots, 1)), slots)
+    return Room(prompt, sizes(length, FIRST if slots == 1 else max(FIRST // 4, 1)), slots)
 
 
 def sizes(length: int, first: int) -> tuple[int, ...]:
