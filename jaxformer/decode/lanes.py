@@ -124,7 +124,7 @@ class Lane:
     def _make_room(self, needed: int) -> None:
         """By dropping slots that nobody reads, in the smallest size of which enough are free then."""
         room = self.room
-        enough = (size for size in room.sizes if SPARE * (room.total(size) - needed) >= size * room.slots)
+        enough = (size for size in room.sizes if room.total(size) - needed >= max(size // SPARE, 1) * room.slots)
         self.size = next(enough, room.sizes[-1])
         if needed < self.used:
             state, self.used = self.programs.collect(self.now, room, self.size), needed
