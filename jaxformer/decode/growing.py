@@ -19,6 +19,9 @@ from jaxformer.types import Array, Batch, Branching, Decodable, Growing, State
 FIRST = 64
 """New tokens that a cache begins with room for; a quarter as many where each takes a slot for every branch."""
 
+SPARE = 4
+"""Of the new tokens that there is room for, one in so many must still fit in where decoding goes on."""
+
 
 @runtime_checkable
 class Search(Protocol):
@@ -49,6 +52,11 @@ class Room(NamedTuple):
     def total(self, size: int) -> int:
         """Slots with room for `size` new tokens."""
         return self.prompt + size * self.slots
+
+    def size(self, needed: int) -> int:
+        """The smallest size that is large enough where so many slots are taken."""
+        enough = (size for size in self.sizes if self.total(size) - needed >= max(size // SPARE, 1) * self.slots)
+        return next(enough, self.sizes[-1])
 
     def grow(self, state: State, size: int) -> State:
         """`state` with room for `size` new tokens."""

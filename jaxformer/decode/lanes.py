@@ -20,8 +20,6 @@ from jaxformer.types import Collecting, PyTree, Refilling
 
 SHARE = 4
 """One of so many places must be free; as many prompts are then read together."""
-SPARE = 4
-"""One in so many of the slots for new tokens must be free where a batch goes on."""
 WASTE = 4
 """What has fewer slots than one in so many of a batch's is not read into it: it would pay for all of them."""
 
@@ -122,14 +120,12 @@ class Lane:
         return (self.room.total(self.size) - self.used) // slots if slots else self.room.sizes[-1]
 
     def _make_room(self, needed: int) -> None:
-        """By dropping slots that nobody reads, in the smallest size of which enough are free then."""
-        room = self.room
-        enough = (size for size in room.sizes if room.total(size) - needed >= max(size // SPARE, 1) * room.slots)
-        self.size = next(enough, room.sizes[-1])
+        """By dropping slots that nobody reads, in a room of the size that the others need."""
+        self.size = self.room.size(needed)
         if needed < self.used:
-            state, self.used = self.programs.collect(self.now, room, self.size), needed
+            state, self.used = self.programs.collect(self.now, self.room, self.size), needed
         else:
-            state = self.programs.grow(self.now.state, room, self.size)
+            state = self.programs.grow(self.now.state, self.room, self.size)
         self.now = self.now._replace(state=state)
 
     def refill(self, waiting: Waiting) -> None:

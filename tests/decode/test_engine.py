@@ -86,6 +86,17 @@ def test_room_doubles_up_to_the_length():
     assert growing.sizes(300, 64) == (64, 128, 256, 300)
 
 
+@pytest.mark.parametrize(("first", "slots"), [(1, 3), (2, 5), (16, 5), (64, 1)])
+def test_a_room_always_fits_another_token_and_is_no_larger_than_it_must(first, slots):
+    room = growing.Room(7, growing.sizes(100, first), slots)
+    chosen = [room.size(needed) for needed in range(7, room.total(100) - slots + 1)]
+    assert chosen == sorted(chosen) and set(chosen) == set(room.sizes)
+    for needed, size in enumerate(chosen, 7):
+        assert room.total(size) - needed >= slots
+        if size > first and size < 100:  # half of it would have less than a quarter left, and one token
+            assert room.total(size // 2) - needed < max(size // 2 / 4, 1) * slots
+
+
 def whole(name, method):
     return run(name, prompts(name), dataclasses.replace(METHODS[method], batch=8), buckets=(12,))
 
