@@ -18,7 +18,6 @@ from jaxformer.types import Array, Batch, Branching, Decodable, Growing, State
 
 FIRST = 64
 """New tokens that a cache begins with room for; a quarter as many where each takes a slot for every branch."""
-
 SPARE = 4
 """Of the new tokens that there is room for, one in so many must still fit in where decoding goes on."""
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32, Num
 
-from jaxformer.parallel import mesh
+from jaxformer.parallel import mesh, rules
 from jaxformer.types import Array
 
 log = logging.getLogger("jaxformer")
@@ -35,15 +35,19 @@ def serves(x: Float[Array, "..."]) -> bool:
     return alone and mesh.platform() == "cpu" and x.dtype in (jnp.float32, jnp.bfloat16) and _works(x.dtype.name)
 
 
-def exchanges_apart(size: int) -> bool:
+def exchanges_apart(*axes: tuple[str | None, int]) -> bool:
     """Whether devices would exchange their parts of a gradient once for every product that x is a factor of.
 
-    Where the mesh divides products by output features, of which the axis has `size`, no device has the whole gradient
-    of x. The TPU's compiler adds the parts of all products up before they are exchanged, the CPU's does not.
+    Where the mesh divides products by output features, no device has the whole gradient of x. The TPU's compiler adds
+    the parts of all products up before they are exchanged, the CPU's does not.
+
+    Args:
+      axes: logical name and size of the first output axis of each product.
     """
     current = jax.sharding.get_abstract_mesh()
-    ways = 1 if current.empty else current.shape.get("tensor", 1)
-    return ways > 1 and size % ways == 0 and mesh.platform() == "cpu"
+    if current.empty or mesh.platform() != "cpu":
+        return False
+    return all(rules.fit(rules.spec((name,)), (size,), current)[0] for name, size in axes)
 
 
 def dot(
@@ -117,7 +121,9 @@ def joined(
     return ys
 
 
-def _joined_forward(x, kernels, ys):
+def _joined_forward(
+    x: Float[Array, "*batch D"], kernels: tuple[Float[Array, "D ..."], ...], ys: tuple[Float[Array, "*batch ..."], ...]
+) -> tuple[tuple[Float[Array, "*batch ..."], ...], tuple]:
     return ys, (x, kernels)
 
 

@@ -82,8 +82,8 @@ class Dense(nn.Module):
 
 
 def fan_out(x: Float[Array, "*batch D"], *maps: Dense) -> tuple[Float[Array, "*batch ..."], ...]:
-    """Each of `maps` of the same `x`."""
-    if not cpu.exchanges_apart(min(each.shape[1] for each in maps)):
+    """Each of `maps` of the same `x`, whose gradient devices exchange once for all of them, whatever the platform."""
+    if not cpu.exchanges_apart(*((each.names[1], each.shape[1]) for each in maps)):
         return tuple(each(x) for each in maps)
     ys = tuple(each(jax.lax.stop_gradient(x)) for each in maps)
     return cpu.joined(x, tuple(nn.meta.unbox(each.variables["params"]["kernel"]) for each in maps), ys)

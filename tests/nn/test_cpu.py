@@ -86,7 +86,7 @@ def test_maps_of_one_input_exchange_the_sum_of_its_gradients(dtype, heads):
     alone = jax.jit(pulled)(params, x)
     mesh = meshes.make(MeshConfig(data=2, tensor=4))
     with jax.set_mesh(mesh):
-        assert cpu.exchanges_apart(min(heads)) == (min(heads) > 2)
+        assert cpu.exchanges_apart(*(("heads", size) for size in heads)) == (min(heads) > 2)
         places = rules.shardings(jax.eval_shape(lambda: boxed), mesh), rules.batch_sharding(mesh, x.shape)
         program = jax.jit(lambda *given: pulled(*given)).lower(*jax.device_put((params, x), places)).compile()
         divided = program(*jax.device_put((params, x), places))
