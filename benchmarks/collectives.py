@@ -2,6 +2,7 @@
 
     python benchmarks/collectives.py [--layers=4] [--width=128] [--length=64] [--rows=16] [--output=FILE.jsonl]
     TPU_SKIP_MDS_QUERY=1 python benchmarks/collectives.py --topology=v5e:2x4        (the TPU's compiler; extra libtpu)
+    python benchmarks/collectives.py --page         writes the table of docs/meshes.md from results/collectives.jsonl
 
 Nothing is run: the step of a decoder is compiled for eight simulated devices and its HLO read.
 Textbook minimum, in bytes that one of n devices sends, f = (n - 1) / n, parameters and activations in 4 bytes:
@@ -26,13 +27,18 @@ import collections
 import json
 import math
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import jax
 import numpy as np
+import pages
 from flax import linen as nn
 from jax.experimental import topologies
 
@@ -54,6 +60,9 @@ from jaxformer.parallel.collectives import Collective, collectives
 from jaxformer.train import optim, step
 from jaxformer.types import Batch, PyTree, Slots, Stream
 
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "collectives.jsonl"
+PAGE = ROOT / "docs" / "meshes.md"
 BYTES = 4
 
 
@@ -138,7 +147,21 @@ def measure(
     return row | {"layers": layers, "width": width, "length": length, "rows": rows, "jax": jax.__version__}, found
 
 
-def main(argv: list[str] | None = None) -> None:
+COLUMNS = ("mesh", "minimum", "CPU's program", "ratio", "TPU's program (v5e:2x4)", "ratio")
+
+
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each mesh, with its newest row of either compiler."""
+    newest = {(row["mesh"], row["topology"]): row for row in rows}
+    lines = []
+    for name in MESHES:
+        found = [newest[name, topology] for topology in ("cpu", "v5e:2x4")]
+        cells = [cell for row in found for cell in (f"{row['sent'] / 1e6:.2f} MB", f"{row['ratio']:.2f}")]
+        lines.append([name, f"{found[0]['minimum'] / 1e6:.2f} MB", *cells])
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("layers", 4), ("width", 128), ("length", 64), ("rows", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -146,7 +169,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--topology", default="", help="of a TPU slice, as v5e:2x4; the default is simulated devices")
     parser.add_argument("--list", action="store_true", help="every collective, the largest first")
     parser.add_argument("--output", default="")
+    parser.add_argument("--page", action="store_true", help="only write the page, from the rows that are there")
     arguments = parser.parse_args(argv)
+    if arguments.page:
+        rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+        pages.put(PAGE, "collectives", pages.table(COLUMNS, table(rows)))
+        return 0
     print(f"{'mesh':<12}{'sent MB':>10}{'minimum MB':>12}{'ratio':>8}   by kind, MB")
     for name in arguments.mesh.split(","):
         row, found = measure(
@@ -160,7 +188,8 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.output:
             with open(arguments.output, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """Every family on every mesh of a table: the same run as on one device, with the memory really divided.
 
     python benchmarks/meshes.py [--family=decoder,...] [--mesh=data8,...] [--steps=5] [--output=FILE.jsonl]
+    python benchmarks/meshes.py --page      writes the table of docs/meshes.md from benchmarks/results/meshes.jsonl
 
 Eight simulated devices, float32. A row holds if the losses of the training steps equal one device's to a relative 2e-5,
 the initial parameters are the same (to the bit on jax 0.10; 0.12 compiles its normal generator otherwise for shards,
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault(  # the older code generator compiles in half the time; later versions no longer have it
@@ -31,8 +33,11 @@ os.environ.setdefault(  # the older code generator compiles in half the time; la
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import jax
 import numpy as np
+import pages
 from flax import linen as nn
 
 from jaxformer import tasks
@@ -63,6 +68,9 @@ from jaxformer.parallel import mesh as meshes
 from jaxformer.train import optim, step
 from jaxformer.types import Batch, PyTree, Slots, Stream, TrainState
 
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "meshes.jsonl"
+PAGE = ROOT / "docs" / "meshes.md"
 VOCAB, WIDTH, LENGTH, ROWS = 32, 32, 16, 16
 TOLERANCE, SLACK = 2e-5, 0.17
 COMPLAINT = "nvoluntary full rematerialization"
@@ -275,7 +283,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mesh", default=",".join(MESHES))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", default="")
+    parser.add_argument("--page", action="store_true", help="only write the page, from the rows that are there")
     arguments = parser.parse_args(argv)
+    if arguments.page:
+        rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+        pages.put(PAGE, "meshes", pages.table(("mesh", *FAMILIES), table(rows)))
+        return 0 if all(row["holds"] for row in rows) else 1
     print(
         f"{'family':<11}{'mesh':<25}{'loss differs':>13}{'params':>8}{'state':>7}{'init':>6}{'decode':>8}{'holds':>7}"
     )
@@ -291,6 +304,18 @@ def main(argv: list[str] | None = None) -> int:
                 with open(arguments.output, "a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
     return 1 if wrong else 0
+
+
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each mesh, with the newest row of each family: the losses' difference and the share of parameters."""
+    newest = {(row["mesh"], row["family"]): row for row in rows}
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None or "refused" in row:
+            return "" if row is None else "refused"
+        return f"{row['difference']:.0e}, {row['share']['params']:.2f}" + ("" if row["holds"] else " FAILS")
+
+    return [[name.replace("_", " x "), *(cell(newest.get((name, family))) for family in FAMILIES)] for name in MESHES]
 
 
 def line(row: dict[str, Any]) -> str:

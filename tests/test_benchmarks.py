@@ -217,7 +217,7 @@ def test_a_table_takes_the_place_of_the_last_one(tmp_path):
     assert page.read_text() == f"above\n{marks[0]}\n\n| what |\n| --- |\n| 2 |\n\n{marks[1]}\nbelow\n"
 
 
-@pytest.mark.parametrize("name", ["training", "decoding", "pipeline", "growth", "scaling"])
+@pytest.mark.parametrize("name", ["training", "decoding", "pipeline", "growth", "scaling", "meshes", "collectives"])
 def test_the_page_says_what_the_rows_say(name, tmp_path, monkeypatch):
     benchmark = script(name)
     written, copy = benchmark.PAGE.read_text(), tmp_path / "page.md"
