@@ -22,6 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from jaxformer.plan.chips import CHIPS  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results" / "scaling.jsonl"
 PAGE = ROOT / "docs" / "scaling.md"
 SLICES = {"v5e-16": "v5e:4x4", "v5e-256": "v5e:16x16", "v5p-128": "v5p:4x4x8", "v6e-256": "v6e:16x16"}
@@ -32,26 +35,28 @@ LIMIT = 3000
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe on a slice: `rows` of a batch on each device (of each group of devices that shares a row)."""
+    """A recipe on slices: `rows` of a batch on each device (of each group of devices that shares a row)."""
 
     model: str
     recipe: str
     slice: str
     rows: float
     edits: tuple[str, ...] = ()
+    slices: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.model}@{self.slice}"
+        return f"{self.model}@{self.slice}" + (f"x{self.slices}" if self.slices > 1 else "")
 
     @property
     def devices(self) -> int:
-        return math.prod(map(int, SLICES[self.slice].partition(":")[2].split("x")))
+        return math.prod(map(int, SLICES[self.slice].partition(":")[2].split("x"))) * self.slices
 
     @property
     def arguments(self) -> list[str]:
         batch = round(self.rows * self.devices)
-        return [f"--config=configs/{self.recipe}", f"--config.data.batch={batch}", *self.edits]
+        several = [f"--config.mesh.dcn.data={self.slices}"] if self.slices > 1 else []
+        return [f"--config=configs/{self.recipe}", f"--config.data.batch={batch}", *self.edits, *several]
 
 
 BIG = (
@@ -67,6 +72,10 @@ CASES = [
     *(Case("llama_7b", "llama.py:7b", each, 1) for each in SLICES),
     *(Case("t5_11b", "t5_11b.py", each, 2) for each in SLICES),
     *(Case("moe_8x7b", "moe_8x7b.py", each, 1) for each in SLICES),
+    Case("transformer_big", "transformer_big.py", "v5e-256", 16, BIG, slices=16),
+    *(Case("llama_7b", "llama.py:7b", "v5e-256", 1, slices=n) for n in (2, 4, 16)),
+    Case("llama_1b", "llama.py:1b", "v5e-256", 1, slices=16),
+    Case("t5_11b", "t5_11b.py", "v5e-256", 2, slices=16),
     Case("llama_7b_128k", "llama.py:7b", "v5p-128", 1 / 16, LONG),
     *(
         Case(f"depth_{layers}", "llama.py:1b", "v5e-16", 1, (f"--config.model.decoder.layers={layers}",))
@@ -81,8 +90,8 @@ def measure(case: Case, keep: str) -> dict:
     from jaxformer import overrides
     from jaxformer.plan import chips, estimate, page, program
 
-    place = chips.place(SLICES[case.slice], "", None)
     config = overrides.parse(case.arguments)
+    place = chips.place(SLICES[case.slice], "", None, config.mesh.slices)
     traced = program.trace(config, program.mesh_of(config, program.devices(place, config)))
     compiled = program.compile(traced)
     if keep and compiled.executable is not None:
@@ -105,16 +114,18 @@ HEAD = """# Scaling
 Written by `benchmarks/scaling.py` from `benchmarks/results/scaling.jsonl`; no chip was used. Each row is the whole step
 of training (forward, backward, clipping, optimizer) of a recipe of `configs/`, compiled ahead of time by the TPU's own
 compiler (libtpu, the extra `[tpu]`) for a named slice: `jaxformer plan --config=... --topology=...` does the same for
-any config. Slices are named by their number of chips.
+any config. Slices are named by their number of chips; 16 x v5e-256 are sixteen of them, 4,096 chips, joined by the data
+centre's network along `data` (`--config.mesh.dcn.data=16`).
 
 - GiB: what the compiled program needs on each chip, and what it may use there.
 - FLOPs a token: 6 x matmul parameters + 12 x layers x heads x head width x visible keys; half of the keys where
   attention is causal. MFU counts these only, so recomputation (all rows but transformer_big recompute whole layers) and
   masked pairs lower it.
-- sent: bytes that each chip sends in a step, read from the compiled HLO, loops multiplied out.
-- step and MFU: from the roofline of `jaxformer/plan/estimate.py`. The better figure is the longest of compute, memory
-  and network, each at its public peak; the worse one is their sum. Both are bounds of a model and not measurements:
-  real kernels do not reach the peak.
+- sent: bytes that each chip sends in a step, read from the compiled HLO, loops multiplied out; of several slices, also
+  those that leave the slice.
+- step and MFU: from the roofline of `jaxformer/plan/estimate.py`. The better figure is the longest of compute, memory,
+  network and network between slices, each at its public peak; the worse one is their sum. Both are bounds of a model
+  and not measurements: real kernels do not reach the peak.
 """
 
 WEAK = """
@@ -130,7 +141,10 @@ so those rows do not follow the rule.
 
 A v5e slice has at most 256 chips. Beyond, each slice keeps a whole copy, divided over its 256 chips, and gradients are
 added between slices over the data centre's network: 2 (s - 1) / s x 4 bytes x parameters / 256 from each chip of s
-slices, at 6.4 Tbit/s a pod of 256 (cloud.google.com/tpu/docs/v5e). A v5p slice has up to 6,144 chips.
+slices, at 6.4 Tbit/s a pod of 256 (cloud.google.com/tpu/docs/v5e). {slices} The compiler adds up most gradients in
+bfloat16, as they come out of the products, so it stays below the rule. With `train.accumulation` it sends that once for
+each microbatch, whose gradient is reduced where it is made: over several slices, as few microbatches as the memory
+allows. A v5p slice has up to 6,144 chips.
 
 What the model leaves out, and what grows: the latency of a ring's hops (a collective of n chips has n - 1 of them on a
 ring, about three times the cube root of n on a 3D torus), stragglers, and the input pipeline.
@@ -144,8 +158,8 @@ The layers are one scanned loop, so the program does not grow with them. Compili
 and 96 layers for v5e-16:
 
 """
-POD, POD_NETWORK = 256, 6.4e12 / 8 / 256
-"""Chips of the largest v5e slice, and bytes/s of the data centre's network for each of them."""
+POD = 256
+"""Chips of the largest v5e slice."""
 
 
 RING = {"v5e": 256, "v5p": 64}
@@ -157,17 +171,29 @@ def table(head: list[str], lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines]) + "\n"
 
 
+def named(row: dict) -> str:
+    several = f"{row['slices']} x " if row.get("slices", 1) > 1 else ""  # older rows are all of one slice
+    return several + row["slice"]
+
+
 def cells(row: dict) -> list[str]:
     mesh = " x ".join(f"{axis} {size}" for axis, size in row["mesh"].items())
     need = "?" if row["need"] is None else f"{row['need'] / 2**30:.1f}"
-    start = [row["model"], row["slice"], mesh, f"{row['rows']:,} x {row['length']:,}"]
+    start = [row["model"], named(row), mesh, f"{row['rows']:,} x {row['length']:,}"]
     middle = [f"{need} of {row['capacity'] / 2**30:.1f}", f"{row['flops_token']:.2e}"]
     if not row["seconds"]:
         return [*start, *middle, "", "does not fit", ""]
-    sent = sum(size for *_, size in row["sent"]) / 1e9
+    sent = f"{sum(size for *_, size in row['sent']) / 1e9:.1f} GB"
+    if row.get("slices", 1) > 1:
+        sent += f", {row['between_slices'] / 1e6:.0f} MB between"
     low, high = row["step_seconds"]
     worse, better = row["mfu"]
-    return [*start, *middle, f"{sent:.1f} GB", f"{low:.2f} to {high:.2f} s", f"{worse:.0%} to {better:.0%}"]
+    return [*start, *middle, sent, f"{low:.2f} to {high:.2f} s", f"{worse:.0%} to {better:.0%}"]
+
+
+def gradients(row: dict, slices: int, inside: int) -> float:
+    """Bytes that a chip sends to other slices in a step, by the rule of the page."""
+    return 2 * (1 - 1 / slices) * 4 * row["parameters"] / inside
 
 
 def weak(row: dict, chips: int) -> list[str]:
@@ -177,7 +203,7 @@ def weak(row: dict, chips: int) -> list[str]:
     slices, closed = chips // inside, inside >= RING[kind]
     seconds = dict(row["seconds"])
     seconds["network"] *= (1 - 1 / inside) / (1 - 1 / here) * (1 if closed else 2)
-    seconds["between slices"] = 2 * (1 - 1 / slices) * 4 * row["parameters"] / inside / POD_NETWORK
+    seconds["between slices"] = gradients(row, slices, inside) / CHIPS["v5e"].outside
     useful = row["mfu"][1] * row["step_seconds"][0]  # seconds of a step at the peak, had it only model FLOPs
     worse, better = useful / sum(seconds.values()), useful / max(seconds.values())
     network, between = f"{1e3 * seconds['network']:.0f} ms", f"{1e3 * seconds['between slices']:.0f} ms"
@@ -196,12 +222,13 @@ def page(found: dict[str, dict]) -> str:
     for row in [row for row in models if not row["seconds"]]:
         least = 8 * row["parameters"] / row["devices"] / 2**30
         text += f"\n{row['case']}: parameters and their gradients alone, in float32, are {least:.1f} GiB a chip.\n"
-    bases = [row for row in models if row["seconds"] and row["slice"] in ("v5e-256", "v5p-128")]
+    alone = [row for row in models if row["seconds"] and row.get("slices", 1) == 1]
+    bases = [row for row in alone if row["slice"] in ("v5e-256", "v5p-128")]
     bases = [row for row in bases if set(row["mesh"]) == {"fsdp"}]
     if bases:
         lines = [weak(row, chips) for row in bases for chips in (16, 64, 256, 1024, 4096)]
         head = ["model", "chip", "chips", "network inside", "between slices", "MFU"]
-        text += WEAK.replace("{check}", checked(found)) + table(head, lines)
+        text += WEAK.replace("{check}", checked(found)).replace("{slices}", between(models)) + table(head, lines)
     depths = {name: found[name] for name in (f"depth_{n}@v5e-16" for n in (6, 24, 96)) if name in found}
     if depths:
         lines = [[name.partition("@")[0][6:], f"{row['compile_core_seconds']:.0f}"] for name, row in depths.items()]
@@ -223,6 +250,15 @@ def checked(found: dict[str, dict]) -> str:
         if words
         else ""
     )
+
+
+def between(models: list[dict]) -> str:
+    """What leaves a slice in the programs that were compiled for several, and by the rule."""
+    words = []
+    for row in (row for row in models if row.get("slices", 1) > 1):
+        rule = gradients(row, row["slices"], row["devices"] // row["slices"]) / 1e6
+        words.append(f"{row['model']} on {row['slices']} {row['between_slices'] / 1e6:.0f} MB (rule: {rule:.0f})")
+    return f"Compiled for several slices: {', '.join(words)}." if words else ""
 
 
 def main() -> int:

@@ -106,8 +106,8 @@ def plan(arguments: Arguments) -> int:
 
     flags = arguments.flags
     devices = _count("devices", flags["devices"]) if flags["devices"] else None
-    place = chips.place(flags["topology"], flags["chip"], devices)
     config = overrides.parse(arguments.config)
+    place = chips.place(flags["topology"], flags["chip"], devices, config.mesh.slices)
     title = next(argument for argument in arguments.config if argument.startswith("--config=")).removeprefix(
         "--config="
     )
@@ -209,7 +209,7 @@ COMMANDS: dict[str, Command] = {
         plan,
         {
             "devices": Flag("how many; without it those of config.mesh", ""),
-            "topology": Flag("TPU slice to compile for with libtpu: v5e:16x16, v5p:4x4x8, v6e:16x16", ""),
+            "topology": Flag("TPU slice (one of several) to compile for with libtpu: v5e:16x16, v5p:4x4x8", ""),
             "chip": Flag("without a topology: whose figures are used, h100 if none is named", ""),
             "search": Flag("try the meshes of that many devices and rank them", "", switch=True),
         },

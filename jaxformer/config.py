@@ -7,6 +7,7 @@ run does not have: a model without `decoder` is an encoder, a recipe without `em
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -382,6 +383,11 @@ class MeshConfig:
     tensor: int = 1
     dcn: DcnConfig = field(default_factory=DcnConfig)  # across slices, over the slower network
     zero1: bool = False  # optimizer state is divided over data too, which parameters are not (ZeRO, stage 1)
+
+    @property
+    def slices(self) -> int:
+        """Of how many slices it is, where a -1 counts as 1."""
+        return math.prod(max(getattr(self.dcn, axis), 1) for axis in AXES)
 
 
 @dataclass(frozen=True)

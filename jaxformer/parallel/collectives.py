@@ -1,14 +1,15 @@
 """What a compiled program sends between devices, read from its HLO text (`jax.stages.Compiled.as_text()`).
 
 Nothing is run: loops are multiplied out by the trip counts that the compiler found. Remote copies that a Pallas kernel
-makes itself are not in the HLO and so not here.
+makes itself are not in the HLO and so not here. A TPU's program for several slices is that of one slice: what goes to
+the others is handed to the host, by a `send` with the collective's kind and members among its attributes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,10 @@ BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 """Of the element types whose name does not say how many bits they have."""
 TRANSPARENT = ("bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element")
 """Instructions through which a value is still the same value."""
+BETWEEN = "_xla_megascale_transfer_type"
+"""Attribute of a `send` to other slices: which collective it is part of."""
+SLICE = 100_000
+"""A device of a program of several slices has the number SLICE x (slice + 1) + its number within, in libtpu's texts."""
 CALLED = r"(?:calls|body|to_apply|(?:true|false)_computation)=%?([\w.\-]+)"
 
 
@@ -36,6 +41,7 @@ class Collective:
       times: how often one run of the program executes it.
       bounded: whether `times` is known; False inside a loop whose trip count is not, which then counts once.
       name: of the instruction.
+      slices: in how many slices the group lies.
     """
 
     kind: str
@@ -44,6 +50,7 @@ class Collective:
     times: int
     bounded: bool
     name: str
+    slices: int = 1
 
     @property
     def size(self) -> int:
@@ -60,6 +67,20 @@ class Collective:
         share = (self.size - 1) / self.size
         factor = {"all-reduce": 2 * share, "collective-permute": 1.0, "collective-broadcast": 1.0}
         return self.times * self.payload * factor.get(self.kind, share)
+
+    @property
+    def between(self) -> float:
+        """Those of `bytes` that leave their slice.
+
+        The k members in each of s slices reduce among themselves before, and gather after, they meet the other slices:
+        then a device exchanges p / k of the payload p with s - 1 others. In an all-to-all it sends to all but k.
+        """
+        own = self.size / self.slices
+        ways = (self.slices - 1) / self.slices
+        factor = {"all-reduce": 2 * ways / own, "all-to-all": ways, "ragged-all-to-all": ways}
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.bytes if self.slices > 1 else 0.0
+        return self.times * self.payload * factor.get(self.kind, ways / own)
 
     def axes(self, shape: dict[str, int]) -> tuple[str, ...]:
         """The axes of a mesh of this `shape` along which it sends (`mesh.shape` of the program's mesh)."""
@@ -79,17 +100,21 @@ class Instruction:
     root: bool
 
 
-def collectives(hlo: str) -> list[Collective]:
+def collectives(hlo: str, devices: Sequence[int] = (), slices: Sequence[int] = ()) -> list[Collective]:
     """All collectives of a program, those in loops, branches and fusions included, in the order of the text.
 
-    Both branches of a conditional count. Groups of a single device send nothing and are left out.
+    Both branches of a conditional count. Groups of a single device send nothing and are left out. A program for several
+    slices needs to know of each of the mesh's flattened devices its number (`device.id`) and its slice.
     """
     program, entry = parse(hlo)
+    where = _Where(hlo, devices, slices)
     fused = {name for body in program.values() for i in body.values() if i.opcode == "fusion" for name in _called(i)}
     found, parts = [], set()
     for computation, times, bounded in _reached(program, entry):
         for instruction in program[computation].values():
             kind = instruction.opcode.removesuffix("-start")
+            if kind == "send" and BETWEEN in instruction.attributes:
+                found.append(_between(program[computation], instruction, times, bounded, where))
             if kind not in KINDS:
                 continue
             channel = re.search(r"channel_id=\d+", instruction.attributes)
@@ -99,8 +124,27 @@ def collectives(hlo: str) -> list[Collective]:
                 if channel[0] in parts:
                     continue
                 parts.add(channel[0])
-            found += _records(program, computation, instruction, kind, times, bounded)
+            found += _records(program, computation, instruction, kind, times, bounded, where)
     return found
+
+
+class _Where:
+    """Which place of the mesh a program means by a number."""
+
+    def __init__(self, hlo: str, devices: Sequence[int], slices: Sequence[int]):
+        self.of = {device: place for place, device in enumerate(devices)}
+        self.slices = slices
+        partitions = re.search(r"num_partitions=(\d+)", hlo.partition("\n\n")[0])
+        alone = bool(slices) and partitions is not None and int(partitions[1]) < len(slices)
+        self.own = [place for place, each in enumerate(slices) if each == slices[0]] if alone else None
+
+    def places(self, partitions: Sequence[int]) -> tuple[int, ...]:
+        """Places of devices that are numbered as they are in the program: of a slice, if it is that of one."""
+        return tuple(partitions) if self.own is None else tuple(self.own[i] for i in partitions)
+
+    def count(self, places: Sequence[int]) -> int:
+        """In how many slices they lie."""
+        return len({self.slices[place] for place in places}) if self.slices else 1
 
 
 def parse(hlo: str) -> tuple[dict[str, dict[str, Instruction]], str]:
@@ -180,10 +224,11 @@ def _trips(program: dict, loop: Instruction) -> int | None:
 
 
 def _records(
-    program: dict, computation: str, instruction: Instruction, kind: str, times: int, bounded: bool
+    program: dict, computation: str, instruction: Instruction, kind: str, times: int, bounded: bool, where: _Where
 ) -> list[Collective]:
     instructions = program[computation]
-    group = _group(instruction.attributes, kind)
+    # Of a permutation's pairs one that leaves its slice, if any does: the slowest decides.
+    group = max((where.places(each) for each in _groups(instruction.attributes, kind)), key=where.count, default=())
     if len(group) < 2:
         return []
     sizes = {"kept": 0.0, "sliced": 0.0}
@@ -193,7 +238,21 @@ def _records(
         sliced = kind == "all-reduce" and _only_sliced(program, computation, instruction.name, own, size / len(group))
         sizes["sliced" if sliced else "kept"] += size * (len(group) if kind == "all-gather" else 1)
     kinds = {"kept": kind, "sliced": "reduce-scatter"}
-    return [Collective(kinds[k], size, group, times, bounded, instruction.name) for k, size in sizes.items() if size]
+    last = (group, times, bounded, instruction.name, where.count(group))
+    return [Collective(kinds[k], size, *last) for k, size in sizes.items() if size]
+
+
+def _between(instructions: dict, send: Instruction, times: int, bounded: bool, where: _Where) -> Collective:
+    """What a `send` gives to other slices: `{1,2}x{0:7}`, device by device of these slices, or lists of devices."""
+    kind = re.search(rf'{BETWEEN}="(\w+)"', send.attributes)[1].lower().replace("_", "-")
+    kind = "collective-permute" if kind == "one-to-one" else kind
+    target = send.attributes.partition("_xla_megascale_target=")[2]
+    product = re.match(r'"\{([\d,]+)\}x\{(\d+)', target)
+    first = re.match(r"\{+([\d,>-]+)\}", target)
+    numbers = [SLICE * i + int(product[2]) for i in _numbers(product[1])] if product else _numbers(first[1])
+    group = tuple(where.of[number] for number in numbers)
+    payload = _bytes(instructions[send.operands[0]].type) * (len(group) if kind == "all-gather" else 1)
+    return Collective(kind, payload, group, times, bounded, send.name, where.count(group))
 
 
 def _only_sliced(program: dict, computation: str, name: str, index: int | None, share: float) -> bool:
@@ -225,22 +284,19 @@ def _only_sliced(program: dict, computation: str, name: str, index: int | None, 
     return True
 
 
-def _group(attributes: str, kind: str) -> tuple[int, ...]:
-    """The first of the groups that an instruction names, in any of the three ways in which HLO writes them."""
+def _groups(attributes: str, kind: str) -> list[tuple[int, ...]]:
+    """A permutation's pairs, else the first group that an instruction names, in any of the three ways HLO has."""
     if kind == "collective-permute":
         pairs = re.findall(r"\{(\d+),(\d+)\}", attributes.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
-        moving = [(int(a), int(b)) for a, b in pairs if a != b]
-        return moving[0] if moving else ()
+        return [(int(a), int(b)) for a, b in pairs if a != b]
     text = attributes.partition("replica_groups=")[2]
     if text.startswith("{{"):
-        return tuple(int(i) for i in re.findall(r"\d+", text[: text.index("}")]))
+        return [_numbers(text[: text.index("}")])]
     listed = re.match(r"\[([\d,]+)\]<=(\S+?)(?:, |$)", text)
     if listed:
-        return tuple(_iota(listed[2]).reshape(_numbers(listed[1]))[0].tolist())
+        return [tuple(_iota(listed[2]).reshape(_numbers(listed[1]))[0].tolist())]
     named = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", text)
-    if named:
-        return _of_mesh(named[1], named[2], named[3])
-    return ()
+    return [_of_mesh(named[1], named[2], named[3])] if named else []
 
 
 def _of_mesh(axes: str, order: str | None, chosen: str) -> tuple[int, ...]:

@@ -62,10 +62,27 @@ def smallest(config: MeshConfig) -> Mesh:
     One device where there are fewer than that, as when a run of a pod is evaluated on another machine.
     """
     fixed = {axis: max(getattr(config, axis), 1) for axis in AXES}
-    count = math.prod(fixed.values()) * math.prod(max(getattr(config.dcn, axis), 1) for axis in AXES)
-    if count > len(jax.devices()):
-        return make(MeshConfig(data=1), jax.devices()[:1])
-    return make(dataclasses.replace(config, **fixed), jax.devices()[:count])
+    count = math.prod(fixed.values()) * config.slices
+    devices = jax.devices()[:count]
+    if count > len(devices):
+        return make(MeshConfig(data=1), devices[:1])
+    several = slices(devices) > 1 or len({device.process_index for device in devices}) > 1
+    config = dataclasses.replace(config, **fixed)
+    return make(config if several else joined(config), devices)
+
+
+def joined(config: MeshConfig) -> MeshConfig:
+    """The mesh with every axis at its full length, for devices that know of no slices and stand in for some."""
+    full = {axis: max(getattr(config.dcn, axis), 1) * getattr(config, axis) for axis in AXES}
+    return dataclasses.replace(config, dcn=DcnConfig(), **{axis: max(size, -1) for axis, size in full.items()})
+
+
+def slice_numbers(config: MeshConfig, shape: Sequence[int]) -> np.ndarray:
+    """The slice of each device of a mesh of this `shape`, flattened: an axis runs through one before it leaves it."""
+    dcn = [max(getattr(config.dcn, axis), 1) for axis in AXES]
+    within = [size // count for size, count in zip(shape, dcn, strict=True)]
+    places = np.indices(shape).reshape(len(AXES), -1)
+    return np.ravel_multi_index([each // size for each, size in zip(places, within, strict=True)], dcn)
 
 
 def slices(devices: Sequence[jax.Device]) -> int:

@@ -62,7 +62,7 @@ def simulate(config: Config, place: chips.Place) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # an accelerator, if there is one, has nothing to do with it
     count = place.devices if not place.topology else 1
     if count is None:
-        count = math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES)
+        count = math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES) * place.slices
     if count > MOST:
         raise ConfigError(f"--devices: got {count}, expected at most {MOST} simulated ones; use --topology")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"

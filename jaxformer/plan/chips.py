@@ -21,6 +21,7 @@ class Chip:
       memory: bytes that a program may use; of TPUs what their compiler allows, which is a little less than is sold.
       bandwidth: of that memory, bytes/s.
       link: bytes/s that one network link sends, in one direction.
+      outside: bytes/s that a device sends to other slices; of GPUs, to other hosts.
       ring: devices that a side of a TPU slice must have for its ends to be joined; None: a switched network.
       kind: what is joined, in words.
       source: who says so.
@@ -30,6 +31,7 @@ class Chip:
     memory: float
     bandwidth: float
     link: float
+    outside: float
     ring: int | None
     kind: str
     source: str
@@ -50,33 +52,36 @@ TPU = "cloud.google.com/tpu/docs"
 NVIDIA = "NVIDIA's data sheet"
 
 # A TPU's link is its two-way ICI bandwidth / 2 / ports: 400 GB/s and 4 ports (v5e), 1200 and 6 (v5p), 800 and 4 (v6e).
+# Outside, the data centre's network: 6.4 (v5e) and 25.6 Tbit/s (v6e) a pod of 256, 50 Gbit/s a chip (v5p), and of DGX
+# machines one adapter a GPU, 200 Gbit/s (A100) or 400.
 CHIPS: dict[str, Chip] = {
-    "v5e": Chip(197e12, 15.75 * GIB, 819e9, 50e9, 16, "TPU v5e", f"{TPU}/v5e"),
-    "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 100e9, 4, "TPU v5p", f"{TPU}/v5p"),
-    "v6e": Chip(918e12, 31.25 * GIB, 1638e9, 100e9, 16, "TPU v6e", f"{TPU}/v6e"),
-    "a100": Chip(312e12, 80e9, 2039e9, 300e9, None, "A100 SXM 80 GB, one NVLink domain", f"{NVIDIA} of the A100"),
-    "h100": Chip(989e12, 80e9, 3350e9, 450e9, None, "H100 SXM, one NVLink domain", f"{NVIDIA} of the H100"),
-    "h200": Chip(989e12, 141e9, 4800e9, 450e9, None, "H200 SXM, one NVLink domain", f"{NVIDIA} of the H200"),
+    "v5e": Chip(197e12, 15.75 * GIB, 819e9, 50e9, 3.125e9, 16, "TPU v5e", f"{TPU}/v5e"),
+    "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 100e9, 6.25e9, 4, "TPU v5p", f"{TPU}/v5p"),
+    "v6e": Chip(918e12, 31.25 * GIB, 1638e9, 100e9, 12.5e9, 16, "TPU v6e", f"{TPU}/v6e"),
+    "a100": Chip(312e12, 80e9, 2039e9, 300e9, 25e9, None, "A100 SXM 80 GB, one NVLink domain", f"{NVIDIA} of the A100"),
+    "h100": Chip(989e12, 80e9, 3350e9, 450e9, 50e9, None, "H100 SXM, one NVLink domain", f"{NVIDIA} of the H100"),
+    "h200": Chip(989e12, 141e9, 4800e9, 450e9, 50e9, None, "H200 SXM, one NVLink domain", f"{NVIDIA} of the H200"),
 }
 DEFAULT = "h100"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a plan's program runs: `devices` chips, of a TPU slice with these sides if `topology` names one."""
+    """Where a plan's program runs: `devices` chips, of TPU slices with these sides if `topology` names one."""
 
     chip: Chip
     devices: int | None
     topology: str = ""
     sides: tuple[int, ...] = ()
+    slices: int = 1
 
     @property
     def network(self) -> float:
         return self.chip.network(self.sides)
 
 
-def place(topology: str, chip: str, devices: int | None) -> Place:
-    """What `--topology`, `--chip` and `--devices` mean together.
+def place(topology: str, chip: str, devices: int | None, slices: int = 1) -> Place:
+    """What `--topology` (of one slice), `--chip` and `--devices` (of all `slices`) mean together.
 
     Raises:
       ConfigError: an unknown name, or numbers of devices that contradict each other.
@@ -85,17 +90,19 @@ def place(topology: str, chip: str, devices: int | None) -> Place:
         name = chip or DEFAULT
         if name not in CHIPS:
             raise ConfigError(f"--chip: got {name!a}, expected one of {', '.join(CHIPS)}{nearest(name, CHIPS)}")
-        return Place(CHIPS[name], devices)
+        return Place(CHIPS[name], devices, slices=slices)
     name, _, shape = topology.partition(":")
-    slices = [each for each, found in CHIPS.items() if found.ring is not None]
-    if name not in slices or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+    known = [each for each, found in CHIPS.items() if found.ring is not None]
+    if name not in known or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         example = "v5p:4x4x8" if name == "v5p" else "v5e:16x16"
         raise ConfigError(
-            f"--topology: got {topology!a}, expected NAME:SIDES such as {example}, NAME one of {', '.join(slices)}"
+            f"--topology: got {topology!a}, expected NAME:SIDES such as {example}, NAME one of {', '.join(known)}"
         )
     sides = tuple(map(int, shape.split("x")))
-    if devices is not None and devices != math.prod(sides):
-        raise ConfigError(f"--devices: got {devices}, expected {math.prod(sides)}, those of --topology={topology}")
+    count = math.prod(sides) * slices
+    if devices is not None and devices != count:
+        times = f", {slices} times (config.mesh.dcn)" if slices > 1 else ""
+        raise ConfigError(f"--devices: got {devices}, expected {count}, those of --topology={topology}{times}")
     if chip and chip != name:
         raise ConfigError(f"--chip: got {chip!a}, expected {name}, that of --topology={topology}; leave it out")
-    return Place(CHIPS[name], math.prod(sides), topology, sides)
+    return Place(CHIPS[name], count, topology, sides, slices)

@@ -1,10 +1,11 @@
 """From a compiled step to figures: memory by part, what is sent, a roofline, and whether it fits.
 
-The roofline. Three things take time on each device:
+The roofline. These take time on each device:
 
     compute   counted FLOPs / devices / peak
     memory    bytes that must cross the memory's bus at least / bandwidth
-    network   bytes that the device sends (`parallel/collectives.py`) / bandwidth of one axis of the network
+    network   bytes that the device sends (`parallel/collectives.py`) in its slice / bandwidth of an axis of its network
+    between   bytes that it sends to other slices, where there are some / bandwidth of the data centre's network
 
 A step takes at least the longest of them, if all overlap perfectly, and at most about their sum, if nothing does. No
 efficiency is assumed: kernels that do not reach the peak, and elementwise work, make real steps slower than both.
@@ -26,6 +27,7 @@ from jaxformer.config import Config
 from jaxformer.data.packing import Shape
 from jaxformer.models import build
 from jaxformer.parallel import collectives
+from jaxformer.parallel import mesh as meshes
 from jaxformer.plan import flops
 from jaxformer.plan.chips import GIB, Place
 from jaxformer.plan.program import Compiled, Program
@@ -45,8 +47,9 @@ class Estimate:
       state: bytes of what a run keeps between steps.
       need: bytes in all; None: the compiler did not say.
       sent: (kind, mesh axes) -> (times a step, bytes a step).
+      between: bytes of these that go to other slices.
       unknown: collectives in loops whose length is not known, which count once.
-      seconds: compute, memory, network; empty where there is no program.
+      seconds: compute, memory, network (and between slices, if there are some); empty where there is no program.
       compiled: seconds of a core that the compiler took.
     """
 
@@ -60,6 +63,7 @@ class Estimate:
     state: dict[str, float]
     need: float | None
     sent: dict[tuple[str, str], tuple[int, float]]
+    between: float
     unknown: int
     seconds: dict[str, float]
     compiled: float
@@ -90,6 +94,7 @@ class Estimate:
             "topology": self.place.topology,
             "chip": self.place.chip.kind,
             "devices": self.devices,
+            "slices": self.place.slices,
             "mesh": self.mesh,
             "rows": self.shape.rows,
             "length": self.shape.length,
@@ -103,6 +108,7 @@ class Estimate:
             "capacity": self.place.chip.memory,
             "fits": self.fits,
             "sent": [[kind, axes, times, size] for (kind, axes), (times, size) in self.sent.items()],
+            "between_slices": self.between,
             "unknown_loops": self.unknown,
             "seconds": self.seconds,
             "step_seconds": [self.best, self.worst] if self.seconds else None,
@@ -117,18 +123,23 @@ def estimate(program: Program, compiled: Compiled, place: Place) -> Estimate:
     a_token = flops.a_token(config, program.state.params, program.names, shape.length)
     counted = program.counted
     state = kept(program)
-    memory, sent, unknown, seconds = {}, {}, 0, {}
+    memory, sent, between, unknown, seconds = {}, {}, 0.0, 0, {}
     need = compiled.need
     if compiled.executable is not None:
         memory = parts(program, compiled.executable.memory_analysis(), state)
         need = sum(memory.values())
-        found = collectives.collectives(compiled.executable.as_text())
+        numbers = [device.id for device in mesh.devices.flat]
+        slices = meshes.slice_numbers(config.mesh, mesh.devices.shape).tolist()
+        found = collectives.collectives(compiled.executable.as_text(), numbers, slices)
         sent, unknown = traffic(found, mesh.shape), sum(not each.bounded for each in found)
+        between = sum(each.between for each in found)
         seconds = {
             "compute": counted / mesh.size / place.chip.flops,
             "memory": bus(program, memory, state) / place.chip.bandwidth,
-            "network": sum(size for _, size in sent.values()) / place.network,
+            "network": (sum(size for _, size in sent.values()) - between) / place.network,
         }
+        if place.slices > 1:
+            seconds["between slices"] = between / place.chip.outside
     result = Estimate(
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         shape=shape,
@@ -140,6 +151,7 @@ def estimate(program: Program, compiled: Compiled, place: Place) -> Estimate:
         state=state,
         need=need,
         sent=sent,
+        between=between,
         unknown=unknown,
         seconds=seconds,
         compiled=compiled.seconds,

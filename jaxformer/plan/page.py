@@ -27,15 +27,18 @@ def page(title: str, program: Program, estimate: Estimate) -> str:
 
 def where(place: Place, devices: int) -> str:
     chip = place.chip
+    several = f"{place.slices} x " if place.slices > 1 else ""
+    outside = f", {chip.outside / 1e9:,.4g} GB/s to other slices" if several else ""
     how = (
         "compiled by libtpu for this slice"
         if place.topology
         else "compiled for simulated CPU devices, whose buffers stand in"
     )
     return (
-        f"{place.topology or 'no topology'}: {devices:,} x {chip.kind}; {how}\n"
+        f"{several}{place.topology or 'no topology'}: {devices:,} x {chip.kind}; {how}\n"
         f"  {chip.flops / 1e12:,.0f} TFLOP/s in bfloat16, {chip.memory / GIB:.2f} GiB at "
-        f"{chip.bandwidth / 1e9:,.0f} GB/s, {place.network / 1e9:,.0f} GB/s sent along an axis ({chip.source})"
+        f"{chip.bandwidth / 1e9:,.0f} GB/s, {place.network / 1e9:,.0f} GB/s sent along an axis{outside} "
+        f"({chip.source})"
     )
 
 
@@ -99,8 +102,10 @@ def _sent(estimate: Estimate) -> str:
     rows = [(kind, axes, f"{n:,}", f"{size / 1e6:,.1f}") for (kind, axes), (n, size) in estimate.sent.items()]
     if not rows:
         return "" if not estimate.memory else "  nothing"
-    total = ("total", "", "", f"{sum(size for _, size in estimate.sent.values()) / 1e6:,.1f}")
-    text = _table(("", "along", "times", "MB"), [*rows, total], "<<>>")
+    rows.append(("total", "", "", f"{sum(size for _, size in estimate.sent.values()) / 1e6:,.1f}"))
+    if estimate.place.slices > 1:
+        rows.append(("of it between slices", "", "", f"{estimate.between / 1e6:,.1f}"))
+    text = _table(("", "along", "times", "MB"), rows, "<<>>")
     return text + (f"\n  {estimate.unknown} are in loops of unknown length and count once" if estimate.unknown else "")
 
 
@@ -111,6 +116,7 @@ def _time(estimate: Estimate) -> str:
         "compute": "products at the peak",
         "memory": "state, weights and temporaries at the memory's bandwidth, at least",
         "network": "what is sent, at the bandwidth of one axis",
+        "between slices": "what leaves the slice, at the bandwidth of the network outside",
     }
     rows = [(name, _duration(seconds), meaning[name]) for name, seconds in estimate.seconds.items()]
     for name, seconds, words in (

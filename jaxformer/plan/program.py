@@ -72,21 +72,21 @@ class Compiled:
 
 
 def devices(place: Place, config: Config) -> list[jax.Device]:
-    """The chips of the slice, or simulated ones: as many as `place` or the mesh says (a -1 in it counts as 1).
+    """The chips of the slices, or simulated ones: as many as `place` or the mesh says (a -1 in it counts as 1).
 
     Raises:
       ConfigError: there are not so many, or the TPU's compiler is not installed.
     """
     if place.topology:
-        return _slice(place.topology)
-    count = place.devices or math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES)
+        return _slices(place.topology, place.slices)
+    count = place.devices or math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES) * place.slices
     simulated = jax.devices("cpu")
     if len(simulated) < count:
         raise ConfigError(f"plan: got {len(simulated)} simulated devices, expected {count}; start a fresh process")
     return simulated[:count]
 
 
-def _slice(topology: str) -> list[jax.Device]:
+def _slices(topology: str, count: int) -> list[jax.Device]:
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
@@ -96,7 +96,8 @@ def _slice(topology: str) -> list[jax.Device]:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")  # asked for, and then not used
     try:
-        return list(topologies.get_topology_desc(topology, platform="tpu").devices)
+        several = {"num_slices": count} if count > 1 else {}
+        return list(topologies.get_topology_desc(topology, platform="tpu", **several).devices)
     except Exception as error:  # whatever libtpu throws: that it is missing, or that it knows no such slice
         words = " ".join(str(error).split())[:160]
         raise ConfigError(
@@ -207,4 +208,6 @@ def needed(message: str) -> float | None:
 
 
 def mesh_of(config: Config, where: list[jax.Device]) -> Mesh:
-    return meshes.make(config.mesh, where)
+    """The mesh; simulated devices stand in for those of several slices."""
+    simulated = where[0].platform == "cpu"
+    return meshes.make(meshes.joined(config.mesh) if simulated else config.mesh, where)

@@ -21,7 +21,7 @@ INNER = 8
 
 
 def meshes(config: Config, devices: int) -> list[MeshConfig]:
-    """A small set of meshes of `devices`: tensor of 1 to 8, and the rest fsdp, data or some of both.
+    """A small set of meshes of `devices` (of one slice): tensor of 1 to 8, and the rest fsdp, data or some of both.
 
     The axes stage, expert and context keep the sizes that the config gives them.
     """
@@ -47,7 +47,7 @@ def search(config: Config, place: Place, where: list[jax.Device]) -> Iterator[Es
 
     A mesh whose state alone is larger than the memory is not compiled.
     """
-    for sizes in meshes(config, len(where)):
+    for sizes in meshes(config, len(where) // place.slices):
         edited = dataclasses.replace(config, mesh=sizes)
         try:
             overrides.check(edited)

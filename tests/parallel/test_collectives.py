@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxformer.parallel.collectives import collectives
+from jaxformer.parallel.collectives import Collective, collectives
 
 P = PartitionSpec
 
@@ -99,6 +99,66 @@ def test_the_parts_of_a_collective_that_is_cut_into_fusions_count_once():
     program = program.replace(whole, f"{whole}\n  {again}\n  {again.replace('again', 'more').replace('begin', 'end')}")
     found = [c for c in collectives(program) if c.name == "a"]
     assert [(c.kind, c.times, c.payload) for c in found] == [("all-gather", 5, 256)]
+
+
+SLICES = """
+HloModule jit_f, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[16], y: bf16[8]) -> f32[16] {
+  %x = f32[16]{0} parameter(0)
+  %y = bf16[8]{0} parameter(1)
+  %token = token[] after-all()
+  %inside = f32[16]{0} all-reduce(%x), replica_groups={{0,2},{1,3}}, to_apply=%add
+  %send = (f32[16]{0}, u32[], token[]) send(%inside, %token), is_host_transfer=true, frontend_attributes={TARGET}
+  %recv = (f32[16]{0}, u32[], token[]) recv(%token), is_host_transfer=true, frontend_attributes={TARGET}
+  %host = (bf16[8]{0}, u32[], token[]) send(%y, %token), is_host_transfer=true
+  ROOT %end = f32[16]{0} get-tuple-element(%recv), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "group", "bytes_"),
+    [
+        ("ALL_REDUCE", '"{1,2}x{0:3}"', (0, 2), 64),
+        ("ALL_GATHER", '"{1,2}x{0:3}"', (0, 2), 64),
+        ("REDUCE_SCATTER", '"{1,2}x{0:3}"', (0, 2), 32),
+        ("ALL_TO_ALL", "{{100001,200001},{100000,200000}}", (1, 3), 32),
+        ("ONE_TO_ONE", "{{100000->200001},{200000->100001}}", (0, 3), 64),
+    ],
+)
+def test_what_a_slice_hands_to_others_is_read_from_its_program(kind, target, group, bytes_):
+    target = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"'
+    devices = [100_000, 100_001, 200_000, 200_001, 100_002, 100_003, 200_002, 200_003]  # fsdp 4 lies in two slices
+    found = {c.name: c for c in collectives(SLICES.replace("TARGET", target), devices, [0, 0, 1, 1] * 2)}
+    assert set(found) == {"inside", "send"}
+    assert (found["inside"].group, found["inside"].slices, found["inside"].between) == ((0, 4), 1, 0)
+    assert (found["send"].group, found["send"].slices) == (group, 2)
+    assert found["send"].bytes == found["send"].between == bytes_
+
+
+def test_what_leaves_a_slice_is_sent_by_those_who_meet_there():
+    def of(kind, group=tuple(range(8))):
+        return Collective(kind, 64.0, group, 3, True, "a", slices=2)
+
+    sums = {"all-reduce": 2 * 64 / 4 / 2, "all-gather": 64 / 4 / 2, "reduce-scatter": 64 / 4 / 2, "all-to-all": 64 / 2}
+    assert {kind: of(kind).between for kind in sums} == {kind: 3 * size for kind, size in sums.items()}
+    assert of("collective-permute", (3, 4)).between == 3 * 64
+    # One device of each slice: all of it leaves. One slice: none.
+    assert all(of(kind, (0, 4)).between == of(kind, (0, 4)).bytes for kind in (*sums, "collective-permute"))
+    assert not Collective("collective-permute", 64.0, (0, 1), 1, True, "a").between
+
+
+def test_of_a_permutation_the_pair_that_leaves_its_slice_counts():
+    program = PROGRAM.replace("GROUPS", "[1,4]<=[4]").replace("{{0,0},{1,3},{3,1}}", "{{0,1},{1,2},{2,3},{3,0}}")
+    (moved,) = (c for c in collectives(program, range(4), [0, 0, 1, 1]) if c.name == "start")
+    assert (moved.group, moved.slices, moved.between) == ((1, 2), 2, moved.bytes)
 
 
 def test_a_compiled_loop_over_sharded_layers_gathers_each_once_a_direction():

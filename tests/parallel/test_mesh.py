@@ -62,6 +62,22 @@ def test_an_axis_across_slices_is_the_only_one_that_leaves_a_slice():
     assert slice_of[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3], "data runs through a slice before it leaves it"
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        MeshConfig(data=2, fsdp=2, dcn=DcnConfig(data=4)),
+        MeshConfig(data=2, fsdp=2, dcn=DcnConfig(fsdp=4)),
+        MeshConfig(data=1, fsdp=2, tensor=2, dcn=DcnConfig(stage=2, fsdp=2)),
+    ],
+)
+def test_the_slice_of_every_device_follows_from_the_sizes(config):
+    found = meshes.hybrid(config, devices(slices=4, processes=1, each=4))
+    slice_of = np.vectorize(lambda device: device.slice_index)(found).reshape(-1)
+    assert meshes.slice_numbers(config, found.shape).tolist() == slice_of.tolist()
+    assert config.slices == 4 and meshes.joined(config).slices == 1
+    assert tuple(meshes.sizes(meshes.joined(config), 16).values()) == found.shape
+
+
 def test_a_mesh_that_does_not_follow_the_torus_is_laid_out_all_the_same():
     places = [(x, y, 0) for y in range(16) for x in range(16)]
     chips = [Chip(i, 0, i // 8, "tpu", "TPU v6 lite", place) for i, place in enumerate(places)]
@@ -160,6 +176,8 @@ def test_an_array_is_spread_over_one_more_axis_where_it_divides():
         (MeshConfig(fsdp=2, tensor=2), {"fsdp": 2, "tensor": 2}),
         (MeshConfig(data=2, fsdp=-1, context=4), {"data": 2, "context": 4}),
         (MeshConfig(data=4, fsdp=4), {}),  # more than the eight there are
+        (MeshConfig(fsdp=2, dcn=DcnConfig(data=2)), {"data": 2, "fsdp": 2}),  # those of two slices, on one
+        (MeshConfig(fsdp=8, dcn=DcnConfig(data=2)), {}),
     ],
 )
 def test_other_work_than_training_takes_the_smallest_mesh(config, shape):

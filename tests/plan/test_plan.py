@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxformer import cli, overrides
-from jaxformer.config import ConfigError, MeshConfig, StackConfig
+from jaxformer.config import ConfigError, DcnConfig, MeshConfig, StackConfig
 from jaxformer.overrides import defaults, section
 from jaxformer.parallel import collectives
 from jaxformer.plan import chips, estimate, flops, page, program, search
@@ -149,12 +149,27 @@ def test_traffic_adds_up_by_kind_and_axis():
     }
 
 
+def test_between_slices_go_the_gradients_alone():
+    """2 (s - 1) / s x 4 bytes of the parameters that a device keeps within its slice of s (Rajbhandari et al. 2020)."""
+    config = config_of(width=64, layers=4)
+    for slices in (1, 2, 4):
+        found = traced(config, 8, fsdp=8 // slices, dcn=DcnConfig(data=slices))
+        place = chips.place("", "h100", 8, slices)
+        result = estimate.estimate(found, program.compile(found), place)
+        assert result.mesh == {name: n for name, n in (("data", slices), ("fsdp", 8 // slices)) if n > 1}
+        least = 2 * (1 - 1 / slices) * 4 * result.parameters / (8 // slices)
+        assert least <= result.between <= 1.05 * least
+        assert result.seconds.get("between slices", 0.0) == result.between / 50e9
+        sent = sum(size for _, size in result.sent.values())
+        assert result.seconds["network"] == pytest.approx((sent - result.between) / 450e9)
+
+
 def estimated(place: chips.Place, **changes) -> estimate.Estimate:
     values = dict(
         mesh={}, shape=program.Shape(8, 1024), parameters=1, a_token=1e9, model=8e12, counted=1e13,
         memory={"parameters": 8 * GIB, "logits": 4 * GIB, "activations": 10 * GIB}, state={"parameters": 8 * GIB},
-        need=22 * GIB, sent={}, unknown=0, seconds={"compute": 0.03, "memory": 0.01, "network": 0.02}, compiled=1.0,
-        place=place, devices=4,
+        need=22 * GIB, sent={}, between=0.0, unknown=0, seconds={"compute": 0.03, "memory": 0.01, "network": 0.02},
+        compiled=1.0, place=place, devices=4,
     )  # fmt: skip
     return estimate.Estimate(**(values | changes))
 
@@ -230,6 +245,18 @@ def test_the_command(recipe, capsys):
     assert "verdict\n  fits" in out
 
 
+def test_several_slices(recipe, capsys):
+    edits = ["--config.mesh.fsdp=2", "--config.mesh.dcn.data=2", "--devices=4"]
+    assert cli.main(["plan", f"--config={recipe}", *edits]) == 0
+    out = capsys.readouterr().out
+    assert "2 x no topology: 4 x H100" in out
+    assert "50 GB/s to other slices" in out
+    assert "mesh data 2 x fsdp 2" in out
+    assert "of it between slices" in out
+    assert cli.main(["plan", f"--config={recipe}", *edits, "--search"]) == 0
+    assert "data 2 x fsdp 2" in capsys.readouterr().out
+
+
 def test_a_search(recipe, capsys, monkeypatch):
     monkeypatch.setattr(search, "TENSOR", (2, 8))  # 2 devices cannot be 8
     assert cli.main(["plan", f"--config={recipe}", "--devices=2", "--chip=a100", "--search"]) == 0
@@ -245,6 +272,10 @@ def test_a_search(recipe, capsys, monkeypatch):
         (["--topology=v5e:2xtwo"], "expected NAME:SIDES"),
         (["--topology=h100:2x2"], "expected NAME:SIDES"),
         (["--topology=v5e:4x4", "--devices=8"], "expected 16"),
+        (
+            ["--topology=v5e:4x4", "--devices=16", "--config.mesh.dcn.data=2"],
+            "expected 32, those of --topology=v5e:4x4, 2",
+        ),
         (["--topology=v5e:4x4", "--chip=v5p"], "expected v5e"),
         (["--chip=h10"], "did you mean"),
         (["--devices=none"], "expected a whole number"),
