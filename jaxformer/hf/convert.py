@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxformer.config import ConfigError
 from jaxformer.hf.files import Tensor
-from jaxformer.hf.table import LAYER, Family, Row
+from jaxformer.hf.table import STACKED, Family, Row
 from jaxformer.types import PyTree
 
 Slice = Callable[[tuple[slice, ...]], np.ndarray]
@@ -103,10 +103,8 @@ def write(rows: Sequence[Row], params: PyTree, dtype: Any = None) -> dict[str, C
     for row in rows:
         used.update(row.paths)
         arrays = [ours[path] for path in row.paths]
-        layers = range(arrays[0].shape[0]) if LAYER in row.theirs else [None]
-        for layer in layers:
-            name = row.theirs if layer is None else row.theirs.replace(LAYER, str(layer))
-            tensors[name] = _tensor(row, arrays, layer, dtype)
+        for index in np.ndindex(arrays[0].shape[: row.depth]):
+            tensors[row.name(index)] = _tensor(row, arrays, index, dtype)
     if set(ours) - used:
         left = ", ".join(sorted(set(ours) - used))
         raise ConfigError(f"family table: got no row for {left}, expected one for every parameter")
@@ -114,7 +112,7 @@ def write(rows: Sequence[Row], params: PyTree, dtype: Any = None) -> dict[str, C
 
 
 def _names(row: Row, shape: tuple[int, ...]) -> list[str]:
-    return [row.theirs.replace(LAYER, str(i)) for i in range(shape[0])] if LAYER in row.theirs else [row.theirs]
+    return [row.name(index) for index in np.ndindex(shape[: row.depth])]
 
 
 def _ours(row: Row, i: int, array: np.ndarray) -> np.ndarray:
@@ -129,7 +127,7 @@ def _known(row: Row) -> dict[str, int]:
 
 
 def _check_shapes(row: Row, i: int, tensors: list[Tensor], names: list[str], shape: tuple[int, ...]) -> None:
-    expected = shape[1:] if LAYER in row.theirs else shape
+    expected = shape[row.depth :]
     for name, tensor in zip(names, tensors, strict=True):
         try:
             got = _ours(row, i, tensor.array()).shape
@@ -147,10 +145,10 @@ def _part(row: Row, i: int, tensors: list[Tensor], shape: tuple[int, ...]) -> Sl
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         part = _aligned(tuple(len(range(size)[one]) for size, one in zip(shape, index, strict=True)))
-        layered = LAYER in row.theirs
-        for place, j in enumerate(range(len(tensors))[index[0]] if layered else [0]):
-            view = _ours(row, i, tensors[j].array())[index[1:] if layered else index]
-            part[place if layered else ...] = view
+        depth = row.depth
+        wanted = np.arange(len(tensors)).reshape(shape[:depth])[index[:depth]]
+        for place, j in np.ndenumerate(wanted):
+            part[place] = _ours(row, i, tensors[j].array())[index[depth:]]
             tensors[j].release()  # else the file would stand in memory beside the parameters
         return part
 
@@ -173,9 +171,9 @@ def _place(part: Slice, shape: jax.ShapeDtypeStruct, where: jax.sharding.Shardin
     return jax.block_until_ready(x)  # one parameter at a time: what waits to be copied takes memory
 
 
-def _tensor(row: Row, arrays: list[Any], layer: int | None, dtype: Any) -> Callable[[], np.ndarray]:
+def _tensor(row: Row, arrays: list[Any], index: tuple[int, ...], dtype: Any) -> Callable[[], np.ndarray]:
     def make() -> np.ndarray:
-        ours = [np.asarray(array if layer is None else array[layer]) for array in arrays]
+        ours = [np.asarray(array[index]) for array in arrays]
         if row.layout:
             left, right = (text.strip() for text in row.layout.split("->"))
             whole = ours[0] if isinstance(row.ours, str) else np.stack(ours)
@@ -200,5 +198,6 @@ def gradients(rows: Sequence[Row], grads: PyTree) -> dict[str, np.ndarray]:
 
 def unknown(names: Iterable[str], rows: Sequence[Row]) -> list[str]:
     """Names of theirs that no row mentions."""
-    patterns = [re.compile(re.escape(row.theirs).replace(re.escape(LAYER), r"\d+")) for row in rows]
+    numbers = "|".join(re.escape(re.escape(word)) for word in STACKED)
+    patterns = [re.compile(re.sub(numbers, r"\\d+", re.escape(row.theirs))) for row in rows]
     return [name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)]

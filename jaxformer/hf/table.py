@@ -10,6 +10,7 @@ says that the fused `[D, 3 D]` matrices of all layers are our three stacked kern
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,16 +21,19 @@ from jaxformer import registry
 from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, HeadConfig, ModelConfig, StackConfig
 
 LAYER = "{layer}"
+STACKED = (LAYER, "{expert}")
+"""What stands for numbers in a name; our parameters are stacked over them, in this order."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of theirs, or one a layer.
+    """One tensor of theirs, or one a layer, or one an expert of a layer.
 
     Attributes:
-      theirs: its name; `{layer}` stands for the layer's number, and then ours is stacked over layers, `[L, ...]`.
+      theirs: its name; `{layer}` stands for the layer's number, and then ours is stacked over layers, `[L, ...]`; with
+        `{expert}` also over experts, `[L, E, ...]`.
       ours: path of our parameter, or of several that theirs holds together; their layout then begins with an axis n.
-      layout: einops pattern "theirs -> ours" for one layer; "": the same.
+      layout: einops pattern "theirs -> ours" for one tensor; "": the same.
       sizes: of the axes that a pattern takes apart.
       optional: zeros where the file lacks it.
     """
@@ -43,6 +47,16 @@ class Row:
     @property
     def paths(self) -> tuple[str, ...]:
         return (self.ours,) if isinstance(self.ours, str) else self.ours
+
+    @property
+    def depth(self) -> int:
+        """Over how many leading axes ours is stacked."""
+        return sum(word in self.theirs for word in STACKED)
+
+    def name(self, index: Sequence[int]) -> str:
+        """Theirs at a place of these axes."""
+        words = (word for word in STACKED if word in self.theirs)
+        return functools.reduce(lambda name, one: name.replace(one[0], str(one[1])), zip(words, index), self.theirs)
 
 
 @dataclass(frozen=True)
@@ -349,6 +363,6 @@ def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
 
 FREE = frozenset({
     "dropout", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation", "dtype", "momentum",
-    "pad",
+    "pad", "capacity", "balance_loss", "z_loss",
 })  # fmt: skip
 """Fields that do not change what a model computes when it is applied."""

@@ -22,6 +22,7 @@ from jaxformer.config import (
     HeadConfig,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     NormConfig,
     StackConfig,
     TaskConfig,
@@ -258,6 +259,16 @@ def stack(**fields):
     return StackConfig(**{"layers": 2} | fixed | fields)
 
 
+def experts(norm=None, **moe):
+    return stack(
+        encoding=EncodingConfig("rope", max_length=16),
+        norm=NormConfig("rms"),
+        attention=AttentionConfig(heads=2, kv_heads=1, bias=False, norm=norm),
+        ffn=FeedForwardConfig(width=12, activation="silu", gated=True, bias=False),
+        moe=MoEConfig(experts=4, capacity=1.5, **moe),  # capacity and losses are of training alone
+    )
+
+
 EXPORTS = {
     "gpt2": ModelConfig(decoder=stack(encoding=EncodingConfig("learned", max_length=16))),
     "llama": ModelConfig(
@@ -268,6 +279,8 @@ EXPORTS = {
         ),
         head=HeadConfig(tied=False),
     ),
+    "mixtral": ModelConfig(decoder=experts(top_k=2), head=HeadConfig(tied=False)),
+    "qwen3_moe": ModelConfig(decoder=experts(top_k=3, normalise=False, norm=NormConfig("rms"))),
     "pegasus": ModelConfig(
         encoder=stack(encoding=EncodingConfig("sinusoidal"), layers=1),
         decoder=stack(encoding=EncodingConfig("sinusoidal")),
@@ -290,6 +303,31 @@ def test_a_model_of_ours_is_exported_and_computes_the_same(family, tmp_path):
     ids = np.asarray([[3, 4, 5, 9], [5, 6, 7, 1]])
     given = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :3]} if model.config.model.encoder else {})
     np.testing.assert_allclose(again(**given).logits, model(**given).logits, rtol=2e-5, atol=2e-5)
+
+
+def test_experts_are_read_one_by_one_each_device_its_own(tmp_path):
+    model = ours(EXPORTS["mixtral"])
+    model.save_pretrained(tmp_path / "out")
+    settings, opened = files.read_config(tmp_path / "out"), files.open_tensors(tmp_path / "out")
+    assert (settings["num_local_experts"], settings["num_experts_per_tok"], settings["intermediate_size"]) == (4, 2, 12)
+    mesh = meshes.make(MeshConfig(data=1, expert=2, fsdp=2, tensor=2))
+    spread = jaxformer.from_pretrained(tmp_path / "out", mesh=mesh)
+    ffn = spread.params["decoder"]["blocks"]["ffn"]
+    assert ffn["gate"]["kernel"].sharding.shard_shape((2, 4, 8, 12))[1] == 2
+    theirs = "model.layers.1.block_sparse_moe"
+    np.testing.assert_array_equal(ffn["router"][1], opened[f"{theirs}.gate.weight"].array().T)
+    for part, name in (("gate", "w1"), ("in", "w3"), ("out", "w2")):
+        for expert in range(4):
+            tensor = opened[f"{theirs}.experts.{expert}.{name}.weight"].array()
+            np.testing.assert_array_equal(ffn[part]["kernel"][1, expert], tensor.T)
+    assert len(opened) == 3 + 2 * (2 + 4 + 1 + 4 * 3)
+    ids = np.asarray([[3, 4, 5, 9, 1, 2, 7, 7]] * 4)
+    np.testing.assert_allclose(spread(input_ids=ids).logits, model(input_ids=ids).logits, rtol=2e-5, atol=2e-5)
+    missing = f"{theirs}.experts.3.w2.weight"
+    left = {name: tensor.array() for name, tensor in opened.items() if name != missing}
+    writing.write(tmp_path / "left", settings, left)
+    with pytest.raises(ConfigError, match=f"got no tensor {missing}, expected it"):
+        jaxformer.from_pretrained(tmp_path / "left")
 
 
 def test_a_tokenizer_of_ours_goes_with_its_model(tmp_path):

@@ -15,6 +15,7 @@ from jaxformer.config import (
     FeedForwardConfig,
     HeadConfig,
     ModelConfig,
+    MoEConfig,
     NormConfig,
     RopeScalingConfig,
     StackConfig,
@@ -35,6 +36,26 @@ from jaxformer.hf.table import (
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """Where a relative with experts keeps them.
+
+    Attributes:
+      block: what holds router and experts, in names of tensors.
+      parts: gate, up and down projection of an expert, in names of tensors.
+      count, width: settings of the number of experts and of their inner width.
+      experts, top_k, normalise: defaults; `normalise` None: always, and there is no setting.
+    """
+
+    block: str
+    parts: tuple[str, str, str]
+    count: str
+    width: str
+    experts: int
+    top_k: int
+    normalise: bool | None = None
+
+
+@dataclass(frozen=True)
 class Variant:
     """Where a relative differs from LLaMA, or what its config.json is silent about.
 
@@ -46,7 +67,8 @@ class Variant:
       has_window: there is a setting `sliding_window`, whose default is `window`.
       head_norm: queries and keys are normalised.
       offset: RMS scales are stored as differences from 1, and embeddings multiplied by sqrt(width).
-      tied, kv_heads, head_width, theta, positions, activation: defaults; `kv_heads` None: as many as heads.
+      mixture: the feed-forward layers are mixtures of experts.
+      tied, kv_heads, head_width, theta, positions, activation, epsilon: defaults; `kv_heads` None: as many as heads.
       before: special tokens before a text, where no tokenizer.json says it.
     """
 
@@ -58,12 +80,14 @@ class Variant:
     has_window: bool = False
     head_norm: bool = False
     offset: bool = False
+    mixture: Mixture | None = None
     tied: bool = False
     kv_heads: int | None = None
     head_width: int | None = None
     theta: float = 10000.0
     positions: int = 2048
     activation: str = "silu"
+    epsilon: float = 1e-6
     before: tuple[str, ...] = ()
 
 
@@ -133,13 +157,36 @@ def their_rotation(encoding: EncodingConfig) -> dict[str, Any]:
     return rope
 
 
+def _mixture(settings: Settings, mixture: Mixture) -> MoEConfig:
+    """The experts that a config.json says. Its load-balance loss keeps its weight, in the form of `nn/moe.py`."""
+    settings.expect("router_jitter_noise", 0.0)
+    settings.expect("decoder_sparse_step", 1)
+    settings.expect("mlp_only_layers", [])
+    return MoEConfig(
+        experts=settings.size(mixture.count, mixture.experts, "num_local_experts"),
+        top_k=settings.size("num_experts_per_tok", mixture.top_k),
+        normalise=True if mixture.normalise is None else settings("norm_topk_prob", mixture.normalise),
+        balance_loss=settings("router_aux_loss_coef", 0.001),
+        z_loss=0.0,
+    )
+
+
+def _their_mixture(moe: MoEConfig, mixture: Mixture) -> dict[str, Any]:
+    settings = {
+        mixture.count: moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.balance_loss,
+    }
+    return settings if mixture.normalise is None else settings | {"norm_topk_prob": moe.normalise}
+
+
 def family(variant: Variant) -> Family:
     """The family of a relative."""
 
     def read(settings: Settings, head: str) -> ModelConfig:
         heads, width = settings.size("num_attention_heads", 32), settings.size("hidden_size", 4096)
         positions = settings.size("max_position_embeddings", variant.positions)
-        epsilon = settings("rms_norm_eps", 1e-6)
+        epsilon = settings("rms_norm_eps", variant.epsilon)
         bias = settings("attention_bias", False) if variant.bias == "setting" else variant.bias == "inputs"
         settings.expect("use_sliding_window", False)
         window = variant.window
@@ -162,11 +209,12 @@ def family(variant: Variant) -> Family:
                 dropout=settings("attention_dropout", 0.0),
             ),
             ffn=FeedForwardConfig(
-                width=settings.size("intermediate_size", 11008),
+                width=settings.size(variant.mixture.width if variant.mixture else "intermediate_size", 11008),
                 activation=Settings({"act": activation}, settings.where).activation("act", variant.activation),
                 gated=True,
                 bias=variant.mlp_bias and settings("mlp_bias", False),
             ),
+            moe=variant.mixture and _mixture(settings, variant.mixture),
             norm=NormConfig("rms", epsilon=epsilon, offset=1.0 if variant.offset else 0.0),
         )
         tops = {
@@ -182,6 +230,8 @@ def family(variant: Variant) -> Family:
         attention, ffn = decoder.attention, decoder.ffn
         if ffn is None:
             raise ConfigError("export: got a decoder without feed-forward layers, expected them for this family")
+        if variant.mixture and decoder.moe is None:
+            raise ConfigError("export: got a decoder without experts, expected them for this family")
         head_width = attention.head_width or decoder.width // attention.heads
         settings = {
             "hidden_size": decoder.width,
@@ -189,7 +239,7 @@ def family(variant: Variant) -> Family:
             "num_attention_heads": attention.heads,
             "num_key_value_heads": attention.kv_heads or attention.heads,
             "head_dim": head_width,
-            "intermediate_size": ffn.width or 4 * decoder.width,
+            variant.mixture.width if variant.mixture else "intermediate_size": ffn.width or 4 * decoder.width,
             "max_position_embeddings": decoder.encoding.max_length,
             "vocab_size": decoder.embed.vocab,
             "rms_norm_eps": decoder.norm.epsilon,
@@ -206,6 +256,8 @@ def family(variant: Variant) -> Family:
             settings["mlp_bias"] = ffn.bias
         if variant.has_window:
             settings["sliding_window"] = attention.window
+        if variant.mixture:
+            settings |= _their_mixture(decoder.moe, variant.mixture)
         return settings
 
     def rows(model: ModelConfig, head: str) -> list[Row]:
@@ -219,8 +271,12 @@ def family(variant: Variant) -> Family:
             *norm(f"{theirs}.post_attention_layernorm", f"{ours}/ffn_norm", bias=False),
             *norm("model.norm", "decoder/final_norm", bias=False),
         ]
-        for name, part in (("gate_proj", "gate"), ("up_proj", "in"), ("down_proj", "out")):
-            body += linear(f"{theirs}.mlp.{name}", f"{ours}/ffn/{part}")[: 2 if decoder.ffn.bias else 1]
+        mixture, where, parts = variant.mixture, f"{theirs}.mlp", ("gate_proj", "up_proj", "down_proj")
+        if mixture:
+            body.append(Row(f"{theirs}.{mixture.block}.gate.weight", f"{ours}/ffn/router", "E D -> D E"))
+            where, parts = f"{theirs}.{mixture.block}.experts.{{expert}}", mixture.parts
+        for name, part in zip(parts, ("gate", "in", "out"), strict=True):
+            body += linear(f"{where}.{name}", f"{ours}/ffn/{part}")[: 2 if decoder.ffn.bias else 1]
         if variant.head_norm:
             body += norm(f"{theirs}.self_attn.q_norm", f"{ours}/attention/query_norm", bias=False)
             body += norm(f"{theirs}.self_attn.k_norm", f"{ours}/attention/key_norm", bias=False)
