@@ -208,6 +208,5 @@ def needed(message: str) -> float | None:
 
 
 def mesh_of(config: Config, where: list[jax.Device]) -> Mesh:
-    """The mesh; simulated devices stand in for those of several slices."""
-    simulated = where[0].platform == "cpu"
-    return meshes.make(meshes.joined(config.mesh) if simulated else config.mesh, where)
+    """The mesh. One slice, and simulated devices, which know of none, stand in for as many as the config has."""
+    return meshes.make(config.mesh if meshes.slices(where) > 1 else meshes.joined(config.mesh), where)
