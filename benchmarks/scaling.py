@@ -142,9 +142,8 @@ so those rows do not follow the rule.
 A v5e slice has at most 256 chips. Beyond, each slice keeps a whole copy, divided over its 256 chips, and gradients are
 added between slices over the data centre's network: 2 (s - 1) / s x 4 bytes x parameters / 256 from each chip of s
 slices, at 6.4 Tbit/s a pod of 256 (cloud.google.com/tpu/docs/v5e). {slices} The compiler adds up most gradients in
-bfloat16, as they come out of the products, so it stays below the rule. With `train.accumulation` it sends that once for
-each microbatch, whose gradient is reduced where it is made: over several slices, as few microbatches as the memory
-allows. A v5p slice has up to 6,144 chips.
+bfloat16, as they come out of the products, so most stay below the rule. With `train.accumulation` they are added up
+before, in float32: still once a step (docs/meshes.md). A v5p slice has up to 6,144 chips.
 
 What the model leaves out, and what grows: the latency of a ring's hops (a collective of n chips has n - 1 of them on a
 ring, about three times the cube root of n on a 3D torus), stragglers, and the input pipeline.
@@ -257,8 +256,8 @@ def between(models: list[dict]) -> str:
     words = []
     for row in (row for row in models if row.get("slices", 1) > 1):
         rule = gradients(row, row["slices"], row["devices"] // row["slices"]) / 1e6
-        words.append(f"{row['model']} on {row['slices']} {row['between_slices'] / 1e6:.0f} MB (rule: {rule:.0f})")
-    return f"Compiled for several slices: {', '.join(words)}." if words else ""
+        words.append(f"{row['model']}, {row['slices']} slices: {row['between_slices'] / 1e6:.0f} MB (rule: {rule:.0f})")
+    return f"Compiled for several: {'; '.join(words)}." if words else ""
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Float32, Int, Num
 
 from jaxformer import chunks
 from jaxformer.chunks import ALL, Rows
+from jaxformer.parallel import shards
 from jaxformer.types import Array, Projection
 
 
@@ -61,19 +62,28 @@ class _Formula(NamedTuple):
     ) -> tuple[Float32[Array, "*batch"], Float32[Array, "*batch"]]:
         """Losses and log Z."""
         top = rows.max(jnp.max(logits, axis=-1))
-        label = labels - rows.first
-        here = (label >= 0) & (label < logits.shape[-1])
-        picked = jnp.take_along_axis(logits, jnp.where(here, label, 0)[..., None], axis=-1)[..., 0]
         total, picked, real = rows.sum(
             (
                 jnp.sum(jnp.exp(logits - top[..., None]), axis=-1),
-                jnp.where(here, picked, 0.0),
+                self.labelled(logits, labels, rows),
                 self.sum_of_real(logits, rows) if self.smoothing else jnp.zeros(()),
             )
         )
         log_z = top + jnp.log(total)
         losses = log_z - (1.0 - self.smoothing) * picked - self.smoothing / self.classes * real
         return losses + self.z_loss * jnp.square(log_z), log_z
+
+    def labelled(
+        self, logits: Float32[Array, "*batch V"], labels: Int[Array, "*batch"], rows: Rows
+    ) -> Float32[Array, "*batch"]:
+        """The labels' logits; 0 where the label is not one of `rows`."""
+        if not rows.axes and shards.fitting("act_vocab", logits.shape[-1]):
+            # A look-up in what the partitioner has divided: inside of a `shard_map` over some axes it cannot do it.
+            return jnp.sum(jnp.where(rows.numbers(logits) == labels[..., None], logits, 0.0), axis=-1)
+        label = labels - rows.first
+        here = (label >= 0) & (label < logits.shape[-1])
+        picked = jnp.take_along_axis(logits, jnp.where(here, label, 0)[..., None], axis=-1)[..., 0]
+        return jnp.where(here, picked, 0.0)
 
     def sum_of_real(self, logits: Float32[Array, "*batch V"], rows: Rows) -> Float32[Array, "*batch"]:
         """Of the logits of rows that exist."""

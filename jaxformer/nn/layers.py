@@ -9,11 +9,13 @@ from typing import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Bool, Float, Float32, Key, Num
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Float32, Int, Key, Num
 
 from jaxformer.config import EmbedConfig, NormConfig
 from jaxformer.nn import cpu
 from jaxformer.nn.products import dot
+from jaxformer.parallel import shards
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Stream
 
@@ -198,6 +200,33 @@ class BatchNorm(nn.Module):
         return y.astype(x.dtype)
 
 
+def look_up(table: Num[Array, "V E"], ids: Int[Array, "B T"], rows: str | None = None) -> Num[Array, "B T E"]:
+    """Rows of a table whose width is named "table", and whose rows `rows`; NaN where there is no such row.
+
+    The partitioner divides this well, but where a `shard_map` has taken over some axes: there it would gather the
+    gradients of all slots before it adds them up into the table. So there each device looks up and adds up its own, and
+    the sums meet where the table lies.
+    """
+    if not shards.inside():
+        # Gathered over fsdp first, as a kernel is: divided in both, look-up and rows would have to be exchanged.
+        return jnp.take(constrain(table, rows, None), ids, axis=0)
+    count = table.shape[0]
+    slots = PartitionSpec(shards.fitting("batch", ids.shape[0]), shards.fitting("length", ids.shape[1]))
+    divided = shards.fitting(rows, count) if rows else ()
+    width = tuple(axis for axis in shards.fitting("table", table.shape[1]) if axis in slots[0])
+
+    def own(table: Num[Array, "_ _"], ids: Int[Array, "_ _"]) -> Num[Array, "_ _ _"]:
+        table = jax.lax.all_gather(table, width, axis=1, tiled=True) if width else table
+        if not divided:
+            return jnp.take(table, ids, axis=0)
+        index = ids - jax.lax.axis_index(divided) * table.shape[0]
+        here = (index >= 0) & (index < table.shape[0])
+        found = jnp.where(here[..., None], jnp.take(table, jnp.where(here, index, 0), axis=0), 0)
+        return jnp.where(((ids >= 0) & (ids < count))[..., None], jax.lax.psum(found, divided), jnp.nan)
+
+    return shards.shard(own, (PartitionSpec(divided, width), slots), slots)(table, ids)
+
+
 class Embed(nn.Module):
     """Token table `[V, E]`, with the width correction, token types, norm and dropout that `config` asks for.
 
@@ -232,8 +261,7 @@ class Embed(nn.Module):
         if jnp.issubdtype(stream.tokens.dtype, jnp.floating):
             x = stream.tokens.astype(self.dtype)
         else:
-            # Gathered over fsdp first, as a kernel is: divided in both, look-up and rows would have to be exchanged.
-            x = jnp.take(constrain(self.table, "vocab", None), stream.tokens, axis=0).astype(self.dtype)
+            x = look_up(self.table, stream.tokens, "vocab").astype(self.dtype)
             if (scale := self.scale()) is not None:
                 x = x * jnp.take(scale, stream.tokens)[..., None].astype(self.dtype)
             if self.config.pad is not None:
@@ -244,7 +272,7 @@ class Embed(nn.Module):
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
         if self.config.kinds:
             kind = jnp.zeros_like(stream.slots.segment) if stream.kind is None else stream.kind
-            x = x + jnp.take(constrain(self.kind_table, None, None), kind, axis=0).astype(self.dtype)
+            x = x + look_up(self.kind_table, kind).astype(self.dtype)
         return constrain(x, "batch", "act_length", "act_embed")
 
     def scale(self) -> Float32[Array, " V"] | None:

@@ -30,6 +30,11 @@ def alone() -> bool:
     return math.prod(free().values()) == 1
 
 
+def inside() -> bool:
+    """Whether a surrounding `shard_map` has taken over some axes of the mesh and left others."""
+    return 0 < len(free()) < len(jax.sharding.get_abstract_mesh().axis_names)
+
+
 def parts(axes: tuple[str, ...]) -> int:
     """Into how many parts these axes divide."""
     sizes = free()

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxformer.config import Config
 from jaxformer.models import build
 from jaxformer.nn import moe
-from jaxformer.parallel import rules
+from jaxformer.parallel import rules, shards
 from jaxformer.tasks import Task
 from jaxformer.train import optim, spikes
 from jaxformer.types import Array, Batch, PyTree, Sums, TrainState
@@ -134,6 +134,41 @@ def accumulate(
     config: Config, module: nn.Module, task: Task, params: PyTree, variables: PyTree, batch: Batch, key: Array
 ) -> tuple[PyTree, PyTree, Sums]:
     """Gradients of the mean loss over the whole batch, the updated other variables, and the step's sums."""
+    total = functools.partial(summed, config, module, task)
+    if sums_apart(config, variables, batch):
+
+        def own(params: PyTree, batch: Batch, key: Array) -> tuple[PyTree, Sums]:
+            grads, _, sums = total(params, {}, batch, jax.random.fold_in(key, jax.lax.axis_index("data")))
+            return jax.lax.psum((grads, sums), "data")
+
+        whole, rows = PartitionSpec(), PartitionSpec("data")
+        specs = {"in_specs": (whole, rows, whole), "out_specs": whole}
+        grads, sums = jax.shard_map(own, **specs, axis_names={"data"}, check_vma=False)(params, batch, key)
+    else:
+        grads, variables, sums = total(params, variables, batch, key)
+    weight = jnp.maximum(sums["loss"][1], 1e-8)
+    return jax.tree.map(lambda g: g / weight, grads), variables, sums
+
+
+def sums_apart(config: Config, variables: PyTree, batch: Batch) -> bool:
+    """Whether the parts of the axis `data` add up their gradients alone, and meet once a step.
+
+    The partitioner has them meet wherever a gradient arises: once a microbatch, and in a pipeline once a tick. Not
+    where rows see each other: batch norm's statistics, and the loss that balances experts, are of the whole batch. And
+    not where `data` and `fsdp` share a slice: the TPU's compiler then sends more along `fsdp` than is saved.
+    """
+    sizes, parts, model = shards.free(), config.train.accumulation, config.model
+    if "data" not in shards.fitting("batch", jax.tree.leaves(batch)[0].shape[0] // parts):
+        return False
+    several = parts > 1 and (sizes["fsdp"] == 1 or config.mesh.dcn.data != 1)
+    together = variables or any(side and side.moe for side in (model.encoder, model.decoder))
+    return (several or sizes["stage"] > 1) and not together
+
+
+def summed(
+    config: Config, module: nn.Module, task: Task, params: PyTree, variables: PyTree, batch: Batch, key: Array
+) -> tuple[PyTree, PyTree, Sums]:
+    """Gradients of the summed loss, microbatch by microbatch, the updated other variables, and all sums."""
     parts = config.train.accumulation
 
     def gradients(variables: PyTree, batch: Batch, key: Array) -> tuple[PyTree, PyTree, Sums]:
@@ -142,24 +177,21 @@ def accumulate(
         return grads, variables, sums
 
     if parts == 1:
-        grads, variables, sums = gradients(variables, batch, key)
-    else:
-        # Row i goes to microbatch i % parts: the rows of one device then stay on it.
-        split = lambda x: jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)  # noqa: E731
-        batches = jax.tree.map(split, batch)
+        return gradients(variables, batch, key)
+    # Row i goes to microbatch i % parts: the rows of one device then stay on it.
+    split = lambda x: jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)  # noqa: E731
+    batches = jax.tree.map(split, batch)
 
-        def add(carry: tuple, each: tuple) -> tuple[tuple, None]:
-            total, variables, sums = carry
-            batch, index = each
-            grads, variables, more = gradients(variables, batch, jax.random.fold_in(key, index))
-            return (jax.tree.map(jnp.add, total, grads), variables, jax.tree.map(jnp.add, sums, more)), None
+    def add(carry: tuple, each: tuple) -> tuple[tuple, None]:
+        total, variables, sums = carry
+        batch, index = each
+        grads, variables, more = gradients(variables, batch, jax.random.fold_in(key, index))
+        return (jax.tree.map(jnp.add, total, grads), variables, jax.tree.map(jnp.add, sums, more)), None
 
-        first = jax.tree.map(lambda x: x[0], batches)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients, variables, first, key))
-        start = (zeros[0], variables, zeros[2])
-        (grads, variables, sums), _ = jax.lax.scan(add, start, (batches, jnp.arange(parts)))
-    weight = jnp.maximum(sums["loss"][1], 1e-8)
-    return jax.tree.map(lambda g: g / weight, grads), variables, sums
+    first = jax.tree.map(lambda x: x[0], batches)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients, variables, first, key))
+    start = (zeros[0], variables, zeros[2])
+    return jax.lax.scan(add, start, (batches, jnp.arange(parts)))[0]
 
 
 def summed_loss(

@@ -16,8 +16,12 @@ from jaxformer import tasks
 from jaxformer.config import (
     AttentionConfig,
     Config,
+    DcnConfig,
+    EmbedConfig,
+    EncodingConfig,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     NormConfig,
     OptimizerConfig,
     ScheduleConfig,
@@ -26,6 +30,7 @@ from jaxformer.config import (
 )
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
+from jaxformer.parallel.collectives import collectives
 from jaxformer.train import optim, step
 
 ROWS = [5, 2, 4, 1, 3, 5, 2, 5]
@@ -87,6 +92,59 @@ def test_microbatches_equal_one_batch_although_their_token_counts_differ():
     chex.assert_trees_all_close(other, sums, rtol=1e-5, atol=1e-6)
     averaged = jnp.mean(jnp.array([s.sum() for s in np.split(batch.weights, 4)]))
     assert averaged != batch.weights[:2].sum(), "the microbatches must be ragged for this test to mean anything"
+
+
+SLICES = DcnConfig(data=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        (MeshConfig(data=1, fsdp=2, tensor=2, dcn=SLICES), 4),
+        (MeshConfig(data=2, stage=2, tensor=2), 2),
+        (MeshConfig(data=2, stage=2, fsdp=2), 1),
+    ],
+)
+def test_devices_add_up_gradients_alone_and_meet_once_a_step(sizes, parts):
+    learned = EncodingConfig("learned", max_length=8)
+    model = builders.decoder(
+        width=16, embed=EmbedConfig(vocab=16), encoding=learned, attention=AttentionConfig(heads=2)
+    )
+    config = dataclasses.replace(config_of(model, "language_modelling", accumulation=parts), mesh=sizes)
+    batches = [builders.batch(model, [*ROWS, *ROWS], seed=seed) for seed in range(2)]
+    ((reference, sums),) = run(config, one_device(), batches)
+    mesh = meshes.make(meshes.joined(sizes))
+    ((state, other),) = run(config, mesh, batches)
+    np.testing.assert_allclose(losses(other), losses(sums), rtol=2e-5)
+    chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(reference.params), rtol=2e-4, atol=2e-6)
+    with jax.set_mesh(mesh):
+        module, task = build.build(model), tasks.get("language_modelling")
+        layout = jax.tree.map(lambda x: x.sharding, state.params)
+        gradients = jax.jit(
+            lambda p, b, k: step.accumulate(config, module, task, p, {}, b, k), out_shardings=(layout, None, None)
+        )
+        compiled = gradients.lower(state.params, step.place(batches[0], mesh), state.key).compile()
+    found = [c for c in collectives(compiled.as_text()) if "data" in c.axes(mesh.shape)]
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
+    # Two devices send half of what they hold, twice; ids, labels and weights of rows that a stage lacks come beside it.
+    assert held <= sum(c.bytes for c in found) <= 1.15 * held
+
+
+def test_who_meets_once_a_step():
+    batch, config = builders.batch(builders.decoder(), ROWS), config_of(builders.decoder(), accumulation=2)
+    mixture = dataclasses.replace(config, model=builders.decoder(moe=MoEConfig(4, 2)))
+    across = dataclasses.replace(config, mesh=MeshConfig(dcn=SLICES))
+    with jax.set_mesh(meshes.make(MeshConfig(data=2, context=2, tensor=2))):
+        assert step.sums_apart(config, {}, batch)
+        assert not step.sums_apart(config, {"batch_stats": {}, "more": 1}, batch)
+        assert not step.sums_apart(mixture, {}, batch)
+        assert not step.sums_apart(config_of(builders.decoder()), {}, batch), "one microbatch meets once as it is"
+        assert not step.sums_apart(config, {}, jax.tree.map(lambda x: x[:6], batch)), "6 rows are not 2 x 2 x n"
+    with jax.set_mesh(meshes.make(MeshConfig(data=2, fsdp=2, tensor=2))):
+        assert not step.sums_apart(config, {}, batch) and step.sums_apart(across, {}, batch)
+    with jax.set_mesh(meshes.make(MeshConfig(data=1, fsdp=8))):
+        assert not step.sums_apart(across, {}, batch)
+    assert not step.sums_apart(config, {}, batch), "no mesh"
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Float32
 
 from jaxformer.config import ConfigError, EncodingConfig
 from jaxformer.nn.encodings import Encoding
-from jaxformer.parallel.rules import constrain
+from jaxformer.nn.layers import look_up
 from jaxformer.types import Array, Slots
 
 
@@ -36,8 +35,7 @@ class Learned(nn.Module):
             )
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (None, "table"))
         table = self.param("table", init, (self.config.max_length, self.width))
-        table = constrain(table, None, None)  # gathered over fsdp, as in layers.Embed
-        return jnp.take(table, slots.position + self.config.offset, axis=0, mode="fill", fill_value=jnp.nan)
+        return look_up(table, slots.position + self.config.offset)
 
 
 ENCODING = Encoding(embed=Learned)

@@ -47,8 +47,12 @@ class Layout(NamedTuple):
 
 
 def layout(batch: int, heads: int) -> Layout | None:
-    """Where `[B, T, H, K]` lies on the current mesh; None where there is nothing to divide."""
-    if shards.alone():
+    """Where `[B, T, H, K]` lies on the current mesh; None where there is nothing to divide.
+
+    Among axes of which some are taken over, those of size 1 are too: the partitioner refuses a kernel of the TPU even
+    where it would have nothing to divide.
+    """
+    if shards.alone() and not shards.inside():
         return None
     return Layout(shards.fitting("batch", batch), shards.fitting("act_heads", heads), shards.fitting("length", 0))
 
