@@ -15,7 +15,6 @@ one more axis over which rows are divided, so that no stage waits there for anot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -24,7 +23,6 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Float
 
 from jaxformer.parallel.rules import constrain
-from jaxformer.parallel.shards import free
 from jaxformer.types import Array, PyTree
 
 AXIS = "stage"
@@ -45,8 +43,8 @@ def divides(rows: int, layers: int, parts: int) -> bool:
 
 def _shards() -> int:
     """Over how many devices the rows of one microbatch are divided."""
-    sizes = free()
-    return math.prod(sizes.get(axis, 1) for axis in ("data", "fsdp", "expert"))
+    shape = jax.sharding.get_abstract_mesh().shape
+    return shape["data"] * shape["fsdp"] * shape["expert"]
 
 
 def pipeline(

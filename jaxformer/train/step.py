@@ -153,16 +153,18 @@ def accumulate(
 def sums_apart(config: Config, variables: PyTree, batch: Batch) -> bool:
     """Whether the parts of the axis `data` add up their gradients alone, and meet once a step.
 
-    The partitioner has them meet wherever a gradient arises: once a microbatch, and in a pipeline once a tick. Not
-    where rows see each other: batch norm's statistics, and the loss that balances experts, are of the whole batch. And
-    not where `data` and `fsdp` share a slice: the TPU's compiler then sends more along `fsdp` than is saved.
+    The partitioner has them meet wherever a gradient arises: once a microbatch. Not where rows see each other: batch
+    norm's statistics, and the loss that balances experts, are of the whole batch. Not where `data` and `fsdp` share a
+    slice: the TPU's compiler then sends more along `fsdp` than is saved. And not what XLA's partitioner breaks off at
+    within a `shard_map` over some axes: a pipeline (jax 0.12), and picking one slot of sequences that are divided.
     """
     sizes, parts, model = shards.free(), config.train.accumulation, config.model
-    if "data" not in shards.fitting("batch", jax.tree.leaves(batch)[0].shape[0] // parts):
+    if parts == 1 or "data" not in shards.fitting("batch", jax.tree.leaves(batch)[0].shape[0] // parts):
         return False
-    several = parts > 1 and (sizes["fsdp"] == 1 or config.mesh.dcn.data != 1)
+    gains = sizes["fsdp"] == 1 or config.mesh.dcn.data != 1
+    breaks = sizes["stage"] > 1 or (sizes["context"] > 1 and model.head.kind != "tokens")
     together = variables or any(side and side.moe for side in (model.encoder, model.decoder))
-    return (several or sizes["stage"] > 1) and not together
+    return gains and not breaks and not together
 
 
 def summed(

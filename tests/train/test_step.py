@@ -101,8 +101,7 @@ SLICES = DcnConfig(data=2)
     ("sizes", "parts"),
     [
         (MeshConfig(data=1, fsdp=2, tensor=2, dcn=SLICES), 4),
-        (MeshConfig(data=2, stage=2, tensor=2), 2),
-        (MeshConfig(data=2, stage=2, fsdp=2), 1),
+        (MeshConfig(data=2, context=2, tensor=2), 2),
     ],
 )
 def test_devices_add_up_gradients_alone_and_meet_once_a_step(sizes, parts):
@@ -126,7 +125,7 @@ def test_devices_add_up_gradients_alone_and_meet_once_a_step(sizes, parts):
         compiled = gradients.lower(state.params, step.place(batches[0], mesh), state.key).compile()
     found = [c for c in collectives(compiled.as_text()) if "data" in c.axes(mesh.shape)]
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
-    # Two devices send half of what they hold, twice; ids, labels and weights of rows that a stage lacks come beside it.
+    # Two devices send half of what they hold, twice.
     assert held <= sum(c.bytes for c in found) <= 1.15 * held
 
 
@@ -144,6 +143,12 @@ def test_who_meets_once_a_step():
         assert not step.sums_apart(config, {}, batch) and step.sums_apart(across, {}, batch)
     with jax.set_mesh(meshes.make(MeshConfig(data=1, fsdp=8))):
         assert not step.sums_apart(across, {}, batch)
+    with jax.set_mesh(meshes.make(MeshConfig(data=2, stage=2, tensor=2))):
+        assert not step.sums_apart(config, {}, batch)
+    classifier = config_of(builders.classifier(), "classification", accumulation=2)
+    for axis, kept in (("tensor", True), ("context", False)):
+        with jax.set_mesh(meshes.make(MeshConfig(data=4, **{axis: 2}))):
+            assert step.sums_apart(classifier, {}, builders.batch(classifier.model, ROWS)) == kept
     assert not step.sums_apart(config, {}, batch), "no mesh"
 
 
