@@ -5,9 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxformer.config import NormConfig
-from jaxformer.nn.layers import ACTIVATIONS, Norm
+from jaxformer.config import MeshConfig, NormConfig
+from jaxformer.nn.layers import ACTIVATIONS, Norm, look_up
+from jaxformer.parallel import mesh as meshes
 
 LEAN = ("gelu", "gelu_tanh", "gelu_sigmoid", "silu", "mish")
 
@@ -54,3 +57,28 @@ def test_a_norm_keeps_its_argument(kind, dtype):
     params = norm.init(jax.random.key(0), x)
     scale_and_bias = 2 * 64 * 4
     assert sum(leaf.nbytes for leaf in kept(norm.apply, params, x)) <= x.nbytes + scale_and_bias
+
+
+@pytest.mark.parametrize("rows", ["vocab", None])
+def test_rows_of_a_divided_table_are_looked_up_and_added_up_where_they_lie(rows):
+    rng = np.random.default_rng(0)
+    table, gradient = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((16, 8), (8, 4, 8)))
+    ids = jnp.asarray(rng.integers(0, 16, (8, 4)), jnp.int32)
+    expected, pull = jax.vjp(lambda table: jnp.take(table, ids, axis=0), table)
+    mesh = meshes.make(MeshConfig(data=2, fsdp=2, tensor=2))
+
+    def both(table, ids, gradient):
+        found, pull = jax.vjp(lambda table: look_up(table, ids, rows), table)
+        return found, jax.lax.psum(pull(gradient)[0], "data")
+
+    with jax.set_mesh(mesh):
+        apart = jax.shard_map(
+            both, in_specs=(P(), P("data"), P("data")), out_specs=(P("data"), P()), axis_names={"data"}, check_vma=False
+        )
+        place = NamedSharding(mesh, P("tensor" if rows else None, "fsdp"))
+        compiled = jax.jit(apart, in_shardings=(place, None, None), out_shardings=(None, place))
+        found, summed = compiled(table, ids, gradient)
+        nowhere, _ = compiled(table, ids.at[0, 0].set(16), gradient)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(summed, pull(gradient)[0], rtol=1e-6, atol=1e-6)
+    assert np.isnan(nowhere[0, 0]).all() and not np.isnan(np.asarray(nowhere).reshape(32, 8)[1:]).any()

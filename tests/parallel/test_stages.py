@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxformer.config import MeshConfig
 from jaxformer.models import build
+from jaxformer.nn.kernels import _sharding
 from jaxformer.parallel import mesh as meshes
-from jaxformer.parallel import pipeline, rules
+from jaxformer.parallel import pipeline, rules, shards
 from jaxformer.parallel.collectives import collectives
 
 
@@ -50,6 +52,22 @@ def test_every_microbatch_passes_every_layer_in_order(mesh, parts):
         assert "collective-permute" in {found.kind for found in collectives(compiled.as_text())}
         chex.assert_trees_all_close(compiled(*arguments), jax.jit(loop)(*arguments), rtol=1e-6)
         chex.assert_trees_all_close(pull(run), pull(loop), rtol=1e-5)
+
+
+def test_a_kernel_within_a_stage_takes_over_the_axes_of_size_1(mesh):
+    """Else the TPU's compiler refuses it: "Mosaic kernels cannot be automatically partitioned"."""
+    found = []
+
+    def stage(x):
+        found.append((shards.inside(), _sharding.layout(2, 2)))
+        kernel = shards.shard(lambda x: found.append((shards.inside(), _sharding.layout(2, 2))) or x, P(), P())
+        return kernel(x)
+
+    with jax.set_mesh(mesh):
+        jax.jit(jax.shard_map(stage, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=False))(jnp.ones(2))
+        assert found == [(True, _sharding.Layout((), (), ())), (False, None)]
+        assert not shards.inside() and _sharding.layout(2, 2) is not None
+    assert not shards.inside() and _sharding.layout(2, 2) is None
 
 
 def test_dropout_is_drawn_anew_for_every_microbatch_and_the_same_for_a_key(mesh):
