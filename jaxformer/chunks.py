@@ -50,6 +50,11 @@ class Rows(NamedTuple):
 ALL = Rows()
 
 
+def divided(logits: Float[Array, "*batch V"]) -> bool:
+    """Whether the partitioner divides the vocabulary of whole logits."""
+    return bool(shards.fitting("act_vocab", logits.shape[-1]))
+
+
 class _Layout(NamedTuple):
     """Mesh axes that divide rows, slots, the vocabulary, and the table's width (these divide rows too)."""
 

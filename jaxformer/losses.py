@@ -11,7 +11,6 @@ from jaxtyping import Float, Float32, Int, Num
 
 from jaxformer import chunks
 from jaxformer.chunks import ALL, Rows
-from jaxformer.parallel import shards
 from jaxformer.types import Array, Projection
 
 
@@ -77,7 +76,7 @@ class _Formula(NamedTuple):
         self, logits: Float32[Array, "*batch V"], labels: Int[Array, "*batch"], rows: Rows
     ) -> Float32[Array, "*batch"]:
         """The labels' logits; 0 where the label is not one of `rows`."""
-        if not rows.axes and shards.fitting("act_vocab", logits.shape[-1]):
+        if not rows.axes and chunks.divided(logits):
             # A look-up in what the partitioner has divided: inside of a `shard_map` over some axes it cannot do it.
             return jnp.sum(jnp.where(rows.numbers(logits) == labels[..., None], logits, 0.0), axis=-1)
         label = labels - rows.first
