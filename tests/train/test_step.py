@@ -97,6 +97,18 @@ def test_microbatches_equal_one_batch_although_their_token_counts_differ():
 SLICES = DcnConfig(data=2)
 
 
+@pytest.fixture(scope="module")
+def whole():
+    """Two steps on one device, each with its batch in one."""
+    positions = EncodingConfig("learned", max_length=8)
+    model = builders.decoder(
+        width=16, embed=EmbedConfig(vocab=16), encoding=positions, attention=AttentionConfig(heads=2)
+    )
+    config = config_of(model, "language_modelling")
+    batches = [builders.batch(model, [*ROWS, *ROWS], seed=seed) for seed in range(2)]
+    return config, batches, *run(config, one_device(), batches)
+
+
 @pytest.mark.parametrize(
     ("sizes", "parts"),
     [
@@ -104,29 +116,25 @@ SLICES = DcnConfig(data=2)
         (MeshConfig(data=2, context=2, tensor=2), 2),
     ],
 )
-def test_devices_add_up_gradients_alone_and_meet_once_a_step(sizes, parts):
-    learned = EncodingConfig("learned", max_length=8)
-    model = builders.decoder(
-        width=16, embed=EmbedConfig(vocab=16), encoding=learned, attention=AttentionConfig(heads=2)
-    )
-    config = dataclasses.replace(config_of(model, "language_modelling", accumulation=parts), mesh=sizes)
-    batches = [builders.batch(model, [*ROWS, *ROWS], seed=seed) for seed in range(2)]
-    ((reference, sums),) = run(config, one_device(), batches)
-    mesh = meshes.make(meshes.joined(sizes))
-    ((state, other),) = run(config, mesh, batches)
+def test_devices_add_up_gradients_alone_and_meet_once_a_step(whole, sizes, parts):
+    config, batches, (reference, sums) = whole
+    train = dataclasses.replace(config.train, accumulation=parts)
+    config = dataclasses.replace(config, mesh=sizes, train=train)
+    module, mesh = build.build(config.model), meshes.make(meshes.joined(sizes))
+    schedule, other = optim.schedule(config.schedule, config.train.steps, 8), []
+    with jax.set_mesh(mesh):
+        optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
+        state = begin(config, module, optimizer, mesh)
+        update = step.make(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
+        update = update.lower(state, step.place(batches[0], mesh)).compile()
+        for batch in batches:
+            state, new = update(state, step.place(batch, mesh))
+            other.append(jax.device_get(new))
     np.testing.assert_allclose(losses(other), losses(sums), rtol=2e-5)
     chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(reference.params), rtol=2e-4, atol=2e-6)
-    with jax.set_mesh(mesh):
-        module, task = build.build(model), tasks.get("language_modelling")
-        layout = jax.tree.map(lambda x: x.sharding, state.params)
-        gradients = jax.jit(
-            lambda p, b, k: step.accumulate(config, module, task, p, {}, b, k), out_shardings=(layout, None, None)
-        )
-        compiled = gradients.lower(state.params, step.place(batches[0], mesh), state.key).compile()
-    found = [c for c in collectives(compiled.as_text()) if "data" in c.axes(mesh.shape)]
+    found = [c for c in collectives(update.as_text()) if "data" in c.axes(mesh.shape)]
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
-    # Two devices send half of what they hold, twice.
-    assert held <= sum(c.bytes for c in found) <= 1.15 * held
+    assert held <= sum(c.bytes for c in found) <= 1.15 * held  # two devices send half of what they hold, twice
 
 
 def test_who_meets_once_a_step():
