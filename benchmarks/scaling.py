@@ -202,7 +202,7 @@ def weak(row: dict, chips: int) -> list[str]:
     slices, closed = chips // inside, inside >= RING[kind]
     seconds = dict(row["seconds"])
     seconds["network"] *= (1 - 1 / inside) / (1 - 1 / here) * (1 if closed else 2)
-    seconds["between slices"] = gradients(row, slices, inside) / CHIPS["v5e"].outside
+    seconds["between slices"] = gradients(row, slices, inside) / CHIPS["v5e"].dcn
     useful = row["mfu"][1] * row["step_seconds"][0]  # seconds of a step at the peak, had it only model FLOPs
     worse, better = useful / sum(seconds.values()), useful / max(seconds.values())
     network, between = f"{1e3 * seconds['network']:.0f} ms", f"{1e3 * seconds['between slices']:.0f} ms"

@@ -389,6 +389,11 @@ class MeshConfig:
         """Of how many slices it is, where a -1 counts as 1."""
         return math.prod(max(getattr(self.dcn, axis), 1) for axis in AXES)
 
+    @property
+    def devices(self) -> int:
+        """How many it takes at least: of all slices, where a -1 counts as 1."""
+        return self.slices * math.prod(max(getattr(self, axis), 1) for axis in AXES)
+
 
 @dataclass(frozen=True)
 class InitConfig:

@@ -198,6 +198,7 @@ def gradients(rows: Sequence[Row], grads: PyTree) -> dict[str, np.ndarray]:
 
 def unknown(names: Iterable[str], rows: Sequence[Row]) -> list[str]:
     """Names of theirs that no row mentions."""
-    numbers = "|".join(re.escape(re.escape(word)) for word in STACKED)
-    patterns = [re.compile(re.sub(numbers, r"\\d+", re.escape(row.theirs))) for row in rows]
-    return [name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)]
+    patterns = [re.escape(row.theirs) for row in rows]
+    for word in STACKED:
+        patterns = [pattern.replace(re.escape(word), r"\d+") for pattern in patterns]
+    return [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)]

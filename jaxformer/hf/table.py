@@ -10,7 +10,6 @@ says that the fused `[D, 3 D]` matrices of all layers are our three stacked kern
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +19,7 @@ import numpy as np
 from jaxformer import registry
 from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, HeadConfig, ModelConfig, StackConfig
 
-LAYER = "{layer}"
-STACKED = (LAYER, "{expert}")
+STACKED = ("{layer}", "{expert}")
 """What stands for numbers in a name; our parameters are stacked over them, in this order."""
 
 
@@ -55,8 +53,10 @@ class Row:
 
     def name(self, index: Sequence[int]) -> str:
         """Theirs at a place of these axes."""
-        words = (word for word in STACKED if word in self.theirs)
-        return functools.reduce(lambda name, one: name.replace(one[0], str(one[1])), zip(words, index), self.theirs)
+        name, numbers = self.theirs, iter(index)
+        for word in STACKED:
+            name = name.replace(word, str(next(numbers))) if word in name else name
+        return name
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,8 @@ def smallest(config: MeshConfig) -> Mesh:
     One device where there are fewer than that, as when a run of a pod is evaluated on another machine.
     """
     fixed = {axis: max(getattr(config, axis), 1) for axis in AXES}
-    count = math.prod(fixed.values()) * config.slices
-    devices = jax.devices()[:count]
-    if count > len(devices):
+    devices = jax.devices()[: config.devices]
+    if config.devices > len(devices):
         return make(MeshConfig(data=1), devices[:1])
     several = slices(devices) > 1 or len({device.process_index for device in devices}) > 1
     config = dataclasses.replace(config, **fixed)

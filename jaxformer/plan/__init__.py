@@ -13,11 +13,10 @@ compiler of the TPU (libtpu, from the extra `[tpu]`) for a named slice, or else 
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 
-from jaxformer.config import AXES, Config, ConfigError
+from jaxformer.config import Config, ConfigError
 from jaxformer.plan import chips
 
 MOST = 1024
@@ -60,9 +59,7 @@ def simulate(config: Config, place: chips.Place) -> None:
     if "jax" in sys.modules:
         return
     os.environ["JAX_PLATFORMS"] = "cpu"  # an accelerator, if there is one, has nothing to do with it
-    count = place.devices if not place.topology else 1
-    if count is None:
-        count = math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES) * place.slices
+    count = 1 if place.topology else place.devices or config.mesh.devices
     if count > MOST:
         raise ConfigError(f"--devices: got {count}, expected at most {MOST} simulated ones; use --topology")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"

@@ -21,7 +21,7 @@ class Chip:
       memory: bytes that a program may use; of TPUs what their compiler allows, which is a little less than is sold.
       bandwidth: of that memory, bytes/s.
       link: bytes/s that one network link sends, in one direction.
-      outside: bytes/s that a device sends to other slices; of GPUs, to other hosts.
+      dcn: bytes/s that a device sends to other slices, over the data centre's network; of GPUs, to other hosts.
       ring: devices that a side of a TPU slice must have for its ends to be joined; None: a switched network.
       kind: what is joined, in words.
       source: who says so.
@@ -31,7 +31,7 @@ class Chip:
     memory: float
     bandwidth: float
     link: float
-    outside: float
+    dcn: float
     ring: int | None
     kind: str
     source: str
@@ -52,7 +52,7 @@ TPU = "cloud.google.com/tpu/docs"
 NVIDIA = "NVIDIA's data sheet"
 
 # A TPU's link is its two-way ICI bandwidth / 2 / ports: 400 GB/s and 4 ports (v5e), 1200 and 6 (v5p), 800 and 4 (v6e).
-# Outside, the data centre's network: 6.4 (v5e) and 25.6 Tbit/s (v6e) a pod of 256, 50 Gbit/s a chip (v5p), and of DGX
+# The data centre's network: 6.4 (v5e) and 25.6 Tbit/s (v6e) a pod of 256, 50 Gbit/s a chip (v5p), and of DGX
 # machines one adapter a GPU, 200 Gbit/s (A100) or 400.
 CHIPS: dict[str, Chip] = {
     "v5e": Chip(197e12, 15.75 * GIB, 819e9, 50e9, 3.125e9, 16, "TPU v5e", f"{TPU}/v5e"),

@@ -139,7 +139,7 @@ def estimate(program: Program, compiled: Compiled, place: Place) -> Estimate:
             "network": (sum(size for _, size in sent.values()) - between) / place.network,
         }
         if place.slices > 1:
-            seconds["between slices"] = between / place.chip.outside
+            seconds["between slices"] = between / place.chip.dcn
     result = Estimate(
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         shape=shape,

@@ -27,17 +27,19 @@ def page(title: str, program: Program, estimate: Estimate) -> str:
 
 def where(place: Place, devices: int) -> str:
     chip = place.chip
-    several = f"{place.slices} x " if place.slices > 1 else ""
-    outside = f", {chip.outside / 1e9:,.4g} GB/s to other slices" if several else ""
+    several = place.slices > 1
+    name = f"{place.slices} x {place.topology}" if several and place.topology else place.topology
+    name = name or (f"{place.slices} slices" if several else "no topology")
+    dcn = f", {chip.dcn / 1e9:,.4g} GB/s to other slices" if several else ""
     how = (
-        "compiled by libtpu for this slice"
+        f"compiled by libtpu for {'these slices' if several else 'this slice'}"
         if place.topology
         else "compiled for simulated CPU devices, whose buffers stand in"
     )
     return (
-        f"{several}{place.topology or 'no topology'}: {devices:,} x {chip.kind}; {how}\n"
+        f"{name}: {devices:,} x {chip.kind}; {how}\n"
         f"  {chip.flops / 1e12:,.0f} TFLOP/s in bfloat16, {chip.memory / GIB:.2f} GiB at "
-        f"{chip.bandwidth / 1e9:,.0f} GB/s, {place.network / 1e9:,.0f} GB/s sent along an axis{outside} "
+        f"{chip.bandwidth / 1e9:,.0f} GB/s, {place.network / 1e9:,.0f} GB/s sent along an axis{dcn} "
         f"({chip.source})"
     )
 
@@ -116,7 +118,7 @@ def _time(estimate: Estimate) -> str:
         "compute": "products at the peak",
         "memory": "state, weights and temporaries at the memory's bandwidth, at least",
         "network": "what is sent, at the bandwidth of one axis",
-        "between slices": "what leaves the slice, at the bandwidth of the network outside",
+        "between slices": "what leaves the slice, at the bandwidth of the data centre's network",
     }
     rows = [(name, _duration(seconds), meaning[name]) for name, seconds in estimate.seconds.items()]
     for name, seconds, words in (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 import time
@@ -16,7 +15,7 @@ from flax import linen as nn
 from jax.sharding import Mesh
 
 from jaxformer import tasks
-from jaxformer.config import AXES, Config, ConfigError
+from jaxformer.config import Config, ConfigError
 from jaxformer.data import packing
 from jaxformer.data.packing import Shape
 from jaxformer.models import build
@@ -79,7 +78,7 @@ def devices(place: Place, config: Config) -> list[jax.Device]:
     """
     if place.topology:
         return _slices(place.topology, place.slices)
-    count = place.devices or math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES) * place.slices
+    count = place.devices or config.mesh.devices
     simulated = jax.devices("cpu")
     if len(simulated) < count:
         raise ConfigError(f"plan: got {len(simulated)} simulated devices, expected {count}; start a fresh process")

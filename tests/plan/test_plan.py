@@ -249,7 +249,7 @@ def test_several_slices(recipe, capsys, monkeypatch):
     edits = ["--config.mesh.fsdp=2", "--config.mesh.dcn.data=2", "--devices=4"]
     assert cli.main(["plan", f"--config={recipe}", *edits]) == 0
     out = capsys.readouterr().out
-    assert "2 x no topology: 4 x H100" in out
+    assert "2 slices: 4 x H100" in out
     assert "50 GB/s to other slices" in out
     assert "mesh data 2 x fsdp 2" in out
     assert "of it between slices" in out
