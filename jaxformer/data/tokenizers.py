@@ -22,7 +22,7 @@ import tokenizers as hf
 
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data import vocabularies
-from jaxformer.data.vocabularies import Fast, Sentences, Table, Vocabulary
+from jaxformer.data.vocabularies import Fast, Sentences, Vocabulary
 
 ROLES = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
@@ -122,8 +122,7 @@ class Tokenizer:
         if "added_tokens" in content:
             return cls(Fast.of("file", content), multiple)
         kind = content["kind"]
-        family = {"byte": Table, "character": Table, "word": Table, "sentencepiece": Sentences}.get(kind, Fast)
-        return cls(family.of(kind, content["vocabulary"]), content["multiple"], content.get("chosen"))
+        return cls(vocabularies.KINDS[kind].of(kind, content["vocabulary"]), content["multiple"], content.get("chosen"))
 
     def choosing(self, **ids: int | None) -> Tokenizer:
         """The same tokenizer with other tokens in some roles: `choosing(bos=0)`. None leaves a role as it is."""

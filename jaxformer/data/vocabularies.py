@@ -84,7 +84,7 @@ class Table:
 
 
 class Fast:
-    """A model of the `tokenizers` library: trained here (kinds bpe and unigram) or loaded (kind file)."""
+    """A model of the `tokenizers` library, as a file has it (kind file)."""
 
     def __init__(self, kind: str, model: hf.Tokenizer):
         model.no_truncation()  # a loaded file may cut and pad, which is the pipeline's work
@@ -122,6 +122,36 @@ class Fast:
         return cls(kind, hf.Tokenizer.from_str(json.dumps(payload)))
 
 
+class Learnt(Fast):
+    """A model that `learning` made: kinds bpe and unigram.
+
+    These put a space before the text, and none of their pieces has one further on than at its beginning. So words
+    with one space between them are split one by one, and a word seen before is looked up: a text of Multi30k takes
+    an eighth of the time.
+    """
+
+    KEPT, LONGEST = 2**16, 32
+    """Words that are kept, and the characters of the longest: in a script without spaces, lines would be words."""
+
+    def __init__(self, kind: str, model: hf.Tokenizer):
+        super().__init__(kind, model)
+        self._known: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        words = text.split(" ")
+        if words != text.split():  # other white space than single spaces, which pieces may hold several of
+            return super().encode(text)
+        ids: list[int] = []
+        for word in words:
+            known = self._known.get(word)
+            if known is None:
+                known = super().encode(word)
+                if len(self._known) < self.KEPT and len(word) <= self.LONGEST:
+                    self._known[word] = known
+            ids += known
+        return ids
+
+
 class Sentences:
     """A loaded SentencePiece model."""
 
@@ -149,6 +179,12 @@ class Sentences:
         return cls(base64.b64decode(payload))
 
 
+KINDS: dict[str, type[Table] | type[Fast] | type[Sentences]] = {
+    "byte": Table, "character": Table, "word": Table, "bpe": Learnt, "unigram": Learnt, "file": Fast,
+    "sentencepiece": Sentences,
+}  # fmt: skip
+
+
 def learn(config: TokenizerConfig, texts: Iterable[str]) -> Vocabulary:
     """The vocabulary that `config` describes, from `texts`."""
     if config.kind == "byte":
@@ -165,6 +201,6 @@ def learn(config: TokenizerConfig, texts: Iterable[str]) -> Vocabulary:
                 f"(256 bytes and {len(SPECIALS)} special tokens); raise it or use kind byte or character"
             )
         train = learning.bpe if config.kind == "bpe" else learning.unigram
-        return Fast(config.kind, train(texts, config.vocab, config.lowercase))
+        return Learnt(config.kind, train(texts, config.vocab, config.lowercase))
     kinds = "byte, character, word, bpe, unigram, file"
     raise ConfigError(f"data.tokenizer.kind: got {config.kind!r}, expected one of {kinds}; change it")

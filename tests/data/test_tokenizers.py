@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
+from jaxformer.data.vocabularies import Fast
 
 TEXTS = [
     "A dog is running through the green grass.",
@@ -72,6 +73,33 @@ def test_awkward_text_comes_back_without_special_tokens(trained, kind, text):
     ids = trained[kind].encode(text)
     assert trained[kind].decode(ids) == text
     assert not set(ids) & set(range(7))
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_word_by_word_is_as_the_whole_text(kind, lowercase):
+    """The same model without the table of words is the other side; spaces, marks and accents meet in all ways."""
+    blocks = ["def a:\n  \t  b = a\n  \t  c"] * 9  # runs of white space become pieces
+    learnt = build(kind, TEXTS + blocks, lowercase=lowercase).vocabulary
+    whole = Fast("file", learnt.model)
+    pieces = st.sampled_from(
+        [" ", " ", "a", "dog", "It's", "\u0308", "é", "Gras.", "ΟΔΟΣ", "1²", "\u00a0", "\n", "<s>", "日本"]
+    )
+    texts = st.one_of(st.lists(pieces, max_size=12).map("".join), st.text(max_size=20))
+
+    @settings(max_examples=150, deadline=None)
+    @given(text=texts)
+    def check(text):
+        expected = whole.encode(text)
+        assert learnt.encode(text) == expected  # some of its words for the first time
+        assert learnt.encode(text) == expected
+
+    check()
+    for text in ("a\n \tb", "a \n b", " a", "a ", "a  b"):  # a run of white space is one piece, spaces or not
+        assert learnt.encode(text) == whole.encode(text)
+    assert learnt.encode("a dog " * 3 + "x" * 99) == whole.encode("a dog " * 3 + "x" * 99)
+    assert "dog" in learnt._known
+    assert "x" * 99 not in learnt._known
 
 
 def test_byte_ids_are_the_bytes():
