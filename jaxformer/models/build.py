@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.models.rnn import Recurrent
 from jaxformer.models.transformer import Transformer
 from jaxformer.models.xlnet import XLNet
-from jaxformer.nn import encodings, kernels
+from jaxformer.nn import cpu, encodings, kernels
 from jaxformer.nn.attention import shape
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
@@ -113,7 +113,13 @@ def shapes(module: nn.Module) -> PyTree:
 @functools.lru_cache(maxsize=8)
 def _shapes(module: nn.Module) -> PyTree:
     """A start asks half a dozen times, and tracing a large model takes seconds."""
-    return jax.eval_shape(lambda: initialise(module, jax.random.key(0)))
+    return jax.eval_shape(_initialiser(module), jax.random.key(0))
+
+
+@functools.lru_cache(maxsize=8)
+def _initialiser(module: nn.Module) -> Callable[[Key[Array, ""]], dict[str, PyTree]]:
+    """`initialise` of this module, one object for all who ask: jax does not trace it twice."""
+    return functools.partial(initialise, module)
 
 
 def create(module: nn.Module, key: Key[Array, ""], mesh: Mesh) -> dict[str, PyTree]:
@@ -122,8 +128,8 @@ def create(module: nn.Module, key: Key[Array, ""], mesh: Mesh) -> dict[str, PyTr
     The values are the same on every mesh: JAX's counter-based generator is partitionable.
     """
     layout = rules.shardings(shapes(module), mesh)
-    make = jax.jit(lambda key: nn.meta.unbox(initialise(module, key)), out_shardings=layout)
-    return make(key)
+    make = jax.jit(_initialiser(module), out_shardings=layout, compiler_options=cpu.once())
+    return nn.meta.unbox(make(key))
 
 
 def count(params: PyTree) -> int:

@@ -66,13 +66,15 @@ class Stack(nn.Module):
         if config.remat != "none":
             # A loop keeps the compiler from merging a recomputation with the original; unrolled layers need help.
             block = nn.remat(Block, policy=remat.policy(config), prevent_cse=unroll(config) > 1)
+        # Parameters are drawn in a loop: that program runs once, and unrolled it takes long to compile.
+        at_once = 1 if self.is_initializing() else unroll(config)
         self.blocks = nn.scan(
             block,
             variable_axes={"params": 0, "batch_stats": 0, "intermediates": 0, moe.COLLECTION: 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, 0, nn.broadcast),
             length=config.layers,
-            unroll=unroll(config),
+            unroll=at_once,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )(config)
         if has_final_norm(config):

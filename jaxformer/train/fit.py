@@ -15,6 +15,7 @@ from flax import linen as nn
 from jaxformer import metrics, tasks
 from jaxformer.config import Config, MeshConfig
 from jaxformer.models import build
+from jaxformer.nn import cpu
 from jaxformer.parallel import mesh as meshes
 from jaxformer.train import optim
 from jaxformer.train import step as steps
@@ -55,7 +56,7 @@ class Trainer:
         def measure(variables: PyTree, batch: Batch) -> Sums:
             return task.metrics(config, module.apply(variables, batch, whole=False), batch)
 
-        self._start = jax.jit(start, out_shardings=layout)
+        self._start = jax.jit(start, out_shardings=layout, compiler_options=cpu.once())
         self._update = steps.make(config, module, task, optimizer, schedule, self.mesh)
         self._measure = jax.jit(measure)
 

@@ -1,0 +1,44 @@
+"""How parameters come into being: the same values on every mesh, by a small program that is traced once."""
+
+from __future__ import annotations
+
+import builders
+import chex
+import jax
+import pytest
+
+from jaxformer.config import MeshConfig
+from jaxformer.models import build
+from jaxformer.parallel import mesh as meshes
+
+
+def test_values_are_the_same_on_every_mesh():
+    module = build.build(builders.seq2seq(unroll=None))
+    found = []
+    for sizes in ({"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}):
+        config = MeshConfig(**sizes)
+        mesh = meshes.make(config, jax.devices()[: config.devices])
+        with jax.set_mesh(mesh):
+            found.append(jax.device_get(build.create(module, jax.random.key(3), mesh)))
+    chex.assert_trees_all_equal(*found)
+
+
+@pytest.mark.parametrize("family", ["decoder", "seq2seq"])
+def test_the_program_is_as_long_for_many_layers_as_for_two(family):
+    def program(layers: int) -> list[str]:
+        module = build.build(builders.FAMILIES[family](layers=layers, unroll=None))  # on a CPU: all layers at once
+        return jax.jit(lambda key: build.initialise(module, key)).lower(jax.random.key(0)).as_text().splitlines()
+
+    assert len(program(7)) == len(program(2)) > 100
+
+
+def test_asking_for_shapes_traces_what_making_them_runs(monkeypatch):
+    module = build.build(builders.decoder(width=16))
+    calls = []
+    draw = build.initialise
+    monkeypatch.setattr(build, "initialise", lambda *given: calls.append(1) or draw(*given))
+    mesh = meshes.make(MeshConfig(data=1), jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        build.create(module, jax.random.key(0), mesh)
+        build.create(module, jax.random.key(1), mesh)
+    assert len(calls) == 1
