@@ -13,7 +13,7 @@ from jaxformer.parallel import mesh as meshes
 
 
 def test_values_are_the_same_on_every_mesh():
-    module = build.build(builders.seq2seq(unroll=None))
+    module = build.build(builders.decoder(unroll=None))
     found = []
     for sizes in ({"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}):
         config = MeshConfig(**sizes)
