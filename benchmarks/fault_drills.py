@@ -219,20 +219,21 @@ def damage(folder: Path) -> list[dict[str, Any]]:
 def _damage(config: Any, workdir: Path, report: Path) -> int:
     """In a process of its own: damages copies of a run and restores them."""
     import jax
+    from flax import linen as nn
 
     from jaxformer import overrides
     from jaxformer.checkpoint import Checkpoints, manifest
     from jaxformer.config import ConfigError
     from jaxformer.models import build
     from jaxformer.parallel import mesh as meshes
-    from jaxformer.train import loop, optim
+    from jaxformer.train import optim
     from jaxformer.train import step as steps
 
     resolved, place = overrides.read(workdir), workdir.with_name("damage-copy")
     module, mesh = build.build(resolved.model), meshes.make(resolved.mesh)
-    schedule = optim.schedule(resolved.schedule, resolved.train.steps, loop.width_of(resolved))
-    shapes = loop.nn.meta.unbox(build.shapes(module))["params"]
-    optimizer = optim.optimizer(resolved.optimizer, schedule, shapes, loop.logical_names(module))
+    schedule = optim.schedule(resolved.schedule, resolved.train.steps, build.width(resolved.model))
+    shapes = nn.meta.unbox(build.shapes(module))["params"]
+    optimizer = optim.optimizer(resolved.optimizer, schedule, shapes, build.logical_names(module))
     target = steps.abstract(resolved, module, optimizer, mesh)
     last = newest(workdir)
     files = [path.relative_to(last) for path in sorted(last.rglob("*")) if path.is_file()]

@@ -29,7 +29,7 @@ from jaxformer.decode import engine  # noqa: E402
 from jaxformer.models import build  # noqa: E402
 from jaxformer.parallel import mesh as meshes  # noqa: E402
 from jaxformer.plan import chips, flops, program  # noqa: E402
-from jaxformer.train import loop, optim, workdir  # noqa: E402
+from jaxformer.train import optim, workdir  # noqa: E402
 from jaxformer.train import step as steps  # noqa: E402
 from jaxformer.types import Batch, Slots, Stream, TrainState  # noqa: E402
 
@@ -63,7 +63,7 @@ class Training:
 
     def fresh(self) -> TrainState:
         config = self.traced.config
-        schedule = optim.schedule(config.schedule, config.train.steps, loop.width_of(config))
+        schedule = optim.schedule(config.schedule, config.train.steps, build.width(config.model))
         optimizer = optim.optimizer(config.optimizer, schedule, self.traced.state.params, self.traced.names)
         return steps.create(config, build.build(config.model), optimizer, self.mesh)
 

@@ -41,7 +41,6 @@ from flax import linen as nn  # noqa: E402
 from jaxformer.config import Config, DataConfig  # noqa: E402
 from jaxformer.models import build  # noqa: E402
 from jaxformer.plan import flops  # noqa: E402
-from jaxformer.train import loop  # noqa: E402
 from jaxformer.train import step as steps  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "growth.jsonl"
@@ -141,7 +140,7 @@ def operations(name: str, shape: shared.Shape) -> Row:
     slots = shape.rows * shape.length
     row = {
         "family": name,
-        "formula": slots * flops.a_token(planned, params, loop.logical_names(module), shape.length),
+        "formula": slots * flops.a_token(planned, params, build.logical_names(module), shape.length),
         "counted": flops.counted(trace.jaxpr.jaxpr),
         "xla": trace.lower().compile().cost_analysis()["flops"],
     }

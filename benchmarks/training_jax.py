@@ -24,7 +24,7 @@ from jaxformer import tasks  # noqa: E402
 from jaxformer.models import build  # noqa: E402
 from jaxformer.nn import cpu, products  # noqa: E402
 from jaxformer.parallel import mesh as meshes  # noqa: E402
-from jaxformer.train import loop, optim  # noqa: E402
+from jaxformer.train import optim  # noqa: E402
 from jaxformer.train import step as steps  # noqa: E402
 from jaxformer.types import Batch, Slots, Stream  # noqa: E402
 
@@ -90,15 +90,14 @@ class Training:
 
     def __init__(self, config: c.Config, batches: list[Batch]) -> None:
         self.mesh = meshes.make(config.mesh, jax.devices()[:1])
-        module = build.build(config.model)
-        boxed = build.shapes(module)["params"]
-        schedule = optim.schedule(config.schedule, config.train.steps, loop.width_of(config))
-        is_box = lambda x: isinstance(x, nn.meta.AxisMetadata)  # noqa: E731
-        names = jax.tree.map(lambda x: tuple(x.names) if is_box(x) else (), boxed, is_leaf=is_box)
-        optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(boxed), names)
-        self.parameters = build.count(nn.meta.unbox(boxed))
         self.turn = itertools.cycle(batches)
         with jax.set_mesh(self.mesh):
+            module = build.build(config.model)
+            boxed = build.shapes(module)["params"]
+            schedule = optim.schedule(config.schedule, config.train.steps, build.width(config.model))
+            names = build.logical_names(module)
+            optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(boxed), names)
+            self.parameters = build.count(nn.meta.unbox(boxed))
             self.state = steps.create(config, module, optimizer, self.mesh)
             self.step = steps.make(config, module, tasks.get(config.task.name), optimizer, schedule, self.mesh)
 

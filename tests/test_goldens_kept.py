@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from flax import linen as nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "goldens")]
@@ -17,7 +18,7 @@ from jaxformer import checkpoint, overrides  # noqa: E402
 from jaxformer.checkpoint import Checkpoints  # noqa: E402
 from jaxformer.models import build  # noqa: E402
 from jaxformer.parallel import mesh as meshes  # noqa: E402
-from jaxformer.train import loop, optim, step  # noqa: E402
+from jaxformer.train import optim, step  # noqa: E402
 
 FORMATS = sorted(path.name for path in write.GOLDENS.glob("checkpoint-*"))
 
@@ -38,9 +39,9 @@ def test_checkpoints_of_every_format_are_restored(name, tmp_path):
     assert write.digests(checkpoint.load(workdir).params) == digests
     config = overrides.read(workdir)
     module, mesh = build.build(config.model), meshes.make(config.mesh)
-    schedule = optim.schedule(config.schedule, config.train.steps, loop.width_of(config))
-    shapes = loop.nn.meta.unbox(build.shapes(module))["params"]
-    optimizer = optim.optimizer(config.optimizer, schedule, shapes, loop.logical_names(module))
+    schedule = optim.schedule(config.schedule, config.train.steps, build.width(config.model))
+    shapes = nn.meta.unbox(build.shapes(module))["params"]
+    optimizer = optim.optimizer(config.optimizer, schedule, shapes, build.logical_names(module))
     with jax.set_mesh(mesh):
         checkpoints = Checkpoints(workdir, config.checkpoint)
         saved = checkpoints.restore(step.abstract(config, module, optimizer, mesh))

@@ -106,9 +106,7 @@ class Fast:
         return self.model.decode(ids, skip_special_tokens=True)
 
     def parse(self, text: str, specials: dict[str, int]) -> list[int]:
-        if self.kind == "file":
-            return self._parser.encode(text, add_special_tokens=False).ids
-        return _between(text, specials, self, " ")
+        return self._parser.encode(text, add_special_tokens=False).ids
 
     def whole(self, text: str, pair: str | None = None) -> hf.Encoding:
         """A text or pair with the special tokens that the file puts around them; their names in it are those tokens."""
@@ -125,9 +123,9 @@ class Fast:
 class Learnt(Fast):
     """A model that `learning` made: kinds bpe and unigram.
 
-    These put a space before the text, and none of their pieces has one further on than at its beginning. So words
-    with one space between them are split one by one, and a word seen before is looked up: a text of Multi30k takes
-    an eighth of the time.
+    These put a space before the text, and a single space between two words always begins a piece. So such words are
+    split one by one, and a word seen before is looked up: texts of Multi30k whose words are known take a fifth of the
+    time.
     """
 
     KEPT, LONGEST = 2**16, 32
@@ -150,6 +148,9 @@ class Learnt(Fast):
                     self._known[word] = known
             ids += known
         return ids
+
+    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
+        return _between(text, specials, self, " ")
 
 
 class Sentences:

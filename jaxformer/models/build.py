@@ -132,6 +132,17 @@ def create(module: nn.Module, key: Key[Array, ""], mesh: Mesh) -> dict[str, PyTr
     return nn.meta.unbox(make(key))
 
 
+def logical_names(module: nn.Module) -> PyTree:
+    """For every parameter, the tuple of its axes' logical names."""
+    is_box = lambda x: isinstance(x, nn.meta.AxisMetadata)  # noqa: E731
+    return jax.tree.map(lambda x: tuple(x.names) if is_box(x) else (), shapes(module)["params"], is_leaf=is_box)
+
+
+def width(config: ModelConfig) -> int:
+    """The model width that Noam's rule speaks of: the decoder's, else the encoder's."""
+    return (config.decoder or config.recurrent_decoder or config.encoder or config.recurrent_encoder).width
+
+
 def count(params: PyTree) -> int:
     """Number of parameters."""
     return sum(int(np.prod(jnp.shape(x))) for x in jax.tree.leaves(params))

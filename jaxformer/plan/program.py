@@ -23,7 +23,7 @@ from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.plan import flops
 from jaxformer.plan.chips import Place
-from jaxformer.train import loop, optim
+from jaxformer.train import optim
 from jaxformer.train import step as steps
 from jaxformer.types import Batch, PyTree, Slots, Stream, TrainState
 
@@ -178,8 +178,8 @@ def trace(config: Config, mesh: Mesh) -> Program:
     shapes = shapes_of(config, mesh)
     with jax.set_mesh(mesh):
         module = build.build(config.model)
-        schedule = optim.schedule(config.schedule, config.train.steps, loop.width_of(config))
-        params, names = nn.meta.unbox(build.shapes(module))["params"], loop.logical_names(module)
+        schedule = optim.schedule(config.schedule, config.train.steps, build.width(config.model))
+        params, names = nn.meta.unbox(build.shapes(module))["params"], build.logical_names(module)
         optimizer = optim.optimizer(config.optimizer, schedule, params, names)
         state = steps.abstract(config, module, optimizer, mesh)
         batch = batch_of(config, mesh, shapes[-1])

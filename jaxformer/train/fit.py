@@ -37,11 +37,8 @@ class Trainer:
         task = tasks.get(config.task.name)
         shapes = nn.meta.unbox(build.shapes(module))["params"]
         self.parameters = build.count(shapes)
-        model = config.model
-        last = model.decoder or model.recurrent_decoder or model.encoder or model.recurrent_encoder
-        schedule = optim.schedule(config.schedule, config.train.steps, last.width)
-        names = jax.tree.map(_names, build.shapes(module)["params"], is_leaf=_is_box)
-        optimizer = optim.optimizer(config.optimizer, schedule, shapes, names)
+        schedule = optim.schedule(config.schedule, config.train.steps, build.width(config.model))
+        optimizer = optim.optimizer(config.optimizer, schedule, shapes, build.logical_names(module))
         layout = steps.layout_of(config, module, optimizer, self.mesh)
 
         def start(seed: Array) -> TrainState:
@@ -83,11 +80,3 @@ class Trainer:
                 sums = jax.device_get(self._measure(variables, steps.place(batch, self.mesh)))
                 total = metrics.add(total, sums) if total else sums
         return metrics.divide(total)
-
-
-def _is_box(x: object) -> bool:
-    return isinstance(x, nn.meta.AxisMetadata)
-
-
-def _names(x: object) -> tuple[str | None, ...]:
-    return tuple(x.names) if _is_box(x) else ()

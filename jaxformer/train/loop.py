@@ -101,8 +101,8 @@ class Run:
             multiple=meshes.row_multiple(mesh.shape, config.model) * config.train.accumulation,
         )
         self.shapes = nn.meta.unbox(build.shapes(self.module))["params"]
-        self.schedule = optim.schedule(config.schedule, config.train.steps, width_of(config))
-        self.names = logical_names(self.module)
+        self.schedule = optim.schedule(config.schedule, config.train.steps, build.width(config.model))
+        self.names = build.logical_names(self.module)
         self.optimizer = optim.optimizer(config.optimizer, self.schedule, self.shapes, self.names)
         self.measure = evaluation.make(config, self.module)
 
@@ -327,16 +327,3 @@ def resolve(config: Config, dataset: Dataset, tokenizers: Tokenizers) -> Config:
     side = tokenizers.target if decodes else tokenizers.source
     task = dataclasses.replace(config.task, classes=dataset.classes or (), vocab=side.size)
     return dataclasses.replace(config, model=model, task=task)
-
-
-def width_of(config: Config) -> int:
-    """The model width that Noam's rule speaks of: the decoder's, else the encoder's."""
-    model = config.model
-    return (model.decoder or model.recurrent_decoder or model.encoder or model.recurrent_encoder).width
-
-
-def logical_names(module: nn.Module) -> Any:
-    """For every parameter, the tuple of its axes' logical names."""
-    boxed = build.shapes(module)["params"]
-    is_box = lambda x: isinstance(x, nn.meta.AxisMetadata)  # noqa: E731
-    return jax.tree.map(lambda x: tuple(x.names) if is_box(x) else (), boxed, is_leaf=is_box)
