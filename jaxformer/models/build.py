@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Key
 
 from jaxformer.config import ModelConfig, StackConfig
@@ -113,7 +113,11 @@ def shapes(module: nn.Module) -> PyTree:
 @functools.lru_cache(maxsize=8)
 def _shapes(module: nn.Module) -> PyTree:
     """A start asks half a dozen times, and tracing a large model takes seconds."""
-    return jax.eval_shape(_initialiser(module), jax.random.key(0))
+    mesh = jax.sharding.get_abstract_mesh()
+    where = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    # What `create` is given, or jax would trace again; but not a real key: the mesh's devices may not be here.
+    key = jax.ShapeDtypeStruct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, sharding=where)
+    return jax.eval_shape(_initialiser(module), key)
 
 
 @functools.lru_cache(maxsize=8)

@@ -42,3 +42,17 @@ def test_asking_for_shapes_traces_what_making_them_runs(monkeypatch):
         build.create(module, jax.random.key(0), mesh)
         build.create(module, jax.random.key(1), mesh)
     assert len(calls) == 1
+
+
+def test_asking_for_shapes_computes_nothing(monkeypatch):
+    """A mesh may be of devices that are not here, on which nothing can run: that is how a slice is planned."""
+    made, key = [], jax.random.key
+
+    def watched(seed: int) -> jax.Array:
+        made.append(key(seed))
+        return made[-1]
+
+    monkeypatch.setattr(jax.random, "key", watched)
+    build.shapes(build.build(builders.decoder(width=24)))
+    assert made
+    assert all(isinstance(each, jax.core.Tracer) for each in made)
