@@ -8,7 +8,8 @@ float32 results, x^T is written out before it is multiplied, and biases are adde
 A bfloat16 product with a float32 result that is transposed is turned into one that neither version can run. Barriers
 keep results from what is done with them, and a small program is tried first.
 
-On several simulated devices products are plain ones, but for `joined`, for which there is a reason of its own.
+On several simulated devices products are plain ones, but for `joined`, for which there is a reason of its own. What is
+done for this backend alone and is no product stands here, too: `once`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def serves(x: Float[Array, "..."]) -> bool:
 
 
 def once() -> dict[str, int] | None:
-    """Compiler options for a program that runs once: LLVM optimises it less, in half to three quarters of the time."""
+    """Compiler options for a program that runs once: LLVM is done sooner, and last bits may differ."""
     return {"xla_backend_optimization_level": 1} if mesh.platform() == "cpu" else None
 
 

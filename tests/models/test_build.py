@@ -12,6 +12,16 @@ from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 
 
+@pytest.fixture(autouse=True)
+def forgetful():
+    """What other tests left in the caches decides nothing here, and nothing stays there of what is replaced here."""
+    build._shapes.cache_clear()
+    build._initialiser.cache_clear()
+    yield
+    build._shapes.cache_clear()
+    build._initialiser.cache_clear()
+
+
 def test_values_are_the_same_on_every_mesh():
     module = build.build(builders.decoder(unroll=None))
     found = []
@@ -33,7 +43,7 @@ def test_the_program_is_as_long_for_many_layers_as_for_two(family):
 
 
 def test_asking_for_shapes_traces_what_making_them_runs(monkeypatch):
-    module = build.build(builders.decoder(width=16))
+    module = build.build(builders.decoder())
     calls = []
     draw = build.initialise
     monkeypatch.setattr(build, "initialise", lambda *given: calls.append(1) or draw(*given))
@@ -53,6 +63,6 @@ def test_asking_for_shapes_computes_nothing(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(jax.random, "key", watched)
-    build.shapes(build.build(builders.decoder(width=24)))
+    build.shapes(build.build(builders.decoder()))
     assert made
     assert all(isinstance(each, jax.core.Tracer) for each in made)
