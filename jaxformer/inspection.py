@@ -78,7 +78,8 @@ def _model(config: Config) -> list[tuple[str, str]]:
                 (name.replace("_", " "), _recurrent(part) if isinstance(part, RecurrentConfig) else _stack(part))
             )
     head = model.head
-    words = f"one of {head.classes} classes" if head.kind == "classes" else "tokens"
+    decides = {"classes": "one of", "slots": "for each token one of"}.get(head.kind)
+    words = "tokens" if decides is None else f"{decides} {head.classes} classes"
     shared = ", tied to the embedding" if head.kind == "tokens" and head.tied else ""
     rows.append(("head", words + shared + (", one table for both sides" if model.share_embeddings else "")))
     return [*rows, ("compute", model.dtype)]

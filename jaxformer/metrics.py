@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Iterable, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,55 @@ def f1(
     axes = tuple(range(labels.ndim))
     both = jnp.sum(jnp.where(true != 0, predicted, 0.0), axis=axes)
     return 2.0 * both, jnp.sum(predicted, axis=axes) + jnp.sum(true, axis=axes)
+
+
+# --- tagged words
+
+
+class Entities(NamedTuple):
+    """Shares (0 to 1) of entities that are right in place and kind: of those found, of the true ones, and F1."""
+
+    precision: float
+    recall: float
+    f1: float
+
+
+def entities(found: Sequence[Sequence[str]], true: Sequence[Sequence[str]]) -> Entities:
+    """Of the entities of all sentences together, as the CoNLL shared tasks count them (Tjong Kim Sang 2002).
+
+    Args:
+      found: the tags of every sentence ("O", "B-person", "I-person").
+      true: the right ones; as many.
+
+    Returns:
+      NaN where there is nothing to divide by.
+    """
+    pairs = [(set(spans(a)), set(spans(b))) for a, b in zip(found, true, strict=True)]
+    both, ours, theirs = (sum(map(len, each)) for each in ([a & b for a, b in pairs], *zip(*pairs)))
+    share = lambda part, whole: part / whole if whole else math.nan  # noqa: E731
+    return Entities(share(both, ours), share(both, theirs), share(2 * both, ours + theirs))
+
+
+def spans(tags: Sequence[str]) -> list[tuple[str, int, int]]:
+    """(kind, first, one past the last word) of the entities that tags mark.
+
+    One begins at every B, and at an I that does not go on with the kind before it: so IOB1 is read as well.
+    """
+    found: list[tuple[str, int, int]] = []
+    open_kind = None
+    for place, (mark, kind) in enumerate((tag[:1], tag[2:]) for tag in tags):
+        if mark == "I" and kind == open_kind:
+            found[-1] = (kind, found[-1][1], place + 1)
+        elif mark in "BI":
+            found.append((kind, place, place + 1))
+        open_kind = kind if mark in "BI" else None
+    return found
+
+
+def marks_spans(tags: Iterable[str]) -> bool:
+    """Whether such tags mark spans, and are not names of something else (parts of speech)."""
+    tags = set(tags)
+    return tags != {"O"} and all(tag == "O" or tag.startswith(("B-", "I-")) for tag in tags)
 
 
 # --- language models

@@ -19,6 +19,7 @@ from jaxformer.decode.batching import Prompt, jobs
 from jaxformer.nn.heads import pool
 from jaxformer.nn.recurrent import Encoded
 from jaxformer.registry import nearest
+from jaxformer.tasks import tagging
 from jaxformer.types import Array, Batch, PyTree
 
 if TYPE_CHECKING:
@@ -130,26 +131,50 @@ class Model:
         results: list[dict[str, Any]] = [{} for _ in lines]
         for index, _, rows in self._forward([self._prompt(line) for line in _lines(lines)], None, _softmax):
             for i, row in zip(index, rows, strict=True):
-                names = self.classes or self.config.task.classes or tuple(str(c) for c in range(len(row)))
-                best = int(row.argmax())
+                names, best = self._names(len(row)), int(row.argmax())
                 probabilities = dict(zip(names, map(float, row), strict=True))
                 results[i] = {"label": names[best], "probability": float(row[best]), "probabilities": probabilities}
         return results
 
-    def tag(self, lines: Sequence[str]) -> list[list[dict[str, Any]]]:
-        """For each line, for each of its tokens (special ones left out), `{"token", "label", "probability"}`."""
+    def tag(self, lines: Sequence[str], words: bool = False) -> list[list[dict[str, Any]]]:
+        """For each line, for each of its tokens (special ones left out), `{"token", "label", "probability"}`.
+
+        Args:
+          words: for each of its words instead (what stands between blanks), `{"word", "label", "probability"}`, as its
+            first token is judged. A word without a token (cut off, or unknown) is "O" with probability 0.
+        """
         self._require("tag")
-        tokenizer, lines = self.tokenizers.source, _lines(lines)
+        lines, side = _lines(lines), "source" if self._encodes() else "target"
+        tokenizer = getattr(self.tokenizers, side)
         results: list[list[dict[str, Any]]] = [[] for _ in lines]
         for index, batch, rows in self._forward([self._prompt(line) for line in lines], None, _softmax):
-            tokens, segments = np.asarray(batch.source.tokens), np.asarray(batch.source.slots.segment)
-            for row, slot in np.argwhere(segments[: len(index)] != 0):
-                text, probabilities = tokenizer.decode([tokens[row, slot]]), rows[row, slot]
-                names, best = self.classes or tuple(map(str, range(len(probabilities)))), int(probabilities.argmax())
-                if text:
-                    found = {"token": text, "label": names[best], "probability": float(probabilities[best])}
-                    results[index[row]].append(found)
+            stream = getattr(batch, side)
+            for place, tokens, segment, row in zip(
+                index, *map(np.asarray, (stream.tokens, stream.slots.segment)), rows
+            ):
+                if words:
+                    found = [("word", *word) for word in self._words(lines[place])]
+                else:
+                    texts = ((slot, tokenizer.decode([tokens[slot]])) for slot in np.flatnonzero(segment))
+                    found = [("token", text, slot) for slot, text in texts if text]
+                results[place] = [{what: text, **self._tag(row, slot)} for what, text, slot in found]
         return results
+
+    def _tag(self, rows: np.ndarray, slot: int | None) -> dict[str, Any]:
+        """The likeliest class of a slot, and its probability, from those of all slots `[T, C]`."""
+        if slot is None:
+            return {"label": "O", "probability": 0.0}
+        best = int(rows[slot].argmax())
+        return {"label": self._names(rows.shape[-1])[best], "probability": float(rows[slot, best])}
+
+    def _words(self, line: str) -> list[tuple[str, int | None]]:
+        """The words of a line, and the slot of each one's first token in its prompt."""
+        places = tagging.read(self.config, self.tokenizers.source, line)[1]
+        return list(zip(tagging.words(line), places, strict=True))
+
+    def _names(self, count: int) -> tuple[str, ...]:
+        """Of so many classes, numbers where the run knows no names."""
+        return self.classes or self.config.task.classes or tuple(map(str, range(count)))
 
     def fill_mask(self, lines: Sequence[str], top: int = 5) -> list[list[list[dict[str, Any]]]]:
         """For each line, for each mask in it, the `top` likeliest `{"token", "id", "probability"}`.

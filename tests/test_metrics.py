@@ -87,6 +87,42 @@ def test_division_happens_once():
     assert math.isnan(values["none"])
 
 
+@pytest.mark.parametrize(
+    ("tags", "found"),
+    [
+        ("O O", []),
+        ("B-a I-a O B-a", [("a", 0, 2), ("a", 3, 4)]),
+        ("B-a B-a I-a", [("a", 0, 1), ("a", 1, 3)]),
+        ("I-a I-a O I-b", [("a", 0, 2), ("b", 3, 4)]),  # IOB1
+        ("B-a I-b I-b", [("a", 0, 1), ("b", 1, 3)]),
+        ("B-a O I-a", [("a", 0, 1), ("a", 2, 3)]),
+        ("B-a-b I-a-b", [("a-b", 0, 2)]),
+        ("", []),
+    ],
+)
+def test_spans_as_the_shared_tasks_read_tags(tags, found):
+    assert metrics.spans(tags.split()) == found
+
+
+def test_an_entity_is_right_in_place_and_kind_or_wrong():
+    true = [["B-a", "I-a", "O", "B-b"], ["B-a"], ["O"]]
+    found = [["B-a", "O", "O", "B-b"], ["B-b"], ["O"]]  # one too short, one right, one of another kind
+    assert metrics.entities(found, true) == (1 / 3, 1 / 3, 1 / 3)
+    assert metrics.entities(true, true) == (1.0, 1.0, 1.0)
+    nothing = metrics.entities([["O"] * len(line) for line in true], true)
+    assert math.isnan(nothing.precision)
+    assert nothing[1:] == (0.0, 0.0)
+    assert all(map(math.isnan, metrics.entities([["O"]], [["O"]])))
+    with pytest.raises(ValueError):
+        metrics.entities([["O"]], true)
+
+
+def test_which_tags_mark_spans():
+    assert metrics.marks_spans(("O", "B-a", "I-a"))
+    assert not metrics.marks_spans(("NN", "O"))
+    assert not metrics.marks_spans(("O",))
+
+
 def test_perplexities_and_bits():
     assert metrics.perplexity(math.log(8.0)) == pytest.approx(8.0)
     assert metrics.perplexity(6 * math.log(2.0), 3) == pytest.approx(4.0)

@@ -40,6 +40,7 @@ PARTS = {
     "language_modelling": ModelConfig(decoder=STACK),
     "masked_lm": ModelConfig(encoder=STACK),
     "classification": ModelConfig(encoder=STACK, head=HeadConfig(kind="classes", classes=3)),
+    "tagging": ModelConfig(encoder=STACK, head=HeadConfig(kind="slots", classes=3)),
 }
 LSTM = ModelConfig(recurrent_decoder=RecurrentConfig(cell="lstm", width=8, embed=EmbedConfig(vocab=264)))
 DATA = DataConfig(tokenizer=TokenizerConfig(kind="byte"), length=24, buckets=(24,))
@@ -134,6 +135,28 @@ def test_classify_gives_probabilities_by_name():
         assert found["probability"] == pytest.approx(probs.max(), rel=1e-5)
     assert list(classifier.classify([""])[0]["probabilities"]) == ["0", "1", "2"]
     assert classifier.classify([]) == []
+
+
+@pytest.mark.parametrize(
+    "parts", [None, ModelConfig(decoder=STACK, head=PARTS["tagging"].head)], ids=["encoder", "decoder"]
+)
+def test_tag_judges_tokens_or_words(parts):
+    tagger, lines = model("tagging", parts), ["ab c", "", "one more than there is room for here"]
+    tokens, words = tagger.tag(lines), tagger.tag(lines, words=True)
+    assert ["".join(each["token"] for each in line) for line in tokens] == ["ab c", "", lines[2][:22]]  # bytes
+    probabilities = [each["probability"] for line in tokens for each in line]
+    assert {each["label"] for line in tokens for each in line} <= {"0", "1", "2"}
+    assert all(1 / 3 <= p <= 1 for p in probabilities)
+    assert len(set(probabilities)) > 10
+    assert [[each["word"] for each in line] for line in words] == [line.split() for line in lines]
+    # A word's first token is the blank before it.
+    expected = [tokens[0][0], tokens[0][2]]
+    assert words[0] == [{"word": word, **decision(each)} for word, each in zip(("ab", "c"), expected, strict=True)]
+    assert words[2][5:] == [{"word": word, "label": "O", "probability": 0.0} for word in ("room", "for", "here")]
+
+
+def decision(tag):
+    return {name: tag[name] for name in ("label", "probability")}
 
 
 def test_fill_mask_ranks_every_mask():

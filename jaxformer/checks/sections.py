@@ -10,6 +10,7 @@ SHAPES: dict[str, tuple[str, str, str]] = {
     "language_modelling": ("decoder", "tokens", "a decoder alone"),
     "masked_lm": ("encoder", "tokens", "an encoder alone"),
     "classification": ("encoder|decoder", "classes", "an encoder or a decoder, not both"),
+    "tagging": ("encoder|decoder", "slots", "an encoder or a decoder, not both"),
 }
 """Task -> which sides it needs, which head, and the sides in words. A task that is not listed is not judged here."""
 
@@ -25,7 +26,7 @@ def task(config: Config) -> None:
             raise wrong("config.task.name", task, f"{words} for this task (the model has: {sides.replace(' ', ', ')})")
         if model.head.kind != head:
             raise wrong("config.model.head.kind", model.head.kind, f"{head} for the task {task}")
-        if head == "classes" and model.head.classes == 1:
+        if head in ("classes", "slots") and model.head.classes == 1:
             raise wrong("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if config.data.packing != "none" and task != "language_modelling":
             raise wrong("config.data.packing", config.data.packing, f"none for the task {task}")

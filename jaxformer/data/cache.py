@@ -22,6 +22,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data.sources import Example
 
@@ -134,7 +136,7 @@ def _builder_class() -> type[tfds.core.GeneratorBasedBuilder]:
 
 @dataclass
 class Records:
-    """One split of a prepared tfds data set, as roles: str for text, int for labels.
+    """One split of a prepared tfds data set, as roles: str for text, int for labels, a tuple of int for tags.
 
     Small to pickle: loader processes get the folder's name and open it themselves.
 
@@ -193,8 +195,19 @@ def _field(row: Mapping[str, Any], column: str) -> Any:
     return row
 
 
-def _plain(value: Any) -> str | int:
+def _plain(value: Any) -> str | int | tuple[int, ...]:
+    """Of words in a sequence the text with blanks between them."""
+    if isinstance(value, (list, np.ndarray)):
+        parts = [_plain(part) for part in value]
+        return " ".join(parts) if parts and isinstance(parts[0], str) else tuple(parts)
     return value.decode("utf-8") if isinstance(value, bytes) else int(value)
+
+
+def classes(features: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The names of the feature "label", or of those in the sequence "tags"; None: there is neither."""
+    if "tags" in features:
+        return tuple(features["tags"].feature.names)
+    return tuple(features["label"].names) if "label" in features else None
 
 
 def size(examples: Iterable[Example], roles: Sequence[str] = ("text",), document: str = "line") -> dict[str, int]:

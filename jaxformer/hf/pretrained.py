@@ -21,8 +21,9 @@ from jaxformer.decode import engine
 from jaxformer.decode.batching import Prompt
 from jaxformer.hf import calling, convert, generation, rewrite, writing
 from jaxformer.hf.table import Convention, Family, Settings, families, same
-from jaxformer.hf.tokenizer import frame
+from jaxformer.hf.tokenizer import Framed, frame
 from jaxformer.model import Model
+from jaxformer.tasks import tagging
 from jaxformer.types import Batch, PyTree
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ TASKS = {
     "masked_lm": "masked_lm",
     "seq2seq": "translation",
     "sequence": "classification",
+    "token": "tagging",
 }
 """Head -> the task that trains it here. The others are called here, and not trained."""
 
@@ -122,11 +124,7 @@ class Pretrained(Model):
         """An imported model's text is framed as its tokenizer.json says."""
         if self.family is None:
             return super()._prompt(line)
-        if self.tokenizers is None:
-            raise ConfigError(
-                "model: got text, expected token ids: the directory has no tokenizer.json or spiece.model"
-            )
-        framed = frame(self.tokenizers.source, self.convention, line)
+        framed = self._framed(line)
         ids, model = np.asarray(framed.ids, np.int32), self.config.model
         if model.encoder is None:
             return {"target": ids}
@@ -136,6 +134,28 @@ class Pretrained(Model):
         if model.decoder is not None:
             prompt["target"] = generation.decoder_start({**self.settings.values, **self.defaults}, 1)[0]
         return prompt
+
+    def _framed(self, line: str) -> Framed:
+        if self.tokenizers is None:
+            raise ConfigError(
+                "model: got text, expected token ids: the directory has no tokenizer.json or spiece.model"
+            )
+        return frame(self.tokenizers.source, self.convention, line)
+
+    def _words(self, line: str) -> list[tuple[str, int | None]]:
+        """Of an imported model by the characters that each token stands for."""
+        if self.family is None:
+            return super()._words(line)
+        offsets, words, found = self._framed(line).offsets, tagging.words(line), []
+        if words and not offsets:
+            raise ConfigError("tag: got a tokenizer without character offsets, expected a tokenizer.json")
+        end = 0
+        for word in words:
+            begin = line.index(word, end)
+            end = begin + len(word)
+            slots = (slot for slot, (first, last) in enumerate(offsets) if first < end and last > begin)
+            found.append((word, next(slots, None)))
+        return found
 
     def _vocabulary(self) -> engine.Vocabulary:
         if self.family is None:

@@ -103,7 +103,7 @@ def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     model = loading.untied(
         family, family.read(settings, head), convert.canonical(family, files.open_tensors(directory))
     )
-    if head == "sequence":
+    if head in ("sequence", "token"):
         model = dataclasses.replace(model, head=dataclasses.replace(model.head, classes=None))
     return model, open_tokenizers(directory, settings)
 

@@ -43,7 +43,7 @@ def resolve(config: ModelConfig, source: int, target: int, classes: int | None =
         part = getattr(config, name)
         if part is not None and part.embed.vocab is None:
             parts[name] = dataclasses.replace(part, embed=dataclasses.replace(part.embed, vocab=vocab))
-    if config.head.kind == "classes" and config.head.classes is None:
+    if config.head.kind in ("classes", "slots") and config.head.classes is None:
         parts["head"] = dataclasses.replace(config.head, classes=classes)
     return dataclasses.replace(config, **parts)
 

@@ -119,7 +119,7 @@ def resolve(config: Config) -> Config:
             f"config.model.{missing[0]}.embed.vocab: got None, expected a number, since only the data decides how many "
             f"tokens a {tokenizer.kind} tokenizer has; set --config.model.{missing[0]}.embed.vocab=N"
         )
-    if config.model.head.kind == "classes" and config.model.head.classes is None and not config.task.classes:
+    if config.model.head.kind in ("classes", "slots") and config.model.head.classes is None and not config.task.classes:
         raise ConfigError(
             "config.model.head.classes: got None, expected a number, since only the data decides it; "
             "set --config.model.head.classes=N"

@@ -24,7 +24,7 @@ class Task:
     """A record; functions only.
 
     Attributes:
-      roles: what an example must have ("source", "target", "text", "label").
+      roles: what an example must have ("source", "target", "text", "label", "tags").
       encode: `(config, tokenizers, example, rng) -> Features`. `rng` is a numpy Generator that depends on the run's
         seed, the epoch and the example only. Cuts to `config.data.length`.
       loss: `(config, logits, batch) -> Sums` with at least "loss", whose quotient is minimised.
@@ -34,6 +34,7 @@ class Task:
         byte). `size` has the split's "examples", "lines", "bytes" and "words", and "labels", the evaluation's
         sum of weights.
       input: `(example) -> str`: the line that `prompt` and `decode` read, made of an example.
+      reference: `(config, example) -> str`: what the line made of a result is compared with by whoever looks at it.
       prompt: `(config, tokenizers, line) -> Features` of an input line without labels, for decoding.
       decode: `(model, lines, config.decode) -> list of results`, one a line; `model` is a `jaxformer.Model`.
       line: `(result) -> str`: a result as one line of text output.
@@ -50,6 +51,7 @@ class Task:
     decode: Callable[..., list[Any]] | None = None
     input: Callable[[Example], str] = lambda example: example["source" if "source" in example else "text"]
     line: Callable[[Any], str] = str
+    reference: Callable[[Config, Example], str] = lambda config, example: example["target"]
     score: Callable[..., dict[str, float]] | None = None
     signatures: Callable[[Config], dict[str, str]] = lambda config: {}
 

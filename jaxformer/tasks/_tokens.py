@@ -1,4 +1,4 @@
-"""What the token-level tasks share: shifted labels, and the sums of their loss and measures."""
+"""What the token-level tasks share: frames, shifted labels, and the sums of their loss and measures."""
 
 from __future__ import annotations
 
@@ -31,6 +31,27 @@ def required(tokenizer: Tokenizer, task: str, *roles: str) -> int:
 def start(tokenizer: Tokenizer, task: str) -> int:
     """The token before the first: <bos>, or <eos> where a vocabulary has no other (GPT-2's)."""
     return required(tokenizer, task, "bos", "eos")
+
+
+def known(token: int | None) -> list[int]:
+    """A special token where the vocabulary has it."""
+    return [] if token is None else [token]
+
+
+def side(config: Config) -> str:
+    """The stream that a model of one side reads: "source" of an encoder, "target" of a decoder."""
+    model = config.model
+    return "target" if model.encoder is None and model.recurrent_encoder is None else "source"
+
+
+def cut(config: Config, tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
+    """As many of `ids` as there is room for beside <cls> and <sep>."""
+    return ids[: config.data.length - len(known(tokenizer.cls)) - len(known(tokenizer.sep))]
+
+
+def framed(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """`<cls> ids <sep>`, of these what the vocabulary has."""
+    return np.array([*known(tokenizer.cls), *ids, *known(tokenizer.sep)], np.int32)
 
 
 def shifted(ids: Sequence[int], first: int, last: int, length: int) -> Features:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxformer import losses, metrics
 from jaxformer.config import Config, DecodeConfig
-from jaxformer.tasks import Features, Task
+from jaxformer.tasks import Features, Task, _tokens
 from jaxformer.types import Array, Batch, Sums
 
 if TYPE_CHECKING:
@@ -32,21 +32,21 @@ def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
 def _inputs(config: Config, tokenizers: Tokenizers, text: str, pair: str | None) -> Features:
     """The stream that the model has. Without <cls> and <sep>, <bos> and <eos> take their places."""
     tokenizer = tokenizers.source
-    first = _known(tokenizer.bos if tokenizer.cls is None else tokenizer.cls)
-    last = _known(tokenizer.eos if tokenizer.sep is None else tokenizer.sep)
+    first = _tokens.known(tokenizer.bos if tokenizer.cls is None else tokenizer.cls)
+    last = _tokens.known(tokenizer.eos if tokenizer.sep is None else tokenizer.sep)
     parts = [tokenizer.encode(part) for part in (text, pair) if part is not None]
     room = config.data.length - len(first) - len(last) * len(parts)
     parts = [[*part, *last] for part in shorten(parts, max(room, 0))]
     parts[0] = [*first, *parts[0]]
     tokens = np.array([token for part in parts for token in part], np.int32)
-    model = config.model
-    if model.encoder is None and model.recurrent_encoder is None:
-        return {"target": tokens}
+    side, model = _tokens.side(config), config.model
+    if side == "target":
+        return {side: tokens}
     embed = (model.encoder or model.recurrent_encoder).embed
     if not embed.kinds:
-        return {"source": tokens}
+        return {side: tokens}
     kind = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
-    return {"source": tokens, "kind": np.minimum(kind, embed.kinds - 1)}
+    return {side: tokens, "kind": np.minimum(kind, embed.kinds - 1)}
 
 
 def shorten(parts: Sequence[Sequence[int]], room: int) -> list[Sequence[int]]:
@@ -56,10 +56,6 @@ def shorten(parts: Sequence[Sequence[int]], room: int) -> list[Sequence[int]]:
     first, second = parts
     second = second[: max(room // 2, room - len(first))]
     return [first[: room - len(second)], second]
-
-
-def _known(token: int | None) -> list[int]:
-    return [] if token is None else [token]
 
 
 def loss(config: Config, logits: Array, batch: Batch) -> Sums:

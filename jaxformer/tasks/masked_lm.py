@@ -26,14 +26,18 @@ SPECIALS = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
 def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Features:
     """Source `<cls> ids <sep>` with some ids hidden, the true ids as labels, and weight 1 where one was chosen."""
     tokenizer = tokenizers.source
-    ids = np.array(_cut(config, tokenizer, tokenizer.encode(example["text"])), np.int32)
+    ids = np.array(_tokens.cut(config, tokenizer, tokenizer.encode(example["text"])), np.int32)
     starts = np.array(tokenizer.word_starts(ids.tolist()), bool) if config.task.whole_words else None
     chosen = choose(len(ids), config.task.mask_rate, rng, starts)
-    labels, weights = _framed(tokenizer, ids), np.zeros(len(ids), np.float32)
+    labels, weights = _tokens.framed(tokenizer, ids), np.zeros(len(ids), np.float32)
     weights[chosen] = 1.0
-    before = 0 if tokenizer.cls is None else 1
+    before = len(_tokens.known(tokenizer.cls))
     weights = np.pad(weights, (before, len(labels) - len(ids) - before))
-    return {"source": _framed(tokenizer, hide(ids, chosen, tokenizer, rng)), "labels": labels, "weights": weights}
+    return {
+        "source": _tokens.framed(tokenizer, hide(ids, chosen, tokenizer, rng)),
+        "labels": labels,
+        "weights": weights,
+    }
 
 
 def choose(count: int, rate: float, rng: np.random.Generator, starts: np.ndarray | None = None) -> np.ndarray:
@@ -74,7 +78,7 @@ def hide(ids: np.ndarray, chosen: np.ndarray, tokenizer: Tokenizer, rng: np.rand
 def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
     """A line in which the mask token's name ("the <mask> sat") is the token to fill in."""
     tokenizer = tokenizers.source
-    return {"source": _framed(tokenizer, _cut(config, tokenizer, tokenizer.parse(line)))}
+    return {"source": _tokens.framed(tokenizer, _tokens.cut(config, tokenizer, tokenizer.parse(line)))}
 
 
 def finish(config: Config, values: dict[str, float], size: Mapping[str, float]) -> dict[str, float]:
@@ -94,18 +98,6 @@ def _filled(line: str, name: str, masks: Sequence[Sequence[Mapping[str, Any]]]) 
         token = candidates[0]["token"]
         line = line.replace(name, token.strip() or token, 1)  # the line has the blanks that a piece may carry
     return line
-
-
-def _cut(config: Config, tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
-    frame = (tokenizer.cls is not None) + (tokenizer.sep is not None)
-    return ids[: config.data.length - frame]
-
-
-def _framed(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """`<cls> ids <sep>`, of these what the vocabulary has."""
-    before = [] if tokenizer.cls is None else [tokenizer.cls]
-    after = [] if tokenizer.sep is None else [tokenizer.sep]
-    return np.array([*before, *ids, *after], np.int32)
 
 
 @functools.cache

@@ -75,9 +75,8 @@ def decode(model: Model, dataset: Dataset, split: str, examples: int | None) -> 
     chosen = [part[i] for i in range(len(part) if examples is None else min(examples, len(part)))]
     lines = [task.input(example) for example in chosen]
     results = task.decode(model, lines, config.decode)
-    reference = task.roles[1] if len(task.roles) > 1 else task.roles[0]
     records = [
-        {"input": line, "output": task.line(result), "reference": str(example[reference])}
+        {"input": line, "output": task.line(result), "reference": task.reference(config, example)}
         for line, result, example in zip(lines, results, chosen, strict=True)
     ]
     return task.score(config, results, chosen), records
@@ -93,7 +92,7 @@ def evaluate(workdir: str | Path, split: str = "test") -> dict[str, Any]:
     model = checkpoint.load(workdir)
     config = model.config
     task = tasks.get(config.task.name)
-    dataset = sources.build(config.data)
+    dataset = sources.build(config.data, task.roles)
     known = tuple(dataset.splits)
     if split not in known:
         raise ConfigError(f"split: got {split!r}, expected one of {', '.join(known)}{nearest(split, known)}")
@@ -107,7 +106,8 @@ def evaluate(workdir: str | Path, split: str = "test") -> dict[str, Any]:
         result = measure(config, function, variables, batches, pipeline.size(split), devices)
     if task.score is not None:
         scores, records = decode(model, dataset, split, None)
-        result |= scores | {"signatures": task.signatures(config)}
+        signatures = task.signatures(config)
+        result |= scores | ({"signatures": signatures} if signatures else {})
         write_json(workdir / "samples" / f"{split}.json", records)
     result = {"split": split, "seconds": round(time.monotonic() - begun, 1), **result}
     write_json(workdir / f"eval-{split}.json", result)

@@ -14,7 +14,7 @@ from flax import linen as nn
 
 from jaxformer import checks, metrics, tasks
 from jaxformer.checkpoint import Checkpoints
-from jaxformer.config import Config, StorageError
+from jaxformer.config import Config, ConfigError, StorageError
 from jaxformer.data import packing, sources
 from jaxformer.data.pipeline import Pipeline
 from jaxformer.data.sources import Dataset
@@ -64,7 +64,7 @@ def _train(config: Config, workdir: Path, origin: start.Origin) -> int:
     config, tokenizers = start.with_model(config, workdir, origin)
     refuse_other_config(config, workdir)
     mesh = meshes.make(config.mesh)
-    dataset = sources.build(config.data)
+    dataset = sources.build(config.data, tasks.get(config.task.name).roles)
     tokenizers = tokenizers or tokenizers_of(config, dataset, workdir)
     resolved = resolve(config, dataset, tokenizers)
     checks.mesh.divides(resolved, mesh.shape)
@@ -320,8 +320,14 @@ def tokenizers_of(config: Config, dataset: Dataset, workdir: Path) -> Tokenizers
 
 
 def resolve(config: Config, dataset: Dataset, tokenizers: Tokenizers) -> Config:
-    """The config with the sizes that only data and tokenizers know."""
-    classes = None if dataset.classes is None else len(dataset.classes)
+    """The config with the sizes that only data and tokenizers know.
+
+    Raises:
+      ConfigError: it names another number of classes than the data has.
+    """
+    classes, head = None if dataset.classes is None else len(dataset.classes), config.model.head
+    if head.kind in ("classes", "slots") and classes is not None and head.classes not in (None, classes):
+        raise ConfigError(f"config.model.head.classes: got {head.classes}, expected {classes} (the data's) or None")
     model = build.resolve(config.model, tokenizers.source.vocab, tokenizers.target.vocab, classes)
     decodes = model.decoder is not None or model.recurrent_decoder is not None
     side = tokenizers.target if decodes else tokenizers.source

@@ -55,6 +55,23 @@ class StandInReviews(tfds.core.GeneratorBasedBuilder):
             yield i, {"review": nested, "text": f"text {i}", "label": "good" if i % 2 else "bad"}
 
 
+class StandInTags(tfds.core.GeneratorBasedBuilder):
+    """Words and their tags, as sequences."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        f = tfds.features
+        spec = {"tokens": f.Sequence(f.Text()), "ner": f.Sequence(f.ClassLabel(names=["O", "B-x"])), "id": f.Text()}
+        return tfds.core.DatasetInfo(builder=self, features=f.FeaturesDict(spec), disable_shuffling=True)
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+        yield 0, {"tokens": ["zwei", "Hunde"], "ner": ["O", "B-x"], "id": "a"}
+
+
 class StandInNeedsTensorflow(tfds.core.GeneratorBasedBuilder):
     """What most stock builders do on the way."""
 
@@ -83,6 +100,7 @@ def folder(tmp_path_factory):
     StandInTranslate.ARCHIVE = str(root / "archive.tar.gz")
     prepare("stand_in_translate/de-en", root / "data")
     prepare("stand_in_reviews", root / "data")
+    prepare("stand_in_tags", root / "data")
     return str(root / "data")
 
 
@@ -122,6 +140,12 @@ def test_text_and_label_are_found_and_nested_features_named(folder):
     assert nested.classes is None
 
 
+def test_sequences_of_words_and_of_tags(folder):
+    data = build(config(folder, "stand_in_tags", columns={"text": "tokens", "tags": "ner"}))
+    assert data.classes == ("O", "B-x")
+    assert data.splits["train"][0] == {"text": "zwei Hunde", "tags": (0, 1)}
+
+
 def test_reading_imports_no_tensorflow(folder):
     assert build(config(folder)).splits["train"][0]
     assert "tensorflow" not in sys.modules
@@ -136,6 +160,10 @@ def test_reading_imports_no_tensorflow(folder):
         ({"splits": {"train": ("trian",)}}, r"data.splits.train: got 'trian', expected one of train, validation"),
         ({"splits": {"test": ("train",)}}, r"data.splits: got test, expected a 'train'"),
         ({"columns": {"source": "fr"}}, r"data.columns.source: got 'fr'.*expected one of de, en"),
+        (
+            {"name": "stand_in_tags", "columns": {"text": "tokens", "tags": "id"}},
+            r"data.columns.tags: got 'id', a Text in stand_in_tags, expected a Sequence of ClassLabel feature",
+        ),
         (
             {"name": "stand_in_reviews", "columns": {"text": "review/bdy"}},
             r"got 'review/bdy'.*expected one of body, stars, title; did you mean 'body'",

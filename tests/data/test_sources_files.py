@@ -200,6 +200,37 @@ def test_table_errors(write, config):
     fails(config("table", {"txt": "sentence"}, train=("good.tsv",)), r"got 'txt'.*did you mean 'text'")
 
 
+def test_tagged_words(write, config):
+    write("a.conll", "-DOCSTART-\tO\n\nIn\tO\nNew\tB-LOC\nYork\tI-LOC\n\n\n\ufe0f \tO\nre y\tO\r\n\tB-PER")
+    write("b.conll.gz", "EU NNP I-NP I-ORG\nrejects VBZ I-VP O\n")
+    data = build(config("conll", train=("a.conll",), test=("a.conll", "a.conll")))
+    assert data.classes == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+    assert rows(data) == [
+        {"text": "In New York", "tags": (0, 1, 2)},
+        {"text": "\ufe0f re\u00a0y \u00a0", "tags": (0, 0, 3)},
+    ]
+    assert len(rows(data, "test")) == 4
+    last = build(config("conll", train=("b.conll.gz",)))
+    assert (last.classes, rows(last)) == (("O", "B-ORG", "I-ORG"), [{"text": "EU rejects", "tags": (2, 0)}])
+    second = build(config("conll", {"tags": "#2"}, train=("b.conll.gz",)))
+    assert (second.classes, rows(second)) == (("NNP", "VBZ"), [{"text": "EU rejects", "tags": (0, 1)}])
+
+
+def test_tagged_words_errors(write, config):
+    write("good", "a\tO\n")
+    write("bare", "a\tO\n\nb\n")
+    write("open", "a\tO\nb\t\n")
+    write("more", "\na\tO\nb\tB-x\n")
+    write("void", "\n\n")
+    fails(config("conll", train=("bare",)), r"bare:3: got 1 columns, expected 2 at least")
+    fails(config("conll", {"tags": "#3"}, train=("good",)), r"good:1: got 2 columns, expected 3 at least")
+    fails(config("conll", train=("open",)), r"open:2: got no tag for 'b', expected one")
+    fails(config("conll", train=("good",), test=("more",)), r"more:2: got tag 'B-x' in this sentence, expected .*: O")
+    fails(config("conll", train=("void",)), r"data.splits.train: got files without a usable example")
+    fails(config("conll", {"tags": "tag"}, train=("good",)), r"data.columns.tags: got 'tag', expected the number of a")
+    fails(config("conll", {"label": "#2"}, train=("good",)), r"data.columns: got 'label', expected the roles text and")
+
+
 def test_lines_end_at_newlines_only(tmp_path):
     (tmp_path / "a").write_bytes("a\x0bb\x85c\u2028d\r e\nf".encode())
     assert list(_files.lines(tmp_path / "a")) == [(1, "a\x0bb\x85c\u2028d\r e"), (2, "f")]
@@ -231,3 +262,12 @@ def test_wikitext2_has_the_published_number_of_words(tmp_path):
     counted = size(data.splits["train"])
     assert counted["words"] + counted["lines"] == 217_646
     assert counted["bytes"] == 1_121_681
+
+
+@pytest.mark.skipif(not (SHARED / "wnut17").is_dir(), reason="no example data")
+def test_wnut17_has_the_published_number_of_words(tmp_path):
+    splits = {"train": ("train.conll",), "test": ("test.conll",)}
+    data = build(DataConfig(source="conll", dir=str(SHARED / "wnut17"), cache=str(tmp_path), splits=splits))
+    assert [len(data.splits[split]) for split in splits] == [3394, 1287]
+    assert [sum(len(row["tags"]) for row in rows(data, split)) for split in splits] == [62_730, 23_394]
+    assert len(data.classes) == 13

@@ -20,6 +20,7 @@ from jaxformer.config import (
     EncodingConfig,
     FeedForwardConfig,
     HeadConfig,
+    InitConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -30,7 +31,7 @@ from jaxformer.config import (
 from jaxformer.data import learning
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.data.vocabularies import Fast
-from jaxformer.hf import convert, files, pretrained, table, writing
+from jaxformer.hf import convert, files, pretrained, table, workdirs, writing
 from jaxformer.parallel import mesh as meshes
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>", "the", "cat", "sat", "on", "a", "mat", "dog"]
@@ -121,8 +122,10 @@ def test_another_number_of_classes_keeps_the_pooler(tmp_path):
 
 
 def test_tags_and_answers(bert):
-    tags = jaxformer.from_pretrained(bert, head="token", classes=2).tag(["the cat sat"])[0]
+    tagger, line = jaxformer.from_pretrained(bert, head="token", classes=2), "the  cat sat"
+    tags, words = tagger.tag([line])[0], tagger.tag([line], words=True)[0]
     assert [tag["token"] for tag in tags] == ["the", "cat", "sat"]
+    assert words == [{"word": tag.pop("token"), **tag} for tag in tags]
     context = "a dog sat on the mat"
     found = jaxformer.from_pretrained(bert, head="qa").answer(["the cat"], [context], longest=2)[0]
     assert found["answer"] == context[found["start"] : found["end"]]
@@ -369,7 +372,20 @@ def test_import_then_export_gives_the_tensors_back(gpt2, tmp_path, capsys):
     assert "not empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("head", "more"), [("token", {}), ("qa", {}), ("model", {}), ("sequence", {"num_labels": 1})])
+def test_an_imported_tagger_decodes(tmp_path, capsys):
+    source, workdir, lines = tmp_path / "bert", tmp_path / "run", tmp_path / "lines.txt"
+    write_directory(source, "bert", "token", BERT | {"id2label": {"0": "O", "1": "B-pet", "2": "I-pet"}})
+    assert cli.main(["import", f"--source={source}", f"--workdir={workdir}"]) == 0
+    lines.write_text("the cat sat\na dog\n")
+    capsys.readouterr()
+    assert cli.main(["decode", f"--workdir={workdir}", f"--input={lines}"]) == 0
+    tags = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [len(line) for line in tags] == [3, 2]
+    assert {tag for line in tags for tag in line} <= {"O", "B-pet", "I-pet"}
+    assert tags[0] == [word["label"] for word in jaxformer.from_pretrained(source).tag(["the cat sat"])[0]]
+
+
+@pytest.mark.parametrize(("head", "more"), [("qa", {}), ("model", {}), ("sequence", {"num_labels": 1})])
 def test_a_model_that_no_task_trains_is_imported_all_the_same(head, more, tmp_path, capsys):
     source, workdir = tmp_path / "bert", tmp_path / "run"
     write_directory(source, "bert", head, BERT | more)
@@ -385,6 +401,15 @@ def test_import_of_nothing_is_one_line(tmp_path, capsys):
     assert cli.main(["import", f"--source={tmp_path}", f"--workdir={tmp_path / 'run'}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_any_task_takes_a_directory_s_body_with_a_head_of_its_own(bert):
+    """A number of classes is the data's to say."""
+    for task, kind in {"classification": "classes", "tagging": "slots"}.items():
+        config = Config(init=InitConfig(directory=str(bert)), task=TaskConfig(name=task))
+        model, tokenizers = workdirs.ORIGIN.model(config)
+        assert (model.head.kind, model.head.classes, model.encoder.width) == (kind, None, 8)
+        assert tokenizers.source.encode("cat") == [8]
 
 
 def test_a_directory_is_fine_tuned(bert, tmp_path, capsys, monkeypatch):

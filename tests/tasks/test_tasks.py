@@ -11,11 +11,11 @@ from jaxformer import metrics, registry, tasks
 from jaxformer.types import Batch
 
 NAMES = registry.names("jaxformer.tasks")
-EXAMPLE = {"source": TEXT, "target": TEXT, "text": TEXT, "label": 2}
+EXAMPLE = {"source": TEXT, "target": TEXT, "text": TEXT, "label": 2, "tags": tuple(range(len(TEXT.split())))}
 
 
 def test_the_folder_holds_the_tasks():
-    assert set(NAMES) >= {"translation", "language_modelling", "masked_lm", "classification"}
+    assert set(NAMES) >= {"translation", "language_modelling", "masked_lm", "classification", "tagging"}
     with pytest.raises(ValueError, match="did you mean 'translation'"):
         tasks.get("translate")
 
@@ -90,7 +90,7 @@ def test_smoothing_spreads_over_the_real_vocabulary():
 def stand_in(method, answer):
     """A model that answers with what is given."""
     tokenizers = types.SimpleNamespace(source=words().source)
-    return types.SimpleNamespace(**{"tokenizers": tokenizers, method: lambda lines, *options: answer})
+    return types.SimpleNamespace(**{"tokenizers": tokenizers, method: lambda lines, *options, **others: answer})
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,13 @@ def stand_in(method, answer):
             "fill_mask",
             [[[{"token": " cat"}, {"token": "dog"}], [{"token": "it"}]]],
             "the cat sat on it",
+        ),
+        (
+            "tagging",
+            "in New York",
+            "tag",
+            [[{"label": "O"}, {"label": "B-place"}, {"label": "I-place"}]],
+            "O B-place I-place",
         ),
         ("classification", "good", "classify", [{"label": "positive", "probability": 0.75}], "positive\t0.7500"),
     ],

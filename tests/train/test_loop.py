@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from jaxformer import checkpoint, overrides
-from jaxformer.config import ConfigError, RecurrentConfig, StackConfig
+from jaxformer.config import ConfigError, HeadConfig, RecurrentConfig, StackConfig
+from jaxformer.data.sources import Dataset
+from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.train import loop
 from jaxformer.train.evaluate import evaluate
 
@@ -143,6 +145,52 @@ def test_the_recurrent_baseline_uses_the_same_trainer(tmp_path, monkeypatch):
     config.evaluate.examples, config.evaluate.decode_examples, config.decode.max_length = 8, 4, 6
     assert loop.train(overrides.freeze(config), tmp_path) == 0
     assert "exact_match" in json.loads((tmp_path / "result.json").read_text())
+
+
+def test_a_tagger_learns_names_and_is_judged_by_its_entities(tmp_path, monkeypatch):
+    builders.one_device(monkeypatch)
+    rng, words = np.random.default_rng(0), ["a", "dog", "in", "New York", "the", "Rome", "sea"]
+    tags = {"New": "B-place", "York": "I-place", "Rome": "B-place"}
+    for split in ("train", "validation"):
+        sentences = [" ".join(rng.choice(words, 5)).split() for _ in range(32)]
+        text = "\n\n".join("\n".join(f"{word}\t{tags.get(word, 'O')}" for word in line) for line in sentences)
+        (tmp_path / f"{split}.conll").write_text(text)
+    config = overrides.defaults()
+    config.data.source, config.data.dir, config.task.name = "conll", str(tmp_path), "tagging"
+    config.data.splits = {split: (f"{split}.conll",) for split in ("train", "validation")}
+    config.data.tokenizer.kind, config.data.batch, config.data.length = "word", 16, 16
+    config.model.encoder = overrides.section(StackConfig, **TINY)
+    config.model.head.kind = "slots"
+    config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 40, 40, 0, 0.03
+    config.train.evaluate_every = config.train.checkpoint_every = 40
+    assert loop.train(overrides.freeze(config), tmp_path / "run") == 0
+    result = evaluate(tmp_path / "run", "validation")
+    assert (result["precision"], result["recall"], result["f1"]) == (1.0, 1.0, 1.0)
+    records = json.loads((tmp_path / "run" / "samples" / "validation.json").read_text())
+    assert all(record["output"] == record["reference"] for record in records)
+    (found,) = checkpoint.load(tmp_path / "run").tag(["in New York the dog"], words=True)
+    assert [word["label"] for word in found] == ["O", "B-place", "I-place", "O", "O"]
+
+
+@pytest.mark.parametrize(("task", "roles"), [("masked_lm", "text"), ("tagging", "text, tags")])
+def test_data_without_what_a_task_reads_is_refused(task, roles, tmp_path):
+    config = recipe()
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, name=task))
+    message = f"data.source: got 'algorithmic', whose examples have source, target, expected {roles} for the task"
+    with pytest.raises(ConfigError, match=message):
+        loop.train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_head_has_as_many_classes_as_the_data():
+    head = HeadConfig(kind="classes", classes=3)
+    config = dataclasses.replace(recipe(), model=dataclasses.replace(recipe().model, head=head))
+    tokenizers = Tokenizers.build(config.data, [{"text": "ab"}], ("text",))
+    dataset = Dataset({}, "", ("good", "bad"))
+    with pytest.raises(ConfigError, match="config.model.head.classes: got 3, expected 2 .the data"):
+        loop.resolve(config, dataset, tokenizers)
+    three = Dataset({}, "", ("a", "b", "c"))
+    assert loop.resolve(config, three, tokenizers).model.head.classes == 3
 
 
 def test_the_rate_leaves_out_what_is_not_training(monkeypatch):

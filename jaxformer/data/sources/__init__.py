@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Mapping, Protocol
+from typing import Any, Mapping, Protocol, Sequence
 
 from jaxformer import registry
-from jaxformer.config import DataConfig
+from jaxformer.config import ConfigError, DataConfig
 
 Example = Mapping[str, Any]
-"""Roles to values: "source" and "target", "text" (and "pair") as str, "label" as int."""
+"""Roles to values: "source" and "target", "text" (and "pair") as str, "label" as int, "tags" as a
+tuple of int, one for every part of "text" between blanks."""
 
 
 class Examples(Protocol):
@@ -32,10 +33,20 @@ class Dataset:
     classes: tuple[str, ...] | None = None
 
 
-def build(config: DataConfig) -> Dataset:
+def build(config: DataConfig, roles: Sequence[str] = ()) -> Dataset:
     """The data set that `config` describes.
 
+    Args:
+      roles: what its examples must have.
+
     Raises:
-      ConfigError: the source is unknown, or its files are missing or malformed (the message names file and line).
+      ConfigError: the source is unknown, its files are missing or malformed (the message names file and line), or its
+        examples lack a role.
     """
-    return registry.member(__name__, config.source, "SOURCE")(config)
+    dataset = registry.member(__name__, config.source, "SOURCE")(config)
+    examples = dataset.splits["train"]
+    if roles and len(examples) and not examples[0].keys() >= set(roles):
+        got = f"got {config.source!r}, whose examples have {', '.join(examples[0])}"
+        expected = f"expected {', '.join(roles)} for the task; choose another source or task, or set data.columns"
+        raise ConfigError(f"data.source: {got}, {expected}")
+    return dataset

@@ -109,8 +109,7 @@ def prepared(config: DataConfig, kind: str, paths: Iterable[Path], settings: obj
     splits = {
         name: cache.Records(str(directory), name, columns, split.num_examples) for name, split in info.splits.items()
     }
-    classes = tuple(info.features["label"].names) if "label" in columns else None
-    return Dataset(splits=splits, key=f"{kind}-{key}", classes=classes)
+    return Dataset(splits=splits, key=f"{kind}-{key}", classes=cache.classes(info.features))
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -47,7 +47,7 @@ def build(config: DataConfig) -> Dataset:
         splits[split] = cache.Records(str(builder.data_path), expression, columns, length)
     if "train" not in splits:
         raise ConfigError(f"data.splits: got {', '.join(splits)}, expected a 'train' among them; say which part trains")
-    classes = tuple(_feature(builder, columns["label"]).names) if "label" in columns else None
+    classes = cache.classes({role: _feature(builder, column) for role, column in columns.items()})
     counts = {name: (split.num_examples, split.num_bytes) for name, split in builder.info.splits.items()}
     content = repr((builder.info.full_name, counts, expressions, sorted(columns.items())))
     return Dataset(splits=splits, key=f"tfds-{hashlib.sha256(content.encode()).hexdigest()[:16]}", classes=classes)
@@ -106,9 +106,11 @@ def _check(builder: tfds.core.DatasetBuilder, role: str, column: str, name: str)
         known = error.args[0]
         expected = f"expected one of {', '.join(known)}{registry.nearest(column.split('/')[-1], known)}"
         raise ConfigError(f"data.columns.{role}: got {column!r}, which {name} does not have, {expected}") from error
-    wanted = tfds.features.ClassLabel if role == "label" else tfds.features.Text
-    if not isinstance(feature, wanted):
-        expected = f"expected a {wanted.__name__} feature"
+    wanted = tfds.features.ClassLabel if role in ("label", "tags") else tfds.features.Text
+    single = isinstance(feature, wanted) and role != "tags"
+    several = isinstance(feature, tfds.features.Sequence) and isinstance(feature.feature, wanted)
+    if not single and not (several and role in ("text", "tags")):
+        expected = f"expected a {'Sequence of ' if role == 'tags' else ''}{wanted.__name__} feature"
         raise ConfigError(f"data.columns.{role}: got {column!r}, a {type(feature).__name__} in {name}, {expected}")
 
 
