@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Sequence
 
-from jaxformer import __version__, lines, memory, overrides
+from jaxformer import __version__, compilation, lines, memory, overrides
 from jaxformer.arguments import Arguments, Command, Flag, read, usage
 from jaxformer.config import ConfigError, StorageError
 from jaxformer.registry import nearest
@@ -296,6 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> None:
     """The program: `main`, with the ways a shell ends one."""
+    compilation.keep_programs()
     memory.keep_pages()
     try:
         code = main()

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-from jaxformer import __version__, overrides, preflight
+from jaxformer import __version__, compilation, overrides, places, preflight
 from jaxformer.config import Config, RecurrentConfig, StackConfig
 from jaxformer.preflight import Finding
 
@@ -352,7 +352,7 @@ def _devices() -> Iterator[Finding]:
 
 def _idle_accelerator(backend: str) -> Finding:
     """Whether the machine has an accelerator that jax was not installed for."""
-    for device, extra in (("/dev/nvidia0", "gpu"), ("/dev/accel0", "tpu"), ("/dev/vfio/0", "tpu")):
+    for device, extra in compilation.ACCELERATORS.items():
         if backend == "cpu" and os.path.exists(device):
             remedy = "unset JAX_PLATFORMS" if "JAX_PLATFORMS" in os.environ else f"install jaxformer[{extra}]"
             return Finding("warn", "accelerator", f"{device} exists but jax uses the cpu; {remedy}")
@@ -360,8 +360,7 @@ def _idle_accelerator(backend: str) -> Finding:
 
 
 def _folders() -> Iterator[Finding]:
-    cache = Path(os.environ.get("JAXFORMER_CACHE") or "~/.cache/jaxformer").expanduser()
-    for name, folder in (("cache folder", cache), ("current folder", Path.cwd())):
+    for name, folder in (("cache folder", places.cache()), ("current folder", Path.cwd())):
         existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         free = shutil.disk_usage(existing).free
         words = f"{folder}, {free / 1e9:.1f} GB free"

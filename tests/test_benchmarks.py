@@ -217,7 +217,10 @@ def test_a_table_takes_the_place_of_the_last_one(tmp_path):
     assert page.read_text() == f"above\n{marks[0]}\n\n| what |\n| --- |\n| 2 |\n\n{marks[1]}\nbelow\n"
 
 
-@pytest.mark.parametrize("name", ["training", "decoding", "pipeline", "growth", "scaling", "meshes", "collectives"])
+ON_PAGES = ("training", "starts", "decoding", "pipeline", "growth", "scaling", "meshes", "collectives")
+
+
+@pytest.mark.parametrize("name", ON_PAGES)
 def test_the_page_says_what_the_rows_say(name, tmp_path, monkeypatch):
     benchmark = script(name)
     written, copy = benchmark.PAGE.read_text(), tmp_path / "page.md"
@@ -253,6 +256,38 @@ def test_pipelines_are_timed_beside_their_models(tmp_path, monkeypatch, capsys):
     assert "| multi30k_tiny |" in (tmp_path / "page.md").read_text()
     monkeypatch.setattr(pipeline, "TIMES", 25.0)
     assert pipeline.main([*flags, "--page"]) == 1
+
+
+def test_starts_are_timed_with_and_without_kept_programs(tmp_path, monkeypatch, capsys):
+    starts, calls = script("starts"), []
+
+    def start(arguments, cache, kept):
+        calls.append((arguments[1], kept))
+        return 9.0 if len(calls) == 1 else 4.0 if kept else 8.0
+
+    monkeypatch.setattr(starts, "start", start)
+    results = tmp_path / "rows.jsonl"
+    assert starts.main([f"--data={tmp_path}", "--jobs=gpt", "--rounds=2", f"--results={results}"]) == 0
+    (row,) = map(json.loads, results.read_text().splitlines())
+    assert (row["first"], row["again"], row["without"], row["times"]) == (9.0, [4.0, 4.0], [8.0, 8.0], 2.0)
+    assert [kept for _, kept in calls] == [True, False, True, False, True]
+    assert len({workdir for workdir, _ in calls}) == len(calls), "a workdir was used twice"
+    lines = tmp_path / "lines.txt"
+    lines.write_text("a\nb\n")
+    monkeypatch.setattr(starts, "start", lambda arguments, cache, kept: 2.0)
+    flags = [f"--workdir={tmp_path / 'run'}", f"--input={lines}", "--rounds=1", f"--results={results}"]
+    assert starts.main(flags) == 1, "kept programs that gain nothing should count as a failure"
+    assert "decode, 2 lines by run" in capsys.readouterr().out
+
+
+def test_a_start_ends_with_the_first_step_or_says_why_not(tmp_path):
+    starts = script("starts")
+    edits = ["--config.data.source=algorithmic", "--config.data.name=copy/3", "--config.train.steps=1000000"]
+    recipe = [f"--config={starts.ROOT / 'configs' / 'quickstart.py'}", f"--workdir={tmp_path / 'run'}", *edits]
+    assert 0.5 < starts.start(["train", *recipe], str(tmp_path / "cache"), kept=True) < 60
+    assert list((tmp_path / "cache" / "programs").glob("*/jit_update-*"))
+    with pytest.raises(RuntimeError, match="no first step: error: config.data.nam: got an unknown key"):
+        starts.start(["train", *recipe, "--config.data.nam=x"], str(tmp_path / "cache"), kept=True)
 
 
 def test_costs_are_measured_as_work_grows(tmp_path, monkeypatch):

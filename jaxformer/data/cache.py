@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxformer import places
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data.sources import Example
 
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 def root(config: DataConfig) -> Path:
     """Where derived data goes: `config.cache`, $JAXFORMER_CACHE or ~/.cache/jaxformer."""
-    return Path(config.cache or os.environ.get("JAXFORMER_CACHE") or "~/.cache/jaxformer").expanduser().absolute()
+    return Path(config.cache).expanduser().absolute() if config.cache else places.cache()
 
 
 def content_key(files: Iterable[Path], *settings: object) -> str:

@@ -90,9 +90,9 @@ class TensorBoard:
 class Progress:
     """A line that a person likes to watch: redrawn on a terminal, one plain line a report elsewhere."""
 
-    def __init__(self, steps: int, first_step: int, stream: TextIO = sys.stderr) -> None:
-        self.steps, self.stream = steps, stream
-        self.live = stream.isatty()
+    def __init__(self, steps: int, first_step: int, stream: TextIO | None = None) -> None:
+        self.steps, self.stream = steps, sys.stderr if stream is None else stream
+        self.live = self.stream.isatty()
         self.begun, self.first_step = time.monotonic(), first_step
         self.last_evaluation = ""
 

@@ -1,0 +1,117 @@
+"""Compiled programs are kept: where, for whom, and that a second process loads them."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxformer import compilation, places
+
+ROOT = Path(__file__).resolve().parents[1]
+AMD, INTEL = "Linux x86_64 vendor_id : AuthenticAMD", "Linux x86_64 vendor_id : GenuineIntel"
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def added(kind, accelerated=False, **environment):
+    before = dict(environment)
+    compilation.add(environment, kind, accelerated)
+    assert before.items() <= environment.items(), "what the user set was changed"
+    return environment
+
+
+def test_kinds_of_processors_have_folders_of_their_own(home):
+    one, other = (added(f"{AMD} flags : {flags}")[compilation.FOLDER] for flags in ("avx2", "avx2 avx512f"))
+    assert one != other
+    assert Path(one).parent == home / "programs" == places.cache() / "programs"
+    assert added(f"{AMD} flags : avx2")[compilation.FOLDER] == one
+
+
+def test_what_the_user_chose_stays(home):
+    assert added(AMD, JAX_COMPILATION_CACHE_DIR="mine") == {"JAX_COMPILATION_CACHE_DIR": "mine"}
+    name = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    assert added(AMD, **{name: "7"})[name] == "7"
+
+
+def test_processors_whose_programs_are_refused_keep_none_unless_an_accelerator_has_the_work(home):
+    assert added(INTEL) == {} == added("Darwin arm64")
+    assert compilation.FOLDER in added(INTEL, accelerated=True)
+
+
+def test_a_processor_is_described_by_what_decides_its_code(tmp_path):
+    text = "processor\t: 0\nvendor_id\t: A\ncpu MHz\t: 2596.1\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nvendor_id\t: A\n"
+    (tmp_path / "cpuinfo").write_text(text)
+    assert compilation.described(tmp_path / "cpuinfo") == ["vendor_id\t: A", "flags\t\t: fpu avx2"]
+    assert compilation.described(tmp_path / "none") == []
+    assert compilation.processor() == compilation.processor()
+
+
+PROGRAM = """
+import sys
+from jaxformer import compilation
+compilation.processor = lambda: "Linux test"
+compilation.keep_programs()
+import jax
+from jax import monitoring
+counts = dict.fromkeys(("hits", "misses"), 0)
+prefix = "/jax/compilation_cache/cache_"
+def count(event, **more):
+    if event.startswith(prefix):
+        counts[event.removeprefix(prefix)] += 1
+monitoring.register_event_listener(count)
+def f(x):
+    for i in range(30):
+        x = jax.numpy.sin(x @ x + i)
+    return x
+print(float(jax.jit(f)(jax.numpy.ones((4, 4))).sum()), *counts.values())
+"""
+
+
+def run(home, command="train"):
+    dropped = ("XLA_FLAGS", compilation.FOLDER, *compilation.SETTINGS)
+    environment = {k: v for k, v in os.environ.items() if k not in dropped}
+    environment |= {"JAXFORMER_CACHE": str(home), "PYTHONPATH": str(ROOT)}
+    script = [sys.executable, "-c", PROGRAM, command]
+    done = subprocess.run(script, check=True, env=environment, timeout=120, capture_output=True, text=True)
+    return *done.stdout.split(), done.stderr
+
+
+def test_a_second_process_loads_what_the_first_compiled(tmp_path):
+    value, hits, misses, _ = run(tmp_path)
+    assert (hits, misses) == ("0", "1")
+    assert any((tmp_path / "programs").glob("*/jit_f-*"))
+    again, hits, misses, complaints = run(tmp_path)
+    assert (again, hits, misses, complaints) == (value, "1", "0", "")
+
+
+def test_half_a_program_is_removed_unless_somebody_writes(tmp_path):
+    value, *_ = run(tmp_path)
+    (program,) = (tmp_path / "programs").glob("*/jit_f-*-cache")
+    program.write_bytes(program.read_bytes()[:1000])  # a process was killed while it wrote this
+    program.with_name(program.name.replace("-cache", "-atime")).unlink()
+    with open(program.parent / ".lockfile", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        compilation.mend(program.parent)
+        assert program.exists()
+    assert run(tmp_path) == (value, "0", "1", "")
+    assert run(tmp_path) == (value, "1", "0", "")
+    compilation.mend(tmp_path / "nothing")
+
+
+def test_a_command_that_does_not_compute_keeps_nothing(tmp_path):
+    run(tmp_path, "inspect")
+    assert not (tmp_path / "programs").exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning_and_no_run(tmp_path):
+    (tmp_path / "programs").write_text("in the way")
+    _, hits, _, complaints = run(tmp_path)
+    assert hits == "0"
+    assert "Traceback" not in complaints
