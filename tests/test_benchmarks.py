@@ -280,14 +280,27 @@ def test_starts_are_timed_with_and_without_kept_programs(tmp_path, monkeypatch, 
     assert "decode, 2 lines by run" in capsys.readouterr().out
 
 
-def test_a_start_ends_with_the_first_step_or_says_why_not(tmp_path):
-    starts = script("starts")
-    edits = ["--config.data.source=algorithmic", "--config.data.name=copy/3", "--config.train.steps=1000000"]
-    recipe = [f"--config={starts.ROOT / 'configs' / 'quickstart.py'}", f"--workdir={tmp_path / 'run'}", *edits]
-    assert 0.5 < starts.start(["train", *recipe], str(tmp_path / "cache"), kept=True) < 60
-    assert list((tmp_path / "cache" / "programs").glob("*/jit_update-*"))
+def test_a_start_ends_with_the_first_step_or_says_why_not(tmp_path, monkeypatch):
+    starts, program = script("starts"), tmp_path / "program"
+    monkeypatch.setattr(starts.sys, "executable", str(program))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
+    said = tmp_path / "said"
+    seen = f'echo "$@ $JAXFORMER_CACHE $JAX_ENABLE_COMPILATION_CACHE $JAX_COMPILATION_CACHE_DIR" >> {said}'
+
+    def stand_in(lines):
+        program.write_text(f"#!/bin/sh\n{seen}\n{lines}\n")
+        program.chmod(0o755)
+
+    stand_in("echo started; echo 'step 1/9  loss 1'; exec sleep 60")
+    assert starts.start(["train", "--x"], "cache", kept=True) < 30
+    assert starts.start(["train", "--x"], "cache", kept=False) < 30
+    line = "-u -m jaxformer train --x cache"
+    assert said.read_text() == f"{line}  \n{line} 0 \n"
+    stand_in("sleep 0.2")
+    assert 0.2 < starts.start(["decode"], "cache", kept=True) < 30
+    stand_in("echo 'error: config.data.nam: got an unknown key'; exit 2")
     with pytest.raises(RuntimeError, match="no first step: error: config.data.nam: got an unknown key"):
-        starts.start(["train", *recipe, "--config.data.nam=x"], str(tmp_path / "cache"), kept=True)
+        starts.start(["train"], "cache", kept=True)
 
 
 def test_costs_are_measured_as_work_grows(tmp_path, monkeypatch):
