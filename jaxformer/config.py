@@ -245,7 +245,7 @@ class DataConfig:
     dir: str = ""  # local sources: the folder of the files; tfds: the prepared data_dir
     cache: str = ""  # where local data is prepared; "": $JAXFORMER_CACHE or ~/.cache/jaxformer
     splits: dict[str, tuple[str, ...]] = field(default_factory=dict)  # split -> files, or one tfds split expression
-    columns: dict[str, str] = field(default_factory=dict)  # role (source target text pair label) -> column of the data
+    columns: dict[str, str] = field(default_factory=dict)  # role (see data/sources/) -> column of the data
     document: str = "line"  # text: what one example is: line, file (kept whole, newlines included)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     batch: int = 32  # rows of a global batch; with `tokens`, the most rows
@@ -266,7 +266,7 @@ class TaskConfig:
     mask_rate: float = 0.15  # masked_lm: share of tokens predicted
     whole_words: bool = False  # masked_lm: mask all pieces of a word together
     language: str = ""  # translation: code of the target language, whose tokenised BLEU is added; "": left out
-    classes: tuple[str, ...] = ()  # classification: names of the classes; (): taken from the data
+    classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
     vocab: int | None = None  # real rows of the labels' vocabulary, without its padding; None: from the tokenizer
 
 

@@ -114,7 +114,8 @@ def entities(found: Sequence[Sequence[str]], true: Sequence[Sequence[str]]) -> E
       NaN where there is nothing to divide by.
     """
     pairs = [(set(spans(a)), set(spans(b))) for a, b in zip(found, true, strict=True)]
-    both, ours, theirs = (sum(map(len, each)) for each in ([a & b for a, b in pairs], *zip(*pairs)))
+    counts = np.array([(len(a & b), len(a), len(b)) for a, b in pairs], int).reshape(-1, 3)
+    both, ours, theirs = counts.sum(axis=0).tolist()
     share = lambda part, whole: part / whole if whole else math.nan  # noqa: E731
     return Entities(share(both, ours), share(both, theirs), share(2 * both, ours + theirs))
 
@@ -129,9 +130,9 @@ def spans(tags: Sequence[str]) -> list[tuple[str, int, int]]:
     for place, (mark, kind) in enumerate((tag[:1], tag[2:]) for tag in tags):
         if mark == "I" and kind == open_kind:
             found[-1] = (kind, found[-1][1], place + 1)
-        elif mark in "BI":
+        elif mark in ("B", "I"):
             found.append((kind, place, place + 1))
-        open_kind = kind if mark in "BI" else None
+        open_kind = kind if mark in ("B", "I") else None
     return found
 
 

@@ -113,6 +113,7 @@ def test_an_entity_is_right_in_place_and_kind_or_wrong():
     assert math.isnan(nothing.precision)
     assert nothing[1:] == (0.0, 0.0)
     assert all(map(math.isnan, metrics.entities([["O"]], [["O"]])))
+    assert all(map(math.isnan, metrics.entities([], [])))
     with pytest.raises(ValueError):
         metrics.entities([["O"]], true)
 
