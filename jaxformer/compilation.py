@@ -69,7 +69,7 @@ def takes_back(kind: str) -> bool:
     """Whether XLA loads what it compiled for this processor itself.
 
     On Intel's it refuses with a page of complaints, since it takes two hints of its own ("prefer-no-gather") for
-    instructions that are missing (openxla/xla issue 44565); with other systems than Linux there is no experience here.
+    instructions that are missing (openxla/xla#44565); with other systems than Linux there is no experience here.
     """
     return kind.startswith("Linux") and "GenuineIntel" not in kind
 
