@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def start(arguments: Sequence[str], cache: str, kept: bool) -> float:
     """Seconds from the command to the line of its first step, or to its end if it trains nothing.
 
     Raises:
-      RuntimeError: it ends in another way.
+      RuntimeError: it ends in another way, or takes more than `LIMIT`.
     """
     environment = {**os.environ, "JAXFORMER_CACHE": cache, "PYTHONPATH": str(ROOT)}
     environment |= {} if kept else {"JAX_ENABLE_COMPILATION_CACHE": "0"}
@@ -63,21 +64,21 @@ def start(arguments: Sequence[str], cache: str, kept: bool) -> float:
         [sys.executable, "-u", "-m", "jaxformer", *arguments],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    said = []
-    try:
-        for line in program.stdout:
-            said.append(line)
-            if line.startswith("step 1/") or time.perf_counter() - begun > LIMIT:
-                break
-        if arguments[0] != "train":
-            program.wait()
-    finally:
-        seconds = time.perf_counter() - begun
-        program.kill()
-        program.wait()
-        program.stdout.close()
-    if seconds > LIMIT or (arguments[0] == "train" and not said[-1:][0].startswith("step 1/")):
-        raise RuntimeError(f"{' '.join(arguments)}: no first step: {''.join(said[-3:])}")
+    limit = threading.Timer(LIMIT, program.kill)
+    limit.start()
+    said, stepped = [], False
+    for line in program.stdout:
+        said.append(line)
+        if stepped := line.startswith("step 1/"):
+            break
+    code = None if stepped else program.wait()
+    seconds = time.perf_counter() - begun
+    limit.cancel()
+    program.kill()
+    program.wait()
+    program.stdout.close()
+    if not stepped and (code or arguments[0] == "train"):
+        raise RuntimeError(f"{' '.join(arguments)}: ended with code {code}: {''.join(said[-3:])}")
     return seconds
 
 

@@ -144,14 +144,12 @@ class Model:
             first token is judged. A word without a token (cut off, or unknown) is "O" with probability 0.
         """
         self._require("tag")
-        lines, side = _lines(lines), "source" if self._encodes() else "target"
+        lines, side = _lines(lines), self._side()
         tokenizer = getattr(self.tokenizers, side)
         results: list[list[dict[str, Any]]] = [[] for _ in lines]
         for index, batch, rows in self._forward([self._prompt(line) for line in lines], None, _softmax):
             stream = getattr(batch, side)
-            for place, tokens, segment, row in zip(
-                index, *map(np.asarray, (stream.tokens, stream.slots.segment)), rows
-            ):
+            for place, tokens, segment, row in zip(index, stream.tokens, stream.slots.segment, rows):
                 if words:
                     found = [("word", *word) for word in self._words(lines[place])]
                 else:
@@ -213,7 +211,7 @@ class Model:
             raise ConfigError(f"embed: got pooling {pooling!r}, expected one of {', '.join(poolings)}{hint}")
         lines = _lines(lines)
         vectors = np.zeros((len(lines), self._width()), np.float32)
-        side = "source" if self._encodes() else "target"
+        side = self._side()
         prompts = [{name: x for name, x in self._prompt(line).items() if name in (side, "kind")} for line in lines]
         method = "encode" if self._encodes() else "hidden"
         for index, _, rows in self._forward(prompts, method, _pooling(side, pooling)):
@@ -251,6 +249,10 @@ class Model:
 
     def _decodes(self) -> bool:
         return self.config.model.decoder is not None or self.config.model.recurrent_decoder is not None
+
+    def _side(self) -> str:
+        """The stream of a text that is read and not continued."""
+        return "source" if self._encodes() else "target"
 
     def _width(self) -> int:
         model = self.config.model

@@ -299,8 +299,16 @@ def test_a_start_ends_with_the_first_step_or_says_why_not(tmp_path, monkeypatch)
     stand_in("sleep 0.2")
     assert 0.2 < starts.start(["decode"], "cache", kept=True) < 30
     stand_in("echo 'error: config.data.nam: got an unknown key'; exit 2")
-    with pytest.raises(RuntimeError, match="no first step: error: config.data.nam: got an unknown key"):
+    for command in ("train", "decode"):
+        with pytest.raises(RuntimeError, match="ended with code 2: error: config.data.nam: got an unknown key"):
+            starts.start([command], "cache", kept=True)
+    stand_in("exit 0")
+    with pytest.raises(RuntimeError, match="train: ended with code 0"):
         starts.start(["train"], "cache", kept=True)
+    stand_in("exec sleep 60")
+    monkeypatch.setattr(starts, "LIMIT", 0.2)
+    with pytest.raises(RuntimeError, match="ended with code -9"):
+        starts.start(["decode"], "cache", kept=True)
 
 
 def test_costs_are_measured_as_work_grows(tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ def score(config: Config, results: Sequence[Sequence[Mapping]], examples: Sequen
     found = [[word["label"] for word in result] for result in results]
     true = [[config.task.classes[tag] for tag in example["tags"]] for example in examples]
     if not metrics.marks_spans(config.task.classes):
-        pairs = [pair for line in zip(found, true, strict=True) for pair in zip(*line, strict=True)]
+        pairs = [pair for both in zip(found, true, strict=True) for pair in zip(*both, strict=True)]
         return {"word_accuracy": sum(a == b for a, b in pairs) / len(pairs) if pairs else float("nan")}
     return metrics.entities(found, true)._asdict()
 
