@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import deque
 from typing import Iterator, Mapping, NamedTuple, Sequence
 
@@ -17,6 +18,8 @@ texts, `labels` and `weights` [m] too, as its `encode` makes them."""
 
 
 SIDES = ("source", "target")
+WORTH = 1024
+"""Tokens of padding that one more shape must save: a compilation takes as long as a small model reads many more."""
 
 
 class Job(NamedTuple):
@@ -33,6 +36,7 @@ class Waiting:
     def __init__(self, prompts: Sequence[Prompt], pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> None:
         """Tokens `pad` fill source and target. Lengths are those of `buckets`, and beyond them powers of two."""
         self.prompts, self.pad, self.buckets = prompts, pad, buckets
+        self.few = tuple(few([len(prompt.get(side, ())) for prompt in prompts], buckets) for side in SIDES)
         order = sorted(range(len(prompts)), key=lambda i: tuple(-len(prompts[i].get(side, ())) for side in SIDES))
         self.left = deque(order)
 
@@ -44,12 +48,21 @@ class Waiting:
         coming = [self.prompts[i] for i in itertools.islice(self.left, count)]
         return tuple(bucket(max(len(prompt.get(side, ())) for prompt in coming), self.buckets) for side in SIDES)
 
-    def take(self, count: int, height: int | None = None) -> Job:
-        """The next `count` prompts, or as many as there are, in a batch of `height` rows; None: as many as they are,
-        or if they are fewer than `count`, the next power of two."""
-        index = [self.left.popleft() for _ in range(min(count, len(self.left)))]
-        height = min(count, 1 << (len(index) - 1).bit_length()) if height is None else height
-        return Job(np.asarray(index), stack([self.prompts[i] for i in index], height, self.pad, self.buckets))
+    def take(self, count: int) -> Job:
+        """The next `count` prompts; if there are fewer, in a batch of the next power of two."""
+        index = self._next(count)
+        height = min(count, 1 << (len(index) - 1).bit_length())
+        return Job(index, stack([self.prompts[i] for i in index], height, self.pad, self.buckets))
+
+    def take_into(self, slots: tuple[int, ...], count: int) -> Job:
+        """The next `count` prompts or as many as there are, in `count` rows, to be read into a batch with so many slots
+        of source and target, which are enough for them. Shapes are few: see `few`."""
+        index = self._next(count)
+        sizes = [(*lengths, own) for lengths, own in zip(self.few, slots, strict=True)]
+        return Job(index, stack([self.prompts[i] for i in index], count, self.pad, *sizes))
+
+    def _next(self, count: int) -> np.ndarray:
+        return np.asarray([self.left.popleft() for _ in range(min(count, len(self.left)))])
 
 
 def jobs(prompts: Sequence[Prompt], rows: int, pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> Iterator[Job]:
@@ -59,12 +72,20 @@ def jobs(prompts: Sequence[Prompt], rows: int, pad: tuple[int, int], buckets: tu
         yield waiting.take(rows)
 
 
-def stack(prompts: Sequence[Prompt], rows: int, pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> Batch:
+def stack(
+    prompts: Sequence[Prompt],
+    rows: int,
+    pad: tuple[int, int],
+    buckets: tuple[int, ...] = (),
+    target_buckets: tuple[int, ...] | None = None,
+) -> Batch:
     """Prompts padded on the right to one length a side, and to `rows` rows with empty ones.
 
-    Where they come with `labels` and `weights` for every target slot, so does the batch, with weight 0 in the padding.
+    `buckets` are the source's, and the target's where it has no others. Where prompts come with `labels` and `weights`
+    for every target slot, so does the batch, with weight 0 in the padding.
     """
-    source, target = (_side(prompts, side, rows, fill, buckets) for side, fill in zip(SIDES, pad, strict=True))
+    sizes = (buckets, buckets if target_buckets is None else target_buckets)
+    source, target = (_side(prompts, side, rows, *how) for side, *how in zip(SIDES, pad, sizes, strict=True))
     if target is None or "labels" not in prompts[0]:
         return Batch(source, target)
     labels, weights = np.zeros(target.tokens.shape, np.int32), np.zeros(target.tokens.shape, np.float32)
@@ -104,3 +125,17 @@ def bucket(length: int, buckets: tuple[int, ...] = ()) -> int:
         return 1
     fitting = [size for size in buckets if size >= length]
     return min(fitting) if fitting else max(8, 1 << (length - 1).bit_length())
+
+
+def few(lengths: Sequence[int], buckets: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Of the static lengths that `bucket` gives these lengths the ones that are worth a program each.
+
+    They make the sum of all padded lengths and of `WORTH` for every one of them the least that it can be.
+    """
+    ordered, sizes = sorted(lengths), sorted({bucket(length, buckets) for length in lengths})
+    below = [bisect_right(ordered, size) for size in sizes]
+    best: list[tuple[int, tuple[int, ...]]] = []
+    for size, count in zip(sizes, below, strict=True):  # the best of all choices whose largest length is `size`
+        last = [(0, (), 0), *((*choice, less) for choice, less in zip(best, below))]
+        best.append(min((cost + WORTH + size * (count - less), (*chosen, size)) for cost, chosen, less in last))
+    return best[-1][1] if best else ()

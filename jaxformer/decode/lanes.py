@@ -132,7 +132,7 @@ class Lane:
         """Reads the next prompts into what is free."""
         rows, share = len(self.index), self.share
         while self.accepts(waiting) and (self.index == self.FREE).sum() >= share:
-            job = waiting.take(share, share)
+            job = waiting.take_into(self.slots, share)
             places = np.full(share, rows)
             places[: len(job.index)] = np.flatnonzero(self.index == self.FREE)[: len(job.index)]
             self.now = self.programs.put(self.now, places, self.begin(job, self.slots[1]))

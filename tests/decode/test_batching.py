@@ -1,10 +1,12 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError
-from jaxformer.decode.batching import bucket, jobs, stack
+from jaxformer.decode.batching import WORTH, Waiting, bucket, few, jobs, stack
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,39 @@ def test_token_types_and_absent_sides():
 def test_mixed_fields_are_refused():
     with pytest.raises(ConfigError, match="some without 'source'"):
         stack([{"source": [1]}, {"target": [1]}], 2, (0, 0))
+
+
+@settings(max_examples=50, deadline=None)
+@given(counts=st.lists(st.integers(0, 400), min_size=6, max_size=6))
+def test_few_shapes_cost_the_least_of_all_choices(counts):
+    buckets, lengths = (12, 16, 22, 34), [1, 9, 15, 20, 30, 50]
+    all_lengths = [length for length, count in zip(lengths, counts, strict=True) for _ in range(count)]
+    sizes = sorted({bucket(length, buckets) for length in all_lengths})
+
+    def cost(chosen):
+        return WORTH * len(chosen) + sum(min(size for size in chosen if size >= length) for length in all_lengths)
+
+    choices = [
+        (*some, sizes[-1]) for n in range(len(sizes)) for some in itertools.combinations(sizes[:-1], n)
+    ] if sizes else []  # fmt: skip
+    found = few(all_lengths, buckets)
+    assert (found in choices) if choices else found == ()
+    assert not choices or cost(found) == min(map(cost, choices))
+
+
+def test_few_prompts_have_one_shape_and_many_have_all():
+    lengths, buckets = [10, 12, 14, 16] * 5, (10, 12, 14, 16)
+    assert few(lengths, buckets) == (16,)
+    assert few(lengths * 1000, buckets) == buckets
+
+
+def test_prompts_read_into_a_batch_are_at_most_as_wide_as_it_is():
+    prompts = [{"source": np.arange(size), "target": [1]} for size in (60, 30, 20, 20, 9, 9, 9)]
+    waiting = Waiting(prompts, (0, 0), (10, 24, 34))
+    assert waiting.few == ((64,), (1,))
+    assert waiting.take(1).batch.source.tokens.shape == (1, 64)
+    shapes = []
+    while waiting:
+        job = waiting.take_into((34, 1), 4)
+        shapes.append((job.batch.source.tokens.shape, job.batch.target.tokens.shape, job.index.tolist()))
+    assert shapes == [((4, 34), (4, 1), [1, 2, 3, 4]), ((4, 34), (4, 1), [5, 6])]
