@@ -73,6 +73,14 @@ class Tokenizer:
         """As `encode`, but a special token's name in the text ("the <mask> sat") is that token."""
         return self.vocabulary.parse(text, self._specials)
 
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of `encode`, and of each the characters of `text` that it stands for: (first, one past the last).
+
+        White space at their ends is left out; what is nothing else is an empty span.
+        """
+        ids, spans = self.vocabulary.located(text)
+        return ids, vocabularies.trimmed(text, spans)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Special tokens and the rows that only pad the vocabulary are skipped; <unk> is shown."""
         return self.vocabulary.decode([i for i in map(int, ids) if i < self.size and i not in self._hidden])
@@ -178,6 +186,7 @@ class Remembering(Tokenizer):
         super().__init__(vocabulary, multiple, chosen)
         self._budget = budget
         self._seen: dict[str, array[int]] = {}
+        self._placed: dict[str, array[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         known = self._seen.get(text)
@@ -189,6 +198,16 @@ class Remembering(Tokenizer):
             self._seen[text] = array("i", ids)
             self._budget -= 4 * len(ids) + len(text) + 200  # about 200 bytes go to the two objects and the table
         return ids
+
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        known = self._placed.get(text)
+        if known is not None:
+            return known[::3].tolist(), list(zip(known[1::3].tolist(), known[2::3].tolist(), strict=True))
+        ids, spans = super().located(text)
+        if self._budget > 0:
+            self._placed[text] = array("i", [n for i, span in zip(ids, spans, strict=True) for n in (i, *span)])
+            self._budget -= 12 * len(ids) + len(text) + 200
+        return ids, spans
 
 
 @dataclass(frozen=True)
@@ -211,7 +230,7 @@ class Tokenizers:
         Args:
           config: the data section.
           examples: the training split.
-          roles: what the task reads of an example ("source", "target", "text", "pair", "label").
+          roles: what the task reads of an example ("source", "target", "text", "pair", "question", "context").
 
         Raises:
           ConfigError: unknown kind, a vocabulary too small for its kind, a missing file.
@@ -273,7 +292,7 @@ def _texts(config: DataConfig, examples: Any, roles: Sequence[str]) -> dict[str,
     if config.tokenizer.kind == "byte":
         return texts
     for example in _sample(examples, config.examples):
-        for role in ("source", "text", "pair", "target"):
+        for role in ("source", "text", "pair", "question", "context", "target"):
             if role in roles or (role == "pair" and "text" in roles and role in example):
                 texts["target" if role == "target" else "source"].append(example[role])
     return texts

@@ -40,7 +40,13 @@ class Mapped:
         self._rows = {piece: row for row, piece in enumerate(sentences.pieces)}
 
     def encode(self, text: str) -> list[int]:
-        rows = self.sentences.encode(text)
+        return self._named(self.sentences.encode(text))
+
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        rows, spans = self.sentences.located(text)
+        return self._named(rows), spans
+
+    def _named(self, rows: list[int]) -> list[int]:
         return [self._ids.get(self.sentences.pieces[row], self._unknown) for row in rows]
 
     def decode(self, ids: list[int]) -> str:
@@ -124,15 +130,31 @@ def frame(tokenizer: Tokenizer, convention: Convention, text: str, pair: str | N
         says = tokenizer.vocabulary.model.num_special_tokens_to_add(pair is not None)
         if says or not (convention.before or convention.after):
             return Framed(found.ids, found.type_ids, found.offsets, found.sequence_ids)
-    ids = _special(tokenizer, convention.before)
+    if pair is not None:
+        return _framed_pair(tokenizer, convention, text, pair)
+    before, after = (_special(tokenizer, names) for names in (convention.before, convention.after))
+    ids = [*before, *tokenizer.parse(text), *after]
     kinds = [0] * len(ids)
-    for part, each in enumerate((text,) if pair is None else (text, pair)):
-        last = pair is None or part == 1
-        more = [*tokenizer.parse(each), *_special(tokenizer, convention.after if last else convention.between)]
-        ids, kinds = ids + more, kinds + [part] * len(more)
     if convention.last_kind is not None:
         kinds[-1] = convention.last_kind
     return Framed(ids, kinds, [], [])
+
+
+def _framed_pair(tokenizer: Tokenizer, convention: Convention, text: str, pair: str) -> Framed:
+    """A pair as `convention` frames it."""
+    ids = _special(tokenizer, convention.before)
+    whole = Framed(ids, [0] * len(ids), [(0, 0)] * len(ids), [None] * len(ids))
+    for part, (each, names) in enumerate(((text, convention.between), (pair, convention.after))):
+        (more, places), special = tokenizer.located(each), _special(tokenizer, names)
+        whole = Framed(
+            [*whole.ids, *more, *special],
+            [*whole.kinds, *[part] * (len(more) + len(special))],
+            [*whole.offsets, *places, *[(0, 0)] * len(special)],
+            [*whole.parts, *[part] * len(more), *[None] * len(special)],
+        )
+    if convention.last_kind is not None:
+        whole.kinds[-1] = convention.last_kind
+    return whole
 
 
 def _special(tokenizer: Tokenizer, names: Sequence[str]) -> list[int]:
