@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import tokenizers as hf
 
@@ -37,6 +37,15 @@ ROLES = {
 
 SAMPLE = 2**18
 """At most so many examples, evenly spaced over the split, are read to learn a vocabulary."""
+
+
+class Pairing(NamedTuple):
+    """Special tokens before, between and after two texts, and token types of these and of the texts, in their order."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    kinds: tuple[list[int], int, list[int], int, list[int]]
 
 
 class Tokenizer:
@@ -84,6 +93,26 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Special tokens and the rows that only pad the vocabulary are skipped; <unk> is shown."""
         return self.vocabulary.decode([i for i in map(int, ids) if i < self.size and i not in self._hidden])
+
+    @functools.cached_property
+    def pairing(self) -> Pairing:
+        """How two texts are framed for one model: as a tokenizer.json says, else `<cls> text <sep> text <sep>`."""
+        if not self.says_pairing:
+            before, after = ([] if token is None else [token] for token in (self.cls, self.sep))
+            return Pairing(before, after, after, ([0] * len(before), 0, [0] * len(after), 1, [1] * len(after)))
+        found = self.vocabulary.whole("a", "a")
+        parts = found.sequence_ids
+        first, second = ([i for i, part in enumerate(parts) if part == text] for text in (0, 1))
+        cuts = (slice(0, first[0]), slice(first[-1] + 1, second[0]), slice(second[-1] + 1, None))
+        before, between, after = (found.type_ids[cut] for cut in cuts)
+        kinds = (before, found.type_ids[first[0]], between, found.type_ids[second[0]], after)
+        return Pairing(*(found.ids[cut] for cut in cuts), kinds)
+
+    @property
+    def says_pairing(self) -> bool:
+        """Whether the vocabulary itself frames pairs, as a tokenizer.json may."""
+        fast = isinstance(self.vocabulary, Fast)
+        return fast and self.vocabulary.model.num_special_tokens_to_add(True) > 0
 
     def word_starts(self, ids: Sequence[int]) -> list[bool]:
         """Whether each piece begins a word, for whole-word masking.
@@ -161,8 +190,13 @@ class Tokenizer:
         except Exception as error:  # the two libraries raise bare Exception and RuntimeError
             raise _unreadable(path, error) from error
 
-    def export(self, path: str | os.PathLike[str], closing: bool = False) -> None:
-        """Writes a `tokenizer.json` that the `tokenizers` library loads; `closing`: it ends each text with <eos>.
+    def export(self, path: str | os.PathLike[str], closing: bool = False, framing: bool = False) -> None:
+        """Writes a `tokenizer.json` that the `tokenizers` library loads.
+
+        Args:
+          closing: it ends each text with <eos>.
+          framing: it puts <cls> and <sep> around texts and pairs, as the tasks of an encoder do here, unless the
+            vocabulary has a frame of its own.
 
         Raises:
           ValueError: the kind is not a model of that library.
@@ -175,6 +209,13 @@ class Tokenizer:
             end = self.vocabulary.pieces[self.eos]
             model.post_processor = hf.processors.TemplateProcessing(
                 single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, self.eos)]
+            )
+        if framing and not self.says_pairing and self.cls is not None and self.sep is not None:
+            first, last = (self.vocabulary.pieces[token] for token in (self.cls, self.sep))
+            model.post_processor = hf.processors.TemplateProcessing(
+                single=f"{first} $A {last}",
+                pair=f"{first} $A {last} $B:1 {last}:1",
+                special_tokens=[(first, self.cls), (last, self.sep)],
             )
         write(Path(path), model.to_str(pretty=True))
 

@@ -15,13 +15,13 @@ import numpy as np
 from flax import linen as nn
 
 from jaxformer.config import Config, ConfigError, ModelConfig
-from jaxformer.data.tokenizers import write
-from jaxformer.data.vocabularies import Fast, trimmed
+from jaxformer.data.tokenizers import Tokenizer, write
+from jaxformer.data.vocabularies import Fast
 from jaxformer.decode import engine
 from jaxformer.decode.batching import Prompt
 from jaxformer.hf import calling, convert, generation, rewrite, writing
 from jaxformer.hf.table import Convention, Family, Settings, families, same
-from jaxformer.hf.tokenizer import Framed, frame
+from jaxformer.hf.tokenizer import Framed, frame, pairing
 from jaxformer.model import Model
 from jaxformer.tasks import answering, tagging
 from jaxformer.types import Batch, PyTree
@@ -109,12 +109,15 @@ class Pretrained(Model):
             prompt["target"] = generation.decoder_start({**self.settings.values, **self.defaults}, 1)[0]
         return prompt
 
-    def _framed(self, line: str, pair: str | None = None) -> Framed:
+    def _framed(self, line: str) -> Framed:
+        return frame(self._tokenizer(), self.convention, line)
+
+    def _tokenizer(self) -> Tokenizer:
         if self.tokenizers is None:
             raise ConfigError(
                 "model: got text, expected token ids: the directory has no tokenizer.json or spiece.model"
             )
-        return frame(self.tokenizers.source, self.convention, line, pair)
+        return self.tokenizers.source
 
     def _family(self) -> str:
         """A model of both sides answers, too, though no task here trains it."""
@@ -124,19 +127,8 @@ class Pretrained(Model):
         """An imported model's question is framed as its tokenizer.json says."""
         if self.family is None:
             return super()._reading(question, context)
-        framed = self._framed(question, context)
-        inside = [slot for slot, part in enumerate(framed.parts) if part == 1]
-        first, last = (inside[0], inside[-1] + 1) if inside else (len(framed.ids), len(framed.ids))
-        cls = self.tokenizers.source.cls
-        none = next((i for i, part in enumerate(framed.parts) if part is None and framed.ids[i] == cls), None)
-        return answering.Reading(
-            before=framed.ids[:first],
-            context=framed.ids[first:last],
-            after=framed.ids[last:],
-            kinds=(framed.kinds[:first], framed.kinds[first] if inside else 0, framed.kinds[last:]),
-            places=trimmed(context, framed.offsets[first:last]),
-            none=none if none is None or none < first else none - len(framed.ids),
-        )
+        tokenizer = self._tokenizer()
+        return answering.read(self.config, tokenizer, question, context, pairing(tokenizer, self.convention))
 
     def _part(self, reading: answering.Reading, window: range) -> Prompt:
         """Where a model of both sides answers, its decoder reads the text again."""
@@ -243,7 +235,12 @@ class Pretrained(Model):
             log.warning("%s: no tokenizer.json, the other library has none of this kind; encode texts here", directory)
             return
         target = self.tokenizers.target
-        target.export(directory / "tokenizer.json", self.family is None and self.head == "seq2seq")
+        encoder = self.config.model.decoder is None and self.head in ("masked_lm", "sequence", "token", "qa")
+        target.export(
+            directory / "tokenizer.json",
+            closing=self.family is None and self.head == "seq2seq",
+            framing=self.family is None and encoder,
+        )
         if self.family is None:  # or the other library would take the tokenizer's class from the model's
             says = {f"{role}_token": piece for role, piece in target.names.items()}
             says = {"tokenizer_class": "PreTrainedTokenizerFast", **says}

@@ -21,7 +21,7 @@ from jaxformer.types import Array, Batch, Sums
 
 if TYPE_CHECKING:
     from jaxformer.data.sources import Example
-    from jaxformer.data.tokenizers import Tokenizer, Tokenizers
+    from jaxformer.data.tokenizers import Pairing, Tokenizer, Tokenizers
     from jaxformer.model import Model
 
 NAME = "answering"
@@ -98,14 +98,25 @@ def answer_slots(config: Config, reading: Reading, example: Example) -> tuple[in
     return None
 
 
-def read(config: Config, tokenizer: Tokenizer, question: str, context: str) -> Reading:
-    """The tokens of both, of the question no more than half of `data.length`."""
+def read(config: Config, tokenizer: Tokenizer, question: str, context: str, pairing: Pairing | None = None) -> Reading:
+    """The tokens of both, of the question no more than half of `data.length`.
+
+    Args:
+      pairing: the special tokens around and between them; None: the tokenizer's own.
+    """
+    pairing = tokenizer.pairing if pairing is None else pairing
+    special = len(pairing.before) + len(pairing.between) + len(pairing.after)
+    asked = tokenizer.encode(question)[: max((config.data.length - special) // 2, 1)]
     ids, places = tokenizer.located(context)
-    asked = tokenizer.encode(question)[: max(config.data.length // 2 - 2, 1)]
-    before = [*_tokens.known(tokenizer.cls), *asked, *_tokens.known(tokenizer.sep)]
-    after = _tokens.known(tokenizer.sep)
-    kinds = ([0] * len(before), 1, [1] * len(after))
-    return Reading(before, ids, after, kinds, places, None if tokenizer.cls is None else 0)
+    before = [*pairing.before, *asked, *pairing.between]
+    first, of_question, middle, of_context, last = pairing.kinds
+    kinds = ([*first, *[of_question] * len(asked), *middle], of_context, last)
+    none = None
+    if tokenizer.cls in pairing.before:
+        none = pairing.before.index(tokenizer.cls)
+    elif tokenizer.cls in pairing.after:
+        none = pairing.after.index(tokenizer.cls) - len(pairing.after)
+    return Reading(before, ids, pairing.after, kinds, places, none)
 
 
 def windows(config: Config, reading: Reading) -> Iterator[range]:

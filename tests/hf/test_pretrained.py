@@ -11,11 +11,13 @@ import pytest
 import tokenizers
 
 import jaxformer
-from jaxformer import cli
+from jaxformer import cli, tasks
 from jaxformer.config import (
     AttentionConfig,
     Config,
     ConfigError,
+    DataConfig,
+    DecodeConfig,
     EmbedConfig,
     EncodingConfig,
     FeedForwardConfig,
@@ -27,6 +29,7 @@ from jaxformer.config import (
     NormConfig,
     StackConfig,
     TaskConfig,
+    TokenizerConfig,
 )
 from jaxformer.data import learning
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
@@ -409,6 +412,39 @@ def test_an_imported_tagger_decodes(tmp_path, capsys):
     assert [len(line) for line in tags] == [3, 2]
     assert {tag for line in tags for tag in line} <= {"O", "B-pet", "I-pet"}
     assert tags[0] == [word["label"] for word in jaxformer.from_pretrained(source).tag(["the cat sat"])[0]]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "file"])
+def test_a_reader_of_ours_answers_the_same_as_what_it_is_exported_to(kind, bert, tmp_path):
+    """Its frame goes with it; that of a tokenizer.json, here with a second [SEP] as RoBERTa's, is trained with."""
+    asked = ["the cat", "a"], ["a dog sat  on the mat", "the cat sat on a mat on " * 8]
+    if kind == "bpe":
+        settings = dataclasses.replace(DataConfig(), tokenizer=TokenizerConfig(kind="bpe", vocab=280))
+        both = Tokenizers.build(settings, [{"text": text} for text in asked[1]], ("text",))
+    else:
+        model = tokenizers.Tokenizer.from_file(str(bert / "tokenizer.json"))
+        model.post_processor = tokenizers.processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        both = Tokenizers(*[Tokenizer(Fast("file", model))] * 2)
+        example = {"question": "the cat", "context": "a dog", "answers": ("dog",), "starts": (2,)}
+        features = tasks.get("answering").encode(Config(model=ModelConfig(encoder=stack())), both, example, None)
+        assert features["source"].tolist() == [2, 7, 8, 3, 3, 11, 13, 3]
+        assert features["labels"].tolist() == [0, 0, 0, 0, 0, 0, 3, 0]
+        assert features["weights"].tolist() == [1, 0, 0, 0, 0, 1, 1, 0]
+    family = dict(table.families())["bert"]
+    model = family.read(table.Settings({**BERT, "vocab_size": both.source.vocab}), "qa")
+    module, variables = builders.make(model)
+    config = Config(model=model, data=DataConfig(length=24), task=TaskConfig(name="answering"))
+    config = dataclasses.replace(config, decode=DecodeConfig(max_length=30))
+    head = pretrained.head_of_model(config)
+    one = pretrained.Pretrained(
+        module, variables["params"], {}, config, both, head=head, settings=table.Settings({"pad_token_id": 0})
+    )
+    one.save_pretrained(tmp_path / "out")
+    ours_, theirs = one.answer(*asked), jaxformer.from_pretrained(tmp_path / "out").answer(*asked)
+    assert [{**answer, "score": None} for answer in ours_] == [{**answer, "score": None} for answer in theirs]
+    np.testing.assert_allclose([a["score"] for a in ours_], [a["score"] for a in theirs], rtol=1e-5)
 
 
 def test_an_imported_reader_answers_lines_and_goes_back(tmp_path, capsys):
