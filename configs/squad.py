@@ -8,6 +8,8 @@ Command:  python -m jaxformer train --config=configs/squad.py:transformer --work
           python -m jaxformer evaluate --workdir=runs/squad --split=test
 Variants: transformer, bilstm
 Hardware: 2 CPU cores
+Time:     transformer: 9.6 minutes, bilstm: 5.8 minutes, on a shared machine (6.9 and 4.9 of processor time)
+Score:    test exact match and F1, transformer: 2.2 and 9.0 %, bilstm: 5.4 and 11.8 %; random spans have 0.5 and 4.8 %
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig
@@ -33,25 +35,25 @@ def get_config(variant: str = "transformer"):
 
     if recurrent:
         config.model.recurrent_encoder = section(
-            RecurrentConfig, cell="lstm", width=128, bidirectional=True, dropout=0.3, embed=dict(dropout=0.3)
+            RecurrentConfig, cell="lstm", width=256, bidirectional=True, dropout=0.5, embed=dict(dropout=0.5)
         )
     else:
         config.model.encoder = section(
             StackConfig,
             layers=2,
             width=128,
-            dropout=0.2,
-            embed=dict(scale=True, dropout=0.2, kinds=2),
+            dropout=0.4,
+            embed=dict(scale=True, dropout=0.4, kinds=2),
             encoding=dict(kind="rope"),
-            attention=dict(heads=4),
+            attention=dict(heads=4, dropout=0.1),
             ffn=dict(width=256),
         )
     config.model.head.kind = "slots"
-    config.model.head.dropout = 0.2
+    config.model.head.dropout = 0.3 if recurrent else 0.2
 
     config.optimizer.weight_decay = 0.05
     config.optimizer.decay_exclude = ("bias", "scale")
-    config.schedule.peak = 1e-3
+    config.schedule.peak = 1e-3 if recurrent else 6e-4
     config.schedule.warmup = 100
     config.train.steps = 1500
     config.train.evaluate_every = 250
