@@ -265,6 +265,8 @@ class TaskConfig:
     z_loss: float = 0.0
     mask_rate: float = 0.15  # masked_lm: share of tokens predicted
     whole_words: bool = False  # masked_lm: mask all pieces of a word together
+    stride: int = 128  # answering: tokens from one window of a long context to the next, at most half a window
+    unanswerable: bool = False  # answering: a context may hold no answer, and then the answer is empty (SQuAD 2.0)
     language: str = ""  # translation: code of the target language, whose tokenised BLEU is added; "": left out
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
     vocab: int | None = None  # real rows of the labels' vocabulary, without its padding; None: from the tokenizer
@@ -334,7 +336,7 @@ class DecodeConfig:
     stopping: str = "estimate"  # a row's beam search ends with as many finished hypotheses as beams (first), when no
     # live one, scored as if it ended now, beats the worst of them (estimate), or can beat it (exact)
     hypotheses: int = 1  # n-best, or draws
-    max_length: int = 64  # new tokens
+    max_length: int = 64  # new tokens; answering: the most tokens of an answer
     min_length: int = 0  # new tokens before an end token may be chosen
     max_ratio: float | None = None  # seq2seq: at most ratio * source length + 10 new tokens
     temperature: float = 1.0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Float32, Int, Num
+from jaxtyping import Bool, Float, Float32, Int, Num
 
 from jaxformer import chunks
 from jaxformer.chunks import ALL, Rows
@@ -47,6 +47,35 @@ def cross_entropy(
     )
     losses = _projected(formula, logits, labels) if deferred else _whole(formula, logits.astype(jnp.float32), labels)
     return jnp.sum(losses * weights), jnp.sum(weights)
+
+
+def pointers(
+    logits: Float[Array, "B T C"],
+    labels: Bool[Array, "B T C"],
+    allowed: Bool[Array, "B T"],
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """The sum of losses, in nats, of choosing a slot for each of C purposes, and the number of choices.
+
+    The choice is among a row's `allowed` slots: its formula is that of `cross_entropy` with slots for classes. Purposes
+    without a label in a row cost nothing and are not counted.
+
+    Args:
+      labels: the right slot, at most one a row and purpose, and an allowed one.
+    """
+    allowed = allowed[..., None]
+    scores = jnp.where(allowed, logits.astype(jnp.float32), FLOOR)
+    log_z = jax.nn.logsumexp(scores, axis=1)
+    picked = jnp.sum(jnp.where(labels, scores, 0.0), axis=1)
+    mean = jnp.sum(jnp.where(allowed, scores, 0.0), axis=1) / jnp.maximum(jnp.sum(allowed, axis=1), 1)
+    losses = log_z - (1.0 - label_smoothing) * picked - label_smoothing * mean + z_loss * jnp.square(log_z)
+    known = jnp.any(labels, axis=1)
+    return jnp.sum(jnp.where(known, losses, 0.0)), jnp.sum(known.astype(jnp.float32))
+
+
+FLOOR = -1e9
+"""A score that no exponential sees, finite for the gradient's sake, and with a finite square."""
 
 
 class _Formula(NamedTuple):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+import string
+from collections import Counter
 from typing import Any, Iterable, NamedTuple, Sequence
 
 import jax
@@ -142,6 +145,45 @@ def marks_spans(tags: Iterable[str]) -> bool:
     return tags != {"O"} and all(tag == "O" or tag.startswith(("B-", "I-")) for tag in tags)
 
 
+# --- answers
+
+
+def answer_scores(found: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Exact match and F1 (0 to 1), each answer's best over its references, mean over all (Rajpurkar et al. 2016, 2018).
+
+    Args:
+      found: an answer a question; "" says that there is none.
+      references: the right ones of each question; none: it has no answer.
+    """
+    _paired(found, references)
+    if not references:
+        return {"exact_match": math.nan, "f1": math.nan}
+    exact, shared = [], []
+    for answer, right in zip(found, references, strict=True):
+        # SQuAD 2.0's script counts a question whose answers are nothing but articles and punctuation as one without.
+        right = [text for text in right if normal_answer(text)] or [""]
+        exact.append(max(normal_answer(answer) == normal_answer(text) for text in right))
+        shared.append(max(_shared_words(normal_answer(answer).split(), normal_answer(text).split()) for text in right))
+    return {"exact_match": float(np.mean(exact)), "f1": float(np.mean(shared))}
+
+
+def normal_answer(text: str) -> str:
+    """An answer as SQuAD compares it: lower case, without ASCII punctuation, without a, an, the, single blanks."""
+    text = "".join(letter for letter in text.lower() if letter not in PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _shared_words(found: Sequence[str], right: Sequence[str]) -> float:
+    """F1 of two bags of words; where one is empty, whether both are."""
+    if not found or not right:
+        return float(found == right)
+    both = (Counter(found) & Counter(right)).total()
+    return 2.0 * both / (len(found) + len(right))
+
+
+PUNCTUATION = frozenset(string.punctuation)
+
+
 # --- language models
 
 
@@ -219,6 +261,6 @@ def _corpus(metric, hypotheses: Sequence[str], references: Sequence[str]) -> Sco
     return Score(value, str(metric.get_signature()))
 
 
-def _paired(hypotheses: Sequence[str], references: Sequence[str]) -> None:
+def _paired(hypotheses: Sequence[str], references: Sequence[Any]) -> None:
     if len(hypotheses) != len(references):
         raise ValueError(f"score: got {len(hypotheses)} hypotheses, expected {len(references)}, one a reference")

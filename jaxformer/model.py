@@ -19,7 +19,7 @@ from jaxformer.decode.batching import Prompt, jobs
 from jaxformer.nn.heads import pool
 from jaxformer.nn.recurrent import Encoded
 from jaxformer.registry import nearest
-from jaxformer.tasks import tagging
+from jaxformer.tasks import answering, tagging
 from jaxformer.types import Array, Batch, PyTree
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ METHODS = {
     "fill_mask": "an encoder with a head of tokens",
     "classify": "a head of classes",
     "tag": "a head of classes for every token",
+    "answer": "a head of start and end for every token, and the task answering",
 }
 """What each method needs of the model."""
 
@@ -174,6 +175,45 @@ class Model:
         """Of so many classes, numbers where the run knows no names."""
         return self.classes or self.config.task.classes or tuple(map(str, range(count)))
 
+    def answer(
+        self, questions: Sequence[str], contexts: Sequence[str], longest: int | None = None
+    ) -> list[dict[str, Any]]:
+        """For each question the likeliest span of its context, `{"answer", "start", "end", "score"}`: characters of the
+        context, and the probability of that start times that of that end.
+
+        A long context is read in windows, as in training. With `config.task.unanswerable` the answer is empty where
+        that is likelier than any.
+
+        Args:
+          contexts: as many as questions.
+          longest: the most tokens of an answer; None: `config.decode.max_length`.
+
+        Raises:
+          ConfigError: the model has no question-answering head, or a question leaves no room for a context.
+        """
+        self._require("answer")
+        questions, contexts = _lines(questions), _lines(contexts)
+        longest = self.config.decode.max_length if longest is None else longest
+        if len(questions) != len(contexts) or longest < 1:
+            got = f"{len(questions)} questions, {len(contexts)} contexts and longest {longest}"
+            raise ConfigError(f"answer: got {got}, expected a context a question, and longest of at least 1")
+        readings = [self._reading(*both) for both in zip(questions, contexts, strict=True)]
+        parts = [(place, w) for place, each in enumerate(readings) for w in answering.windows(self.config, each)]
+        found: list[list[Any]] = [[] for _ in questions]
+        prompts, length = [self._part(readings[place], window) for place, window in parts], self.config.data.length
+        sizes = (*(self.config.data.buckets or (length // 4, length // 2)), length)  # no more: positions may end there
+        for index, _, rows in self._forward(prompts, buckets=sizes):
+            for (place, window), logits in zip((parts[i] for i in index), rows, strict=True):
+                found[place].append(answering.span(readings[place], window, logits, longest))
+        maybe = self.config.task.unanswerable
+        return [answering.choose(each, context, maybe) for each, context in zip(found, contexts, strict=True)]
+
+    def _reading(self, question: str, context: str) -> answering.Reading:
+        return answering.read(self.config, self.tokenizers.source, question, context)
+
+    def _part(self, reading: answering.Reading, window: range) -> Prompt:
+        return answering.prompt_of(self.config, reading, window)
+
     def fill_mask(self, lines: Sequence[str], top: int = 5) -> list[list[list[dict[str, Any]]]]:
         """For each line, for each mask in it, the `top` likeliest `{"token", "id", "probability"}`.
 
@@ -264,7 +304,7 @@ class Model:
         if self.config.model.head.kind == "classes":
             return "classify"
         if self.config.model.head.kind == "slots":
-            return "tag"
+            return "answer" if self.config.task.name == "answering" else "tag"
         if not self._decodes():
             return "fill_mask"
         return "translate" if self._encodes() else "generate"
@@ -310,11 +350,16 @@ class Model:
         return whole[len(before) :] if whole.startswith(before) else decode(tokens.tolist())
 
     def _forward(
-        self, prompts: Sequence[Prompt], method: str | None = None, finish: Finish | None = None
+        self,
+        prompts: Sequence[Prompt],
+        method: str | None = None,
+        finish: Finish | None = None,
+        buckets: tuple[int, ...] | None = None,
     ) -> Iterator[tuple[np.ndarray, Batch, np.ndarray]]:
         """Batches of prompts through the module: places among the inputs, the batch, and its real rows' output."""
         pads = (self.tokenizers.source.pad or 0, self.tokenizers.target.pad or 0)
-        for index, batch in jobs(prompts, self.config.evaluate.batch, pads, self.config.data.buckets):
+        buckets = self.config.data.buckets if buckets is None else buckets
+        for index, batch in jobs(prompts, self.config.evaluate.batch, pads, buckets):
             output = engine.forward(self.module, self._variables, batch, method, finish)
             yield index, batch, np.asarray(output)[: len(index)]
 

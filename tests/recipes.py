@@ -15,6 +15,7 @@ VARIANTS = {
     "moe_tiny": ("", "dropless", "dense"),
     "quickstart": ("", "fr", "es"),
     "shakespeare_char": ("cpu", "gpu"),
+    "squad": ("transformer", "bilstm"),
     "sst2": ("transformer", "bilstm"),
     "transformer_base": ("base", "big"),
     "wikitext2": ("transformer", "lstm"),

@@ -330,3 +330,21 @@ def test_costs_are_measured_as_work_grows(tmp_path, monkeypatch):
     text = (tmp_path / "page.md").read_text()
     assert "| training | rows" in text and "| decoding | beams 1, 2 | 3, 5 | 0.70, 0.70 |  | 10% |" in text
     assert "| encoder | 1.0 | 2.0 | 2.5 | 0.800 | 0.400 |" in text
+
+
+def test_baselines_of_questions_know_what_stands_beside_their_words(tmp_path, capsys):
+    baselines, context = script("squad_baselines"), "in may the red fox ate nine old hens while it rained"
+    example = {"question": "How many hens ate the red fox?", "context": context}
+    assert [baselines.beside(example, n, lambda word: 1.0) for n in (1, 2)] == ["nine", "nine old"]
+    weight = baselines.weights({"the cat", "a dog, cat"})
+    assert (weight("cat"), weight("dog")) == (0.0, pytest.approx(np.log(3 / 2)))
+    qas = [{"id": "1", "question": "what?", "answers": [{"text": context, "answer_start": 0}]}]
+    data = [{"title": "A", "paragraphs": [{"context": context, "qas": qas}]}]
+    (tmp_path / "a.json").write_text(json.dumps({"data": data}))
+    edits = [f"--config.data.splits.{split}=a.json" for split in ("train", "validation", "test")]
+    folders = [f"--config.data.dir={tmp_path}", f"--config.data.cache={tmp_path / 'cache'}"]
+    assert baselines.main([f"--config={ROOT / 'configs' / 'squad.py'}", *edits, *folders]) == 0
+    header, _, first, *rows = capsys.readouterr().out.splitlines()
+    assert header == "test: 1 questions"
+    assert first.split() == ["random", "100.0", "100.0"]  # as many words as the answer has: all
+    assert [row.split()[1] for row in rows] == ["1", "2", "3", "5", "8"]

@@ -28,6 +28,30 @@ def example(seed=0, shape=(2, 3), vocab=8, classes=7):
     return jnp.float32(logits), jnp.int32(rng.integers(classes, size=shape)), jnp.float32(rng.random(shape))
 
 
+def test_a_pointer_is_a_cross_entropy_over_the_slots_that_may_be_chosen():
+    """Gradients too; rows without a label, padding and slots that may not be chosen count for nothing."""
+    rng = np.random.default_rng(0)
+    logits = jnp.float32(2 * rng.standard_normal((3, 5, 2)))
+    allowed = jnp.array([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]], bool)
+    labels = np.zeros((3, 5, 2), bool)
+    labels[0, 2, 0] = labels[0, 3, 1] = labels[1, 4, 0] = True  # the second row's other choice is not known
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def ours(x):
+        return losses.pointers(x, jnp.asarray(labels), allowed, 0.2, 1e-2)
+
+    @jax.jit
+    @jax.value_and_grad
+    def formula(x):
+        rows = [(x[0, [0, 2, 3], 0], 1), (x[0, [0, 2, 3], 1], 2), (x[1, :, 0], 4)]
+        return sum(plain(row[None], jnp.array([place]), jnp.ones(1), 0.2, 1e-2) for row, place in rows)
+
+    (value, count), slope = ours(logits)
+    chex.assert_trees_all_close((value, slope), formula(logits), rtol=2e-5, atol=2e-6)
+    assert count == 3
+
+
 class CrossEntropy(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     def test_is_its_formula_and_so_is_its_gradient(self):

@@ -124,6 +124,53 @@ def test_which_tags_mark_spans():
     assert not metrics.marks_spans(("O",))
 
 
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("The  Cat,", "cat"),
+        ("a-b an 'end' theme", "ab end theme"),
+        ("U.S.A.", "usa"),
+        ("$12.50", "1250"),
+        ("the", ""),
+        (
+            "\u201cna\u00efve\u201d \u2013 \u00c9cole",
+            "\u201cna\u00efve\u201d \u2013 \u00e9cole",
+        ),  # ASCII punctuation only
+        ("an\u00e9e the\tend\n", "an\u00e9e end"),
+    ],
+)
+def test_answers_are_compared_without_case_punctuation_and_articles(text, normal):
+    assert metrics.normal_answer(text) == normal
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "exact", "f1"),
+    [
+        ("the Eiffel Tower", ["Eiffel tower."], 1.0, 1.0),
+        ("Eiffel", ["the Eiffel Tower", "Paris"], 0.0, 2 / 3),
+        ("Gustave Eiffel", ["Eiffel Gustave", "a Gustave"], 0.0, 1.0),
+        ("to to be", ["to be to be or"], 0.0, 2 * 3 / (3 + 5)),
+        ("cat", ["dog"], 0.0, 0.0),
+        ("", ["dog"], 0.0, 0.0),
+        ("the", ["dog"], 0.0, 0.0),
+        ("", [], 1.0, 1.0),
+        ("dog", [], 0.0, 0.0),
+        ("", ["a", "."], 1.0, 1.0),
+        ("\u6771\u4eac", ["\u6771\u4eac\u3002", "\u6771\u4eac"], 1.0, 1.0),
+    ],
+)
+def test_an_answer_is_as_good_as_its_best_reference(found, right, exact, f1):
+    assert metrics.answer_scores([found], [right]) == {"exact_match": exact, "f1": pytest.approx(f1)}
+
+
+def test_answers_are_averaged_over_questions():
+    scores = metrics.answer_scores(["a cat", "grey cat", "x"], [["cat"], ["the cat", "mouse"], ["y"]])
+    assert scores == {"exact_match": 1 / 3, "f1": pytest.approx((1 + 2 / 3 + 0) / 3)}
+    assert all(map(math.isnan, metrics.answer_scores([], []).values()))
+    with pytest.raises(ValueError, match="got 1 hypotheses, expected 0"):
+        metrics.answer_scores(["a"], [])
+
+
 def test_perplexities_and_bits():
     assert metrics.perplexity(math.log(8.0)) == pytest.approx(8.0)
     assert metrics.perplexity(6 * math.log(2.0), 3) == pytest.approx(4.0)

@@ -26,6 +26,7 @@ from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.decode.batching import stack
 from jaxformer.model import Model
 from jaxformer.models import build
+from jaxformer.tasks import answering
 
 STACK = StackConfig(
     layers=1,
@@ -41,6 +42,7 @@ PARTS = {
     "masked_lm": ModelConfig(encoder=STACK),
     "classification": ModelConfig(encoder=STACK, head=HeadConfig(kind="classes", classes=3)),
     "tagging": ModelConfig(encoder=STACK, head=HeadConfig(kind="slots", classes=3)),
+    "answering": ModelConfig(encoder=STACK, head=HeadConfig(kind="slots", classes=2)),
 }
 LSTM = ModelConfig(recurrent_decoder=RecurrentConfig(cell="lstm", width=8, embed=EmbedConfig(vocab=264)))
 DATA = DataConfig(tokenizer=TokenizerConfig(kind="byte"), length=24, buckets=(24,))
@@ -157,6 +159,37 @@ def test_tag_judges_tokens_or_words(parts):
 
 def decision(tag):
     return {name: tag[name] for name in ("label", "probability")}
+
+
+def test_answer_reads_long_contexts_in_windows():
+    """Every answer is a span of its own context, whatever else is asked, and the best that any window has."""
+    reader = model("answering")
+    questions, contexts = ["who?", "a", "who?", "b"], ["one of these words, caf\u00e9", "ab", "", "b" * 60]
+    found = reader.answer(questions, contexts, longest=3)
+    for answer, context in zip(found, contexts, strict=True):
+        assert answer["answer"] == context[answer["start"] : answer["end"]]
+        assert len(answer["answer"].encode()) <= 3
+        assert 0 <= answer["score"] <= 1
+    assert found[2] == {"answer": "", "start": 0, "end": 0, "score": 0.0}
+    assert [reader.answer([q], [c], 3)[0]["answer"] for q, c in zip(questions, contexts, strict=True)] == [
+        answer["answer"] for answer in found
+    ]
+    settings, tokenizer = reader.config, reader.tokenizers.source
+    reading = answering.read(settings, tokenizer, questions[0], contexts[0])
+    spans = []
+    windows = list(answering.windows(settings, reading))
+    for window in windows:
+        batch = stack([answering.prompt_of(settings, reading, window)], 1, (0, 0), (24,))
+        spans.append(answering.span(reading, window, np.asarray(reader(batch))[0], 3)[0])
+    assert len(windows) > 1
+    best = max(spans)
+    assert (found[0]["start"], found[0]["end"]) == best[1:]
+    assert found[0]["score"] == pytest.approx(np.exp(best.gain), rel=1e-4)
+    assert reader.answer([], []) == []
+    with pytest.raises(
+        ConfigError, match="answer: got 1 questions, 2 contexts and longest 6, expected a context a quest"
+    ):
+        reader.answer(["a"], ["b", "c"])
 
 
 def test_fill_mask_ranks_every_mask():

@@ -11,6 +11,7 @@ SHAPES: dict[str, tuple[str, str, str]] = {
     "masked_lm": ("encoder", "tokens", "an encoder alone"),
     "classification": ("encoder|decoder", "classes", "an encoder or a decoder, not both"),
     "tagging": ("encoder|decoder", "slots", "an encoder or a decoder, not both"),
+    "answering": ("encoder|decoder", "slots", "an encoder or a decoder, not both"),
 }
 """Task -> which sides it needs, which head, and the sides in words. A task that is not listed is not judged here."""
 
@@ -28,6 +29,8 @@ def task(config: Config) -> None:
             raise wrong("config.model.head.kind", model.head.kind, f"{head} for the task {task}")
         if head in ("classes", "slots") and model.head.classes == 1:
             raise wrong("config.model.head.classes", 1, f"at least 2 for the task {task}")
+        if task == "answering" and model.head.classes not in (None, 2):
+            raise wrong("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
         if config.data.packing != "none" and task != "language_modelling":
             raise wrong("config.data.packing", config.data.packing, f"none for the task {task}")
     if (

@@ -116,7 +116,7 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     DataConfig: {
         "batch": POSITIVE_INT, "tokens": POSITIVE_INT, "length": (2, None, "[]"), "examples": POSITIVE_INT,
     },
-    TaskConfig: {"label_smoothing": RATE, "z_loss": COUNT, "mask_rate": (0.0, 1.0, "()")},
+    TaskConfig: {"label_smoothing": RATE, "z_loss": COUNT, "mask_rate": (0.0, 1.0, "()"), "stride": POSITIVE_INT},
     OptimizerConfig: {
         "beta1": RATE, "beta2": RATE, "epsilon": POSITIVE, "momentum": RATE, "weight_decay": COUNT, "clip": POSITIVE,
         "spike": POSITIVE,

@@ -137,7 +137,7 @@ def _builder_class() -> type[tfds.core.GeneratorBasedBuilder]:
 
 @dataclass
 class Records:
-    """One split of a prepared tfds data set, as roles: str for text, int for labels, a tuple of int for tags.
+    """One split of a prepared tfds data set, as roles: str for text, int for labels, a tuple for tags and answers.
 
     Small to pickle: loader processes get the folder's name and open it themselves.
 
@@ -187,7 +187,7 @@ class Records:
         return [self._roles(row) for row in self._source.__getitems__(list(range(self.length)))]
 
     def _roles(self, row: Mapping[str, Any]) -> Example:
-        return {role: _plain(_field(row, column)) for role, column in self.columns.items()}
+        return {role: _plain(_field(row, column), role != "answers") for role, column in self.columns.items()}
 
 
 def _field(row: Mapping[str, Any], column: str) -> Any:
@@ -196,11 +196,11 @@ def _field(row: Mapping[str, Any], column: str) -> Any:
     return row
 
 
-def _plain(value: Any) -> str | int | tuple[int, ...]:
-    """Of words in a sequence the text with blanks between them."""
+def _plain(value: Any, joined: bool = True) -> str | int | tuple[str, ...] | tuple[int, ...]:
+    """`joined`: of words in a sequence the text with blanks between them."""
     if isinstance(value, (list, np.ndarray)):
         parts = [_plain(part) for part in value]
-        return " ".join(parts) if parts and isinstance(parts[0], str) else tuple(parts)
+        return " ".join(parts) if joined and parts and isinstance(parts[0], str) else tuple(parts)
     return value.decode("utf-8") if isinstance(value, bytes) else int(value)
 
 

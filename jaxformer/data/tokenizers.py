@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import tokenizers as hf
 
@@ -37,6 +37,15 @@ ROLES = {
 
 SAMPLE = 2**18
 """At most so many examples, evenly spaced over the split, are read to learn a vocabulary."""
+
+
+class Pairing(NamedTuple):
+    """Special tokens before, between and after two texts, and token types of these and of the texts, in their order."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    kinds: tuple[list[int], int, list[int], int, list[int]]
 
 
 class Tokenizer:
@@ -73,9 +82,37 @@ class Tokenizer:
         """As `encode`, but a special token's name in the text ("the <mask> sat") is that token."""
         return self.vocabulary.parse(text, self._specials)
 
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of `encode`, and of each the characters of `text` that it stands for: (first, one past the last).
+
+        White space at their ends is left out; what is nothing else is an empty span.
+        """
+        ids, spans = self.vocabulary.located(text)
+        return ids, vocabularies.trimmed(text, spans)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Special tokens and the rows that only pad the vocabulary are skipped; <unk> is shown."""
         return self.vocabulary.decode([i for i in map(int, ids) if i < self.size and i not in self._hidden])
+
+    @functools.cached_property
+    def pairing(self) -> Pairing:
+        """How two texts are framed for one model: as a tokenizer.json says, else `<cls> text <sep> text <sep>`."""
+        if not self.says_pairing:
+            before, after = ([] if token is None else [token] for token in (self.cls, self.sep))
+            return Pairing(before, after, after, ([0] * len(before), 0, [0] * len(after), 1, [1] * len(after)))
+        found = self.vocabulary.whole("a", "a")
+        parts = found.sequence_ids
+        first, second = ([i for i, part in enumerate(parts) if part == text] for text in (0, 1))
+        cuts = (slice(0, first[0]), slice(first[-1] + 1, second[0]), slice(second[-1] + 1, None))
+        before, between, after = (found.type_ids[cut] for cut in cuts)
+        kinds = (before, found.type_ids[first[0]], between, found.type_ids[second[0]], after)
+        return Pairing(*(found.ids[cut] for cut in cuts), kinds)
+
+    @property
+    def says_pairing(self) -> bool:
+        """Whether the vocabulary itself frames pairs, as a tokenizer.json may."""
+        fast = isinstance(self.vocabulary, Fast)
+        return fast and self.vocabulary.model.num_special_tokens_to_add(True) > 0
 
     def word_starts(self, ids: Sequence[int]) -> list[bool]:
         """Whether each piece begins a word, for whole-word masking.
@@ -153,8 +190,13 @@ class Tokenizer:
         except Exception as error:  # the two libraries raise bare Exception and RuntimeError
             raise _unreadable(path, error) from error
 
-    def export(self, path: str | os.PathLike[str], closing: bool = False) -> None:
-        """Writes a `tokenizer.json` that the `tokenizers` library loads; `closing`: it ends each text with <eos>.
+    def export(self, path: str | os.PathLike[str], closing: bool = False, framing: bool = False) -> None:
+        """Writes a `tokenizer.json` that the `tokenizers` library loads.
+
+        Args:
+          closing: it ends each text with <eos>.
+          framing: it puts <cls> and <sep> around texts and pairs, as the tasks of an encoder do here, unless the
+            vocabulary has a frame of its own.
 
         Raises:
           ValueError: the kind is not a model of that library.
@@ -168,6 +210,13 @@ class Tokenizer:
             model.post_processor = hf.processors.TemplateProcessing(
                 single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, self.eos)]
             )
+        if framing and not self.says_pairing and self.cls is not None and self.sep is not None:
+            first, last = (self.vocabulary.pieces[token] for token in (self.cls, self.sep))
+            model.post_processor = hf.processors.TemplateProcessing(
+                single=f"{first} $A {last}",
+                pair=f"{first} $A {last} $B:1 {last}:1",
+                special_tokens=[(first, self.cls), (last, self.sep)],
+            )
         write(Path(path), model.to_str(pretty=True))
 
 
@@ -178,6 +227,7 @@ class Remembering(Tokenizer):
         super().__init__(vocabulary, multiple, chosen)
         self._budget = budget
         self._seen: dict[str, array[int]] = {}
+        self._placed: dict[str, array[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         known = self._seen.get(text)
@@ -189,6 +239,16 @@ class Remembering(Tokenizer):
             self._seen[text] = array("i", ids)
             self._budget -= 4 * len(ids) + len(text) + 200  # about 200 bytes go to the two objects and the table
         return ids
+
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        known = self._placed.get(text)
+        if known is not None:
+            return known[::3].tolist(), list(zip(known[1::3].tolist(), known[2::3].tolist(), strict=True))
+        ids, spans = super().located(text)
+        if self._budget > 0:
+            self._placed[text] = array("i", [n for i, span in zip(ids, spans, strict=True) for n in (i, *span)])
+            self._budget -= 12 * len(ids) + len(text) + 200
+        return ids, spans
 
 
 @dataclass(frozen=True)
@@ -211,7 +271,7 @@ class Tokenizers:
         Args:
           config: the data section.
           examples: the training split.
-          roles: what the task reads of an example ("source", "target", "text", "pair", "label").
+          roles: what the task reads of an example ("source", "target", "text", "pair", "question", "context").
 
         Raises:
           ConfigError: unknown kind, a vocabulary too small for its kind, a missing file.
@@ -273,7 +333,7 @@ def _texts(config: DataConfig, examples: Any, roles: Sequence[str]) -> dict[str,
     if config.tokenizer.kind == "byte":
         return texts
     for example in _sample(examples, config.examples):
-        for role in ("source", "text", "pair", "target"):
+        for role in ("source", "text", "pair", "question", "context", "target"):
             if role in roles or (role == "pair" and "text" in roles and role in example):
                 texts["target" if role == "target" else "source"].append(example[role])
     return texts

@@ -6,6 +6,7 @@ import base64
 import functools
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,10 @@ class Vocabulary(Protocol):
     pieces: Sequence[str]
 
     def encode(self, text: str) -> list[int]: ...
+
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The same ids, and the characters of `text` that each stands for, white space around them perhaps included."""
+        ...
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -46,6 +51,20 @@ def _between(text: str, specials: dict[str, int], vocabulary: Vocabulary, space:
     return ids
 
 
+def trimmed(text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans of characters without white space at their ends, and with the marks that belong to their last letter."""
+    found = []
+    for begin, end in spans:
+        while begin < end and text[begin].isspace():
+            begin += 1
+        while begin < end and text[end - 1].isspace():
+            end -= 1
+        while begin < end < len(text) and unicodedata.combining(text[end]):  # composed, it is a part of that letter
+            end += 1
+        found.append((begin, end))
+    return found
+
+
 class Table:
     """Look-up: every byte, every character or every whitespace-separated word is one token."""
 
@@ -65,6 +84,14 @@ class Table:
             return [byte + len(SPECIALS) for byte in text.encode()]
         get, unk = self._ids.get, self._unk
         return [get(piece, unk) for piece in (learning.words(text) if self.kind == "word" else text)]
+
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        if self.kind == "word":
+            return self.encode(text), [match.span() for match in re.finditer(r"\S+", text)]
+        # Small letters can be more characters than their capital: "\u0130" becomes two.
+        pieces = [(place, piece.lower() if self._lowercase else piece) for place, piece in enumerate(text)]
+        width = (lambda piece: len(piece.encode())) if self.kind == "byte" else len
+        return self.encode(text), [(place, place + 1) for place, piece in pieces for _ in range(width(piece))]
 
     def decode(self, ids: list[int]) -> str:
         if self.kind == "byte":
@@ -101,6 +128,10 @@ class Fast:
 
     def encode(self, text: str) -> list[int]:
         return self.model.encode(text, add_special_tokens=False).ids
+
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self.model.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode(ids, skip_special_tokens=True)
@@ -165,6 +196,10 @@ class Sentences:
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
+
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self._model.encode(text, return_type="offset_mapping")
+        return found["ids"], found["offsets"]
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from jaxformer.config import Config, ConfigError, DataConfig, ModelConfig, TaskConfig
+from jaxformer.config import Config, ConfigError, DataConfig, DecodeConfig, ModelConfig, TaskConfig
 from jaxformer.hf import convert, files, generation
 from jaxformer.hf.pretrained import TASKS, Pretrained, room
 from jaxformer.hf.table import Family, Row, Settings, family_of, head_of, labels
@@ -27,6 +27,9 @@ from jaxformer.parallel import rules
 from jaxformer.types import PyTree
 
 log = logging.getLogger("jaxformer")
+
+WINDOW, ANSWER = 384, 30
+"""Tokens of question and context together, and the most of an answer, as BERT reads SQuAD (Devlin et al. 2019)."""
 
 
 def from_pretrained(
@@ -82,9 +85,9 @@ def from_pretrained(
         log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(left), head)
     params = convert.read(rows, found, shapes, layout, fresh, spare)
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
-    data = DataConfig(length=min(room(model), DataConfig.length))
-    task = "none" if model.head.classes == 1 else TASKS.get(head, "none")  # no task here is a regression
-    config = Config(model=model, data=data, task=TaskConfig(name=task))
+    data = DataConfig(length=min(room(model), WINDOW if head == "qa" else DataConfig.length))
+    decode = DecodeConfig(max_length=ANSWER) if head == "qa" else DecodeConfig()
+    config = Config(model=model, data=data, task=TaskConfig(name=_task(model, head)), decode=decode)
     pretrained = Pretrained(
         module=module,
         params=params,
@@ -98,6 +101,12 @@ def from_pretrained(
         defaults=generation.read_defaults(directory),
     )
     return pretrained if vocab is None else resized(pretrained, vocab, seed)
+
+
+def _task(model: ModelConfig, head: str) -> str:
+    """What trains such a model here: no task is a regression, and only translation has two sides."""
+    two = model.encoder is not None and model.decoder is not None
+    return "none" if model.head.classes == 1 or (two and head != "seq2seq") else TASKS.get(head, "none")
 
 
 def read_params(

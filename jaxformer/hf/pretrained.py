@@ -14,20 +14,20 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.data.tokenizers import write
+from jaxformer.config import Config, ConfigError, ModelConfig
+from jaxformer.data.tokenizers import Tokenizer, write
 from jaxformer.data.vocabularies import Fast
 from jaxformer.decode import engine
 from jaxformer.decode.batching import Prompt
 from jaxformer.hf import calling, convert, generation, rewrite, writing
 from jaxformer.hf.table import Convention, Family, Settings, families, same
-from jaxformer.hf.tokenizer import Framed, frame
+from jaxformer.hf.tokenizer import Framed, frame, pairing
 from jaxformer.model import Model
-from jaxformer.tasks import tagging
+from jaxformer.tasks import answering, tagging
 from jaxformer.types import Batch, PyTree
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 log = logging.getLogger("jaxformer")
 
@@ -37,6 +37,7 @@ TASKS = {
     "seq2seq": "translation",
     "sequence": "classification",
     "token": "tagging",
+    "qa": "answering",
 }
 """Head -> the task that trains it here. The others are called here, and not trained."""
 
@@ -88,33 +89,6 @@ class Pretrained(Model):
             return super().generate(prompts, decode, **options)
         return generation.generate(self, options)
 
-    def answer(self, questions: Sequence[str], contexts: Sequence[str], longest: int = 30) -> list[dict[str, Any]]:
-        """For each question the span of its context with the highest start + end score, `{"answer", "start", "end",
-        "score"}`: characters of the context, and the probability of that start times that of that end.
-
-        Args:
-          longest: the most tokens of an answer.
-
-        Raises:
-          ConfigError: the model has no question-answering head, or its tokenizer does not know characters.
-        """
-        if self.head != "qa" or self.tokenizers is None:
-            raise ConfigError(f"answer: got a model with head {self.head!r}, expected one with a qa head and tokenizer")
-        found = []
-        for question, context in zip(questions, contexts, strict=True):
-            framed = frame(self.tokenizers.source, self.convention, question, context)
-            if not framed.offsets:
-                raise ConfigError("answer: got a tokenizer without character offsets, expected a tokenizer.json")
-            kinds = {"token_type_ids": np.asarray([framed.kinds])} if self.config.model.encoder.embed.kinds else {}
-            out = self(input_ids=np.asarray([framed.ids]), **kinds)
-            inside = np.asarray([part == 1 for part in framed.parts])
-            first, last = (np.asarray(jax.nn.softmax(x[0])) * inside for x in (out.start_logits, out.end_logits))
-            table = np.tril(np.triu(np.outer(first, last)), longest - 1)
-            start, end = np.unravel_index(int(table.argmax()), table.shape)
-            begin, finish = framed.offsets[start][0], framed.offsets[end][1]
-            found.append({"answer": context[begin:finish], "start": begin, "end": finish, "score": float(table.max())})
-        return found
-
     @property
     def convention(self) -> Convention:
         """How it is called; a model that was trained here in the usual way."""
@@ -136,11 +110,33 @@ class Pretrained(Model):
         return prompt
 
     def _framed(self, line: str) -> Framed:
+        return frame(self._tokenizer(), self.convention, line)
+
+    def _tokenizer(self) -> Tokenizer:
         if self.tokenizers is None:
             raise ConfigError(
                 "model: got text, expected token ids: the directory has no tokenizer.json or spiece.model"
             )
-        return frame(self.tokenizers.source, self.convention, line)
+        return self.tokenizers.source
+
+    def _family(self) -> str:
+        """A model of both sides answers, too, though no task here trains it."""
+        return "answer" if self.head == "qa" else super()._family()
+
+    def _reading(self, question: str, context: str) -> answering.Reading:
+        """An imported model's question is framed as its tokenizer.json says."""
+        if self.family is None:
+            return super()._reading(question, context)
+        tokenizer = self._tokenizer()
+        return answering.read(self.config, tokenizer, question, context, pairing(tokenizer, self.convention))
+
+    def _part(self, reading: answering.Reading, window: range) -> Prompt:
+        """Where a model of both sides answers, its decoder reads the text again."""
+        prompt, model = super()._part(reading, window), self.config.model
+        if model.encoder is None or model.decoder is None:
+            return prompt
+        ids = calling.shift_right(self.convention, self.settings, np.asarray(prompt["source"])[None])
+        return {**prompt, "target": np.asarray(ids[0])}
 
     def _words(self, line: str) -> list[tuple[str, int | None]]:
         """Of an imported model by the characters that each token stands for."""
@@ -239,7 +235,12 @@ class Pretrained(Model):
             log.warning("%s: no tokenizer.json, the other library has none of this kind; encode texts here", directory)
             return
         target = self.tokenizers.target
-        target.export(directory / "tokenizer.json", self.family is None and self.head == "seq2seq")
+        encoder = self.config.model.decoder is None and self.head in ("masked_lm", "sequence", "token", "qa")
+        target.export(
+            directory / "tokenizer.json",
+            closing=self.family is None and self.head == "seq2seq",
+            framing=self.family is None and encoder,
+        )
         if self.family is None:  # or the other library would take the tokenizer's class from the model's
             says = {f"{role}_token": piece for role, piece in target.names.items()}
             says = {"tokenizer_class": "PreTrainedTokenizerFast", **says}
@@ -262,10 +263,12 @@ def room(model: ModelConfig) -> int:
     return min(stack.encoding.max_length - stack.encoding.offset for stack in stacks)
 
 
-def head_of_model(model: ModelConfig) -> str:
+def head_of_model(config: Config) -> str:
     """Our word for the head of a model that was trained here."""
+    model = config.model
     if model.head.kind == "tokens":
         if model.decoder is None and model.recurrent_decoder is None:
             return "masked_lm"
         return "causal_lm" if model.encoder is None and model.recurrent_encoder is None else "seq2seq"
-    return {"classes": "sequence", "slots": "token"}.get(model.head.kind, "model")
+    slots = "qa" if config.task.name == "answering" else "token"
+    return {"classes": "sequence", "slots": slots}.get(model.head.kind, "model")

@@ -11,7 +11,7 @@ import tokenizers as fast
 from tokenizers import implementations
 
 from jaxformer.config import ConfigError
-from jaxformer.data.tokenizers import Tokenizer, Tokenizers
+from jaxformer.data.tokenizers import Pairing, Tokenizer, Tokenizers
 from jaxformer.data.vocabularies import Fast, Sentences
 from jaxformer.hf.table import Convention, Settings
 
@@ -19,12 +19,11 @@ SENTENCEPIECE = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "
 
 
 class Framed(NamedTuple):
-    """A text or pair with special tokens: ids, token types, and where known each token's characters and its text."""
+    """A text with special tokens: ids, token types, and where known each token's characters."""
 
     ids: list[int]
     kinds: list[int]
     offsets: list[tuple[int, int]]
-    parts: list[int | None]
 
 
 class Mapped:
@@ -40,7 +39,13 @@ class Mapped:
         self._rows = {piece: row for row, piece in enumerate(sentences.pieces)}
 
     def encode(self, text: str) -> list[int]:
-        rows = self.sentences.encode(text)
+        return self._named(self.sentences.encode(text))
+
+    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        rows, spans = self.sentences.located(text)
+        return self._named(rows), spans
+
+    def _named(self, rows: list[int]) -> list[int]:
         return [self._ids.get(self.sentences.pieces[row], self._unknown) for row in rows]
 
     def decode(self, ids: list[int]) -> str:
@@ -114,25 +119,34 @@ def _lowercase(directory: Path) -> bool:
     return bool(found.get("do_lower_case", True)) if isinstance(found, dict) else True
 
 
-def frame(tokenizer: Tokenizer, convention: Convention, text: str, pair: str | None = None) -> Framed:
-    """`text`, or a pair of texts, with the special tokens that the model was trained with.
+def frame(tokenizer: Tokenizer, convention: Convention, text: str) -> Framed:
+    """`text` with the special tokens that the model was trained with.
 
     A tokenizer.json says itself which, if it adds any; otherwise `convention` does.
     """
     if isinstance(tokenizer.vocabulary, Fast):
-        found = tokenizer.vocabulary.whole(text, pair)
-        says = tokenizer.vocabulary.model.num_special_tokens_to_add(pair is not None)
+        found = tokenizer.vocabulary.whole(text)
+        says = tokenizer.vocabulary.model.num_special_tokens_to_add(False)
         if says or not (convention.before or convention.after):
-            return Framed(found.ids, found.type_ids, found.offsets, found.sequence_ids)
-    ids = _special(tokenizer, convention.before)
+            return Framed(found.ids, found.type_ids, found.offsets)
+    before, after = (_special(tokenizer, names) for names in (convention.before, convention.after))
+    ids = [*before, *tokenizer.parse(text), *after]
     kinds = [0] * len(ids)
-    for part, each in enumerate((text,) if pair is None else (text, pair)):
-        last = pair is None or part == 1
-        more = [*tokenizer.parse(each), *_special(tokenizer, convention.after if last else convention.between)]
-        ids, kinds = ids + more, kinds + [part] * len(more)
     if convention.last_kind is not None:
         kinds[-1] = convention.last_kind
-    return Framed(ids, kinds, [], [])
+    return Framed(ids, kinds, [])
+
+
+def pairing(tokenizer: Tokenizer, convention: Convention) -> Pairing:
+    """How it frames two texts: as a tokenizer.json says, if it does, otherwise as `convention` does."""
+    if tokenizer.says_pairing:
+        return tokenizer.pairing
+    names = (convention.before, convention.between, convention.after)
+    before, between, after = (_special(tokenizer, each) for each in names)
+    kinds = [1] * len(after)
+    if kinds and convention.last_kind is not None:
+        kinds[-1] = convention.last_kind
+    return Pairing(before, between, after, ([0] * len(before), 0, [0] * len(between), 1, kinds))
 
 
 def _special(tokenizer: Tokenizer, names: Sequence[str]) -> list[int]:

@@ -67,7 +67,7 @@ def named(model: Model, path: Path) -> Pretrained:
     ids = {"pad_token_id": target.pad, "eos_token_id": target.eos, "bos_token_id": target.bos}
     if model.config.model.encoder is not None and model.config.model.decoder is not None:
         ids["decoder_start_token_id"] = target.bos
-    return Pretrained(**fields, head=pretrained.head_of_model(model.config.model), settings=Settings(ids))
+    return Pretrained(**fields, head=pretrained.head_of_model(model.config), settings=Settings(ids))
 
 
 def send(workdir: str | os.PathLike[str], target: str | os.PathLike[str], family: str | None = None) -> None:

@@ -119,14 +119,15 @@ def resolve(config: Config) -> Config:
             f"config.model.{missing[0]}.embed.vocab: got None, expected a number, since only the data decides how many "
             f"tokens a {tokenizer.kind} tokenizer has; set --config.model.{missing[0]}.embed.vocab=N"
         )
-    if config.model.head.kind in ("classes", "slots") and config.model.head.classes is None and not config.task.classes:
+    classes = config.task.classes or tasks.get(config.task.name).classes or ()
+    if config.model.head.kind in ("classes", "slots") and config.model.head.classes is None and not classes:
         raise ConfigError(
             "config.model.head.classes: got None, expected a number, since only the data decides it; "
             "set --config.model.head.classes=N"
         )
     if not config.model.parts:
         raise ConfigError("config.model: got no model, expected one; a run that starts from a directory has no plan")
-    model = build.resolve(config.model, vocab, vocab, len(config.task.classes) or None)
+    model = build.resolve(config.model, vocab, vocab, len(classes) or None)
     task = dataclasses.replace(config.task, vocab=config.task.vocab or (tokenizer.vocab if missing else None))
     return dataclasses.replace(config, model=model, task=task)
 

@@ -24,7 +24,7 @@ class Task:
     """A record; functions only.
 
     Attributes:
-      roles: what an example must have ("source", "target", "text", "label", "tags").
+      roles: what an example must have ("source", "target", "text", "label", "tags", "question", ...).
       encode: `(config, tokenizers, example, rng) -> Features`. `rng` is a numpy Generator that depends on the run's
         seed, the epoch and the example only. Cuts to `config.data.length`.
       loss: `(config, logits, batch) -> Sums` with at least "loss", whose quotient is minimised.
@@ -39,6 +39,7 @@ class Task:
       decode: `(model, lines, config.decode) -> list of results`, one a line; `model` is a `jaxformer.Model`.
       line: `(result) -> str`: a result as one line of text output.
       score: `(config, results, examples) -> values`: corpus measures of decoded results (BLEU, exact match).
+      classes: what the head's classes are, where the task says it and not the data.
       signatures: `(config) -> name -> str`: what exactly a score is (sacreBLEU's signature), to print beside it.
     """
 
@@ -53,6 +54,7 @@ class Task:
     line: Callable[[Any], str] = str
     reference: Callable[[Config, Example], str] = lambda config, example: example["target"]
     score: Callable[..., dict[str, float]] | None = None
+    classes: tuple[str, ...] | None = None
     signatures: Callable[[Config], dict[str, str]] = lambda config: {}
 
 

@@ -49,6 +49,14 @@ def cut(config: Config, tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[in
     return ids[: config.data.length - len(known(tokenizer.cls)) - len(known(tokenizer.sep))]
 
 
+def streamed(config: Config, tokens: Sequence[int], kinds: Sequence[int]) -> Features:
+    """Tokens as the stream that the model reads, and their types where it tells types apart."""
+    stream, model = side(config), config.model
+    features = {stream: np.asarray(tokens, np.int32)}
+    known_kinds = 0 if stream == "target" else (model.encoder or model.recurrent_encoder).embed.kinds
+    return {**features, "kind": np.minimum(np.asarray(kinds, np.int32), known_kinds - 1)} if known_kinds else features
+
+
 def framed(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """`<cls> ids <sep>`, of these what the vocabulary has."""
     return np.array([*known(tokenizer.cls), *ids, *known(tokenizer.sep)], np.int32)

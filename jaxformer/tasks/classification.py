@@ -38,15 +38,8 @@ def _inputs(config: Config, tokenizers: Tokenizers, text: str, pair: str | None)
     room = config.data.length - len(first) - len(last) * len(parts)
     parts = [[*part, *last] for part in shorten(parts, max(room, 0))]
     parts[0] = [*first, *parts[0]]
-    tokens = np.array([token for part in parts for token in part], np.int32)
-    side, model = _tokens.side(config), config.model
-    if side == "target":
-        return {side: tokens}
-    embed = (model.encoder or model.recurrent_encoder).embed
-    if not embed.kinds:
-        return {side: tokens}
-    kind = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
-    return {side: tokens, "kind": np.minimum(kind, embed.kinds - 1)}
+    kinds = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return _tokens.streamed(config, [token for part in parts for token in part], kinds)
 
 
 def shorten(parts: Sequence[Sequence[int]], room: int) -> list[Sequence[int]]:

@@ -325,11 +325,12 @@ def resolve(config: Config, dataset: Dataset, tokenizers: Tokenizers) -> Config:
     Raises:
       ConfigError: it names another number of classes than the data has.
     """
-    classes, head = None if dataset.classes is None else len(dataset.classes), config.model.head
+    names = tasks.get(config.task.name).classes or dataset.classes
+    classes, head = None if names is None else len(names), config.model.head
     if head.kind in ("classes", "slots") and classes is not None and head.classes not in (None, classes):
         raise ConfigError(f"config.model.head.classes: got {head.classes}, expected {classes} (the data's) or None")
     model = build.resolve(config.model, tokenizers.source.vocab, tokenizers.target.vocab, classes)
     decodes = model.decoder is not None or model.recurrent_decoder is not None
     side = tokenizers.target if decodes else tokenizers.source
-    task = dataclasses.replace(config.task, classes=dataset.classes or (), vocab=side.size)
+    task = dataclasses.replace(config.task, classes=names or (), vocab=side.size)
     return dataclasses.replace(config, model=model, task=task)

@@ -231,6 +231,100 @@ def test_tagged_words_errors(write, config):
     fails(config("conll", {"label": "#2"}, train=("good",)), r"data.columns: got 'label', expected the roles text and")
 
 
+def asked(number, context="a red cat sat", answer="red cat", start=2, **fields):
+    return {
+        "id": f"q{number}",
+        "question": f"what is {number}?",
+        "answers": [{"text": answer, "answer_start": start}],
+        **fields,
+    }
+
+
+def squad(*articles):
+    """SQuAD's JSON of (title, context, questions)."""
+    data = [{"title": t, "paragraphs": [{"context": context, "qas": qas}]} for t, context, qas in articles]
+    return json.dumps({"version": "v2.0", "data": data})
+
+
+def test_questions(write, config, caplog):
+    guess = {"text": "cat", "answer_start": 6, "start_inferred": True}
+    several = asked(1, answers=[guess, {"text": "red", "answer_start": 2}])
+    none = asked(2, answers=[], is_impossible=True, plausible_answers=[{"text": "sat", "answer_start": 10}])
+    lost = asked(3, answers=[guess])
+    cafe = asked(4, answer="caf\u00e9", start=3, is_impossible=False)
+    write(
+        "a.json.gz", squad(("A", "a red cat sat", [several, none, lost]), ("B", "\U0001f600 \u00fccaf\u00e9", [cafe]))
+    )
+    with caplog.at_level("WARNING"):
+        data = build(config("squad", train=("a.json.gz",), test=("a.json.gz",), last=("a.json.gz[1:]",)))
+    assert "dropped 1 training questions, the places of whose answers are all inferred" in caplog.text
+    first = {
+        "id": "q1",
+        "question": "what is 1?",
+        "context": "a red cat sat",
+        "answers": ("cat", "red"),
+        "starts": (-1, 2),
+    }
+    assert rows(data)[0] == first
+    assert [(row["answers"], row["starts"]) for row in rows(data, "test")[1:]] == [
+        ((), ()),
+        (("cat",), (-1,)),
+        (("caf\u00e9",), (3,)),  # characters, not bytes
+    ]
+    assert [row["id"] for row in rows(data)] == ["q1", "q2", "q4"]
+    assert [row["id"] for row in rows(data, "last")] == ["q4"]
+    assert data.classes is None
+
+
+def test_a_table_says_which_articles_a_split_has(write, config):
+    write("a.json", squad(*((title, "a red cat sat", [asked(title)]) for title in "ABCD")))
+    write("split.tsv", "questions\ttitle\tsplit\r\n1\tC\tone\n1\tB\ttwo\n1\tA\tone\n1\tD\tone\n")
+    chosen = {"train": ("a.json[split.tsv=one]",), "test": ("a.json[split.tsv=two]", "a.json[split.tsv=one][:1]")}
+    data = build(config("squad", **chosen, cut=("a.json[split.tsv=one][1:]",)))
+    ids = {split: [row["id"][1:] for row in rows(data, split)] for split in data.splits}
+    assert ids == {"train": ["A", "C", "D"], "test": ["B", "A"], "cut": ["C", "D"]}
+    write("other.tsv", "title\tsplit\nA\tone\nX\tone\n")
+    write("ragged.tsv", "title\tsplit\nA\n")
+    write("names.tsv", "article\tsplit\n")
+    of = lambda table: config("squad", train=(f"a.json[{table}]",))  # noqa: E731
+    fails(of("split.tsv=three"), r"split.tsv: got no article of split 'three', expected one of one, two")
+    fails(of("other.tsv=one"), r"other.tsv:3: got the title 'X', expected one that an article of .*a.json has")
+    fails(of("ragged.tsv=one"), r"ragged.tsv:2: got 1 cells, expected 2")
+    fails(of("names.tsv=one"), r"names.tsv:1: got columns article, split, expected title and split")
+    fails(of("none.tsv=one"), r"none.tsv: got no such file")
+    fails(of("train"), r"data.splits: got 'a.json.train.', expected FILE, FILE.:90%. or FILE.TABLE.tsv=SPLIT")
+
+
+def test_questions_errors(write, config):
+    def refused(content, message):
+        write("a.json", content if isinstance(content, str) else squad(("A", "a red cat sat", content)))
+        fails(config("squad", train=("a.json",)), message)
+
+    place = r"a.json: data\[0\].paragraphs\[0\].qas\[0\]"
+    refused(
+        [asked(1, start=3)],
+        place + r".answers\[0\].answer_start: got 3, where the context has 'ed cat ', expected 'red cat'",
+    )
+    refused([asked(1, start=-1)], place + r".answers\[0\].answer_start: got -1")
+    refused([asked(1, start="2")], place + r".answers\[0\].answer_start: got str, expected int")
+    refused([asked(1, answer="", start=0)], place + r".answers\[0\].text: got an empty text")
+    refused([asked(1, question=" ")], place + r".question: got an empty text")
+    refused([asked(1, question="\ud800")], place + r".question: got '.ud800', expected text that UTF-8 can hold")
+    refused(
+        [asked(1, answers=[])], place + r".answers: got 0 answers and is_impossible False, expected answers, or none"
+    )
+    refused([asked(1, is_impossible=True)], place + r".answers: got 1 answers and is_impossible True")
+    refused([asked(1), asked(1)], r"qas\[1\]: got id 'q1' a second time \(first at .*qas\[0\]\)")
+    refused([{"id": "1"}], place + r": got an object without 'answers', expected an object with 'answers'")
+    refused(["question"], place + r": got str, expected an object with 'answers'")
+    refused('{"data": [{}]}', r"a.json: data\[0\]: got an object without 'paragraphs'")
+    refused('{"data": {}}', r"a.json: data: got dict, expected list")
+    refused("[1]", r"a.json: got list, expected an object with 'data'")
+    refused('{"data":\n [}', r"a.json:2: got malformed JSON \(.*column 3\), expected SQuAD's form")
+    refused("[" * 100_000, r"a.json: got JSON of too many levels")
+    refused('{"data": []}', r"data.splits.train: got files without a usable example")
+
+
 def test_lines_end_at_newlines_only(tmp_path):
     (tmp_path / "a").write_bytes("a\x0bb\x85c\u2028d\r e\nf".encode())
     assert list(_files.lines(tmp_path / "a")) == [(1, "a\x0bb\x85c\u2028d\r e"), (2, "f")]
@@ -262,6 +356,14 @@ def test_wikitext2_has_the_published_number_of_words(tmp_path):
     counted = size(data.splits["train"])
     assert counted["words"] + counted["lines"] == 217_646
     assert counted["bytes"] == 1_121_681
+
+
+@pytest.mark.skipif(not (SHARED / "squad_v1.1_dev").is_dir(), reason="no example data")
+def test_squad_has_the_published_number_of_questions(tmp_path):
+    parts = {"train": "dev-v1.1.json.gz", "rest": "dev-v1.1.json.gz[article_split.tsv=test]", "x": "xquad.en.json"}
+    splits = {split: (name,) for split, name in parts.items()}
+    data = build(DataConfig(source="squad", dir=str(SHARED / "squad_v1.1_dev"), cache=str(tmp_path), splits=splits))
+    assert [len(data.splits[split]) for split in splits] == [10_570 - 782, 2336, 1190]
 
 
 @pytest.mark.skipif(not (SHARED / "wnut17").is_dir(), reason="no example data")

@@ -1,5 +1,6 @@
 """Tokenizers: what is encoded can be decoded, files give back the same tokenizer, learning is deterministic."""
 
+import io
 import json
 import os
 import subprocess
@@ -8,13 +9,14 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import tokenizers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
-from jaxformer.data.vocabularies import Fast
+from jaxformer.data.vocabularies import Fast, Sentences
 
 TEXTS = [
     "A dog is running through the green grass.",
@@ -46,6 +48,40 @@ def test_special_tokens_are_the_first_ids_and_the_table_is_padded(trained, kind)
     assert tokenizer.vocab % 8 == 0
     ids = [0, 1, *tokenizer.encode("a dog and"), 2, tokenizer.vocab - 1]
     assert tokenizer.decode(ids if tokenizer.vocab > tokenizer.size else ids[:-1]) == "a dog and"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_every_token_knows_its_characters(trained, kind, lowercase):
+    """Composed letters, capitals that become two letters, several bytes a letter, white space of any kind."""
+    tokenizer = build(kind, lowercase=True) if lowercase else trained[kind]
+    text = "  A dog,  cafe\u0301 \u0130 \u039f\u0394\u039f\u03a3\tna\u00efve \u6771\u4eac 1973-74. "
+    for each in (tokenizer, tokenizer.remembering(2**20), tokenizer.remembering(0)):
+        for _ in range(2):
+            ids, places = each.located(text)
+            assert ids == tokenizer.encode(text)
+            assert len(places) == len(ids)
+    parts = [text[begin:end] for begin, end in places]
+    assert all(part == part.strip() for part in parts)
+    assert set("".join(parts)) | set(" \t") == set(text)
+    begins = [begin for begin, end in places if begin < end]
+    assert begins == sorted(begins)
+    if kind in ("bpe", "unigram"):
+        assert "e\u0301" in parts, "the accent belongs to its letter"
+    if kind == "word":
+        assert parts == text.split()
+
+
+def test_a_sentencepiece_token_knows_its_characters():
+    model = io.BytesIO()
+    texts = (text for text in [*TEXTS, "fine caf\u00e9"] * 4)
+    options = dict(vocab_size=60, hard_vocab_limit=False, minloglevel=2, num_threads=1)
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=texts, model_writer=model, **options)
+    tokenizer, text = Tokenizer(Sentences(model.getvalue())), "A  dog \ufb01ne \u6771\u4eac"  # with a ligature
+    ids, places = tokenizer.located(text)
+    assert ids == tokenizer.encode(text)
+    words = [text[begin:end] for begin, end in places if begin < end]
+    assert "".join(words) in ("Adog\ufb01ne\u6771\u4eac", "Adog\ufb01\ufb01ne\u6771\u4eac")
 
 
 @pytest.mark.parametrize("kind", KINDS)

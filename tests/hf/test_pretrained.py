@@ -11,11 +11,13 @@ import pytest
 import tokenizers
 
 import jaxformer
-from jaxformer import cli
+from jaxformer import cli, tasks
 from jaxformer.config import (
     AttentionConfig,
     Config,
     ConfigError,
+    DataConfig,
+    DecodeConfig,
     EmbedConfig,
     EncodingConfig,
     FeedForwardConfig,
@@ -27,6 +29,7 @@ from jaxformer.config import (
     NormConfig,
     StackConfig,
     TaskConfig,
+    TokenizerConfig,
 )
 from jaxformer.data import learning
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
@@ -61,6 +64,11 @@ def write_directory(directory, model_type, head, settings):
 BERT = {
     "vocab_size": 14, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12,
     "max_position_embeddings": 24, "pad_token_id": 0,
+}  # fmt: skip
+BART = {
+    "vocab_size": 14, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "max_position_embeddings": 24,
+    "pad_token_id": 0,
 }  # fmt: skip
 GPT2 = {"vocab_size": 14, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 24, "eos_token_id": 6}
 
@@ -130,6 +138,27 @@ def test_tags_and_answers(bert):
     found = jaxformer.from_pretrained(bert, head="qa").answer(["the cat"], [context], longest=2)[0]
     assert found["answer"] == context[found["start"] : found["end"]]
     assert 1 <= len(found["answer"].split()) <= 2
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "bart"])
+def test_an_answer_is_the_best_span_of_their_logits(family, tmp_path):
+    """Of one side or two: the scores are those of a call with their argument names."""
+    write_directory(tmp_path / family, family, "qa", {"bert": BERT, "gpt2": GPT2, "bart": BART}[family])
+    model, context = jaxformer.from_pretrained(tmp_path / family), "a dog  sat on the mat"
+    framed = tokenizers.Tokenizer.from_file(str(tmp_path / family / "tokenizer.json")).encode("the cat", context)
+    kinds = {"token_type_ids": np.asarray([framed.type_ids])} if family == "bert" else {}
+    out = model(input_ids=np.asarray([framed.ids]), **kinds)
+    first, last = (np.asarray(x)[0] for x in (out.start_logits, out.end_logits))
+    inside = [slot for slot, part in enumerate(framed.sequence_ids) if part == 1]
+    sums = {(a, b): first[a] + last[b] for a in inside for b in inside if a <= b < a + 3}
+    begin, end = max(sums, key=sums.__getitem__)
+    (found,) = model.answer(["the cat"], [context], longest=3)
+    assert (found["start"], found["end"]) == (framed.offsets[begin][0], framed.offsets[end][1])
+    allowed = [0, *inside]  # [CLS], which none of these tokenizers lacks
+    total = np.exp(first[allowed]).sum() * np.exp(last[allowed]).sum()
+    assert found["score"] == pytest.approx(float(np.exp(sums[begin, end]) / total), rel=1e-4)
+    with pytest.raises(ConfigError, match=r"use model.answer"):
+        model.tag(["the cat"])
 
 
 def test_resized_vocabulary_keeps_old_rows(bert):
@@ -252,8 +281,8 @@ def ours(model):
     """A `Pretrained` of a model of ours with random parameters."""
     module, variables = builders.make(model)
     params = variables["params"]
-    head = pretrained.head_of_model(model)
     config = Config(model=model, task=TaskConfig(name="translation"))
+    head = pretrained.head_of_model(config)
     return pretrained.Pretrained(module, params, {}, config, None, head=head, settings=table.Settings({}))
 
 
@@ -385,10 +414,63 @@ def test_an_imported_tagger_decodes(tmp_path, capsys):
     assert tags[0] == [word["label"] for word in jaxformer.from_pretrained(source).tag(["the cat sat"])[0]]
 
 
-@pytest.mark.parametrize(("head", "more"), [("qa", {}), ("model", {}), ("sequence", {"num_labels": 1})])
-def test_a_model_that_no_task_trains_is_imported_all_the_same(head, more, tmp_path, capsys):
-    source, workdir = tmp_path / "bert", tmp_path / "run"
-    write_directory(source, "bert", head, BERT | more)
+@pytest.mark.parametrize("kind", ["bpe", "file"])
+def test_a_reader_of_ours_answers_the_same_as_what_it_is_exported_to(kind, bert, tmp_path):
+    """Its frame goes with it; that of a tokenizer.json, here with a second [SEP] as RoBERTa's, is trained with."""
+    asked = ["the cat", "a"], ["a dog sat  on the mat", "the cat sat on a mat on " * 8]
+    if kind == "bpe":
+        settings = dataclasses.replace(DataConfig(), tokenizer=TokenizerConfig(kind="bpe", vocab=280))
+        both = Tokenizers.build(settings, [{"text": text} for text in asked[1]], ("text",))
+    else:
+        model = tokenizers.Tokenizer.from_file(str(bert / "tokenizer.json"))
+        model.post_processor = tokenizers.processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        both = Tokenizers(*[Tokenizer(Fast("file", model))] * 2)
+        example = {"question": "the cat", "context": "a dog", "answers": ("dog",), "starts": (2,)}
+        features = tasks.get("answering").encode(Config(model=ModelConfig(encoder=stack())), both, example, None)
+        assert features["source"].tolist() == [2, 7, 8, 3, 3, 11, 13, 3]
+        assert features["labels"].tolist() == [0, 0, 0, 0, 0, 0, 3, 0]
+        assert features["weights"].tolist() == [1, 0, 0, 0, 0, 1, 1, 0]
+    family = dict(table.families())["bert"]
+    model = family.read(table.Settings({**BERT, "vocab_size": both.source.vocab}), "qa")
+    module, variables = builders.make(model)
+    config = Config(model=model, data=DataConfig(length=24), task=TaskConfig(name="answering"))
+    config = dataclasses.replace(config, decode=DecodeConfig(max_length=30))
+    head = pretrained.head_of_model(config)
+    one = pretrained.Pretrained(
+        module, variables["params"], {}, config, both, head=head, settings=table.Settings({"pad_token_id": 0})
+    )
+    one.save_pretrained(tmp_path / "out")
+    ours_, theirs = one.answer(*asked), jaxformer.from_pretrained(tmp_path / "out").answer(*asked)
+    assert [{**answer, "score": None} for answer in ours_] == [{**answer, "score": None} for answer in theirs]
+    np.testing.assert_allclose([a["score"] for a in ours_], [a["score"] for a in theirs], rtol=1e-5)
+
+
+def test_an_imported_reader_answers_lines_and_goes_back(tmp_path, capsys):
+    """The same answers and scores of the directory, of its workdir, and of what is exported from that."""
+    source, workdir, back, lines = (tmp_path / name for name in ("bert", "run", "back", "lines.txt"))
+    write_directory(source, "bert", "qa", BERT)
+    assert cli.main(["import", f"--source={source}", f"--workdir={workdir}"]) == 0
+    assert cli.main(["export", f"--workdir={workdir}", f"--target={back}"]) == 0
+    asked = [["the cat", "a dog"], ["a dog sat on the mat", "the cat sat on a mat on " * 8]]  # the second in windows
+    answers = [model.answer(*asked) for model in map(jaxformer.from_pretrained, (source, back))]
+    assert answers[0] == answers[1] == jaxformer.load(workdir).answer(*asked)
+    lines.write_text("".join(f"{question}\t{context}\n" for question, context in zip(*asked, strict=True)))
+    capsys.readouterr()
+    assert cli.main(["decode", f"--workdir={workdir}", f"--input={lines}"]) == 0
+    assert capsys.readouterr().out.splitlines() == [answer["answer"] for answer in answers[0]]
+    lines.write_text("no tab\n")
+    assert cli.main(["decode", f"--workdir={workdir}", f"--input={lines}"]) == 2
+    assert "got a line without a tab, 'no tab', expected question, tab, context" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "more"), [("bart", "qa", {}), ("bert", "model", {}), ("bert", "sequence", {"num_labels": 1})]
+)
+def test_a_model_that_no_task_trains_is_imported_all_the_same(family, head, more, tmp_path, capsys):
+    source, workdir = tmp_path / family, tmp_path / "run"
+    write_directory(source, family, head, {"bert": BERT, "bart": BART}[family] | more)
     assert cli.main(["import", f"--source={source}", f"--workdir={workdir}"]) == 0
     ids = np.asarray([[2, 7, 8, 3]])
     before, after = jaxformer.from_pretrained(source)(input_ids=ids), jaxformer.load(workdir)(input_ids=ids)
@@ -410,6 +492,8 @@ def test_any_task_takes_a_directory_s_body_with_a_head_of_its_own(bert):
         model, tokenizers = workdirs.ORIGIN.model(config)
         assert (model.head.kind, model.head.classes, model.encoder.width) == (kind, None, 8)
         assert tokenizers.source.encode("cat") == [8]
+    config = Config(init=InitConfig(directory=str(bert)), task=TaskConfig(name="answering"))
+    assert workdirs.ORIGIN.model(config)[0].head == table.SPANS
 
 
 def test_a_directory_is_fine_tuned(bert, tmp_path, capsys, monkeypatch):

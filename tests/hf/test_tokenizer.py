@@ -9,7 +9,7 @@ import tokenizers
 
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.hf.table import Settings, families
-from jaxformer.hf.tokenizer import frame, open_tokenizers
+from jaxformer.hf.tokenizer import frame, open_tokenizers, pairing
 
 TEXT = ["the cat sat on the mat", "a dog sat", "the dog and the cat", "mats and cats"] * 8
 
@@ -40,10 +40,9 @@ def test_wordpiece_from_vocab_txt(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
     tokenizer = opened(tmp_path).source
     assert frame(tokenizer, convention("bert"), "The cats sat").ids == [2, 5, 6, 7, 8, 3]
-    framed = frame(tokenizer, convention("bert"), "the cat", "sat [MASK]")
-    assert framed.ids == [2, 5, 6, 3, 8, 4, 3]
-    assert framed.kinds == [0, 0, 0, 0, 1, 1, 1]
-    assert [part == 1 for part in framed.parts] == [False] * 4 + [True, True, False]
+    assert frame(tokenizer, convention("bert"), "sat [MASK]").ids == [2, 8, 4, 3]
+    assert pairing(tokenizer, convention("bert")) == ([2], [3], [3], ([0], 0, [0], 1, [1]))
+    assert tokenizer.says_pairing
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     assert opened(tmp_path).source.encode("The") == [1]
 
@@ -70,6 +69,10 @@ def test_sentencepiece_is_framed_as_its_architecture_wants(tmp_path, model_type,
     assert pieces[-len(tail) :] == tail
     assert framed.kinds[-len(kinds) :] == kinds
     assert tokenizer.decode(framed.ids).strip().startswith("the cat")
+    if model_type == "xlnet":
+        names = {piece: i for i, piece in enumerate(tokenizer.vocabulary.pieces)}
+        sep, cls = names["<sep>"], names["<cls>"]
+        assert pairing(tokenizer, convention(model_type)) == ([], [sep], [sep, cls], ([], 0, [0], 1, [1, 2]))
 
 
 def test_marian_has_two_models_and_one_table_of_ids(tmp_path):
@@ -84,6 +87,9 @@ def test_marian_has_two_models_and_one_table_of_ids(tmp_path):
     expected = [ids[piece] for piece in processor.encode("the cat sat", out_type=str)]
     assert frame(tokenizer, convention("marian"), "the cat sat").ids == [*expected, 0]
     assert tokenizer.decode([*expected, 0, 2 + len(pieces)]) == "the cat sat"
+    found, places = tokenizer.located("the cat")
+    assert found == tokenizer.encode("the cat")
+    assert "".join("the cat"[begin:end] for begin, end in places) == "thecat"
 
 
 def test_the_config_decides_which_tokens_start_end_and_pad(tmp_path):

@@ -173,6 +173,43 @@ def test_a_tagger_learns_names_and_is_judged_by_its_entities(tmp_path, monkeypat
     assert all(record["output"] == record["reference"] for record in records)
 
 
+def test_a_reader_learns_a_handful_of_questions(tmp_path, monkeypatch):
+    """Their contexts are longer than a window, and some questions have no answer."""
+    builders.one_device(monkeypatch)
+    texts = (["dark red", "light blue"], ["a cat", "the grey dog"], ["two", "six hundred"])
+    kinds = dict(zip(("colour", "animal", "number"), texts, strict=True))
+    rng, paragraphs = np.random.default_rng(0), []
+    for number in range(8):
+        parts, qas = list(rng.choice(["on", "in", "is", "of"], 12)), []
+        for kind, texts in kinds.items():
+            if rng.random() < 0.7:
+                parts.insert(rng.integers(len(parts)), str(rng.choice(texts)))
+            qas.append({"id": f"{number} {kind}", "question": f"what {kind}"})
+        context = " ".join(parts)
+        for each, texts in zip(qas, kinds.values(), strict=True):
+            each["answers"] = [{"text": t, "answer_start": context.index(t)} for t in texts if t in parts]
+            each["is_impossible"] = not each["answers"]
+        paragraphs.append({"context": context, "qas": qas})
+    (tmp_path / "a.json").write_text(json.dumps({"data": [{"title": "A", "paragraphs": paragraphs}]}))
+    config = overrides.defaults()
+    config.data.source, config.data.dir, config.task.name = "squad", str(tmp_path), "answering"
+    config.data.splits = {"train": ("a.json",), "validation": ("a.json",)}
+    config.task.unanswerable = True
+    config.data.tokenizer.kind, config.data.batch, config.data.length = "word", 12, 16
+    config.model.encoder = overrides.section(StackConfig, **{**TINY, "embed": dict(kinds=2)})
+    config.model.head.kind = "slots"
+    config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 250, 250, 0, 0.02
+    config.train.evaluate_every = config.train.checkpoint_every = 250
+    assert loop.train(overrides.freeze(config), tmp_path / "run") == 0
+    model = checkpoint.load(tmp_path / "run")
+    assert (model.config.model.head.classes, model.config.task.classes) == (2, ("start", "end"))
+    result = evaluate(tmp_path / "run", "validation")
+    assert (result["exact_match"], result["f1"]) == (1.0, 1.0)
+    records = json.loads((tmp_path / "run" / "samples" / "validation.json").read_text())
+    assert all(record["output"] == record["reference"] for record in records)
+    assert {"", "light blue", "the grey dog"} <= {record["output"] for record in records}
+
+
 @pytest.mark.parametrize(("task", "roles"), [("masked_lm", "text"), ("tagging", "text, tags")])
 def test_data_without_what_a_task_reads_is_refused(task, roles, tmp_path):
     config = recipe()

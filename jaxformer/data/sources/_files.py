@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import logging
+import re
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +17,34 @@ from jaxformer.data.sources import Dataset
 
 VERSION = 1  # of how files are read: part of every key, raised when the same bytes would give other examples
 
+CUT = re.compile(r"(?P<name>.+)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]")
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, or the part of it from `start` to `stop`: "90%", "5000" or None."""
+
+    path: Path
+    start: str | None = None
+    stop: str | None = None
+
+    def bounds(self, length: int) -> slice:
+        """The part of `length` units. Percentages round down, so [:p%] and [p%:] meet without gap or overlap."""
+        return slice(_units(self.start, length), _units(self.stop, length))
+
+
+def cut(name: str) -> tuple[str, str | None, str | None]:
+    """The name of a file, and what is cut of it: ("input.txt", None, "90%") of "input.txt[:90%]"."""
+    match = CUT.fullmatch(name)
+    return (match["name"], match["start"], match["stop"]) if match else (name, None, None)
+
+
+def _units(bound: str | None, length: int) -> int | None:
+    if bound is None:
+        return None
+    return length * int(bound[:-1]) // 100 if bound.endswith("%") else int(bound)
 
 
 def folder(config: DataConfig) -> Path:

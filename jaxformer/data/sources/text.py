@@ -10,31 +10,16 @@ text), or a "file", kept whole with its newlines. A cut counts lines or characte
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data import cache
 from jaxformer.data.sources import Dataset, _files
+from jaxformer.data.sources._files import Part, cut
 
 DOCUMENTS = ("line", "file")
-CUT = re.compile(r"(?P<name>.+)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]")
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file, or the part of it from `start` to `stop`: "90%", "5000" or None."""
-
-    path: Path
-    start: str | None = None
-    stop: str | None = None
-
-    def bounds(self, length: int) -> slice:
-        """The part of `length` units. Percentages round down, so [:p%] and [p%:] meet without gap or overlap."""
-        return slice(_units(self.start, length), _units(self.stop, length))
 
 
 def build(config: DataConfig) -> Dataset:
@@ -61,21 +46,13 @@ def build(config: DataConfig) -> Dataset:
 
 
 def _parts(folder: Path, name: str) -> list[Part]:
-    start = stop = None
-    if match := CUT.fullmatch(name):
-        name, start, stop = match["name"], match["start"], match["stop"]
+    name, start, stop = cut(name)
     if "*" not in name:
         return [Part(_files.existing(folder / name), start, stop)]
     found = sorted(path for path in folder.glob(name) if path.is_file())
     if not found:
         raise ConfigError(f"data.splits: got {name!r}, which matches no file in {folder}; set --config.data.dir=DIR")
     return [Part(path, start, stop) for path in found]
-
-
-def _units(bound: str | None, length: int) -> int | None:
-    if bound is None:
-        return None
-    return length * int(bound[:-1]) // 100 if bound.endswith("%") else int(bound)
 
 
 def _whole(part: Part) -> Iterator[str]:

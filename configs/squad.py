@@ -1,0 +1,65 @@
+"""Questions whose answers stand in a paragraph, from scratch, on 32 articles (SQuAD 1.1, Rajpurkar et al. 2016).
+
+`DIR` holds the development set of SQuAD 1.1 and a table of its articles (columns title and split: train, test);
+the last 4 training articles choose the checkpoint. With the official files instead:
+--config.data.splits.train=train-v1.1.json --config.data.splits.validation=dev-v1.1.json
+
+Command:  python -m jaxformer train --config=configs/squad.py:transformer --workdir=runs/squad --config.data.dir=DIR
+          python -m jaxformer evaluate --workdir=runs/squad --split=test
+Variants: transformer, bilstm
+Hardware: 2 CPU cores
+Time:     transformer: 9.6 minutes, bilstm: 5.8 minutes, on a shared machine (6.9 and 4.9 of processor time)
+Score:    test exact match and F1, transformer: 2.2 and 9.0 %, bilstm: 5.4 and 11.8 %; random spans have 0.5 and 4.8 %
+"""
+
+from jaxformer.config import RecurrentConfig, StackConfig
+from jaxformer.overrides import defaults, section
+
+
+def get_config(variant: str = "transformer"):
+    recurrent = {"transformer": False, "bilstm": True}[variant or "transformer"]
+    config = defaults()
+    config.data.source = "squad"
+    config.data.splits = {
+        "train": ("dev-v1.1.json.gz[article_split.tsv=train][:32]",),
+        "validation": ("dev-v1.1.json.gz[article_split.tsv=train][32:]",),
+        "test": ("dev-v1.1.json.gz[article_split.tsv=test]",),
+    }
+    config.data.tokenizer.kind = "bpe"
+    config.data.tokenizer.vocab = 8000
+    config.data.tokenizer.lowercase = True
+    config.data.batch = 32
+    config.data.length = 256
+    config.data.buckets = (128, 160, 192, 256)
+    config.task.name = "answering"
+
+    if recurrent:
+        config.model.recurrent_encoder = section(
+            RecurrentConfig, cell="lstm", width=256, bidirectional=True, dropout=0.5, embed=dict(dropout=0.5)
+        )
+    else:
+        config.model.encoder = section(
+            StackConfig,
+            layers=2,
+            width=128,
+            dropout=0.4,
+            embed=dict(scale=True, dropout=0.4, kinds=2),
+            encoding=dict(kind="rope"),
+            attention=dict(heads=4, dropout=0.1),
+            ffn=dict(width=256),
+        )
+    config.model.head.kind = "slots"
+    config.model.head.dropout = 0.3 if recurrent else 0.2
+
+    config.optimizer.weight_decay = 0.05
+    config.optimizer.decay_exclude = ("bias", "scale")
+    config.schedule.peak = 1e-3 if recurrent else 6e-4
+    config.schedule.warmup = 100
+    config.train.steps = 1500
+    config.train.evaluate_every = 250
+    config.train.checkpoint_every = 250
+    config.evaluate.decode_examples = 1000
+    config.decode.max_length = 30
+    config.checkpoint.metric = "f1"
+    config.checkpoint.mode = "max"
+    return config
