@@ -92,6 +92,31 @@ def f1(
     return 2.0 * both, jnp.sum(predicted, axis=axes) + jnp.sum(true, axis=axes)
 
 
+# --- pairs of numbers
+
+
+def pearson(found: Sequence[float], true: Sequence[float]) -> float:
+    """The correlation of two series, -1 to 1; NaN where one of them is constant, or there are fewer than two."""
+    x, y = (np.asarray(series, np.float64) for series in (found, true))
+    if len(x) != len(y):
+        raise ValueError(f"correlation: got {len(x)} numbers, expected {len(y)}, as many as the others")
+    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return math.nan
+    x, y = x - x.mean(), y - y.mean()
+    return float(np.clip(x @ y / np.sqrt((x @ x) * (y @ y)), -1.0, 1.0))
+
+
+def spearman(found: Sequence[float], true: Sequence[float]) -> float:
+    """The correlation of the ranks of two series; NaN as `pearson`."""
+    return pearson(ranks(found), ranks(true))
+
+
+def ranks(values: Sequence[float]) -> np.ndarray:
+    """Ranks from 1, float64 `[n]`; of equal values the mean of theirs."""
+    _, place, count = np.unique(np.asarray(values, np.float64), return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[place]
+
+
 # --- tagged words
 
 

@@ -16,6 +16,7 @@ VARIANTS = {
     "quickstart": ("", "fr", "es"),
     "shakespeare_char": ("cpu", "gpu"),
     "sst2": ("transformer", "bilstm"),
+    "stsb": ("transformer", "bilstm", "finetune"),
     "transformer_base": ("base", "big"),
     "wikitext2": ("transformer", "lstm"),
 }

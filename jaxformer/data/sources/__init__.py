@@ -9,8 +9,8 @@ from jaxformer import registry
 from jaxformer.config import ConfigError, DataConfig
 
 Example = Mapping[str, Any]
-"""Roles to values: "source" and "target", "text" (and "pair") as str, "label" as int, "tags" as a
-tuple of int, one for every part of "text" between blanks."""
+"""Roles to values: "source" and "target", "text" (and "pair") as str, "label" as int, "score" as float from 0 to 1,
+"tags" as a tuple of int, one for every part of "text" between blanks."""
 
 
 class Examples(Protocol):

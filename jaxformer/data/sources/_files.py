@@ -84,7 +84,7 @@ def complete(rows: Iterable[tuple[str, dict[str, Any]]], split: str, roles: Iter
     Raises:
       ConfigError: an empty text in a split that is not "train".
     """
-    texts = [role for role in roles if role != "label"]
+    texts = [role for role in roles if role not in ("label", "score")]
     dropped, first = 0, ""
     for where, row in rows:
         empty = next((role for role in texts if not row[role].strip()), None)
@@ -107,7 +107,8 @@ def prepared(config: DataConfig, kind: str, paths: Iterable[Path], settings: obj
     info = tfds.builder_from_directory(directory).info
     columns = {role: role for role in sorted(info.features)}
     splits = {
-        name: cache.Records(str(directory), name, columns, split.num_examples) for name, split in info.splits.items()
+        name: cache.Records(str(directory), name, columns, split.num_examples, config.score_range)
+        for name, split in info.splits.items()
     }
     return Dataset(splits=splits, key=f"{kind}-{key}", classes=cache.classes(info.features))
 
