@@ -58,9 +58,9 @@ def get_config(variant: str = "transformer"):
             attention=dict(heads=4),
             ffn=dict(width=256),
         )
-    config.data.tokenizer.kind = "word"
+    config.data.tokenizer.kind = "bpe"
     config.data.tokenizer.lowercase = True
-    config.data.tokenizer.vocab = 12000
+    config.data.tokenizer.vocab = 6000
     config.optimizer.weight_decay = 0.05
     config.optimizer.decay_exclude = ("bias", "scale")
     config.schedule.peak = 1e-3

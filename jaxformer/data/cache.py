@@ -147,7 +147,7 @@ class Records:
       split: a tfds split expression: "train", "train[:90%]".
       columns: role -> feature; "a/b" is feature b of feature a.
       length: examples in the split.
-      score_range: the scores that become 0 and 1.
+      score_range: the stored scores that become 0 and 1.
     """
 
     directory: str

@@ -173,7 +173,7 @@ def within(segment: np.ndarray) -> np.ndarray:
 
 
 def _scalars(rows: Sequence[Sequence[Features]], like: Features) -> tuple[np.ndarray, np.ndarray]:
-    kind = np.asarray(like["labels"]).dtype
+    kind = np.float32 if np.asarray(like["labels"]).dtype.kind == "f" else np.int32
     labels, weights = np.zeros(len(rows), kind), np.zeros(len(rows), np.float32)
     for number, row in enumerate(rows):
         if len(row) > 1:

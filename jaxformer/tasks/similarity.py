@@ -141,8 +141,8 @@ def score(config: Config, results: Sequence[float], examples: Sequence[Example])
     """The correlation of cosines and scores, of ranks (Spearman) and of values (Pearson); nothing without scores."""
     if not all("score" in example for example in examples):
         return {}
-    true = [example["score"] for example in examples]
-    return {"spearman": metrics.spearman(results, true), "pearson": metrics.pearson(results, true)}
+    found, true = np.array(results), np.array([example["score"] for example in examples])
+    return {"spearman": metrics.spearman(found, true), "pearson": metrics.pearson(found, true)}
 
 
 TASK = Task(

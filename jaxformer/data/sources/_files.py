@@ -107,8 +107,7 @@ def prepared(config: DataConfig, kind: str, paths: Iterable[Path], settings: obj
     info = tfds.builder_from_directory(directory).info
     columns = {role: role for role in sorted(info.features)}
     splits = {
-        name: cache.Records(str(directory), name, columns, split.num_examples, config.score_range)
-        for name, split in info.splits.items()
+        name: cache.Records(str(directory), name, columns, split.num_examples) for name, split in info.splits.items()
     }
     return Dataset(splits=splits, key=f"{kind}-{key}", classes=cache.classes(info.features))
 

@@ -58,7 +58,7 @@ def build(config: DataConfig) -> Dataset:
 
         features: dict[str, Any] = {role: tfds.features.Text() for role in columns if role not in ("label", "score")}
         if "score" in columns:
-            features["score"] = tfds.features.Scalar(np.float64)
+            features["score"] = tfds.features.Scalar(np.float32)
         classes: tuple[str, ...] = ()
         if "label" in columns:
             classes = _classes(row["label"] for _, row in rows("train"))
@@ -152,14 +152,14 @@ def _labelled(rows: Iterator[Row], classes: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _scored(rows: Iterator[Row], score_range: tuple[float, ...]) -> Iterator[Row]:
-    """Rows whose scores are numbers of the range. They stay as they are: what reads them scales them."""
+    """Rows whose scores are numbers of the range, as shares of it."""
     for where, row in rows:
         if "score" in row:
             try:
-                row["score"] = float(row["score"])
+                score = float(row["score"])
             except ValueError:
                 raise ConfigError(f"{where}: got score {row['score']!r}, expected a number; mend the data") from None
-            cache.scaled(row["score"], score_range, where)
+            row["score"] = cache.scaled(score, score_range, where)
         yield where, row
 
 
