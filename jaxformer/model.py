@@ -236,7 +236,8 @@ class Model:
         place = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         vectors = self.embed(list(place), pooling).astype(np.float64)
         units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        return [float(units[place[first]] @ units[place[second]]) for first, second in pairs]
+        found = [units[place[first]] @ units[place[second]] for first, second in pairs]
+        return np.clip(found, -1.0, 1.0).tolist()
 
     def score(self, lines: Sequence[str], targets: Sequence[str] | None = None) -> list[float]:
         """The log-likelihood (natural logarithm) of each line; in translation, of `targets[i]` given `lines[i]`.
