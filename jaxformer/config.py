@@ -178,7 +178,8 @@ class RecurrentConfig:
 @dataclass(frozen=True)
 class HeadConfig:
     kind: str = "tokens"  # tokens (a vocabulary row for every slot), slots (a class for every slot), classes (one
-    # decision a sequence), pooled (one vector a sequence), none (the hidden states)
+    # decision a sequence), pooled (one vector a sequence), pair (one for each of a row's two segments), none (the
+    # hidden states)
     tied: bool = True  # tokens: share the table of the embedding below
     bias: bool = False  # tokens: of the vocabulary rows
     scale: bool = False  # tokens: multiply the hidden states by width ** -0.5 first (T5)
@@ -187,8 +188,8 @@ class HeadConfig:
     activation: str = "gelu"  # of the transform
     epsilon: float = 1e-5  # of the transform's norm
     classes: int | None = None  # classes, slots: None: taken from the data
-    pooling: str = "first"  # classes, pooled: first (token), mean (over tokens), last (recurrent, decoder)
-    width: int | None = None  # classes, pooled: a layer before the decision; None: no such layer
+    pooling: str = "first"  # classes, pooled, pair: first (token), mean (over tokens), last (recurrent, decoder)
+    width: int | None = None  # classes, pooled, pair: a layer before the decision, or of the vector; None: none
     hidden: str = "tanh"  # activation of that layer
     decision_bias: bool = True  # classes, slots
     dropout: float = 0.0
@@ -246,6 +247,7 @@ class DataConfig:
     cache: str = ""  # where local data is prepared; "": $JAXFORMER_CACHE or ~/.cache/jaxformer
     splits: dict[str, tuple[str, ...]] = field(default_factory=dict)  # split -> files, or one tfds split expression
     columns: dict[str, str] = field(default_factory=dict)  # role (see data/sources/) -> column of the data
+    score_range: tuple[float, ...] = (0.0, 1.0)  # table, tfds: the scores that become 0 and 1; others are refused
     document: str = "line"  # text: what one example is: line, file (kept whole, newlines included)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     batch: int = 32  # rows of a global batch; with `tokens`, the most rows
@@ -269,6 +271,10 @@ class TaskConfig:
     unanswerable: bool = False  # answering: a context may hold no answer, and then the answer is empty (SQuAD 2.0)
     language: str = ""  # translation: code of the target language, whose tokenised BLEU is added; "": left out
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
+    objective: str = "regression"  # similarity: regression (the cosine is the score), contrastive (a sentence finds its
+    # partner among the others of the batch)
+    temperature: float = 0.05  # similarity, contrastive: cosines are divided by it
+    positive: float = 0.8  # similarity, contrastive: pairs of a lower score (0 to 1) are others, not partners
     vocab: int | None = None  # real rows of the labels' vocabulary, without its padding; None: from the tokenizer
 
 

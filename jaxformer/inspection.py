@@ -80,6 +80,7 @@ def _model(config: Config) -> list[tuple[str, str]]:
     head = model.head
     decides = {"classes": "one of", "slots": "for each token one of"}.get(head.kind)
     words = "tokens" if decides is None else f"{decides} {head.classes} classes"
+    words = f"a vector of either sentence ({head.pooling} pooling)" if head.kind == "pair" else words
     shared = ", tied to the embedding" if head.kind == "tokens" and head.tied else ""
     rows.append(("head", words + shared + (", one table for both sides" if model.share_embeddings else "")))
     return [*rows, ("compute", model.dtype)]

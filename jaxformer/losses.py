@@ -1,4 +1,4 @@
-"""Cross-entropy over logits: summed, never averaged, so that microbatches and devices add up exactly."""
+"""Losses over logits and over pairs of vectors: summed, never averaged, so that microbatches and devices add up."""
 
 from __future__ import annotations
 
@@ -76,6 +76,53 @@ def pointers(
 
 FLOOR = -1e9
 """A score that no exponential sees, finite for the gradient's sake, and with a finite square."""
+
+
+def squared_error(
+    values: Float[Array, "*batch"], labels: Num[Array, "*batch"], weights: Num[Array, "*batch"]
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """The weighted sum of (value - label)^2, and the sum of the weights."""
+    weights = weights.astype(jnp.float32)
+    return jnp.sum(jnp.square(values.astype(jnp.float32) - labels) * weights), jnp.sum(weights)
+
+
+def unit(x: Float[Array, "*batch D"]) -> Float32[Array, "*batch D"]:
+    """x / |x|; 0 stays 0."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(x), axis=-1, keepdims=True), 1e-24))
+
+
+def cosine(x: Float[Array, "*batch D"], y: Float[Array, "*batch D"]) -> Float32[Array, "*batch"]:
+    """The cosine of the angle between vectors; 0 where one of them is 0."""
+    return jnp.sum(unit(x) * unit(y), axis=-1)
+
+
+def cosines(x: Float[Array, "B D"], y: Float[Array, "B D"]) -> Float32[Array, "B B"]:
+    """The cosine of every x_i and y_j."""
+    return jnp.matmul(unit(x), unit(y).T, precision=jax.lax.Precision.HIGHEST)
+
+
+def contrastive(
+    scores: Float[Array, "B B"], real: Bool[Array, " B"], weights: Num[Array, " B"]
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """The weighted sum of what it costs to find the partners x_i and y_i in both directions, and of the weights.
+
+        -1/2 log (e^(s_ii) / sum_j e^(s_ij)) - 1/2 log (e^(s_ii) / sum_j e^(s_ji))
+
+    That is InfoNCE, with the others of the batch as negatives (van den Oord et al. 2018, equation 4).
+
+    Args:
+      scores: s_ij, of x_i and y_j (Gao et al. 2021, equation 1: their cosine divided by a temperature).
+      real: rows that hold a pair. Only these are among the j, whatever their weight.
+    """
+    own = jnp.arange(len(real))
+    there, back = (cross_entropy(among(s, real), own, weights) for s in (scores, scores.T))
+    return (there[0] + back[0]) / 2, there[1]
+
+
+def among(scores: Float[Array, "B B"], real: Bool[Array, " B"]) -> Float32[Array, "B B"]:
+    """Scores `[query, key]` that leave out keys that are not there."""
+    return jnp.where(real, scores.astype(jnp.float32), FLOOR)
 
 
 class _Formula(NamedTuple):

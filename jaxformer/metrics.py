@@ -95,6 +95,31 @@ def f1(
     return 2.0 * both, jnp.sum(predicted, axis=axes) + jnp.sum(true, axis=axes)
 
 
+# --- pairs of numbers
+
+
+def pearson(found: Num[np.ndarray, " n"], true: Num[np.ndarray, " m"]) -> float:
+    """The correlation of two series, -1 to 1; NaN where one of them is constant, or there are fewer than two."""
+    x, y = found.astype(np.float64), true.astype(np.float64)
+    if len(x) != len(y):
+        raise ValueError(f"correlation: got {len(x)} numbers, expected {len(y)}, as many as the others")
+    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return math.nan
+    x, y = x - x.mean(), y - y.mean()
+    return float(np.clip(x @ y / np.sqrt((x @ x) * (y @ y)), -1.0, 1.0))
+
+
+def spearman(found: Num[np.ndarray, " n"], true: Num[np.ndarray, " m"]) -> float:
+    """The correlation of the ranks of two series; NaN as `pearson`."""
+    return pearson(ranks(found), ranks(true))
+
+
+def ranks(values: Num[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    """Ranks from 1; of equal values the mean of theirs."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[place]
+
+
 # --- tagged words
 
 

@@ -32,6 +32,7 @@ METHODS = {
     "classify": "a head of classes",
     "tag": "a head of classes for every token",
     "answer": "a head of start and end for every token, and the task answering",
+    "embed": "a head of vectors of sentences",
 }
 """What each method needs of the model."""
 
@@ -239,24 +240,44 @@ class Model:
                 results[index[row]].append(found)
         return results
 
-    def embed(self, lines: Sequence[str], pooling: str = "mean") -> np.ndarray:
+    def embed(self, lines: Sequence[str], pooling: str | None = None) -> np.ndarray:
         """One vector a line, float32 `[n, D]`, from the hidden states below the head (an encoder's, if there is one).
 
         Args:
-          pooling: "mean" over the real tokens, the "first" or the "last" of them.
+          pooling: "mean" over the real tokens, the "first" or the "last" of them; None: what the head of a model of
+            sentences makes (with its layer, if it has one), "mean" for others.
         """
         poolings = ("mean", "first", "last")
-        if pooling not in poolings:
+        if pooling is not None and pooling not in poolings:
             hint = nearest(str(pooling), poolings)
             raise ConfigError(f"embed: got pooling {pooling!r}, expected one of {', '.join(poolings)}{hint}")
-        lines = _lines(lines)
-        vectors = np.zeros((len(lines), self._width()), np.float32)
-        side = self._side()
+        lines, side, width = _lines(lines), self._side(), self._width()
+        method, finish = "encode" if self._encodes() else "hidden", _pooling(side, pooling or "mean")
+        if self._family() == "embed":
+            lines = [line.replace("\t", " ") for line in lines]  # one sentence each: no tab parts a pair
+            if pooling is None:
+                method, finish, width = None, _first_of_pair, self.config.model.head.width or width
+        vectors = np.zeros((len(lines), width), np.float32)
         prompts = [{name: x for name, x in self._prompt(line).items() if name in (side, "kind")} for line in lines]
-        method = "encode" if self._encodes() else "hidden"
-        for index, _, rows in self._forward(prompts, method, _pooling(side, pooling)):
+        for index, _, rows in self._forward(prompts, method, finish):
             vectors[index] = rows
         return vectors
+
+    def similarity(self, pairs: Sequence[Sequence[str]], pooling: str | None = None) -> list[float]:
+        """The cosine of the vectors that `embed` makes of two sentences, -1 to 1, for each pair of them.
+
+        Raises:
+          ConfigError: `pairs` are no pairs of strings, or `pooling` is unknown.
+        """
+        pairs = list(pairs)
+        for pair in pairs:
+            if isinstance(pair, (str, bytes)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise ConfigError(f"similarity: got {pair!r}, expected two strings; give a list of pairs of sentences")
+        place = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+        vectors = self.embed(list(place), pooling).astype(np.float64)
+        units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        found = [units[place[first]] @ units[place[second]] for first, second in pairs]
+        return np.clip(found, -1.0, 1.0).tolist()
 
     def score(self, lines: Sequence[str], targets: Sequence[str] | None = None) -> list[float]:
         """The log-likelihood (natural logarithm) of each line; in translation, of `targets[i]` given `lines[i]`.
@@ -305,6 +326,8 @@ class Model:
             return "classify"
         if self.config.model.head.kind == "slots":
             return "answer" if self.config.task.name == "answering" else "tag"
+        if self.config.model.head.kind == "pair":
+            return "embed"
         if not self._decodes():
             return "fill_mask"
         return "translate" if self._encodes() else "generate"
@@ -385,6 +408,10 @@ def _pooling(side: str, how: str) -> Finish:
         return pool(x.astype(jnp.float32), getattr(batch, side).slots, how)
 
     return finish
+
+
+def _first_of_pair(vectors: Array, batch: Batch) -> Array:
+    return vectors[:, 0]
 
 
 def _lines(lines: Sequence[str]) -> list[str]:

@@ -49,9 +49,9 @@ class Stream(NamedTuple):
 class Batch(NamedTuple):
     """What a step consumes. Which stream is None is what makes a model an encoder, a decoder or both.
 
-    `labels` (int32) and `weights` (float32) are aligned with the logits: `[B, T]` for token-level tasks, `[B]` for
-    sequence-level ones. Losses never shift. A weight of 0 removes an entry from every sum. For decoding, `target`
-    holds the prompt.
+    `labels` (int32; float32 where they are scores) and `weights` (float32) are aligned with the logits: `[B, T]` for
+    token-level tasks, `[B]` for sequence-level ones. Losses never shift. A weight of 0 removes an entry from every sum.
+    For decoding, `target` holds the prompt.
     """
 
     source: Stream | None

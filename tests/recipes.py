@@ -17,6 +17,7 @@ VARIANTS = {
     "shakespeare_char": ("cpu", "gpu"),
     "squad": ("transformer", "bilstm"),
     "sst2": ("transformer", "bilstm"),
+    "stsb": ("transformer", "bilstm", "finetune"),
     "transformer_base": ("base", "big"),
     "wikitext2": ("transformer", "lstm"),
 }

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,6 +86,29 @@ def test_division_happens_once():
     values = metrics.divide(sums)
     assert values["loss"] == 0.75
     assert math.isnan(values["none"])
+
+
+@settings(max_examples=15, deadline=None)
+@given(pairs=st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=2, max_size=12))
+def test_correlations_are_scipys_ties_included(pairs):
+    x, y = np.array(pairs, float).T / 2
+    for ours, theirs in ((metrics.pearson, scipy.stats.pearsonr), (metrics.spearman, scipy.stats.spearmanr)):
+        if np.ptp(x) and np.ptp(y):
+            assert ours(x, y) == pytest.approx(theirs(x, y).statistic, abs=1e-12)
+        else:
+            assert math.isnan(ours(x, y))
+    assert metrics.ranks(x).tolist() == scipy.stats.rankdata(x).tolist()
+
+
+def test_ties_share_their_ranks():
+    assert metrics.ranks(np.array([0.5, 0.1, 0.5, 0.9, 0.5])).tolist() == [3, 1, 3, 5, 3]
+    rise, swap = np.array([1, 2, 3, 4]), np.array([1, 3, 2, 4])
+    assert metrics.spearman(rise, 10**rise) == pytest.approx(1.0)
+    assert metrics.spearman(rise, swap) == pytest.approx(0.8)  # 1 - 6 (1 + 1) / (4 (16 - 1))
+    assert math.isnan(metrics.spearman(rise[:0], rise[:0]))
+    assert math.isnan(metrics.pearson(rise[:1], rise[:1]))
+    with pytest.raises(ValueError, match="got 2 numbers, expected 4"):
+        metrics.pearson(rise[:2], rise)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ PARTS = {
     "classification": ModelConfig(encoder=STACK, head=HeadConfig(kind="classes", classes=3)),
     "tagging": ModelConfig(encoder=STACK, head=HeadConfig(kind="slots", classes=3)),
     "answering": ModelConfig(encoder=STACK, head=HeadConfig(kind="slots", classes=2)),
+    "similarity": ModelConfig(encoder=STACK, head=HeadConfig(kind="pair", pooling="mean", width=6)),
 }
 LSTM = ModelConfig(recurrent_decoder=RecurrentConfig(cell="lstm", width=8, embed=EmbedConfig(vocab=264)))
 DATA = DataConfig(tokenizer=TokenizerConfig(kind="byte"), length=24, buckets=(24,))
@@ -209,7 +210,7 @@ def test_fill_mask_ranks_every_mask():
     assert bert.fill_mask([]) == []
 
 
-@pytest.mark.parametrize("task", PARTS)
+@pytest.mark.parametrize("task", [name for name in PARTS if name != "similarity"])
 def test_embed_pools_the_real_tokens(task):
     it = model(task)
     vectors = it.embed(LINES)
@@ -217,6 +218,30 @@ def test_embed_pools_the_real_tokens(task):
     assert vectors.dtype == np.float32
     np.testing.assert_allclose(it.embed(LINES[:1]), vectors[:1], rtol=1e-4, atol=1e-5)  # other padding, other mates
     assert it.embed([]).shape == (0, 8)
+
+
+def test_a_model_of_sentences_embeds_them_as_its_head_does():
+    it = model("similarity")
+    vectors = it.embed([*LINES, "a\tb"])
+    assert vectors.shape == (4, 6)
+    pair = tasks.get("similarity").prompt(it.config, it.tokenizers, "ab\tx")
+    np.testing.assert_allclose(it(stack([pair], 1, (0, 0), (24,)))[0], vectors[[0, 2]], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(it.embed(["a b"])[0], vectors[3])  # a tab in a sentence parts nothing
+    assert it.embed(LINES, "mean").shape == (3, 8)  # below the head
+    assert it.embed([]).shape == (0, 6)
+
+
+@pytest.mark.parametrize("task", ["similarity", "masked_lm"])
+def test_similarity_is_the_cosine_of_embeddings(task):
+    it = model(task)
+    a, b, c = it.embed(LINES).astype(np.float64)
+    cosine = lambda x, y: x @ y / np.sqrt((x @ x) * (y @ y))  # noqa: E731
+    found = it.similarity([(LINES[0], LINES[1]), [LINES[2], LINES[0]], (LINES[1], LINES[1])])
+    assert found == pytest.approx([cosine(a, b), cosine(c, a), 1.0], abs=1e-5)
+    assert it.similarity([]) == []
+    for wrong in (["ab"], [("a", "b", "c")], [("a", 1)]):
+        with pytest.raises(ConfigError, match="expected two strings; give a list of pairs of sentences"):
+            it.similarity(wrong)
 
 
 def test_a_recurrent_language_model_embeds_too():
@@ -266,6 +291,7 @@ def test_score_wants_what_the_model_reads():
         ("masked_lm", "classify", "fill_mask"),
         ("classification", "fill_mask", "classify"),
         ("classification", "score", "classify"),
+        ("similarity", "classify", "embed"),
     ],
 )
 def test_a_method_that_does_not_fit_names_the_one_that_does(task, method, fits):

@@ -19,6 +19,7 @@ from jaxformer.config import (
     MoEConfig,
     RecurrentConfig,
     StackConfig,
+    TaskConfig,
 )
 from jaxformer.overrides import section
 
@@ -140,6 +141,7 @@ def test_unknown_keys_are_refused_with_path_and_nearest_name(path, value, where,
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
+PAIR = {"model__decoder": None, "task__name": "similarity", "model__head__kind": "pair"}
 NONSENSE = [
     ({"model__encoder__width": 30}, "config.model.encoder.width: got 30, expected a multiple of attention.heads (4)"),
     ({"model__encoder__attention__kv_heads": 3}, "kv_heads"),
@@ -152,6 +154,13 @@ NONSENSE = [
     ({"task__name": "masked_lm"}, "an encoder alone"),
     ({"task__name": "classification", "model__decoder": None}, "config.model.head.kind: got 'tokens'"),
     ({"model__head__kind": "classes"}, "expected tokens for the task translation"),
+    (PAIR | {"model__head__kind": "pooled"}, "config.model.head.kind: got 'pooled', expected pair for the task"),
+    (PAIR | {"model__head__pooling": "last"}, "first or mean for a transformer encoder"),
+    (PAIR | {"task__label_smoothing": 0.1}, "config.task.label_smoothing: got 0.1, expected 0 for the task similarity"),
+    (PAIR | {"task__objective": "contrast"}, "expected one of regression, contrastive; did you mean 'contrastive'"),
+    (PAIR | {"task__temperature": 0.0}, "config.task.temperature: got 0.0, expected more than 0"),
+    ({"data__score_range": (5.0, 0.0)}, "config.data.score_range: got (5.0, 0.0), expected the lowest and the highest"),
+    ({"data__score_range": (5.0,)}, "config.data.score_range: got (5.0,), expected the lowest and the highest score"),
     ({"data__packing": "concat"}, "config.data.packing"),
     ({"data__buckets": (32, 16)}, "ascending"),
     ({"data__buckets": (16, 16)}, "ascending"),
@@ -202,6 +211,15 @@ def test_recurrent_nonsense_is_refused(parts, expected):
 def test_attention_needs_something_to_attend_to():
     model = ModelConfig(recurrent_decoder=RecurrentConfig(attention="additive"))
     assert "no encoder" in refused(checks.check, dataclasses.replace(Config(), model=model))
+
+
+def test_last_pooling_of_pairs_is_not_for_two_directions():
+    head = HeadConfig(kind="pair", pooling="last")
+    model = ModelConfig(recurrent_encoder=RecurrentConfig(bidirectional=True), head=head)
+    config = dataclasses.replace(Config(), model=model, task=TaskConfig("similarity"))
+    assert "first or mean for pairs that are read in both directions" in refused(checks.check, config)
+    one_way = dataclasses.replace(model, recurrent_encoder=RecurrentConfig())
+    checks.check(dataclasses.replace(config, model=one_way))
 
 
 def test_last_pooling_is_not_for_transformer_encoders():

@@ -110,7 +110,10 @@ def whole(model: ModelConfig) -> None:
         _shared(encoder, decoder)
     if model.permutation is not None:
         _permutation(model)
-    last = model.head.pooling == "last" and model.head.kind == "classes"
+    last = model.head.pooling == "last" and model.head.kind in ("classes", "pair")
+    both = model.recurrent_encoder is not None and model.recurrent_encoder.bidirectional
+    if last and both and model.head.kind == "pair":  # the backward direction has read one token there
+        raise wrong("config.model.head.pooling", "last", "first or mean for pairs that are read in both directions")
     if last and model.encoder is not None and model.encoder.encoding.kind != "transformer_xl":  # XLNet's is the last
         raise wrong("config.model.head.pooling", "last", "first or mean for a transformer encoder")
 

@@ -12,6 +12,7 @@ SHAPES: dict[str, tuple[str, str, str]] = {
     "classification": ("encoder|decoder", "classes", "an encoder or a decoder, not both"),
     "tagging": ("encoder|decoder", "slots", "an encoder or a decoder, not both"),
     "answering": ("encoder|decoder", "slots", "an encoder or a decoder, not both"),
+    "similarity": ("encoder|decoder", "pair", "an encoder or a decoder, not both"),
 }
 """Task -> which sides it needs, which head, and the sides in words. A task that is not listed is not judged here."""
 
@@ -33,6 +34,10 @@ def task(config: Config) -> None:
             raise wrong("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
         if config.data.packing != "none" and task != "language_modelling":
             raise wrong("config.data.packing", config.data.packing, f"none for the task {task}")
+    if task == "similarity":
+        for name in ("label_smoothing", "z_loss"):
+            if getattr(config.task, name):
+                raise wrong(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
     if (
         sides == "decoder"
         and model.decoder is not None
@@ -56,6 +61,8 @@ def data(config: Config) -> None:
         raise wrong("config.data.tokens", data.tokens, f"at least data.length ({data.length})")
     if data.tokenizer.kind == "file" and not data.tokenizer.path:
         raise wrong("config.data.tokenizer.path", data.tokenizer.path, "a file, since tokenizer.kind is file")
+    if len(data.score_range) != 2 or data.score_range[0] >= data.score_range[1]:
+        raise wrong("config.data.score_range", data.score_range, "the lowest and the highest score, as 0,5")
     for split, files in data.splits.items():
         if not split.replace("-", "").replace("_", "").isalnum():  # it becomes part of file names in the workdir
             raise wrong("config.data.splits", split, "names of letters, digits, - and _", "rename it")

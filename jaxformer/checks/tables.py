@@ -55,11 +55,12 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (StackConfig, "remat"): ("none", "minimal", "full", "names", "offload"),
     (RecurrentConfig, "cell"): ("rnn", "lstm", "gru"),
     (RecurrentConfig, "attention"): ("none", "additive", "dot"),
-    (HeadConfig, "kind"): ("tokens", "slots", "classes", "pooled", "none"),
+    (HeadConfig, "kind"): ("tokens", "slots", "classes", "pooled", "pair", "none"),
     (HeadConfig, "pooling"): ("first", "mean", "last"),
     (ModelConfig, "dtype"): ("float32", "bfloat16"),
     (TokenizerConfig, "kind"): ("byte", "character", "word", "bpe", "unigram", "file"),
     (DataConfig, "document"): ("line", "file"),
+    (TaskConfig, "objective"): ("regression", "contrastive"),
     (DataConfig, "packing"): ("none", "concat", "first_fit"),
     (OptimizerConfig, "name"): ("adamw", "adam", "adafactor", "lion", "sgd", "muon"),
     (ScheduleConfig, "kind"): ("constant", "linear", "cosine", "wsd", "inverse_sqrt", "noam"),
@@ -116,7 +117,10 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     DataConfig: {
         "batch": POSITIVE_INT, "tokens": POSITIVE_INT, "length": (2, None, "[]"), "examples": POSITIVE_INT,
     },
-    TaskConfig: {"label_smoothing": RATE, "z_loss": COUNT, "mask_rate": (0.0, 1.0, "()"), "stride": POSITIVE_INT},
+    TaskConfig: {
+        "label_smoothing": RATE, "z_loss": COUNT, "mask_rate": (0.0, 1.0, "()"), "stride": POSITIVE_INT,
+        "temperature": POSITIVE, "positive": SHARE,
+    },
     OptimizerConfig: {
         "beta1": RATE, "beta2": RATE, "epsilon": POSITIVE, "momentum": RATE, "weight_decay": COUNT, "clip": POSITIVE,
         "spike": POSITIVE,

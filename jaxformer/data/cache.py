@@ -137,7 +137,8 @@ def _builder_class() -> type[tfds.core.GeneratorBasedBuilder]:
 
 @dataclass
 class Records:
-    """One split of a prepared tfds data set, as roles: str for text, int for labels, a tuple for tags and answers.
+    """One split of a prepared tfds data set, as roles: str for text, int for labels, a tuple for tags and answers,
+    a score as a float from 0 to 1.
 
     Small to pickle: loader processes get the folder's name and open it themselves.
 
@@ -146,12 +147,14 @@ class Records:
       split: a tfds split expression: "train", "train[:90%]".
       columns: role -> feature; "a/b" is feature b of feature a.
       length: examples in the split.
+      score_range: the stored scores that become 0 and 1.
     """
 
     directory: str
     split: str
     columns: Mapping[str, str]
     length: int
+    score_range: tuple[float, ...] = (0.0, 1.0)
 
     def __len__(self) -> int:
         return self.length
@@ -187,7 +190,23 @@ class Records:
         return [self._roles(row) for row in self._source.__getitems__(list(range(self.length)))]
 
     def _roles(self, row: Mapping[str, Any]) -> Example:
-        return {role: _plain(_field(row, column), role != "answers") for role, column in self.columns.items()}
+        values = {role: _field(row, column) for role, column in self.columns.items()}
+        score = values.pop("score", None)
+        plain = {role: _plain(value, role != "answers") for role, value in values.items()}
+        return plain if score is None else {**plain, "score": scaled(score, self.score_range, self.directory)}
+
+
+def scaled(score: float, score_range: Sequence[float], where: str) -> float:
+    """A score between 0 and 1.
+
+    Raises:
+      ConfigError: it is outside of the range.
+    """
+    low, high = score_range
+    if not low <= score <= high:
+        expected = f"expected a number from {low:g} to {high:g}; mend the data or set data.score_range"
+        raise ConfigError(f"{where}: got score {score:g}, {expected}")
+    return float((score - low) / (high - low))
 
 
 def _field(row: Mapping[str, Any], column: str) -> Any:

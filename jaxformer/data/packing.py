@@ -104,7 +104,8 @@ def size(features: Features) -> int:
 def collate(rows: Sequence[Sequence[Features]], length: int, like: Features | None = None) -> Batch:
     """The arrays of a batch, from the encoded examples of each row.
 
-    The examples of a row follow each other, as segments 1, 2, 3..., each with positions from 0. Missing weights are 1.
+    The examples of a row follow each other, as segments 1, 2, 3..., each with positions from 0. An example that names
+    the `segment` of its tokens is alone in its row. Missing weights are 1.
     Slots and rows that hold nothing have segment, label and weight 0.
 
     Args:
@@ -113,7 +114,8 @@ def collate(rows: Sequence[Sequence[Features]], length: int, like: Features | No
       like: an encoded example that says what the batch has; needed only when all rows may be empty.
 
     Returns:
-      A batch of numpy arrays, int32 and float32 `[B, T]`; scalar labels and their weights are `[B]`.
+      A batch of numpy arrays, int32 and float32 `[B, T]`; scalar labels (float32 if they are scores) and their weights
+      are `[B]`.
     """
     if like is None:
         like = next(features for row in rows for features in row)
@@ -152,7 +154,11 @@ def _stream(rows: Sequence[Sequence[Features]], length: int, name: str) -> Strea
     filled = _filled(rows, length, name)
     segment = filled.astype(np.int32)
     position = np.where(filled, np.arange(length, dtype=np.int32), 0)
-    if any(len(row) > 1 for row in rows):
+    parts = [features["segment"] for row in rows for features in row if "segment" in features]
+    if parts:
+        segment = _fill(rows, length, "segment", np.int32)
+        position[filled] = np.concatenate([within(part) for part in parts])
+    elif any(len(row) > 1 for row in rows):
         lengths = [len(features[name]) for row in rows for features in row]
         numbers = [number for row in rows for number in range(1, len(row) + 1)]
         begins = np.cumsum(lengths) - lengths
@@ -161,8 +167,14 @@ def _stream(rows: Sequence[Sequence[Features]], length: int, name: str) -> Strea
     return Stream(_fill(rows, length, name, np.int32), Slots(position, segment))
 
 
+def within(segment: np.ndarray) -> np.ndarray:
+    """Positions `[n]` that count from 0 in each segment, of ascending segments `[n]`."""
+    return np.arange(len(segment)) - np.searchsorted(segment, segment)
+
+
 def _scalars(rows: Sequence[Sequence[Features]], like: Features) -> tuple[np.ndarray, np.ndarray]:
-    labels, weights = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.float32)
+    kind = np.float32 if np.asarray(like["labels"]).dtype.kind == "f" else np.int32
+    labels, weights = np.zeros(len(rows), kind), np.zeros(len(rows), np.float32)
     for number, row in enumerate(rows):
         if len(row) > 1:
             raise ConfigError("data.packing: got first_fit with one label a sequence, expected none; change it")

@@ -13,8 +13,8 @@ from jaxformer.config import ConfigError
 from jaxformer.types import Batch, Slots, Stream
 
 Prompt = Mapping[str, np.ndarray | Sequence[int]]
-"""Integers `source` [n] and/or `target` [m], optional `kind` [n]: what a task's `prompt` makes of a line. To score
-texts, `labels` and `weights` [m] too, as its `encode` makes them."""
+"""Integers `source` [n] and/or `target` [m], optional `kind` [n] and, of the only stream, ascending `segment`: what a
+task's `prompt` makes of a line. To score texts, `labels` and `weights` [m] too, as its `encode` makes them."""
 
 
 SIDES = ("source", "target")
@@ -106,12 +106,14 @@ def _side(prompts: Sequence[Prompt], side: str, rows: int, pad: int, buckets: tu
     length = bucket(max(len(prompt[side]) for prompt in prompts), buckets)
     tokens = np.full((rows, length), pad, np.int32)
     segment, kind = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32)
+    position = np.zeros((rows, length), np.int32)
     for row, prompt in enumerate(prompts):
         size = len(prompt[side])
-        tokens[row, :size], segment[row, :size] = prompt[side], 1
+        part = np.asarray(prompt["segment"]) if "segment" in prompt else np.ones(size, np.int32)
+        tokens[row, :size], segment[row, :size] = prompt[side], part
+        position[row, :size] = np.arange(size) - np.searchsorted(part, part)
         if side == "source" and "kind" in prompt:
             kind[row, :size] = prompt["kind"]
-    position = np.where(segment != 0, np.arange(length, dtype=np.int32), 0)
     typed = side == "source" and "kind" in prompts[0]
     return Stream(tokens, Slots(position, segment), kind if typed else None)
 

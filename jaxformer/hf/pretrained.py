@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -20,7 +21,7 @@ from jaxformer.data.vocabularies import Fast
 from jaxformer.decode import engine
 from jaxformer.decode.batching import Prompt
 from jaxformer.hf import calling, convert, generation, rewrite, writing
-from jaxformer.hf.table import Convention, Family, Settings, families, same
+from jaxformer.hf.table import HIDDEN, Convention, Family, Settings, families, same
 from jaxformer.hf.tokenizer import Framed, frame, pairing
 from jaxformer.model import Model
 from jaxformer.tasks import answering, tagging
@@ -40,6 +41,9 @@ TASKS = {
     "qa": "answering",
 }
 """Head -> the task that trains it here. The others are called here, and not trained."""
+
+BODIES = ("encoder", "bare", "model")
+"""Our words for no head at all, the one with the fewest parameters first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +174,13 @@ class Pretrained(Model):
           ConfigError: no family computes what this model does; the message says where they differ.
         """
         model, params = self.config.model, self.params
+        if model.head.kind == "pair":
+            model = _body(model)
+            log.warning(
+                "%s: the body alone; a sentence's vector is the %s pooling of its last hidden states here",
+                directory,
+                self.config.model.head.pooling,
+            )
         if self.family is None:
             model, params = rewrite.in_their_terms(model, params)
         chosen, head, settings = self._expressed(model, family)
@@ -185,7 +196,8 @@ class Pretrained(Model):
         for found, family in families():
             if name not in (None, found) or (name is None and self.family is not None and family is not self.family):
                 continue
-            for head in [self.head] if self.head in family.heads else []:
+            heads = BODIES if self.config.model.head.kind == "pair" else (self.head,)
+            for head in [head for head in heads if head in family.heads]:
                 try:
                     settings = {**family.write(model, head), **self._labels(head)}
                     settings = {"model_type": family.types[0], "architectures": [family.heads[head]], **settings}
@@ -261,6 +273,20 @@ def room(model: ModelConfig) -> int:
     """The most positions that every table of them has."""
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     return min(stack.encoding.max_length - stack.encoding.offset for stack in stacks)
+
+
+def _body(model: ModelConfig) -> ModelConfig:
+    """A model of sentences without its head, for which the other library has no architecture.
+
+    Raises:
+      ConfigError: the head has parameters.
+    """
+    if model.head.width is not None:
+        raise ConfigError(
+            f"export: got a head of sentences with a layer of width {model.head.width}, expected none: the other "
+            "library has no architecture for it; train with model.head.width=None"
+        )
+    return dataclasses.replace(model, head=HIDDEN)
 
 
 def head_of_model(config: Config) -> str:

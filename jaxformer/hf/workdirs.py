@@ -82,12 +82,16 @@ def is_theirs(directory: str | os.PathLike[str]) -> bool:
 
 
 def _opened(config: Config) -> tuple[Path, Settings, Family, str]:
-    """The directory that a run starts from, its config.json and family, and our word for the head of the run's task."""
+    """The directory that a run starts from, its config.json and family, and our word for the head of the run's task.
+
+    Of sentences' vectors the other library knows no head: only the body is read.
+    """
     directory = Path(config.init.directory)
     settings = Settings(files.read_config(directory), str(directory / "config.json"))
     family = family_of(settings)
-    head = next(word for word, task in pretrained.TASKS.items() if task == config.task.name)
-    if head not in family.heads:
+    own = [word for word, task in pretrained.TASKS.items() if task == config.task.name]
+    head = next((word for word in own or pretrained.BODIES if word in family.heads), None)
+    if head is None:
         raise ConfigError(
             f"config.init.directory: got a {family.types[0]} for task {config.task.name}, expected a family with a "
             f"head for it (it has {', '.join(family.heads)})"
@@ -105,6 +109,8 @@ def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     )
     if head in ("sequence", "token"):
         model = dataclasses.replace(model, head=dataclasses.replace(model.head, classes=None))
+    if head in pretrained.BODIES:
+        model = dataclasses.replace(model, head=config.model.head)
     return model, open_tokenizers(directory, settings)
 
 
@@ -113,7 +119,8 @@ def _params(config: Config, params: PyTree) -> PyTree:
     if not is_theirs(config.init.directory):
         return start.RUN.params(config, params)
     directory, settings, family, head = _opened(config)
-    return loading.read_params(directory, settings, family, config.model, head, params, config.init.head)
+    keep = config.init.head and head not in pretrained.BODIES
+    return loading.read_params(directory, settings, family, config.model, head, params, keep)
 
 
 ORIGIN = start.Origin(_model, _params)

@@ -30,12 +30,28 @@ def pool(x: Float[Array, "B T D"], slots: Slots, how: str) -> Float[Array, "B D"
     return (total / jnp.maximum(weight.sum(axis=1), 1.0)[:, None]).astype(x.dtype)
 
 
+def pool_segments(x: Float[Array, "B T D"], slots: Slots, how: str, count: int) -> Float[Array, "B N D"]:
+    """As `pool`, one vector for each of the segments 1 to N = `count` of a row; 0 for one that is not there.
+
+    By positions, not by the order of the slots, which a mesh may change.
+    """
+    here = slots.segment[:, None] == jnp.arange(1, count + 1)[:, None]  # [B, N, T]
+    position = slots.position[:, None]
+    if how == "first":
+        here &= position == 0
+    elif how == "last":
+        here &= position == jnp.max(jnp.where(here, position, -1), axis=-1, keepdims=True)
+    weight = here.astype(jnp.float32)
+    total = jnp.einsum("bnt,btd->bnd", weight, x.astype(jnp.float32))
+    return (total / jnp.maximum(weight.sum(axis=-1), 1.0)[..., None]).astype(x.dtype)
+
+
 class Head(nn.Module):
     """What `config.kind` names, in float32.
 
     tokens: logits `[B, T, V]`. slots: a class for every slot, `[B, T, C]` (named entities; with two classes, the start
-    and end of an answer). classes: one decision a sequence, `[B, C]`. pooled: one vector a sequence, `[B, D']`. none:
-    the hidden states `[B, T, D]` themselves.
+    and end of an answer). classes: one decision a sequence, `[B, C]`. pooled: one vector a sequence, `[B, D']`. pair:
+    one for each of a row's segments 1 and 2, `[B, 2, D']`. none: the hidden states `[B, T, D]` themselves.
 
     Attributes:
       width: model width D.
@@ -90,9 +106,11 @@ class Head(nn.Module):
         logits = logits if bias is None else logits + bias
         return constrain(logits, "batch", "length", "act_vocab")
 
-    def pooled(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B _"]:
-        """One vector a sequence, through the hidden layer if there is one."""
-        config, y = self.config, pool(x, slots, self.config.pooling)
+    def pooled(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B ..."]:
+        """One vector a sequence (of a pair two), through the hidden layer if there is one."""
+        config = self.config
+        pair = config.kind == "pair"
+        y = pool_segments(x, slots, config.pooling, 2) if pair else pool(x, slots, config.pooling)
         if config.width is None:
             return y
         return ACTIVATIONS[config.hidden](Dense((self.width, config.width), ("embed", None), name="hidden")(y))

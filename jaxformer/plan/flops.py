@@ -17,7 +17,7 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
     """Parameters that every token is multiplied with.
 
     That is every kernel; not the tables (a look-up), but the one that a tied head multiplies with; of experts only
-    those that a token is sent to; a decision that is made once a sequence counts 1 / length.
+    those that a token is sent to; what is made once a sequence counts 1 / length, once for each of a pair 2 / length.
 
     Args:
       params: tree of shapes.
@@ -25,7 +25,8 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
     """
     total = 0.0
     head = config.model.head
-    once = 1.0 / config.data.length if head.kind in ("classes", "pooled") else 1.0
+    times = {"classes": 1, "pooled": 1, "pair": 2}  # a row
+    once = times[head.kind] / config.data.length if head.kind in times else 1.0
     leaves = jax.tree.leaves_with_path(params)
     for (path, leaf), axes in zip(leaves, jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple)), strict=True):
         words = [str(getattr(key, "key", key)) for key in path]

@@ -158,12 +158,13 @@ def batch_of(config: Config, mesh: Mesh, shape: Shape) -> Batch:
 
     ids = array(tuple(shape), jnp.int32)
     stream = Stream(ids, Slots(ids, ids))
-    size = (shape.rows,) if config.model.head.kind in ("classes", "pooled") else tuple(shape)
+    kind = config.model.head.kind
+    size = (shape.rows,) if kind in ("classes", "pooled", "pair") else tuple(shape)
     reads = {part.removeprefix("recurrent_") for part in config.model.parts}
     return Batch(
         stream if "encoder" in reads else None,
         stream if "decoder" in reads else None,
-        array(size, jnp.int32),
+        array(size, jnp.float32 if kind == "pair" else jnp.int32),
         array(size, jnp.float32),
     )
 

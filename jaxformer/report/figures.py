@@ -45,6 +45,8 @@ LABELS = {
     "accuracy": "accuracy (share of labels)",
     "f1": "macro-F1 (0 to 1)",
     "exact_match": "exact matches (share)",
+    "spearman": "Spearman's rank correlation (-1 to 1)",
+    "pearson": "Pearson's correlation (-1 to 1)",
     "bleu": "BLEU (0 to 100)",
     "bleu_lc_tok": "BLEU, lower-cased and tokenised (0 to 100)",
     "chrf": "chrF (0 to 100)",

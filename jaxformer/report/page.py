@@ -157,7 +157,14 @@ def _each(runs: Sequence[Run], make: Any) -> str:
 
 def headline(values: dict[str, Any]) -> list[str]:
     """The measures that a result is known by."""
-    for names in (("bleu", "bleu_lc_tok"), ("accuracy", "f1"), ("word_perplexity", "bits_per_byte"), ("perplexity",)):
+    known = (
+        ("bleu", "bleu_lc_tok"),
+        ("spearman", "pearson"),
+        ("accuracy", "f1"),
+        ("word_perplexity", "bits_per_byte"),
+        ("perplexity",),
+    )
+    for names in known:
         if names[0] in values and (names[0] != "accuracy" or "f1" in values):
             return [name for name in names if name in values]
     return [name for name in ("loss",) if name in values]

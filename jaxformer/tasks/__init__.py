@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 Features = Mapping[str, np.ndarray]
 """One encoded example. int32 `source` [n] and `target` [m] (decoder input), optional `kind` [n] (source token types),
-`labels` [m] or [n] or [] and float32 `weights` of the same shape. The pipeline pads and stacks these into a `Batch`."""
+`segment` [n] (1 and up, ascending; without it all of an example is one), `labels` [m] or [n] or [] (float32 if they are
+scores) and float32 `weights` of the same shape. The pipeline pads and stacks these into a `Batch`."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Task:
     """A record; functions only.
 
     Attributes:
-      roles: what an example must have ("source", "target", "text", "label", "tags", "question", ...).
+      roles: what an example must have ("source", "target", "text", "pair", "label", "tags", "question", ...).
       encode: `(config, tokenizers, example, rng) -> Features`. `rng` is a numpy Generator that depends on the run's
         seed, the epoch and the example only. Cuts to `config.data.length`.
       loss: `(config, logits, batch) -> Sums` with at least "loss", whose quotient is minimised.
@@ -41,6 +42,7 @@ class Task:
       score: `(config, results, examples) -> values`: corpus measures of decoded results (BLEU, exact match).
       classes: what the head's classes are, where the task says it and not the data.
       signatures: `(config) -> name -> str`: what exactly a score is (sacreBLEU's signature), to print beside it.
+      couples: `(config) -> bool`: whether a row's loss depends on the other rows of its microbatch.
     """
 
     roles: tuple[str, ...]
@@ -56,6 +58,7 @@ class Task:
     score: Callable[..., dict[str, float]] | None = None
     classes: tuple[str, ...] | None = None
     signatures: Callable[[Config], dict[str, str]] = lambda config: {}
+    couples: Callable[[Config], bool] = lambda config: False
 
 
 def get(name: str) -> Task:

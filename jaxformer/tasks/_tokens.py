@@ -62,6 +62,13 @@ def framed(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.array([*known(tokenizer.cls), *ids, *known(tokenizer.sep)], np.int32)
 
 
+def ends(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What begins and ends a text: <cls> and <sep>, or <bos> and <eos> in their places, of these what there is."""
+    first = tokenizer.bos if tokenizer.cls is None else tokenizer.cls
+    last = tokenizer.eos if tokenizer.sep is None else tokenizer.sep
+    return known(first), known(last)
+
+
 def shifted(ids: Sequence[int], first: int, last: int, length: int) -> Features:
     """A decoder's input and what it has to say: `labels[t]` is the token after `target[t]`.
 

@@ -30,10 +30,9 @@ def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
 
 
 def _inputs(config: Config, tokenizers: Tokenizers, text: str, pair: str | None) -> Features:
-    """The stream that the model has. Without <cls> and <sep>, <bos> and <eos> take their places."""
+    """The stream that the model has."""
     tokenizer = tokenizers.source
-    first = _tokens.known(tokenizer.bos if tokenizer.cls is None else tokenizer.cls)
-    last = _tokens.known(tokenizer.eos if tokenizer.sep is None else tokenizer.sep)
+    first, last = _tokens.ends(tokenizer)
     parts = [tokenizer.encode(part) for part in (text, pair) if part is not None]
     room = config.data.length - len(first) - len(last) * len(parts)
     parts = [[*part, *last] for part in shorten(parts, max(room, 0))]

@@ -11,6 +11,7 @@ import optax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxformer import tasks
 from jaxformer.config import Config
 from jaxformer.models import build
 from jaxformer.nn import moe
@@ -87,7 +88,8 @@ def make(
     """The compiled step `(state, batch) -> (state, sums)`; the state passed in is donated.
 
     The batch is split into `config.train.accumulation` microbatches. Their summed losses' gradients are added and
-    divided once by the summed weights, so k microbatches equal one batch whatever their token counts.
+    divided once by the summed weights, so k microbatches equal one batch whatever their token counts (unless the task
+    `couples` rows: then each sees those of its microbatch, on all devices).
 
     Where the loss or the gradient's norm is not finite, or the norm beyond `config.optimizer.spike`, the step changes
     the step number only: parameters, optimizer (with the count that the learning rate goes by) and all other variables
@@ -154,9 +156,10 @@ def sums_apart(config: Config, variables: PyTree, batch: Batch) -> bool:
     """Whether the parts of the axis `data` add up their gradients alone, and meet once a step.
 
     The partitioner has them meet wherever a gradient arises: once a microbatch. Not where rows see each other: batch
-    norm's statistics, and the loss that balances experts, are of the whole batch. Not where `data` and `fsdp` share a
-    slice: the TPU's compiler then sends more along `fsdp` than is saved. And not what XLA's partitioner breaks off at
-    within a `shard_map` over some axes: a pipeline (jax 0.12), and picking one slot of sequences that are divided.
+    norm's statistics, the loss that balances experts, and the loss of a task that `couples` rows are of the whole
+    batch. Not where `data` and `fsdp` share a slice: the TPU's compiler then sends more along `fsdp` than is saved. And
+    not what XLA's partitioner breaks off at within a `shard_map` over some axes: a pipeline (jax 0.12), and picking one
+    slot of sequences that are divided.
     """
     sizes, parts, model = shards.free(), config.train.accumulation, config.model
     if parts == 1 or "data" not in shards.fitting("batch", jax.tree.leaves(batch)[0].shape[0] // parts):
@@ -164,7 +167,7 @@ def sums_apart(config: Config, variables: PyTree, batch: Batch) -> bool:
     gains = sizes["fsdp"] == 1 or config.mesh.dcn.data != 1
     breaks = sizes["stage"] > 1 or (sizes["context"] > 1 and model.head.kind != "tokens")
     together = variables or any(side and side.moe for side in (model.encoder, model.decoder))
-    return gains and not breaks and not together
+    return gains and not breaks and not together and not tasks.get(config.task.name).couples(config)
 
 
 def summed(

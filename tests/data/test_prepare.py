@@ -1,5 +1,6 @@
 """Stock tfds data sets: prepared once by `prepare`, read by the source "tfds", both with small stand-ins."""
 
+import dataclasses
 import sys
 import tarfile
 
@@ -146,6 +147,17 @@ def test_sequences_of_words_and_of_tags(folder):
     assert data.splits["train"][0] == {"text": "zwei Hunde", "tags": (0, 1)}
 
 
+def test_scores_are_shares_of_their_range(folder):
+    columns = {"text": "review/body", "pair": "review/title", "score": "review/stars"}
+    data = build(dataclasses.replace(config(folder, "stand_in_reviews", columns=columns), score_range=(0.0, 9.0)))
+    assert data.splits["train"][3] == {"text": "body 3", "pair": "title 3", "score": pytest.approx(1 / 3)}
+    low = build(dataclasses.replace(config(folder, "stand_in_reviews", columns=columns), score_range=(-1.0, 0.0)))
+    with pytest.raises(
+        ConfigError, match="got score 1, expected a number from -1 to 0; mend the data or set data.score"
+    ):
+        low.splits["train"][3]
+
+
 def test_reading_imports_no_tensorflow(folder):
     assert build(config(folder)).splits["train"][0]
     assert "tensorflow" not in sys.modules
@@ -170,6 +182,7 @@ def test_reading_imports_no_tensorflow(folder):
         ),
         ({"name": "stand_in_reviews", "columns": {"text": "review/stars"}}, r"a Scalar in .*expected a Text feature"),
         ({"name": "stand_in_reviews", "columns": {"label": "text"}}, r"expected a ClassLabel feature"),
+        ({"name": "stand_in_reviews", "columns": {"score": "text"}}, r"got 'text', a Text in .*, expected a number"),
     ],
 )
 def test_what_is_not_there_is_said_in_one_line(folder, changes, message):

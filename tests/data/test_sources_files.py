@@ -1,5 +1,6 @@
 """Local files: what comes out is what stands in them, and what is wrong is said with file and line."""
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -198,6 +199,30 @@ def test_table_errors(write, config):
     fails(config("table", columns, train=("data.csv",)), r"data.csv: got an unknown table format, expected .tsv")
     fails(config("table", {}, train=("good.tsv",)), r"data.columns: got nothing")
     fails(config("table", {"txt": "sentence"}, train=("good.tsv",)), r"got 'txt'.*did you mean 'text'")
+
+
+def test_scores_become_shares_of_their_range(write, config):
+    write("a.tsv", "one\ttwo\tscore\na\tb\t5.0\nc\td\t3.8\ne\t\t1\nf\tg\t-1e0\n")
+    write("b.jsonl", '{"one": "a", "two": "b", "score": 2}\n{"one": "c", "two": "d", "score": "0.5"}\n')
+    columns = {"text": "one", "pair": "two", "score": "score"}
+    settings = config("table", columns, train=("a.tsv",), validation=("b.jsonl",))
+    data = build(dataclasses.replace(settings, score_range=(-1.0, 5.0)))
+    assert rows(data) == [
+        {"text": "a", "pair": "b", "score": 1.0},
+        {"text": "c", "pair": "d", "score": pytest.approx(0.8, abs=1e-7)},
+        {"text": "f", "pair": "g", "score": 0.0},
+    ]
+    assert [row["score"] for row in rows(data, "validation")] == [0.5, 0.25]
+    other = dataclasses.replace(settings, score_range=(0.0, 5.0))
+    fails(other, r"a.tsv:5: got score -1, expected a number from 0 to 5; mend the data or set data.score_range")
+    for cell, message in (
+        ("x", "got score 'x', expected a number"),
+        ("nan", "got score nan, expected a number from 0"),
+    ):
+        write("bad.tsv", f"one\ttwo\tscore\na\tb\t1\na\tb\t{cell}\n")
+        fails(config("table", columns, train=("bad.tsv",)), f"bad.tsv:3: {message}")
+    write("bad.jsonl", '{"one": "a", "two": "b", "score": true}\n')
+    fails(config("table", columns, train=("bad.jsonl",)), "bad.jsonl:1: got bool in column 'score', expected a number")
 
 
 def test_tagged_words(write, config):

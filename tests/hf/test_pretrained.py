@@ -35,6 +35,7 @@ from jaxformer.data import learning
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.data.vocabularies import Fast
 from jaxformer.hf import convert, files, pretrained, table, workdirs, writing
+from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>", "the", "cat", "sat", "on", "a", "mat", "dog"]
@@ -494,6 +495,34 @@ def test_any_task_takes_a_directory_s_body_with_a_head_of_its_own(bert):
         assert tokenizers.source.encode("cat") == [8]
     config = Config(init=InitConfig(directory=str(bert)), task=TaskConfig(name="answering"))
     assert workdirs.ORIGIN.model(config)[0].head == table.SPANS
+
+
+@pytest.mark.parametrize("where", ["bert", "gpt2"])
+def test_a_model_of_sentences_begins_and_is_exported_as_a_body(where, request, tmp_path, caplog):
+    directory = request.getfixturevalue(where)
+    head = HeadConfig(kind="pair", pooling="mean")
+    config = Config(
+        model=ModelConfig(head=head), init=InitConfig(directory=str(directory)), task=TaskConfig("similarity")
+    )
+    model, tokenizers = workdirs.ORIGIN.model(config)
+    assert model.head == head
+    config = dataclasses.replace(config, model=model)
+    params = workdirs.ORIGIN.params(config, jax.tree.map(jnp.zeros_like, builders.make(model)[1]["params"]))
+    trained = pretrained.Pretrained(
+        build.build(model), params, {}, config, tokenizers, head=pretrained.head_of_model(model)
+    )
+    trained.save_pretrained(tmp_path / "out")
+    assert "the mean pooling of its last hidden states" in caplog.text
+    body, ids = jaxformer.from_pretrained(tmp_path / "out"), np.asarray([[2, 7, 8, 3]])
+    assert (body.head, body.config.model.head.kind) == ("bare" if where == "bert" else "model", "none")
+    hidden = body(input_ids=ids).last_hidden_state
+    np.testing.assert_allclose(trained.embed(["the cat"])[0], hidden[0].mean(axis=0), rtol=1e-5, atol=1e-6)
+    original = jaxformer.from_pretrained(directory, head="model")(input_ids=ids).last_hidden_state
+    np.testing.assert_allclose(hidden, original, rtol=1e-5, atol=1e-6)
+    layered = dataclasses.replace(model, head=dataclasses.replace(head, width=4))
+    layered = dataclasses.replace(trained, config=dataclasses.replace(config, model=layered))
+    with pytest.raises(ConfigError, match="a layer of width 4, expected none: the other library has no architecture"):
+        layered.save_pretrained(tmp_path / "other")
 
 
 def test_a_directory_is_fine_tuned(bert, tmp_path, capsys, monkeypatch):

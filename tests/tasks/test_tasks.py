@@ -11,41 +11,45 @@ from jaxformer import metrics, registry, tasks
 from jaxformer.types import Batch
 
 NAMES = registry.names("jaxformer.tasks")
+UNLIKE = ("answering", "similarity")
+"""Tasks whose loss is not the cross-entropy of a label for every slot or text: theirs are in tests of their own."""
 EXAMPLE = {
-    **{role: TEXT for role in ("source", "target", "text", "question", "context")},
+    **{role: TEXT for role in ("source", "target", "text", "pair", "question", "context")},
     "label": 2,
+    "score": 0.5,
     "tags": tuple(range(len(TEXT.split()))),
     "answers": ("cat", "the cat"),
     "starts": (-1, 0),
 }
-POINTS = "answering"
-"""The task whose labels are slots: its loss is in test_answering.py."""
+
+
+def example_of(name):
+    """What the task must have, and a score, which some objectives need."""
+    return {role: EXAMPLE[role] for role in (*tasks.get(name).roles, "score")}
 
 
 def test_the_folder_holds_the_tasks():
-    assert set(NAMES) >= {"translation", "language_modelling", "masked_lm", "classification", "tagging", "answering"}
+    named = {"translation", "language_modelling", "masked_lm", "classification", "tagging", "answering", "similarity"}
+    assert set(NAMES) >= named
     with pytest.raises(ValueError, match="did you mean 'translation'"):
         tasks.get("translate")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_features_are_int32_aligned_and_cut(name):
-    task = tasks.get(name)
-    example = {role: EXAMPLE[role] for role in task.roles}
-    features = encoded(config(name, length=6), words(), **example)
+    floats = ("weights", "labels") if name == "similarity" else ("weights",)
+    features = encoded(config(name, length=6), words(), **example_of(name))
     for key, value in features.items():
-        assert value.dtype == (np.float32 if key == "weights" else np.int32)
+        assert value.dtype == (np.float32 if key in floats else np.int32)
         assert value.shape in ((6,), ())
-    assert set(features) <= {"source", "target", "kind", "labels", "weights"}
+    assert set(features) <= {"source", "target", "kind", "segment", "labels", "weights"}
     if "weights" in features:
         assert features["weights"].shape == features["labels"].shape
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_generator_gives_the_same_features(name):
-    task = tasks.get(name)
-    example = {role: EXAMPLE[role] for role in task.roles}
-    first, second = (encoded(config(name), words(), seed=7, **example) for _ in range(2))
+    first, second = (encoded(config(name), words(), seed=7, **example_of(name)) for _ in range(2))
     assert first.keys() == second.keys()
     for key in first:
         np.testing.assert_array_equal(first[key], second[key])
@@ -54,14 +58,14 @@ def test_the_same_generator_gives_the_same_features(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_has_the_streams_of_training(name):
     task = tasks.get(name)
-    example = {role: EXAMPLE[role] for role in task.roles}
+    example = example_of(name)
     trained = encoded(config(name), words(), **example)
     prompt = task.prompt(config(name), words(), task.input(example))
     assert set(prompt) == set(trained) - {"labels", "weights"}
     assert all(value.dtype == np.int32 for value in prompt.values())
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != POINTS])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNLIKE])
 def test_measures_of_parts_add_up_and_leave_out_smoothing(name):
     task, settings = tasks.get(name), config(name, label_smoothing=0.2, z_loss=0.1)
     rng = np.random.default_rng(0)
@@ -122,6 +126,7 @@ def stand_in(method, answer):
         ),
         ("answering", "who sat\tthe cat", "answer", [{"answer": "the cat", "score": 0.5}], "the cat"),
         ("classification", "good", "classify", [{"label": "positive", "probability": 0.75}], "positive\t0.7500"),
+        ("similarity", "a cat\tthe dog", "similarity", [0.5], "0.5000"),
     ],
 )
 def test_results_become_one_line_each(name, line, method, answer, output):

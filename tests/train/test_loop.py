@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer import checkpoint, overrides
+from jaxformer import checkpoint, cli, overrides
 from jaxformer.config import ConfigError, HeadConfig, RecurrentConfig, StackConfig
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
@@ -210,7 +210,51 @@ def test_a_reader_learns_a_handful_of_questions(tmp_path, monkeypatch):
     assert {"", "light blue", "the grey dog"} <= {record["output"] for record in records}
 
 
-@pytest.mark.parametrize(("task", "roles"), [("masked_lm", "text"), ("tagging", "text, tags")])
+def test_sentences_learn_how_alike_they_are(tmp_path, monkeypatch, capsys):
+    """Scores that say how many words two sentences share, and nothing else: learned to the last rank."""
+    builders.one_device(monkeypatch)
+    rng, words = np.random.default_rng(0), ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    lines = []
+    for _ in range(16):
+        shared, *rest = (chunk.tolist() for chunk in np.split(rng.permutation(words), [2, 5]))
+        count = int(rng.integers(4))
+        lines.append((" ".join([*shared, *rest[0]]), " ".join([*shared, *rest[0][:count], *rest[1][count:]]), count))
+    for split in ("train", "validation"):
+        text = "\n".join(f"{a}\t{b}\t{count}" for a, b, count in lines)
+        (tmp_path / f"{split}.tsv").write_text(f"a\tb\tscore\n{text}\n")
+    config = overrides.defaults()
+    config.data.source, config.data.dir, config.task.name = "table", str(tmp_path), "similarity"
+    config.data.splits = {split: (f"{split}.tsv",) for split in ("train", "validation")}
+    config.data.columns, config.data.score_range = {"text": "a", "pair": "b", "score": "score"}, (0.0, 3.0)
+    config.data.tokenizer.kind, config.data.batch, config.data.length = "word", 16, 16
+    config.model.encoder = overrides.section(StackConfig, **TINY)
+    config.model.head.kind, config.model.head.pooling = "pair", "mean"
+    config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 80, 80, 0, 0.03
+    config.train.evaluate_every = config.train.checkpoint_every = 80
+    assert loop.train(overrides.freeze(config), tmp_path / "run") == 0
+    result = evaluate(tmp_path / "run", "validation")
+    assert result["loss"] < 0.01
+    assert result["spearman"] > 0.95 and result["pearson"] > 0.95
+    records = json.loads((tmp_path / "run" / "samples" / "validation.json").read_text())
+    assert [record["reference"] for record in records] == [f"{count / 3:.4f}" for *_, count in lines]
+    (tmp_path / "lines").write_text("".join(f"{a}\t{b}\n" for a, b, _ in lines[:3]))
+    capsys.readouterr()
+    arguments = ["decode", f"--workdir={tmp_path / 'run'}", f"--input={tmp_path / 'lines'}"]
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out.split() == [record["output"] for record in records[:3]]
+    (tmp_path / "lines").write_text("one two\n")
+    assert cli.main(arguments) == 2
+    assert "got 'one two', expected two sentences with a tab between them" in capsys.readouterr().err
+    without = {"text": "a", "pair": "b"}
+    config.data.columns = without
+    with pytest.raises(ConfigError, match="got an example without a score .*set data.columns.score, or task.objective"):
+        loop.train(overrides.freeze(config), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "roles"), [("masked_lm", "text"), ("tagging", "text, tags"), ("similarity", "text, pair")]
+)
 def test_data_without_what_a_task_reads_is_refused(task, roles, tmp_path):
     config = recipe()
     config = dataclasses.replace(config, task=dataclasses.replace(config.task, name=task))

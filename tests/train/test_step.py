@@ -19,6 +19,7 @@ from jaxformer.config import (
     DcnConfig,
     EmbedConfig,
     EncodingConfig,
+    HeadConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -32,6 +33,7 @@ from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel.collectives import collectives
 from jaxformer.train import optim, step
+from jaxformer.types import Batch, Slots
 
 ROWS = [5, 2, 4, 1, 3, 5, 2, 5]
 
@@ -158,6 +160,38 @@ def test_who_meets_once_a_step():
         with jax.set_mesh(meshes.make(MeshConfig(data=4, **{axis: 2}))):
             assert step.sums_apart(classifier, {}, builders.batch(classifier.model, ROWS)) == kept
     assert not step.sums_apart(config, {}, batch), "no mesh"
+
+
+def test_the_others_of_a_batch_are_those_of_all_devices_but_of_one_microbatch():
+    model = dataclasses.replace(builders.encoder(layers=1), head=HeadConfig(kind="pair", pooling="mean"))
+    task = tasks.get("similarity")
+    config = dataclasses.replace(
+        config_of(model), task=TaskConfig("similarity", objective="contrastive", temperature=0.5)
+    )
+    source = builders.stream(np.random.default_rng(0), [6] * 8, 8)
+    segment = np.repeat([[1, 1, 1, 2, 2, 2, 0, 0]], 8, axis=0).astype(np.int32)
+    source = source._replace(slots=Slots(np.repeat([[0, 1, 2, 0, 1, 2, 0, 0]], 8, axis=0).astype(np.int32), segment))
+    batch = Batch(source, None, np.ones(8, np.float32), np.ones(8, np.float32))
+    module, variables = builders.make(model)
+
+    def gradients(mesh: MeshConfig, devices: int, parts: int, *batches: Batch) -> list:
+        train = dataclasses.replace(config.train, accumulation=parts)
+        settings, place = dataclasses.replace(config, train=train), meshes.make(mesh, jax.devices()[:devices])
+
+        @jax.jit
+        def run(params, batch):
+            grads, _, sums = step.accumulate(settings, module, task, params, {}, batch, jax.random.key(0))
+            return grads, sums["loss"]
+
+        with jax.set_mesh(place):
+            return jax.device_get([run(variables["params"], step.place(batch, place)) for batch in batches])
+
+    rows = [jax.tree.map(lambda x: x[0::2], batch), jax.tree.map(lambda x: x[1::2], batch)]
+    (even, loss), (odd, other) = gradients(MeshConfig(), 1, 1, *rows)
+    ((grads, sums),) = gradients(MeshConfig(data=4, tensor=2), 8, 2, batch)
+    chex.assert_trees_all_close(grads, jax.tree.map(lambda x, y: (x + y) / 2, even, odd), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(sums, np.add(loss, other), rtol=1e-5)
+    assert sums[0] > 0.5, "one row a device: alone it would have nobody to be told from"
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,10 @@ from jaxformer import registry
 from jaxformer.config import ConfigError, DataConfig
 
 Example = Mapping[str, Any]
-"""Roles to values: "source" and "target", "text" (and "pair") as str, "label" as int, "tags" as a
-tuple of int, one for every part of "text" between blanks; "question" and "context" as str with "answers", a tuple of
-str (empty: there is none), and "starts", for each the character of the context where it begins (-1: not known)."""
+"""Roles to values: "source" and "target", "text" (and "pair") as str, "label" as int, "score" as float from 0 to 1,
+"tags" as a tuple of int, one for every part of "text" between blanks; "question" and "context" as str with "answers", a
+tuple of str (empty: there is none), and "starts", for each the character of the context where it begins (-1: not
+known)."""
 
 
 class Examples(Protocol):

@@ -113,7 +113,7 @@ def complete(rows: Iterable[tuple[str, dict[str, Any]]], split: str, roles: Iter
     Raises:
       ConfigError: an empty text in a split that is not "train".
     """
-    texts = [role for role in roles if role != "label"]
+    texts = [role for role in roles if role not in ("label", "score")]
     dropped, first = 0, ""
     for where, row in rows:
         empty = next((role for role in texts if not row[role].strip()), None)

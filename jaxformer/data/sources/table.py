@@ -3,8 +3,9 @@
     config.splits = {"train": ("train.tsv.gz",), "validation": ("dev.tsv",), "test": ("test.tsv",)}
     config.columns = {"text": "sentence", "label": "label"}
 
-Roles are source, target, text, pair (str) and label. Labels are integers or strings; they become class ids in the
-order of the training split's sorted names (numbers by value). Columns "#1", "#2" say that the file has no header line.
+Roles are source, target, text, pair (str), label and score. Labels are integers or strings; they become class ids in
+the order of the training split's sorted names (numbers by value). Scores are numbers from `config.score_range`, whose
+ends become 0 and 1. Columns "#1", "#2" say that the file has no header line.
 A TSV cell is what stands between two tabs: there is no quoting. Blank lines are skipped.
 """
 
@@ -16,12 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxformer import registry
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data import cache
 from jaxformer.data.sources import Dataset, _files
 
-ROLES = ("source", "target", "text", "pair", "label")
+ROLES = ("source", "target", "text", "pair", "label", "score")
 Row = tuple[str, dict[str, Any]]  # where it stands ("file:line"), and its fields by role
 
 
@@ -30,7 +33,7 @@ def build(config: DataConfig) -> Dataset:
 
     Raises:
       ConfigError: files missing, empty, damaged or not UTF-8; a column missing; malformed JSON or rows; an empty text
-        outside training; a label that training does not have.
+        outside training; a label that training does not have; a score outside of the range.
     """
     folder = _files.folder(config)
     columns = dict(config.columns)
@@ -47,17 +50,23 @@ def build(config: DataConfig) -> Dataset:
     def rows(split: str) -> Iterator[Row]:
         return itertools.chain.from_iterable(_reader(path)(path, columns) for path in splits[split])
 
+    def judged(split: str, classes: tuple[str, ...]) -> Iterator[Row]:
+        return _scored(_labelled(rows(split), classes), config.score_range)
+
     def parse() -> tuple[dict[str, Any], dict[str, cache.Rows]]:
         import tensorflow_datasets as tfds
 
-        features: dict[str, Any] = {role: tfds.features.Text() for role in columns if role != "label"}
+        features: dict[str, Any] = {role: tfds.features.Text() for role in columns if role not in ("label", "score")}
+        if "score" in columns:
+            features["score"] = tfds.features.Scalar(np.float32)
         classes: tuple[str, ...] = ()
         if "label" in columns:
             classes = _classes(row["label"] for _, row in rows("train"))
             features["label"] = tfds.features.ClassLabel(names=list(classes))
-        return features, {split: _files.complete(_labelled(rows(split), classes), split, columns) for split in splits}
+        return features, {split: _files.complete(judged(split, classes), split, columns) for split in splits}
 
     settings = (sorted(columns.items()), {split: len(paths) for split, paths in splits.items()})
+    settings += (config.score_range,) if "score" in columns else ()
     kinds = [_reader(path).__name__ for path in itertools.chain(*splits.values())]
     return _files.prepared(config, "table", itertools.chain(*splits.values()), (settings, kinds), parse)
 
@@ -104,8 +113,10 @@ def _value(record: dict[str, Any], role: str, column: str, where: str) -> str:
     value = record[_known(column, list(record), where)]
     if role == "label" and isinstance(value, int):
         return str(int(value))  # false and true are classes 0 and 1
+    if role == "score" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return repr(value)
     if not isinstance(value, str):
-        expected = "an integer or a string" if role == "label" else "a string"
+        expected = {"label": "an integer or a string", "score": "a number"}.get(role, "a string")
         raise ConfigError(f"{where}: got {type(value).__name__} in column {column!r}, expected {expected}")
     try:
         value.encode("utf-8")
@@ -137,6 +148,18 @@ def _labelled(rows: Iterator[Row], classes: tuple[str, ...]) -> Iterator[Row]:
         if "label" in row and row["label"] not in known:
             expected = f"expected one of the training split's: {', '.join(classes)}"
             raise ConfigError(f"{where}: got label {row['label']!r}, {expected}")
+        yield where, row
+
+
+def _scored(rows: Iterator[Row], score_range: tuple[float, ...]) -> Iterator[Row]:
+    """Rows whose scores are numbers of the range, as shares of it."""
+    for where, row in rows:
+        if "score" in row:
+            try:
+                score = float(row["score"])
+            except ValueError:
+                raise ConfigError(f"{where}: got score {row['score']!r}, expected a number; mend the data") from None
+            row["score"] = cache.scaled(score, score_range, where)
         yield where, row
 
 

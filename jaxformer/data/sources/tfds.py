@@ -6,9 +6,9 @@
     config.columns = {"source": "en", "target": "de"}                                 empty: what follows
 
 Without `columns`, a translation is read in the direction of its configuration's name ("de-en": German is the source),
-and the only text feature of another data set is the role text; a class feature named label is the label. "a/b" is
-feature b inside feature a. Preparing most stock data sets needs TensorFlow once (see `jaxformer.data.prepare`);
-reading never does.
+and the only text feature of another data set is the role text; a class feature named label is the label. The role score
+is a number from `config.score_range`; one outside is refused when it is read. "a/b" is feature b inside feature a.
+Preparing most stock data sets needs TensorFlow once (see `jaxformer.data.prepare`); reading never does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import numpy as np
 import tensorflow_datasets as tfds
 
 from jaxformer import registry
@@ -44,7 +45,7 @@ def build(config: DataConfig) -> Dataset:
             name = expression.split("[")[0]
             expected = f"expected one of {', '.join(own)} or a part, as train[:90%]{registry.nearest(name, own)}"
             raise ConfigError(f"data.splits.{split}: got {expression!r}, {expected}") from error
-        splits[split] = cache.Records(str(builder.data_path), expression, columns, length)
+        splits[split] = cache.Records(str(builder.data_path), expression, columns, length, config.score_range)
     if "train" not in splits:
         raise ConfigError(f"data.splits: got {', '.join(splits)}, expected a 'train' among them; say which part trains")
     classes = cache.classes({role: _feature(builder, column) for role, column in columns.items()})
@@ -106,6 +107,12 @@ def _check(builder: tfds.core.DatasetBuilder, role: str, column: str, name: str)
         known = error.args[0]
         expected = f"expected one of {', '.join(known)}{registry.nearest(column.split('/')[-1], known)}"
         raise ConfigError(f"data.columns.{role}: got {column!r}, which {name} does not have, {expected}") from error
+    if role == "score":
+        number = isinstance(feature, tfds.features.Tensor) and feature.shape == ()
+        if not number or np.dtype(feature.np_dtype).kind not in "iuf":
+            expected = "expected a number"
+            raise ConfigError(f"data.columns.score: got {column!r}, a {type(feature).__name__} in {name}, {expected}")
+        return
     wanted = tfds.features.ClassLabel if role in ("label", "tags") else tfds.features.Text
     single = isinstance(feature, wanted) and role != "tags"
     several = isinstance(feature, tfds.features.Sequence) and isinstance(feature.feature, wanted)
