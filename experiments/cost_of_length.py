@@ -32,10 +32,11 @@ CLAIM = (
     "the chain of products that wait for each other stays the same in self-attention and grows as T in recurrence."
 )
 RULE = (
-    "Supported if, for every shape drawn, over the last quadrupling of the length the exponent of the FLOPs is above 1.9 "
-    "for self-attention and within 0.02 of 1 for every recurrent layer, and over all lengths the exponent of the "
-    "chain is 0 for self-attention and above 0.95 for recurrence. Not supported if for some shape self-attention's FLOPs grow "
-    "with an exponent below 1.5 there, or its chain grows, or a recurrent layer's chain with an exponent below 0.5."
+    "Supported if, for every shape drawn, over the last quadrupling of the length the exponent of the FLOPs is above "
+    "1.9 for self-attention and within 0.02 of 1 for every recurrent layer, and over all lengths the exponent of the "
+    "chain is 0 for self-attention and above 0.95 for recurrence. Not supported if for some shape self-attention's "
+    "FLOPs grow with an exponent below 1.5 there, or its chain grows, or a recurrent layer's chain with an exponent "
+    "below 0.5."
 )
 ATTENTION = "self-attention"
 LAYERS = (ATTENTION, "rnn", "gru", "lstm")

@@ -43,8 +43,8 @@ RULE = (
     "about the most places the worst seed of some number of heads is more than 0.2 above the best of one head. Not "
     "supported if there no number of heads has a mean that is 0.05 above that of one head."
 )
-TOKENS = 4
-OFFSETS = (-1, 2, -3)  # where the places are; questions about one place are about the first
+TOKENS = 3
+OFFSETS = (-1, 2, -3, 4, -5)  # where the places are; questions about one place are about the first
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Scale:
 
 
 SCALES = {
-    "smoke": Scale((1, 4), (3,), seeds=2, steps=20, width=16),
-    "full": Scale((1, 2, 4, 8, 16), (1, 2, 3), seeds=3, steps=800, width=32),
+    "smoke": Scale((1, 4), (5,), seeds=2, steps=20, width=16),
+    "full": Scale((1, 2, 4, 8, 16), (1, 3, 5), seeds=3, steps=600, width=32),
 }
 
 
@@ -152,6 +152,7 @@ def judge(rows: list[dict]) -> Result:
 def plot(result: Result):
     made, (panel,) = experiment.figure("slots at which every place asked about is right")
     experiment.curves(panel, result, "heads", "accuracy", by="places")
+    panel.lines[0].set_linestyle("--")  # where all is right, lines lie on each other
     heads = result.levels("heads")
     panel.set_xscale("log", base=2)
     panel.set_xticks(heads, map(str, heads))

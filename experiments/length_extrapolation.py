@@ -67,15 +67,20 @@ class Scale:
 
 SCALES = {
     "smoke": Scale(("alibi", "learned"), seeds=2, steps=20, length=8, longest=32, layers=1, width=16),
-    "full": Scale((*CARRY, *LOSE), seeds=3, steps=1000, length=32, longest=256, layers=2, width=32),
+    "full": Scale((*CARRY, *LOSE), seeds=3, steps=1200, length=16, longest=128, layers=3, width=32),
 }
 
 
 def draw(rng: np.random.Generator, rows: int, length: int, first: int = 0) -> Batch:
-    """`rows` random sequences, each slot from `first` on labelled with the token `BACK` slots before it."""
+    """`rows` random sequences, each slot from `first` on labelled with the token `BACK` slots before it.
+
+    All begin with a token of their own: without any encoding it is what a slot can tell its position by, as the share
+    of attention that falls on it.
+    """
     tokens = rng.integers(0, TOKENS, (rows, length)).astype(np.int32)
+    tokens[:, 0] = TOKENS
     position = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-    judged = (position >= max(first, BACK)).astype(np.float32)
+    judged = (position > max(first - 1, BACK)).astype(np.float32)
     return Batch(None, Stream(tokens, Slots(position, np.ones_like(tokens))), np.roll(tokens, BACK, axis=1), judged)
 
 
@@ -98,7 +103,7 @@ def trainer_of(kind: str, scale: Scale) -> Trainer:
     stack = StackConfig(
         layers=scale.layers,
         width=scale.width,
-        embed=EmbedConfig(vocab=TOKENS, deviation=1.0),
+        embed=EmbedConfig(vocab=TOKENS + 1, deviation=1.0),
         encoding=encoding,
         attention=AttentionConfig(heads=4),
         ffn=FeedForwardConfig(width=2 * scale.width),

@@ -1,4 +1,4 @@
-"""Why positions are sines and cosines: a shift is one linear map, the same everywhere (Vaswani et al. 2017, section 3.5).
+"""Why positions are sines and cosines: a shift is one linear map, everywhere the same (Vaswani et al. 2017, 3.5).
 
 A pair (sin(w p), cos(w p)) is turned by the angle w n when p grows by n, so PE(p + n) = PE(p) R_n for every p, R_n made
 of 2 x 2 rotations. Rotations keep lengths, so PE(p) . PE(q) = sum_i cos(w_i (p - q)). Both need the sine and the cosine
