@@ -44,9 +44,9 @@ CLAIM = (
 RULE = (
     "The gap is the loss in evaluation less that with the statistics of training batches, of the same model on the "
     "same batches. Supported if in every condition the mean loss in evaluation is lower with layer norm, and batch "
-    "norm's gap is above 0.05 for every seed in the smallest batches of one length each, where it is larger in the mean "
-    "than in the largest mixed ones. Not supported if there its mean gap is below 0.01, or if in every condition batch "
-    "norm has the lower mean loss."
+    "norm's gap is above 0.05 for every seed in the smallest batches of one length each, where it is larger in the "
+    "mean than in the largest mixed ones. Not supported if there its mean gap is below 0.01, or if in every condition "
+    "batch norm has the lower mean loss."
 )
 TOKENS, COUNTS = 8, 8
 LENGTHS = (4, 16)  # least and most

@@ -40,7 +40,7 @@ CLAIM = (
 )
 RULE = (
     "In nats a hidden token, for every seed and length of the gap: supported if the encoder's loss is below the "
-    "optimum of the left side alone, and both models are less than 0.05 above their own optimum. Not supported if for "
+    "optimum of the left side alone, and both models are within 0.05 of their own optimum. Not supported if for "
     "some length the encoder's mean loss is above the optimum of the left side, or a causal model's is below it by "
     "more than 0.05."
 )
@@ -172,7 +172,7 @@ def judge(rows: list[dict]) -> Result:
     ahead = {gap: at("optimum", LEFT, gap) - at("loss", BOTH, gap) for gap in gaps}
     above = {sides: result.values("above", sees=sides) for sides in (BOTH, LEFT)}
     least = min(ahead, key=lambda gap: ahead[gap].min())
-    supported = ahead[least].min() > 0 and max(map(max, above.values())) < 0.05
+    supported = ahead[least].min() > 0 and max(abs(value) for values in above.values() for value in values) < 0.05
     refuted = any(ahead[gap].mean() < 0 or at("above", LEFT, gap).mean() < -0.05 for gap in gaps)
     reason = (
         f"The encoder's loss is {ahead[least].min():.3f} nats or more below the optimum of the left side (least at a "

@@ -168,7 +168,7 @@ def judge(rows: list[dict]) -> Result:
     supported = whole.max() < 0.1 and (alone - guess).min() > 0 and off < 0.1
     refuted = whole.mean() > 0.5 * entropy.mean() or (alone - entropy).mean() < 0.1
     reason = (
-        f"After {last} steps the loss without the mask is {whole.mean():.3f} nats on whole sequences and "
+        f"After {last} steps the loss without the mask is {whole.mean():.2g} nats on whole sequences and "
         f"{alone.mean():.2f} on prefixes, where the entropy rate is {entropy.mean():.2f} and the frequencies have "
         f"{guess.mean():.2f}; with the mask both losses are within {off:.3f} of the entropy rate ({len(whole)} seeds)."
     )
@@ -183,6 +183,7 @@ def plot(result: Result):
             panel.axhline(np.mean(result.values(name)), color="0.3", lw=1.0, ls=style, label=label)
         panel.set_xscale("symlog", base=2, linthresh=25)
         panel.set_xticks(result.levels("steps"), map(str, result.levels("steps")))
+        panel.set_xlim(-3, 1.1 * max(result.levels("steps")))
         panel.set_ylim(0.0)
         panel.set_xlabel("steps of training")
         panel.set_ylabel("nats a token")
