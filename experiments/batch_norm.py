@@ -150,18 +150,20 @@ def judge(rows: list[dict]) -> Result:
     worse = [mean("loss", "batch", *where) - mean("loss", "layer", *where) for where in each]
     hardest = result.values("gap", norm="batch norm", batch=min(sizes), lengths=ALIKE)
     easiest = mean("gap", "batch", max(sizes), MIXED)
+    largest = max(mean("gap", "batch", *where) for where in each)
     supported = min(worse) > 0 and min(hardest) > 0.05 and np.mean(hardest) > easiest
     refuted = np.mean(hardest) < 0.01 or max(worse) < 0
     reason = (
-        f"In batches of {min(sizes)} sequences of one length batch norm's loss is {np.mean(hardest):+.3f} nats higher "
-        f"in evaluation than with the batch's own statistics, in mixed ones of {max(sizes)} {easiest:+.3f}; in "
-        f"evaluation it is {min(worse):+.3f} to {max(worse):+.3f} from layer norm's (mean of {len(hardest)} seeds)."
+        f"Batch norm's loss in evaluation less that with the batch's own statistics is {np.mean(hardest):+.3f} nats in "
+        f"batches of {min(sizes)} sequences of one length, {easiest:+.3f} in mixed ones of {max(sizes)}, and at most "
+        f"{largest:+.3f}; in evaluation it is {min(worse):+.3f} to {max(worse):+.3f} from layer norm's (mean of "
+        f"{len(hardest)} seeds)."
     )
     return dataclasses.replace(result, verdict=verdict(bool(supported), bool(refuted)), reason=reason)
 
 
 def plot(result: Result):
-    made, panels = experiment.figure("loss in evaluation", "less the loss with the batch's own statistics")
+    made, panels = experiment.figure("loss in evaluation", "less that with the batch's own statistics")
     names = list(itertools.product(result.levels("batch"), result.levels("lengths")))
     for panel, measure in zip(panels, ("loss", "gap")):
         for offset, norm, colour in zip((-0.1, 0.1), result.levels("norm"), experiment.COLOURS):

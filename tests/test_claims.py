@@ -203,8 +203,8 @@ def costs(power: float, steps: float) -> list[dict]:
 
 
 def alignments(aligned: float, accuracy: float) -> list[dict]:
-    made = {("copy", 9): {"aligned": 0.95, "accuracy": 0.95}}
-    return rows(made | {("reverse", 9): {"aligned": aligned, "accuracy": accuracy}}, "order", "steps")
+    made = {("copy", 9): {"aligned": 0.95, "behind": 0.1, "accuracy": 0.95}}
+    return rows(made | {("reverse", 9): {"aligned": aligned, "behind": 0.1, "accuracy": accuracy}}, "order", "steps")
 
 
 GOOD, BAD, OPEN = "supported", "not supported", "unclear"
