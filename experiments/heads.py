@@ -152,7 +152,7 @@ def judge(rows: list[dict]) -> Result:
 def plot(result: Result):
     made, (panel,) = experiment.figure("slots at which every place asked about is right")
     experiment.curves(panel, result, "heads", "accuracy", by="places")
-    panel.lines[0].set_linestyle("--")  # where all is right, lines lie on each other
+    panel.lines[0].set(linestyle="--", zorder=3)  # where all is right, lines lie on each other
     heads = result.levels("heads")
     panel.set_xscale("log", base=2)
     panel.set_xticks(heads, map(str, heads))

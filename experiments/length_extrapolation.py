@@ -150,8 +150,12 @@ def judge(rows: list[dict]) -> Result:
     """Applies `RULE`."""
     result = Result(("positions", "times"), tuple(rows), "unclear", "")
     farthest = max(result.levels("times"))
-    near, far = ({kind: result.values("accuracy", positions=kind, times=times) for kind in result.levels("positions")}
-                 for times in (1, farthest))  # fmt: skip
+
+    def at(times: int) -> dict[str, list[float]]:
+        kinds = result.levels("positions")
+        return {kind: result.values("accuracy", positions=kind, times=times) for kind in kinds}
+
+    near, far = at(1), at(farthest)
     learnt = [kind for kind in near if min(near[kind]) > 0.9]
     carry, lose = ([far[kind] for kind in kinds if kind in learnt] for kinds in (CARRY, LOSE))
     supported = len(learnt) == len(near) and min(map(min, carry)) > 0.9 and max(map(max, lose)) < 0.9

@@ -135,8 +135,8 @@ def judge(rows: list[dict]) -> Result:
 
     found = []
     for rate in result.levels("rate"):
-        pre, post, warm = (at(f"{order}-norm, {how}", rate) for order, how in
-                           (("pre", PLAIN), ("post", PLAIN), ("post", WARM)))  # fmt: skip
+        pre, post = (at(f"{order}-norm, {PLAIN}", rate) for order in ("pre", "post"))
+        warm = at(f"post-norm, {WARM}", rate)
         gap = min(pre) - max(post)
         rescued = min(warm) - max(post) if warm else float("-inf")
         found.append((min(gap, rescued), float(np.mean(pre) - np.mean(post)), rate, pre, post, warm))
