@@ -1,0 +1,191 @@
+"""What the causal mask is for: without it a language model copies the next token from its input.
+
+Trained on whole sequences with labels one slot later (Vaswani et al. 2017, section 3.1), a model whose slot t sees slot
+t + 1 finds its label there. Its training loss says nothing then about what it knows when the future is not there, which
+is how text is generated: every slot is judged again on its prefix alone. The text is a Markov chain, so that the best
+possible loss, its entropy rate, is known, and so is that of a guess from the tokens' frequencies.
+
+    jaxformer experiment causal_mask --scale=full --workdir=runs/causal_mask
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxformer import experiment
+from jaxformer.config import (
+    AttentionConfig,
+    Config,
+    EmbedConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    StackConfig,
+    TaskConfig,
+    TrainConfig,
+)
+from jaxformer.experiment import Result, progress, verdict
+from jaxformer.train.fit import Trainer
+from jaxformer.types import Batch, Slots, Stream
+
+CLAIM = (
+    "Without the causal mask the training loss falls below the entropy of the text, near 0, and the prediction of the "
+    "next token from the past alone is no better than a guess from the tokens' frequencies; with it both losses are "
+    "the entropy."
+)
+RULE = (
+    "In nats a token, after the last step: supported if for every seed the loss without the mask is below 0.1 on whole "
+    "sequences and above that of the frequencies on prefixes, and with the mask both are less than 0.1 from the "
+    "entropy rate. Not supported if without the mask the mean loss on whole sequences is above half the entropy rate, "
+    "or that on prefixes less than 0.1 above the entropy rate."
+)
+MASKED, OPEN = "causal mask", "no mask"
+TOKENS, LENGTH = 8, 12
+SHARPNESS = 1.5  # of the chain's transitions: standard deviation of their logits
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the trial is: measured after each of `steps` updates of `batch` sequences."""
+
+    steps: tuple[int, ...]
+    seeds: int
+    width: int
+    batch: int = 32
+    tests: int = 64
+
+
+SCALES = {
+    "smoke": Scale((10, 20), seeds=2, width=16),
+    "full": Scale((0, 25, 50, 100, 200, 400, 800), seeds=3, width=32, tests=256),
+}
+
+
+class Chain:
+    """A random Markov chain with `transitions` `[V, V]`, whose rows sum to 1."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng([2, seed])
+        weights = np.exp(SHARPNESS * rng.standard_normal((TOKENS, TOKENS)))
+        self.transitions = weights / weights.sum(axis=1, keepdims=True)
+        self.stationary = np.linalg.matrix_power(self.transitions, 1000)[0]
+        self.rate = float(-np.sum(self.stationary[:, None] * self.transitions * np.log(self.transitions)))
+        self.guess = float(-np.sum(self.stationary * np.log(self.stationary)))
+
+    def draw(self, rng: np.random.Generator, rows: int) -> Batch:
+        """`rows` texts with labels one slot later. The last slot, whose label is no input, is not judged."""
+        edges = np.cumsum(self.transitions, axis=1)[:, :-1]
+        tokens = [rng.choice(TOKENS, rows, p=self.stationary)]
+        for _ in range(LENGTH):
+            tokens.append((edges[tokens[-1]] < rng.random((rows, 1))).sum(axis=1))
+        text = np.stack(tokens, axis=1).astype(np.int32)
+        at = np.tile(np.arange(LENGTH, dtype=np.int32), (rows, 1))
+        judged = (at < LENGTH - 1).astype(np.float32)
+        return Batch(None, Stream(text[:, :-1], Slots(at, np.ones_like(at))), text[:, 1:], judged)
+
+
+def prefixes(batch: Batch) -> Batch:
+    """Every text once for each of its judged slots, of which it is the last one: what comes after it is not there."""
+    rows, slots = batch.labels.shape
+    copies = Batch(*(None if x is None else np.repeat(x, slots - 1, axis=0) for x in (None, None, *batch[2:])))
+    tokens, position = (np.repeat(x, slots - 1, axis=0) for x in (batch.target.tokens, batch.target.slots.position))
+    last = np.tile(np.arange(slots - 1), rows)[:, None]
+    here = position <= last
+    stream = Stream(np.where(here, tokens, 0), Slots(np.where(here, position, 0), here.astype(np.int32)))
+    return copies._replace(target=stream, weights=(position == last).astype(np.float32))
+
+
+def trainer_of(model: str, scale: Scale) -> Trainer:
+    stack = StackConfig(
+        layers=2,
+        width=scale.width,
+        embed=EmbedConfig(vocab=TOKENS),
+        attention=AttentionConfig(heads=4),
+        ffn=FeedForwardConfig(width=2 * scale.width),
+        causal=model == MASKED,
+        unroll=1,
+    )
+    config = Config(
+        model=ModelConfig(decoder=stack, head=HeadConfig(tied=False)),
+        task=TaskConfig(name="language_modelling"),
+        optimizer=OptimizerConfig(name="adam"),
+        schedule=ScheduleConfig(kind="constant", peak=3e-3, warmup=20),
+        train=TrainConfig(steps=scale.steps[-1]),
+    )
+    return Trainer(config)
+
+
+def run(scale: str) -> Result:
+    rows, size = [], SCALES[scale]
+    for model in (MASKED, OPEN):
+        trainer = trainer_of(model, size)
+        for seed in range(size.seeds):
+            chain = Chain(seed)
+            rng = np.random.default_rng([0, seed])
+            tests = chain.draw(np.random.default_rng([1, seed]), size.tests)
+            # In batches of one shape, so that whole sequences and prefixes are measured by one program.
+            parts = [prefixes(tests), tests]
+            state, done = trainer.train(seed, ()), 0
+            for steps in size.steps:
+                more = (chain.draw(rng, size.batch) for _ in range(steps - done))
+                state, done = trainer.train(seed, more, state), steps
+                alone, whole = (trainer.measure(state, cut(part, size.tests))["loss"] for part in parts)
+                row = {"model": model, "steps": steps, "seed": seed, "whole": whole, "prefix": alone}
+                rows.append(row | {"entropy": chain.rate, "frequencies": chain.guess})
+            progress(f"{model}, seed {seed}: whole {whole:.3f}, prefix {alone:.3f}, entropy {chain.rate:.3f}")
+    return judge(rows)
+
+
+def cut(batch: Batch, rows: int) -> list[Batch]:
+    """A batch as several of `rows` rows, which divide it."""
+    count = batch.labels.shape[0] // rows
+
+    def part(index: int) -> Batch:
+        some = slice(index * rows, (index + 1) * rows)
+        target = batch.target
+        stream = Stream(target.tokens[some], Slots(target.slots.position[some], target.slots.segment[some]))
+        return Batch(None, stream, batch.labels[some], batch.weights[some])
+
+    return [part(index) for index in range(count)]
+
+
+def judge(rows: list[dict]) -> Result:
+    """Applies `RULE`."""
+    result = Result(("model", "steps"), tuple(rows), "unclear", "")
+    last = max(result.levels("steps"))
+
+    def at(measure: str, model: str) -> np.ndarray:
+        return np.array(result.values(measure, model=model, steps=last))
+
+    entropy, guess = at("entropy", OPEN), at("frequencies", OPEN)
+    whole, alone = at("whole", OPEN), at("prefix", OPEN)
+    off = max(np.abs(at(measure, MASKED) - at("entropy", MASKED)).max() for measure in ("whole", "prefix"))
+    supported = whole.max() < 0.1 and (alone - guess).min() > 0 and off < 0.1
+    refuted = whole.mean() > 0.5 * entropy.mean() or (alone - entropy).mean() < 0.1
+    reason = (
+        f"After {last} steps the loss without the mask is {whole.mean():.2g} nats on whole sequences and "
+        f"{alone.mean():.2f} on prefixes, where the entropy rate is {entropy.mean():.2f} and the frequencies have "
+        f"{guess.mean():.2f}; with the mask both losses are within {off:.3f} of the entropy rate ({len(whole)} seeds)."
+    )
+    return dataclasses.replace(result, verdict=verdict(bool(supported), bool(refuted)), reason=reason)
+
+
+def plot(result: Result):
+    made, panels = experiment.figure("whole sequences, as in training", "the past alone, as in generation")
+    for panel, measure in zip(panels, ("whole", "prefix")):
+        experiment.curves(panel, result, "steps", measure, by="model")
+        for name, style, label in (("entropy", "--", "entropy rate"), ("frequencies", ":", "tokens' frequencies")):
+            panel.axhline(np.mean(result.values(name)), color="0.3", lw=1.0, ls=style, label=label)
+        panel.set_xscale("symlog", base=2, linthresh=25)
+        panel.set_xticks(result.levels("steps"), map(str, result.levels("steps")))
+        panel.set_xlim(-3, 1.1 * max(result.levels("steps")))
+        panel.set_ylim(0.0)
+        panel.set_xlabel("steps of training")
+        panel.set_ylabel("nats a token")
+    experiment.legend(made, panels[0])
+    return made
