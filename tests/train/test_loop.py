@@ -194,11 +194,11 @@ def test_a_reader_learns_a_handful_of_questions(tmp_path, monkeypatch):
     config = overrides.defaults()
     config.data.source, config.data.dir, config.task.name = "squad", str(tmp_path), "answering"
     config.data.splits = {"train": ("a.json",), "validation": ("a.json",)}
-    config.task.unanswerable = True
+    config.task.unanswerable, config.train.seed = True, 1
     config.data.tokenizer.kind, config.data.batch, config.data.length = "word", 12, 16
-    config.model.encoder = overrides.section(StackConfig, **{**TINY, "embed": dict(kinds=2)})
+    config.model.encoder = overrides.section(StackConfig, **{**TINY, "width": 32, "embed": dict(kinds=2)})
     config.model.head.kind = "slots"
-    config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 250, 250, 0, 0.02
+    config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 250, 250, 20, 0.01
     config.train.evaluate_every = config.train.checkpoint_every = 250
     assert loop.train(overrides.freeze(config), tmp_path / "run") == 0
     model = checkpoint.load(tmp_path / "run")
