@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import math
 import re
 import string
@@ -250,6 +251,22 @@ def bleu_tokenised(hypotheses: Sequence[str], references: Sequence[str], languag
     metric = _metric("BLEU", tokenize="none", force=True)
     score = _corpus(metric, moses(hypotheses, language), moses(references, language))
     return Score(score.value, f"{score.signature}|input:lc.norm.tok.{language}(sacremoses)")
+
+
+def rouge(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Score]:
+    """ROUGE-1, ROUGE-2 and ROUGE-L, 0 to 100: F1 of shared words, of shared pairs of words and of the longest common
+    subsequence, mean over texts (Lin 2004). Words are lower-case letters and digits, stemmed if longer than 3."""
+    from rouge_score import rouge_scorer
+
+    _paired(hypotheses, references)
+    names = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rouge_l"}
+    scorer = rouge_scorer.RougeScorer(list(names), use_stemmer=True)
+    each = [scorer.score(*pair) for pair in zip(references, hypotheses, strict=True)]
+    signature = f"f1|stem:porter|mean|version:rouge-score {importlib.metadata.version('rouge-score')}"
+    mean = {
+        name: 100.0 * float(np.mean([found[name].fmeasure for found in each])) if each else math.nan for name in names
+    }
+    return {ours: Score(mean[theirs], signature) for theirs, ours in names.items()}
 
 
 def moses(texts: Sequence[str], language: str) -> list[str]:

@@ -249,6 +249,20 @@ def test_chrf_of_equal_and_of_disjoint_text():
     assert metrics.chrf(["xyz"], ["abc"]).value == 0.0
 
 
+def test_rouge_by_hand():
+    found = metrics.rouge(["The cats, sat on mats", "x"], ["a cat sat on the mat", "y"])
+    # Stemmed: the cat sat on mat / a cat sat on the mat. 5 words of 5 and 6 are shared, 2 pairs (cat sat, sat on) of 4
+    # and 5, and the longest common subsequence is cat sat on mat. The second pair of texts shares nothing.
+    expected = {"rouge1": 2 * 5 / 11, "rouge2": 2 * 2 / 9, "rouge_l": 2 * 4 / 11}
+    assert {name: score.value for name, score in found.items()} == pytest.approx(
+        {name: 100 * value / 2 for name, value in expected.items()}
+    )
+    assert found["rouge1"].signature.startswith("f1|stem:porter|mean|version:rouge-score ")
+    assert all(math.isnan(score.value) for score in metrics.rouge([], []).values())
+    with pytest.raises(ValueError, match="got 1 hypotheses, expected 2"):
+        metrics.rouge(["a"], ["a", "b"])
+
+
 def test_exact_match_is_a_share():
     assert metrics.exact_match(["a b ", "c", "D"], ["a b", "c", "d"]) == pytest.approx(2 / 3)
     assert math.isnan(metrics.exact_match([], []))

@@ -7,6 +7,7 @@ from jaxformer.config import Config, DecodeConfig
 
 SHAPES: dict[str, tuple[str, str, str]] = {
     "translation": ("encoder decoder", "tokens", "an encoder and a decoder"),
+    "summarisation": ("encoder decoder", "tokens", "an encoder and a decoder"),
     "language_modelling": ("decoder", "tokens", "a decoder alone"),
     "masked_lm": ("encoder", "tokens", "an encoder alone"),
     "classification": ("encoder|decoder", "classes", "an encoder or a decoder, not both"),

@@ -42,6 +42,9 @@ TASKS = {
 }
 """Head -> the task that trains it here. The others are called here, and not trained."""
 
+SAME = {"summarisation": "translation"}
+"""Task -> the one of `TASKS` whose head it trains; they differ in what is measured."""
+
 BODIES = ("encoder", "bare", "model")
 """Our words for no head at all, the one with the fewest parameters first."""
 

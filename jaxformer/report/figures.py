@@ -48,6 +48,9 @@ LABELS = {
     "spearman": "Spearman's rank correlation (-1 to 1)",
     "pearson": "Pearson's correlation (-1 to 1)",
     "bleu": "BLEU (0 to 100)",
+    "rouge1": "ROUGE-1 F1 (0 to 100)",
+    "rouge2": "ROUGE-2 F1 (0 to 100)",
+    "rouge_l": "ROUGE-L F1 (0 to 100)",
     "bleu_lc_tok": "BLEU, lower-cased and tokenised (0 to 100)",
     "chrf": "chrF (0 to 100)",
 }

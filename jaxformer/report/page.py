@@ -159,6 +159,7 @@ def headline(values: dict[str, Any]) -> list[str]:
     """The measures that a result is known by."""
     known = (
         ("bleu", "bleu_lc_tok"),
+        ("rouge1", "rouge2", "rouge_l"),
         ("spearman", "pearson"),
         ("accuracy", "f1"),
         ("word_perplexity", "bits_per_byte"),
@@ -228,7 +229,7 @@ def _part(run: Run, name: str) -> str:
     return f" (first {count:,})" if count else ""
 
 
-DECODED = ("bleu", "bleu_lc_tok", "chrf", "exact_match")
+DECODED = ("bleu", "bleu_lc_tok", "chrf", "rouge1", "rouge2", "rouge_l", "exact_match")
 """Measures of decoded text, of which training decodes only so much."""
 
 

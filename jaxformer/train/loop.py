@@ -323,13 +323,19 @@ def resolve(config: Config, dataset: Dataset, tokenizers: Tokenizers) -> Config:
     """The config with the sizes that only data and tokenizers know.
 
     Raises:
-      ConfigError: it names another number of classes than the data has.
+      ConfigError: it names another number of classes than the data has, or fewer rows than the tokenizer has tokens.
     """
     names = tasks.get(config.task.name).classes or dataset.classes
     classes, head = None if names is None else len(names), config.model.head
     if head.kind in ("classes", "slots") and classes is not None and head.classes not in (None, classes):
         raise ConfigError(f"config.model.head.classes: got {head.classes}, expected {classes} (the data's) or None")
     model = build.resolve(config.model, tokenizers.source.vocab, tokenizers.target.vocab, classes)
+    for part in model.parts:
+        rows = getattr(model, part).embed.vocab
+        size = (tokenizers.source if part.endswith("encoder") else tokenizers.target).size
+        if rows < size:  # JAX reads NaN beyond the end of a table
+            expected = f"at least {size}, the tokenizer's tokens; take the tokenizer that the model was made for"
+            raise ConfigError(f"config.model.{part}.embed.vocab: got {rows}, expected {expected}")
     decodes = model.decoder is not None or model.recurrent_decoder is not None
     side = tokenizers.target if decodes else tokenizers.source
     task = dataclasses.replace(config.task, classes=names or (), vocab=side.size)

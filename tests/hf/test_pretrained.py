@@ -497,6 +497,14 @@ def test_any_task_takes_a_directory_s_body_with_a_head_of_its_own(bert):
     assert workdirs.ORIGIN.model(config)[0].head == table.SPANS
 
 
+@pytest.mark.parametrize("task", ["translation", "summarisation"])
+def test_text_to_text_begins_with_all_of_a_directory(task, tmp_path):
+    write_directory(tmp_path / "bart", "bart", "seq2seq", BART)
+    config = Config(init=InitConfig(directory=str(tmp_path / "bart")), task=TaskConfig(name=task))
+    model = workdirs.ORIGIN.model(config)[0]
+    assert (model.head.kind, model.decoder.width) == ("tokens", model.encoder.width)
+
+
 def test_a_model_of_sentences_begins_and_is_exported_as_a_body(bert, tmp_path, caplog):
     head = HeadConfig(kind="pair", pooling="mean")
     config = Config(model=ModelConfig(head=head), init=InitConfig(directory=str(bert)), task=TaskConfig("similarity"))
@@ -505,7 +513,7 @@ def test_a_model_of_sentences_begins_and_is_exported_as_a_body(bert, tmp_path, c
     config = dataclasses.replace(config, model=model)
     params = workdirs.ORIGIN.params(config, jax.tree.map(jnp.zeros_like, builders.make(model)[1]["params"]))
     trained = pretrained.Pretrained(
-        build.build(model), params, {}, config, tokenizers, head=pretrained.head_of_model(model)
+        build.build(model), params, {}, config, tokenizers, head=pretrained.head_of_model(config)
     )
     trained.save_pretrained(tmp_path / "out")
     assert "the mean pooling of its last hidden states" in caplog.text

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxformer import checkpoint, cli, overrides
-from jaxformer.config import ConfigError, HeadConfig, RecurrentConfig, StackConfig
+from jaxformer.config import ConfigError, EmbedConfig, HeadConfig, RecurrentConfig, StackConfig
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.train import loop
@@ -273,6 +273,20 @@ def test_a_head_has_as_many_classes_as_the_data():
         loop.resolve(config, dataset, tokenizers)
     three = Dataset({}, "", ("a", "b", "c"))
     assert loop.resolve(config, three, tokenizers).model.head.classes == 3
+
+
+def test_a_table_has_a_row_for_every_token():
+    config, tokenizers = recipe(), Tokenizers.build(recipe().data, [{"text": "ab"}], ("text",))
+    size = tokenizers.source.size
+
+    def with_rows(count):
+        encoder = dataclasses.replace(config.model.encoder, embed=EmbedConfig(vocab=count))
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, encoder=encoder))
+
+    assert loop.resolve(with_rows(size), Dataset({}, ""), tokenizers).model.encoder.embed.vocab == size
+    message = f"config.model.encoder.embed.vocab: got {size - 1}, expected at least {size}, the tokenizer's tokens"
+    with pytest.raises(ConfigError, match=message):
+        loop.resolve(with_rows(size - 1), Dataset({}, ""), tokenizers)
 
 
 def test_the_rate_leaves_out_what_is_not_training(monkeypatch):

@@ -1,0 +1,58 @@
+"""The subject line of an email, from scratch (AESLC, Zhang and Tetreault 2019).
+
+Command:  python -m jaxformer train --config=configs/aeslc.py --workdir=runs/aeslc --config.data.dir=DIR
+          python -m jaxformer evaluate --workdir=runs/aeslc --split=test
+Hardware: 2 CPU cores
+Time:     not measured yet
+Score:    not measured yet
+"""
+
+from jaxformer.config import StackConfig
+from jaxformer.overrides import defaults, section
+
+
+def get_config():
+    config = defaults()
+    config.data.source = "table"
+    config.data.splits = {"train": ("train.jsonl.gz",), "validation": ("dev.jsonl.gz",), "test": ("test.jsonl.gz",)}
+    config.data.columns = {"source": "email", "target": "subject"}
+    config.data.tokenizer.kind = "bpe"
+    config.data.tokenizer.vocab = 8000
+    config.data.tokenizer.lowercase = True
+    config.data.tokens = 8192
+    config.data.batch = 256
+    config.data.length = 128  # an email's beginning
+    config.data.buckets = (32, 64, 128)
+    config.task.name = "summarisation"
+    config.task.label_smoothing = 0.1
+
+    stack = dict(
+        layers=2,
+        width=128,
+        dropout=0.3,
+        embed=dict(scale=True, dropout=0.3),
+        attention=dict(heads=4),
+        ffn=dict(width=256, activation="relu"),
+    )
+    config.model.encoder = section(StackConfig, **stack)
+    config.model.decoder = section(StackConfig, **stack)
+    config.model.share_embeddings = True
+
+    config.optimizer.beta2 = 0.98
+    config.schedule.kind = "linear"
+    config.schedule.peak = 3e-3
+    config.schedule.warmup = 200
+    config.schedule.floor = 0.02
+    config.train.steps = 1400
+    config.train.evaluate_every = 350
+    config.train.checkpoint_every = 100
+    config.checkpoint.keep_last = 5
+    config.checkpoint.average = 5
+    config.evaluate.decode_examples = 200
+    config.evaluate.samples = 5
+    config.decode.method = "beam"
+    config.decode.beams = 5
+    config.decode.length_penalty = 1.0
+    config.decode.max_length = 24
+    config.decode.no_repeat_ngram = 2
+    return config
