@@ -1,5 +1,6 @@
 """The benchmark scripts run, at toy size, and write what they print."""
 
+import gzip
 import importlib.util
 import json
 import os
@@ -348,3 +349,16 @@ def test_baselines_of_questions_know_what_stands_beside_their_words(tmp_path, ca
     assert header == "test: 1 questions"
     assert first.split() == ["random", "100.0", "100.0"]  # as many words as the answer has: all
     assert [row.split()[1] for row in rows] == ["1", "2", "3", "5", "8"]
+
+
+def test_the_first_words_of_texts_are_judged(tmp_path, capsys):
+    for split in ("train", "dev", "test"):
+        with gzip.open(tmp_path / f"{split}.jsonl.gz", "wt") as file:
+            file.write(json.dumps({"email": "one two\nthree four five six seven eight", "subject": "One, two!"}) + "\n")
+    folders = [f"--config.data.dir={tmp_path}", f"--config.data.cache={tmp_path / 'cache'}"]
+    assert script("lead_baseline").main([f"--config={ROOT / 'configs' / 'aeslc.py'}", *folders]) == 0
+    header, _, four, eight, *_ = capsys.readouterr().out.splitlines()
+    assert header == "test: 1 texts"
+    # Words shared: 2 of 4 (or 8) and of 2; pairs: 1 of 3 (or 7) and of 1.
+    assert four.split() == ["lead", "4", "66.7", "50.0", "66.7"]
+    assert eight.split() == ["lead", "8", "40.0", "25.0", "40.0"]
