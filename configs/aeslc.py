@@ -3,8 +3,8 @@
 Command:  python -m jaxformer train --config=configs/aeslc.py --workdir=runs/aeslc --config.data.dir=DIR
           python -m jaxformer evaluate --workdir=runs/aeslc --split=test
 Hardware: 2 CPU cores
-Time:     not measured yet
-Score:    not measured yet
+Time:     15 minutes beside other work
+Score:    test ROUGE-1, 2 and L 11.1, 3.4 and 11.1 (beam 5); the first 16 words of the email have 14.9, 6.2 and 13.6
 """
 
 from jaxformer.config import StackConfig
