@@ -38,7 +38,8 @@ def serves(x: Float[Array, "..."]) -> bool:
 
 def once() -> dict[str, int] | None:
     """Compiler options for a program that runs once: LLVM is done sooner, and last bits may differ."""
-    return {"xla_backend_optimization_level": 1} if mesh.platform() == "cpu" else None
+    less = jax.config.read("jax_disable_most_optimizations")  # then it is less already
+    return {"xla_backend_optimization_level": 1} if mesh.platform() == "cpu" and not less else None
 
 
 def exchanges_apart(*axes: tuple[str | None, int]) -> bool:
