@@ -30,9 +30,10 @@ from jaxformer.config import (
     TaskConfig,
     TrainConfig,
 )
+from jaxformer.data.markov import Chain
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer
-from jaxformer.types import Batch, Slots, Stream
+from jaxformer.train.fit import Trainer, stream
+from jaxformer.types import Batch
 
 CLAIM = (
     "An encoder that sees both sides of a gap fills it better than the best model that sees its left side alone can, "
@@ -47,7 +48,6 @@ RULE = (
 BOTH, LEFT = "both sides", "left side"
 TOKENS = 6
 GAP = TOKENS  # the token that stands for a hidden one
-SHARPNESS = 1.5  # of the transitions: standard deviation of their logits
 
 
 @dataclass(frozen=True)
@@ -69,33 +69,15 @@ SCALES = {
 }
 
 
-class Chain:
-    """A random Markov chain: `transitions` `[V, V]`, rows sum to 1, and its `stationary` distribution `[V]`."""
-
-    def __init__(self, seed: int) -> None:
-        rng = np.random.default_rng([2, seed])
-        weights = np.exp(SHARPNESS * rng.standard_normal((TOKENS, TOKENS)))
-        self.transitions = weights / weights.sum(axis=1, keepdims=True)
-        self.stationary = np.linalg.matrix_power(self.transitions, 1000)[0]
-
-    def draw(self, rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
-        """Texts `[rows, length]` from the stationary chain."""
-        uniform = rng.random((length, rows))
-        tokens = [np.searchsorted(np.cumsum(self.stationary)[:-1], uniform[0])]
-        edges = np.cumsum(self.transitions, axis=1)[:, :-1]
-        for each in uniform[1:]:
-            tokens.append((edges[tokens[-1]] < each[:, None]).sum(axis=1))
-        return np.stack(tokens, axis=1).astype(np.int32)
-
-    def optimum(self, gap: int, sides: str) -> float:
-        """The conditional entropy, in nats, of a hidden token of a gap of `gap`, the mean over its slots."""
-        power = [np.linalg.matrix_power(self.transitions, n) for n in range(gap + 2)]
-        total = 0.0
-        for i in range(1, gap + 1):
-            joint = self.stationary[:, None, None] * power[i][:, :, None] * power[gap + 1 - i][None]  # [a, x, b]
-            joint = joint.sum(axis=2, keepdims=True) if sides == LEFT else joint
-            total -= np.sum(joint * np.log(joint / joint.sum(axis=1, keepdims=True)))
-        return float(total / gap)
+def optimum(chain: Chain, gap: int, sides: str) -> float:
+    """The conditional entropy, in nats, of a hidden token of a gap of `gap`, the mean over its slots."""
+    power = [np.linalg.matrix_power(chain.transitions, n) for n in range(gap + 2)]
+    total = 0.0
+    for i in range(1, gap + 1):
+        joint = chain.stationary[:, None, None] * power[i][:, :, None] * power[gap + 1 - i][None]  # [a, x, b]
+        joint = joint.sum(axis=2, keepdims=True) if sides == LEFT else joint
+        total -= np.sum(joint * np.log(joint / joint.sum(axis=1, keepdims=True)))
+    return float(total / gap)
 
 
 def draw(chain: Chain, rng: np.random.Generator, rows: int, length: int, gap: int | np.ndarray) -> Batch:
@@ -105,9 +87,7 @@ def draw(chain: Chain, rng: np.random.Generator, rows: int, length: int, gap: in
     first = 1 + (rng.random(rows) * (length - 1 - gap)).astype(int)  # a token at least on either side
     at = np.arange(length)
     hidden = (at >= first[:, None]) & (at < (first + gap)[:, None])
-    slots = Slots(np.tile(at.astype(np.int32), (rows, 1)), np.ones_like(tokens))
-    stream = Stream(np.where(hidden, GAP, tokens).astype(np.int32), slots)
-    return Batch(stream, None, tokens, hidden.astype(np.float32))
+    return Batch(stream(np.where(hidden, GAP, tokens)), None, tokens, hidden.astype(np.float32))
 
 
 def trainer_of(sides: str, scale: Scale) -> Trainer:
@@ -152,12 +132,12 @@ def run(scale: str) -> Result:
     for sides in (BOTH, LEFT):
         trainer = trainer_of(sides, size)
         for seed in range(size.seeds):
-            chain = Chain(seed)
+            chain = Chain(TOKENS, seed)
             for gap, loss in trial(trainer, chain, seed, size).items():
-                optimum = chain.optimum(gap, sides)
-                row = {"sees": sides, "gap": gap, "seed": seed, "loss": loss, "optimum": optimum}
-                rows.append(row | {"above": loss - optimum})
-                progress(f"{sides}, gap {gap}, seed {seed}: {loss:.3f}, optimum {optimum:.3f}")
+                best = optimum(chain, gap, sides)
+                row = {"sees": sides, "gap": gap, "seed": seed, "loss": loss, "optimum": best}
+                rows.append(row | {"above": loss - best})
+                progress(f"{sides}, gap {gap}, seed {seed}: {loss:.3f}, optimum {best:.3f}")
     return judge(rows)
 
 

@@ -29,8 +29,9 @@ from jaxformer.config import (
     TaskConfig,
     TrainConfig,
 )
+from jaxformer.data.markov import Chain
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer
+from jaxformer.train.fit import Trainer, stream
 from jaxformer.types import Batch, Slots, Stream
 
 CLAIM = (
@@ -46,7 +47,6 @@ RULE = (
 )
 MASKED, OPEN = "causal mask", "no mask"
 TOKENS, LENGTH = 8, 12
-SHARPNESS = 1.5  # of the chain's transitions: standard deviation of their logits
 
 
 @dataclass(frozen=True)
@@ -66,27 +66,11 @@ SCALES = {
 }
 
 
-class Chain:
-    """A random Markov chain with `transitions` `[V, V]`, whose rows sum to 1."""
-
-    def __init__(self, seed: int) -> None:
-        rng = np.random.default_rng([2, seed])
-        weights = np.exp(SHARPNESS * rng.standard_normal((TOKENS, TOKENS)))
-        self.transitions = weights / weights.sum(axis=1, keepdims=True)
-        self.stationary = np.linalg.matrix_power(self.transitions, 1000)[0]
-        self.rate = float(-np.sum(self.stationary[:, None] * self.transitions * np.log(self.transitions)))
-        self.guess = float(-np.sum(self.stationary * np.log(self.stationary)))
-
-    def draw(self, rng: np.random.Generator, rows: int) -> Batch:
-        """`rows` texts with labels one slot later. The last slot, whose label is no input, is not judged."""
-        edges = np.cumsum(self.transitions, axis=1)[:, :-1]
-        tokens = [rng.choice(TOKENS, rows, p=self.stationary)]
-        for _ in range(LENGTH):
-            tokens.append((edges[tokens[-1]] < rng.random((rows, 1))).sum(axis=1))
-        text = np.stack(tokens, axis=1).astype(np.int32)
-        at = np.tile(np.arange(LENGTH, dtype=np.int32), (rows, 1))
-        judged = (at < LENGTH - 1).astype(np.float32)
-        return Batch(None, Stream(text[:, :-1], Slots(at, np.ones_like(at))), text[:, 1:], judged)
+def draw(chain: Chain, rng: np.random.Generator, rows: int) -> Batch:
+    """`rows` texts with labels one slot later. The last slot, whose label is no input, is not judged."""
+    text = chain.draw(rng, rows, LENGTH + 1)
+    judged = np.tile((np.arange(LENGTH) < LENGTH - 1).astype(np.float32), (rows, 1))
+    return Batch(None, stream(text[:, :-1]), text[:, 1:], judged)
 
 
 def prefixes(batch: Batch) -> Batch:
@@ -96,8 +80,8 @@ def prefixes(batch: Batch) -> Batch:
     tokens, position = (np.repeat(x, slots - 1, axis=0) for x in (batch.target.tokens, batch.target.slots.position))
     last = np.tile(np.arange(slots - 1), rows)[:, None]
     here = position <= last
-    stream = Stream(np.where(here, tokens, 0), Slots(np.where(here, position, 0), here.astype(np.int32)))
-    return copies._replace(target=stream, weights=(position == last).astype(np.float32))
+    begun = Stream(np.where(here, tokens, 0), Slots(np.where(here, position, 0), here.astype(np.int32)))
+    return copies._replace(target=begun, weights=(position == last).astype(np.float32))
 
 
 def trainer_of(model: str, scale: Scale) -> Trainer:
@@ -125,19 +109,19 @@ def run(scale: str) -> Result:
     for model in (MASKED, OPEN):
         trainer = trainer_of(model, size)
         for seed in range(size.seeds):
-            chain = Chain(seed)
+            chain = Chain(TOKENS, seed)
             rng = np.random.default_rng([0, seed])
-            tests = chain.draw(np.random.default_rng([1, seed]), size.tests)
+            tests = draw(chain, np.random.default_rng([1, seed]), size.tests)
             # In batches of one shape, so that whole sequences and prefixes are measured by one program.
             parts = [prefixes(tests), tests]
             state, done = trainer.train(seed, ()), 0
             for steps in size.steps:
-                more = (chain.draw(rng, size.batch) for _ in range(steps - done))
+                more = (draw(chain, rng, size.batch) for _ in range(steps - done))
                 state, done = trainer.train(seed, more, state), steps
                 alone, whole = (trainer.measure(state, cut(part, size.tests))["loss"] for part in parts)
                 row = {"model": model, "steps": steps, "seed": seed, "whole": whole, "prefix": alone}
-                rows.append(row | {"entropy": chain.rate, "frequencies": chain.guess})
-            progress(f"{model}, seed {seed}: whole {whole:.3f}, prefix {alone:.3f}, entropy {chain.rate:.3f}")
+                rows.append(row | {"entropy": chain.entropy_rate, "frequencies": chain.entropy})
+            progress(f"{model}, seed {seed}: whole {whole:.3f}, prefix {alone:.3f}, entropy {chain.entropy_rate:.3f}")
     return judge(rows)
 
 
@@ -148,8 +132,8 @@ def cut(batch: Batch, rows: int) -> list[Batch]:
     def part(index: int) -> Batch:
         some = slice(index * rows, (index + 1) * rows)
         target = batch.target
-        stream = Stream(target.tokens[some], Slots(target.slots.position[some], target.slots.segment[some]))
-        return Batch(None, stream, batch.labels[some], batch.weights[some])
+        slots = Slots(target.slots.position[some], target.slots.segment[some])
+        return Batch(None, Stream(target.tokens[some], slots), batch.labels[some], batch.weights[some])
 
     return [part(index) for index in range(count)]
 

@@ -77,7 +77,9 @@ def chain(jaxpr: core.Jaxpr, before: list[int]) -> list[int]:
         elif len(inner) >= 1 and len(getattr(inner[0], "jaxpr", inner[0]).invars) == len(ins):
             outs = chain(getattr(inner[0], "jaxpr", inner[0]), ins)  # a call; of a custom rule, its forward
         elif inner or name in ("while", "cond"):
-            raise NotImplementedError(f"chain: got {name}, expected calls and scans; say what it waits for")
+            raise ValueError(
+                f"chain: got {name}, expected calls and scans, whose turns are known; count it another way"
+            )
         else:
             outs = [max(ins, default=0) + (name == "dot_general")] * len(eqn.outvars)
         depth |= dict(zip(eqn.outvars, outs, strict=True))

@@ -31,8 +31,8 @@ from jaxformer.config import (
     TrainConfig,
 )
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer
-from jaxformer.types import Batch, Slots, Stream
+from jaxformer.train.fit import Trainer, stream
+from jaxformer.types import Batch
 
 CLAIM = (
     "At an equal number of parameters a layer with several narrow heads answers questions about several places at "
@@ -78,8 +78,7 @@ def draw(rng: np.random.Generator, rows: int, length: int, places: int) -> Batch
     labels = sum(digit * TOKENS**i for i, digit in enumerate(digits)).astype(np.int32)
     weights = np.zeros(tokens.shape, np.float32)
     weights[:, edge:-edge] = 1.0
-    position = np.tile(np.arange(tokens.shape[1], dtype=np.int32), (rows, 1))
-    return Batch(Stream(tokens, Slots(position, np.ones_like(tokens))), None, labels, weights)
+    return Batch(stream(tokens), None, labels, weights)
 
 
 def trainer_of(heads: int, scale: Scale) -> Trainer:

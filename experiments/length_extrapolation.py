@@ -32,8 +32,8 @@ from jaxformer.config import (
     TrainConfig,
 )
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer
-from jaxformer.types import Batch, Slots, Stream
+from jaxformer.train.fit import Trainer, stream
+from jaxformer.types import Batch
 
 CLAIM = (
     "A causal transformer keeps its accuracy on sequences eight times longer than those of its training with ALiBi, "
@@ -79,9 +79,8 @@ def draw(rng: np.random.Generator, rows: int, length: int, first: int = 0) -> Ba
     """
     tokens = rng.integers(0, TOKENS, (rows, length)).astype(np.int32)
     tokens[:, 0] = TOKENS
-    position = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-    judged = (position > max(first - 1, BACK)).astype(np.float32)
-    return Batch(None, Stream(tokens, Slots(position, np.ones_like(tokens))), np.roll(tokens, BACK, axis=1), judged)
+    judged = np.tile((np.arange(length) > max(first - 1, BACK)).astype(np.float32), (rows, 1))
+    return Batch(None, stream(tokens), np.roll(tokens, BACK, axis=1), judged)
 
 
 def ranges(scale: Scale) -> Iterator[tuple[int, int]]:

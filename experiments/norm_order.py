@@ -34,8 +34,8 @@ from jaxformer.config import (
     TrainConfig,
 )
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer
-from jaxformer.types import Batch, Slots, Stream
+from jaxformer.train.fit import Trainer, stream
+from jaxformer.types import Batch
 
 CLAIM = (
     "At a learning rate at which a deep pre-norm transformer trains without warm-up, a post-norm one does not; with "
@@ -77,8 +77,7 @@ def draw(rng: np.random.Generator, rows: int) -> Batch:
     tokens = rng.integers(0, TOKENS, (rows, LENGTH)).astype(np.int32)
     counts = (tokens[:, :, None] == tokens[:, None, :]).sum(axis=-1)
     labels = np.minimum(counts - 1, COUNTS - 1).astype(np.int32)
-    slots = Slots(np.tile(np.arange(LENGTH, dtype=np.int32), (rows, 1)), np.ones_like(tokens))
-    return Batch(Stream(tokens, slots), None, labels, np.ones(labels.shape, np.float32))
+    return Batch(stream(tokens), None, labels, np.ones(labels.shape, np.float32))
 
 
 def trainer_of(order: str, depth: int, rate: float, warmup: int, scale: Scale) -> Trainer:

@@ -32,8 +32,8 @@ from jaxformer.config import (
     TrainConfig,
 )
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer
-from jaxformer.types import Array, Batch, PyTree, Slots, Stream
+from jaxformer.train.fit import Trainer, stream
+from jaxformer.types import Array, Batch, PyTree
 
 CLAIM = (
     "Without residual connections the slots of a deep transformer are nearly the same vector before training, and "
@@ -71,8 +71,7 @@ def draw(rng: np.random.Generator, rows: int) -> Batch:
     """`rows` random sequences, each slot labelled with the token at the mirrored slot."""
     tokens = rng.integers(0, TOKENS, (rows, LENGTH)).astype(np.int32)
     labels = np.ascontiguousarray(tokens[:, ::-1])
-    slots = Slots(np.tile(np.arange(LENGTH, dtype=np.int32), (rows, 1)), np.ones_like(tokens))
-    return Batch(Stream(tokens, slots), None, labels, np.ones(labels.shape, np.float32))
+    return Batch(stream(tokens), None, labels, np.ones(labels.shape, np.float32))
 
 
 def trainer_of(residual: bool, depth: int, scale: Scale) -> Trainer:

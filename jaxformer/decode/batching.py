@@ -36,7 +36,7 @@ class Waiting:
     def __init__(self, prompts: Sequence[Prompt], pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> None:
         """Tokens `pad` fill source and target. Lengths are those of `buckets`, and beyond them powers of two."""
         self.prompts, self.pad, self.buckets = prompts, pad, buckets
-        self.few = tuple(few([len(prompt.get(side, ())) for prompt in prompts], buckets) for side in SIDES)
+        self.fewer = tuple(fewer_buckets([len(prompt.get(side, ())) for prompt in prompts], buckets) for side in SIDES)
         order = sorted(range(len(prompts)), key=lambda i: tuple(-len(prompts[i].get(side, ())) for side in SIDES))
         self.left = deque(order)
 
@@ -56,9 +56,9 @@ class Waiting:
 
     def take_into(self, slots: tuple[int, ...], count: int) -> Job:
         """The next `count` prompts or as many as there are, in `count` rows, to be read into a batch with so many slots
-        of source and target, which are enough for them. Shapes are few: see `few`."""
+        of source and target, which are enough for them. Shapes are few: see `fewer_buckets`."""
         index = self._next(count)
-        sizes = [(*lengths, own) for lengths, own in zip(self.few, slots, strict=True)]
+        sizes = [(*lengths, own) for lengths, own in zip(self.fewer, slots, strict=True)]
         return Job(index, stack([self.prompts[i] for i in index], count, self.pad, *sizes))
 
     def _next(self, count: int) -> np.ndarray:
@@ -129,7 +129,7 @@ def bucket(length: int, buckets: tuple[int, ...] = ()) -> int:
     return min(fitting) if fitting else max(8, 1 << (length - 1).bit_length())
 
 
-def few(lengths: Sequence[int], buckets: tuple[int, ...] = ()) -> tuple[int, ...]:
+def fewer_buckets(lengths: Sequence[int], buckets: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Of the static lengths that `bucket` gives these lengths the ones that are worth a program each.
 
     They make the sum of all padded lengths and of `WORTH` for every one of them the least that it can be.

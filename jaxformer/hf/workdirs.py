@@ -89,7 +89,7 @@ def _opened(config: Config) -> tuple[Path, Settings, Family, str]:
     directory = Path(config.init.directory)
     settings = Settings(files.read_config(directory), str(directory / "config.json"))
     family = family_of(settings)
-    name = pretrained.SAME.get(config.task.name, config.task.name)
+    name = pretrained.TRAINED_AS.get(config.task.name, config.task.name)
     own = [word for word, task in pretrained.TASKS.items() if task == name]
     head = next((word for word in own or pretrained.BODIES if word in family.heads), None)
     if head is None:

@@ -10,6 +10,7 @@ from typing import Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from jaxformer import metrics, tasks
@@ -19,7 +20,13 @@ from jaxformer.nn import cpu
 from jaxformer.parallel import mesh as meshes
 from jaxformer.train import optim
 from jaxformer.train import step as steps
-from jaxformer.types import Array, Batch, PyTree, Sums, TrainState
+from jaxformer.types import Array, Batch, PyTree, Slots, Stream, Sums, TrainState
+
+
+def stream(tokens: np.ndarray) -> Stream:
+    """Texts without padding: `tokens` `[B, T]` at the positions 0 to T - 1 of one segment."""
+    position = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    return Stream(tokens.astype(np.int32), Slots(position, np.ones(tokens.shape, np.int32)))
 
 
 class Trainer:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError
-from jaxformer.decode.batching import WORTH, Waiting, bucket, few, jobs, stack
+from jaxformer.decode.batching import WORTH, Waiting, bucket, fewer_buckets, jobs, stack
 
 
 @pytest.mark.parametrize(
@@ -72,21 +72,21 @@ def test_few_shapes_cost_the_least_of_all_choices(counts):
     choices = [
         (*some, sizes[-1]) for n in range(len(sizes)) for some in itertools.combinations(sizes[:-1], n)
     ] if sizes else []  # fmt: skip
-    found = few(all_lengths, buckets)
+    found = fewer_buckets(all_lengths, buckets)
     assert (found in choices) if choices else found == ()
     assert not choices or cost(found) == min(map(cost, choices))
 
 
 def test_few_prompts_have_one_shape_and_many_have_all():
     lengths, buckets = [10, 12, 14, 16] * 5, (10, 12, 14, 16)
-    assert few(lengths, buckets) == (16,)
-    assert few(lengths * 1000, buckets) == buckets
+    assert fewer_buckets(lengths, buckets) == (16,)
+    assert fewer_buckets(lengths * 1000, buckets) == buckets
 
 
 def test_prompts_read_into_a_batch_are_at_most_as_wide_as_it_is():
     prompts = [{"source": np.arange(size), "target": [1]} for size in (60, 30, 20, 20, 9, 9, 9)]
     waiting = Waiting(prompts, (0, 0), (10, 24, 34))
-    assert waiting.few == ((64,), (1,))
+    assert waiting.fewer == ((64,), (1,))
     assert waiting.take(1).batch.source.tokens.shape == (1, 64)
     shapes = []
     while waiting:
