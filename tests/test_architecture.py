@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "hf": CORE
     | {"overrides", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint", "train"},
     "report": CORE | {"overrides", "metrics", "tasks", "checkpoint"},
+    "testing": CORE | {"metrics", "tasks", "train"},
     "sweep": FOUNDATION | {"overrides"},
     "inspection": FOUNDATION | {"overrides", "checkpoint", "preflight", "compilation", "places"},
     "preflight": FOUNDATION | {"overrides", "parallel", "data"},
