@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test goldens lint format bench lock
+.PHONY: help quickstart test goldens lint format bench lock package
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -55,6 +55,18 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/fuzz_safetensors.py --seconds=60
 	! $(BIN)/python -c 'import torch, transformers' 2>/dev/null || $(BIN)/python benchmarks/loading.py
 	! $(BIN)/python -c 'import torch, transformers' 2>/dev/null || $(BIN)/python benchmarks/hugging_face.py
+
+# Wheel and source distribution, installed into an empty environment and tried there.
+package: $(VENV)/.installed
+	$(BIN)/uv --version >/dev/null
+	rm -rf dist build/package
+	$(BIN)/uv build --quiet --out-dir dist
+	for file in dist/*.whl dist/*.tar.gz; do \
+	  $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/package && \
+	  $(BIN)/uv pip install --quiet --python build/package/bin/python -r requirements.lock && \
+	  $(BIN)/uv pip install --quiet --python build/package/bin/python --no-deps $$file && \
+	  (cd build && package/bin/jaxformer --version && package/bin/python -c 'import jaxformer.cli, jaxformer.testing') || exit 1; \
+	done
 
 # One file for all Python versions: the newest jax of each, told apart by markers.
 lock: $(VENV)/.installed
