@@ -1,10 +1,11 @@
 # Thin on purpose: each target is a few commands that can be typed by hand.
 #   make quickstart   install, train on embedded data, evaluate, translate a handful, write the report
+#   make docs         the documentation site, in build/site
 #   make test lint    PYTHON chooses the interpreter of a new environment, VENV its folder
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test goldens lint format bench lock package
+.PHONY: help quickstart test goldens lint format bench lock package docs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -67,6 +68,11 @@ package: $(VENV)/.installed
 	  $(BIN)/uv pip install --quiet --python build/package/bin/python --no-deps $$file && \
 	  (cd build && package/bin/jaxformer --version && package/bin/python -c 'import jaxformer.cli, jaxformer.testing') || exit 1; \
 	done
+
+# The documentation site, in build/site; warnings are errors.
+docs: $(VENV)/.installed
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c requirements.lock -e '.[docs]'
+	$(BIN)/python -m sphinx --fail-on-warning --quiet -b html docs build/site
 
 # One file for all Python versions: the newest jax of each, told apart by markers.
 lock: $(VENV)/.installed
