@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from jaxformer import checks, metrics, tasks
+from jaxformer import checks, files, metrics, redaction, tasks
 from jaxformer.checkpoint import Checkpoints
 from jaxformer.config import Config, ConfigError, StorageError
 from jaxformer.data import packing, sources
@@ -61,6 +61,7 @@ def train(config: Config, workdir: str | Path, origin: start.Origin = start.RUN)
 
 def _train(config: Config, workdir: Path, origin: start.Origin) -> int:
     stop = Stop(config.train.deadline)
+    redaction.refuse(dataclasses.asdict(config), "config")
     config, tokenizers = start.with_model(config, workdir, origin)
     refuse_other_config(config, workdir)
     mesh = meshes.make(config.mesh)
@@ -125,7 +126,8 @@ class Run:
         )
         self.watchdog = Watchdog(config.train.watchdog, workdir)
         if jax.process_index() == 0 and not self.step:
-            (workdir / "parameters.txt").write_text(optim.decay_table(self.shapes, config.optimizer, self.names) + "\n")
+            table = optim.decay_table(self.shapes, config.optimizer, self.names)
+            files.write(workdir / "parameters.txt", table + "\n")
         count = build.count(self.state.params)
         begun = f"resumed at step {self.step:,}" if self.step else "started"
         where = f"{jax.device_count()} {jax.default_backend()} device(s)"
@@ -195,7 +197,7 @@ class Run:
         self.checkpoints.wait()
         values = self.values or self.evaluate()
         if jax.process_index() == 0:
-            evaluation.write_json(self.workdir / "result.json", {"step": self.step, **values})
+            files.write_json(self.workdir / "result.json", {"step": self.step, **values})
         return 0
 
     def catch_up(self) -> None:
@@ -243,7 +245,7 @@ class Run:
 
     def show(self, records: list[dict]) -> None:
         if jax.process_index() == 0:
-            evaluation.write_json(self.workdir / "samples" / f"step-{self.step}.json", records)
+            files.write_json(self.workdir / "samples" / f"step-{self.step}.json", records)
         for record in records:
             self.reports.say(f"  {record['input']}\n    -> {record['output']}\n     = {record['reference']}")
 

@@ -4,8 +4,8 @@
     losses/jax-<version>-<set>.json     training losses of tiny runs, exact on this version of jax and instruction set
     checkpoint-<format>/                a run of the version that introduced this format; never written again
 
-`checkpoint` writes the last of these, for a format that has none yet. `losses` writes those of this processor, or of
-a lower instruction set: `XLA_FLAGS=--xla_cpu_max_isa=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 python tests/goldens/write.py losses`.
+`checkpoint` writes the last of these, for a format that has none yet. `losses` writes those of this processor, or with
+`XLA_FLAGS=--xla_cpu_max_isa=AVX2 ONEDNN_MAX_CPU_ISA=AVX2` those of a lower instruction set.
 """
 
 from __future__ import annotations

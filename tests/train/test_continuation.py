@@ -56,8 +56,8 @@ def outcome(workdir: Path) -> dict:
 
 
 OTHER_PROCESSOR = 1e-5
-"""Relative difference allowed where the same instruction set was committed from another kind of processor only: 80 times
-what was seen between two makers, and far below what a changed formula makes."""
+"""Relative difference allowed where losses of the instruction set are kept from another kind of processor only: 80
+times what was seen between two, and far below what a changed formula makes."""
 
 
 @pytest.mark.parametrize("name", NAMES)

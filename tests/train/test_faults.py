@@ -18,7 +18,7 @@ import pytest
 from flax import linen as nn
 from test_step import begin
 
-from jaxformer import tasks
+from jaxformer import redaction, tasks
 from jaxformer.config import (
     Config,
     ConfigError,
@@ -35,7 +35,6 @@ from jaxformer.train import lock, loop, optim, spikes, step, stopping
 from jaxformer.train.hooks import MetricsFile, Progress
 from jaxformer.train.lock import Lock
 from jaxformer.train.stopping import Stop, Watchdog
-from jaxformer.train.workdir import redacted
 
 # --- the lock
 
@@ -225,7 +224,7 @@ def test_secrets_stay_out_of_the_recorded_command():
         "jaxformer", "train", "--config.data.tokens=4096", "--config.data.tokenizer.kind=byte", "--api-key", "mine",
         "--token=abc", "--config.data.dir=https://me:pass@host/x", "--note=hf_abcdefgh/usr/bin", "--x=sesame-open",
     ]  # fmt: skip
-    assert redacted(command, variables) == [
+    assert redaction.command(command, variables) == [
         "jaxformer", "train", "--config.data.tokens=4096", "--config.data.tokenizer.kind=byte", "--api-key", "***",
         "--token=***", "--config.data.dir=https://***@host/x", "--note=***/usr/bin", "--x=***",
     ]  # fmt: skip
