@@ -98,10 +98,10 @@ def distrust(folder: Path) -> str:
         if not sticky and (about.st_mode & 0o002 or (about.st_mode & 0o020 and not _is_private(about.st_gid))):
             return f"{each} can be written by others (mode {stat.S_IMODE(about.st_mode):o})"
     if whole.is_dir():
-        for entry in os.scandir(whole):
-            about = entry.stat(follow_symlinks=False)
+        for entry in whole.iterdir():
+            about = entry.lstat()
             if about.st_uid not in (0, own):
-                return f"{entry.path} belongs to user {about.st_uid}"
+                return f"{entry} belongs to user {about.st_uid}"
     return ""
 
 

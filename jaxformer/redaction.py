@@ -21,7 +21,7 @@ SHORTEST = 6
 """Characters of a variable's value from which on it is looked for in text: shorter ones occur by chance."""
 
 _NOT_SECRET = r"(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!mask_)(?<!sep_)(?<!cls_)(?<!start_)(?<!end_)"
-_WORDS = rf"{_NOT_SECRET}token|secret|passw(?:or)?d|passphrase|pwd|credentials?|private|(?:\b|[._-])pat"
+_WORDS = rf"{_NOT_SECRET}token|secret|passw(?:or)?d|passphrase|(?<=[._-])pwd|credentials?|private|(?:\b|[._-])pat"
 NAME = re.compile(rf"(?:{_WORDS}|(?:^|[._-])(?:api|access)?key|apikey|key[._-]id)$", re.IGNORECASE)
 """Names whose values are nobody's business: of variables, flags and fields."""
 
