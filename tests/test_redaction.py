@@ -16,7 +16,8 @@ SECRET = [
     "client.secret", "PASSPHRASE", "api_key", "MYSQL_PWD", "--password",
 ]  # fmt: skip
 PLAIN = [
-    "PWD", "OLDPWD", "tokens", "--config.data.tokens", "tokenizer", "pad_token", "mask_token", "eos_token", "pad_token_id", "keys",
+    "PWD", "OLDPWD",
+    "tokens", "--config.data.tokens", "tokenizer", "pad_token", "mask_token", "eos_token", "pad_token_id", "keys",
     "monkey", "PATH", "spat", "AWS_REGION", "compact", "keep_last", "TOKENIZERS_PARALLELISM", "OLDPATH", "kv_heads",
 ]  # fmt: skip
 
@@ -81,7 +82,7 @@ from jaxformer.config import StackConfig
 
 def get_config():
     config = overrides.defaults()
-    config.model.encoder = overrides.section(StackConfig)
+    config.model.encoder, config.model.decoder = overrides.section(StackConfig), overrides.section(StackConfig)
     return config
 """
 WRONG = {"data.dir": "https://me:sesame@host/data", "data.name": "hf_" + "a1B2" * 6}

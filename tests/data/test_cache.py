@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data import cache
+from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
+from jaxformer.data import cache, concat
 from jaxformer.data.sources import build
+from jaxformer.data.tokenizers import Tokenizers
 
 WORKER = """
 import logging, sys
@@ -187,3 +189,20 @@ def test_two_processes_that_find_damage_make_the_entry_again_once(tmp_path, monk
     assert build(text_config(tmp_path)).splits["train"][0] == {"text": "one"}
     assert written == ["other"]
     assert reader[0] == {"text": "one"}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a changed byte", "empty", "longer"])
+def test_damaged_tokens_are_named_and_made_again(damage, tmp_path, caplog):
+    tokenizer = Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind="byte")), [{"text": "x"}], ("text",)).target
+    examples = [{"text": "the cat"}, {"text": "sat"}]
+    whole = np.array(concat.stream(tmp_path, "key", examples, tokenizer))
+    (path,) = tmp_path.glob("*.tokens")
+    content = path.read_bytes()
+    changed = bytes([content[0] ^ 1]) + content[1:]
+    path.write_bytes({"truncated": content[:-4], "a changed byte": changed, "empty": b""}.get(damage, content + b"12"))
+    assert np.array_equal(concat.stream(tmp_path, "key", examples, tokenizer), whole)
+    assert f"tokens {path} are damaged (they differ from their checksum): made again" in caplog.text
+    assert path.read_bytes() == content
+    caplog.clear()
+    assert len(concat.stream(tmp_path, "key", [], tokenizer)) == len(whole) == 1 + 8 + 4, "read, not made again"
+    assert not caplog.text
