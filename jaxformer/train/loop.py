@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from jaxformer import checks, metrics, tasks
+from jaxformer import checks, metrics, overrides, results, tasks
 from jaxformer.checkpoint import Checkpoints
 from jaxformer.config import Config, ConfigError, StorageError
 from jaxformer.data import packing, sources
@@ -139,7 +140,8 @@ class Run:
         target = steps.abstract(config, self.module, self.optimizer, self.mesh)
         saved = self.checkpoints.restore(target)
         if saved is not None:
-            self.values = dict(saved.about.get("values", {}))
+            if measures_as(config, saved.about):
+                self.values = dict(saved.about.get("values", {}))
             self.progress |= saved.about.get("progress", {})
             self.batches = self.pipeline.resume(saved.data)
             return saved.state
@@ -159,7 +161,7 @@ class Run:
 
     def loop(self, stop: Stop) -> int:
         config, window = self.config.train, self.window
-        if self.step >= config.steps and (self.workdir / "result.json").exists():
+        if self.step >= config.steps and results.finished(self.workdir) is not None:
             self.reports.say("finished before; raise config.train.steps to go on")
             return 0
         self.catch_up()
@@ -195,7 +197,7 @@ class Run:
         self.checkpoints.wait()
         values = self.values or self.evaluate()
         if jax.process_index() == 0:
-            evaluation.write_json(self.workdir / "result.json", {"step": self.step, **values})
+            evaluation.write_json(self.workdir / results.NAME, results.content(self.step, self.config, values))
         return 0
 
     def catch_up(self) -> None:
@@ -305,6 +307,12 @@ class Window:
             self.total = metrics.add(self.total, sums) if self.total else sums
         self.sums = []
         return self.total
+
+
+def measures_as(config: Config, about: dict[str, Any]) -> bool:
+    """True if the measures in a checkpoint's `about` were taken with the evaluation and decoding of `config`."""
+    saved, here = about.get("config") or {}, json.loads(overrides.to_json(config))
+    return all(saved.get(part, here[part]) == here[part] for part in ("evaluate", "decode"))
 
 
 def due(step: int, every: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Mapping, Sequence
 
 import jax
 
-from jaxformer import overrides
+from jaxformer import checkpoint, overrides
 from jaxformer.config import Config, ConfigError
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.train import evaluate as evaluation
@@ -27,7 +27,7 @@ def refuse_other_config(config: Config, workdir: Path) -> None:
     """A workdir belongs to one config; resuming it with another would mix two runs.
 
     Raises:
-      ConfigError: what differs.
+      ConfigError: what differs, or the run is further than `config.train.steps`.
     """
     path = workdir / "config.json"
     if not path.exists():
@@ -38,6 +38,12 @@ def refuse_other_config(config: Config, workdir: Path) -> None:
         raise ConfigError(
             f"workdir {workdir}: holds a run of a different config ({'; '.join(differing)}), expected the same one; "
             "use another --workdir"
+        )
+    reached = max(checkpoint.steps(workdir / "checkpoints" / "last"), default=0)
+    if reached > config.train.steps:
+        raise ConfigError(
+            f"config.train.steps: got {config.train.steps:,}, expected at least {reached:,}, which the run in "
+            f"{workdir} has reached; use another --workdir"
         )
 
 
