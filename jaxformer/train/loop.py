@@ -31,7 +31,7 @@ from jaxformer.train.guard import Guard
 from jaxformer.train.hooks import Reports
 from jaxformer.train.lock import Lock
 from jaxformer.train.stopping import PREEMPTED, Stop, Watchdog
-from jaxformer.train.workdir import prepare, refuse_other_config
+from jaxformer.train.workdir import changes_since, prepare, refuse_other_config
 from jaxformer.types import Batch, Sums, TrainState
 
 
@@ -116,6 +116,7 @@ class Run:
         # sums since the last report, how many steps in a row were left out.
         self.values: dict[str, float] = {}
         self.progress: dict[str, Any] = {"evaluation_due": False, "window": None, "skipped_in_a_row": 0}
+        self.changed: list[str] = []
         self.state = self.first_state()
         self.step = int(self.state.step)
         self.measured_at = self.step if self.values else -1
@@ -131,6 +132,8 @@ class Run:
         begun = f"resumed at step {self.step:,}" if self.step else "started"
         where = f"{jax.device_count()} {jax.default_backend()} device(s)"
         self.reports.say(f"{begun}: {count:,} parameters, listed in parameters.txt; {where}")
+        for line in self.changed:
+            self.reports.say(line)
         for side, (kernel, reason) in self.attentions.items():
             self.reports.say(f"{side} attention: {kernel} ({reason})")
 
@@ -143,6 +146,8 @@ class Run:
             if measures_as(config, saved.about):
                 self.values = dict(saved.about.get("values", {}))
             self.progress |= saved.about.get("progress", {})
+            updates = int(optim.updates(saved.state.opt_state))
+            self.changed = changes_since(saved.about.get("config"), config, updates, build.width(config.model))
             self.batches = self.pipeline.resume(saved.data)
             return saved.state
         self.batches = self.pipeline.train()

@@ -81,6 +81,10 @@ SCHEDULES: dict[str, Callable[[ScheduleConfig, int, int, Array], Array]] = {
 }
 
 
+ENDING = ("linear", "cosine", "wsd")
+"""Schedules whose decay ends at `train.steps`: another number of steps changes the rates of all decaying steps."""
+
+
 def schedule(config: ScheduleConfig, steps: int, width: int) -> Schedule:
     """The learning rate as a function of the number of completed updates `n` (so update n is step s = n + 1).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ from jaxformer import checkpoint, overrides
 from jaxformer.config import Config, ConfigError
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.train import evaluate as evaluation
+from jaxformer.train import optim
 
 SECRET = re.compile(r"(token|secret|passw\w*|credentials?|(^|[._-])(api)?key)$", re.IGNORECASE)
 """Names of variables and flags whose values are nobody's business."""
@@ -45,6 +47,37 @@ def refuse_other_config(config: Config, workdir: Path) -> None:
             f"config.train.steps: got {config.train.steps:,}, expected at least {reached:,}, which the run in "
             f"{workdir} has reached; use another --workdir"
         )
+
+
+def changes_since(saved: Any, config: Config, updates: int, width: int) -> list[str]:
+    """Lines for the log of a resumed run: which settings differ from those of its checkpoint, and the learning rate
+    where `train.steps` moves it.
+
+    Args:
+      saved: the config in the checkpoint, as JSON values.
+      updates: how many the optimizer has seen.
+      width: of the model; the schedule may ask for it.
+    """
+    try:
+        old = overrides.from_json(json.dumps(saved))
+    except ConfigError:  # of a version that is not read any more, or none: `refuse_other_config` has compared the rest
+        return []
+    found = overrides.changes(old, config)
+    if not found:
+        return []
+    pairs = (f"{path} {before!r} -> {now!r}" for path, (before, now) in found.items())
+    lines = [f"changed since the checkpoint: {', '.join(pairs)}"]
+    if "train.steps" in found:
+        before, now = (float(optim.schedule(c.schedule, c.train.steps, width)(updates)) for c in (old, config))
+        kind = f"the {config.schedule.kind} schedule"
+        if abs(before - now) > 1e-6 * max(before, now):
+            lines.append(
+                f"the learning rate jumps: {now:.3e} in the next step, {before:.3e} with train.steps="
+                f"{old.train.steps:,}; {kind} ends at train.steps"
+            )
+        elif config.schedule.kind in optim.ENDING:
+            lines.append(f"the learning rate goes on at {now:.3e}; {kind} ends at train.steps, later than before")
+    return lines
 
 
 def prepare(config: Config, workdir: Path, tokenizers: Tokenizers) -> None:

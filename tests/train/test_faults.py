@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -18,13 +19,15 @@ import pytest
 from flax import linen as nn
 from test_step import begin
 
-from jaxformer import tasks
+from jaxformer import overrides, tasks
 from jaxformer.config import (
     Config,
     ConfigError,
     MeshConfig,
+    ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
+    StackConfig,
     StorageError,
     TaskConfig,
     TrainConfig,
@@ -35,7 +38,7 @@ from jaxformer.train import lock, loop, optim, spikes, step, stopping
 from jaxformer.train.hooks import MetricsFile, Progress
 from jaxformer.train.lock import Lock
 from jaxformer.train.stopping import Stop, Watchdog
-from jaxformer.train.workdir import redacted
+from jaxformer.train.workdir import changes_since, redacted
 
 # --- the lock
 
@@ -203,6 +206,36 @@ def test_rows_after_the_restored_step_go_and_torn_ones_too(tmp_path):
         path.write_text(text)
         MetricsFile(path, 5, measured).close()
         assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:kept]
+
+
+# --- what changed at a resume
+
+
+def changes(kind, steps, updates=60, **train):
+    old = Config(
+        model=ModelConfig(decoder=StackConfig(width=8)),
+        task=TaskConfig(name="language_modelling"),
+        schedule=ScheduleConfig(kind=kind, peak=1e-3, warmup=10),
+        train=TrainConfig(steps=100),
+    )
+    new = dataclasses.replace(old, train=TrainConfig(steps=steps, **train))
+    return changes_since(json.loads(overrides.to_json(old)), new, updates, 8)
+
+
+def test_a_rate_that_another_number_of_steps_moves_is_said_with_both_values():
+    # Linear from step 10 on: 1e-3 x (1 - 50/90) of 100 steps, 1e-3 x (1 - 50/190) of 200.
+    said = changes("linear", 200)
+    assert said[0] == "changed since the checkpoint: train.steps 100 -> 200"
+    jump = "the learning rate jumps: 7.368e-04 in the next step, 4.444e-04 with train.steps=100; the linear schedule"
+    assert said[1].startswith(jump)
+    assert "jumps" in changes("cosine", 200)[1]
+    assert changes("wsd", 200)[1].startswith("the learning rate goes on at 1.000e-03; the wsd schedule ends at")
+    assert "jumps" in changes("wsd", 200, updates=90)[1]
+    for kind in ("constant", "inverse_sqrt", "noam"):
+        assert changes(kind, 200) == said[:1]
+    assert changes("linear", 100) == []
+    assert changes("linear", 100, log_every=3) == ["changed since the checkpoint: train.log_every 20 -> 3"]
+    assert changes_since({"model": 3}, Config(), 0, 8) == changes_since(None, Config(), 0, 8) == []
 
 
 # --- the disk, and secrets
