@@ -170,6 +170,7 @@ NONSENSE = [
     ({"model__encoder__encoding__kind": "learned", "model__encoder__encoding__max_length": 64}, "data.length (128)"),
     ({"model__encoder__encoding__kind": "rope", "model__encoder__attention__head_width": 5}, "even rotated width"),
     ({"train__accumulation": 5}, "a divisor of data.batch (32)"),
+    ({"train__ema_warmup": True}, "false without config.train.ema"),
     ({"train__accumulation": 3, "data__tokens": 256}, "at most the rows of the longest batch (2)"),
     ({"checkpoint__average": 3}, "at most keep_last (2)"),
     ({"checkpoint__average": 2, "checkpoint__average_of": "best", "checkpoint__keep_last": 9}, "keep_best (1)"),

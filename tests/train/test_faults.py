@@ -138,6 +138,10 @@ def test_the_watchdog_writes_stacks_and_ends_with_75(tmp_path, monkeypatch):
 # --- steps that are not finite
 
 
+def averaged(old, params, decay):
+    return jax.tree.map(lambda a, b: decay * a + (1 - decay) * np.asarray(b), old, jax.device_get(params))
+
+
 def test_a_step_that_is_not_finite_changes_the_step_number_only():
     model = builders.seq2seq()
     config = Config(
@@ -145,7 +149,7 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
         task=TaskConfig(name="translation"),
         optimizer=OptimizerConfig(name="adamw"),
         schedule=ScheduleConfig(kind="linear", peak=0.1, warmup=5),
-        train=TrainConfig(steps=10, ema=0.9),
+        train=TrainConfig(steps=10, ema=0.9, ema_warmup=True),
     )
     mesh = meshes.make(MeshConfig(data=1), jax.devices()[:1])
     module = build.build(model)
@@ -156,7 +160,9 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
         state = begin(config, module, optimizer, mesh)
         update = step.make(config, module, tasks.get("translation"), optimizer, schedule, mesh)
+        average = jax.device_get(state.variables["ema"])
         state, first = update(state, step.place(good, mesh))
+        average = averaged(average, state.params, 1 / 10)
         before = jax.device_get(state.replace(key=0))
         state, second = update(state, step.place(bad, mesh))
         after = jax.device_get(state.replace(key=0))
@@ -165,7 +171,9 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
     chex.assert_trees_all_equal(after.replace(step=1), before.replace(step=1))
     assert [float(each["skipped"][0]) for each in (first, second, third)] == [0.0, 1.0, 0.0]
     assert all(float(part) == 0.0 for name, pair in second.items() if name != "skipped" for part in pair)
-    # The rate goes by updates, in the report as in the optimizer.
+    # The rate and the average's warm-up go by updates, in the report as in the optimizer.
+    average = averaged(average, state.params, 2 / 11)
+    chex.assert_trees_all_close(jax.device_get(state.variables["ema"]), average, rtol=1e-5, atol=1e-7)
     rates = [float(each["learning_rate"][0]) for each in (first, third)]
     np.testing.assert_allclose(rates, [float(schedule(0)), float(schedule(1))], rtol=1e-6)
 
