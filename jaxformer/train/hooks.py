@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -92,7 +93,8 @@ class Progress:
 
     def __init__(self, steps: int, first_step: int, stream: TextIO | None = None) -> None:
         self.steps, self.stream = steps, sys.stderr if stream is None else stream
-        self.live = self.stream.isatty()
+        # No stream, or a closed one: a daemon's.
+        self.live = self.stream is not None and not self.stream.closed and self.stream.isatty()
         self.begun, self.first_step = time.monotonic(), first_step
         self.last_evaluation = ""
 
@@ -115,18 +117,25 @@ class Progress:
         )
         if self.live:
             tail = f"  [{self.last_evaluation}]" if self.last_evaluation else ""
-            self.stream.write("\r\x1b[K" + line + tail)
-            self.stream.flush()
+            self._print("\r\x1b[K" + line + tail, end="")
         else:
-            print(line, file=self.stream, flush=True)
+            self._print(line)
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        print(("\r\x1b[K" if self.live else "") + text, file=self.stream, flush=True)
+        self._print(("\r\x1b[K" if self.live else "") + text)
 
     def close(self) -> None:
         if self.live:
-            print(file=self.stream, flush=True)
+            self._print("")
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        # Nobody may be there to read it (a dropped ssh, a pipe into head, a full disk): the run matters more, and
+        # metrics.jsonl has it all.
+        if self.stream is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            print(text, end=end, file=self.stream, flush=True)
 
 
 class Reports:

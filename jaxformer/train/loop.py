@@ -157,6 +157,8 @@ class Run:
     def finish(self, stop: Stop) -> int:
         """Trains to the end. Whatever happens, what was saved stays whole and errors of saving surface."""
         try:
+            if stop.deaf:
+                self.reports.say("not on the main thread: signals do not stop this run; train.deadline does")
             with stop, self.watchdog:
                 return self.loop(stop)
         finally:

@@ -8,7 +8,9 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
+import types
 
 import builders
 import chex
@@ -90,6 +92,48 @@ def test_the_first_signal_asks_and_the_second_ends(monkeypatch, number):
         assert not ended
         signal.raise_signal(signal.SIGINT)
         assert ended == [130]
+
+
+def test_a_terminal_that_is_gone_is_ignored_where_it_was_before():
+    """nohup starts a command with SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop(None) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.agreed(1)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("session", ["prompt", "notebook"])
+def test_a_second_interrupt_ends_the_run_and_not_an_interactive_session(monkeypatch, session):
+    ended, shell = [], types.SimpleNamespace(get_ipython=object)
+    monkeypatch.setattr(stopping.os, "_exit", ended.append)
+    if session == "prompt":
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "IPython", shell)
+    with Stop(None) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.agreed(1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert ended == [143]
+
+
+def test_a_reader_that_is_gone_does_not_end_the_run():
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+    (closed := io.StringIO()).close()
+    for stream in (Gone(), closed):
+        progress = Progress(10, 0, stream)
+        progress.say("resumed")
+        progress.write(1, "validation", {"loss": 1.0})
+        progress.close()
 
 
 def test_the_deadline_asks_too():

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import builders
 import chex
@@ -99,10 +100,15 @@ def test_evaluation_of_a_finished_run(finished):
         evaluate(workdir, "tests")
 
 
-def test_a_finished_run_is_not_trained_again(finished):
+def test_a_finished_run_is_not_trained_again(finished, capsys):
     config, workdir = finished
     before = rows(workdir)
     assert loop.train(config, workdir) == 0
+    assert rows(workdir) == before
+    with ThreadPoolExecutor() as pool:  # off the main thread no signal can be heard
+        assert pool.submit(loop.train, config, workdir).result() == 0
+    said = capsys.readouterr().err
+    assert said.count("not on the main thread: signals do not stop this run") == 1
     assert rows(workdir) == before
 
 
