@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -192,6 +194,85 @@ def test_a_step_is_saved_once_unless_forced(tmp_path):
     same(restored, other)
     assert data == {"position": 9}
     checkpoints.close()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the program runs after it."""
+
+
+@contextlib.contextmanager
+def killed_at(monkeypatch, number):
+    """Ends the process at the given call that changes the file system: half done where it can be. Yields the count."""
+    calls = []
+
+    def patch(owner, name, begin=lambda *arguments: None):
+        act = getattr(owner, name)
+
+        def call(*arguments, **options):
+            if len(calls) == number - 1:
+                begin(*arguments)
+                calls.append(name)
+                raise Killed
+            calls.append(name)
+            return act(*arguments, **options)
+
+        patched.setattr(owner, name, call)
+
+    with monkeypatch.context() as patched:
+        remove = lambda path, *_: [f.unlink() for f in sorted(path.rglob("*")) if f.is_file()][:1]  # noqa: E731
+        for name in ("rename", "replace", "mkdir"):
+            patch(pathlib.Path, name)
+        patch(shutil, "rmtree", remove)
+        patch(shutil, "copytree")
+        try:
+            yield calls
+        except Killed:
+            calls.append("killed")
+
+
+def whole(workdir, fields):
+    """The steps that a new process finds whole, by part, once it has cleaned up."""
+    opened(workdir, **fields).close()
+    found = [(part, step) for part in ("last", "best") for step in kept(workdir, part)]
+    for part, step in found:
+        checkpoint.verify(workdir / "checkpoints" / part / str(step))
+    return found
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["forced", "next"])
+def test_a_kill_at_any_point_of_publishing_leaves_a_whole_checkpoint(tmp_path, monkeypatch, step):
+    """The only checkpoint, of step 1, is replaced by another of its step, or followed by one of the next."""
+    fields = {"keep_last": 1, "keep_best": 1}
+    first = opened(tmp_path / "first", **fields)
+    save_all(first, [(1, 2.0)])
+    first.close()
+    place = tmp_path / "first" / "checkpoints" / "saving" / str(step)
+    about = {"format": 2, "step": step, "values": {"loss": 1.0}}
+    seen, number = [], 0
+    while not seen or seen[-1] == "killed":
+        number += 1
+        workdir = shutil.copytree(tmp_path / "first", tmp_path / f"kill-{number}")
+        checkpoints = opened(workdir, **fields)
+        new = workdir / "checkpoints" / "saving" / place.name
+        new.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(workdir / "checkpoints" / "last" / "1", new, dirs_exist_ok=True)
+        (new / "about" / "metadata").write_text(json.dumps(about))
+        saving.manifest.write(new)
+        with killed_at(monkeypatch, number) as seen:
+            checkpoints._publish(new, workdir / "checkpoints" / "last" / str(step))
+            checkpoints._keep_best(step, about["values"])
+            checkpoints._forget()
+        checkpoints.close()
+        # The process that cleans up may be killed too.
+        for again in range(1, 4):
+            copy = shutil.copytree(workdir, tmp_path / f"kill-{number}-{again}")
+            with killed_at(monkeypatch, again):
+                opened(copy, **fields).close()
+            assert ("last", 1) in whole(copy, fields) or ("last", step) in whole(copy, fields)
+        found = whole(workdir, fields)
+        assert [each for each in found if each[0] == "last"], seen
+        assert [each for each in found if each[0] == "best"], seen
+    assert number > 5
 
 
 def test_restores_on_another_mesh(tmp_path):

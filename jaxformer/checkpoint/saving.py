@@ -28,6 +28,10 @@ logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orb
 SHARED = 1 << 20
 
 
+REPLACED = "replaced"
+"""Begins the name, in `saving/`, of a checkpoint that gives way to another of its step."""
+
+
 class Saved(NamedTuple):
     """What a checkpoint gives back: the state, where this process's batches stood, and what else was said of it
     (`step`, `values`, `progress`)."""
@@ -201,12 +205,16 @@ class Checkpoints:
             self.error = error
 
     def _publish(self, place: Path, target: Path) -> None:
-        """Gives a whole checkpoint its name. One of the same step gives way to it."""
+        """Gives a whole checkpoint its name. One of the same step gives way to it, and is deleted only afterwards: a
+        process killed between the two renames leaves it where `_put_back` finds it."""
         target.parent.mkdir(exist_ok=True)
+        replaced = self.root / "saving" / f"{REPLACED}-{target.parent.name}-{target.name}"
         if target.exists():
-            self._delete([target])
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
         place.rename(target)
         manifest.sync(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _keep_best(self, step: int, values: dict[str, float]) -> None:
         """Copies `last/<step>` to the best if it ranks there, and deletes who is no longer among them.
@@ -259,11 +267,21 @@ class Checkpoints:
     # Restoring.
 
     def _clean(self) -> None:
-        """What a killed process left, of this version and of those before."""
+        """Removes what a killed process left, of this version and of those before."""
+        self._put_back()
         shutil.rmtree(self.root / "saving", ignore_errors=True)
         for part in ("last", "best"):
             for left in (self.root / part).glob("*orbax-checkpoint-tmp*"):
                 shutil.rmtree(left, ignore_errors=True)
+
+    def _put_back(self) -> None:
+        """Names a checkpoint again that was giving way to another of its step when the process was killed."""
+        for replaced in (self.root / "saving").glob(f"{REPLACED}-*"):
+            _, part, step = replaced.name.split("-")
+            target = self.root / part / step
+            if not target.exists():
+                replaced.rename(target)
+                manifest.sync(target.parent)
 
     def _found(self) -> list[Path]:
         """Every checkpoint, newest first; of one step the one kept for resuming first. As the first process sees it."""
