@@ -59,16 +59,51 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
-@pytest.mark.parametrize("text", ['{"host": "elsewhere", "pid": 1, "started": "then"}', "torn"])
-def test_another_host_counts_as_alive_until_it_is_silent_for_long(tmp_path, text):
+OTHERS = ['{"host": "elsewhere", "pid": 1, "started": "then"}', "torn"]
+
+
+@pytest.fixture
+def short_lease(monkeypatch):
+    monkeypatch.setattr(lock, "DEAD", 0.4)
+    monkeypatch.setattr(lock, "POLL", 0.02)
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_the_lease_of_the_dead_on_another_host_is_waited_for(tmp_path, short_lease, text, capsys):
     path = tmp_path / "lock"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"wait until that is 120 s, or delete .*lock"), Lock(tmp_path):
-        pass
-    assert path.read_text() == text
+    begun = time.monotonic()
+    with Lock(tmp_path):
+        assert 0.3 < time.monotonic() - begun < 5
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert f"waiting 0 s for another (delete {path} if it is dead)" in capsys.readouterr().err
+    path.write_text(text)
     os.utime(path, (time.time() - 2 * lock.DEAD,) * 2)
     with Lock(tmp_path):
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_a_sign_of_life_on_another_host_refuses_the_second_run(tmp_path, monkeypatch, short_lease, text):
+    path = tmp_path / "lock"
+    path.write_text(text)
+    monkeypatch.setattr(lock.time, "sleep", lambda _: os.utime(path, (time.time() + 1,) * 2))
+    with (
+        pytest.raises(ConfigError, match="got a run that is training in it .*; wait for it or stop it"),
+        Lock(tmp_path),
+    ):
         pass
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("end", [lambda path: os.truncate(path, 0), os.unlink], ids=["emptied", "deleted"])
+def test_a_run_on_another_host_that_ends_makes_room_at_once(tmp_path, monkeypatch, short_lease, end):
+    path = tmp_path / "lock"
+    monkeypatch.setattr(lock, "DEAD", 1000.0)
+    path.write_text(OTHERS[0])
+    monkeypatch.setattr(lock.time, "sleep", lambda _: end(path))
+    with Lock(tmp_path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_every_host_must_see_the_same_workdir(tmp_path, monkeypatch):
