@@ -102,13 +102,6 @@ def environment() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
         "python": platform.python_version(),
         "versions": versions,
@@ -118,10 +111,25 @@ def environment() -> dict[str, Any]:
         "devices": sorted({device.device_kind for device in jax.devices()}),
         "device_count": jax.device_count(),
         "process_count": jax.process_count(),
-        "commit": git.stdout.strip() or None,
+        "commit": commit(),
         "command": redacted(sys.argv, os.environ),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def commit() -> str | None:
+    """The commit of this code, `-dirty` if it was edited; None where it is no repository or `git` cannot be run."""
+    try:
+        git = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return None
+    return git.stdout.strip() or None
 
 
 def redacted(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:

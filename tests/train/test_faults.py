@@ -40,7 +40,7 @@ from jaxformer.train import lock, loop, optim, spikes, step, stopping
 from jaxformer.train.hooks import MetricsFile, Progress
 from jaxformer.train.lock import Lock
 from jaxformer.train.stopping import Stop, Watchdog
-from jaxformer.train.workdir import changes_since, redacted
+from jaxformer.train.workdir import changes_since, environment, redacted
 
 # --- the lock
 
@@ -332,6 +332,13 @@ def test_a_disk_that_refuses_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_train", lambda *_: (tmp_path / "none" / "file").write_text(""))
     with pytest.raises(StorageError, match=r"got No such file or directory \(.*none/file\), expected to .* are whole"):
         loop.train(Config(), tmp_path)
+
+
+def test_a_machine_without_git_trains_and_names_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment()["commit"] is None
+    (tmp_path / "git").write_text("not a program")
+    assert environment()["commit"] is None
 
 
 def test_secrets_stay_out_of_the_recorded_command():
