@@ -462,6 +462,41 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def test_the_log_of_others_is_filtered_only_while_checkpoints_are_open(tmp_path):
+    before = list(logging.getLogger("absl").filters)
+    first, second = opened(tmp_path / "a"), opened(tmp_path / "b")
+    first.close()
+    assert len(logging.getLogger("absl").filters) == len(before) + 1
+    second.close()
+    assert logging.getLogger("absl").filters == before
+
+
+LOGGING = """
+import logging, pkgutil, importlib
+import absl.logging, jax, flax.linen, optax, orbax.checkpoint, grain.python, numpy, ml_collections
+
+def state():
+    names = [None, *logging.root.manager.loggerDict]
+    loggers = [logging.getLogger(name) for name in names]
+    # Loggers made since have nothing of their own; those of before are as they were.
+    own = {n: (x.level, list(x.filters), list(x.handlers), x.propagate) for n, x in zip(names, loggers)}
+    return {n: each for n, each in own.items() if each != (0, [], [], True)}, logging.root.manager.disable
+
+before = state()
+import jaxformer
+for module in pkgutil.walk_packages(jaxformer.__path__, "jaxformer."):
+    if module.name != "jaxformer.__main__":
+        importlib.import_module(module.name)
+after = state()
+assert before == after, (before, after)
+"""
+
+
+def test_importing_everything_changes_no_log():
+    root = pathlib.Path(__file__).resolve().parents[1]
+    subprocess.run([sys.executable, "-c", LOGGING], check=True, timeout=120, cwd=root)
+
+
 def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)],
