@@ -341,6 +341,47 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(tmp_path, caplo
     again.close()
 
 
+def swapped(directory, other):
+    """The arrays of another checkpoint in place of its own: readable, and not what was written."""
+    shutil.rmtree(directory / "state")
+    shutil.copytree(other / "state", directory / "state")
+
+
+def digit(directory):
+    path = directory / "data" / "metadata"
+    path.write_text(path.read_text().replace('"position": 2', '"position": 3'))
+
+
+@pytest.mark.parametrize("part", ["state", "data"])
+def test_bytes_that_can_be_read_and_are_not_what_was_written_are_noticed(tmp_path, caplog, part):
+    """Nothing but the manifest can tell: on the way of a resumed run, and on that of evaluation and decoding."""
+    run = tmp_path / "run" / "checkpoints" / "last"
+    for name in ("run", "other"):
+        checkpoints = opened(tmp_path / name)
+        save_all(checkpoints, [(1, 1.0), (2, 2.0)] if name == "run" else [(2, 2.0)])
+        if name == "other":
+            state = state_at(2).replace(params=state_at(7).params)
+            checkpoints.save(state, {"position": 2}, {"loss": 2.0}, force=True)
+        checkpoints.close()
+    if part == "state":
+        swapped(run / "2", tmp_path / "other" / "checkpoints" / "last" / "2")
+    else:
+        digit(run / "2")
+    read = checkpoint.read_state(run / "2", abstract(state_at(2)))
+    assert int(read.step) == 2, "it must be readable for this test to mean anything"
+    found = checkpoint.mean(checkpoint.ranked(tmp_path / "run", "last", CheckpointConfig()), 1)
+    chex.assert_trees_all_equal(found.params, state_at(1).params)
+    again = opened(tmp_path / "run")
+    restored, data, _ = again.restore(abstract(state_at(1)))
+    again.close()
+    same(restored, state_at(1))
+    assert data == {"position": 1}
+    assert kept(tmp_path / "run", "last") == [1]
+    assert (
+        "differs from its checksum" in caplog.text or "bytes, not the" in caplog.text or " No such file" in caplog.text
+    )
+
+
 def test_goes_back_to_the_best_and_never_to_zero(tmp_path):
     checkpoints = opened(tmp_path, keep_last=1)
     save_all(checkpoints, [(1, 1.0), (2, 2.0)])
