@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 import jax
 
+from jaxformer.train.timing import Clock
+
 
 class MetricsFile:
     """Appends one JSON object a line: `step`, `wall_time` (Unix seconds), `split`, and the values."""
@@ -91,11 +93,10 @@ class TensorBoard:
 class Progress:
     """A line that a person likes to watch: redrawn on a terminal, one plain line a report elsewhere."""
 
-    def __init__(self, steps: int, first_step: int, stream: TextIO | None = None) -> None:
-        self.steps, self.stream = steps, sys.stderr if stream is None else stream
+    def __init__(self, clock: Clock, stream: TextIO | None = None) -> None:
+        self.clock, self.stream = clock, sys.stderr if stream is None else stream
         # No stream, or a closed one: a daemon's.
         self.live = self.stream is not None and not self.stream.closed and self.stream.isatty()
-        self.begun, self.first_step = time.monotonic(), first_step
         self.last_evaluation = ""
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
@@ -108,12 +109,10 @@ class Progress:
             self.last_evaluation = f"{split} " + "  ".join(f"{k} {number(v)}" for k, v in values.items())
             self.say(f"step {step:,}  {self.last_evaluation}")
             return
-        rate = (step - self.first_step) / max(time.monotonic() - self.begun, 1e-9)
-        left = (self.steps - step) / max(rate, 1e-9)
         line = (
-            f"step {step:,}/{self.steps:,}  loss {values['loss']:.4f}  lr {values['learning_rate']:.2e}"
+            f"step {step:,}/{self.clock.config.steps:,}  loss {values['loss']:.4f}  lr {values['learning_rate']:.2e}"
             f"  |g| {values['gradient_norm']:.2f}  {values['tokens_per_second']:,.0f} tok/s"
-            f"  padding {values['padding']:.0%}  left {duration(left)}"
+            f"  padding {values['padding']:.0%}  left {duration(self.clock.left(step))}"
         )
         if self.live:
             tail = f"  [{self.last_evaluation}]" if self.last_evaluation else ""
@@ -141,8 +140,8 @@ class Progress:
 class Reports:
     """All of the above, or nothing on processes other than the first."""
 
-    def __init__(self, workdir: Path, steps: int, first_step: int, measured: bool = True) -> None:
-        self.progress = Progress(steps, first_step)
+    def __init__(self, workdir: Path, clock: Clock, first_step: int, measured: bool = True) -> None:
+        self.progress = Progress(clock)
         self.writers: list[Any] = []
         if jax.process_index() == 0:
             file = MetricsFile(workdir / "metrics.jsonl", first_step, measured)

@@ -31,6 +31,7 @@ from jaxformer.train.guard import Guard
 from jaxformer.train.hooks import Reports
 from jaxformer.train.lock import Lock
 from jaxformer.train.stopping import PREEMPTED, Stop, Watchdog
+from jaxformer.train.timing import Clock, Shapes
 from jaxformer.train.workdir import changes_since, prepare, refuse_other_config
 from jaxformer.types import Batch, Sums, TrainState
 
@@ -120,7 +121,9 @@ class Run:
         self.state = self.first_state()
         self.step = int(self.state.step)
         self.measured_at = self.step if self.values else -1
-        self.reports = Reports(workdir, config.train.steps, self.step, not self.progress["evaluation_due"])
+        self.clock = Clock(config.train)
+        self.reports = Reports(workdir, self.clock, self.step, not self.progress["evaluation_due"])
+        self.trained, self.evaluated = (Shapes(what, self.reports.say) for what in ("step", "evaluation"))
         self.window = Window(self.progress["window"])
         self.guard = Guard(
             config.train.skip_limit, self.progress["skipped_in_a_row"], self.reports.skipped, self.checkpoints.newest
@@ -174,15 +177,18 @@ class Run:
         self.catch_up()
         update = steps.make(self.config, self.module, self.task, self.optimizer, self.schedule, self.mesh)
         window.go_on()
+        self.clock.lap()
         while self.step < config.steps:
             place = self.batches.get_state()
             batch = next(self.batches)
+            compiled = self.trained.is_new(batch)
             self.state, sums = update(self.state, steps.place(batch, self.mesh, self.balanced))
             self.step += 1
             window.add(sums, batch)
             self.guard.add(self.step, sums, place)
             self.watchdog.beat()
             self.checkpoints.check()
+            self.clock.step(compiled)
             last = self.step == config.steps
             stopping = stop.agreed(self.step) and not last
             if last or self.step == 1 or due(self.step, config.log_every):
@@ -191,11 +197,13 @@ class Run:
             if not (measuring or stopping or due(self.step, config.checkpoint_every)):
                 continue
             window.pause()
+            self.clock.lap()
             if measuring and not stopping:
                 self.evaluate()
             self.guard.settle()
             if last or stopping or due(self.step, config.checkpoint_every):
                 self.save(evaluation_due=measuring and stopping)
+                self.clock.part("save")
             window.go_on()
             if stopping:
                 self.checkpoints.wait()
@@ -231,6 +239,7 @@ class Run:
         config = self.config
         if "validation" not in self.dataset.splits:
             return {}
+        self.clock.lap()
         variables = evaluation.weights(config, self.state.params, self.state.variables)
         batches = self.pipeline.evaluate("validation", examples=config.evaluate.examples)
         size = self.pipeline.size("validation")
@@ -243,12 +252,23 @@ class Run:
             self.show(records[: config.evaluate.samples])
         self.reports.write(self.step, "validation", values)
         self.values, self.measured_at = values, self.step
+        self.clock.part("evaluation", self.compiling)
         return values
 
     def watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of an evaluation, with a sign of life at each; adds up in `compiling` what compiling took."""
+        self.compiling, begun = 0.0, self.clock.now()
+        known: list[float] = []
+        fresh: list[float] = []
         for batch in batches:
             self.watchdog.beat()
+            seconds = fresh if self.evaluated.is_new(batch) else known
             yield batch
+            begun, before = self.clock.now(), begun
+            seconds.append(begun - before)
+        if known:
+            usual = sum(known) / len(known)
+            self.compiling = sum(max(each - usual, 0.0) for each in fresh)
 
     def show(self, records: list[dict]) -> None:
         if jax.process_index() == 0:

@@ -40,6 +40,7 @@ from jaxformer.train import lock, loop, optim, spikes, step, stopping
 from jaxformer.train.hooks import MetricsFile, Progress
 from jaxformer.train.lock import Lock
 from jaxformer.train.stopping import Stop, Watchdog
+from jaxformer.train.timing import Clock
 from jaxformer.train.workdir import changes_since, environment, redacted
 
 # --- the lock
@@ -165,7 +166,7 @@ def test_a_reader_that_is_gone_does_not_end_the_run():
 
     (closed := io.StringIO()).close()
     for stream in (Gone(), closed):
-        progress = Progress(10, 0, stream)
+        progress = Progress(Clock(TrainConfig(steps=10)), stream)
         progress.say("resumed")
         progress.write(1, "validation", {"loss": 1.0})
         progress.close()
@@ -277,7 +278,9 @@ def test_a_spike_is_told_once_there_are_norms_to_compare_with():
 @pytest.mark.parametrize(("spike", "words"), [(0, "loss or gradient is not finite"), (1, "gradient is a spike")])
 def test_a_step_left_out_is_said_with_its_reason_and_its_batch(spike, words):
     stream = io.StringIO()
-    Progress(10, 0, stream).write(3, "skipped", {"epoch": 0, "block": 1, "batch": 2, "in_a_row": 1, "spike": spike})
+    Progress(Clock(TrainConfig(steps=10)), stream).write(
+        3, "skipped", {"epoch": 0, "block": 1, "batch": 2, "in_a_row": 1, "spike": spike}
+    )
     assert stream.getvalue().strip() == f"step 3  left out: its {words} (epoch 0, block 1, batch 2)"
 
 
