@@ -266,9 +266,8 @@ class Run:
             yield batch
             begun, before = self.clock.now(), begun
             seconds.append(begun - before)
-        if known:
-            usual = sum(known) / len(known)
-            self.compiling = sum(max(each - usual, 0.0) for each in fresh)
+        usual = sum(known) / len(known) if known else 0.0
+        self.compiling = sum(max(each - usual, 0.0) for each in fresh)
 
     def show(self, records: list[dict]) -> None:
         if jax.process_index() == 0:
