@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-from jaxformer import __version__, compilation, files, overrides, places, preflight
+from jaxformer import __version__, compilation, files, overrides, places, preflight, results
 from jaxformer.config import Config, ConfigError, RecurrentConfig, StackConfig
 from jaxformer.preflight import Finding
 
@@ -54,7 +54,7 @@ def describe(path: str | Path) -> str:
         "model": _rows(_model(config)),
         "run": _rows(_task(config) + _progress(workdir, config)),
         "checkpoints": "\n".join(filter(None, checkpoints)),
-        "results": _rows(_results(workdir)) or "  none yet; see jaxformer evaluate",
+        "results": _rows(_results(workdir, config)) or "  none yet; see jaxformer evaluate",
         "parameters": _parameters(arrays, workdir),
     }
     return f"{path}\n\n" + "\n\n".join(f"{name}\n{text}" for name, text in sections.items())
@@ -121,7 +121,7 @@ def _task(config: Config) -> list[tuple[str, str]]:
 
 def _progress(workdir: Path, config: Config) -> list[tuple[str, str]]:
     step, loss = _last_report(workdir / "metrics.jsonl")
-    ended = ", finished" if (workdir / "result.json").exists() else ", not finished"
+    ended = ", finished" if results.finished(workdir) is not None else ", not finished"
     report = f", train loss {loss:.4g}" if math.isfinite(loss) else ""
     return [("step", f"{step:,} of {config.train.steps:,}{ended}{report}")]
 
@@ -173,12 +173,14 @@ def _size(source: Path | None, held: dict[tuple[str, ...], Any]) -> str:
     return f"  in {source.parent.name}/{source.name}: {', '.join(words)}" if words else ""
 
 
-def _results(workdir: Path) -> list[tuple[str, str]]:
+def _results(workdir: Path, config: Config) -> list[tuple[str, str]]:
     rows = []
-    for path in [workdir / "result.json", *sorted(workdir.glob("eval-*.json"))]:
+    for path in [workdir / results.NAME, *sorted(workdir.glob("eval-*.json"))]:
         if path.exists():
             try:
-                rows.append((path.name, _values(files.read_json(path))))
+                values = files.read_json(path)
+                stale = results.problem(values, config) if path.name == results.NAME else ""
+                rows.append((path.name, f"out of date: {stale}" if stale else _values(values)))
             except ConfigError as error:
                 rows.append((path.name, f"cannot be read: {error}"))
     return rows

@@ -117,6 +117,13 @@ def cells(reader, first):
     return words[words.index(first) + 1 :]
 
 
+def test_a_result_of_an_earlier_end_is_left_out(tmp_path):
+    whole(tmp_path / "run", **{"result.json": json.dumps({"step": 60, "loss": 1.25})})
+    (run,) = runs.read([tmp_path / "run"])
+    assert run.result == {}
+    assert any("out of date (it is of step 60, and the run ends at step 100)" in note for note in run.notes)
+
+
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from jaxformer import files, overrides, redaction
+from jaxformer import files, overrides, redaction, results
 from jaxformer.config import Config, ConfigError
 
 
@@ -124,8 +124,8 @@ def _run(workdir: Path, name: str) -> Run:
             run.notes.append(f"config.json does not fit this version: {redaction.text(str(error))}")
     run.environment = _json(run, "environment.json", dict)
     _metrics(run)
-    if (workdir / "result.json").exists():
-        run.result = _json(run, "result.json", dict)
+    if (workdir / results.NAME).exists():
+        _result(run)
     else:
         run.notes.append("no result.json: the run is not finished")
     for path in sorted(workdir.glob("eval-*.json")):
@@ -140,6 +140,16 @@ def _run(workdir: Path, name: str) -> Run:
     except OSError:
         run.notes.append("no parameters.txt: the number of parameters is not known here")
     return run
+
+
+def _result(run: Run) -> None:
+    """Fills in `result`, if it is that of the run's config at its last step."""
+    found = _json(run, results.NAME, dict)
+    stale = results.problem(found, run.typed) if found and run.typed else ""
+    if stale:
+        run.notes.append(f"{results.NAME} is out of date ({stale}), left out: the run is not finished")
+    else:
+        run.result = found
 
 
 def _sample_order(path: Path) -> tuple[bool, int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 import jax
 
 from jaxformer import files
+from jaxformer.train.timing import Clock
 
 LOG = logging.getLogger("jaxformer")
 
@@ -87,10 +89,10 @@ class TensorBoard:
 class Progress:
     """A line that a person likes to watch: redrawn on a terminal, one plain line a report elsewhere."""
 
-    def __init__(self, steps: int, first_step: int, stream: TextIO | None = None) -> None:
-        self.steps, self.stream = steps, sys.stderr if stream is None else stream
-        self.live = self.stream.isatty()
-        self.begun, self.first_step = time.monotonic(), first_step
+    def __init__(self, clock: Clock, stream: TextIO | None = None) -> None:
+        self.clock, self.stream = clock, sys.stderr if stream is None else stream
+        # No stream, or a closed one: a daemon's.
+        self.live = self.stream is not None and not self.stream.closed and self.stream.isatty()
         self.last_evaluation = ""
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
@@ -103,34 +105,39 @@ class Progress:
             self.last_evaluation = f"{split} " + "  ".join(f"{k} {number(v)}" for k, v in values.items())
             self.say(f"step {step:,}  {self.last_evaluation}")
             return
-        rate = (step - self.first_step) / max(time.monotonic() - self.begun, 1e-9)
-        left = (self.steps - step) / max(rate, 1e-9)
         line = (
-            f"step {step:,}/{self.steps:,}  loss {values['loss']:.4f}  lr {values['learning_rate']:.2e}"
+            f"step {step:,}/{self.clock.config.steps:,}  loss {values['loss']:.4f}  lr {values['learning_rate']:.2e}"
             f"  |g| {values['gradient_norm']:.2f}  {values['tokens_per_second']:,.0f} tok/s"
-            f"  padding {values['padding']:.0%}  left {duration(left)}"
+            f"  padding {values['padding']:.0%}  left {duration(self.clock.left(step))}"
         )
         if self.live:
             tail = f"  [{self.last_evaluation}]" if self.last_evaluation else ""
-            self.stream.write("\r\x1b[K" + line + tail)
-            self.stream.flush()
+            self._print("\r\x1b[K" + line + tail, end="")
         else:
-            print(line, file=self.stream, flush=True)
+            self._print(line)
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        print(("\r\x1b[K" if self.live else "") + text, file=self.stream, flush=True)
+        self._print(("\r\x1b[K" if self.live else "") + text)
 
     def close(self) -> None:
         if self.live:
-            print(file=self.stream, flush=True)
+            self._print("")
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        # Nobody may be there to read it (a dropped ssh, a pipe into head, a full disk): the run matters more, and
+        # metrics.jsonl has it all.
+        if self.stream is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            print(text, end=end, file=self.stream, flush=True)
 
 
 class Reports:
     """All of the above, or nothing on processes other than the first."""
 
-    def __init__(self, workdir: Path, steps: int, first_step: int, measured: bool = True) -> None:
-        self.progress = Progress(steps, first_step)
+    def __init__(self, workdir: Path, clock: Clock, first_step: int, measured: bool = True) -> None:
+        self.progress = Progress(clock)
         self.writers: list[Any] = []
         if jax.process_index() == 0:
             file = MetricsFile(workdir / "metrics.jsonl", first_step, measured)
