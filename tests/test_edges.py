@@ -171,7 +171,7 @@ def test_a_page_and_an_inspection_name_damaged_files_and_leave_them_out(damage, 
     (run,) = runs.read([folder])
     assert all(any(note.startswith(f"{name} cannot be read") for note in run.notes) for name in names)
     report.write([folder])
-    results = dict(inspection._results(folder))
+    results = dict(inspection._results(folder, Config()))
     assert all("cannot be read" in results[name] for name in ("result.json", "eval-test.json"))
     assert inspection._last_report(folder / "metrics.jsonl")[0] == 0
 
@@ -219,8 +219,9 @@ def test_loading_a_run_reads_its_config_as_every_other_command_does(folder, monk
         reading.load(folder)
 
 
-def test_a_damaged_result_ends_a_ranking_with_its_name(folder):
+def test_a_run_with_a_damaged_result_is_not_done_and_not_ranked(folder):
+    """A sweep then starts it again, which writes the result anew."""
     (folder / "result.json").write_text("[")
-    plan = sweep.Plan(folder, (sweep.Run({}, Config(), folder, ()),))
-    with pytest.raises(ConfigError, match="result.json: got an unreadable file"):
-        sweep.rank(plan)
+    run = sweep.Run({}, Config(), folder, ())
+    assert not run.done
+    assert sweep.rank(sweep.Plan(folder, (run,))) == []
