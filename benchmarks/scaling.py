@@ -119,8 +119,9 @@ centre's network along `data` (`--config.mesh.dcn.data=16`).
 
 - GiB: what the compiled program needs on each chip, and what it may use there.
 - FLOPs a token: 6 x matmul parameters + 12 x layers x heads x head width x visible keys; half of the keys where
-  attention is causal. MFU counts these only, so recomputation (all rows but transformer_big recompute whole layers) and
-  masked pairs lower it.
+  attention is causal. That is the formula of PaLM's appendix B (Chowdhery et al. 2022), which counts masked keys too:
+  `jaxformer plan` prints both. MFU counts these only, so recomputation (all rows but transformer_big recompute whole
+  layers) and masked pairs lower it.
 - sent: bytes that each chip sends in a step, read from the compiled HLO, loops multiplied out; of several slices, also
   those that leave the slice.
 - step and MFU: from the roofline of `jaxformer/plan/estimate.py`. The better figure is the longest of compute, memory,

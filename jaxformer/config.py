@@ -280,7 +280,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: str = "adamw"  # adamw, adam, adafactor, lion, sgd, muon
+    name: str = "adamw"  # adamw, adam, adafactor, lion, sgd, muon (optax's, whose momentum is corrected for its bias)
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
@@ -307,6 +307,8 @@ class TrainConfig:
     seed: int = 0
     accumulation: int = 1  # microbatches summed before one update
     ema: float | None = None  # decay of the weight average; evaluation and decoding then use the average
+    ema_warmup: bool = False  # the decay of update n (from 0) is min(ema, (1 + n) / (10 + n)): the random start is soon
+    # forgotten. False: `ema` from the first update on, where the start weighs ema ** n
     log_every: int = 20  # steps
     evaluate_every: int = 200  # steps; 0: only at the end
     checkpoint_every: int = 200  # steps; 0: only at the end

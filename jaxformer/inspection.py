@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import math
 import os
 import platform
@@ -18,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-from jaxformer import __version__, compilation, overrides, places, preflight
-from jaxformer.config import Config, RecurrentConfig, StackConfig
+from jaxformer import __version__, compilation, files, overrides, places, preflight, results
+from jaxformer.config import Config, ConfigError, RecurrentConfig, StackConfig
 from jaxformer.preflight import Finding
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -55,7 +54,7 @@ def describe(path: str | Path) -> str:
         "model": _rows(_model(config)),
         "run": _rows(_task(config) + _progress(workdir, config)),
         "checkpoints": "\n".join(filter(None, checkpoints)),
-        "results": _rows(_results(workdir)) or "  none yet; see jaxformer evaluate",
+        "results": _rows(_results(workdir, config)) or "  none yet; see jaxformer evaluate",
         "parameters": _parameters(arrays, workdir),
     }
     return f"{path}\n\n" + "\n\n".join(f"{name}\n{text}" for name, text in sections.items())
@@ -122,7 +121,7 @@ def _task(config: Config) -> list[tuple[str, str]]:
 
 def _progress(workdir: Path, config: Config) -> list[tuple[str, str]]:
     step, loss = _last_report(workdir / "metrics.jsonl")
-    ended = ", finished" if (workdir / "result.json").exists() else ", not finished"
+    ended = ", finished" if results.finished(workdir) is not None else ", not finished"
     report = f", train loss {loss:.4g}" if math.isfinite(loss) else ""
     return [("step", f"{step:,} of {config.train.steps:,}{ended}{report}")]
 
@@ -134,11 +133,8 @@ def _last_report(path: Path) -> tuple[int, float]:
     except OSError:
         lines = []
     for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:  # torn: the run is writing it, or was killed while it did
-            continue
-        if isinstance(row, dict) and row.get("split") == "train" and isinstance(row.get("step"), int):
+        row = files.metrics_row(line)  # None: torn, since the run is writing it or was killed while it did
+        if row is not None and row["split"] == "train":
             loss = row.get("loss")
             return row["step"], float(loss) if isinstance(loss, (int, float)) else math.nan
     return 0, math.nan
@@ -177,14 +173,16 @@ def _size(source: Path | None, held: dict[tuple[str, ...], Any]) -> str:
     return f"  in {source.parent.name}/{source.name}: {', '.join(words)}" if words else ""
 
 
-def _results(workdir: Path) -> list[tuple[str, str]]:
+def _results(workdir: Path, config: Config) -> list[tuple[str, str]]:
     rows = []
-    for path in [workdir / "result.json", *sorted(workdir.glob("eval-*.json"))]:
+    for path in [workdir / results.NAME, *sorted(workdir.glob("eval-*.json"))]:
         if path.exists():
             try:
-                rows.append((path.name, _values(json.loads(path.read_text(encoding="utf-8")))))
-            except (OSError, ValueError) as error:
-                rows.append((path.name, f"cannot be read ({error})"))
+                values = files.read_json(path)
+                stale = results.problem(values, config) if path.name == results.NAME else ""
+                rows.append((path.name, f"out of date: {stale}" if stale else _values(values)))
+            except ConfigError as error:
+                rows.append((path.name, f"cannot be read: {error}"))
     return rows
 
 

@@ -7,6 +7,7 @@ The settings are read when a process starts and only then, hence the second star
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ SETTINGS = {
     # One heap: others are of 64 MiB, and what is larger is mapped for them and given back each time.
     "glibc.malloc.arena_max": "1",
 }
+MARKER = "jaxformer_restarted"
+"""The option `-X` of the interpreter that says that this is the second start."""
 COMMANDS = frozenset({"train", "evaluate", "decode", "experiment"})
 """The commands that compute enough to be started again."""
 
@@ -33,10 +36,15 @@ def tunables(environment: Mapping[str, str]) -> str:
 def keep_pages() -> None:
     """Replaces this process by the same command with `SETTINGS`, once, and only on Linux.
 
-    Nothing has been done yet, so nothing is lost; process id, arguments, streams and environment stay.
+    Nothing has been done yet, so nothing is lost; process id, arguments, streams and environment stay. The second start
+    is told by an interpreter option, since `VARIABLE` may not arrive there: some containers and programs with the
+    rights of another user take it out of the environment. Then, and where no program may be started, the command goes
+    on without the settings.
     """
     if not sys.platform.startswith("linux") or len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         return
     wanted = tunables(os.environ)
-    if os.environ.get(VARIABLE) != wanted and sys.executable:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, VARIABLE: wanted})
+    if os.environ.get(VARIABLE) != wanted and sys.executable and MARKER not in sys._xoptions:
+        command = [sys.executable, "-X", MARKER, *sys.orig_argv[1:]]
+        with contextlib.suppress(OSError):
+            os.execve(sys.executable, command, {**os.environ, VARIABLE: wanted})

@@ -7,6 +7,7 @@ command-line override, a JSON key and a checked type. What a type cannot say is 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any, Iterator, Mapping, Sequence
 
 from ml_collections import ConfigDict
 
+from jaxformer import files, redaction
 from jaxformer.checks import check
 from jaxformer.config import Config, ConfigError
 from jaxformer.registry import nearest
@@ -24,9 +26,11 @@ from jaxformer.schema import describe, fields, members, part_of, read_text, show
 __all__ = [
     "changes",
     "check",
+    "deciding",
     "defaults",
     "differences",
     "edit",
+    "fingerprint",
     "freeze",
     "from_json",
     "load",
@@ -46,6 +50,9 @@ RESUMABLE = (
     "evaluate", "decode", "mesh", "data.cache",
 )  # fmt: skip
 """What may change between the start of a run and its resumption: how long, how often, how shown, on which devices."""
+
+NEUTRAL = ("train.log_every", "train.skip_limit", "train.deadline", "train.watchdog", "mesh", "data.cache")
+"""Fields that decide how a run is executed and shown, and no number it ends with (but for rounding, of `mesh`)."""
 
 RESOLVED = ("vocab", "classes")
 """Fields that a run fills in when they are None, so that None agrees with whatever the saved config has."""
@@ -135,10 +142,10 @@ def from_json(text: str) -> Config:
       ConfigError: the text is not such JSON.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique)
+        value = files.parse(text, _unique)
     except ConfigError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"config.json: got no valid JSON ({error}), expected what a run wrote") from None
     if not isinstance(value, dict):
         raise ConfigError(f"config.json: got {show(value)}, expected a JSON object")
@@ -269,7 +276,9 @@ def parse(argv: Sequence[str]) -> Config:
         raise ConfigError(f"--config: got {got}, expected one; give --config=configs/NAME.py[:variant]")
     config = load(recipes[0])
     _override_all(config, edits)
-    return freeze(config)
+    frozen = freeze(config)
+    redaction.refuse(dataclasses.asdict(frozen), "config")
+    return frozen
 
 
 def edit(config: Config, argv: Sequence[str]) -> Config:
@@ -361,10 +370,46 @@ def same(config: Config, saved: Config) -> list[str]:
     return [path for path, (mine, _) in changes(config, saved).items() if not _resumable(path, mine)]
 
 
+def deciding(config: Config, saved: Config) -> list[str]:
+    """The paths in which `config` would end with other numbers than the resolved `saved`; empty if with the same."""
+    found = changes(config, saved)
+    return [path for path, (mine, _) in found.items() if not (_filled_in(path, mine) or _below(path, NEUTRAL))]
+
+
+def fingerprint(config: Config) -> str:
+    """16 hexadecimal digits that differ for configs that may end with different numbers.
+
+    Only fields that differ from their default count, `NEUTRAL` ones left out: a field that a later version adds does
+    not change the fingerprints of configs that leave it at its default.
+    """
+
+    def walk(part: Any, path: str) -> Iterator[tuple[str, Any]]:
+        yield path, type(part).__name__
+        for field in dataclasses.fields(part):
+            value, name = getattr(part, field.name), f"{path}.{field.name}" if path else field.name
+            if dataclasses.is_dataclass(value):
+                yield from walk(value, name)
+            elif value != _default(field) and not _below(name, NEUTRAL):
+                yield name, value
+
+    text = json.dumps(dict(walk(config, "")), sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def _resumable(path: str, mine: Any) -> bool:
-    if mine in (None, ()) and path.rpartition(".")[2] in RESOLVED:
-        return True
-    return any(path == allowed or path.startswith(allowed + ".") for allowed in RESUMABLE)
+    return _filled_in(path, mine) or _below(path, RESUMABLE)
+
+
+def _filled_in(path: str, mine: Any) -> bool:
+    return mine in (None, ()) and path.rpartition(".")[2] in RESOLVED
+
+
+def _below(path: str, sections: Sequence[str]) -> bool:
+    return any(path == section or path.startswith(section + ".") for section in sections)
 
 
 def _brief(value: Any) -> str:

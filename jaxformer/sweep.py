@@ -7,7 +7,8 @@ A sweep file defines `SWEEP`, a list of dicts from config paths to values, built
     SWEEP = cross(grid({"model.encoder.norm.order": ["pre", "post"]}), seeds(3))
     SWEEP = random(20, 0, {"schedule.peak": log_uniform(1e-4, 1e-2), "task.label_smoothing": choice(0.0, 0.1)})
 
-A run is named after its edits, so a sweep that grows keeps what it has: runs with a `result.json` are skipped, others
+A run is named after its edits and the fingerprint of its whole config, so a sweep that grows keeps what it has, and one
+of a changed recipe (or of more steps) begins anew beside it. Runs that have reached their last step are skipped, others
 start or resume.
 """
 
@@ -31,7 +32,7 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from jaxformer import overrides
+from jaxformer import files, overrides, results
 from jaxformer.config import Config, ConfigError
 
 Edits = dict[str, Any]
@@ -104,7 +105,12 @@ class Run:
 
     @property
     def done(self) -> bool:
-        return (self.workdir / "result.json").exists()
+        return self.result is not None
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """Its `result.json`; None until it has reached its last step with this very config."""
+        return results.finished(self.workdir, self.config)
 
 
 @dataclass(frozen=True)
@@ -123,11 +129,12 @@ def plan(sweep_file: str, arguments: Sequence[str], workdir: Path) -> Plan:
     """The runs of `SWEEP` in `sweep_file`, each over the recipe and edits in `arguments`.
 
     Raises:
-      ConfigError: the file, or the config of a run, is wrong; or two runs are the same.
+      ConfigError: the file, or the config of a run, is wrong; or two runs have the same config.
     """
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir: got {str(workdir)!a} (a file), expected a folder")
     runs: dict[str, Run] = {}
+    configs: dict[str, str] = {}
     for edits in _edits(sweep_file):
         name = name_of(edits)
         given = [*arguments, *(f"--config.{path}={as_text(value)}" for path, value in edits.items())]
@@ -137,10 +144,34 @@ def plan(sweep_file: str, arguments: Sequence[str], workdir: Path) -> Plan:
             raise ConfigError(f"{sweep_file}: run {name}: {error}") from None
         if name in runs:
             raise ConfigError(f"{sweep_file}: got run {name} twice, expected each once; remove one")
-        folder = workdir / name
+        twin = configs.setdefault(overrides.to_json(config), name)
+        if twin != name:
+            raise ConfigError(
+                f"{sweep_file}: got runs {twin} and {name} with the same config, expected one; remove one"
+            )
+        folder = _folder(workdir, name, config)
         command = (sys.executable, "-m", "jaxformer", "train", *given, f"--workdir={folder}")
         runs[name] = Run(edits, config, folder, command)
     return Plan(workdir, tuple(runs.values()))
+
+
+def _folder(workdir: Path, name: str, config: Config) -> Path:
+    """The folder of a run: `name` and the config's fingerprint.
+
+    Earlier versions used `name` alone. Such a folder is used if it holds this very config, and else left alone, with a
+    line that says so.
+    """
+    folder, old = workdir / f"{name}-{overrides.fingerprint(config)[:8]}", workdir / name
+    if folder.exists() or not (old / "config.json").exists():
+        return folder
+    try:
+        differing = overrides.deciding(config, overrides.read(old))
+    except ConfigError as error:
+        differing = [str(error)]
+    if not differing:
+        return old
+    print(f"not used: {old}, a run of another config ({', '.join(differing)})", file=sys.stderr, flush=True)
+    return folder
 
 
 def _edits(path: str) -> list[Edits]:
@@ -161,7 +192,7 @@ def as_text(value: Any) -> str:
 
 
 def name_of(edits: Edits) -> str:
-    """The folder of a run: "schedule.peak=0.001,train.seed=0", made safe for every file system."""
+    """A run's edits as a name, "schedule.peak=0.001,train.seed=0", made safe for every file system."""
     text = ",".join(f"{path}={as_text(value)}" for path, value in edits.items()) or "base"
     name = re.sub(r"[^A-Za-z0-9._=,+-]", "_", text)
     if name != text or len(name) > 150:
@@ -268,9 +299,7 @@ def slurm(plan: Plan, workers: int) -> int:
     for run in plan.open:
         run.workdir.mkdir(parents=True, exist_ok=True)
     script = plan.workdir / "sweep.sbatch"
-    temporary = script.with_suffix(".tmp")
-    temporary.write_text(_array(plan, workers), encoding="utf-8")
-    os.replace(temporary, script)
+    files.write(script, _array(plan, workers))
     try:
         done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -324,8 +353,8 @@ def rank(plan: Plan) -> list[dict[str, Any]]:
     """
     groups: dict[str, list[tuple[Run, dict[str, Any]]]] = {}
     for run in plan.runs:
-        if run.done:
-            values = json.loads((run.workdir / "result.json").read_text(encoding="utf-8"))
+        values = run.result
+        if values is not None:
             others = {path: value for path, value in run.edits.items() if path != SEED}
             groups.setdefault(name_of(others), []).append((run, values))
     keep = plan.runs[0].config.checkpoint
@@ -338,9 +367,9 @@ def rank(plan: Plan) -> list[dict[str, Any]]:
     for place, row in enumerate(rows, 1):
         mean, deviation = (f"{row[k]:.5g}" if row[k] is not None else "" for k in ("mean", "deviation"))
         lines.append(f"| {place} | {mean} | {deviation} | {len(row['runs'])} | {row['name']} |")
-    _write(plan.workdir / "ranking.md", "\n".join(lines) + "\n")
+    files.write(plan.workdir / "ranking.md", "\n".join(lines) + "\n")
     ranking = {"metric": keep.metric, "mode": keep.mode, "missing": [r.workdir.name for r in plan.open], "rows": rows}
-    _write(plan.workdir / "ranking.json", json.dumps(ranking, indent=1) + "\n")
+    files.write(plan.workdir / "ranking.json", json.dumps(ranking, indent=1) + "\n")
     print("\n".join(lines), flush=True)
     return rows
 
@@ -356,12 +385,6 @@ def _row(name: str, members: list[tuple[Run, dict[str, Any]]], metric: str) -> d
         "deviation": statistics.stdev(values) if whole and len(values) > 1 else None,
         "runs": results,
     }
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _say(text: str) -> None:

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -194,6 +196,85 @@ def test_a_step_is_saved_once_unless_forced(tmp_path):
     checkpoints.close()
 
 
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the program runs after it."""
+
+
+@contextlib.contextmanager
+def killed_at(monkeypatch, number):
+    """Ends the process at the given call that changes the file system: half done where it can be. Yields the count."""
+    calls = []
+
+    def patch(owner, name, begin=lambda *arguments: None):
+        act = getattr(owner, name)
+
+        def call(*arguments, **options):
+            if len(calls) == number - 1:
+                begin(*arguments)
+                calls.append(name)
+                raise Killed
+            calls.append(name)
+            return act(*arguments, **options)
+
+        patched.setattr(owner, name, call)
+
+    with monkeypatch.context() as patched:
+        remove = lambda path, *_: [f.unlink() for f in sorted(path.rglob("*")) if f.is_file()][:1]  # noqa: E731
+        for name in ("rename", "replace", "mkdir"):
+            patch(pathlib.Path, name)
+        patch(shutil, "rmtree", remove)
+        patch(shutil, "copytree")
+        try:
+            yield calls
+        except Killed:
+            calls.append("killed")
+
+
+def whole(workdir, fields):
+    """The steps that a new process finds whole, by part, once it has cleaned up."""
+    opened(workdir, **fields).close()
+    found = [(part, step) for part in ("last", "best") for step in kept(workdir, part)]
+    for part, step in found:
+        checkpoint.verify(workdir / "checkpoints" / part / str(step))
+    return found
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["forced", "next"])
+def test_a_kill_at_any_point_of_publishing_leaves_a_whole_checkpoint(tmp_path, monkeypatch, step):
+    """The only checkpoint, of step 1, is replaced by another of its step, or followed by one of the next."""
+    fields = {"keep_last": 1, "keep_best": 1}
+    first = opened(tmp_path / "first", **fields)
+    save_all(first, [(1, 2.0)])
+    first.close()
+    place = tmp_path / "first" / "checkpoints" / "saving" / str(step)
+    about = {"format": 2, "step": step, "values": {"loss": 1.0}}
+    seen, number = [], 0
+    while not seen or seen[-1] == "killed":
+        number += 1
+        workdir = shutil.copytree(tmp_path / "first", tmp_path / f"kill-{number}")
+        checkpoints = opened(workdir, **fields)
+        new = workdir / "checkpoints" / "saving" / place.name
+        new.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(workdir / "checkpoints" / "last" / "1", new, dirs_exist_ok=True)
+        (new / "about" / "metadata").write_text(json.dumps(about))
+        saving.manifest.write(new)
+        with killed_at(monkeypatch, number) as seen:
+            checkpoints._publish(new, workdir / "checkpoints" / "last" / str(step))
+            checkpoints._keep_best(step, about["values"])
+            checkpoints._forget()
+        checkpoints.close()
+        # The process that cleans up may be killed too.
+        for again in range(1, 4):
+            copy = shutil.copytree(workdir, tmp_path / f"kill-{number}-{again}")
+            with killed_at(monkeypatch, again):
+                opened(copy, **fields).close()
+            assert ("last", 1) in whole(copy, fields) or ("last", step) in whole(copy, fields)
+        found = whole(workdir, fields)
+        assert [each for each in found if each[0] == "last"], seen
+        assert [each for each in found if each[0] == "best"], seen
+    assert number > 5
+
+
 def test_restores_on_another_mesh(tmp_path):
     mesh = meshes.make(MeshConfig(data=1, fsdp=4, tensor=2))
 
@@ -258,6 +339,47 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(tmp_path, caplo
     again.wait()
     assert again.restore(abstract(state_at(1)))[1] == {"position": 22}
     again.close()
+
+
+def swapped(directory, other):
+    """The arrays of another checkpoint in place of its own: readable, and not what was written."""
+    shutil.rmtree(directory / "state")
+    shutil.copytree(other / "state", directory / "state")
+
+
+def digit(directory):
+    path = directory / "data" / "metadata"
+    path.write_text(path.read_text().replace('"position": 2', '"position": 3'))
+
+
+@pytest.mark.parametrize("part", ["state", "data"])
+def test_bytes_that_can_be_read_and_are_not_what_was_written_are_noticed(tmp_path, caplog, part):
+    """Nothing but the manifest can tell: on the way of a resumed run, and on that of evaluation and decoding."""
+    run = tmp_path / "run" / "checkpoints" / "last"
+    for name in ("run", "other"):
+        checkpoints = opened(tmp_path / name)
+        save_all(checkpoints, [(1, 1.0), (2, 2.0)] if name == "run" else [(2, 2.0)])
+        if name == "other":
+            state = state_at(2).replace(params=state_at(7).params)
+            checkpoints.save(state, {"position": 2}, {"loss": 2.0}, force=True)
+        checkpoints.close()
+    if part == "state":
+        swapped(run / "2", tmp_path / "other" / "checkpoints" / "last" / "2")
+    else:
+        digit(run / "2")
+    read = checkpoint.read_state(run / "2", abstract(state_at(2)))
+    assert int(read.step) == 2, "it must be readable for this test to mean anything"
+    found = checkpoint.mean(checkpoint.ranked(tmp_path / "run", "last", CheckpointConfig()), 1)
+    chex.assert_trees_all_equal(found.params, state_at(1).params)
+    again = opened(tmp_path / "run")
+    restored, data, _ = again.restore(abstract(state_at(1)))
+    again.close()
+    same(restored, state_at(1))
+    assert data == {"position": 1}
+    assert kept(tmp_path / "run", "last") == [1]
+    assert (
+        "differs from its checksum" in caplog.text or "bytes, not the" in caplog.text or " No such file" in caplog.text
+    )
 
 
 def test_goes_back_to_the_best_and_never_to_zero(tmp_path):
@@ -379,6 +501,41 @@ checkpoints.wait()
 checkpoints.save(at(2), {"position": 2}, {})
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def test_the_log_of_others_is_filtered_only_while_checkpoints_are_open(tmp_path):
+    before = list(logging.getLogger("absl").filters)
+    first, second = opened(tmp_path / "a"), opened(tmp_path / "b")
+    first.close()
+    assert len(logging.getLogger("absl").filters) == len(before) + 1
+    second.close()
+    assert logging.getLogger("absl").filters == before
+
+
+LOGGING = """
+import logging, pkgutil, importlib
+import absl.logging, jax, flax.linen, optax, orbax.checkpoint, grain.python, numpy, ml_collections
+
+def state():
+    names = [None, *logging.root.manager.loggerDict]
+    loggers = [logging.getLogger(name) for name in names]
+    # Loggers made since have nothing of their own; those of before are as they were.
+    own = {n: (x.level, list(x.filters), list(x.handlers), x.propagate) for n, x in zip(names, loggers)}
+    return {n: each for n, each in own.items() if each != (0, [], [], True)}, logging.root.manager.disable
+
+before = state()
+import jaxformer
+for module in pkgutil.walk_packages(jaxformer.__path__, "jaxformer."):
+    if module.name != "jaxformer.__main__":
+        importlib.import_module(module.name)
+after = state()
+assert before == after, (before, after)
+"""
+
+
+def test_importing_everything_changes_no_log():
+    root = pathlib.Path(__file__).resolve().parents[1]
+    subprocess.run([sys.executable, "-c", LOGGING], check=True, timeout=120, cwd=root)
 
 
 def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 import types
@@ -173,7 +174,8 @@ def test_sweep_prints_its_commands(recipe, tmp_path, capsys):
     assert cli.main(argv) == 0
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 2
-    assert rows[1].endswith(f"--config.train.seed=1 --workdir={tmp_path}/out/train.seed=1")
+    name = f"--config.train.seed=1 --workdir={tmp_path}/out/train.seed=1-"
+    assert re.fullmatch(f".* {re.escape(name)}[0-9a-f]{{8}}", rows[1])
     assert cli.main([*argv, "--workers=0"]) == 2
 
 

@@ -76,6 +76,17 @@ def trained(tmp_path_factory):
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_result_of_an_earlier_end_does_not_make_an_extended_run_finished(tmp_path):
+    run = workdir(tmp_path / "run")
+    for steps, said, ended in (
+        (400, "loss 2.5", "400, finished"),
+        (300, "out of date: it is of step 300", "not finished"),
+    ):
+        (run / "result.json").write_text(json.dumps({"step": steps, "loss": 2.5}))
+        text = inspection.describe(run)
+        assert said in text and ended in text
+
+
 def test_a_run_in_words_without_loading_it(trained, monkeypatch):
     monkeypatch.setattr(checkpoint.reading, "_arrays", lambda *_: pytest.fail("an array was loaded"))
     text = inspection.describe(trained)
@@ -135,7 +146,7 @@ def test_a_finished_run_with_broken_results(tmp_path):
     path = workdir(tmp_path)
     (path / "result.json").write_text("{")
     text = inspection.describe(path)
-    assert "0 of 400, finished" in text
+    assert "0 of 400, not finished" in text
     assert "result.json  cannot be read" in text
 
 

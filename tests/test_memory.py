@@ -21,12 +21,26 @@ def test_what_the_user_set_is_kept():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
-@pytest.mark.parametrize(("command", "starts"), [("train", 2), ("decode", 2), ("inspect", 1), ("--help", 1)])
-def test_a_command_is_started_again_once(command, starts, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "starts", "first"),
+    [
+        ("train", 2, ""),
+        ("decode", 2, ""),
+        ("inspect", 1, ""),
+        ("--help", 1, ""),
+        # What a container, or a program with the rights of another user, does to the environment.
+        ("train", 2, "import os; os.environ.pop('GLIBC_TUNABLES', None)\n"),
+        ("train", 2, "import os; os.environ.clear()\n"),
+        ("train", 1, "import os; os.execve = lambda *_: open('/nowhere/at/all')\n"),
+    ],
+)
+def test_a_command_is_started_again_once(command, starts, first, tmp_path):
     """Every start of the interpreter leaves a line in a file; process id and arguments are the same in all."""
     code = (
-        "import os, sys; from jaxformer import memory\n"
-        f"open({str(tmp_path / 'starts')!r}, 'a').write(f'{{os.getpid()}} {{sys.argv[1:]}}\\n')\n"
+        f"{first}import os, sys; sys.path.append({str(ROOT)!r}); from jaxformer import memory\n"
+        f"file = open({str(tmp_path / 'starts')!r}, 'a+'); file.seek(0)\n"
+        "len(file.readlines()) > 3 and sys.exit('started again and again')\n"
+        "file.write(f'{os.getpid()} {sys.argv[1:]}\\n'); file.close()\n"
         "memory.keep_pages()\n"
     )
     script = tmp_path / "program.py"

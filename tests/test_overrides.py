@@ -14,6 +14,7 @@ from jaxformer.config import (
     AttentionConfig,
     Config,
     ConfigError,
+    DataConfig,
     HeadConfig,
     ModelConfig,
     MoEConfig,
@@ -169,6 +170,7 @@ NONSENSE = [
     ({"model__encoder__encoding__kind": "learned", "model__encoder__encoding__max_length": 64}, "data.length (128)"),
     ({"model__encoder__encoding__kind": "rope", "model__encoder__attention__head_width": 5}, "even rotated width"),
     ({"train__accumulation": 5}, "a divisor of data.batch (32)"),
+    ({"train__ema_warmup": True}, "false without config.train.ema"),
     ({"train__accumulation": 3, "data__tokens": 256}, "at most the rows of the longest batch (2)"),
     ({"checkpoint__average": 3}, "at most keep_last (2)"),
     ({"checkpoint__average": 2, "checkpoint__average_of": "best", "checkpoint__keep_last": 9}, "keep_best (1)"),
@@ -473,6 +475,18 @@ def test_missing_recipes_and_variants(path, tmp_path):
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_leaves_out_defaults_and_what_decides_no_number():
+    config = Config()
+    base = overrides.fingerprint(config)
+    train = lambda **edits: dataclasses.replace(config, train=dataclasses.replace(config.train, **edits))  # noqa: E731
+    assert overrides.fingerprint(train(log_every=7, watchdog=3.0)) == base
+    others = [train(steps=7), train(seed=1), train(ema=0.5), dataclasses.replace(config, data=DataConfig(dir="x"))]
+    stack = dataclasses.replace(config, model=dataclasses.replace(config.model, encoder=StackConfig()))
+    assert len({base, *map(overrides.fingerprint, [*others, stack])}) == 6
+    # Kept by name in the folders of sweeps: it may not change from one version to the next.
+    assert base == "dbe7649e123d93cd"
 
 
 def test_differences_are_what_makes_another_run():

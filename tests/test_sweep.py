@@ -1,7 +1,9 @@
 """Sweeps: the lists of edits, the plan, local runs against a stand-in for `train`, the SLURM script, the ranking."""
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxformer import sweep
-from jaxformer.config import ConfigError
+from jaxformer import overrides, results, sweep
+from jaxformer.config import ConfigError, EmbedConfig
 
 RECIPE = """
 from jaxformer import overrides
@@ -28,7 +30,7 @@ def get_config():
 """
 
 TRAIN = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, shutil, signal, sys, time
 flags = dict(a[2:].split("=", 1) for a in sys.argv[1:] if a.startswith("--"))
 folder = pathlib.Path(flags["workdir"])
 with open(folder / "starts", "a") as file:
@@ -42,7 +44,9 @@ if seed == 13:
     print("error: an unlucky number")
     sys.exit(2)
 value = float(flags["config.schedule.peak"]) + 0.01 * seed
-(folder / "result.json").write_text(json.dumps({"step": 1, "loss": None if seed == 99 else value}))
+shutil.copy(pathlib.Path(__file__).parent / "configs" / folder.name, folder / "config.json")
+steps = json.loads((folder / "config.json").read_text())["train"]["steps"]
+(folder / "result.json").write_text(json.dumps({"step": steps, "loss": None if seed == 99 else value}))
 """
 
 
@@ -57,10 +61,28 @@ def planned(tmp_path):
         made = sweep.plan(str(tmp_path / "edits.py"), [f"--config={tmp_path}/toy.py", *edits], tmp_path / "out")
         stand_in = (sys.executable, str(tmp_path / "train.py"))
         assert all(run.command[:4] == (sys.executable, "-m", "jaxformer", "train") for run in made.runs)
+        (tmp_path / "configs").mkdir(exist_ok=True)
+        for run in made.runs:
+            (tmp_path / "configs" / run.workdir.name).write_text(overrides.to_json(run.config))
         runs = [sweep.Run(r.edits, r.config, r.workdir, stand_in + r.command[4:]) for r in made.runs]
         return sweep.Plan(made.workdir, tuple(runs))
 
     return make
+
+
+def readable(run):
+    """The name of a run's folder without the fingerprint."""
+    name, _, fingerprint = run.workdir.name.rpartition("-")
+    assert re.fullmatch("[0-9a-f]{8}", fingerprint)
+    return name
+
+
+def finish(run, **values):
+    """Makes a run's folder that of a run that has ended."""
+    run.workdir.mkdir(parents=True, exist_ok=True)
+    (run.workdir / "config.json").write_text(overrides.to_json(run.config))
+    result = results.content(run.config.train.steps, run.config, values)
+    (run.workdir / "result.json").write_text(json.dumps(result))
 
 
 # --- lists of edits ---------------------------------------------------------------------------------------------------
@@ -113,7 +135,7 @@ def test_a_plan_checks_every_config_first(planned):
     assert [run.config.schedule.peak for run in plan.runs] == [0.1, 0.2]
     assert plan.runs[0].config.data.buckets == (8, 16)
     assert plan.runs[0].config.train.steps == 7
-    assert plan.runs[1].workdir.name == "schedule.peak=0.2,data.buckets=8_16".replace("8_16", "8,16")
+    assert readable(plan.runs[1]) == "schedule.peak=0.2,data.buckets=8,16"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +144,7 @@ def test_a_plan_checks_every_config_first(planned):
         ("SWEEP = grid({'schedule.peek': [0.1]})", "did you mean 'peak'"),
         ("SWEEP = grid({'model.decoder.width': [32, 33]})", "run model.decoder.width=33: config.model.decoder.width"),
         ("SWEEP = [{'train.seed': 1}, {'train.seed': 1}]", "twice"),
+        ("SWEEP = [{'train.seed': 0}, {}]", "got runs train.seed=0 and base with the same config"),
         ("SWEEP = []", "another form"),
         ("SWEEP = 3", "another form"),
         ("SWEEP = [{1: 2}]", "another form"),
@@ -134,6 +157,77 @@ def test_wrong_sweeps_are_refused(planned, text, expected):
         planned(text)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# --- which runs are done --------------------------------------------------------------------------------------------
+
+ONE = "SWEEP = [{'schedule.peak': 0.1, 'train.seed': 0}]"
+
+
+def test_a_changed_recipe_or_more_steps_is_another_run(planned, tmp_path):
+    before = planned(ONE)
+    assert sweep.local(before, 1) == 0
+    recipe = tmp_path / "toy.py"
+    recipe.write_text(RECIPE.replace("width=32", "width=64"))
+    wider, longer = planned(ONE), planned(ONE, "--config.train.steps=2000")
+    recipe.write_text(RECIPE)
+    again, shown = planned(ONE), planned(ONE, "--config.train.log_every=7", "--config.mesh.fsdp=2")
+    assert [plan.runs[0].done for plan in (before, wider, longer, again, shown)] == [True, False, False, True, True]
+    assert len({plan.runs[0].workdir for plan in (before, wider, longer)}) == 3
+    assert {plan.runs[0].workdir for plan in (again, shown)} == {before.runs[0].workdir}
+
+
+def test_a_result_counts_only_at_the_last_step_of_its_own_config(planned):
+    (run,) = planned(ONE).runs
+    assert not run.done
+    finish(run, loss=1.0)
+    assert run.result["loss"] == 1.0
+    path = run.workdir / "result.json"
+    for step, config in ((run.config.train.steps - 1, None), (run.config.train.steps, "0" * 16)):
+        path.write_text(json.dumps({"step": step, "loss": 1.0} | ({"config": config} if config else {})))
+        assert not run.done
+    for text in ("{", "[]", "{}", '{"step": "1000"}', '{"step": true}'):
+        path.write_text(text)
+        assert not run.done
+    finish(run)
+    (run.workdir / "config.json").unlink()
+    assert not run.done
+
+
+def test_what_a_run_fills_in_does_not_make_it_another(planned):
+    (run,) = planned(ONE).runs
+    stack = dataclasses.replace(run.config.model.decoder, embed=EmbedConfig(vocab=48))
+    resolved = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, decoder=stack))
+    finish(sweep.Run(run.edits, resolved, run.workdir, ()), loss=2.0)
+    assert run.result["loss"] == 2.0
+
+
+def test_a_sweep_of_an_earlier_version_is_read_where_it_is_the_same(planned, tmp_path, capsys):
+    (run,) = planned(ONE).runs
+    old = tmp_path / "out" / "schedule.peak=0.1,train.seed=0"
+    finish(sweep.Run(run.edits, run.config, old, ()))
+    result = json.loads((old / "result.json").read_text())
+    (old / "result.json").write_text(json.dumps({"step": result["step"], "loss": 3.0}))
+    (same,) = planned(ONE).runs
+    assert same.workdir == old and same.result["loss"] == 3.0
+    assert capsys.readouterr().err == ""
+    (other,) = planned(ONE, "--config.train.steps=2000", "--config.train.ema=0.5").runs
+    assert other.workdir != old and not other.done
+    assert "a run of another config (train.steps, train.ema)" in capsys.readouterr().err
+    (old / "config.json").write_text("{")
+    assert planned(ONE).runs[0].workdir == run.workdir
+
+
+def test_a_sweep_killed_in_the_middle_goes_on_with_what_is_open(planned):
+    plan = planned("SWEEP = cross([{'schedule.peak': 0.1}], seeds(3))")
+    finish(plan.runs[0], loss=0.1)
+    plan.runs[1].workdir.mkdir(parents=True)  # killed while it trained: config and no result
+    (plan.runs[1].workdir / "config.json").write_text(overrides.to_json(plan.runs[1].config))
+    assert [run.workdir for run in planned("SWEEP = cross([{'schedule.peak': 0.1}], seeds(3))").open] == [
+        plan.runs[1].workdir, plan.runs[2].workdir,
+    ]  # fmt: skip
+    assert sweep.local(plan, 2) == 0
+    assert [(run.workdir / "starts").exists() for run in plan.runs] == [False, True, True]
 
 
 # --- executors --------------------------------------------------------------------------------------------------------
@@ -159,7 +253,7 @@ def test_a_failure_stops_no_other_run_and_is_tried_again(planned, capsys):
     plan = planned("SWEEP = cross([{'schedule.peak': 0.1}], seeds(1, 13) + seeds(1, 1))")
     assert sweep.local(plan, 1) == 1
     out = capsys.readouterr().out
-    assert "failed    schedule.peak=0.1,train.seed=13 (code 2): error: an unlucky number" in out
+    assert f"failed    {plan.runs[0].workdir.name} (code 2): error: an unlucky number" in out
     assert [run.done for run in plan.runs] == [False, True]
     sweep.local(plan, 1)
     assert [(run.workdir / "starts").read_text() for run in plan.runs] == ["xx", "x"]
@@ -213,8 +307,7 @@ def test_each_worker_has_its_own_gpu(planned, monkeypatch):
 
 def test_print_shows_commands_that_a_shell_takes_apart_again(planned, capsys):
     plan = planned("SWEEP = [{'data.dir': \"it's a folder\"}, {'data.dir': 'b'}]")
-    plan.runs[1].workdir.mkdir(parents=True)
-    (plan.runs[1].workdir / "result.json").write_text("{}")
+    finish(plan.runs[1])
     assert sweep.show(plan, 1) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert "--config.data.dir=it's a folder" in subprocess.check_output(
@@ -224,8 +317,7 @@ def test_print_shows_commands_that_a_shell_takes_apart_again(planned, capsys):
 
 def test_slurm_submits_an_array_that_runs_each_open_run(planned, tmp_path, monkeypatch, capsys):
     plan = planned("SWEEP = cross([{'schedule.peak': 0.1, 'data.dir': \"it's\"}], seeds(3))")
-    plan.runs[0].workdir.mkdir(parents=True)
-    (plan.runs[0].workdir / "result.json").write_text("{}")
+    finish(plan.runs[0])
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "sbatch").write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/submitted\necho 4711\n')

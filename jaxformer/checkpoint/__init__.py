@@ -3,7 +3,8 @@
     workdir/checkpoints/last/<step>/    the newest `keep_last`, to resume from
     workdir/checkpoints/best/<step>/    the best `keep_best` by `metric`
     workdir/checkpoints/damaged/        what was not what had been written, set aside
-    workdir/checkpoints/saving/         what is being written or deleted; left over after a kill, and then removed
+    workdir/checkpoints/saving/         what is being written, replaced or deleted; left over after a kill, and then
+                                        removed, or put back where it was the only one of its step
 
 Each `<step>` is whole by itself: `state/` (arrays: step, params, opt_state, key, variables), `data/` (JSON: the state
 of every process's batches), `about/` (JSON: format, step, values, progress, key implementation, resolved config) and

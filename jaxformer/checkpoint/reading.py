@@ -215,7 +215,7 @@ def load(path: str | Path) -> Model:
       ConfigError: there is no run at `path`, or nothing of it can be read, or it does not fit its config.
     """
     workdir, chosen = locate(Path(path).absolute())
-    config = overrides.from_json((workdir / "config.json").read_text(encoding="utf-8"))
+    config = overrides.read(workdir)
     keep, limit = config.checkpoint, 1
     last, best = (ranked(workdir, part, keep) for part in ("last", "best"))
     if chosen:

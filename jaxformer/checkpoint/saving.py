@@ -21,11 +21,14 @@ from jaxformer.config import CheckpointConfig, ConfigError, StorageError
 from jaxformer.types import PyTree, TrainState
 
 LOG = logging.getLogger("jaxformer")
-# Orbax's threads print the errors that it then raises, with pages of frames before our line.
-logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
+ORBAX_LOG = logging.getLogger("absl")
 # Of an array that several devices hold whole, each may write a part, for which Orbax compiles a program a shape. With
 # parts of fewer bytes than this that costs more than it saves: 4 seconds for 48 small arrays on 8 devices.
 SHARED = 1 << 20
+
+
+REPLACED = "replaced"
+"""Begins the name, in `saving/`, of a checkpoint that gives way to another of its step."""
 
 
 class Saved(NamedTuple):
@@ -51,6 +54,10 @@ class Checkpoints:
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.saving = -1
+        # Orbax's threads print the errors that it then raises, with pages of frames before our line. The filter is this
+        # object's, and goes with `close`: importing this package changes nobody's logs.
+        self.filter = lambda record: not (record.exc_info and "orbax" in record.pathname)
+        ORBAX_LOG.addFilter(self.filter)
         if jax.process_index() == 0:
             self._clean()
 
@@ -171,6 +178,7 @@ class Checkpoints:
             self.wait()
         finally:
             self.writer.close()
+            ORBAX_LOG.removeFilter(self.filter)
 
     # Saving.
 
@@ -201,12 +209,16 @@ class Checkpoints:
             self.error = error
 
     def _publish(self, place: Path, target: Path) -> None:
-        """Gives a whole checkpoint its name. One of the same step gives way to it."""
+        """Gives a whole checkpoint its name. One of the same step gives way to it, and is deleted only afterwards: a
+        process killed between the two renames leaves it where `_put_back` finds it."""
         target.parent.mkdir(exist_ok=True)
+        replaced = self.root / "saving" / f"{REPLACED}-{target.parent.name}-{target.name}"
         if target.exists():
-            self._delete([target])
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
         place.rename(target)
         manifest.sync(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _keep_best(self, step: int, values: dict[str, float]) -> None:
         """Copies `last/<step>` to the best if it ranks there, and deletes who is no longer among them.
@@ -259,11 +271,21 @@ class Checkpoints:
     # Restoring.
 
     def _clean(self) -> None:
-        """What a killed process left, of this version and of those before."""
+        """Removes what a killed process left, of this version and of those before."""
+        self._put_back()
         shutil.rmtree(self.root / "saving", ignore_errors=True)
         for part in ("last", "best"):
             for left in (self.root / part).glob("*orbax-checkpoint-tmp*"):
                 shutil.rmtree(left, ignore_errors=True)
+
+    def _put_back(self) -> None:
+        """Names a checkpoint again that was giving way to another of its step when the process was killed."""
+        for replaced in (self.root / "saving").glob(f"{REPLACED}-*"):
+            _, part, step = replaced.name.split("-")
+            target = self.root / part / step
+            if not target.exists():
+                replaced.rename(target)
+                manifest.sync(target.parent)
 
     def _found(self) -> list[Path]:
         """Every checkpoint, newest first; of one step the one kept for resuming first. As the first process sees it."""

@@ -73,6 +73,8 @@ def data(config: Config) -> None:
 
 def train(config: Config) -> None:
     train, keep = config.train, config.checkpoint
+    if train.ema_warmup and train.ema is None:
+        raise wrong("config.train.ema_warmup", True, "false without config.train.ema, the decay that it warms up to")
     if config.data.tokens is None and config.data.batch % train.accumulation:
         raise wrong("config.train.accumulation", train.accumulation, f"a divisor of data.batch ({config.data.batch})")
     if config.data.tokens is not None and config.data.tokens // config.data.length < train.accumulation:

@@ -43,6 +43,7 @@ class Estimate:
     Attributes:
       mesh: sizes of the axes that are not 1.
       a_token, model, counted: FLOPs of a token by the formula, of a step by the formula, and of the program's products.
+      palm: FLOPs of a token as PaLM counts them, masked keys included.
       memory: bytes by part, in the order of the page; empty where the program does not compile for lack of memory.
       state: bytes of what a run keeps between steps.
       need: bytes in all; None: the compiler did not say.
@@ -57,6 +58,7 @@ class Estimate:
     shape: Shape
     parameters: int
     a_token: float
+    palm: float
     model: float
     counted: float
     memory: dict[str, float]
@@ -100,6 +102,7 @@ class Estimate:
             "length": self.shape.length,
             "parameters": self.parameters,
             "flops_token": self.a_token,
+            "flops_token_palm": self.palm,
             "flops_step": self.model,
             "flops_counted": self.counted,
             "memory": self.memory,
@@ -145,6 +148,7 @@ def estimate(program: Program, compiled: Compiled, place: Place) -> Estimate:
         shape=shape,
         parameters=build.count(program.state.params),
         a_token=a_token,
+        palm=flops.palm(config, program.state.params, program.names, shape.length),
         model=a_token * shape.rows * shape.length,
         counted=counted,
         memory=memory,

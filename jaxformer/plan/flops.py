@@ -1,4 +1,17 @@
-"""Floating-point operations of a training step: by a formula, and counted in the program."""
+"""Floating-point operations of a training step: by a formula, and counted in the program.
+
+The formula is that of Chowdhery et al. 2022 (PaLM: Scaling Language Modeling with Pathways), appendix B: a token costs
+
+    6 N + 12 L H Q T
+
+with N parameters, L layers, H heads of width Q and T keys: 2 N forward and 4 N backward, and 4 H Q T a layer for the
+products of queries with keys and of weights with values, three times as much with their gradients.
+
+N here is what a token is multiplied with: kernels, and the output head (tied or not). Not in N are tables that are
+looked up, positions, norms and biases, which cost no product. PaLM's T are all keys, masked or not: `palm` is that
+count. `a_token`, which MFU is of, leaves out the masked half of causal attention and what a window hides, so it is the
+lower of the two.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +23,16 @@ from jax.extend import core
 
 from jaxformer.config import Config, StackConfig
 
-FORMULA = "6 x matmul parameters + 12 x layers x heads x head width x visible keys, a token"
+FORMULA = "6 N + 12 x layers x heads x head width x visible keys; MFU is of these"
+PALM = "the same with all keys, masked or not (PaLM, appendix B)"
 
 
 def matmul_parameters(config: Config, params: Any, names: Any) -> float:
-    """Parameters that every token is multiplied with.
+    """N: parameters that every token is multiplied with.
 
-    That is every kernel; not the tables (a look-up), but the one that a tied head multiplies with; of experts only
-    those that a token is sent to; what is made once a sequence counts 1 / length, once for each of a pair 2 / length.
+    That is every kernel; not biases, norms and the tables (a look-up), but the one that a tied head multiplies with; of
+    experts only those that a token is sent to; what is made once a sequence counts 1 / length, once for each of a pair
+    2 / length.
 
     Args:
       params: tree of shapes.
@@ -33,7 +48,7 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
         size = math.prod(leaf.shape)
         if "table" in words:
             total += size if head.kind == "tokens" and head.tied and _is_head(config, words) else 0
-        elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and words[-1] != "kinds":
+        elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and not _is_added(words[-1]):
             share = 1.0
             if "experts" in axes:
                 moe = getattr(config.model, words[0]).moe
@@ -42,17 +57,25 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
     return total
 
 
+def _is_added(name: str) -> bool:
+    """True for parameters that are added, not multiplied with: biases, which have two axes where heads have them."""
+    return name.endswith("bias") or name == "kinds"
+
+
 def _is_head(config: Config, words: list[str]) -> bool:
     """Whether this table is the one that a tied head reads: that of the side that predicts, or the shared one."""
     decodes = config.model.decoder is not None or config.model.recurrent_decoder is not None
     return words[0] == ("target_embed" if decodes and not config.model.share_embeddings else "source_embed")
 
 
-def attention(config: Config, length: int) -> float:
-    """12 x layers x heads x head width x visible keys, summed over stacks: forward once, backward twice.
+def attention(config: Config, length: int, masked: bool = False) -> float:
+    """12 x layers x heads x head width x keys, summed over stacks: forward once, backward twice.
 
-    Visible are all keys of a row of full length, half of them where attention is causal, the window where there is
-    one. Masked pairs that a kernel computes all the same are not part of it.
+    Keys are the visible ones: all of a row of full length, half of them where attention is causal, the window where
+    there is one. Masked pairs that a kernel computes all the same are not part of it.
+
+    Args:
+      masked: keys are all of the row, whatever the mask, as PaLM counts them.
     """
     model, total = config.model, 0.0
     for name in ("encoder", "decoder"):
@@ -61,10 +84,10 @@ def attention(config: Config, length: int) -> float:
             continue
         own = stack.attention
         width = own.heads * (own.head_width or stack.width // own.heads)
-        causal = name == "decoder" if stack.causal is None else stack.causal
-        banded = 0 if own.window is None else 1 / own.window_every
+        causal = not masked and (name == "decoder" if stack.causal is None else stack.causal)
+        banded = 0 if own.window is None or masked else 1 / own.window_every
         whole = (length + 1) / 2 if causal else length
-        part = whole if own.window is None else min(whole, own.window * (1 if causal else 2))
+        part = whole if not banded else min(whole, own.window * (1 if causal else 2))
         keys = banded * part + (1 - banded) * whole
         keys += length if name == "decoder" and model.encoder is not None else 0
         total += 12 * stack.layers * width * keys
@@ -72,11 +95,16 @@ def attention(config: Config, length: int) -> float:
 
 
 def a_token(config: Config, params: Any, names: Any, length: int) -> float:
-    """Model FLOPs of one position of a row of `length` (Chowdhery et al. 2022, PaLM, appendix B; causal halved).
+    """Model FLOPs of one position of a row of `length`: PaLM's formula over visible keys.
 
     Where there are an encoder and a decoder a position is one of each.
     """
     return 6 * matmul_parameters(config, params, names) + attention(config, length)
+
+
+def palm(config: Config, params: Any, names: Any, length: int) -> float:
+    """Model FLOPs of one position as PaLM counts them, masked keys included: for MFU beside published ones."""
+    return 6 * matmul_parameters(config, params, names) + attention(config, length, masked=True)
 
 
 def counted(jaxpr: core.Jaxpr) -> float:

@@ -76,13 +76,17 @@ def _work(program: Program, estimate: Estimate) -> str:
     rows, length = estimate.shape
     accumulation = program.config.train.accumulation
     micro = f", in {accumulation} microbatches" if accumulation > 1 else ""
+    steps = program.config.train.steps
+    most = ", at most: others are smaller" if program.shapes[:-1] else ""
     others = ", ".join(f"{each.rows} x {each.length}" for each in program.shapes[:-1])
     return _table(
         None,
         [
             ("tokens a step", f"{rows * length:,}", f"{rows:,} rows of {length:,}{micro}"),
             *([("", "", f"the longest batch; others are {others}")] if others else []),
+            (f"tokens in {steps:,} steps", f"{steps * rows * length:,}", f"train.steps times that{most}"),
             ("FLOPs a token", f"{estimate.a_token:.3e}", flops.FORMULA),
+            ("", f"{estimate.palm:.3e}", flops.PALM),
             ("FLOPs a step", f"{estimate.model:.3e}", "that times the tokens: what MFU counts"),
             ("", f"{estimate.counted:.3e}", "products in the program: masked pairs and recomputation included"),
         ],

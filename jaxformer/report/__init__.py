@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Sequence
 
+from jaxformer import files, redaction
 from jaxformer.config import ConfigError
 from jaxformer.report import figures, page, runs
 
@@ -30,8 +31,8 @@ def write(workdirs: Sequence[str | os.PathLike[str]]) -> Path:
         raise ConfigError("report: got no workdir, expected at least one; give --workdir=DIR")
     found = runs.read(workdirs)
     target = Path(workdirs[0])
-    _put(target / "loss.png", figures.png(figures.loss(found, figures.PRINT)))
-    _put(target / "report.html", page.render(found).encode())
+    files.write(target / "loss.png", figures.png(figures.loss(found, figures.PRINT)))
+    files.write(target / "report.html", page.render(found))
     return target / "report.html"
 
 
@@ -44,12 +45,5 @@ def finish(workdir: str | os.PathLike[str]) -> None:
     try:
         print(f"report in {write([workdir])}", file=sys.stderr)
     except Exception as error:  # whatever goes wrong with pictures: the run itself is done and saved
-        words = " ".join(str(error).split())
+        words = redaction.text(" ".join(str(error).split()))
         print(f"warning: no report ({type(error).__name__}: {words}); see jaxformer report", file=sys.stderr)
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Writes all of it or nothing."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

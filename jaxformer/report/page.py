@@ -188,7 +188,7 @@ def _facts(run: Run) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for split, values in run.evaluations.items():
         facts |= {f"{split}: {figures.LABELS.get(name, name)}": values[name] for name in headline(values)}
-    final = {name: value for name, value in run.result.items() if name != "step"}
+    final = {name: value for name, value in run.result.items() if name not in ("step", "config")}
     if not final:
         final = {name: run.last("validation", name) for name in run.measures("validation")}
     for name in dict.fromkeys([*headline(final), *(["loss"] if "loss" in final else [])]):

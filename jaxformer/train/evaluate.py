@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping
@@ -12,7 +10,7 @@ import jax
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from jaxformer import checkpoint, metrics, tasks
+from jaxformer import checkpoint, files, metrics, tasks
 from jaxformer.config import Config, ConfigError
 from jaxformer.data import sources
 from jaxformer.data.pipeline import Pipeline
@@ -108,15 +106,7 @@ def evaluate(workdir: str | Path, split: str = "test") -> dict[str, Any]:
         scores, records = decode(model, dataset, split, None)
         signatures = task.signatures(config)
         result |= scores | ({"signatures": signatures} if signatures else {})
-        write_json(workdir / "samples" / f"{split}.json", records)
+        files.write_json(workdir / "samples" / f"{split}.json", records)
     result = {"split": split, "seconds": round(time.monotonic() - begun, 1), **result}
-    write_json(workdir / f"eval-{split}.json", result)
+    files.write_json(workdir / f"eval-{split}.json", result)
     return result
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

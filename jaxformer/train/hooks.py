@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import sys
 import time
@@ -11,6 +13,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+
+from jaxformer import files
+from jaxformer.train.timing import Clock
+
+LOG = logging.getLogger("jaxformer")
 
 
 class MetricsFile:
@@ -26,14 +33,16 @@ class MetricsFile:
         self.path = path
         self.rows: list[dict[str, Any]] = []
         if path.exists():
-            rows = [_row(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            rows = [files.metrics_row(line) for line in lines]
+            edited = [number for number, row in enumerate(rows[:-1], 1) if row is None]  # the last may be torn
+            if edited:
+                LOG.warning("%s: %d lines cannot be read, left out; the first is line %d", path, len(edited), edited[0])
             for row in filter(None, rows):
                 if row["step"] < first_step or (row["step"] == first_step and (measured or row["split"] == "train")):
                     self.rows.append(row)
             if len(self.rows) != len(rows):
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
-                temporary.replace(path)
+                files.write(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
@@ -45,16 +54,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self.file.close()
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """A row, or None for a torn one."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    whole = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)
-    return row if whole else None
 
 
 class TensorBoard:
@@ -90,10 +89,10 @@ class TensorBoard:
 class Progress:
     """A line that a person likes to watch: redrawn on a terminal, one plain line a report elsewhere."""
 
-    def __init__(self, steps: int, first_step: int, stream: TextIO | None = None) -> None:
-        self.steps, self.stream = steps, sys.stderr if stream is None else stream
-        self.live = self.stream.isatty()
-        self.begun, self.first_step = time.monotonic(), first_step
+    def __init__(self, clock: Clock, stream: TextIO | None = None) -> None:
+        self.clock, self.stream = clock, sys.stderr if stream is None else stream
+        # No stream, or a closed one: a daemon's.
+        self.live = self.stream is not None and not self.stream.closed and self.stream.isatty()
         self.last_evaluation = ""
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
@@ -106,34 +105,39 @@ class Progress:
             self.last_evaluation = f"{split} " + "  ".join(f"{k} {number(v)}" for k, v in values.items())
             self.say(f"step {step:,}  {self.last_evaluation}")
             return
-        rate = (step - self.first_step) / max(time.monotonic() - self.begun, 1e-9)
-        left = (self.steps - step) / max(rate, 1e-9)
         line = (
-            f"step {step:,}/{self.steps:,}  loss {values['loss']:.4f}  lr {values['learning_rate']:.2e}"
+            f"step {step:,}/{self.clock.config.steps:,}  loss {values['loss']:.4f}  lr {values['learning_rate']:.2e}"
             f"  |g| {values['gradient_norm']:.2f}  {values['tokens_per_second']:,.0f} tok/s"
-            f"  padding {values['padding']:.0%}  left {duration(left)}"
+            f"  padding {values['padding']:.0%}  left {duration(self.clock.left(step))}"
         )
         if self.live:
             tail = f"  [{self.last_evaluation}]" if self.last_evaluation else ""
-            self.stream.write("\r\x1b[K" + line + tail)
-            self.stream.flush()
+            self._print("\r\x1b[K" + line + tail, end="")
         else:
-            print(line, file=self.stream, flush=True)
+            self._print(line)
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        print(("\r\x1b[K" if self.live else "") + text, file=self.stream, flush=True)
+        self._print(("\r\x1b[K" if self.live else "") + text)
 
     def close(self) -> None:
         if self.live:
-            print(file=self.stream, flush=True)
+            self._print("")
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        # Nobody may be there to read it (a dropped ssh, a pipe into head, a full disk): the run matters more, and
+        # metrics.jsonl has it all.
+        if self.stream is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            print(text, end=end, file=self.stream, flush=True)
 
 
 class Reports:
     """All of the above, or nothing on processes other than the first."""
 
-    def __init__(self, workdir: Path, steps: int, first_step: int, measured: bool = True) -> None:
-        self.progress = Progress(steps, first_step)
+    def __init__(self, workdir: Path, clock: Clock, first_step: int, measured: bool = True) -> None:
+        self.progress = Progress(clock)
         self.writers: list[Any] = []
         if jax.process_index() == 0:
             file = MetricsFile(workdir / "metrics.jsonl", first_step, measured)

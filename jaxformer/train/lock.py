@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 
+from jaxformer import files
 from jaxformer.checkpoint import every_process
 from jaxformer.config import ConfigError
 
@@ -26,6 +28,8 @@ BEAT = 20.0
 """Seconds between two signs of life."""
 DEAD = 120.0
 """Seconds without one after which the owner on another host counts as dead."""
+POLL = 1.0
+"""Seconds between two looks at the lock of an owner that may be dead."""
 
 
 class Lock:
@@ -75,18 +79,17 @@ class Lock:
         except OSError:  # a file system without locks: the time stamp alone has to do
             pass
         owner = _owner(handle)
-        host = owner.get("host", "")
-        quiet = _now(self.path.parent) - os.fstat(handle).st_mtime
-        if here or (owner and host != socket.gethostname() and quiet < DEAD):
+        elsewhere = not here and owner.get("host", socket.gethostname()) != socket.gethostname()
+        if here or (elsewhere and not self._outlives(handle, owner)):
             os.close(handle)
-            who = f"process {owner.get('pid', '?')} on {host or 'this host'} since {owner.get('started', '?')}"
-            remedy = "wait for it or stop it, or use another --workdir"
-            if not here:
-                remedy = (
-                    f"if that process is dead (its last sign of life is {max(quiet, 0):.0f} s old), wait until that is "
-                    f"{DEAD:g} s, or delete {self.path}"
-                )
-            return f"workdir {self.path.parent}: got a run that is training in it ({who}), expected none; {remedy}"
+            who = f"{_words(owner)} since {owner.get('started', '?')}"
+            return (
+                f"workdir {self.path.parent}: got a run that is training in it ({who}), expected none; wait for it or "
+                "stop it, or use another --workdir"
+            )
+        if not self.path.exists():  # deleted while this process waited: what it has open is nobody's lock any more
+            os.close(handle)
+            return self._take()
         own = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(own).encode() + b"\n", 0)
@@ -94,10 +97,36 @@ class Lock:
         threading.Thread(target=self._live, name="lock", daemon=True).start()
         return ""
 
+    def _outlives(self, handle: int, owner: dict[str, Any]) -> bool:
+        """Waits until the owner on another host counts as dead, or has ended; False at a sign of its life.
+
+        A job that was put back into the queue may start on another host before the lease of its dead self has ended.
+        """
+        seen = os.fstat(handle).st_mtime
+        quiet = _now(self.path.parent) - seen
+        if quiet < DEAD:
+            print(
+                f"workdir {self.path.parent}: {_words(owner)} gave a sign of life {max(quiet, 0):.0f} s ago; waiting "
+                f"{DEAD - max(quiet, 0):.0f} s for another (delete {self.path} if it is dead)",
+                file=sys.stderr,
+                flush=True,
+            )
+        while _now(self.path.parent) - seen < DEAD:
+            time.sleep(POLL)
+            if not self.path.exists() or not _owner(handle):
+                return True
+            if os.fstat(handle).st_mtime != seen:
+                return False
+        return True
+
     def _live(self) -> None:
         while not self.ended.wait(BEAT):
             with contextlib.suppress(OSError):  # saving will say what is wrong with the disk
                 os.utime(self.path)
+
+
+def _words(owner: dict[str, Any]) -> str:
+    return f"process {owner.get('pid', '?')} on {owner.get('host', 'this host')}"
 
 
 def _owner(handle: int) -> dict[str, Any]:
@@ -106,7 +135,7 @@ def _owner(handle: int) -> dict[str, Any]:
     if not text.strip():
         return {}
     try:
-        owner = json.loads(text)
+        owner = files.parse(text.decode("utf-8", "replace"))
     except ValueError:
         owner = None
     return owner if isinstance(owner, dict) else {"host": "?"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from jaxformer import checks, metrics, tasks
+from jaxformer import checks, files, metrics, overrides, redaction, results, tasks
 from jaxformer.checkpoint import Checkpoints
 from jaxformer.config import Config, ConfigError, StorageError
 from jaxformer.data import packing, sources
@@ -30,7 +31,8 @@ from jaxformer.train.guard import Guard
 from jaxformer.train.hooks import Reports
 from jaxformer.train.lock import Lock
 from jaxformer.train.stopping import PREEMPTED, Stop, Watchdog
-from jaxformer.train.workdir import prepare, refuse_other_config
+from jaxformer.train.timing import Clock, Shapes
+from jaxformer.train.workdir import changes_since, prepare, refuse_other_config
 from jaxformer.types import Batch, Sums, TrainState
 
 
@@ -61,6 +63,7 @@ def train(config: Config, workdir: str | Path, origin: start.Origin = start.RUN)
 
 def _train(config: Config, workdir: Path, origin: start.Origin) -> int:
     stop = Stop(config.train.deadline)
+    redaction.refuse(dataclasses.asdict(config), "config")
     config, tokenizers = start.with_model(config, workdir, origin)
     refuse_other_config(config, workdir)
     mesh = meshes.make(config.mesh)
@@ -115,21 +118,27 @@ class Run:
         # sums since the last report, how many steps in a row were left out.
         self.values: dict[str, float] = {}
         self.progress: dict[str, Any] = {"evaluation_due": False, "window": None, "skipped_in_a_row": 0}
+        self.changed: list[str] = []
         self.state = self.first_state()
         self.step = int(self.state.step)
         self.measured_at = self.step if self.values else -1
-        self.reports = Reports(workdir, config.train.steps, self.step, not self.progress["evaluation_due"])
+        self.clock = Clock(config.train)
+        self.reports = Reports(workdir, self.clock, self.step, not self.progress["evaluation_due"])
+        self.trained, self.evaluated = (Shapes(what, self.reports.say) for what in ("step", "evaluation"))
         self.window = Window(self.progress["window"])
         self.guard = Guard(
             config.train.skip_limit, self.progress["skipped_in_a_row"], self.reports.skipped, self.checkpoints.newest
         )
         self.watchdog = Watchdog(config.train.watchdog, workdir)
         if jax.process_index() == 0 and not self.step:
-            (workdir / "parameters.txt").write_text(optim.decay_table(self.shapes, config.optimizer, self.names) + "\n")
+            table = optim.decay_table(self.shapes, config.optimizer, self.names)
+            files.write(workdir / "parameters.txt", table + "\n")
         count = build.count(self.state.params)
         begun = f"resumed at step {self.step:,}" if self.step else "started"
         where = f"{jax.device_count()} {jax.default_backend()} device(s)"
         self.reports.say(f"{begun}: {count:,} parameters, listed in parameters.txt; {where}")
+        for line in self.changed:
+            self.reports.say(line)
         for side, (kernel, reason) in self.attentions.items():
             self.reports.say(f"{side} attention: {kernel} ({reason})")
 
@@ -139,8 +148,11 @@ class Run:
         target = steps.abstract(config, self.module, self.optimizer, self.mesh)
         saved = self.checkpoints.restore(target)
         if saved is not None:
-            self.values = dict(saved.about.get("values", {}))
+            if measures_as(config, saved.about):
+                self.values = dict(saved.about.get("values", {}))
             self.progress |= saved.about.get("progress", {})
+            updates = int(optim.updates(saved.state.opt_state))
+            self.changed = changes_since(saved.about.get("config"), config, updates, build.width(config.model))
             self.batches = self.pipeline.resume(saved.data)
             return saved.state
         self.batches = self.pipeline.train()
@@ -150,6 +162,8 @@ class Run:
     def finish(self, stop: Stop) -> int:
         """Trains to the end. Whatever happens, what was saved stays whole and errors of saving surface."""
         try:
+            if stop.deaf:
+                self.reports.say("not on the main thread: signals do not stop this run; train.deadline does")
             with stop, self.watchdog:
                 return self.loop(stop)
         finally:
@@ -159,21 +173,24 @@ class Run:
 
     def loop(self, stop: Stop) -> int:
         config, window = self.config.train, self.window
-        if self.step >= config.steps and (self.workdir / "result.json").exists():
+        if self.step >= config.steps and results.finished(self.workdir) is not None:
             self.reports.say("finished before; raise config.train.steps to go on")
             return 0
         self.catch_up()
         update = steps.make(self.config, self.module, self.task, self.optimizer, self.schedule, self.mesh)
         window.go_on()
+        self.clock.lap()
         while self.step < config.steps:
             place = self.batches.get_state()
             batch = next(self.batches)
+            compiled = self.trained.is_new(batch)
             self.state, sums = update(self.state, steps.place(batch, self.mesh, self.balanced))
             self.step += 1
             window.add(sums, batch)
             self.guard.add(self.step, sums, place)
             self.watchdog.beat()
             self.checkpoints.check()
+            self.clock.step(compiled)
             last = self.step == config.steps
             stopping = stop.agreed(self.step) and not last
             if last or self.step == 1 or due(self.step, config.log_every):
@@ -182,11 +199,13 @@ class Run:
             if not (measuring or stopping or due(self.step, config.checkpoint_every)):
                 continue
             window.pause()
+            self.clock.lap()
             if measuring and not stopping:
                 self.evaluate()
             self.guard.settle()
             if last or stopping or due(self.step, config.checkpoint_every):
                 self.save(evaluation_due=measuring and stopping)
+                self.clock.part("save")
             window.go_on()
             if stopping:
                 self.checkpoints.wait()
@@ -195,7 +214,7 @@ class Run:
         self.checkpoints.wait()
         values = self.values or self.evaluate()
         if jax.process_index() == 0:
-            evaluation.write_json(self.workdir / "result.json", {"step": self.step, **values})
+            files.write_json(self.workdir / results.NAME, results.content(self.step, self.config, values))
         return 0
 
     def catch_up(self) -> None:
@@ -222,6 +241,7 @@ class Run:
         config = self.config
         if "validation" not in self.dataset.splits:
             return {}
+        self.clock.lap()
         variables = evaluation.weights(config, self.state.params, self.state.variables)
         batches = self.pipeline.evaluate("validation", examples=config.evaluate.examples)
         size = self.pipeline.size("validation")
@@ -234,16 +254,26 @@ class Run:
             self.show(records[: config.evaluate.samples])
         self.reports.write(self.step, "validation", values)
         self.values, self.measured_at = values, self.step
+        self.clock.part("evaluation", self.compiling)
         return values
 
     def watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of an evaluation, with a sign of life at each; adds up in `compiling` what compiling took."""
+        self.compiling, begun = 0.0, self.clock.now()
+        known: list[float] = []
+        fresh: list[float] = []
         for batch in batches:
             self.watchdog.beat()
+            seconds = fresh if self.evaluated.is_new(batch) else known
             yield batch
+            begun, before = self.clock.now(), begun
+            seconds.append(begun - before)
+        usual = sum(known) / len(known) if known else 0.0
+        self.compiling = sum(max(each - usual, 0.0) for each in fresh)
 
     def show(self, records: list[dict]) -> None:
         if jax.process_index() == 0:
-            evaluation.write_json(self.workdir / "samples" / f"step-{self.step}.json", records)
+            files.write_json(self.workdir / "samples" / f"step-{self.step}.json", records)
         for record in records:
             self.reports.say(f"  {record['input']}\n    -> {record['output']}\n     = {record['reference']}")
 
@@ -305,6 +335,12 @@ class Window:
             self.total = metrics.add(self.total, sums) if self.total else sums
         self.sums = []
         return self.total
+
+
+def measures_as(config: Config, about: dict[str, Any]) -> bool:
+    """True if the measures in a checkpoint's `about` were taken with the evaluation and decoding of `config`."""
+    saved, here = about.get("config") or {}, json.loads(overrides.to_json(config))
+    return all(saved.get(part, here[part]) == here[part] for part in ("evaluate", "decode"))
 
 
 def due(step: int, every: int) -> bool:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxformer import registry
-from jaxformer.config import ConfigError, OptimizerConfig, ScheduleConfig
+from jaxformer.config import ConfigError, OptimizerConfig, ScheduleConfig, TrainConfig
 from jaxformer.train import spikes
 from jaxformer.types import Array, PyTree
 
@@ -79,6 +79,10 @@ SCHEDULES: dict[str, Callable[[ScheduleConfig, int, int, Array], Array]] = {
     "inverse_sqrt": _inverse_sqrt,
     "noam": _noam,
 }
+
+
+ENDING = ("linear", "cosine", "wsd")
+"""Schedules whose decay ends at `train.steps`: another number of steps changes the rates of all decaying steps."""
 
 
 def schedule(config: ScheduleConfig, steps: int, width: int) -> Schedule:
@@ -266,7 +270,10 @@ def optimizer(config: OptimizerConfig, schedule: Schedule, params: PyTree, names
     * lion: `sign` of interpolated momentum (Chen et al. 2023); wants `beta2` 0.99 and a rate 3 to 10 times smaller.
     * sgd: heavy-ball momentum; `weight_decay` is an L2 penalty.
     * muon: Nesterov momentum orthogonalised per matrix (Jordan 2024), scaled to the RMS of an Adam update (Liu et al.
-      2025) so that one rate serves all; tables, output head, norms and biases use AdamW.
+      2025) so that one rate serves all; tables, output head, norms and biases use AdamW. It is optax's, with
+      `m = b m + (1 - b) g` and bias correction: update t is of `b m / (1 - b^(t + 1)) + (1 - b) g / (1 - b^t)`.
+      Jordan's is of `b m + (1 - b) g` (his `g + b (b m + g)`, up to a factor that orthogonalising removes).
+      The two are the same direction at the first update and as t grows, and differ between.
 
     Decay is multiplied by the rate in every rule and skips the parameters that `config.decay_exclude` names. Moments
     are float32 whatever the dtype of the parameters.
@@ -294,6 +301,19 @@ def optimizer(config: OptimizerConfig, schedule: Schedule, params: PyTree, names
 def updates(state: PyTree) -> Array:
     """How many updates the state of an `optimizer` has seen: what its learning rate goes by."""
     return state[-1].count
+
+
+def average_decay(config: TrainConfig, updates: Array) -> Array | float:
+    """Decay of the weight average at an update: `ema`, or with `ema_warmup` `min(ema, (1 + n) / (10 + n))`.
+
+    The warm-up is that of TensorFlow's `ExponentialMovingAverage` with `num_updates`.
+
+    Args:
+      updates: n, how many were made before. Steps left out do not count.
+    """
+    if not config.ema_warmup:
+        return config.ema
+    return jnp.minimum(config.ema, (1.0 + updates) / (10.0 + updates))
 
 
 def _in_float32(inner: Rule) -> Rule:

@@ -111,7 +111,7 @@ def make(
         updates, opt_state = optimizer.update(grads, state.opt_state, old, norm=norm)
         params = optax.apply_updates(old, updates)
         if config.train.ema is not None:
-            decay = config.train.ema
+            decay = optim.average_decay(config.train, optim.updates(state.opt_state))
             average = lambda old, new: decay * old + (1.0 - decay) * new  # noqa: E731
             variables["ema"] = jax.tree.map(average, state.variables["ema"], params)
         one = jnp.ones(())

@@ -1,14 +1,18 @@
 """When a run ends early: a signal or a deadline, agreed between processes; and when it hangs.
 
-    SIGTERM, SIGINT, SIGUSR2, deadline   the step in progress ends, all is saved, exit code 143
-    a second signal                      the process ends at once, with the shell's code for that signal
-    no step for `config.train.watchdog`  the stacks of all threads are written down, exit code 75
+    SIGTERM, SIGINT, SIGHUP, SIGUSR2, deadline   the step in progress ends, all is saved, exit code 143
+    a second signal                              the process ends at once, with the shell's code for that signal
+    no step for `config.train.watchdog`          the stacks of all threads are written down, exit code 75
+
+SIGHUP (the terminal is gone) is left alone where it is ignored: under nohup. In an interactive session, a notebook or a
+prompt, a second Ctrl-C raises KeyboardInterrupt, which ends the run and not the session.
 
 The launchers start a run again that ended with 143 or 75.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -25,14 +29,14 @@ from jax.experimental import multihost_utils
 PREEMPTED = 143
 STALLED = 75
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 AGREE = 5.0
 """Seconds between two questions whether a process was asked to stop, where there are several."""
 
 
 class Stop:
-    """Listens for signals while it is entered.
+    """Listens for signals while it is entered, on the main thread: Python gives other threads none.
 
     A signal may reach one process of several, and each sees it at its own step. So the processes ask each other, at
     steps that they have agreed on before, about every `AGREE` seconds by the clock of the first.
@@ -49,14 +53,24 @@ class Stop:
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
-        self.previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        if not self.deaf:
+            heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+            self.previous = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, *_: Any) -> None:
         for number, handler in self.previous.items():
-            signal.signal(number, handler)
+            # None: a handler that was not installed from Python, which Python cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    @property
+    def deaf(self) -> bool:
+        """True off the main thread, where no signal can be heard."""
+        return threading.current_thread() is not threading.main_thread()
 
     def _note(self, number: int, frame: Any) -> None:
+        if self.signal and number == signal.SIGINT and _is_interactive():
+            raise KeyboardInterrupt
         if self.signal:
             os._exit(128 + number)  # not sys.exit, which would wait for what is being saved
         self.signal = number
@@ -74,6 +88,12 @@ class Stop:
         told = multihost_utils.process_allgather(np.array([asked, pause], np.int32))
         self.next = step + int(told[0, 1])
         return bool(told[:, 0].any())
+
+
+def _is_interactive() -> bool:
+    """True in a notebook's kernel or at a prompt, which must outlive the run."""
+    shell = sys.modules.get("IPython")
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or (shell is not None and shell.get_ipython() is not None)
 
 
 class Watchdog:
@@ -106,9 +126,10 @@ class Watchdog:
     def _watch(self) -> None:
         while not self.ended.wait(min(self.limit / 4, 5.0)):
             if time.monotonic() - self.last > self.limit:
-                print(f"\nno progress for {self.limit / 60:g} minutes; stacks in {self.path}", file=sys.stderr)
-                faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
                 try:
+                    with contextlib.suppress(OSError, ValueError, RuntimeError):  # a stderr that is closed or full
+                        print(f"\nno progress for {self.limit / 60:g} minutes; stacks in {self.path}", file=sys.stderr)
+                        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
                     with self.path.open("w") as file:
                         faulthandler.dump_traceback(file=file, all_threads=True)
                 finally:

@@ -114,6 +114,25 @@ def test_causal_attention_and_windows_see_fewer_keys():
     assert flops.attention(config_of(attention={"heads": 4, "window": 4, "window_every": 2}), 16) == base * 6.25
 
 
+def test_a_token_costs_what_the_formula_says_by_hand():
+    """Two layers of width 16, four heads, feed-forward 64, vocabulary 64, rows of 16; biases cost no product."""
+    kernels = 2 * (4 * 16 * 16 + 2 * 16 * 64)  # layers x (query, key, value, out + in, out)
+    assert flops.FORMULA.startswith("6 N + 12 x layers")
+    for bias in (True, False):
+        made = traced(config_of(attention={"heads": 4, "bias": bias}, ffn={"bias": bias}), 1)
+        assert flops.matmul_parameters(made.config, made.state.params, made.names) == kernels + 64 * 16
+        visible = flops.a_token(made.config, made.state.params, made.names, 16)
+        assert visible == 6 * (kernels + 64 * 16) + 12 * 2 * 4 * 4 * 8.5
+        palm = flops.palm(made.config, made.state.params, made.names, 16)
+        assert palm == 6 * (kernels + 64 * 16) + 12 * 2 * 4 * 4 * 16
+
+
+def test_masked_keys_are_all_keys():
+    windowed = config_of(attention={"heads": 4, "window": 4, "window_every": 2})
+    for config in (config_of(), windowed, config_of("encoder")):
+        assert flops.attention(config, 16, masked=True) == 12 * 2 * 16 * 16
+
+
 # --- memory, traffic, time --------------------------------------------------------------------------------------------
 
 
@@ -134,6 +153,9 @@ def test_parts_of_memory_are_those_of_the_shards():
     text = page.page("title", made, found)
     assert "16/fsdp x 4/tensor x 4" in text
     assert "fits: 0.00 of 74.51 GiB" in text
+    words = [" ".join(line.split()) for line in text.splitlines()]
+    assert "tokens in 1,000 steps 256,000 train.steps times that" in words
+    assert f"{found.palm:.3e}  the same with all keys, masked or not (PaLM, appendix B)" in text
 
 
 def test_traffic_adds_up_by_kind_and_axis():
@@ -166,7 +188,7 @@ def test_between_slices_go_the_gradients_alone():
 
 def estimated(place: chips.Place, **changes) -> estimate.Estimate:
     values = dict(
-        mesh={}, shape=program.Shape(8, 1024), parameters=1, a_token=1e9, model=8e12, counted=1e13,
+        mesh={}, shape=program.Shape(8, 1024), parameters=1, a_token=1e9, palm=1.1e9, model=8e12, counted=1e13,
         memory={"parameters": 8 * GIB, "logits": 4 * GIB, "activations": 10 * GIB}, state={"parameters": 8 * GIB},
         need=22 * GIB, sent={}, between=0.0, unknown=0, seconds={"compute": 0.03, "memory": 0.01, "network": 0.02},
         compiled=1.0, place=place, devices=4,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
 import signal
 import socket
+import sys
 import time
+import types
 
 import builders
 import chex
@@ -18,13 +21,15 @@ import pytest
 from flax import linen as nn
 from test_step import begin
 
-from jaxformer import tasks
+from jaxformer import overrides, redaction, tasks
 from jaxformer.config import (
     Config,
     ConfigError,
     MeshConfig,
+    ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
+    StackConfig,
     StorageError,
     TaskConfig,
     TrainConfig,
@@ -35,7 +40,8 @@ from jaxformer.train import lock, loop, optim, spikes, step, stopping
 from jaxformer.train.hooks import MetricsFile, Progress
 from jaxformer.train.lock import Lock
 from jaxformer.train.stopping import Stop, Watchdog
-from jaxformer.train.workdir import redacted
+from jaxformer.train.timing import Clock
+from jaxformer.train.workdir import changes_since, environment
 
 # --- the lock
 
@@ -54,16 +60,51 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
-@pytest.mark.parametrize("text", ['{"host": "elsewhere", "pid": 1, "started": "then"}', "torn"])
-def test_another_host_counts_as_alive_until_it_is_silent_for_long(tmp_path, text):
+OTHERS = ['{"host": "elsewhere", "pid": 1, "started": "then"}', "torn"]
+
+
+@pytest.fixture
+def short_lease(monkeypatch):
+    monkeypatch.setattr(lock, "DEAD", 0.4)
+    monkeypatch.setattr(lock, "POLL", 0.02)
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_the_lease_of_the_dead_on_another_host_is_waited_for(tmp_path, short_lease, text, capsys):
     path = tmp_path / "lock"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"wait until that is 120 s, or delete .*lock"), Lock(tmp_path):
-        pass
-    assert path.read_text() == text
+    begun = time.monotonic()
+    with Lock(tmp_path):
+        assert 0.3 < time.monotonic() - begun < 5
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert f"waiting 0 s for another (delete {path} if it is dead)" in capsys.readouterr().err
+    path.write_text(text)
     os.utime(path, (time.time() - 2 * lock.DEAD,) * 2)
     with Lock(tmp_path):
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_a_sign_of_life_on_another_host_refuses_the_second_run(tmp_path, monkeypatch, short_lease, text):
+    path = tmp_path / "lock"
+    path.write_text(text)
+    monkeypatch.setattr(lock.time, "sleep", lambda _: os.utime(path, (time.time() + 1,) * 2))
+    with (
+        pytest.raises(ConfigError, match="got a run that is training in it .*; wait for it or stop it"),
+        Lock(tmp_path),
+    ):
         pass
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("end", [lambda path: os.truncate(path, 0), os.unlink], ids=["emptied", "deleted"])
+def test_a_run_on_another_host_that_ends_makes_room_at_once(tmp_path, monkeypatch, short_lease, end):
+    path = tmp_path / "lock"
+    monkeypatch.setattr(lock, "DEAD", 1000.0)
+    path.write_text(OTHERS[0])
+    monkeypatch.setattr(lock.time, "sleep", lambda _: end(path))
+    with Lock(tmp_path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_every_host_must_see_the_same_workdir(tmp_path, monkeypatch):
@@ -87,6 +128,48 @@ def test_the_first_signal_asks_and_the_second_ends(monkeypatch, number):
         assert not ended
         signal.raise_signal(signal.SIGINT)
         assert ended == [130]
+
+
+def test_a_terminal_that_is_gone_is_ignored_where_it_was_before():
+    """nohup starts a command with SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop(None) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.agreed(1)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("session", ["prompt", "notebook"])
+def test_a_second_interrupt_ends_the_run_and_not_an_interactive_session(monkeypatch, session):
+    ended, shell = [], types.SimpleNamespace(get_ipython=object)
+    monkeypatch.setattr(stopping.os, "_exit", ended.append)
+    if session == "prompt":
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "IPython", shell)
+    with Stop(None) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.agreed(1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert ended == [143]
+
+
+def test_a_reader_that_is_gone_does_not_end_the_run():
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+    (closed := io.StringIO()).close()
+    for stream in (Gone(), closed):
+        progress = Progress(Clock(TrainConfig(steps=10)), stream)
+        progress.say("resumed")
+        progress.write(1, "validation", {"loss": 1.0})
+        progress.close()
 
 
 def test_the_deadline_asks_too():
@@ -135,6 +218,10 @@ def test_the_watchdog_writes_stacks_and_ends_with_75(tmp_path, monkeypatch):
 # --- steps that are not finite
 
 
+def averaged(old, params, decay):
+    return jax.tree.map(lambda a, b: decay * a + (1 - decay) * np.asarray(b), old, jax.device_get(params))
+
+
 def test_a_step_that_is_not_finite_changes_the_step_number_only():
     model = builders.seq2seq()
     config = Config(
@@ -142,7 +229,7 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
         task=TaskConfig(name="translation"),
         optimizer=OptimizerConfig(name="adamw"),
         schedule=ScheduleConfig(kind="linear", peak=0.1, warmup=5),
-        train=TrainConfig(steps=10, ema=0.9),
+        train=TrainConfig(steps=10, ema=0.9, ema_warmup=True),
     )
     mesh = meshes.make(MeshConfig(data=1), jax.devices()[:1])
     module = build.build(model)
@@ -153,7 +240,9 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
         state = begin(config, module, optimizer, mesh)
         update = step.make(config, module, tasks.get("translation"), optimizer, schedule, mesh)
+        average = jax.device_get(state.variables["ema"])
         state, first = update(state, step.place(good, mesh))
+        average = averaged(average, state.params, 1 / 10)
         before = jax.device_get(state.replace(key=0))
         state, second = update(state, step.place(bad, mesh))
         after = jax.device_get(state.replace(key=0))
@@ -162,7 +251,9 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
     chex.assert_trees_all_equal(after.replace(step=1), before.replace(step=1))
     assert [float(each["skipped"][0]) for each in (first, second, third)] == [0.0, 1.0, 0.0]
     assert all(float(part) == 0.0 for name, pair in second.items() if name != "skipped" for part in pair)
-    # The rate goes by updates, in the report as in the optimizer.
+    # The rate and the average's warm-up go by updates, in the report as in the optimizer.
+    average = averaged(average, state.params, 2 / 11)
+    chex.assert_trees_all_close(jax.device_get(state.variables["ema"]), average, rtol=1e-5, atol=1e-7)
     rates = [float(each["learning_rate"][0]) for each in (first, third)]
     np.testing.assert_allclose(rates, [float(schedule(0)), float(schedule(1))], rtol=1e-6)
 
@@ -187,7 +278,9 @@ def test_a_spike_is_told_once_there_are_norms_to_compare_with():
 @pytest.mark.parametrize(("spike", "words"), [(0, "loss or gradient is not finite"), (1, "gradient is a spike")])
 def test_a_step_left_out_is_said_with_its_reason_and_its_batch(spike, words):
     stream = io.StringIO()
-    Progress(10, 0, stream).write(3, "skipped", {"epoch": 0, "block": 1, "batch": 2, "in_a_row": 1, "spike": spike})
+    Progress(Clock(TrainConfig(steps=10)), stream).write(
+        3, "skipped", {"epoch": 0, "block": 1, "batch": 2, "in_a_row": 1, "spike": spike}
+    )
     assert stream.getvalue().strip() == f"step 3  left out: its {words} (epoch 0, block 1, batch 2)"
 
 
@@ -205,6 +298,36 @@ def test_rows_after_the_restored_step_go_and_torn_ones_too(tmp_path):
         assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:kept]
 
 
+# --- what changed at a resume
+
+
+def changes(kind, steps, updates=60, **train):
+    old = Config(
+        model=ModelConfig(decoder=StackConfig(width=8)),
+        task=TaskConfig(name="language_modelling"),
+        schedule=ScheduleConfig(kind=kind, peak=1e-3, warmup=10),
+        train=TrainConfig(steps=100),
+    )
+    new = dataclasses.replace(old, train=TrainConfig(steps=steps, **train))
+    return changes_since(json.loads(overrides.to_json(old)), new, updates, 8)
+
+
+def test_a_rate_that_another_number_of_steps_moves_is_said_with_both_values():
+    # Linear from step 10 on: 1e-3 x (1 - 50/90) of 100 steps, 1e-3 x (1 - 50/190) of 200.
+    said = changes("linear", 200)
+    assert said[0] == "changed since the checkpoint: train.steps 100 -> 200"
+    jump = "the learning rate jumps: 7.368e-04 in the next step, 4.444e-04 with train.steps=100; the linear schedule"
+    assert said[1].startswith(jump)
+    assert "jumps" in changes("cosine", 200)[1]
+    assert changes("wsd", 200)[1].startswith("the learning rate goes on at 1.000e-03; the wsd schedule ends at")
+    assert "jumps" in changes("wsd", 200, updates=90)[1]
+    for kind in ("constant", "inverse_sqrt", "noam"):
+        assert changes(kind, 200) == said[:1]
+    assert changes("linear", 100) == []
+    assert changes("linear", 100, log_every=3) == ["changed since the checkpoint: train.log_every 20 -> 3"]
+    assert changes_since({"model": 3}, Config(), 0, 8) == changes_since(None, Config(), 0, 8) == []
+
+
 # --- the disk, and secrets
 
 
@@ -212,6 +335,13 @@ def test_a_disk_that_refuses_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_train", lambda *_: (tmp_path / "none" / "file").write_text(""))
     with pytest.raises(StorageError, match=r"got No such file or directory \(.*none/file\), expected to .* are whole"):
         loop.train(Config(), tmp_path)
+
+
+def test_a_machine_without_git_trains_and_names_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment()["commit"] is None
+    (tmp_path / "git").write_text("not a program")
+    assert environment()["commit"] is None
 
 
 def test_secrets_stay_out_of_the_recorded_command():
@@ -225,7 +355,7 @@ def test_secrets_stay_out_of_the_recorded_command():
         "jaxformer", "train", "--config.data.tokens=4096", "--config.data.tokenizer.kind=byte", "--api-key", "mine",
         "--token=abc", "--config.data.dir=https://me:pass@host/x", "--note=hf_abcdefgh/usr/bin", "--x=sesame-open",
     ]  # fmt: skip
-    assert redacted(command, variables) == [
+    assert redaction.command(command, variables) == [
         "jaxformer", "train", "--config.data.tokens=4096", "--config.data.tokenizer.kind=byte", "--api-key", "***",
         "--token=***", "--config.data.dir=https://***@host/x", "--note=***/usr/bin", "--x=***",
     ]  # fmt: skip

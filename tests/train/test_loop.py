@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import builders
 import chex
@@ -13,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer import checkpoint, cli, overrides
+from jaxformer import checkpoint, cli, overrides, results
 from jaxformer.config import ConfigError, EmbedConfig, HeadConfig, RecurrentConfig, StackConfig
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
@@ -98,11 +100,37 @@ def test_evaluation_of_a_finished_run(finished):
         evaluate(workdir, "tests")
 
 
-def test_a_finished_run_is_not_trained_again(finished):
+def test_a_finished_run_is_not_trained_again(finished, capsys):
     config, workdir = finished
     before = rows(workdir)
     assert loop.train(config, workdir) == 0
     assert rows(workdir) == before
+    with ThreadPoolExecutor() as pool:  # off the main thread no signal can be heard
+        assert pool.submit(loop.train, config, workdir).result() == 0
+    said = capsys.readouterr().err
+    assert said.count("not on the main thread: signals do not stop this run") == 1
+    assert rows(workdir) == before
+
+
+def test_a_result_of_other_measuring_settings_is_measured_again(finished, tmp_path, capsys):
+    config, workdir = finished
+    copy = shutil.copytree(workdir, tmp_path / "copy")
+    other = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, examples=4))
+    assert loop.train(other, copy) == 0
+    assert "changed since the checkpoint: evaluate.examples 16 -> 4\n" in capsys.readouterr().err
+    old, new = (json.loads((path / "result.json").read_text()) for path in (workdir, copy))
+    assert old["step"] == new["step"] and old["loss"] != new["loss"] and old["config"] != new["config"]
+    assert results.finished(copy, other) == new
+    assert results.finished(copy, config) is None
+
+
+def test_fewer_steps_than_were_done_are_refused_untouched(finished):
+    config, workdir = finished
+    before = sorted((p.name, p.stat().st_mtime_ns) for p in workdir.iterdir())
+    fewer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=11))
+    with pytest.raises(ConfigError, match="config.train.steps: got 11, expected at least 12, which the run"):
+        loop.train(fewer, workdir)
+    assert sorted((p.name, p.stat().st_mtime_ns) for p in workdir.iterdir()) == before
 
 
 def test_a_workdir_of_another_config_is_refused_untouched(finished):

@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxformer.config import ConfigError, MeshConfig, OptimizerConfig, ScheduleConfig
+from jaxformer.config import ConfigError, MeshConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from jaxformer.parallel import mesh as meshes
 from jaxformer.train import optim
 
@@ -186,6 +186,46 @@ def test_muon_treats_layers_separately_and_heads_together():
         assert values.max() < 1.3
     # The root mean square that Adam's update has in practice.
     assert float(jnp.sqrt(jnp.mean(inner(updates) ** 2))) == pytest.approx(0.2, rel=0.35)
+
+
+def newton_schulz(matrix):
+    """Jordan 2024: five quintic steps from the matrix over its Frobenius norm, the shorter side first."""
+    x = matrix / np.linalg.norm(matrix)
+    x = x.T if x.shape[0] > x.shape[1] else x
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
+def test_muon_is_the_update_that_its_description_says(shape):
+    rng, beta = np.random.default_rng(0), 0.9
+    names = {"ffn": {"kernel": ("embed", "ffn")}}
+    params = {"ffn": {"kernel": jnp.zeros(shape)}}
+    rule = optim.optimizer(OptimizerConfig(name="muon", momentum=beta), lambda n: 1.0, params, names)
+    state, update = rule.init(params), jax.jit(rule.update)
+    ours, jordans = np.zeros(shape), np.zeros(shape)
+    apart = []
+    for t in range(1, 61):
+        g = rng.normal(size=shape)
+        updates, state = update({"ffn": {"kernel": jnp.float32(g)}}, state, params)
+        ours = beta * ours + (1 - beta) * g
+        corrected = beta * ours / (1 - beta ** (t + 1)) + (1 - beta) * g / (1 - beta**t)
+        scale = -0.2 * max(shape) ** 0.5
+        if t in (1, 2, 3, 10):
+            np.testing.assert_allclose(updates["ffn"]["kernel"], scale * newton_schulz(corrected), atol=2e-4)
+        jordans = beta * jordans + g
+        apart.append(np.abs(newton_schulz(g + beta * jordans) - newton_schulz(corrected)).max())
+    assert apart[0] < 1e-12 and apart[1] > 0.01 and apart[-1] < 0.01
+
+
+def test_the_weight_average_may_warm_up():
+    plain, warm = TrainConfig(ema=0.9), TrainConfig(ema=0.9, ema_warmup=True)
+    counts = np.array([0, 1, 8, 79, 80, 81, 1000])
+    assert optim.average_decay(plain, counts) == 0.9
+    by_hand = [1 / 10, 2 / 11, 9 / 18, 80 / 89, 81 / 90, 0.9, 0.9]
+    np.testing.assert_allclose(optim.average_decay(warm, counts), by_hand, rtol=1e-6)
 
 
 def test_muon_leaves_tables_norms_biases_and_the_head_to_adam():

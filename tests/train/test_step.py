@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import builders
 import chex
@@ -137,6 +138,34 @@ def test_devices_add_up_gradients_alone_and_meet_once_a_step(whole, sizes, parts
     found = [c for c in collectives(update.as_text()) if "data" in c.axes(mesh.shape)]
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
     assert held <= sum(c.bytes for c in found) <= 1.15 * held  # two devices send half of what they hold, twice
+
+
+class Masks(nn.Module):
+    """A loss that is a dropout mask (0 or 1) times the parameters: its gradient is the mask."""
+
+    @nn.compact
+    def __call__(self, batch, whole):
+        w = self.param("w", nn.initializers.ones_init(), (64,))
+        return (nn.Dropout(0.5, deterministic=False)(jnp.ones(64)) / 2 * w).sum()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_every_microbatch_on_every_device_has_a_dropout_mask_of_its_own(devices):
+    batch, config = builders.batch(builders.decoder(), ROWS), config_of(builders.decoder(), accumulation=2)
+    task = types.SimpleNamespace(loss=lambda config, logits, batch: {"loss": (logits, jnp.ones(()))})
+    params = {"w": jnp.ones(64)}
+    mesh = meshes.make(MeshConfig(data=devices), jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+        assert step.sums_apart(config, {}, batch) or devices == 1
+        act = jax.jit(lambda batch, key: step.accumulate(config, Masks(), task, params, {}, batch, key)[0]["w"])
+        first, second = (np.asarray(act(step.place(batch, mesh), jax.random.key(seed))) for seed in range(2))
+    masks = 2 * devices
+    counts = first * masks  # of the masks that have a 1
+    np.testing.assert_allclose(counts, np.round(counts), atol=1e-5)
+    # Equal masks add up to 0 and `masks` only; pairs of equal ones (one a microbatch, one a device) to even numbers.
+    share = np.mean(np.round(counts) % 2)
+    assert 0.25 < share < 0.75, "independent masks have an odd sum half of the time"
+    assert (first != second).any()
 
 
 def test_who_meets_once_a_step():
