@@ -81,6 +81,13 @@ def test_draws_follow_the_distribution():
         np.testing.assert_allclose(found.scores[row], scores, atol=1e-4)
 
 
+def test_every_step_draws_anew():
+    level = PrefixModel(vocab=5)
+    level.table = jnp.zeros_like(level.table)
+    found = decode(level, batch_of([1]), dataclasses.replace(SAMPLE, max_length=2, hypotheses=2000), (), PAD)
+    assert np.mean(found.tokens[0, :, 0] == found.tokens[0, :, 1]) == pytest.approx(1 / 5, abs=0.04)
+
+
 def test_draws_follow_the_warped_distribution_but_are_scored_by_the_model():
     config = dataclasses.replace(SAMPLE, max_length=1, hypotheses=4000, temperature=0.7, top_k=3)
     found = run(batch_of([1]), config)

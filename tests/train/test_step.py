@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 
@@ -95,6 +96,26 @@ def test_microbatches_equal_one_batch_although_their_token_counts_differ():
     chex.assert_trees_all_close(other, sums, rtol=1e-5, atol=1e-6)
     averaged = jnp.mean(jnp.array([s.sum() for s in np.split(batch.weights, 4)]))
     assert averaged != batch.weights[:2].sum(), "the microbatches must be ragged for this test to mean anything"
+
+
+def test_the_gradient_is_clipped_by_its_global_norm_before_the_rate_scales_it():
+    model, task, rate = builders.decoder(), "language_modelling", 0.1
+    batch = builders.batch(model, ROWS)
+
+    def change(clip: float | None):
+        """What the first step of plain descent takes from the parameters, and the norm it reports."""
+        config = config_of(model, task)
+        config = dataclasses.replace(config, optimizer=OptimizerConfig(name="sgd", momentum=0.0, clip=clip))
+        ((state, sums),) = run(config, one_device(), [batch])
+        taken = jax.tree.map(lambda old, new: old - new, builders.make(model)[1]["params"], state.params)
+        return taken, float(sums[0]["gradient_norm"][0])
+
+    whole, norm = change(None)
+    assert norm == pytest.approx(float(optax.global_norm(whole)) / rate, rel=1e-4)
+    for clip, left in ((norm / 2, 0.5), (2 * norm, 1.0)):
+        taken, reported = change(clip)
+        assert reported == pytest.approx(norm, rel=1e-5)
+        chex.assert_trees_all_close(taken, jax.tree.map(lambda x: left * x, whole), rtol=1e-3, atol=1e-6)  # noqa: B023
 
 
 SLICES = DcnConfig(data=2)
