@@ -1,11 +1,12 @@
 # Thin on purpose: each target is a few commands that can be typed by hand.
 #   make quickstart   install, train on embedded data, evaluate, translate a handful, write the report
 #   make docs         the documentation site, in build/site
+#   make test-fast    a part of the tests in less than a minute, for each change
 #   make test lint    PYTHON chooses the interpreter of a new environment, VENV its folder
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test goldens lint format bench lock package docs
+.PHONY: help quickstart test test-fast goldens lint format bench lock package docs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -35,6 +36,10 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal $(TESTS)
+
+# For each change: tests of every room that need no long run, in less than a minute on two quiet cores.
+test-fast: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -n 2 --dist=worksteal --durations=5 --durations-min=3 @tests/fast.txt
 
 # Every reference checkpoint in ../shared/hf_goldens, in everything it holds; does nothing without them.
 goldens: $(VENV)/.installed

@@ -1,7 +1,8 @@
 """Classic mistakes planted one by one, and whether the test suite notices.
 
-    python benchmarks/mutants.py                       every mistake that has no result yet, or was changed since
+    python benchmarks/mutants.py                       every mistake that was not caught yet, or was changed since
     python benchmarks/mutants.py --only=beam,rope-sign-lost --again --jobs=2
+    python benchmarks/mutants.py --check               without mistakes, the tests that noticed one: they must pass
     python benchmarks/mutants.py --page                only the page, from the results there are
 
 A mistake is data, a table of a file in `benchmarks/mutants/` (the file's name is its category): `old` occurs exactly
@@ -125,7 +126,10 @@ def chosen(mutants: Sequence[Mutant], only: str) -> list[Mutant]:
     for word in words:
         if word not in known:
             raise SystemExit(f"--only: got {word!r}, expected categories or ids of benchmarks/mutants/")
-    return [mutant for mutant in mutants if not words or {mutant.category, mutant.id} & set(words)]
+    if not words:
+        return list(mutants)
+    found = {mutant.id: mutant for word in words for mutant in mutants if word in (mutant.category, mutant.id)}
+    return list(found.values())
 
 
 class Tree:
@@ -182,6 +186,7 @@ def run_tests(tree: Path, scratch: Path, tests: Sequence[str], goldens: str, sto
     code = 70
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         log = os.open(scratch / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(log, stream)
@@ -320,6 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="categories and ids, with commas")
     parser.add_argument("--jobs", type=int, default=1, help="mistakes at a time")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
+    parser.add_argument("--check", action="store_true", help="run what noticed a mistake without it: it must pass")
     parser.add_argument("--page", action="store_true", help="run nothing, write the page")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
@@ -329,8 +335,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.page:
         return int(write_page(mutants, found) > 0)
     wanted = [each for each in chosen(mutants, options.only) if not each.equivalent]
-    wanted = [each for each in wanted if options.again or found.get(each.id, {}).get("digest") != each.digest]
+    left = wanted
+    if not options.again:
+        done = {each.id for each in wanted if found.get(each.id, {}).get("digest") == each.digest}
+        left = [each for each in wanted if each.id not in done or found[each.id]["verdict"] not in CAUGHT]
+    if options.check:
+        left = []
     sys.path.insert(0, str(ROOT / "tests"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `finally`, which ends the tests at work
     with tempfile.TemporaryDirectory(prefix="jaxformer-mutants-") as name:
         folder = Path(name)
         import environment
@@ -345,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "python": platform.python_version(),
             "jax": sys.modules["jax"].__version__,
         }
-        for number, (mutant, result) in enumerate(runs(wanted, trees, folder), 1):
+        for number, (mutant, result) in enumerate(runs(left, trees, folder), 1):
             found[mutant.id] = {"digest": mutant.digest, **result, **said}
             write_results(found, options.results)
             by = f" by {result['by']}" if "by" in result else ""
@@ -353,12 +365,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{number}/{len(wanted)} {mutant.category}/{mutant.id}: {result['verdict']}{by}, {result['seconds']} s"
             )
             sys.stdout.flush()
-        for test in unsound({each.id: found[each.id] for each in wanted}, wanted, trees[0], folder):
-            for mutant in wanted:
+        checked = [each for each in wanted if each.id in found]
+        for test in unsound(found, checked, trees[0], folder) if options.check else ():
+            for mutant in checked:
                 if found[mutant.id].get("by") == test:
                     found[mutant.id] |= {"verdict": "broken", "by": f"{test} fails without the mistake too"}
         write_results(found, options.results)
-    missing = [each.id for each in wanted if found[each.id]["verdict"] not in CAUGHT]
+    missing = [each.id for each in wanted if each.id not in found or found[each.id]["verdict"] not in CAUGHT]
     print(f"{len(wanted) - len(missing)} of {len(wanted)} caught" + (f"; not: {', '.join(missing)}" if missing else ""))
     return int(bool(missing))
 

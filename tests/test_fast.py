@@ -1,0 +1,25 @@
+"""The list of tests for each change: `make test-fast` reads tests/fast.txt."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTED = (ROOT / "tests" / "fast.txt").read_text(encoding="utf-8").split()
+FOLDERS = ("nn", "decode", "train", "data", "models", "tasks", "parallel", "hf", "plan", "launch")
+
+
+def test_every_line_is_there_once_and_is_a_file_or_one_of_its_tests():
+    assert LISTED == sorted(set(LISTED))
+    for line in LISTED:
+        path, _, name = line.partition("::")
+        assert (ROOT / path).is_file(), f"tests/fast.txt names {path}"
+        assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"tests/fast.txt names {line}"
+
+
+def test_every_folder_of_tests_has_a_file_in_it():
+    assert {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py"))} >= set(FOLDERS)
+    for folder in FOLDERS:
+        assert any(line.startswith(f"tests/{folder}/") for line in LISTED), f"tests/fast.txt has none of {folder}"
+
+
+def test_make_reads_the_list():
+    assert "@tests/fast.txt" in (ROOT / "Makefile").read_text(encoding="utf-8")
