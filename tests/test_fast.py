@@ -8,7 +8,7 @@ FOLDERS = ("nn", "decode", "train", "data", "models", "tasks", "parallel", "hf",
 
 
 def test_every_line_is_there_once_and_is_a_file_or_one_of_its_tests():
-    assert LISTED == sorted(set(LISTED))
+    assert sorted(set(LISTED)) == LISTED
     for line in LISTED:
         path, _, name = line.partition("::")
         assert (ROOT / path).is_file(), f"tests/fast.txt names {path}"

@@ -1,4 +1,4 @@
-"""What differs between the layers of one stack: the scale of their scores, and the width of their windows."""
+"""One layer: where its norms and sums stand, how its scores are scaled, and what differs by its number."""
 
 import builders
 import jax
@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxformer.config import AttentionConfig, EncodingConfig
+from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.block import Block, Context
+from jaxformer.nn.ffn import FeedForward
+from jaxformer.nn.layers import Norm
 from jaxformer.nn.masks import Mask, slots
 
 LENGTH, WIDTH = 4, 8
@@ -43,3 +45,39 @@ def test_the_last_layer_of_every_so_many_is_banded(every, banded):
     gradient = jax.jit(jax.grad(last))
     seen = [bool(jnp.any(gradient(X, jnp.int32(layer))[0, 0] != 0)) for layer in range(4)]
     assert [layer for layer in range(4) if not seen[layer]] == banded
+
+
+def test_scores_are_divided_by_the_root_of_a_head_width_of_its_own():
+    """Where heads x head width is not the model width: twice as wide heads."""
+    attention = Attention(AttentionConfig(heads=2, head_width=8, bias=False), EncodingConfig(kind="none"), WIDTH)
+    params = nn.meta.unbox(attention.init(jax.random.key(0), X, Mask(SLOTS, SLOTS)))["params"]
+    q, k, v = (jnp.einsum("btd,dhk->bhtk", X, params[name]["kernel"]) for name in ("query", "key", "value"))
+    o = jax.nn.softmax(q @ jnp.swapaxes(k, 2, 3) / 8**0.5) @ v
+    wanted = jnp.einsum("bhtk,hkd->btd", o, params["out"]["kernel"])
+    got = attention.apply({"params": params}, X, Mask(SLOTS, SLOTS))[0]
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
+def test_norms_and_residual_sums_stand_where_the_order_says(order):
+    config = builders.stack(norm=NormConfig(order=order), encoding=EncodingConfig(kind="none"))
+    block, context = Block(config), Context(Mask(SLOTS, SLOTS))
+    drawn = nn.meta.unbox(block.init(jax.random.key(0), (X, None), jnp.int32(0), None, context))["params"]
+    noise = np.random.default_rng(1).standard_normal  # so that no norm is as any other
+    params = jax.tree.map(lambda x: x + 0.3 * noise(x.shape).astype(np.float32), drawn)
+
+    def norm(name, x):
+        return Norm(config.norm).apply({"params": params[name]}, x)
+
+    def sublayer(name, x, function):
+        if order == "post":
+            return norm(f"{name}_norm", x + function(x))
+        y = function(norm(f"{name}_norm", x))
+        return x + (norm(f"{name}_post_norm", y) if order == "sandwich" else y)
+
+    attention = Attention(config.attention, config.encoding, WIDTH)
+    attend = lambda x: attention.apply({"params": params["attention"]}, x, Mask(SLOTS, SLOTS))[0]  # noqa: E731
+    feed = lambda x: FeedForward(config.ffn, WIDTH).apply({"params": params["ffn"]}, x)  # noqa: E731
+    wanted = sublayer("ffn", sublayer("attention", X, attend), feed)
+    (got, _), _ = block.apply({"params": params}, (X, None), jnp.int32(0), None, context)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
