@@ -85,8 +85,8 @@ def test_top_p_sees_what_top_k_left():
 
 
 def test_top_p_is_judged_before_min_p():
-    # Of all four, 0.4 + 0.3 are needed for 0.55, and both are at least 0.6 times as probable as the best. Had min-p come
-    # first, 0.4 / 0.7 = 0.571 would be enough.
+    # Of all four, 0.4 + 0.3 are needed for 0.55, and both are at least 0.6 times as probable as the best. If min-p
+    # came first, 0.4 / 0.7 = 0.571 would be enough.
     both = warp.truncate(DecodeConfig(top_p=0.55, min_p=0.6), jnp.asarray(LOGITS))
     first = warp.top_p(warp.min_p(jnp.asarray(LOGITS), 0.6), 0.55)
     assert (kept(both), kept(first)) == ([0, 2], [0])
