@@ -93,6 +93,13 @@ def test_hand_computed_values(options, wanted):
     np.testing.assert_allclose((loss, count), (wanted, 1), rtol=1e-6)
 
 
+def test_slots_of_weight_zero_are_not_counted():
+    logits, labels, weights = example()
+    weights = np.where(np.arange(weights.size).reshape(weights.shape) % 2, weights, 0.0).astype(np.float32)
+    assert 0 < weights.sum() != weights.size
+    assert sums(logits, labels, weights)[1] == pytest.approx(weights.sum())
+
+
 def test_labels_of_weight_zero_may_be_anything():
     logits, labels, weights = map(np.array, example())
     weights[0, 1], labels[0, 1] = 0.0, 0

@@ -133,6 +133,7 @@ def test_an_entity_is_right_in_place_and_kind_or_wrong():
     found = [["B-a", "O", "O", "B-b"], ["B-b"], ["O"]]  # one too short, one right, one of another kind
     assert metrics.entities(found, true) == (1 / 3, 1 / 3, 1 / 3)
     assert metrics.entities(true, true) == (1.0, 1.0, 1.0)
+    assert metrics.entities([["B-a"], ["O"]], [["B-a"], ["B-b"]]) == (1.0, 1 / 2, 2 / 3)
     nothing = metrics.entities([["O"] * len(line) for line in true], true)
     assert math.isnan(nothing.precision)
     assert nothing[1:] == (0.0, 0.0)
