@@ -1,7 +1,22 @@
-"""What the order of the examples depends on."""
+"""What the order of examples and batches depends on."""
+
+import numpy as np
 
 from jaxformer.data.packing import Shape
 from jaxformer.data.pipeline import Plan
+
+
+class Texts:
+    """Examples of these lengths, as an encoder gives them."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __call__(self, indices, epoch):
+        return [{"target": np.zeros(self.lengths[index], np.int32)} for index in indices]
 
 
 def batches(seed: int, epoch: int) -> set[frozenset[int]]:
@@ -15,3 +30,17 @@ def test_seed_and_epoch_decide_which_examples_share_a_batch():
     assert batches(0, 0) != batches(1, 0), "the seed decides nothing but the order of the batches"
     assert batches(0, 0) != batches(0, 1), "every epoch has the same batches"
     assert sorted(i for batch in batches(3, 2) for i in batch) == list(range(40))
+
+
+def test_batches_of_all_lengths_come_in_another_order_every_epoch():
+    plan = Plan(Texts([2, 8] * 16), [Shape(4, 2), Shape(4, 8)], pack=False, seed=0, longest=None, size=32)
+    orders = [tuple(planned.shape.length for planned in plan(epoch).batches) for epoch in range(8)]
+    assert {tuple(sorted(order)) for order in orders} == {(2,) * 4 + (8,) * 4}
+    assert len(set(orders)) > 4
+    assert any(list(order) != sorted(order) for order in orders)
+
+
+def test_an_example_as_long_as_the_longest_is_kept():
+    plan = Plan(Texts([3, 4, 5]), [Shape(4, 4)], pack=False, seed=None, longest=4, size=3)
+    assert sum(len(planned.rows) for planned in plan(0).batches) == 2
+    assert plan.dropped == {0: 1}
