@@ -288,16 +288,15 @@ def write_results(found: dict[str, dict], path: Path) -> None:
 
 def write_page(mutants: Sequence[Mutant], found: dict[str, dict]) -> int:
     """Writes the tables of the page. Returns how many mistakes survive that could be noticed."""
-    judged = [mutant for mutant in mutants if mutant.id in found and not mutant.equivalent]
-    rows, totals = [], [0, 0]
-    for category in sorted({mutant.category for mutant in judged}):
-        own = [mutant for mutant in judged if mutant.category == category]
-        caught = sum(found[mutant.id]["verdict"] in CAUGHT for mutant in own)
-        totals = [totals[0] + caught, totals[1] + len(own)]
-        rows.append((category, str(len(own)), str(caught), f"{caught / len(own):.0%}"))
-    caught, count = totals
-    rows.append(("all", str(count), str(caught), f"{caught / max(count, 1):.1%}"))
-    pages.put(PAGE, "score", pages.table(("category", "mistakes", "caught", "share"), rows))
+    real = [mutant for mutant in mutants if not mutant.equivalent]
+    judged = [mutant for mutant in real if mutant.id in found]
+    rows, share = [], lambda part, whole: f"{part / whole:.1%}" if whole else ""
+    for category in (*sorted({mutant.category for mutant in real}), "all"):
+        own = [mutant for mutant in real if category in (mutant.category, "all")]
+        planted = [mutant for mutant in own if mutant in judged]
+        caught = sum(found[mutant.id]["verdict"] in CAUGHT for mutant in planted)
+        rows.append((category, str(len(own)), str(len(planted)), str(caught), share(caught, len(planted))))
+    pages.put(PAGE, "score", pages.table(("category", "in the list", "planted", "caught", "caught of planted"), rows))
     left = [mutant for mutant in judged if found[mutant.id]["verdict"] not in CAUGHT]
     lines = pages.table(
         ("mistake", "category", "what it does", "verdict"),
@@ -317,7 +316,7 @@ def write_page(mutants: Sequence[Mutant], found: dict[str, dict]) -> int:
         for each in judged
     ]
     pages.put(PAGE, "list", pages.table(("mistake", "category", "what it does", "source", "noticed by"), every))
-    return count - caught
+    return len(left)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -342,7 +341,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.check:
         left = []
     sys.path.insert(0, str(ROOT / "tests"))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `finally`, which ends the tests at work
     with tempfile.TemporaryDirectory(prefix="jaxformer-mutants-") as name:
         folder = Path(name)
         import environment
@@ -351,6 +349,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment.prepare()
         for module in HEAVY:
             importlib.import_module(module)
+        # After these imports, which have handlers of their own; by way of `finally`, which ends the tests at work.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         trees = [Tree(folder / str(i)) for i in range(options.jobs)]
         said = {
             "date": datetime.date.today().isoformat(),
