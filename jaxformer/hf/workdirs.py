@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxformer import checkpoint, overrides
 from jaxformer.config import Config, ConfigError, ModelConfig
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.hf import convert, files, loading, pretrained
+from jaxformer.hf import convert, files, keys, loading, pretrained
 from jaxformer.hf.pretrained import Pretrained
 from jaxformer.hf.table import Family, Settings, family_of
 from jaxformer.hf.tokenizer import open_tokenizers
@@ -62,6 +62,7 @@ def named(model: Model, path: Path) -> Pretrained:
         kept = json.loads((workdir / SETTINGS).read_text(encoding="utf-8"))
         settings = Settings(kept["config"], str(workdir / SETTINGS))
         family = family_of(settings)
+        settings = keys.named(family, settings)
         return Pretrained(**fields, family=family, head=kept["head"], settings=settings, defaults=kept["generation"])
     target = model.tokenizers.target
     ids = {"pad_token_id": target.pad, "eos_token_id": target.eos, "bos_token_id": target.bos}
@@ -89,6 +90,7 @@ def _opened(config: Config) -> tuple[Path, Settings, Family, str]:
     directory = Path(config.init.directory)
     settings = Settings(files.read_config(directory), str(directory / "config.json"))
     family = family_of(settings)
+    settings = keys.named(family, settings)
     name = pretrained.TRAINED_AS.get(config.task.name, config.task.name)
     own = [word for word, task in pretrained.TASKS.items() if task == name]
     head = next((word for word in own or pretrained.BODIES if word in family.heads), None)
@@ -105,9 +107,9 @@ def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     if not is_theirs(config.init.directory):
         return start.RUN.model(config)
     directory, settings, family, head = _opened(config)
-    model = loading.untied(
-        family, family.read(settings, head), convert.canonical(family, files.open_tensors(directory))
-    )
+    found = convert.canonical(family, files.open_tensors(directory))
+    model = loading.untied(family, keys.read_model(family, settings, head), found)
+    model = loading.with_tables(family, model, found)
     if head in ("sequence", "token"):
         model = dataclasses.replace(model, head=dataclasses.replace(model.head, classes=None))
     if head in pretrained.BODIES:
