@@ -152,17 +152,18 @@ def test_a_crash_is_not_swallowed(monkeypatch, recipe):
 
 def test_evaluate_prints_its_values(monkeypatch, run, capsys):
     values = {"split": "test", "loss": 1.25, "examples": 7}
-    stand_in(monkeypatch, "train.evaluate", evaluate=lambda workdir, split: values)
-    assert cli.main(["evaluate", f"--workdir={run}"]) == 0
+    stand_in(monkeypatch, "train.evaluate", evaluate=lambda workdir, split, which: values | {"weights": which})
+    assert cli.main(["evaluate", f"--workdir={run}", "--checkpoint=last"]) == 0
     out = capsys.readouterr().out
+    assert "weights   last" in out
     assert out.splitlines()[:3] == ["split     test", "loss      1.25", "examples  7"]
     assert f"{run}/eval-test.json" in out
 
 
 def test_report_and_data_prepare(monkeypatch, run, capsys):
-    stand_in(monkeypatch, "report", write=lambda workdirs: f"page of {len(workdirs)}")
-    assert cli.main(["report", f"--workdir={run}", f"--workdir={run}"]) == 0
-    assert capsys.readouterr().out == "written to page of 2\n"
+    stand_in(monkeypatch, "report", write=lambda workdirs, output: f"page of {len(workdirs)} {output}")
+    assert cli.main(["report", f"--workdir={run}", f"--workdir={run}", "--output=a.html"]) == 0
+    assert capsys.readouterr().out == "written to page of 2 a.html\n"
     stand_in(monkeypatch, "data.prepare", prepare=lambda name, folder: f"{folder}/{name}")
     assert cli.main(["data", "prepare", "lm1b", "--dir=/data"]) == 0
     assert capsys.readouterr().out == "prepared in /data/lm1b\n"
@@ -192,8 +193,8 @@ def reverser(monkeypatch, run):
         return [line[::-1] for line in chunk]
 
     task = types.SimpleNamespace(decode=decode, line=lambda result: result.replace("%", "\n"))
-    model = types.SimpleNamespace(config=overrides.read(run))
-    stand_in(monkeypatch, "checkpoint", load=lambda path: model)
+    model = types.SimpleNamespace(config=overrides.read(run), weights=None)
+    stand_in(monkeypatch, "checkpoint", load=lambda path, which: model)
     stand_in(monkeypatch, "tasks", get=lambda name: task)
     return calls
 

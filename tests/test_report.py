@@ -301,8 +301,8 @@ def test_runs_are_compared(tmp_path):
     other = dataclasses.replace(CONFIG, schedule=ScheduleConfig(peak=0.25), task=TaskConfig(label_smoothing=0.1))
     first, second = whole(tmp_path / "a" / "run"), whole(tmp_path / "b" / "run", other)
     found = read(first, second, first)
-    assert (first / "report.html").exists()
-    assert not (second / "report.html").exists()
+    assert (tmp_path / "comparison.html").exists() and (tmp_path / "comparison.png").exists()
+    assert not (first / "report.html").exists() and not (second / "report.html").exists()
     differences = cells(found, "Differences")
     assert "2 runs compared" in found.text
     assert cells(found, "schedule.peak")[:2] == ["0.001", "0.25"]
@@ -365,7 +365,7 @@ def test_every_validation_measure_has_a_panel(tmp_path):
     assert titles[:4] == [
         "learning rate",
         "gradient norm, before clipping",
-        "labels per second",
+        "tokens per second, padding left out",
         "validation: BLEU (0 to 100)",
     ]
     assert figures.panels(runs.read([put(tmp_path / "empty")]), figures.PRINT) is None

@@ -13,6 +13,7 @@ import fcntl
 import functools
 import hashlib
 import io
+import json
 import logging
 import os
 import shutil
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 Rows = Iterable[Mapping[str, Any]]
 Parse = Callable[[], tuple[Mapping[str, Any], Mapping[str, Rows]]]
 """Reads the files: (tfds features by role, rows by split). Called only when the entry does not exist."""
+
+WARNINGS = "warnings.json"
+"""Of an entry: what its sources warned of when it was written."""
 
 KEPT = 32 << 20  # bytes; a data set up to this size stays in memory once read: 20,000 examples/s become a million
 
@@ -62,6 +66,7 @@ def entry(config: DataConfig, name: str, key: str, parse: Parse) -> Path:
     """
     place = root(config) / "sources" / f"{name}-{key}"
     if place.is_dir():
+        _warn_again(place)
         return place
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +78,7 @@ def entry(config: DataConfig, name: str, key: str, parse: Parse) -> Path:
     except OSError as error:
         what = f"{place}: {error.strerror or error}, expected to write prepared data there"
         raise ConfigError(f"{what}; set --config.data.cache or $JAXFORMER_CACHE to a writable folder") from error
+    _warn_again(place)
     return place
 
 
@@ -88,18 +94,47 @@ def _write(place: Path, parse: Parse) -> None:
     """Runs a tfds builder over the parsed rows beside `place` and renames the result to it."""
     import tensorflow_datasets as tfds
 
-    features, splits = parse()
     partial = Path(tempfile.mkdtemp(prefix=f"{place.name}.partial-", dir=place.parent))
     try:
-        tfds.disable_progress_bar()
-        builder = _builder_class()(features, splits, data_dir=str(partial), file_format="array_record")
-        with contextlib.redirect_stdout(io.StringIO()):  # tfds prints banners, and our stdout may be a pipe of results
-            builder.download_and_prepare()
+        with _warnings() as warned:
+            features, splits = parse()
+            tfds.disable_progress_bar()
+            builder = _builder_class()(features, splits, data_dir=str(partial), file_format="array_record")
+            with contextlib.redirect_stdout(io.StringIO()):  # tfds prints banners; our stdout may be a pipe of results
+                builder.download_and_prepare()
+        Path(builder.data_path, WARNINGS).write_text(json.dumps(warned), encoding="utf-8")
         os.replace(builder.data_path, place)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     counts = ", ".join(f"{name} {split.num_examples:,}" for name, split in builder.info.splits.items())
     logger.info("prepared %s: %s", place, counts)
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """The texts of what the modules of `data` warn of meanwhile, as of examples that a source leaves out. They go
+    nowhere else: `_warn_again` says them."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    package = logging.getLogger(__package__)
+    package.addHandler(handler)
+    package.propagate = False
+    try:
+        yield texts
+    finally:
+        package.propagate = True
+        package.removeHandler(handler)
+
+
+def _warn_again(place: Path) -> None:
+    """Warns of what was left out when the entry was written: whoever uses it has to know, not only its writer."""
+    try:
+        texts = json.loads((place / WARNINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # earlier versions did not write it
+        return
+    for text in texts if isinstance(texts, list) else ():
+        logger.warning("%s", text)
 
 
 @functools.cache

@@ -19,21 +19,24 @@ from jaxformer import checkpoint, overrides
 from jaxformer.config import Config, ConfigError
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.train import evaluate as evaluation
-from jaxformer.train import optim
+from jaxformer.train import measuring, optim
 
 SECRET = re.compile(r"(token|secret|passw\w*|credentials?|(^|[._-])(api)?key)$", re.IGNORECASE)
 """Names of variables and flags whose values are nobody's business."""
 
 
-def refuse_other_config(config: Config, workdir: Path) -> None:
+def refuse_other_config(config: Config, workdir: Path) -> list[str]:
     """A workdir belongs to one config; resuming it with another would mix two runs.
+
+    Returns:
+      What is measured otherwise than before, a line each; it decides nothing.
 
     Raises:
       ConfigError: what differs, or the run is further than `config.train.steps`.
     """
     path = workdir / "config.json"
     if not path.exists():
-        return
+        return []
     old = overrides.read(workdir)
     differing = overrides.differences(config, old)
     if differing:
@@ -47,6 +50,7 @@ def refuse_other_config(config: Config, workdir: Path) -> None:
             f"config.train.steps: got {config.train.steps:,}, expected at least {reached:,}, which the run in "
             f"{workdir} has reached; use another --workdir"
         )
+    return measuring.refuse_other(config, old, workdir)
 
 
 def changes_since(saved: Any, config: Config, updates: int, width: int) -> list[str]:

@@ -53,13 +53,13 @@ def test_a_prompt_is_read_as_in_training():
 
 def test_a_word_that_is_cut_off_or_unknown_to_a_vocabulary_has_no_slot():
     both = words()
-    ids, places = tagging.read(config("tagging", length=4), both.source, TEXT)
+    ids, places, cut = tagging.read(config("tagging", length=4), both.source, TEXT)
     assert len(ids) == 4
-    assert places == [1, 2, None]
+    assert (places, cut) == ([1, 2, None], 1)
     assert tagging.read(config("tagging"), both.source, "the zebra")[1] == [1, 2], "<unk> stands for it"
     nothing = types.SimpleNamespace(encode=lambda word: [] if "?" in word else [7, 8], unk=None, cls=None, sep=None)
-    ids, places = tagging.read(config("tagging"), nothing, "the ? cat")
-    assert (ids.tolist(), places) == ([7, 8, 7, 8], [0, None, 2])
+    ids, places, cut = tagging.read(config("tagging"), nothing, "the ? cat")
+    assert (ids.tolist(), places, cut) == ([7, 8, 7, 8], [0, None, 2], 0)
 
 
 def test_as_many_tags_as_words():

@@ -39,6 +39,8 @@ def test_the_folder_holds_the_tasks():
 def test_features_are_int32_aligned_and_cut(name):
     floats = ("weights", "labels") if name == "similarity" else ("weights",)
     features = encoded(config(name, length=6), words(), **example_of(name))
+    assert features.pop("cut") > 0
+    assert all(0 < len(features.pop(key)) < 16 for key in ("unread",) if key in features)
     for key, value in features.items():
         assert value.dtype == (np.float32 if key in floats else np.int32)
         assert value.shape in ((6,), ())
@@ -61,7 +63,7 @@ def test_a_prompt_has_the_streams_of_training(name):
     example = example_of(name)
     trained = encoded(config(name), words(), **example)
     prompt = task.prompt(config(name), words(), task.input(example))
-    assert set(prompt) == set(trained) - {"labels", "weights"}
+    assert set(prompt) == set(trained) - {"labels", "weights", "unread"}
     assert all(value.dtype == np.int32 for value in prompt.values())
 
 

@@ -321,7 +321,7 @@ def test_the_rate_leaves_out_what_is_not_training(monkeypatch):
     clock = iter([0.0, 10.0, 110.0, 115.0, 115.0])  # begun, paused, going on, read, begun anew
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(loop.packing, "padding", lambda batch: (1.0, 4.0))
-    window = loop.Window()
+    window = loop.Window(parts=10)  # processes that fill as many rows each
     window.add({"loss": (2.0, 30.0), "skipped": (0.0, 1.0)}, None)
     window.pause()
     window.go_on()
