@@ -33,7 +33,7 @@ def refuse_other(config: Config, old: Config, workdir: Path) -> list[str]:
       ConfigError: a setting changed that decides what is ranked: the best would be chosen among unlike figures.
     """
     now, before = _settings(config), _settings(old)
-    changed = [path for path in now if now[path] != before[path] and path not in SHOWN]
+    changed = [path for path in now if now[path] != before[path] and _measures(path, config)]
     ranked = [path for path in changed if _ranks(path, config)]
     if ranked and (config.checkpoint.keep_best or any(workdir.glob("checkpoints/best/*"))):
         what = "; ".join(f"config.{path}: {now[path]!r}, was {before[path]!r}" for path in ranked)
@@ -56,12 +56,14 @@ def _settings(config: Config) -> dict[str, Any]:
     }
 
 
+def _measures(path: str, config: Config) -> bool:
+    """Whether a setting decides the value of any measure, beside the weights and the data."""
+    if path == "evaluate.batch":  # how many rows there are decides a loss that compares them
+        return tasks.get(config.task.name).couples(config)
+    return path not in SHOWN
+
+
 def _ranks(path: str, config: Config) -> bool:
-    """Whether a setting decides the value of `checkpoint.metric`, beside the weights and the data."""
-    task = tasks.get(config.task.name)
-    if path in SHOWN:
-        return False
-    if config.checkpoint.metric in task.scores:
-        return path == "evaluate.decode_examples" or path.startswith("decode.")
-    # A loss that compares the rows of a batch depends on how many they are.
-    return path == "evaluate.examples" or (path == "evaluate.batch" and task.couples(config))
+    """Whether one that does decides the value of `checkpoint.metric`."""
+    of_text = path == "evaluate.decode_examples" or path.startswith("decode.")
+    return of_text == (config.checkpoint.metric in tasks.get(config.task.name).scores)

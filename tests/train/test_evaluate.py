@@ -98,7 +98,7 @@ def test_hosts_measure_every_byte_once(data):
 
 
 def test_windows_are_the_rows_of_the_text_and_a_text_that_fits_is_one():
-    config, make = text_pipeline()
+    config, _ = text_pipeline()
     task, rng = tasks.get("language_modelling"), np.random.default_rng(0)
     for text in ("seven..", "eight...", "more than eight"):
         example = {"text": text}
@@ -149,7 +149,7 @@ def test_evaluation_during_training_reads_the_average_where_there_is_one(ema, ex
     assert seen and all(each == {"params": expected, "statistics": 3} for each in seen)
 
 
-# --- what is cut -------------------------------------------------------------------------------------------------------
+# --- what is cut ------------------------------------------------------------------------------------------------------
 
 
 def tagging(length, classes=("O", "B-x", "I-x"), tags=((1, 2, 0, 0), (0, 1))):

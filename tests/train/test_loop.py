@@ -96,6 +96,14 @@ def test_evaluation_of_a_finished_run(finished):
     result = evaluate(workdir, "validation")
     assert json.loads((workdir / "eval-validation.json").read_text()) == result
     assert 0.0 <= result["exact_match"] <= 1.0 and result["loss"] > 0.0
+    assert (result["cut_examples"], result["cut_tokens"]) == (0, 0) and result["examples"] > 16
+    used = result["checkpoint"]
+    assert result["weights"].startswith("best by loss (") and result["weights"].endswith(
+        "average of the weights (train.ema)"
+    )
+    assert (used["kind"], used["steps"], used["average"]) == ("best", [12], True)
+    last = evaluate(workdir, "validation", "8")
+    assert last["checkpoint"]["steps"] == [8] and last["loss"] != result["loss"]
     with pytest.raises(ConfigError, match="split: got 'tests'.*did you mean 'test'"):
         evaluate(workdir, "tests")
 
