@@ -40,7 +40,7 @@ PREFETCH = 2
 """Batches made ahead in the background."""
 UNCUT = 2**30
 """A length that nothing exceeds."""
-LOOKED_AT = 2**12
+LOOKED_AT = 2**14
 """Training examples, spread over all of them, in which what is cut off is counted when a run starts."""
 
 PACKINGS = ("none", "concat", "first_fit")

@@ -91,6 +91,22 @@ def test_measures_of_parts_add_up_and_leave_out_smoothing(name):
     assert all(np.isfinite(value) for value in values.values())
 
 
+RESULTS = {
+    "tagging": ([[{"label": "x"}], [{"label": "O"}]], [{"tags": (1,)}, {"tags": (0,)}]),
+    "answering": ([{"answer": "a"}], [{"answers": ("a",)}]),
+    "similarity": ([0.5, 0.1], [{"score": 0.3}, {"score": 0.4}]),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if tasks.get(name).score is not None])
+def test_a_task_names_all_of_its_scores(name):
+    results, examples = RESULTS.get(name, (["a b c"], [{"target": "a b c"}]))
+    found = set()
+    for options in ({"classes": ("O", "x")}, {"classes": ("O", "B-x"), "language": "de"}):
+        found |= set(tasks.get(name).score(config(name, **options), results, examples))
+    assert found == set(tasks.get(name).scores)
+
+
 def test_smoothing_spreads_over_the_real_vocabulary():
     logits = np.random.default_rng(0).standard_normal((1, 2, 8)).astype(np.float32)
     batch = Batch(None, None, np.array([[1, 3]]), np.ones((1, 2), np.float32))
