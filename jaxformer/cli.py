@@ -74,10 +74,17 @@ def decode(arguments: Arguments) -> int:
             raise ConfigError(f"task {model.config.task.name}: got decode, expected a task that makes output of lines")
         config = overrides.edit(model.config, arguments.config).decode
         size = 1 if source.isatty() else DECODE_CHUNK * config.batch
+        cut = 0
         for chunk in lines.chunks(source, size, arguments.flags["input"] or "stdin"):
+            cut += model.too_long(chunk)
             for result in task.decode(model, chunk, config):
                 sink.write(lines.one_line(task.line(result)) + "\n")
             sink.flush()
+        if cut:
+            length = model.config.data.length
+            print(
+                f"warning: {cut:,} lines are longer than data.length ({length}), their ends not read", file=sys.stderr
+            )
     return 0
 
 

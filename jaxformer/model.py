@@ -324,6 +324,10 @@ class Model:
                     "(data.length); shorten it"
                 )
 
+    def too_long(self, lines: Sequence[str]) -> int:
+        """How many of these inputs have more tokens than `config.data.length`, so that their ends are not read."""
+        return sum("cut" in self._prompt(line) for line in _lines(lines))
+
     @property
     def _variables(self) -> dict[str, PyTree]:
         return {"params": self.params, **{name: x for name, x in self.variables.items() if name != "ema"}}

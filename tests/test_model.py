@@ -293,6 +293,13 @@ def test_a_long_line_is_scored_to_its_end():
         model("translation").score(["a", "b"], ["c", "x" * 24])
 
 
+def test_lines_that_are_not_read_to_their_ends_are_counted():
+    lines = ["ab", "x" * 23, "x" * 24, "y" * 90]
+    assert model("translation").too_long(lines) == 2
+    assert model("tagging").too_long(lines) == 3, "<cls> and <sep> take two slots"
+    assert model("language_modelling").too_long(lines) == 0
+
+
 def test_score_wants_what_the_model_reads():
     with pytest.raises(ConfigError, match="as many targets as lines"):
         model("translation").score(["a"])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxformer import checkpoint, cli, overrides, results
-from jaxformer.config import ConfigError, EmbedConfig, HeadConfig, RecurrentConfig, StackConfig
+from jaxformer.config import ConfigError, DecodeConfig, EmbedConfig, HeadConfig, RecurrentConfig, StackConfig
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.train import loop
@@ -69,7 +69,7 @@ def test_a_run_leaves_a_complete_workdir(finished):
     assert json.loads((workdir / "result.json").read_text())["step"] == 12
 
 
-def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkeypatch):
+def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkeypatch, capsys):
     config, whole = finished
     calls = []
     add = loop.Window.add
@@ -84,7 +84,13 @@ def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkey
     assert loop.train(config, tmp_path) == loop.PREEMPTED
     assert rows(tmp_path)[-1]["step"] == 7
     assert not (tmp_path / "result.json").exists()
-    assert loop.train(config, tmp_path) == 0
+    build = loop.sources.build
+    renamed = lambda *given: dataclasses.replace(build(*given), key="other files")  # noqa: E731
+    monkeypatch.setattr(loop.sources, "build", renamed)
+    assert loop.train(dataclasses.replace(config, decode=DecodeConfig(max_length=7)), tmp_path) == 0
+    said = capsys.readouterr().err
+    assert "measured otherwise from here on, config.decode.max_length: 7, was 8" in said
+    assert "the data is not what the run began with" in said
     mine, theirs = checkpoint.load(tmp_path), checkpoint.load(whole)
     chex.assert_trees_all_equal(jax.device_get(mine.params), jax.device_get(theirs.params))
     measured = [(r["step"], r["split"], r["loss"]) for r in rows(tmp_path)]
@@ -146,6 +152,8 @@ def test_a_workdir_of_another_config_is_refused_untouched(finished):
     before = sorted((p.name, p.stat().st_mtime_ns) for p in workdir.iterdir())
     with pytest.raises(ConfigError, match="optimizer.beta1"):
         loop.train(recipe(optimizer__beta1=0.5), workdir)
+    with pytest.raises(ConfigError, match="config.evaluate.examples: 8, was 16"):
+        loop.train(recipe(evaluate__examples=8), workdir)
     assert sorted((p.name, p.stat().st_mtime_ns) for p in workdir.iterdir()) == before
 
 
@@ -309,6 +317,20 @@ def test_a_head_has_as_many_classes_as_the_data():
         loop.resolve(config, dataset, tokenizers)
     three = Dataset({}, "", ("a", "b", "c"))
     assert loop.resolve(config, three, tokenizers).model.head.classes == 3
+
+
+def test_what_cannot_be_judged_is_refused_before_anything_is_written():
+    config = overrides.defaults()
+    config.task.name, config.model.head.kind = "tagging", "slots"
+    config.model.encoder = overrides.section(StackConfig, **TINY)
+    tokenizers = Tokenizers.build(overrides.freeze(config).data, [{"text": "a b"}], ("text",))
+    splits = {"train": [], "validation": []}
+    with pytest.raises(ConfigError, match="got the tags U-x among tags of entities"):
+        loop.resolve(overrides.freeze(config), Dataset(splits, "", ("O", "B-x", "U-x")), tokenizers)
+    config.checkpoint.metric = "f1"
+    with pytest.raises(ConfigError, match="got 'f1', a measure of decoded text, and config.evaluate.decode_examples 0"):
+        loop.resolve(overrides.freeze(config), Dataset(splits, "", ("O", "B-x")), tokenizers)
+    loop.resolve(overrides.freeze(config), Dataset({"train": []}, "", ("O", "B-x")), tokenizers)
 
 
 def test_a_table_has_a_row_for_every_token():
