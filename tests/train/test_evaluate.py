@@ -136,8 +136,10 @@ def a_run(config, pipeline, seen):
 
 def test_part_of_a_split_is_measured_by_its_own_bytes_during_training():
     config, make = text_pipeline(examples=3, packing="first_fit")
-    run = a_run(config, make(), [])
+    run, counts = a_run(config, make(), []), []
+    run.watched = lambda batches: (counts.append(batch.weights.sum()) or batch for batch in batches)
     assert loop.Run.evaluate(run)["bits_per_byte"] == pytest.approx(8.0)
+    assert sum(counts) == sum(len(text.encode()) + 1 for text in TEXTS[:3])
     assert run.values["loss"] == pytest.approx(math.log(256)) and run.measured_at == 5
 
 
