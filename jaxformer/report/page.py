@@ -152,7 +152,17 @@ def _no_headline(run: Run) -> list[str]:
     held = [run.result, *run.evaluations.values()]
     if not name or not any(held) or any(name in values for values in held):
         return []
-    others = {"step", "config", "weights", "seconds", "examples", "cut_examples", "cut_tokens", "cut_words", *NO_MEASURES}
+    others = {
+        "step",
+        "config",
+        "weights",
+        "seconds",
+        "examples",
+        "cut_examples",
+        "cut_tokens",
+        "cut_words",
+        *NO_MEASURES,
+    }
     measured = sorted({each for values in held for each in values} - others)
     return [f"evaluate.headline is {name!r}, which was not measured; there are {', '.join(measured)}"]
 

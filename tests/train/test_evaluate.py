@@ -129,6 +129,8 @@ def a_run(config, pipeline, seen):
         state=types.SimpleNamespace(params="now", variables={"ema": "average", "statistics": 3}),
         measure=function,
         watched=lambda batches: batches,
+        clock=types.SimpleNamespace(lap=lambda: None, part=lambda name, compiling: None),
+        compiling=0.0,
         reports=types.SimpleNamespace(write=lambda *row: None),
         step=5,
     )
