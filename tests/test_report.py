@@ -228,7 +228,7 @@ def test_other_broken_lines_are_counted_and_the_last_of_a_step_counts(tmp_path):
     assert steps.tolist() == [10, 20, 30]
     assert values[:2].tolist() == [2.0, 3.0]
     assert math.isnan(values[2])
-    assert "metrics.jsonl: 4 of 8 lines cannot be read, left out" in run.notes
+    assert "metrics.jsonl: 4 of 8 lines cannot be read, left out; the first is line 1" in run.notes
     assert "train loss: not a finite number in 1 of 3 reports, first at step 30" in page._not_finite(run)
 
 

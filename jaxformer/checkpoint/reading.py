@@ -250,7 +250,7 @@ def load(path: str | Path, which: str = "") -> Model:
     if which and chosen:
         raise ConfigError(f"--checkpoint: got {which!a} with {path}, which names a checkpoint; give one of them")
     chosen = _named(workdir, which) if which else chosen
-    config = overrides.from_json((workdir / "config.json").read_text(encoding="utf-8"))
+    config = overrides.read(workdir)
     keep, limit = config.checkpoint, 1
     last, best = (ranked(workdir, part, keep) for part in ("last", "best"))
     if chosen:

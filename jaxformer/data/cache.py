@@ -3,7 +3,8 @@
 A cache entry is a folder `<cache>/sources/<name>-<key>` that a tfds builder wrote. Its key is a hash of the files'
 bytes and of everything that decides how they are read, so changed data or a changed setting is another entry and an
 entry never goes stale. It appears whole or not at all (written beside its place, then renamed), and a file lock makes
-the second of two processes that start at once wait for the first and use its work.
+the second of two processes that start at once wait for the first and use its work. `entry.json` lists its files with
+their checksums: an entry that is not what was written, or is of a version without the list, is named and made again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer import places
+from jaxformer import files, places
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data.sources import Example
 
@@ -39,6 +40,7 @@ Parse = Callable[[], tuple[Mapping[str, Any], Mapping[str, Rows]]]
 WARNINGS = "warnings.json"
 """Of an entry: what its sources warned of when it was written."""
 
+MANIFEST = "entry.json"
 KEPT = 32 << 20  # bytes; a data set up to this size stays in memory once read: 20,000 examples/s become a million
 
 logger = logging.getLogger(__name__)
@@ -46,13 +48,13 @@ logger = logging.getLogger(__name__)
 
 def root(config: DataConfig) -> Path:
     """Where derived data goes: `config.cache`, $JAXFORMER_CACHE or ~/.cache/jaxformer."""
-    return Path(config.cache).expanduser().absolute() if config.cache else places.cache()
+    return places.expanded(config.cache, "data.cache") if config.cache else places.cache()
 
 
-def content_key(files: Iterable[Path], *settings: object) -> str:
-    """A hash of the bytes of `files`, in order, and of `settings`. Reads every byte: about a second a gigabyte."""
+def content_key(paths: Iterable[Path], *settings: object) -> str:
+    """A hash of the bytes of the files, in order, and of `settings`. Reads every byte: about a second a gigabyte."""
     key = hashlib.sha256(repr(settings).encode())
-    for path in files:
+    for path in paths:
         with open(path, "rb") as file:
             key.update(hashlib.file_digest(file, "sha256").digest())
     return key.hexdigest()[:16]
@@ -65,21 +67,56 @@ def entry(config: DataConfig, name: str, key: str, parse: Parse) -> Path:
       ConfigError: the data is malformed (from `parse`; nothing stays behind), or the cache cannot be written.
     """
     place = root(config) / "sources" / f"{name}-{key}"
-    if place.is_dir():
-        _warn_again(place)
-        return place
     try:
+        if problem(place) == "":
+            _warn_again(place)
+            return place
         place.parent.mkdir(parents=True, exist_ok=True)
         with _locked(place.with_name(f"{place.name}.lock")):
-            if not place.is_dir():
+            reason = problem(place)  # another process may have built it while this one waited
+            if reason != "":
                 for leftover in place.parent.glob(f"{place.name}.partial-*"):  # its writer was killed: we hold the lock
                     shutil.rmtree(leftover, ignore_errors=True)
+                if reason is not None:
+                    logger.warning("prepared data %s is damaged (%s): made again", place, reason)
                 _write(place, parse)
     except OSError as error:
         what = f"{place}: {error.strerror or error}, expected to write prepared data there"
         raise ConfigError(f"{what}; set --config.data.cache or $JAXFORMER_CACHE to a writable folder") from error
     _warn_again(place)
     return place
+
+
+def problem(place: Path) -> str | None:
+    """What is wrong with an entry: "" nothing, None there is no entry. Reads every byte, as `content_key` does."""
+    if not place.is_dir():
+        return None if not place.exists() else "it is a file"
+    try:
+        listed = files.read_json(place / MANIFEST)["files"]
+        for name, each in listed.items():
+            with open(place / name, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != each["bytes"]:
+                    return f"{name} has {size:,} bytes, not {each['bytes']:,}"
+                if hashlib.file_digest(file, "sha256").hexdigest() != each["sha256"]:
+                    return f"{name} differs from its checksum"
+    except FileNotFoundError as error:
+        return f"no {Path(error.filename).name}"
+    except OSError as error:
+        return f"{Path(error.filename or place).name}: {error.strerror}"
+    except (ConfigError, LookupError, TypeError, AttributeError):
+        return f"{MANIFEST} is no list of files"
+    return ""
+
+
+def _list_files(folder: Path) -> None:
+    """Writes the sizes and checksums of a whole entry."""
+    listed = {}
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        listed[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    files.write_json(folder / MANIFEST, {"files": listed})
 
 
 @contextlib.contextmanager
@@ -103,6 +140,9 @@ def _write(place: Path, parse: Parse) -> None:
             with contextlib.redirect_stdout(io.StringIO()):  # tfds prints banners; our stdout may be a pipe of results
                 builder.download_and_prepare()
         Path(builder.data_path, WARNINGS).write_text(json.dumps(warned), encoding="utf-8")
+        _list_files(Path(builder.data_path))
+        if place.exists():  # damaged; who reads it has its files open, and they stay until they are closed
+            os.replace(place, partial / "damaged")
         os.replace(builder.data_path, place)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

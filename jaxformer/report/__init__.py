@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Sequence
 
+from jaxformer import files, redaction
 from jaxformer.config import ConfigError
 from jaxformer.report import figures, page, runs
 
@@ -37,8 +38,8 @@ def write(workdirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[
     found = runs.read(workdirs)
     target, picture = _places(found, output)
     try:
-        _put(picture, figures.png(figures.loss(found, figures.PRINT)))
-        _put(target, page.render(found).encode())
+        files.write(picture, figures.png(figures.loss(found, figures.PRINT)))
+        files.write(target, page.render(found))
     except OSError as error:
         got = f"{target}: got {error.strerror or error}"
         raise ConfigError(f"{got}, expected to write the page there; give --output=FILE.html") from error
@@ -67,12 +68,5 @@ def finish(workdir: str | os.PathLike[str]) -> None:
     try:
         print(f"report in {write([workdir])}", file=sys.stderr)
     except Exception as error:  # whatever goes wrong with pictures: the run itself is done and saved
-        words = " ".join(str(error).split())
+        words = redaction.text(" ".join(str(error).split()))
         print(f"warning: no report ({type(error).__name__}: {words}); see jaxformer report", file=sys.stderr)
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Writes all of it or nothing."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping
@@ -13,7 +11,7 @@ import jax
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from jaxformer import checkpoint, metrics, tasks
+from jaxformer import checkpoint, files, metrics, tasks
 from jaxformer.config import Config, ConfigError
 from jaxformer.data import sources
 from jaxformer.data.cuts import Cut
@@ -124,7 +122,7 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "") -> dict[
         scores, records = decode(model, dataset, split, None)
         signatures = task.signatures(config)
         result |= scores | ({"signatures": signatures} if signatures else {})
-        write_json(workdir / "samples" / f"{split}.json", records)
+        files.write_json(workdir / "samples" / f"{split}.json", records)
     line = cut.sentence(split, config.data.length)
     if line:
         LOG.warning(line)
@@ -132,13 +130,5 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "") -> dict[
     about = {"weights": model.weights.sentence(), "checkpoint": used}
     seconds = round(time.monotonic() - begun, 1)
     result = {"split": split, "seconds": seconds, **about, "examples": cut.examples, **result, **cut.counts()}
-    write_json(workdir / f"eval-{split}.json", result)
+    files.write_json(workdir / f"eval-{split}.json", result)
     return result
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from jaxformer import checks, metrics, overrides, results, tasks
+from jaxformer import checks, files, metrics, overrides, redaction, results, tasks
 from jaxformer.checkpoint import Checkpoints
 from jaxformer.config import Config, ConfigError, StorageError
 from jaxformer.data import packing, sources
@@ -63,6 +63,7 @@ def train(config: Config, workdir: str | Path, origin: start.Origin = start.RUN)
 
 def _train(config: Config, workdir: Path, origin: start.Origin) -> int:
     stop = Stop(config.train.deadline)
+    redaction.refuse(dataclasses.asdict(config), "config")
     config, tokenizers = start.with_model(config, workdir, origin)
     notes = refuse_other_config(config, workdir)
     mesh = meshes.make(config.mesh)
@@ -131,7 +132,8 @@ class Run:
         )
         self.watchdog = Watchdog(config.train.watchdog, workdir)
         if jax.process_index() == 0 and not self.step:
-            (workdir / "parameters.txt").write_text(optim.decay_table(self.shapes, config.optimizer, self.names) + "\n")
+            table = optim.decay_table(self.shapes, config.optimizer, self.names)
+            files.write(workdir / "parameters.txt", table + "\n")
         count = build.count(self.state.params)
         begun = f"resumed at step {self.step:,}" if self.step else "started"
         where = f"{jax.device_count()} {jax.default_backend()} device(s)"
@@ -217,7 +219,7 @@ class Run:
         self.checkpoints.wait()
         values = self.values or self.evaluate()
         if jax.process_index() == 0:
-            evaluation.write_json(self.workdir / results.NAME, results.content(self.step, self.config, values))
+            files.write_json(self.workdir / results.NAME, results.content(self.step, self.config, values))
         return 0
 
     def catch_up(self) -> None:
@@ -277,7 +279,7 @@ class Run:
 
     def show(self, records: list[dict]) -> None:
         if jax.process_index() == 0:
-            evaluation.write_json(self.workdir / "samples" / f"step-{self.step}.json", records)
+            files.write_json(self.workdir / "samples" / f"step-{self.step}.json", records)
         for record in records:
             self.reports.say(f"  {record['input']}\n    -> {record['output']}\n     = {record['reference']}")
 
