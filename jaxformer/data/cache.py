@@ -14,7 +14,6 @@ import fcntl
 import functools
 import hashlib
 import io
-import json
 import logging
 import os
 import shutil
@@ -37,10 +36,9 @@ Rows = Iterable[Mapping[str, Any]]
 Parse = Callable[[], tuple[Mapping[str, Any], Mapping[str, Rows]]]
 """Reads the files: (tfds features by role, rows by split). Called only when the entry does not exist."""
 
-WARNINGS = "warnings.json"
-"""Of an entry: what its sources warned of when it was written."""
-
 MANIFEST = "entry.json"
+"""Of an entry: the sizes and checksums of its files, and what its sources warned of when it was written."""
+
 KEPT = 32 << 20  # bytes; a data set up to this size stays in memory once read: 20,000 examples/s become a million
 
 logger = logging.getLogger(__name__)
@@ -92,7 +90,8 @@ def problem(place: Path) -> str | None:
     if not place.is_dir():
         return None if not place.exists() else "it is a file"
     try:
-        listed = files.read_json(place / MANIFEST)["files"]
+        manifest = files.read_json(place / MANIFEST)
+        listed, _ = manifest["files"], manifest["warnings"]
         for name, each in listed.items():
             with open(place / name, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -109,14 +108,14 @@ def problem(place: Path) -> str | None:
     return ""
 
 
-def _list_files(folder: Path) -> None:
-    """Writes the sizes and checksums of a whole entry."""
+def _write_manifest(folder: Path, warnings: list[str]) -> None:
+    """Writes the sizes and checksums of a whole entry, and what its sources warned of."""
     listed = {}
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         listed[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
-    files.write_json(folder / MANIFEST, {"files": listed})
+    files.write_json(folder / MANIFEST, {"files": listed, "warnings": warnings})
 
 
 @contextlib.contextmanager
@@ -139,8 +138,7 @@ def _write(place: Path, parse: Parse) -> None:
             builder = _builder_class()(features, splits, data_dir=str(partial), file_format="array_record")
             with contextlib.redirect_stdout(io.StringIO()):  # tfds prints banners; our stdout may be a pipe of results
                 builder.download_and_prepare()
-        Path(builder.data_path, WARNINGS).write_text(json.dumps(warned), encoding="utf-8")
-        _list_files(Path(builder.data_path))
+        _write_manifest(Path(builder.data_path), warned)
         if place.exists():  # damaged; who reads it has its files open, and they stay until they are closed
             os.replace(place, partial / "damaged")
         os.replace(builder.data_path, place)
@@ -169,11 +167,7 @@ def _warnings() -> Iterator[list[str]]:
 
 def _warn_again(place: Path) -> None:
     """Warns of what was left out when the entry was written: whoever uses it has to know, not only its writer."""
-    try:
-        texts = json.loads((place / WARNINGS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # earlier versions did not write it
-        return
-    for text in texts if isinstance(texts, list) else ():
+    for text in files.read_json(place / MANIFEST)["warnings"]:
         logger.warning("%s", text)
 
 

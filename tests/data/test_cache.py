@@ -80,11 +80,6 @@ def test_what_was_left_out_is_said_whenever_the_entry_is_used(tmp_path, caplog, 
         build(settings)
         said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert len(said) == 1 and said[0].startswith("dropped 1 training examples with an empty side, the first at ")
-    (warned,) = (tmp_path / "cache").glob("sources/*/warnings.json")
-    warned.unlink()  # as earlier versions left it
-    caplog.clear()
-    build(settings)
-    assert not caplog.records
 
 
 def test_a_killed_build_leaves_nothing_that_counts(tmp_path, monkeypatch):

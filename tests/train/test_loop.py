@@ -129,11 +129,15 @@ def test_a_finished_run_is_not_trained_again(finished, capsys):
 def test_a_result_of_other_measuring_settings_is_measured_again(finished, tmp_path, capsys):
     config, workdir = finished
     copy = shutil.copytree(workdir, tmp_path / "copy")
-    other = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, examples=4))
+    decoded = config.evaluate.decode_examples + 3
+    other = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, decode_examples=decoded))
     assert loop.train(other, copy) == 0
-    assert "changed since the checkpoint: evaluate.examples 16 -> 4\n" in capsys.readouterr().err
+    assert (
+        f"changed since the checkpoint: evaluate.decode_examples {decoded - 3} -> {decoded}\n"
+        in capsys.readouterr().err
+    )
     old, new = (json.loads((path / "result.json").read_text()) for path in (workdir, copy))
-    assert old["step"] == new["step"] and old["loss"] != new["loss"] and old["config"] != new["config"]
+    assert old["step"] == new["step"] and old["loss"] == new["loss"] and old["config"] != new["config"]
     assert results.finished(copy, other) == new
     assert results.finished(copy, config) is None
 
