@@ -1,10 +1,11 @@
 # Thin on purpose: each target is a few commands that can be typed by hand.
 #   make quickstart   install, train on embedded data, evaluate, translate a handful, write the report
+#   make docs         the documentation site, in build/site
 #   make test lint    PYTHON chooses the interpreter of a new environment, VENV its folder
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test goldens lint format bench lock
+.PHONY: help quickstart test goldens lint format bench lock package docs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -55,6 +56,23 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/fuzz_safetensors.py --seconds=60
 	! $(BIN)/python -c 'import torch, transformers' 2>/dev/null || $(BIN)/python benchmarks/loading.py
 	! $(BIN)/python -c 'import torch, transformers' 2>/dev/null || $(BIN)/python benchmarks/hugging_face.py
+
+# Wheel and source distribution, installed into an empty environment and tried there.
+package: $(VENV)/.installed
+	$(BIN)/uv --version >/dev/null
+	rm -rf dist build/package
+	$(BIN)/uv build --quiet --out-dir dist
+	for file in dist/*.whl dist/*.tar.gz; do \
+	  $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/package && \
+	  $(BIN)/uv pip install --quiet --python build/package/bin/python -r requirements.lock && \
+	  $(BIN)/uv pip install --quiet --python build/package/bin/python --no-deps $$file && \
+	  (cd build && package/bin/jaxformer --version && package/bin/python -c 'import jaxformer.cli, jaxformer.testing') || exit 1; \
+	done
+
+# The documentation site, in build/site; warnings are errors.
+docs: $(VENV)/.installed
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c requirements.lock -e '.[docs]'
+	$(BIN)/python -m sphinx --fail-on-warning --quiet -b html docs build/site
 
 # One file for all Python versions: the newest jax of each, told apart by markers.
 lock: $(VENV)/.installed

@@ -7,8 +7,8 @@
 The first continues prompts of 8 tokens by 200 with random models of GPT-2's shape, whose texts never end. The second
 translates a file with beam 5 by one trained model in its workdir and as `jaxformer export` wrote it, from token ids to
 token ids. PYTHON is an interpreter with the extra [bench] (torch, transformers, ctranslate2), by default this one.
-Rows go to benchmarks/results/decoding.jsonl and, with --page, into docs/performance.md. Exits 1 where we are slower,
-in relation to the best peer of the same precision, than in the last row of the case, by more than the noise.
+Rows go to benchmarks/results/decoding.jsonl and, with --page, into docs/measurements/decoding.md. Exits 1 where we are
+slower, in relation to the best peer of the same precision, than in the last row of the case, by more than the noise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import turns  # noqa: E402
 from jaxformer import memory  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "decoding.jsonl"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "measurements" / "decoding.md"
 NOISE = 0.15
 Row = dict[str, Any]
 

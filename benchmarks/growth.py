@@ -1,7 +1,7 @@
 """What a token costs as the work grows, on this CPU, and whether the plan's count of operations is the compiler's.
 
     python benchmarks/growth.py [--axes=width,layers,length,rows,vocab,beams,prompts] [--rounds=5]
-    python benchmarks/growth.py --page       only writes the tables of docs/performance.md
+    python benchmarks/growth.py --page       only writes the tables of docs/measurements/growth.md
     python benchmarks/growth.py --smoke      toy sizes
 
 One number of a decoder is varied, the others stay: a step of training for `width` (of 64 a head), `layers`, `length`
@@ -44,7 +44,7 @@ from jaxformer.plan import flops  # noqa: E402
 from jaxformer.train import step as steps  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "growth.jsonl"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "measurements" / "growth.md"
 BASE = shared.Shape("decoder", 4, 256, 4, 256, 8, 1024, 0.0)
 AXES = {
     "width": (128, 256, 512, 1024),

@@ -1,7 +1,7 @@
 """How fast batches are made beside how fast they are used: every pipeline on one core, its model on all of them.
 
     python benchmarks/pipeline.py --data=DIR [--recipes=multi30k_tiny,shakespeare_char] [--rounds=5]
-    python benchmarks/pipeline.py --page       only writes the table of docs/performance.md
+    python benchmarks/pipeline.py --page       only writes the table of docs/measurements/data.md
 
 DIR holds multi30k_en_de/, wikitext2/ and tiny_shakespeare/. For each recipe three programs take turns (see turns.py):
 one reads its data from nothing, with an empty cache, learns the tokenizer and makes the batches of an epoch; one makes
@@ -33,7 +33,7 @@ import pages  # noqa: E402
 import turns  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "pipeline.jsonl"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "measurements" / "data.md"
 FOLDERS = {"multi30k_tiny": "multi30k_en_de", "shakespeare_char": "tiny_shakespeare", "wikitext2": "wikitext2"}
 TIMES = 20.0
 BATCHES, STEPS = 300, 8

@@ -2,7 +2,7 @@
 
     python benchmarks/starts.py --data=DIR [--jobs=gpt,multi30k_tiny] [--rounds=3]
     python benchmarks/starts.py --workdir=RUN --input=FILE     decodes a file with a run instead
-    python benchmarks/starts.py --page                         only writes the table of docs/performance.md
+    python benchmarks/starts.py --page                         only writes the table of docs/measurements/starts.md
 
 DIR holds multi30k_en_de/ and tiny_shakespeare/. Every job has a cache of its own, empty at its first start, which
 prepares data and compiles. Then two kinds of starts take turns, each in a new workdir: as `jaxformer` is, and with
@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import pages  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "starts.jsonl"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "measurements" / "starts.md"
 JOBS = {
     # benchmarks/training.py's decoder: 6 layers of width 384, 16 rows of 256 tokens.
     "gpt, bfloat16": (

@@ -1,7 +1,7 @@
 """Training steps beside torch's on this CPU: the same models, batches and optimizer, in processes that take turns.
 
     python benchmarks/training.py --peer=PYTHON [--models=gpt,bert] [--dtypes=float32] [--rounds=6] [--plain]
-    python benchmarks/training.py --page            only writes the table of docs/performance.md
+    python benchmarks/training.py --page            only writes the table of docs/measurements/training.md
     python benchmarks/training.py --smoke           toy sizes, without a peer
 
 PYTHON is an interpreter with torch and transformers. After `--warm` steps of each, in which heaps get their size, every
@@ -33,7 +33,7 @@ import training_shared as shared  # noqa: E402
 from jaxformer import memory  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "training.jsonl"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "measurements" / "training.md"
 STEPS, QUIET, ENOUGH = 2, 0.25, 3
 """Steps of one process in one round; the cores that others may have meanwhile; windows that a ratio needs."""
 TORCH = ("eager", "compiled")

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Callable, Mapping, Sequence
 
-from jaxformer import __version__
+from jaxformer import __version__, files
 from jaxformer.config import ConfigError
 from jaxformer.registry import nearest
 
@@ -16,13 +16,19 @@ RECIPES = ("recipe", "optional")
 
 @dataclass(frozen=True)
 class Flag:
-    """`--name=VALUE`. `default` None: it must be given, at least once where it repeats. A switch takes no value."""
+    """`--name=VALUE`. `default` None: it must be given, at least once where it repeats. A switch takes no value.
+
+    Attributes:
+      folder: what is done with the folder that it names: "" (it names none), "read", "write" (into one that is there),
+        "make" (where it is missing).
+    """
 
     meaning: str
     default: str | None = None
     repeats: bool = False
     switch: bool = False
     choices: tuple[str, ...] = ()
+    folder: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Command:
       config: which config arguments it takes: "" none, "recipe" --config=FILE and edits, "optional" the same or none,
         "edits" only edits.
       words: names of positional arguments.
+      prints: its result is what it prints; else files are, and its stdout is a log.
     """
 
     summary: str
@@ -51,6 +58,7 @@ class Command:
     flags: dict[str, Flag]
     config: str = ""
     words: tuple[str, ...] = ()
+    prints: bool = False
 
 
 def read(name: str, command: Command, argv: Sequence[str]) -> Arguments:
@@ -110,6 +118,8 @@ def _filled(name: str, command: Command, every: dict[str, list[str]]) -> dict[st
                 f"--workdir: got {address!a}, expected a folder of a file system that every host of the run has; "
                 "mount the bucket or a shared disk, and name the folder there"
             )
+        for value in given if about.folder else ():
+            files.check_folder(f"--{flag}", value, about.folder == "write", about.folder == "make")
         if about.choices and flags[flag] not in about.choices:
             hint = nearest(flags[flag], about.choices)
             raise ConfigError(f"--{flag}: got {flags[flag]!a}, expected one of {', '.join(about.choices)}{hint}")

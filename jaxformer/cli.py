@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Sequence
 
-from jaxformer import __version__, compilation, lines, memory, overrides
+from jaxformer import __version__, compilation, files, lines, memory, overrides, redaction, streams
 from jaxformer.arguments import Arguments, Command, Flag, read, usage
 from jaxformer.config import ConfigError, StorageError
 from jaxformer.registry import nearest
@@ -45,13 +45,16 @@ def train(arguments: Arguments) -> int:
 
 
 def evaluate(arguments: Arguments) -> int:
-    workdir, split = arguments.flags["workdir"], arguments.flags["split"]
+    workdir, split, which = (arguments.flags[name] for name in ("workdir", "split", "checkpoint"))
     overrides.read(workdir)
     from jaxformer.train import evaluate as evaluation
 
-    values = evaluation.evaluate(workdir, split)
-    _table(values)
+    values = evaluation.evaluate(workdir, split, which)
+    _table({name: value for name, value in values.items() if name != "checkpoint"})  # which "weights" says in words
     print(f"written to {Path(workdir) / f'eval-{split}.json'}")
+    from jaxformer import report as reports
+
+    reports.finish(workdir)
     return 0
 
 
@@ -63,16 +66,25 @@ def decode(arguments: Arguments) -> int:
     with lines.source(arguments.flags["input"]) as source, lines.sink(arguments.flags["output"]) as sink:
         from jaxformer import checkpoint, tasks
 
-        model = checkpoint.load(path)
+        model = checkpoint.load(path, arguments.flags["checkpoint"])
+        if model.weights is not None:
+            print(f"weights: {model.weights.sentence()}", file=sys.stderr)
         task = tasks.get(model.config.task.name)
         if task.decode is None:
             raise ConfigError(f"task {model.config.task.name}: got decode, expected a task that makes output of lines")
         config = overrides.edit(model.config, arguments.config).decode
         size = 1 if source.isatty() else DECODE_CHUNK * config.batch
+        cut = 0
         for chunk in lines.chunks(source, size, arguments.flags["input"] or "stdin"):
+            cut += model.too_long(chunk)
             for result in task.decode(model, chunk, config):
                 sink.write(lines.one_line(task.line(result)) + "\n")
             sink.flush()
+        if cut:
+            length = model.config.data.length
+            print(
+                f"warning: {cut:,} lines are longer than data.length ({length}), their ends not read", file=sys.stderr
+            )
     return 0
 
 
@@ -96,7 +108,7 @@ def report(arguments: Arguments) -> int:
         overrides.read(workdir)
     from jaxformer import report as reports
 
-    print(f"written to {reports.write(arguments.every['workdir'])}")
+    print(f"written to {reports.write(arguments.every['workdir'], arguments.flags['output'])}")
     return 0
 
 
@@ -118,7 +130,7 @@ def plan(arguments: Arguments) -> int:
 def inspect(arguments: Arguments) -> int:
     from jaxformer import inspection
 
-    print(inspection.describe(arguments.flags["workdir"]))
+    print(redaction.text(inspection.describe(arguments.flags["workdir"])))
     return 0
 
 
@@ -163,31 +175,35 @@ def send(arguments: Arguments) -> int:
     return 0
 
 
-WORKDIR = Flag("folder of the run")
+MADE = Flag("folder of the run", folder="make")
+MEASURED = Flag("folder of the run", folder="write")
+CHECKPOINT = Flag("best, last or a step; without it the best (or the mean that config.checkpoint.average says)", "")
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("start a run, or resume it", train, {"workdir": WORKDIR}, config="recipe"),
+    "train": Command("start a run, or resume it", train, {"workdir": MADE}, config="recipe"),
     "evaluate": Command(
         "measure a run on a split, print and write eval-<split>.json",
         evaluate,
-        {"workdir": WORKDIR, "split": Flag("split of the data", "test")},
+        {"workdir": MEASURED, "split": Flag("split of the data", "test"), "checkpoint": CHECKPOINT},
     ),
     "decode": Command(
         "one line in, one line out",
         decode,
         {
-            "workdir": Flag("folder of the run, or one of its checkpoints"),
+            "workdir": Flag("folder of the run, or one of its checkpoints", folder="read"),
             "input": Flag("text file; without it stdin", ""),
             "output": Flag("text file, written whole or not at all; without it stdout", ""),
+            "checkpoint": CHECKPOINT,
         },
         config="edits",
+        prints=True,
     ),
     "sweep": Command(
         "run a list of edits of one recipe, and rank the runs",
         sweep,
         {
             "sweep": Flag("file that defines SWEEP"),
-            "workdir": Flag("folder of the sweep; each run has its own below it"),
+            "workdir": Flag("folder of the sweep; each run has its own below it", folder="make"),
             "executor": Flag("local, slurm or print", "local", choices=("local", "slurm", "print")),
             "workers": Flag("runs at the same time", "1"),
         },
@@ -196,13 +212,23 @@ COMMANDS: dict[str, Command] = {
     "experiment": Command(
         "test one claim: experiments/NAME.py",
         experiment,
-        {"scale": Flag("smoke or full", "smoke", choices=("smoke", "full")), "workdir": Flag("folder of its results")},
+        {
+            "scale": Flag("smoke or full", "smoke", choices=("smoke", "full")),
+            "workdir": Flag("folder of its results", folder="make"),
+        },
         words=("NAME",),
     ),
     "report": Command(
         "one HTML page of one run, or of several compared",
         report,
-        {"workdir": Flag("folder of a run", repeats=True)},
+        {
+            "workdir": Flag("folder of a run", repeats=True, folder="write"),
+            "output": Flag(
+                "page to write, FILE.html; without it report.html of one run, and of several comparison.html in the "
+                "folder that holds them",
+                "",
+            ),
+        },
     ),
     "plan": Command(
         "what a training step needs: memory, FLOPs, traffic and time, by compiling it for devices that are not here",
@@ -214,23 +240,25 @@ COMMANDS: dict[str, Command] = {
             "search": Flag("try the meshes of that many devices and rank them", "", switch=True),
         },
         config="recipe",
+        prints=True,
     ),
     "inspect": Command(
         "what a run is: config, parameters, checkpoints, last figures",
         inspect,
-        {"workdir": Flag("folder of the run, or one of its checkpoints")},
+        {"workdir": Flag("folder of the run, or one of its checkpoints", folder="read")},
+        prints=True,
     ),
     "import": Command(
         "make a run of a Hugging Face directory (config.json, model.safetensors)",
         bring,
-        {"source": Flag("the directory"), "workdir": Flag("new folder of the run")},
+        {"source": Flag("the directory", folder="read"), "workdir": Flag("new folder of the run", folder="make")},
     ),
     "export": Command(
         "write a run as a Hugging Face directory",
         send,
         {
-            "workdir": Flag("folder of the run, or one of its checkpoints"),
-            "target": Flag("new folder"),
+            "workdir": Flag("folder of the run, or one of its checkpoints", folder="read"),
+            "target": Flag("new folder", folder="make"),
             "family": Flag("architecture to write; without it the first that computes the same", ""),
         },
     ),
@@ -243,11 +271,12 @@ COMMANDS: dict[str, Command] = {
             "timeout": Flag("seconds that the processes wait for each other", "60"),
         },
         config="optional",
+        prints=True,
     ),
     "data": Command(
         "prepare NAME: make a stock tfds data set readable without TensorFlow (this step needs it: extra [prepare])",
         data,
-        {"dir": Flag("tfds data_dir to prepare into")},
+        {"dir": Flag("tfds data_dir to prepare into", folder="make")},
         words=("prepare", "NAME"),
     ),
 }
@@ -287,23 +316,42 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return COMMANDS[name].run(read(name, COMMANDS[name], argv))
     except ConfigError as error:
-        print("error: " + " ".join(str(error).split("\n")), file=sys.stderr)
-        return 2
+        return _refuse(error, 2)
     except StorageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _refuse(error, 1)
+    except OSError as error:
+        refusal = files.refusal(error)
+        if refusal is None:
+            raise
+        return _refuse(refusal, 1)
+
+
+def _refuse(error: Exception, code: int) -> int:
+    print("error: " + redaction.text(" ".join(str(error).split("\n"))), file=sys.stderr)
+    return code
+
+
+def prints(argv: Sequence[str]) -> bool:
+    """True if what the command writes to stdout is its result; else the result is files, and stdout is a log."""
+    if not argv or argv[0] not in COMMANDS or "--help" in argv or "-h" in argv:
+        return True
+    if argv[0] == "sweep":
+        return "--executor=print" in argv or "print" in argv
+    return COMMANDS[argv[0]].prints and not any(word.partition("=")[0] == "--output" for word in argv)
 
 
 def console() -> None:
     """The program: `main`, with the ways a shell ends one."""
-    compilation.keep_programs()
-    memory.keep_pages()
     try:
+        compilation.keep_programs()
+        memory.keep_pages()
+        streams.install(prints(sys.argv[1:]))
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) left: no complaint, and none at shutdown either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except files.ReaderLeft:  # head or less has seen enough: no failure
         code = 0
+    except StorageError as error:
+        code = _refuse(error, 1)
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

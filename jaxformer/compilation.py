@@ -1,8 +1,8 @@
 """Compiled programs outlive the process: a second start of the same run loads what the first one compiled.
 
 JAX keeps them where JAX_COMPILATION_CACHE_DIR says. Whoever sets that has chosen; otherwise they are kept beside the
-prepared data, apart for every kind of processor, since a program for a CPU is made of one kind's instructions.
-JAX_ENABLE_COMPILATION_CACHE=0 turns it off.
+prepared data, apart for every kind of processor, since a program for a CPU is made of one kind's instructions, and only
+in a folder that nobody else can write to: what lies there is run. JAX_ENABLE_COMPILATION_CACHE=0 turns it off.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from jaxformer import memory, places
+from jaxformer.config import ConfigError
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
+SWITCH = "JAX_ENABLE_COMPILATION_CACHE"
 SETTINGS = {
     # JAX keeps what took a second to compile. Drawing parameters takes half of one, and a start compiles several such.
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
@@ -31,9 +33,12 @@ ACCELERATORS = {"/dev/nvidia0": "gpu", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu
 def keep_programs() -> None:
     """Says to JAX, which must not have been imported yet, where to keep programs; for commands that compute."""
     if len(sys.argv) > 1 and sys.argv[1] in memory.COMMANDS and "jax" not in sys.modules:
-        add(os.environ, processor(), accelerated())
-        if os.environ.get(FOLDER, "").startswith(str(places.cache())):
-            mend(Path(os.environ[FOLDER]))
+        try:
+            add(os.environ, processor(), accelerated())
+            if os.environ.get(FOLDER, "").startswith(str(places.cache())):
+                mend(Path(os.environ[FOLDER]))
+        except ConfigError:  # whoever needs the prepared data says it
+            os.environ[SWITCH] = "0"
 
 
 def add(environment: MutableMapping[str, str], kind: str, accelerated: bool) -> None:
@@ -45,7 +50,20 @@ def add(environment: MutableMapping[str, str], kind: str, accelerated: bool) -> 
     """
     if FOLDER in environment or not (accelerated or takes_back(kind)):
         return
-    environment[FOLDER] = str(places.cache() / "programs" / hashlib.sha256(kind.encode()).hexdigest()[:12])
+    if environment.get(SWITCH, "").lower() in ("0", "false", "no", "off"):
+        return
+    folder = places.cache() / "programs" / hashlib.sha256(kind.encode()).hexdigest()[:12]
+    with contextlib.suppress(OSError):
+        (places.cache() / "programs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    problem = places.distrust(folder)
+    if problem:
+        environment[SWITCH] = "0"  # also for the process that takes this one's place: it is said once
+        refused = f"warning: compiled programs are neither loaded nor kept: {problem}"
+        with contextlib.suppress(OSError):
+            print(f"{refused}; close it (chmod go-w), or set {FOLDER} to a folder that you vouch for", file=sys.stderr)
+        return
+    environment[FOLDER] = str(folder)
     for name, value in SETTINGS.items():
         environment.setdefault(name, value)
 

@@ -13,10 +13,10 @@ and `jaxformer experiment NAME --scale=full --workdir=DIR` runs it. `docs/experi
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
 
 from jaxformer.config import ConfigError
+from jaxformer.files import read_json
+from jaxformer.files import write as write_file
 from jaxformer.registry import nearest
 
 if TYPE_CHECKING:
@@ -171,9 +173,9 @@ def refuse_other(workdir: Path, name: str, scale: str) -> None:
     if not path.exists():
         return
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = read_json(path)
         there = f"{held['experiment']} at scale {held['scale']}"
-    except (ValueError, LookupError, TypeError):
+    except (ConfigError, LookupError):
         there = "something unreadable"
     if there != f"{name} at scale {scale}":
         raise ConfigError(f"{path}: got {there}, expected {name} at scale {scale} or no file; choose another --workdir")
@@ -198,28 +200,22 @@ def write(workdir: Path, experiment: Experiment, scale: str, result: Result, sec
         "conditions": list(result.conditions),
         "rows": [{key: _finite(value) for key, value in row.items()} for row in result.rows],
     }
-    picture = workdir / "figure.tmp.png"
-    experiment.plot(result).savefig(picture, dpi=150, bbox_inches="tight")
-    os.replace(picture, workdir / "figure.png")
-    _write(workdir / "result.md", markdown(experiment, scale, result, seconds))
-    _write(workdir / "result.json", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    picture = io.BytesIO()
+    experiment.plot(result).savefig(picture, format="png", dpi=150, bbox_inches="tight")
+    write_file(workdir / "figure.png", picture.getvalue())
+    write_file(workdir / "result.md", markdown(experiment, scale, result, seconds))
+    write_file(workdir / "result.json", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read(path: str | Path) -> Result:
     """The `Result` of a `result.json`, to plot it again or to judge it anew."""
-    held = json.loads(Path(path).read_text(encoding="utf-8"))
+    held = read_json(path)
     rows = tuple({key: math.nan if value is None else value for key, value in row.items()} for row in held["rows"])
     return Result(tuple(held["conditions"]), rows, held["verdict"], held["reason"])
 
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value  # JSON knows no NaN
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 # --- words and pictures -----------------------------------------------------------------------------------------------

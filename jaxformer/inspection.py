@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import math
 import os
 import platform
@@ -18,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-from jaxformer import __version__, compilation, overrides, places, preflight, results
-from jaxformer.config import Config, RecurrentConfig, StackConfig
+from jaxformer import __version__, compilation, files, overrides, places, preflight, results
+from jaxformer.config import Config, ConfigError, RecurrentConfig, StackConfig
 from jaxformer.preflight import Finding
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -134,11 +133,8 @@ def _last_report(path: Path) -> tuple[int, float]:
     except OSError:
         lines = []
     for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:  # torn: the run is writing it, or was killed while it did
-            continue
-        if isinstance(row, dict) and row.get("split") == "train" and isinstance(row.get("step"), int):
+        row = files.metrics_row(line)  # None: torn, since the run is writing it or was killed while it did
+        if row is not None and row["split"] == "train":
             loss = row.get("loss")
             return row["step"], float(loss) if isinstance(loss, (int, float)) else math.nan
     return 0, math.nan
@@ -182,11 +178,11 @@ def _results(workdir: Path, config: Config) -> list[tuple[str, str]]:
     for path in [workdir / results.NAME, *sorted(workdir.glob("eval-*.json"))]:
         if path.exists():
             try:
-                values = json.loads(path.read_text(encoding="utf-8"))
+                values = files.read_json(path)
                 stale = results.problem(values, config) if path.name == results.NAME else ""
                 rows.append((path.name, f"out of date: {stale}" if stale else _values(values)))
-            except (OSError, ValueError) as error:
-                rows.append((path.name, f"cannot be read ({error})"))
+            except ConfigError as error:
+                rows.append((path.name, f"cannot be read: {error}"))
     return rows
 
 

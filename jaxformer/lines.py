@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from typing import Iterator, TextIO
 
+from jaxformer import files
 from jaxformer.config import ConfigError
 
 
@@ -17,6 +20,8 @@ class source:
 
     def __enter__(self) -> TextIO:
         if not self.path:
+            if sys.stdin is None:
+                raise ConfigError("--input: got none and a closed stdin, expected text; give --input=FILE")
             # A line that reads like several (form feeds, U+2028) is one: only "\n" ends it.
             if hasattr(sys.stdin, "reconfigure"):
                 sys.stdin.reconfigure(encoding="utf-8", errors="strict", newline="\n")
@@ -33,33 +38,52 @@ class source:
             self.file.close()
 
 
-class sink:
-    """The output of `decode`: stdout, or a file that appears only when it is complete."""
+@contextlib.contextmanager
+def sink(path: str) -> Iterator[TextIO]:
+    """The output of `decode`: stdout; a file that appears only when it is complete; or a device or pipe.
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    Raises:
+      ConfigError: there can be no such file.
+      StorageError: it cannot be written to the end.
+    """
+    if not path:
+        yield sys.stdout
+        return
+    if os.path.isdir(path):
+        raise ConfigError(f"--output: got {path!a} (a folder), expected a file")
+    output = None
+    try:
+        with files.replacing(path) as file:
+            output = _Output(file, path)
+            yield output
+            output.flush()
+    except OSError as error:
+        if output is None:
+            raise ConfigError(f"--output: got {path!a} ({error.strerror}), expected a writable file") from None
+        raise _refusal(path, error) from None
 
-    def __enter__(self) -> TextIO:
-        self.file = None
-        if not self.path:
-            return sys.stdout
-        if os.path.isdir(self.path):
-            raise ConfigError(f"--output: got {self.path!a} (a folder), expected a file")
-        self.temporary = f"{self.path}.{os.getpid()}.tmp"
+
+class _Output:
+    """A file whose errors name it."""
+
+    def __init__(self, file: TextIO, path: str) -> None:
+        self.file, self.path = file, path
+
+    def write(self, text: str) -> None:
         try:
-            self.file = open(self.temporary, "w", encoding="utf-8", newline="\n")
+            self.file.write(text)
         except OSError as error:
-            raise ConfigError(f"--output: got {self.path!a} ({error.strerror}), expected a writable file") from None
-        return self.file
+            raise _refusal(self.path, error) from None
 
-    def __exit__(self, kind: object, *error: object) -> None:
-        if self.file is None:
-            return
-        self.file.close()
-        if kind is None:
-            os.replace(self.temporary, self.path)
-        else:
-            os.unlink(self.temporary)
+    def flush(self) -> None:
+        try:
+            self.file.flush()
+        except OSError as error:
+            raise _refusal(self.path, error) from None
+
+
+def _refusal(path: str, error: OSError) -> Exception:
+    return files.ReaderLeft() if error.errno == errno.EPIPE else files.write_error(f"--output {path!a}", error)
 
 
 def chunks(source: TextIO, size: int, name: str) -> Iterator[list[str]]:

@@ -87,7 +87,7 @@ def squared_error(
 
 
 def unit(x: Float[Array, "*batch D"]) -> Float32[Array, "*batch D"]:
-    """x / |x|; 0 stays 0."""
+    """`x` divided by its Euclidean norm; 0 stays 0."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(x), axis=-1, keepdims=True), 1e-24))
 

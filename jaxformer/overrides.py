@@ -17,6 +17,7 @@ from typing import Any, Iterator, Mapping, Sequence
 
 from ml_collections import ConfigDict
 
+from jaxformer import files, redaction
 from jaxformer.checks import check
 from jaxformer.config import Config, ConfigError
 from jaxformer.registry import nearest
@@ -141,10 +142,10 @@ def from_json(text: str) -> Config:
       ConfigError: the text is not such JSON.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique)
+        value = files.parse(text, _unique)
     except ConfigError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"config.json: got no valid JSON ({error}), expected what a run wrote") from None
     if not isinstance(value, dict):
         raise ConfigError(f"config.json: got {show(value)}, expected a JSON object")
@@ -275,7 +276,9 @@ def parse(argv: Sequence[str]) -> Config:
         raise ConfigError(f"--config: got {got}, expected one; give --config=configs/NAME.py[:variant]")
     config = load(recipes[0])
     _override_all(config, edits)
-    return freeze(config)
+    frozen = freeze(config)
+    redaction.refuse(dataclasses.asdict(frozen), "config")
+    return frozen
 
 
 def edit(config: Config, argv: Sequence[str]) -> Config:

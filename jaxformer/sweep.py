@@ -32,7 +32,7 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from jaxformer import overrides, results
+from jaxformer import files, overrides, results
 from jaxformer.config import Config, ConfigError
 
 Edits = dict[str, Any]
@@ -299,9 +299,7 @@ def slurm(plan: Plan, workers: int) -> int:
     for run in plan.open:
         run.workdir.mkdir(parents=True, exist_ok=True)
     script = plan.workdir / "sweep.sbatch"
-    temporary = script.with_suffix(".tmp")
-    temporary.write_text(_array(plan, workers), encoding="utf-8")
-    os.replace(temporary, script)
+    files.write(script, _array(plan, workers))
     try:
         done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -369,9 +367,9 @@ def rank(plan: Plan) -> list[dict[str, Any]]:
     for place, row in enumerate(rows, 1):
         mean, deviation = (f"{row[k]:.5g}" if row[k] is not None else "" for k in ("mean", "deviation"))
         lines.append(f"| {place} | {mean} | {deviation} | {len(row['runs'])} | {row['name']} |")
-    _write(plan.workdir / "ranking.md", "\n".join(lines) + "\n")
+    files.write(plan.workdir / "ranking.md", "\n".join(lines) + "\n")
     ranking = {"metric": keep.metric, "mode": keep.mode, "missing": [r.workdir.name for r in plan.open], "rows": rows}
-    _write(plan.workdir / "ranking.json", json.dumps(ranking, indent=1) + "\n")
+    files.write(plan.workdir / "ranking.json", json.dumps(ranking, indent=1) + "\n")
     print("\n".join(lines), flush=True)
     return rows
 
@@ -387,12 +385,6 @@ def _row(name: str, members: list[tuple[Run, dict[str, Any]]], metric: str) -> d
         "deviation": statistics.stdev(values) if whole and len(values) > 1 else None,
         "runs": results,
     }
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _say(text: str) -> None:

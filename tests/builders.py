@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 
+from jaxformer import testing
 from jaxformer.config import (
     AttentionConfig,
     EmbedConfig,
@@ -22,7 +22,7 @@ from jaxformer.config import (
 from jaxformer.models import build
 from jaxformer.nn import masks
 from jaxformer.parallel import mesh as meshes
-from jaxformer.types import Batch, Slots, Stream
+from jaxformer.types import Batch, Stream
 
 VOCAB = 13
 
@@ -63,24 +63,12 @@ FAMILIES = {"encoder": encoder, "decoder": decoder, "seq2seq": seq2seq, "classif
 
 def stream(rng: np.random.Generator, lengths: list[int], width: int | None = None) -> Stream:
     """Random tokens, right-padded to `width` (default: the longest)."""
-    width = width or max(lengths)
-    segment = (np.arange(width)[None, :] < np.asarray(lengths)[:, None]).astype(np.int32)
-    tokens = rng.integers(1, VOCAB, size=segment.shape).astype(np.int32) * segment
-    position = np.where(segment == 0, 0, np.arange(width)[None, :]).astype(np.int32)
-    return Stream(tokens, Slots(position, segment))
+    return testing.random_stream(rng, lengths, VOCAB, width)
 
 
 def batch(config: ModelConfig, lengths: list[int] = (5, 3), width: int | None = None, seed: int = 0) -> Batch:
     """A batch with the streams that `config` reads, and labels and weights for its head."""
-    rng = np.random.default_rng(seed)
-    source = stream(rng, [n + 1 for n in lengths], width) if config.encoder is not None else None
-    target = stream(rng, list(lengths), width) if config.decoder is not None else None
-    side = target or source
-    if config.head.kind == "classes":
-        labels = rng.integers(0, config.head.classes, size=len(lengths)).astype(np.int32)
-        return Batch(source, target, labels, np.ones(len(lengths), np.float32))
-    labels = rng.integers(1, VOCAB, size=side.tokens.shape).astype(np.int32)
-    return Batch(source, target, labels, side.slots.segment.astype(np.float32))
+    return testing.random_batch(config, lengths, width, seed)
 
 
 def make(config: ModelConfig, seed: int = 0):
@@ -88,19 +76,11 @@ def make(config: ModelConfig, seed: int = 0):
 
     Drawn by numpy: compiling the initialisation would take longer than most tests, and is tested where it is.
     """
-    module, rng = build.build(config), np.random.default_rng(seed)
-
-    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        middle = 1.0 if path[-1].key in ("scale", "var") else 0.0
-        spread = 0.25 if path[0].key == "params" else 0.0
-        return jnp.asarray(middle + spread * rng.standard_normal(leaf.shape), leaf.dtype)
-
-    return module, jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build.shapes(module)))
+    module = build.build(config)
+    return module, testing.random_variables(module, seed)
 
 
-def apply(module, method=None):
-    """The compiled `module.apply(variables, *arguments)`; eager scans would compile at every call."""
-    return jax.jit(lambda variables, *arguments: module.apply(variables, *arguments, method=method))
+apply = testing.apply
 
 
 def one_device(monkeypatch) -> None:

@@ -8,20 +8,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "jaxformer"
 
-FOUNDATION = {"config", "registry"}
+FOUNDATION = {"config", "registry", "files", "redaction"}
 CORE = FOUNDATION | {"types", "parallel", "nn", "models"}
 
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "config": set(),
     "registry": set(),
+    "files": {"config"},
+    "redaction": {"config"},
+    "streams": {"files", "redaction"},
     "schema": FOUNDATION,
     "checks": FOUNDATION,
     "overrides": FOUNDATION | {"schema", "checks"},
-    "lines": {"config"},
+    "lines": {"config", "files"},
     "memory": set(),
-    "places": set(),
-    "compilation": {"memory", "places"},
+    "places": {"config"},
+    "compilation": {"config", "memory", "places"},
     "arguments": FOUNDATION,
     "chunks": {"types", "parallel"},
     "losses": {"types", "chunks"},
@@ -40,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"overrides", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint", "train"},
     "results": {"config", "overrides"},
     "report": CORE | {"overrides", "results", "metrics", "tasks", "checkpoint"},
+    "testing": CORE | {"metrics", "tasks", "train"},
     "sweep": FOUNDATION | {"overrides", "results"},
     "inspection": FOUNDATION | {"overrides", "results", "checkpoint", "preflight", "compilation", "places"},
     "preflight": FOUNDATION | {"overrides", "parallel", "data"},
@@ -48,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {
         "config", "registry", "overrides", "parallel", "tasks", "train", "data", "checkpoint", "report", "lines",
         "sweep", "experiment", "inspection", "plan", "preflight", "hf", "memory", "compilation", "arguments",
+        "files", "redaction", "streams",
     },
     "__main__": {"cli"},
     "__init__": {"hf"},

@@ -117,6 +117,34 @@ def test_only_commands_that_compute_keep_programs_and_only_before_jax_is_there(
         assert (compilation.FOLDER in compilation.os.environ) == keeps
 
 
+def test_programs_of_a_folder_that_others_can_write_to_are_not_run(home, capsys):
+    (home / "programs").mkdir(mode=0o755)
+    (home / "programs").chmod(0o777)
+    environment = added(AMD)
+    assert environment == {compilation.SWITCH: "0"}, "off for JAX, and for the process that takes this one's place"
+    err = capsys.readouterr().err
+    assert f"{home}/programs can be written by others (mode 777)" in err and err.count("\n") == 1
+    assert added(AMD, **environment) == environment
+    assert capsys.readouterr().err == "", "said once"
+    (home / "programs").chmod(0o700)
+    assert compilation.FOLDER in added(AMD)
+    assert compilation.FOLDER not in added(AMD, **{compilation.SWITCH: "false"})
+    assert added(AMD, **{compilation.FOLDER: "/anybody/s"}) == {compilation.FOLDER: "/anybody/s"}, "the user vouches"
+
+
+def test_a_cache_that_nobody_can_name_costs_the_programs_only(monkeypatch):
+    monkeypatch.setenv("JAXFORMER_CACHE", "~nobody-of-that-name/x")
+    for name in (compilation.FOLDER, compilation.SWITCH):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(compilation, "processor", lambda: AMD)
+    monkeypatch.setattr(compilation.sys, "argv", ["jaxformer", "train"])
+    monkeypatch.setattr(compilation.sys, "modules", {})
+    with monkeypatch.context() as context:
+        context.setattr(compilation.os, "environ", dict(os.environ))
+        compilation.keep_programs()
+        assert compilation.os.environ[compilation.SWITCH] == "0"
+
+
 def test_a_folder_that_cannot_be_written_costs_a_warning_and_no_run(tmp_path):
     (tmp_path / "programs").write_text("in the way")
     _, hits, _, complaints = run(tmp_path)

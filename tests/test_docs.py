@@ -14,7 +14,7 @@ import recipes
 from jaxformer import cli, overrides
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TOY = [
     "--config.train.steps=2",
     "--config.train.evaluate_every=0",

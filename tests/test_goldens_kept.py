@@ -49,3 +49,31 @@ def test_checkpoints_of_every_format_are_restored(name, tmp_path):
     assert int(saved.state.step) == saved.about["step"] == 2
     assert write.digests(saved.state.variables["ema"]) == digests
     assert {"epoch", "block", "batch"} <= saved.data.keys()
+
+
+SAPPHIRE = ("sse4_2", "avx", "avx2", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "fma")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "xla", "level"),
+    [
+        (SAPPHIRE, "", "amx"),
+        (SAPPHIRE, "--a=1 --xla_cpu_max_isa=AVX2 --b=2", "avx2"),
+        (SAPPHIRE, "--xla_cpu_max_isa=AVX2 --xla_cpu_max_isa=AVX512", "avx512"),
+        (SAPPHIRE[:3], "", "avx2"),
+        (SAPPHIRE[:3], "--xla_cpu_max_isa=AVX512", "avx2"),  # a cap adds nothing
+        (SAPPHIRE[:3] + SAPPHIRE[5:6], "", "avx2"),  # nothing without the levels below
+        ((), "", ""),
+    ],
+)
+def test_the_instruction_set_is_the_processors_under_the_cap(cpu, xla, level):
+    assert write.instruction_set(cpu, xla) == level
+
+
+def test_losses_are_kept_for_each_instruction_set_and_version_of_jax():
+    runs = {"packed", "masked", "classes"}
+    for version in ("0.10.2", "0.12.0.1"):
+        for level in ("avx2", "avx512", "avx512_bf16", "amx"):
+            kept = json.loads(write.losses_file(version, level).read_text())
+            assert kept.keys() <= write.INSTRUCTION_SETS.keys() and "amx" in kept
+            assert all(losses.keys() == runs for losses in kept.values())

@@ -3,7 +3,8 @@
 A cache entry is a folder `<cache>/sources/<name>-<key>` that a tfds builder wrote. Its key is a hash of the files'
 bytes and of everything that decides how they are read, so changed data or a changed setting is another entry and an
 entry never goes stale. It appears whole or not at all (written beside its place, then renamed), and a file lock makes
-the second of two processes that start at once wait for the first and use its work.
+the second of two processes that start at once wait for the first and use its work. `entry.json` lists its files with
+their checksums: an entry that is not what was written, or is of a version without the list, is named and made again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer import places
+from jaxformer import files, places
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data.sources import Example
 
@@ -35,6 +36,9 @@ Rows = Iterable[Mapping[str, Any]]
 Parse = Callable[[], tuple[Mapping[str, Any], Mapping[str, Rows]]]
 """Reads the files: (tfds features by role, rows by split). Called only when the entry does not exist."""
 
+MANIFEST = "entry.json"
+"""Of an entry: the sizes and checksums of its files, and what its sources warned of when it was written."""
+
 KEPT = 32 << 20  # bytes; a data set up to this size stays in memory once read: 20,000 examples/s become a million
 
 logger = logging.getLogger(__name__)
@@ -42,13 +46,13 @@ logger = logging.getLogger(__name__)
 
 def root(config: DataConfig) -> Path:
     """Where derived data goes: `config.cache`, $JAXFORMER_CACHE or ~/.cache/jaxformer."""
-    return Path(config.cache).expanduser().absolute() if config.cache else places.cache()
+    return places.expanded(config.cache, "data.cache") if config.cache else places.cache()
 
 
-def content_key(files: Iterable[Path], *settings: object) -> str:
-    """A hash of the bytes of `files`, in order, and of `settings`. Reads every byte: about a second a gigabyte."""
+def content_key(paths: Iterable[Path], *settings: object) -> str:
+    """A hash of the bytes of the files, in order, and of `settings`. Reads every byte: about a second a gigabyte."""
     key = hashlib.sha256(repr(settings).encode())
-    for path in files:
+    for path in paths:
         with open(path, "rb") as file:
             key.update(hashlib.file_digest(file, "sha256").digest())
     return key.hexdigest()[:16]
@@ -61,19 +65,57 @@ def entry(config: DataConfig, name: str, key: str, parse: Parse) -> Path:
       ConfigError: the data is malformed (from `parse`; nothing stays behind), or the cache cannot be written.
     """
     place = root(config) / "sources" / f"{name}-{key}"
-    if place.is_dir():
-        return place
     try:
+        if problem(place) == "":
+            _warn_again(place)
+            return place
         place.parent.mkdir(parents=True, exist_ok=True)
         with _locked(place.with_name(f"{place.name}.lock")):
-            if not place.is_dir():
+            reason = problem(place)  # another process may have built it while this one waited
+            if reason != "":
                 for leftover in place.parent.glob(f"{place.name}.partial-*"):  # its writer was killed: we hold the lock
                     shutil.rmtree(leftover, ignore_errors=True)
+                if reason is not None:
+                    logger.warning("prepared data %s is damaged (%s): made again", place, reason)
                 _write(place, parse)
     except OSError as error:
         what = f"{place}: {error.strerror or error}, expected to write prepared data there"
         raise ConfigError(f"{what}; set --config.data.cache or $JAXFORMER_CACHE to a writable folder") from error
+    _warn_again(place)
     return place
+
+
+def problem(place: Path) -> str | None:
+    """What is wrong with an entry: "" nothing, None there is no entry. Reads every byte, as `content_key` does."""
+    if not place.is_dir():
+        return None if not place.exists() else "it is a file"
+    try:
+        manifest = files.read_json(place / MANIFEST)
+        listed, _ = manifest["files"], manifest["warnings"]
+        for name, each in listed.items():
+            with open(place / name, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != each["bytes"]:
+                    return f"{name} has {size:,} bytes, not {each['bytes']:,}"
+                if hashlib.file_digest(file, "sha256").hexdigest() != each["sha256"]:
+                    return f"{name} differs from its checksum"
+    except FileNotFoundError as error:
+        return f"no {Path(error.filename).name}"
+    except OSError as error:
+        return f"{Path(error.filename or place).name}: {error.strerror}"
+    except (ConfigError, LookupError, TypeError, AttributeError):
+        return f"{MANIFEST} is no list of files"
+    return ""
+
+
+def _write_manifest(folder: Path, warnings: list[str]) -> None:
+    """Writes the sizes and checksums of a whole entry, and what its sources warned of."""
+    listed = {}
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        listed[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    files.write_json(folder / MANIFEST, {"files": listed, "warnings": warnings})
 
 
 @contextlib.contextmanager
@@ -88,18 +130,45 @@ def _write(place: Path, parse: Parse) -> None:
     """Runs a tfds builder over the parsed rows beside `place` and renames the result to it."""
     import tensorflow_datasets as tfds
 
-    features, splits = parse()
     partial = Path(tempfile.mkdtemp(prefix=f"{place.name}.partial-", dir=place.parent))
     try:
-        tfds.disable_progress_bar()
-        builder = _builder_class()(features, splits, data_dir=str(partial), file_format="array_record")
-        with contextlib.redirect_stdout(io.StringIO()):  # tfds prints banners, and our stdout may be a pipe of results
-            builder.download_and_prepare()
+        with _warnings() as warned:
+            features, splits = parse()
+            tfds.disable_progress_bar()
+            builder = _builder_class()(features, splits, data_dir=str(partial), file_format="array_record")
+            with contextlib.redirect_stdout(io.StringIO()):  # tfds prints banners; our stdout may be a pipe of results
+                builder.download_and_prepare()
+        _write_manifest(Path(builder.data_path), warned)
+        if place.exists():  # damaged; who reads it has its files open, and they stay until they are closed
+            os.replace(place, partial / "damaged")
         os.replace(builder.data_path, place)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     counts = ", ".join(f"{name} {split.num_examples:,}" for name, split in builder.info.splits.items())
     logger.info("prepared %s: %s", place, counts)
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """The texts of what the modules of `data` warn of meanwhile, as of examples that a source leaves out. They go
+    nowhere else: `_warn_again` says them."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    package = logging.getLogger(__package__)
+    package.addHandler(handler)
+    package.propagate = False
+    try:
+        yield texts
+    finally:
+        package.propagate = True
+        package.removeHandler(handler)
+
+
+def _warn_again(place: Path) -> None:
+    """Warns of what was left out when the entry was written: whoever uses it has to know, not only its writer."""
+    for text in files.read_json(place / MANIFEST)["warnings"]:
+        logger.warning("%s", text)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ exactly once, and a row's first token is not lost to a boundary.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,11 @@ import numpy as np
 from jaxformer.config import ConfigError
 from jaxformer.data.packing import Features
 from jaxformer.data.tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+DIGEST = hashlib.sha256().digest_size
+"""Bytes of the checksum at the end of a file of tokens."""
 
 CHUNK = 1024
 """Documents that are read at a time."""
@@ -67,26 +73,56 @@ def stream(directory: Path, key: str, examples: Any, tokenizer: Tokenizer) -> np
         raise ConfigError("data.packing: got concat and a tokenizer without end token, expected </s>; use packing none")
     # Two bytes a token where they suffice: a billion words are 2 GB instead of 4.
     dtype = np.dtype("<u2") if tokenizer.size <= 2**16 else np.dtype("<i4")
-    name = hashlib.sha256(f"1 {key} {tokenizer.fingerprint}".encode()).hexdigest()[:24]
+    name = hashlib.sha256(f"2 {key} {tokenizer.fingerprint}".encode()).hexdigest()[:24]
     path = directory / f"{name}.tokens"
-    if not path.exists():
+    reason = _problem(path)
+    if reason is not None:
+        if reason:
+            logger.warning("tokens %s are damaged (%s): made again", path, reason)
         try:
             _write(path, examples, tokenizer, dtype)
         except OSError as error:
             what = f"{path}: {error.strerror or error}, expected to write the tokens of the text there"
             raise ConfigError(f"{what}; set --config.data.cache or $JAXFORMER_CACHE to a writable folder") from error
-    return np.memmap(path, dtype, mode="r")
+    return np.memmap(path, dtype, mode="r", shape=((path.stat().st_size - DIGEST) // dtype.itemsize,))
+
+
+def _problem(path: Path) -> str | None:
+    """Why the file cannot be used: None nothing, "" it is not there. Reads every byte."""
+    try:
+        with open(path, "rb") as file:
+            left = os.fstat(file.fileno()).st_size - DIGEST
+            digest = hashlib.sha256()
+            while left > 0:
+                block = file.read(min(left, 1 << 20))
+                if not block:
+                    break
+                digest.update(block)
+                left -= len(block)
+            return None if file.read() == digest.digest() else "they differ from their checksum"
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return error.strerror
 
 
 def _write(path: Path, examples: Any, tokenizer: Tokenizer, dtype: np.dtype) -> None:
-    """Written under another name and moved: readers, and a second writer, see no file or the whole one."""
+    """The tokens, then their checksum. Written under another name and moved: readers, and a second writer, see no file
+    or the whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
+
+        def add(tokens: Sequence[int]) -> None:
+            content = np.array(tokens, dtype).tobytes()
+            digest.update(content)
+            file.write(content)
+
         try:
-            bos = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
-            file.write(np.array([bos], dtype).tobytes())
+            add([tokenizer.eos if tokenizer.bos is None else tokenizer.bos])
             for example in _read(examples):
-                file.write(np.array([*tokenizer.encode(example["text"]), tokenizer.eos], dtype).tobytes())
+                add([*tokenizer.encode(example["text"]), tokenizer.eos])
+            file.write(digest.digest())
         except BaseException:
             os.unlink(file.name)
             raise

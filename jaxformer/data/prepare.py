@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from jaxformer import places
 from jaxformer.config import ConfigError
 
 COLLECTIONS = ("question_answering", "summarization", "text", "translate")  # modules that tfds does not import itself
@@ -27,7 +28,7 @@ def prepare(name: str, directory: str | Path) -> Path:
 
     for collection in COLLECTIONS:
         importlib.import_module(f"tensorflow_datasets.{collection}")
-    folder = Path(directory).expanduser().absolute()
+    folder = places.expanded(str(directory), "--dir")
     tfds.enable_progress_bar()  # downloads take long; reading local files switched it off
     try:
         builder = tfds.builder(name, data_dir=str(folder), file_format="array_record")

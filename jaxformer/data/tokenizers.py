@@ -12,7 +12,6 @@ import json
 import os
 import stat
 import string
-import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple, Self
 
 import tokenizers as hf
 
+from jaxformer import files
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data import vocabularies
 from jaxformer.data.vocabularies import Fast, Sentences, Vocabulary
@@ -374,7 +374,4 @@ def unreadable(path: Path, error: Exception) -> ConfigError:
 def write(path: Path, text: str) -> None:
     """Writes `text` atomically: a reader sees the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)  # temporary files are private, a run's files need not be
-    os.replace(file.name, path)
+    files.write(path, text)

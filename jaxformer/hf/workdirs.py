@@ -6,14 +6,16 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxformer import checkpoint, overrides
+from jaxformer import checkpoint, files, overrides
 from jaxformer.config import Config, ConfigError, ModelConfig
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.hf import convert, files, keys, loading, pretrained
+from jaxformer.hf import convert, keys, loading, pretrained
+from jaxformer.hf import files as theirs
 from jaxformer.hf.pretrained import Pretrained
 from jaxformer.hf.table import Family, Settings, family_of
 from jaxformer.hf.tokenizer import open_tokenizers
@@ -44,8 +46,8 @@ def bring(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> Pr
     if model.tokenizers is not None:
         model.tokenizers.save(workdir)
     kept = {"config": dict(model.settings.values), "generation": dict(model.defaults), "head": model.head}
-    (workdir / SETTINGS).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-    (workdir / "config.json").write_text(overrides.to_json(config), encoding="utf-8")
+    files.write(workdir / SETTINGS, json.dumps(kept, indent=2) + "\n")
+    files.write(workdir / "config.json", overrides.to_json(config))
     return model
 
 
@@ -59,7 +61,7 @@ def named(model: Model, path: Path) -> Pretrained:
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(Model)}
     workdir = checkpoint.locate(path.absolute())[0]
     if (workdir / SETTINGS).exists():
-        kept = json.loads((workdir / SETTINGS).read_text(encoding="utf-8"))
+        kept = _kept(workdir / SETTINGS)
         settings = Settings(kept["config"], str(workdir / SETTINGS))
         family = family_of(settings)
         settings = keys.named(family, settings)
@@ -69,6 +71,16 @@ def named(model: Model, path: Path) -> Pretrained:
     if model.config.model.encoder is not None and model.config.model.decoder is not None:
         ids["decoder_start_token_id"] = target.bos
     return Pretrained(**fields, head=pretrained.head_of_model(model.config), settings=Settings(ids))
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """What `bring` wrote beside the model."""
+    kept = files.read_json(path)
+    parts = {"config": dict, "generation": dict, "head": str}
+    wrong = [name for name, kind in parts.items() if not isinstance(kept.get(name), kind)]
+    if wrong:
+        raise ConfigError(f"{path}: got no {', '.join(wrong)}, expected what an import wrote; restore the file")
+    return kept
 
 
 def send(workdir: str | os.PathLike[str], target: str | os.PathLike[str], family: str | None = None) -> None:
@@ -88,7 +100,7 @@ def _opened(config: Config) -> tuple[Path, Settings, Family, str]:
     Of sentences' vectors the other library knows no head: only the body is read.
     """
     directory = Path(config.init.directory)
-    settings = Settings(files.read_config(directory), str(directory / "config.json"))
+    settings = Settings(theirs.read_config(directory), str(directory / "config.json"))
     family = family_of(settings)
     settings = keys.named(family, settings)
     name = pretrained.TRAINED_AS.get(config.task.name, config.task.name)
@@ -107,7 +119,7 @@ def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     if not is_theirs(config.init.directory):
         return start.RUN.model(config)
     directory, settings, family, head = _opened(config)
-    found = convert.canonical(family, files.open_tensors(directory))
+    found = convert.canonical(family, theirs.open_tensors(directory))
     model = loading.untied(family, keys.read_model(family, settings, head), found)
     model = loading.with_tables(family, model, found)
     if head in ("sequence", "token"):

@@ -1,9 +1,10 @@
 """Matrix products as XLA's CPU backend runs them fast: what `products.dot` is there, on a single device.
 
-Measured with jax 0.10 and 0.12 (docs/performance.md). A product of two bfloat16 arrays with a bfloat16 result is slow,
-the same with a float32 result is not; a product that contracts the first axis of its left side, as the gradient of a
-kernel x^T dy does, misses the fast path; and so does the sum of a bias's gradient in bfloat16. So here products have
-float32 results, x^T is written out before it is multiplied, and biases are added and their gradients summed in float32.
+Measured with jax 0.10 and 0.12 (docs/measurements/training.md). A product of two bfloat16 arrays with a bfloat16 result
+is slow, the same with a float32 result is not; a product that contracts the first axis of its left side, as the
+gradient of a kernel x^T dy does, misses the fast path; and so does the sum of a bias's gradient in bfloat16. So here
+products have float32 results, x^T is written out before it is multiplied, and biases are added and their gradients
+summed in float32.
 
 A bfloat16 product with a float32 result that is transposed is turned into one that neither version can run. Barriers
 keep results from what is done with them, and a small program is tried first.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -12,7 +11,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from jaxformer import overrides, results
+from jaxformer import files, overrides, redaction, results
 from jaxformer.config import Config, ConfigError
 
 
@@ -122,7 +121,7 @@ def _run(workdir: Path, name: str) -> Run:
         try:
             run.typed = overrides.read(workdir)
         except ConfigError as error:
-            run.notes.append(f"config.json does not fit this version: {error}")
+            run.notes.append(f"config.json does not fit this version: {redaction.text(str(error))}")
     run.environment = _json(run, "environment.json", dict)
     _metrics(run)
     if (workdir / results.NAME).exists():
@@ -160,19 +159,14 @@ def _sample_order(path: Path) -> tuple[bool, int, str]:
 
 
 def _json(run: Run, name: str, kind: type) -> Any:
-    """The content of a file; an empty `kind`, and a note, where that cannot be had."""
+    """The content of a file without its secrets; an empty `kind`, and a note, where that cannot be had."""
     try:
-        value = json.loads((run.workdir / name).read_text(encoding="utf-8"))
+        return redaction.tree(files.read_json(run.workdir / name, kind))
     except FileNotFoundError:
         run.notes.append(f"no {name}")
-        return kind()
-    except (OSError, ValueError, RecursionError) as error:
-        run.notes.append(f"{name} cannot be read ({' '.join(str(error).split())})")
-        return kind()
-    if not isinstance(value, kind):
-        run.notes.append(f"{name} cannot be read (it holds a {type(value).__name__}, expected a {kind.__name__})")
-        return kind()
-    return value
+    except ConfigError as error:
+        run.notes.append(f"{name} cannot be read: {redaction.text(str(error))}")
+    return kind()
 
 
 def _metrics(run: Run) -> None:
@@ -185,7 +179,7 @@ def _metrics(run: Run) -> None:
     held: dict[tuple[str, int], dict[str, Any]] = {}
     torn = []
     for index, line in enumerate(lines):
-        row = _row(line)
+        row = files.metrics_row(line)
         if row is None:
             torn.append(index)
         else:
@@ -195,19 +189,10 @@ def _metrics(run: Run) -> None:
     if torn == [len(lines) - 1]:
         run.notes.append("metrics.jsonl: the last line is torn, left out")
     elif torn:
-        run.notes.append(f"metrics.jsonl: {len(torn)} of {len(lines)} lines cannot be read, left out")
+        which = f"the first is line {torn[0] + 1}"
+        run.notes.append(f"metrics.jsonl: {len(torn)} of {len(lines)} lines cannot be read, left out; {which}")
     if not held:
         run.notes.append("metrics.jsonl: nothing in it, no curves")
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int or not isinstance(row.get("split"), str):
-        return None
-    return row
 
 
 def signatures(run: Run, split: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import sys
 import time
@@ -13,7 +14,10 @@ from typing import Any, TextIO
 
 import jax
 
+from jaxformer import files
 from jaxformer.train.timing import Clock
+
+LOG = logging.getLogger("jaxformer")
 
 
 class MetricsFile:
@@ -29,14 +33,16 @@ class MetricsFile:
         self.path = path
         self.rows: list[dict[str, Any]] = []
         if path.exists():
-            rows = [_row(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            rows = [files.metrics_row(line) for line in lines]
+            edited = [number for number, row in enumerate(rows[:-1], 1) if row is None]  # the last may be torn
+            if edited:
+                LOG.warning("%s: %d lines cannot be read, left out; the first is line %d", path, len(edited), edited[0])
             for row in filter(None, rows):
                 if row["step"] < first_step or (row["step"] == first_step and (measured or row["split"] == "train")):
                     self.rows.append(row)
             if len(self.rows) != len(rows):
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
-                temporary.replace(path)
+                files.write(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, split: str, values: dict[str, float]) -> None:
@@ -48,16 +54,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self.file.close()
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """A row, or None for a torn one."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    whole = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str)
-    return row if whole else None
 
 
 class TensorBoard:

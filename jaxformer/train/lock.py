@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from jaxformer import files
 from jaxformer.checkpoint import every_process
 from jaxformer.config import ConfigError
 
@@ -134,7 +135,7 @@ def _owner(handle: int) -> dict[str, Any]:
     if not text.strip():
         return {}
     try:
-        owner = json.loads(text)
+        owner = files.parse(text.decode("utf-8", "replace"))
     except ValueError:
         owner = None
     return owner if isinstance(owner, dict) else {"host": "?"}

@@ -12,6 +12,7 @@ The launchers start a run again that ended with 143 or 75.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -125,9 +126,10 @@ class Watchdog:
     def _watch(self) -> None:
         while not self.ended.wait(min(self.limit / 4, 5.0)):
             if time.monotonic() - self.last > self.limit:
-                print(f"\nno progress for {self.limit / 60:g} minutes; stacks in {self.path}", file=sys.stderr)
-                faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
                 try:
+                    with contextlib.suppress(OSError, ValueError, RuntimeError):  # a stderr that is closed or full
+                        print(f"\nno progress for {self.limit / 60:g} minutes; stacks in {self.path}", file=sys.stderr)
+                        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
                     with self.path.open("w") as file:
                         faulthandler.dump_traceback(file=file, all_threads=True)
                 finally:

@@ -5,35 +5,33 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import jax
 
-from jaxformer import checkpoint, overrides
+from jaxformer import checkpoint, files, overrides, redaction
 from jaxformer.config import Config, ConfigError
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.train import evaluate as evaluation
-from jaxformer.train import optim
-
-SECRET = re.compile(r"(token|secret|passw\w*|credentials?|(^|[._-])(api)?key)$", re.IGNORECASE)
-"""Names of variables and flags whose values are nobody's business."""
+from jaxformer.train import measuring, optim
 
 
-def refuse_other_config(config: Config, workdir: Path) -> None:
+def refuse_other_config(config: Config, workdir: Path) -> list[str]:
     """A workdir belongs to one config; resuming it with another would mix two runs.
+
+    Returns:
+      What is measured otherwise than before, a line each; it decides nothing.
 
     Raises:
       ConfigError: what differs, or the run is further than `config.train.steps`.
     """
     path = workdir / "config.json"
     if not path.exists():
-        return
+        return []
     old = overrides.read(workdir)
     differing = overrides.differences(config, old)
     if differing:
@@ -47,6 +45,7 @@ def refuse_other_config(config: Config, workdir: Path) -> None:
             f"config.train.steps: got {config.train.steps:,}, expected at least {reached:,}, which the run in "
             f"{workdir} has reached; use another --workdir"
         )
+    return measuring.refuse_other(config, old, workdir)
 
 
 def changes_since(saved: Any, config: Config, updates: int, width: int) -> list[str]:
@@ -87,10 +86,8 @@ def prepare(config: Config, workdir: Path, tokenizers: Tokenizers) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     if not (workdir / "config.json").exists():
         tokenizers.save(workdir)
-    evaluation.write_json(workdir / "environment.json", environment())
-    temporary = workdir / "config.json.tmp"
-    temporary.write_text(overrides.to_json(config), encoding="utf-8")
-    os.replace(temporary, workdir / "config.json")
+    files.write_json(workdir / "environment.json", environment())
+    files.write(workdir / "config.json", overrides.to_json(config))
 
 
 def environment() -> dict[str, Any]:
@@ -112,7 +109,7 @@ def environment() -> dict[str, Any]:
         "device_count": jax.device_count(),
         "process_count": jax.process_count(),
         "commit": commit(),
-        "command": redacted(sys.argv, os.environ),
+        "command": redaction.command(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
@@ -130,21 +127,3 @@ def commit() -> str | None:
     except OSError:
         return None
     return git.stdout.strip() or None
-
-
-def redacted(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """A command without its secrets: values of flags that sound like one, passwords in addresses, and whatever a
-    secret environment variable holds. The environment itself is never written anywhere."""
-    secrets = [value for name, value in variables.items() if SECRET.search(name) and len(value) >= 6]
-    out: list[str] = []
-    for argument in command:
-        flag, equals, _ = argument.partition("=")
-        if out and out[-1].startswith("--") and "=" not in out[-1] and SECRET.search(out[-1]):
-            argument = "***"
-        elif equals and SECRET.search(flag):
-            argument = f"{flag}=***"
-        argument = re.sub(r"://[^/@\s]+@", "://***@", argument)
-        for secret in secrets:
-            argument = argument.replace(secret, "***")
-        out.append(argument)
-    return out

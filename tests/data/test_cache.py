@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data import cache
+from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
+from jaxformer.data import cache, concat
 from jaxformer.data.sources import build
+from jaxformer.data.tokenizers import Tokenizers
 
 WORKER = """
 import logging, sys
@@ -69,6 +71,17 @@ def test_an_entry_is_built_once_and_again_when_content_or_settings_change(tmp_pa
     assert changed.splits["train"][1] == {"text": "three"}
 
 
+def test_what_was_left_out_is_said_whenever_the_entry_is_used(tmp_path, caplog, capsys):
+    (tmp_path / "a").write_text("one\n\nthree\n")
+    (tmp_path / "b").write_text("eins\nzwei\ndrei\n")
+    settings = text_config(tmp_path, source="parallel", splits={"train": ("a", "b")})
+    for _ in range(2):
+        caplog.clear()
+        build(settings)
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == 1 and said[0].startswith("dropped 1 training examples with an empty side, the first at ")
+
+
 def test_a_killed_build_leaves_nothing_that_counts(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one\n")
     key = build(text_config(tmp_path)).key
@@ -112,3 +125,95 @@ def test_size_counts_line_ends_and_all_roles():
     assert cache.size(examples, ("source",)) == {"examples": 2, "lines": 2, "bytes": 7, "words": 2}
     assert cache.size(examples, ("source", "target")) == {"examples": 2, "lines": 4, "bytes": 19, "words": 5}
     assert cache.size([{"text": "a\nb c\n"}], document="file") == {"examples": 1, "lines": 2, "bytes": 6, "words": 3}
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def damaged(place, how):
+    record = next(place.glob("*.array_record*"))
+    if how == "truncated":
+        record.write_bytes(record.read_bytes()[:-10])
+    elif how == "a changed byte":
+        content = bytearray(record.read_bytes())
+        content[len(content) // 2] ^= 1
+        record.write_bytes(bytes(content))
+    elif how == "missing":
+        record.unlink()
+    elif how == "bad JSON":
+        (place / "dataset_info.json").write_text("{")
+    elif how == "no list":
+        (place / cache.MANIFEST).unlink()
+    elif how == "bad list":
+        (place / cache.MANIFEST).write_text('{"files": [1]}')
+    elif how == "empty":
+        for path in place.iterdir():
+            path.unlink()
+    elif how == "a file":
+        place.rename(place.with_name("away"))
+        place.write_text("")
+    return place
+
+
+HOW = ("truncated", "a changed byte", "missing", "bad JSON", "no list", "bad list", "empty", "a file")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_damaged_entry_is_named_and_made_again(how, tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    key = build(text_config(tmp_path)).key
+    place = tmp_path / "cache" / "sources" / key
+    assert cache.problem(place) == "" and cache.problem(place.with_name("none")) is None
+    damaged(place, how)
+    data = build(text_config(tmp_path))
+    assert [row["text"] for row in data.splits["train"].__getitems__([0, 1])] == ["one", "two"]
+    said = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert len(said) == 1 and f"prepared data {place} is damaged (" in said[0]
+    caplog.clear()
+    build(text_config(tmp_path))
+    assert "damaged" not in caplog.text
+    assert not list(place.parent.glob("*.partial-*"))
+
+
+def test_two_processes_that_find_damage_make_the_entry_again_once(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one\n")
+    place = damaged(tmp_path / "cache" / "sources" / build(text_config(tmp_path)).key, "truncated")
+    reader = build(text_config(tmp_path)).splits["train"]
+    damaged(place, "truncated")
+    written, write = [], cache._write
+    found = cache.problem
+
+    def other_process(path):
+        reason = found(path)
+        if reason and not written:  # it finds the same, and is first
+            written.append("other")
+            monkeypatch.setattr(cache, "_write", lambda *_: written.append("this"))
+            write(path, source)
+        return reason
+
+    def source():
+        import tensorflow_datasets as tfds
+
+        return {"text": tfds.features.Text()}, {"train": [{"text": "one"}]}
+
+    monkeypatch.setattr(cache, "problem", other_process)
+    assert build(text_config(tmp_path)).splits["train"][0] == {"text": "one"}
+    assert written == ["other"]
+    assert reader[0] == {"text": "one"}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a changed byte", "empty", "longer"])
+def test_damaged_tokens_are_named_and_made_again(damage, tmp_path, caplog):
+    tokenizer = Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind="byte")), [{"text": "x"}], ("text",)).target
+    examples = [{"text": "the cat"}, {"text": "sat"}]
+    whole = np.array(concat.stream(tmp_path, "key", examples, tokenizer))
+    (path,) = tmp_path.glob("*.tokens")
+    content = path.read_bytes()
+    changed = bytes([content[0] ^ 1]) + content[1:]
+    path.write_bytes({"truncated": content[:-4], "a changed byte": changed, "empty": b""}.get(damage, content + b"12"))
+    assert np.array_equal(concat.stream(tmp_path, "key", examples, tokenizer), whole)
+    assert f"tokens {path} are damaged (they differ from their checksum): made again" in caplog.text
+    assert path.read_bytes() == content
+    caplog.clear()
+    assert len(concat.stream(tmp_path, "key", [], tokenizer)) == len(whole) == 1 + 8 + 4, "read, not made again"
+    assert not caplog.text

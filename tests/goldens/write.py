@@ -1,20 +1,24 @@
 """Writes what must not change unseen: `python tests/goldens/write.py configs|losses`.
 
     configs/<recipe>[-<variant>].json   the resolved config of every recipe
-    losses/jax-<version>.json           training losses of tiny runs, exact on this version of jax and kind of processor
+    losses/jax-<version>-<set>.json     training losses of tiny runs, exact on this version of jax and instruction set
     checkpoint-<format>/                a run of the version that introduced this format; never written again
 
-`checkpoint` writes the last of these, for a format that has none yet.
+`checkpoint` writes the last of these, for a format that has none yet. `losses` writes those of this processor, or with
+`XLA_FLAGS=--xla_cpu_max_isa=AVX2 ONEDNN_MAX_CPU_ISA=AVX2` those of a lower instruction set.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +47,51 @@ def losses(workdir: Path) -> list[float]:
     return [row["loss"] for row in rows if row["split"] == "train"]
 
 
-def processor() -> list[str]:
-    """What of the processor decides about rounding: which vector instructions there are."""
+INSTRUCTION_SETS = {
+    "sse4_2": "sse4_2",
+    "avx": "avx",
+    "avx2": "avx2",
+    "avx512": "avx512vl",
+    "avx512_vnni": "avx512_vnni",
+    "avx512_bf16": "avx512_bf16",
+    "amx": "amx_tile",
+    "amx_fp16": "amx_fp16",
+}
+"""Levels of vector instructions by the names that `--xla_cpu_max_isa` takes, and the flag of /proc/cpuinfo that each
+adds. Every level needs those before it."""
+
+
+def instruction_set(cpu_flags: Collection[str], xla_flags: str = "") -> str:
+    """The level of vector instructions that XLA compiles for, which decides how sums are rounded; "" if none is known.
+
+    Args:
+      cpu_flags: of the processor.
+      xla_flags: content of XLA_FLAGS, whose last `--xla_cpu_max_isa` caps the level.
+    """
+    held = [*itertools.takewhile(lambda name: INSTRUCTION_SETS[name] in cpu_flags, INSTRUCTION_SETS)]
+    caps = re.findall(r"--xla_cpu_max_isa=(\w+)", xla_flags)
+    levels = list(INSTRUCTION_SETS)
+    if caps and caps[-1].lower() in levels:
+        held = held[: levels.index(caps[-1].lower()) + 1]
+    return held[-1] if held else ""
+
+
+def cpu_flags() -> list[str]:
+    """Instructions of the first processor, as Linux names them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return []
-    flags = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
-    return sorted(flag for flag in flags if flag in ("avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile"))
+    return next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
+
+
+def losses_file(version: str, level: str) -> Path:
+    """Golden losses of a version of jax compiled for `level`: {level of the processor itself: {run: losses}}.
+
+    A cap (`--xla_cpu_max_isa`) is not a lesser processor: libraries that look at the processor by themselves, and the
+    sizes of its caches, round some sums in another order. So the two levels are kept apart.
+    """
+    return GOLDENS / "losses" / f"jax-{version}-{level}.json"
 
 
 def digests(tree: Any) -> dict[str, str]:
@@ -104,13 +145,11 @@ def main(what: str) -> None:
         for name, recipe in goldens().items():
             (GOLDENS / "configs" / f"{name}.json").write_text(config(recipe), encoding="utf-8")
     elif what == "losses":
-        import jax
         import pytest
 
         # The runs are those of the tests; they write their losses down when asked to.
         tests = str(ROOT / "tests" / "train" / "test_continuation.py")
         (GOLDENS / "losses").mkdir(exist_ok=True)
-        (GOLDENS / "losses" / f"jax-{jax.__version__}.json").unlink(missing_ok=True)
         os.environ["GOLDEN_LOSSES"] = "write"
         raise SystemExit(pytest.main(["-q", "-p", "no:xdist", tests, "-k", "losses", "--override-ini=addopts="]))
     else:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import registry
+from jaxformer import registry, testing
 from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig
 from jaxformer.nn.block import Block, Context
 from jaxformer.nn.layers import Norm
@@ -34,71 +34,25 @@ def encoding(kind: str) -> EncodingConfig:
 )
 def test_a_decoder_is_causal_by_gradient(kind, kernel):
     config = builders.decoder(encoding=encoding(kind), attention=AttentionConfig(heads=2, kernel=kernel, block=4))
-    module, variables = builders.make(config)
-    batch = builders.batch(config, [6])
-    table = variables["params"]["target_embed"]["table"]
-    slots = batch.target.slots
-
-    def logits(x):
-        return module.apply(variables, x, slots, method=lambda m, x, s: m.decoder(x, s)[0])
-
-    x = table[batch.target.tokens]
-    influence = jnp.abs(jax.jit(jax.jacrev(logits))(x)).sum(axis=(0, 2, 3, 5))
-    assert influence.shape == (6, 6)
-    np.testing.assert_array_equal(np.triu(influence, 1), 0.0)
-    assert (np.diag(influence) > 0).all() and influence[5, 0] > 0
+    testing.assert_causal(*builders.make(config), builders.batch(config, [6]))
 
 
 @pytest.mark.parametrize("family", builders.FAMILIES)
 def test_padding_changes_nothing(family):
     config = builders.FAMILIES[family]()
-    module, variables = builders.make(config)
-    lean, padded = builders.batch(config, [4]), builders.batch(config, [4], width=9)
-
-    def copy(old: Stream | None, new: Stream | None) -> Stream | None:
-        if old is None:
-            return None
-        tokens = np.array(new.tokens)
-        tokens[:, : old.tokens.shape[1]] = old.tokens
-        tokens[:, old.tokens.shape[1] :] = 7  # whatever stands in padding must not matter
-        return new._replace(tokens=tokens)
-
-    padded = padded._replace(source=copy(lean.source, padded.source), target=copy(lean.target, padded.target))
-    run = builders.apply(module)
-    short, long = run(variables, lean), run(variables, padded)
-    if config.head.kind == "tokens":
-        long = long[:, : short.shape[1]]
-    chex.assert_trees_all_close(short, long, rtol=1e-5, atol=1e-6)
+    testing.assert_padding_invariant(*builders.make(config), builders.batch(config, [4]), extra=5, token=7)
 
 
 @pytest.mark.parametrize("family", builders.FAMILIES)
 def test_batch_order_changes_nothing(family):
     config = builders.FAMILIES[family]()
-    module, variables = builders.make(config)
-    batch = builders.batch(config, [5, 2, 4])
-    turn = lambda x: x[np.array([2, 0, 1])]  # noqa: E731
-    run = builders.apply(module)
-    chex.assert_trees_all_close(
-        run(variables, jax.tree.map(turn, batch)), turn(run(variables, batch)), rtol=1e-5, atol=1e-6
-    )
+    testing.assert_batch_order_invariant(*builders.make(config), builders.batch(config, [5, 2, 4]))
 
 
 @pytest.mark.parametrize("kind", ENCODINGS)
 def test_packed_examples_do_not_see_each_other(kind):
-    config = builders.decoder(encoding=encoding(kind))
-    module, variables = builders.make(config)
-    lengths = (4, 4, 2, 4)
-    row = builders.packed(np.random.default_rng(0), lengths)
-    ends = np.cumsum(lengths)
-    # Row 0 is packed; every other row has one of its examples, padded to the same width: one program for all.
-    tokens, position, segment = np.zeros((3, 1 + len(lengths), ends[-1]), np.int32)
-    tokens[0], position[0], segment[0] = row.tokens[0], row.slots.position[0], row.slots.segment[0]
-    for i, (end, length) in enumerate(zip(ends, lengths), start=1):
-        tokens[i, :length], position[i, :length] = row.tokens[0, end - length : end], np.arange(length)
-        segment[i, :length] = 1
-    logits = builders.apply(module)(variables, Batch(None, Stream(tokens, Slots(position, segment))))
-    for i, (end, length) in enumerate(zip(ends, lengths), start=1):
-        chex.assert_trees_all_close(logits[0, end - length : end], logits[i, :length], rtol=1e-5, atol=1e-6)
+    module, variables = builders.make(builders.decoder(encoding=encoding(kind)))
+    testing.assert_packing_invariant(module, variables, (4, 4, 2, 4), builders.VOCAB)
 
 
 CASES = [("seq2seq" if kind == "t5" else "decoder", kind, {}) for kind in ENCODINGS] + [
@@ -110,17 +64,7 @@ CASES = [("seq2seq" if kind == "t5" else "decoder", kind, {}) for kind in ENCODI
 @pytest.mark.parametrize(("family", "kind", "edits"), CASES, ids=str)
 def test_prefill_and_step_equal_forward(family, kind, edits):
     config = builders.FAMILIES[family](encoding=encoding(kind), attention=AttentionConfig(heads=2, **edits))
-    module, variables = builders.make(config)
-    batch = builders.batch(config, [7, 7])
-    whole = builders.apply(module)(variables, batch)
-    cut = jax.tree.map(lambda x: x[:, :3], batch.target)
-    start = jax.jit(lambda batch: module.apply(variables, batch, 7, method=module.start))
-    logits, state = start(batch._replace(target=cut))
-    chex.assert_trees_all_close(logits, whole[:, 2], rtol=2e-5, atol=2e-6)
-    step = jax.jit(lambda tokens, state: module.apply(variables, tokens, state, method=module.step))
-    for i in range(3, 7):
-        logits, state = step(batch.target.tokens[:, i : i + 1], state)
-        chex.assert_trees_all_close(logits, whole[:, i], rtol=2e-5, atol=2e-6)
+    testing.assert_steps_equal_forward(*builders.make(config), builders.batch(config, [7, 7]), prompt=3)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -55,18 +55,27 @@ def outcome(workdir: Path) -> dict:
     return {"rows": rows, "events": fault_drills.events(workdir / "tensorboard"), "parts": parts, "result": result}
 
 
+OTHER_PROCESSOR = 1e-5
+"""Relative difference allowed where losses of the instruction set are kept from another kind of processor only: 80
+times what was seen between two, and far below what a changed formula makes."""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_the_committed_ones(name, folder):
-    path = write.GOLDENS / "losses" / f"jax-{jax.__version__}.json"
-    kept = json.loads(path.read_text()) if path.exists() else {"processor": write.processor(), "losses": {}}
+    flags = write.cpu_flags()
+    own, level = write.instruction_set(flags), write.instruction_set(flags, os.environ["XLA_FLAGS"])
+    path = write.losses_file(jax.__version__, level)
+    kept = json.loads(path.read_text()) if path.exists() else {}
     if os.environ.get("GOLDEN_LOSSES") == "write":  # python tests/goldens/write.py losses
-        kept["losses"][name] = write.losses(whole(name, folder))
-        path.write_text(json.dumps(kept, indent=1) + "\n")
-    if name not in kept["losses"]:
-        pytest.skip(f"no losses are kept for jax {jax.__version__}: python tests/goldens/write.py losses")
-    if kept["processor"] != write.processor():
-        pytest.skip(f"kept for a processor with {kept['processor']}, this one has {write.processor()}: it rounds else")
-    assert write.losses(whole(name, folder)) == kept["losses"][name]
+        kept.setdefault(own, {})[name] = write.losses(whole(name, folder))
+        path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    if not kept:
+        pytest.skip(f"no losses of jax {jax.__version__} with {level}: python tests/goldens/write.py losses")
+    got = write.losses(whole(name, folder))
+    if own in kept:
+        assert got == kept[own][name]
+    else:
+        assert got == pytest.approx(next(iter(kept.values()))[name], rel=OTHER_PROCESSOR)
 
 
 def stopped(monkeypatch, at: int) -> None:

@@ -21,7 +21,7 @@ import pytest
 from flax import linen as nn
 from test_step import begin
 
-from jaxformer import overrides, tasks
+from jaxformer import overrides, redaction, tasks
 from jaxformer.config import (
     Config,
     ConfigError,
@@ -41,7 +41,7 @@ from jaxformer.train.hooks import MetricsFile, Progress
 from jaxformer.train.lock import Lock
 from jaxformer.train.stopping import Stop, Watchdog
 from jaxformer.train.timing import Clock
-from jaxformer.train.workdir import changes_since, environment, redacted
+from jaxformer.train.workdir import changes_since, environment
 
 # --- the lock
 
@@ -355,7 +355,7 @@ def test_secrets_stay_out_of_the_recorded_command():
         "jaxformer", "train", "--config.data.tokens=4096", "--config.data.tokenizer.kind=byte", "--api-key", "mine",
         "--token=abc", "--config.data.dir=https://me:pass@host/x", "--note=hf_abcdefgh/usr/bin", "--x=sesame-open",
     ]  # fmt: skip
-    assert redacted(command, variables) == [
+    assert redaction.command(command, variables) == [
         "jaxformer", "train", "--config.data.tokens=4096", "--config.data.tokenizer.kind=byte", "--api-key", "***",
         "--token=***", "--config.data.dir=https://***@host/x", "--note=***/usr/bin", "--x=***",
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxformer import places
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data import cache
 from jaxformer.data.sources import Dataset
@@ -56,7 +57,7 @@ def folder(config: DataConfig) -> Path:
     """
     if not config.dir:
         raise ConfigError("data.dir: got '', expected the folder of the data files; set --config.data.dir=DIR")
-    path = Path(config.dir).expanduser()
+    path = places.expanded(config.dir, "data.dir")
     if not path.is_dir():
         raise ConfigError(f"data.dir: got {config.dir!r}, which is no folder; set --config.data.dir=DIR to the data")
     if "train" not in config.splits:
