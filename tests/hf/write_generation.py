@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig
 
 PLACE = Path(__file__).parent / "generation"
 VOCAB, PAD, BOS, EOS = 28, 1, 0, 2
@@ -78,7 +77,7 @@ RULES: dict[str, dict[str, Any]] = {
     "beam_rules": {
         "num_beams": 3, "num_return_sequences": 3, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3,
         "bad_words_ids": [[9, 5], [11]], "suppress_tokens": [6], "min_new_tokens": 3, "max_new_tokens": 8,
-        "forced_eos_token_id": [EOS, 5], "length_penalty": 0.8,
+        "forced_eos_token_id": [5], "length_penalty": 0.8,
     },
 }  # fmt: skip
 SIMPLE = ("greedy", "beam")
