@@ -380,7 +380,7 @@ def test_parse_reads_values_as_their_fields_are_typed(path):
     )
     assert config.model.encoder.width == 64
     assert config.decode.bad_words == ((1, 2), (3,))
-    assert (config.decode.suppress, config.decode.forced_first, config.decode.forced_last) == ((4, 5), None, 2)
+    assert (config.decode.suppress, config.decode.forced_first, config.decode.forced_last) == ((4, 5), None, (2,))
     assert (config.train.steps, config.schedule.peak, config.train.ema) == (1000, 1e-4, None)
     assert (config.data.shuffle, config.data.buckets, config.data.dir) == (False, (16, 32), "a=b c")
     assert config.data.splits == {"test": ("a.en", "b.de"), "train": ("train[:90%]",)}

@@ -14,8 +14,8 @@ from jaxformer.types import Batch, Slots, Stream
 
 Prompt = Mapping[str, np.ndarray | Sequence[int]]
 """Integers `source` [n] and/or `target` [m], optional `kind` and ascending `position` [n] of the source and, of the
-only stream, ascending `segment`: what a task's `prompt` makes of a line. To score texts, `labels` and `weights` [m] too,
-as its `encode` makes them."""
+only stream, ascending `segment`: what a task's `prompt` makes of a line. To score texts, `labels` and `weights` [m]
+too, as its `encode` makes them."""
 
 
 SIDES = ("source", "target")

@@ -136,7 +136,9 @@ def generate(model: Pretrained, options: Mapping[str, Any]) -> Any:
         prompts, begin = [{"target": row} for row in rows], ids
     config = _decoding(settings, lengths(settings, begin.shape[1], _positions(stack)), begin.shape[1], ends, vocab)
     found = _run(model, prompts, config, pad, ends, vocab)
-    return _returned(settings, config, begin, found, ends[0] if config.method == "beam" and pad == 0 and ends else pad)
+    # Their beam search fills with `pad or eos`, so a padding token 0 gives way to the end token.
+    fill = ends[0] if config.method == "beam" and pad == 0 and ends else pad
+    return _returned(settings, config, begin, found, fill)
 
 
 def _run(
@@ -167,7 +169,7 @@ def _returned(
     found: list[list[engine.Hypothesis]],
     fill: int,
 ) -> Any:
-    """What the call returns. Their beam search fills with `pad or eos`: a padding token 0 gives way to the end token."""
+    """The call's outputs, filled up with `fill`."""
     count = settings["num_return_sequences"]
     missing = engine.Hypothesis(np.zeros(0, np.int32), -np.inf)
     flat = [hypothesis for row in found for hypothesis in (row + [missing] * count)[:count]]

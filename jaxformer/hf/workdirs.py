@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxformer import checkpoint, files, overrides
 from jaxformer.config import Config, ConfigError, ModelConfig
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.hf import convert, loading, pretrained
+from jaxformer.hf import convert, generation, loading, pretrained
 from jaxformer.hf import files as theirs
 from jaxformer.hf.pretrained import Pretrained
 from jaxformer.hf.table import Family, Settings, family_of
