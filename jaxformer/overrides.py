@@ -185,7 +185,7 @@ def _current(values: dict[str, Any]) -> dict[str, Any]:
     for part, names in WERE_SINGLE.items():
         saved = values.get(part)
         for name in names:
-            if isinstance(saved, dict) and name in saved and not isinstance(saved[name], list):
+            if isinstance(saved, dict) and isinstance(saved.get(name, []), (int, type(None))):
                 saved[name] = [] if saved[name] is None else [saved[name]]
     return values
 

@@ -307,6 +307,12 @@ def test_json_of_earlier_versions_is_read_by_the_names_of_now():
     for before, now in ((True, "estimate"), (False, "exact")):
         value["decode"]["early_stop"] = before
         assert overrides.from_json(json.dumps(value)).decode.stopping == now
+    for before, now in ((None, ()), (3, (3,)), ([3, 4], (3, 4))):
+        value["decode"]["forced_last"] = before
+        assert overrides.from_json(json.dumps(value)).decode.forced_last == now
+    value["decode"]["forced_last"] = "end"
+    assert "forced_last" in refused(overrides.from_json, json.dumps(value))
+    del value["decode"]["forced_last"]
     value["decode"]["early_stop"] = "maybe"
     assert "early_stop: got an unknown key" in refused(overrides.from_json, json.dumps(value))
 

@@ -177,8 +177,11 @@ def test_none_switches_a_stored_option_off(models):
 def test_an_imported_workdir_keeps_the_stored_options(models, tmp_path):
     shutil.copytree(PLACE / "gpt2", tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").write_text('{"max_new_tokens": 3, "pad_token_id": 1}')
-    workdirs.bring(tmp_path / "hf", tmp_path / "run")
-    assert workdirs.load(tmp_path / "run").defaults == {"max_new_tokens": 3, "pad_token_id": 1}
+    model = workdirs.bring(tmp_path / "hf", tmp_path / "run")
+    assert workdirs.named(model, tmp_path / "run").defaults == {"max_new_tokens": 3, "pad_token_id": 1}
+    path = tmp_path / "run" / workdirs.SETTINGS  # as earlier versions imported a directory without that file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"generation": {}}))
+    assert workdirs.named(model, tmp_path / "run").defaults["eos_token_id"] == 2
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
