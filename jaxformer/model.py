@@ -82,8 +82,8 @@ class Model:
 
         Args:
           decode: how to decode; None: as the run's config says.
-          options: fields of `DecodeConfig` that replace its own. Beam options choose beam search and sampling options
-            sampling, unless `method` is given too.
+          options: fields of `DecodeConfig` that replace its own (`max_length` counts new tokens alone). Beam options
+            choose beam search and sampling options sampling, unless `method` is given too.
 
         Raises:
           ConfigError: the model has no encoder and decoder, or an option is unknown or out of range.

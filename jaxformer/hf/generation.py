@@ -117,7 +117,8 @@ def generate(model: Pretrained, options: Mapping[str, Any]) -> Any:
     if options.get("input_ids") is None:
         raise ConfigError("generate: got no input_ids, expected them [batch, length]")
     both = stack.decoder is not None and stack.encoder is not None
-    vocab = (stack.decoder or stack.encoder).embed.vocab
+    own = model._vocabulary().size if model.family is None else None  # of ours rows may follow that are no tokens
+    vocab = (stack.decoder or stack.encoder).embed.vocab if own is None else own
     pad, ends = special(settings)
     _in_vocabulary("eos_token_id", ends, vocab)
     ids = _ids("input_ids", options["input_ids"])

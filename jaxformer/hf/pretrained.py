@@ -91,7 +91,11 @@ class Pretrained(Model):
         return calling.outputs_of(self.head, model, logits, loss, sown, given)
 
     def generate(self, prompts: Any = None, decode: Any = None, **options: Any) -> Any:
-        """Token ids with their argument names (`input_ids=..., num_beams=4`), or texts as `Model.generate`."""
+        """Token ids with their argument names (`input_ids=..., num_beams=4`), or texts as `Model.generate`.
+
+        With ids `max_length` counts the prompt, as there. With texts it counts new tokens (`DecodeConfig.max_length`),
+        and generation_config.json is not read.
+        """
         if prompts is not None:
             return super().generate(prompts, decode, **options)
         return generation.generate(self, options)
