@@ -17,10 +17,10 @@ from jaxformer.hf import generation, workdirs
 
 PLACE = Path(__file__).parent / "generation"
 FEW = {
-    "gpt2": ("two_ends", "forced_ends", "beam_exact", "long", "left_beam_rules", "stored_length"),
+    "gpt2": ("two_ends", "long", "left_beam_rules"),
     "bart": (
-        "lengths_all", "beam_first", "forced_first_beam_rules", "start_added", "shielded_new", "without_mask",
-        "left_greedy", "right_greedy", "middle_greedy",
+        "lengths_all", "beam_first", "forced_first_beam_rules", "without_mask", "left_greedy", "right_greedy",
+        "middle_greedy",
     ),
     "marian": ("left_greedy", "right_greedy", "middle_greedy"),
     "pegasus": ("left_greedy", "right_greedy", "middle_greedy"),
@@ -83,6 +83,42 @@ def test_a_decoders_prompt_may_be_padded_anywhere(models):
     ids = np.asarray(list(rows.values()))
     new = model.generate(input_ids=ids, attention_mask=ids != 1, max_new_tokens=6)[:, 5:]
     np.testing.assert_array_equal(new, np.broadcast_to(new[:1], new.shape))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, [[2], [2]]),
+        ([[7, 9], [8, 3]], [[2, 7, 9], [2, 8, 3]]),  # no row begins with the start token: it is added
+        ([[2, 9], [2, 3]], [[2, 9], [2, 3]]),
+        ([[2, 9], [8, 3]], [[2, 9], [8, 3]]),
+    ],
+)
+def test_a_decoders_input_begins_as_theirs(given, expected):
+    settings = {"decoder_start_token_id": 2, "bos_token_id": 0}
+    assert generation._decoder_prompts({"decoder_input_ids": given}, settings, 2, 28).tolist() == expected
+    each = generation._decoder_prompts({}, {"decoder_start_token_id": [4, 5]}, 2, 28)
+    assert each.tolist() == [[4], [5]]
+
+
+def test_arguments_become_decoding_options():
+    given = {
+        "num_beams": 3, "early_stopping": "never", "length_penalty": 2, "forced_bos_token_id": 4,
+        "forced_eos_token_id": [2, 5], "bad_words_ids": [[7, 8], [2]], "suppress_tokens": np.asarray([9]),
+    }  # fmt: skip
+    settings = {**generation.DEFAULTS, **given}
+    config = generation._decoding(settings, generation.Lengths(6, 2), 1, (2, 3), 28)
+    assert (config.method, config.stopping, config.length_norm, config.length_penalty) == (
+        "beam",
+        "exact",
+        "power",
+        2.0,
+    )
+    assert (config.max_length, config.min_length, config.forced_first, config.forced_last) == (6, 2, 4, (2, 5))
+    assert (config.bad_words, config.suppress) == (((7, 8),), (9,))  # an end token alone is never bad
+    assert generation._decoding(settings, generation.Lengths(6, 2), 2, (2, 3), 28).forced_first is None
+    for early, stopping in ((False, "estimate"), (True, "first")):
+        assert generation._stopping(early) == stopping
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------
