@@ -17,7 +17,7 @@ from jaxformer.hf import generation, workdirs
 
 PLACE = Path(__file__).parent / "generation"
 FEW = {
-    "gpt2": ("two_ends", "long", "left_beam_rules"),
+    "gpt2": ("two_ends", "least", "left_beam_rules"),
     "bart": (
         "lengths_all", "beam_first", "forced_first_beam_rules", "without_mask", "left_greedy", "right_greedy",
         "middle_greedy",

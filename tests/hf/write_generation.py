@@ -60,6 +60,7 @@ RULES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "lengths_new": {"max_new_tokens": 7, "min_new_tokens": 5},
     "lengths_all": {"max_length": 14, "min_length": 11},
+    "least": {"max_new_tokens": 14, "min_new_tokens": 11},  # gpt2 alone ends with its eleventh token
     "both_lengths": {"max_length": 8, "max_new_tokens": 9, "min_length": 6, "min_new_tokens": 8},
     "penalty": {"repetition_penalty": 1.6},
     "ngram": {"no_repeat_ngram_size": 2},
