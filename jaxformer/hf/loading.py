@@ -89,7 +89,8 @@ def from_pretrained(
     if left:
         log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(left), head)
     params = convert.read(rows, found, shapes, layout, fresh, spare)
-    tokenizers, defaults = open_tokenizers(directory, settings), generation.read_defaults(directory)
+    tokenizers = open_tokenizers(directory, settings)
+    defaults = generation.read_defaults(directory, settings.values)
     check_vocabulary(directory, settings, model, tokenizers, defaults)
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
     data = DataConfig(length=min(room(model), WINDOW if head == "qa" else DataConfig.length))
