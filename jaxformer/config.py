@@ -102,6 +102,8 @@ class AttentionConfig:
     kernel: str = "auto"  # a file of jaxformer/nn/kernels/, or auto
     block: int = 128  # blockwise: rows and columns of one tile
     dropout: float = 0.0  # on the attention probabilities
+    average_padding: bool = False  # padding whose output counts (a negative segment) enters as zeros and weighs all
+    # slots alike (DeBERTa); False: it reads the text
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ class HeadConfig:
     width: int | None = None  # classes, pooled, pair: a layer before the decision, or of the vector; None: none
     hidden: str = "tanh"  # activation of that layer
     decision_bias: bool = True  # classes, slots
-    dropout: float = 0.0
+    dropout: float = 0.0  # before the decision (none: of the hidden states)
+    input_dropout: float = 0.0  # classes, pooled, pair: of the pooled vector, before the layer of `width`
 
 
 @dataclass(frozen=True)
@@ -305,7 +308,8 @@ class ScheduleConfig:
 class TrainConfig:
     steps: int = 1000
     seed: int = 0
-    accumulation: int = 1  # microbatches summed before one update
+    accumulation: int = 1  # microbatches summed before one update. They equal one batch but for what sees all its rows:
+    # batch norm, the losses that balance experts, contrastive similarity; dropout draws other masks
     ema: float | None = None  # decay of the weight average; evaluation and decoding then use the average
     ema_warmup: bool = False  # the decay of update n (from 0) is min(ema, (1 + n) / (10 + n)): the random start is soon
     # forgotten. False: `ema` from the first update on, where the start weighs ema ** n
@@ -333,6 +337,7 @@ class EvaluateConfig:
     examples: int | None = None  # validation during training reads only the first so many; None: all
     decode_examples: int = 0  # validation examples decoded and scored at each evaluation; 0: loss only
     samples: int = 5  # decoded examples shown at each evaluation
+    headline: str = ""  # the measure that reports name first; "": checkpoint.metric, or the task's where that is loss
 
 
 @dataclass(frozen=True)
@@ -344,7 +349,7 @@ class DecodeConfig:
     stopping: str = "estimate"  # a row's beam search ends with as many finished hypotheses as beams (first), when no
     # live one, scored as if it ended now, beats the worst of them (estimate), or can beat it (exact)
     hypotheses: int = 1  # n-best, or draws
-    max_length: int = 64  # new tokens; answering: the most tokens of an answer
+    max_length: int = 64  # new tokens, the prompt not counted; answering: the most tokens of an answer
     min_length: int = 0  # new tokens before an end token may be chosen
     max_ratio: float | None = None  # seq2seq: at most ratio * source length + 10 new tokens
     temperature: float = 1.0
@@ -356,7 +361,7 @@ class DecodeConfig:
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that are never completed
     suppress: tuple[int, ...] = ()  # token ids that are never chosen
     forced_first: int | None = None  # the first new token's id
-    forced_last: int | None = None  # the id of the token at the greatest length
+    forced_last: tuple[int, ...] = ()  # token ids, one of which stands at the greatest length
     weights: str = "float"  # as they are (float), or kernels and tables rounded to 8 bits (int8), see decode/int8.py
     batch: int = 32  # rows
     seed: int = 0
