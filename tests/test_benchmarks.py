@@ -78,6 +78,7 @@ def test_a_gpu_is_measured_by_one_command(tmp_path, capsys):
     for row in others:
         measured = {"correct": "check", "attention": "step_ms"}.get(row["part"], "tokens_per_second")
         assert row[measured] and "failed" not in row and "skipped" not in row
+        assert "flops_token" not in row or row["flops_token"] > row["flops_token_visible"]
     (peer,) = (row for row in rows if row["system"] == "torch")
     assert "skipped" in peer or peer["ratio"] > 0  # torch need not be there
 
@@ -230,6 +231,49 @@ def test_the_page_says_what_the_rows_say(name, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name, "--page"])
     assert benchmark.main() == 0
     assert copy.read_text() == written
+
+
+def test_the_rows_of_large_recipes_hold_todays_count_of_model_flops(monkeypatch):
+    scaling = script("scaling")
+    monkeypatch.chdir(ROOT)
+    newest = {row["model"]: row for row in scaling.rows().values()}
+    assert len(newest) > 5
+    for row in newest.values():
+        assert scaling.recount(row) == row, "run benchmarks/scaling.py --recount"
+
+
+def test_recounting_touches_model_flops_only_and_all_rows_or_none(tmp_path, monkeypatch):
+    scaling, results = script("scaling"), tmp_path / "rows.jsonl"
+    row = scaling.rows()["llama_1b@v5e-16"]
+    refused = row | {"step_seconds": None, "mfu": None}
+    old = {key: row[key] for key in row if key != "flops_token_visible"} | {
+        "flops_token": 1,
+        "flops_step": 1,
+        "mfu": [1, 1],
+    }
+    monkeypatch.setattr(scaling, "RESULTS", results)
+    monkeypatch.setattr(scaling, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(sys, "argv", ["scaling", "--recount"])
+    monkeypatch.chdir(tmp_path)
+    results.write_text("".join(json.dumps(each) + "\n" for each in (old, refused)))
+    assert scaling.main() == 0
+    assert results.read_text() == "".join(json.dumps(each) + "\n" for each in (row, refused))
+    assert "does not fit" not in scaling.PAGE.read_text().partition("## Weak")[0]
+    written = json.dumps(old) + "\n" + json.dumps(old | {"parameters": 1}) + "\n"
+    results.write_text(written)
+    with pytest.raises(SystemExit):
+        scaling.main()
+    assert results.read_text() == written
+
+
+def test_the_formula_of_dense_models_is_what_the_program_counts():
+    growth = script("growth")
+    rows = [row for row in map(json.loads, growth.RESULTS.read_text().splitlines()) if "family" in row][-3:]
+    assert [row["family"] for row in rows] == list(growth.COUNTED)
+    for row in rows:
+        assert growth.recount(row) == row, "run benchmarks/growth.py --recount"
+        assert row["formula"] == row["counted"] >= row["formula_visible"]
+    assert growth.recount({"axis": "width"}) == {"axis": "width"}
 
 
 def test_pipelines_are_timed_beside_their_models(tmp_path, monkeypatch, capsys):
