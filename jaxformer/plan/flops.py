@@ -67,7 +67,7 @@ def _is_not_multiplied(words: list[str]) -> bool:
 
 
 def _embedded_sides(config: Config) -> int:
-    """Number of streams that one embedding serves: 2 for a shared one of an encoder and a decoder."""
+    """Number of streams that one embedding serves: 2 where an encoder and a decoder share it."""
     return len(config.model.parts) if config.model.share_embeddings else 1
 
 
@@ -76,7 +76,7 @@ def _is_head(config: Config, words: list[str]) -> bool:
     if config.model.head.kind != "tokens" or not config.model.head.tied:
         return False
     decodes = config.model.decoder is not None or config.model.recurrent_decoder is not None
-    return words[0] == ("target_embed" if decodes and not config.model.share_embeddings else "source_embed")
+    return words[0] == ("target_embed" if decodes and _embedded_sides(config) == 1 else "source_embed")
 
 
 def attention(config: Config, length: int, visible: bool = False) -> float:

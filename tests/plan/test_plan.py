@@ -193,6 +193,12 @@ def test_what_acts_on_positions_only_does_not_count(kind):
     assert counts(config)[0] == 2 * DENSE + HEAD
 
 
+def test_a_head_tied_to_the_only_embedding_counts_though_it_may_be_shared():
+    config = config_of()
+    model = dataclasses.replace(config.model, share_embeddings=True)
+    assert counts(dataclasses.replace(config, model=model))[0] == 2 * DENSE + HEAD
+
+
 def test_a_factorised_embedding_counts_on_the_way_in_and_in_the_head():
     assert counts(config_of(embed={"width": 8}))[0] == 2 * DENSE + 2 * 8 * 16 + 64 * 8
 
