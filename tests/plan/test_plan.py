@@ -201,6 +201,12 @@ def test_a_head_tied_to_the_only_embedding_counts_though_it_may_be_shared():
 
 def test_a_factorised_embedding_counts_on_the_way_in_and_in_the_head():
     assert counts(config_of(embed={"width": 8}))[0] == 2 * DENSE + 2 * 8 * 16 + 64 * 8
+    config = defaults()
+    config.task.name, config.data.tokenizer.vocab, config.model.share_embeddings = "translation", 64, True
+    for side in ("encoder", "decoder"):
+        config.model[side] = section(StackConfig, layers=1, width=16, embed={"width": 8})
+    sides = 2 * DENSE + 4 * 16 * 16
+    assert counts(overrides.freeze(config))[0] == sides + 3 * 8 * 16 + 64 * 8
 
 
 # --- memory, traffic, time --------------------------------------------------------------------------------------------
