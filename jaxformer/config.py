@@ -248,6 +248,7 @@ class DataConfig:
     splits: dict[str, tuple[str, ...]] = field(default_factory=dict)  # split -> files, or one tfds split expression
     columns: dict[str, str] = field(default_factory=dict)  # role (see data/sources/) -> column of the data
     score_range: tuple[float, ...] = (0.0, 1.0)  # table, tfds: the scores that become 0 and 1; others are refused
+    format: str = ""  # table: tsv, tsv_quoted, csv, jsonl, labelled (label, blank, text); "": what the name says
     document: str = "line"  # text: what one example is: line, file (kept whole, newlines included)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     batch: int = 32  # rows of a global batch; with `tokens`, the most rows
