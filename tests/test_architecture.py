@@ -22,10 +22,12 @@ ALLOWED: dict[str, set[str]] = {
     "checks": FOUNDATION,
     "overrides": FOUNDATION | {"schema", "checks"},
     "lines": {"config", "files"},
+    "reuse": {"config", "overrides"},
     "memory": set(),
     "places": {"config"},
     "compilation": {"config", "memory", "places"},
-    "arguments": FOUNDATION,
+    "arguments": FOUNDATION | {"schema"},
+    "fields": FOUNDATION | {"schema"},
     "chunks": {"types", "parallel"},
     "losses": {"types", "chunks"},
     "metrics": {"types", "chunks"},
@@ -37,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": CORE | {"overrides", "decode", "tasks", "data"},
     "tasks": CORE | {"decode", "data", "losses", "metrics"},
     "train": CORE
-    | {"overrides", "results", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint"},
+    | {"overrides", "results", "reuse", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint"},
     "checkpoint": CORE | {"overrides", "data", "tasks", "model", "train"},
     "hf": CORE
     | {"overrides", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint", "train"},
@@ -52,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {
         "config", "registry", "overrides", "parallel", "tasks", "train", "data", "checkpoint", "report", "lines",
         "sweep", "experiment", "inspection", "plan", "preflight", "hf", "memory", "compilation", "arguments",
-        "files", "redaction", "streams",
+        "files", "redaction", "streams", "fields", "reuse",
     },
     "__main__": {"cli"},
     "__init__": {"hf"},

@@ -67,8 +67,16 @@ REFUSED = [
     (["train", "--workdir=x", "--config=nothing.py"], "'nothing.py': no such file"),
     (["train", "--workdir=x", "--config=nothing.py", "word"], "got 'word', expected only flags"),
     (["evaluate", "--workdir=nowhere"], "nowhere: got no config.json, expected the workdir of a run"),
-    (["evaluate", "--config.train.steps=1", "--workdir=x"], "got --config.train.steps, expected --workdir, --split"),
-    (["decode", "--workdir=x", "--config.train.steps=3"], "expected --config.decode.FIELD=VALUE"),
+    (["evaluate", "--config=x", "--workdir=x"], "got --config, expected --workdir, --split"),
+    (
+        ["decode", "--workdir=x", "--config.train.steps=3"],
+        "got --config.train.steps, which cannot change (it comes with",
+    ),
+    (
+        ["decode", "--workdir=x", "--config.data.dir=y"],
+        "cannot change (decode reads lines and no data), expected data.len",
+    ),
+    (["decode", "--workdir=x", "--config.evaluate.batch=3"], "which cannot change"),
     (["decode", "--workdir=x", "--input=nowhere.txt"], "--input: got 'nowhere.txt' (No such file"),
     (["sweep", "--config=x", "--sweep=x", "--workdir=x", "--executor=slrum"], "did you mean 'slurm'?"),
     (["sweep", "--config=x", "--sweep=nothing.py", "--workdir=x"], "'nothing.py': no such file"),
@@ -81,6 +89,25 @@ REFUSED = [
     (["import", "--source=x"], "--workdir"),
     (["export"], "--workdir"),
     (["plan"], "--config: got 0 of them"),
+    (
+        ["train", "--workdir=x", "--config=x", "--data.dir=y"],
+        "got --data.dir, expected --workdir, --config; write --config.data.dir=VALUE",
+    ),
+    (
+        ["train", "--workdir=x", "--config=x", "config.train.steps=3"],
+        "expected flags; write --config.train.steps=VALUE",
+    ),
+    (["train", "--workdir=x", "--config=x", "data.dir=y"], "expected flags; write --config.data.dir=VALUE"),
+    (["train", "--workdir=x", "-config.data.dir", "y"], "expected flags; write --config.data.dir=VALUE"),
+    (["train", "-workdir=x", "--config=x"], "expected flags; write --workdir=VALUE"),
+    (["report", "--data.dir=y", "--workdir=x"], "got --data.dir, expected --workdir"),
+    (["train", "--workdir=x", "--config=x", "--config.data.dir"], "--config.data.dir: got no value"),
+    (
+        ["train", "--workdir=x", "--config=x", "--config.data.dir", "--config.train.steps=3"],
+        "--config.data.dir: got no",
+    ),
+    (["config"], "--config: got 0 of them"),
+    (["config", "--fields", "--config.train.steps=3"], "got --fields and '--config.train.steps=3', expected one"),
 ]
 
 
@@ -115,6 +142,29 @@ def test_no_arguments_crash_the_parser(argv):
 def test_a_workdir_is_a_folder_and_no_address():
     with pytest.raises(ConfigError, match="--workdir: got 'gs://bucket/run', expected a folder"):
         cli.read("report", cli.COMMANDS["report"], ["--workdir=runs/one", "--workdir=gs://bucket/run"])
+
+
+def test_values_of_the_config_may_follow_a_blank():
+    command = cli.COMMANDS["train"]
+    argv = ["--config", "a.py", "--config.data.dir", "with blank", "--config.task.name=x", "--workdir", "w"]
+    argv += ["--config.optimizer.clip", "-1", "--config.data.splits.test", ""]
+    assert cli.read("train", command, argv).config == [
+        "--config=a.py",
+        "--config.data.dir=with blank",
+        "--config.task.name=x",
+        "--config.optimizer.clip=-1",
+        "--config.data.splits.test=",
+    ]
+
+
+def test_config_prints_what_a_run_would_have(recipe, capsys):
+    assert cli.main(["config", recipe, "--config.train.steps", "7"]) == 0
+    assert overrides.from_json(capsys.readouterr().out) == overrides.parse([recipe, "--config.train.steps=7"])
+    assert cli.main(["config", "--fields"]) == 0
+    out = capsys.readouterr().out
+    assert "accumulation = 1" in out
+    assert "config.model.encoder.attention, config.model.decoder.attention" in out
+    assert max(map(len, out.splitlines())) <= 120
 
 
 def test_help_names_every_command_and_flag(capsys):
@@ -152,7 +202,7 @@ def test_a_crash_is_not_swallowed(monkeypatch, recipe):
 
 def test_evaluate_prints_its_values(monkeypatch, run, capsys):
     values = {"split": "test", "loss": 1.25, "examples": 7}
-    stand_in(monkeypatch, "train.evaluate", evaluate=lambda workdir, split: values)
+    stand_in(monkeypatch, "train.evaluate", evaluate=lambda workdir, split, edits: values)
     assert cli.main(["evaluate", f"--workdir={run}"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[:3] == ["split     test", "loss      1.25", "examples  7"]

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import math
+import runpy
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import recipes
 from flax import linen as nn
 
 from jaxformer import losses, overrides
+from jaxformer.config import ConfigError
 from jaxformer.models import build
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_every_recipe_names_its_variants():
+    """Beside the list of tests/recipes.py: what an unknown variant is answered with is complete and true."""
+    listed = {path.stem: [] for path, _, _ in recipes.each()}
+    for path, variant, _ in recipes.each():
+        listed[path.stem] += [variant] if variant else []
+    for path in recipes.CONFIGS.glob("*.py"):
+        found = runpy.run_path(str(path))
+        assert set(listed[path.stem]) <= set(found.get("VARIANTS", ())), path.name
+        for variant in (*found.get("VARIANTS", ()), *found.get("OLD_VARIANTS", {})):
+            overrides.freeze(overrides.load(f"{path}:{variant}"))
+    assert overrides.load("configs/sst2.py:bilstm") == overrides.load("configs/sst2.py:lstm")
+    with pytest.raises(
+        ConfigError, match="got variant 'trasformer', expected one of transformer, lstm; did you mean 'tr"
+    ):
+        overrides.load("configs/wikitext2.py:trasformer")
 
 
 def model_of(name: str, vocab: int, *edits: str):

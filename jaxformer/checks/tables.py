@@ -60,6 +60,7 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (ModelConfig, "dtype"): ("float32", "bfloat16"),
     (TokenizerConfig, "kind"): ("byte", "character", "word", "bpe", "unigram", "file"),
     (DataConfig, "document"): ("line", "file"),
+    (DataConfig, "format"): ("", "tsv", "tsv_quoted", "csv", "jsonl", "labelled"),
     (TaskConfig, "objective"): ("regression", "contrastive"),
     (DataConfig, "packing"): ("none", "concat", "first_fit"),
     (OptimizerConfig, "name"): ("adamw", "adam", "adafactor", "lion", "sgd", "muon"),
@@ -157,9 +158,8 @@ def fields(part: Any, path: str) -> None:
             package, extra = FOLDERS[key] if key in FOLDERS else ("", CHOICES[key])
             known = extra + (registry.names(package) if package else ())
             if value not in known:
-                raise ConfigError(
-                    f"{here}: got {value!a}, expected one of {', '.join(known)}{registry.nearest(value, known)}"
-                )
+                names = ", ".join(each or "''" for each in known)
+                raise ConfigError(f"{here}: got {value!a}, expected one of {names}{registry.nearest(value, known)}")
         elif type(part) in RANGES and f.name in RANGES[type(part)]:
             low, high, ends = RANGES[type(part)][f.name]
             above = value >= low if ends[0] == "[" else value > low

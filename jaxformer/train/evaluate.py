@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import jax
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from jaxformer import checkpoint, files, metrics, tasks
+from jaxformer import checkpoint, files, metrics, reuse, tasks
 from jaxformer.config import Config, ConfigError
 from jaxformer.data import sources
 from jaxformer.data.pipeline import Pipeline
@@ -18,7 +19,6 @@ from jaxformer.data.sources import Dataset
 from jaxformer.model import Model
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
-from jaxformer.registry import nearest
 from jaxformer.train import step as steps
 from jaxformer.types import Batch, PyTree, Sums
 
@@ -80,20 +80,23 @@ def decode(model: Model, dataset: Dataset, split: str, examples: int | None) -> 
     return task.score(config, results, chosen), records
 
 
-def evaluate(workdir: str | Path, split: str = "test") -> dict[str, Any]:
+def evaluate(workdir: str | Path, split: str = "test", edits: Sequence[str] = ()) -> dict[str, Any]:
     """Evaluates a trained run on a split, and writes `eval-<split>.json` and the decoded text beside it.
 
+    Only the files of this split are read.
+
+    Args:
+      edits: of the run's config, as `--config.data.dir=DIR`; see `reuse.EVALUATION`. The result says them.
+
     Raises:
-      ConfigError: `workdir` is not a run, or its data has no such split.
+      ConfigError: `workdir` is not a run, or its data has no such split, or an edit would change the model.
     """
     workdir = Path(workdir)
     model = checkpoint.load(workdir)
-    config = model.config
+    config, changed = reuse.edited(model.config, edits, reuse.EVALUATION, "evaluate")
+    model = dataclasses.replace(model, config=config)
     task = tasks.get(config.task.name)
-    dataset = sources.build(config.data, task.roles)
-    known = tuple(dataset.splits)
-    if split not in known:
-        raise ConfigError(f"split: got {split!r}, expected one of {', '.join(known)}{nearest(split, known)}")
+    dataset = sources.numbered_as(sources.build(config.data, task.roles, split), config.task.classes)
     begun = time.monotonic()
     devices = meshes.smallest(config.mesh)
     pipeline = Pipeline(config, dataset, model.tokenizers, task)
@@ -108,5 +111,6 @@ def evaluate(workdir: str | Path, split: str = "test") -> dict[str, Any]:
         result |= scores | ({"signatures": signatures} if signatures else {})
         files.write_json(workdir / "samples" / f"{split}.json", records)
     result = {"split": split, "seconds": round(time.monotonic() - begun, 1), **result}
+    result |= {"changed": changed} if changed else {}
     files.write_json(workdir / f"eval-{split}.json", result)
     return result
