@@ -217,7 +217,7 @@ def _tokenizer(rng: random.Random, folder: Path, place: Path) -> None:
     other = place / "tokenizer-other"
     shutil.rmtree(other, ignore_errors=True)
     shutil.copytree(here, other)
-    file = other / "tokenizer.json"
+    file = other / Tokenizers.FILE
     file.write_bytes(_bytes(file.read_bytes(), rng))
     Tokenizers.load(other)
 

@@ -87,7 +87,7 @@ def _refusal(path: str, error: OSError) -> Exception:
 
 
 def chunks(source: TextIO, size: int, name: str) -> Iterator[list[str]]:
-    """Lines without their ends, `size` at a time."""
+    """Lines without their ends, `size` at a time. Of a text without any "\\n" they end at "\\r" (old Mac files)."""
     chunk: list[str] = []
     count = 0
     while True:
@@ -96,11 +96,13 @@ def chunks(source: TextIO, size: int, name: str) -> Iterator[list[str]]:
         except UnicodeDecodeError as error:
             raise ConfigError(f"{name}: got bytes that are not UTF-8 after line {count} ({error.reason})") from None
         if line:
+            line = line if count else line.removeprefix("\ufeff")
+            only = not count and not line.endswith("\n")
+            chunk += line.removesuffix("\r").split("\r") if only else [line.removesuffix("\n").removesuffix("\r")]
             count += 1
-            chunk.append(line.removesuffix("\n").removesuffix("\r"))
-        if chunk and (not line or len(chunk) >= size):
-            yield chunk
-            chunk = []
+        while chunk and (not line or len(chunk) >= size):
+            yield chunk[:size]
+            chunk = chunk[size:]
         if not line:
             return
 

@@ -19,11 +19,15 @@ from jaxformer.config import Config, ConfigError
 
 
 class Finding(NamedTuple):
-    """A line of the doctor: `level` is ok, warn or FAIL; the words of the last two end in what to do."""
+    """A line of the doctor: `level` is ok, warn or FAIL; the words of the last two end in what to do.
+
+    `code` is what a failure ends the doctor with: 2 where the user's files are wrong, 1 where the machine is.
+    """
 
     level: str
     name: str
     words: str
+    code: int = 1
 
 
 REMEDIES = {
@@ -179,7 +183,7 @@ def _data(shares: list[dict[str, Any]]) -> Finding:
 
     broken = [f"{each['error']} (on {index})" for index, each in enumerate(shares) if "error" in each]
     if broken:
-        return Finding("FAIL", "data", broken[0])
+        return Finding("FAIL", "data", broken[0], code=2)
     words = distributed.differing([f"{each['examples']:,} examples ({each['content']})" for each in shares])
     if words:
         return Finding("FAIL", "data", f"got {words}, expected the same on all hosts; copy it again")

@@ -286,6 +286,24 @@ def test_chunks_of_nothing_are_none():
     assert list(lines.chunks(io.StringIO("\n"), 3, "x")) == [[""]]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\ufeffa\n\nb", ["a", "", "b"]),
+        ("a\r\n\r\nb\r\n", ["a", "", "b"]),
+        ("a\r\rb\rc\r", ["a", "", "b", "c"]),
+        ("a\rb\nc\rd", ["a\rb", "c\rd"]),
+        ("a\x0bb\u2028c\x85d\n \n", ["a\x0bb\u2028c\x85d", " "]),
+        ("a", ["a"]),
+    ],
+)
+def test_edge_lines_of_an_input(text, expected):
+    for size in (1, 2, 9):
+        found = list(lines.chunks(io.StringIO(text, newline="\n"), size, "x"))
+        assert [line for chunk in found for line in chunk] == expected
+        assert max(map(len, found)) <= size
+
+
 # --- the program ------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +339,18 @@ def test_doctor_says_what_is_there_and_what_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(inspection, "requirements", lambda: {"nothing_of_that_name": ""})
     assert cli.main(["doctor"]) == 1
     assert "FAIL  nothing_of_that_name  not installed; install it" in capsys.readouterr().out
+
+
+def test_doctor_with_wrong_data_ends_as_wrong_input_does(monkeypatch, recipe, tmp_path, capsys):
+    from jaxformer import inspection, preflight
+
+    argv = ["doctor", recipe, "--config.data.source=text", "--config.data.splits.train=a.txt"]
+    assert cli.main([*argv, f"--config.data.dir={tmp_path}"]) == 2
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert len(failed) == 1 and "a.txt: got no such file, expected what data.splits names" in failed[0]
+    broken = preflight.Finding("FAIL", "cache folder", "full")
+    monkeypatch.setattr(inspection, "_folders", lambda: iter([broken]))
+    assert cli.main([*argv, f"--config.data.dir={tmp_path}"]) == 1
 
 
 def test_inspect_refuses_what_is_no_run(tmp_path, capsys):

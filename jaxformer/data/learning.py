@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import sentencepiece
 import tokenizers as hf
@@ -104,6 +104,30 @@ def unigram(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
     scores = [(model.id_to_piece(index), round(model.get_score(index), 6)) for index in range(len(model))]
     tokenizer.model = models.Unigram(scores, unk_id=SPECIALS.index("<unk>"))
     return _with_specials(tokenizer)
+
+
+def table(kind: str, pieces: Sequence[str]) -> hf.Tokenizer:
+    """A look-up table of bytes, characters or words as a model of the `tokenizers` library."""
+    if kind == "word":
+        tokenizer = hf.Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(hf.Regex(r"[\s\x1c-\x1f\x85]+"), "removed")
+    else:
+        if kind == "byte":  # each has a visible character, which pre-tokenising puts in its place
+            pieces = (*SPECIALS, *(_visible(byte) for byte in range(256)))
+        tokenizer = hf.Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>"))
+        if kind == "byte":
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            tokenizer.decoder = decoders.ByteLevel()
+        else:
+            tokenizer.decoder = decoders.Fuse()
+    return _with_specials(tokenizer)
+
+
+def _visible(byte: int) -> str:
+    """The character that stands for a byte in GPT-2's alphabet: itself if it is printable, else one from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte) if byte in printable else chr(256 + byte - sum(b < byte for b in printable))
 
 
 def _around(model: models.Model, lowercase: bool) -> hf.Tokenizer:

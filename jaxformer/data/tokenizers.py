@@ -190,6 +190,15 @@ class Tokenizer:
         except Exception as error:  # the two libraries raise bare Exception and RuntimeError
             raise _unreadable(path, error) from error
 
+    @property
+    def is_exportable(self) -> bool:
+        """Whether the `tokenizers` library can express it, so that it gives the same ids.
+
+        Two things are its own: it takes names of special tokens in a text for these tokens, unless its
+        `encode_special_tokens` is set (of whole words even then), and special tokens are put around a text by hand.
+        """
+        return self.vocabulary.is_in_library
+
     def export(self, path: str | os.PathLike[str], closing: bool = False, framing: bool = False) -> None:
         """Writes a `tokenizer.json` that the `tokenizers` library loads.
 
@@ -199,12 +208,12 @@ class Tokenizer:
             vocabulary has a frame of its own.
 
         Raises:
-          ValueError: the kind is not a model of that library.
+          ValueError: that library cannot express the tokenizer.
         """
-        if not isinstance(self.vocabulary, Fast):
+        if not self.is_exportable:
             kind = self.vocabulary.kind
-            raise ValueError(f"tokenizer: got kind {kind!r}, expected bpe, unigram or a tokenizer.json; use save")
-        model = hf.Tokenizer.from_str(self.vocabulary.model.to_str())
+            raise ValueError(f"tokenizer: got kind {kind!r}, which the tokenizers library cannot express; use save")
+        model = hf.Tokenizer.from_str(self.vocabulary.library().to_str())
         if closing and self.eos is not None:
             end = self.vocabulary.pieces[self.eos]
             model.post_processor = hf.processors.TemplateProcessing(
@@ -258,7 +267,11 @@ class Tokenizers:
     source: Tokenizer
     target: Tokenizer
 
-    FILE = "tokenizer.json"
+    FILE = "jaxformer_tokenizer.json"
+    """Everything that is needed to read and write text as the run does."""
+    LIBRARY = "tokenizer.json"
+    """The same for programs that use the `tokenizers` library, where that can express it. Runs of earlier versions have
+    what is now in `FILE` under this name."""
 
     @property
     def joint(self) -> bool:
@@ -299,9 +312,15 @@ class Tokenizers:
         return Tokenizers(self.source.remembering(budget // 2), self.target.remembering(budget // 2))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes `tokenizer.json`: the tokenizer, or {"source": ..., "target": ...} where they differ."""
+        """Writes `jaxformer_tokenizer.json`: the tokenizer, or {"source": ..., "target": ...} where they differ.
+
+        Beside it goes `tokenizer.json` in the format of the `tokenizers` library, if there is one tokenizer and that
+        library can express it.
+        """
         path = Path(directory) / self.FILE
         if self.joint:
+            if self.source.is_exportable:
+                self.source.export(Path(directory) / self.LIBRARY)
             self.source.save(path)
         else:
             both = {"source": self.source._json(), "target": self.target._json()}
@@ -312,9 +331,11 @@ class Tokenizers:
         """Reads what `save` wrote.
 
         Raises:
-          ConfigError: there is no `tokenizer.json`, or it is damaged.
+          ConfigError: there is no such file, or it is damaged.
         """
         path = Path(directory) / cls.FILE
+        if not path.exists() and (Path(directory) / cls.LIBRARY).exists():
+            path = Path(directory) / cls.LIBRARY
         try:
             content = json.loads(_read(path))
             if "source" not in content:

@@ -36,6 +36,15 @@ class Vocabulary(Protocol):
 
     def payload(self) -> Any: ...
 
+    @property
+    def is_in_library(self) -> bool:
+        """Whether the `tokenizers` library can express it."""
+        ...
+
+    def library(self) -> hf.Tokenizer:
+        """The same as a model of the `tokenizers` library, where that `is_in_library`."""
+        ...
+
 
 def _between(text: str, specials: dict[str, int], vocabulary: Vocabulary, space: str) -> list[int]:
     """Ids of a text in which the names of `specials` stand for themselves.
@@ -105,6 +114,13 @@ class Table:
         pieces = [] if self.kind == "byte" else list(self.pieces)
         return {"pieces": pieces, "lowercase": self._lowercase}
 
+    @property
+    def is_in_library(self) -> bool:
+        return not self._lowercase  # a capital sigma at the end of a word has another small letter there
+
+    def library(self) -> hf.Tokenizer:
+        return learning.table(self.kind, self.pieces)
+
     @classmethod
     def of(cls, kind: str, payload: Any) -> Table:
         return cls(kind, learning.byte_pieces() if kind == "byte" else payload["pieces"], payload["lowercase"])
@@ -145,6 +161,11 @@ class Fast:
 
     def payload(self) -> Any:
         return json.loads(self.model.to_str())
+
+    is_in_library = True
+
+    def library(self) -> hf.Tokenizer:
+        return self.model
 
     @classmethod
     def of(cls, kind: str, payload: Any) -> Fast:
@@ -209,6 +230,11 @@ class Sentences:
 
     def payload(self) -> Any:
         return base64.b64encode(self._bytes).decode()
+
+    is_in_library = False
+
+    def library(self) -> hf.Tokenizer:
+        raise ValueError("tokenizer: got a SentencePiece model, which the tokenizers library cannot read; use save")
 
     @classmethod
     def of(cls, kind: str, payload: Any) -> Sentences:

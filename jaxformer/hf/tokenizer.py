@@ -54,6 +54,11 @@ class Mapped:
     def parse(self, text: str, specials: dict[str, int]) -> list[int]:
         return self.encode(text)
 
+    is_in_library = False
+
+    def library(self) -> fast.Tokenizer:
+        raise ValueError("tokenizer: got Marian's two files, which the tokenizers library cannot read; use theirs")
+
     def payload(self) -> Any:
         raise ConfigError("tokenizer: got Marian's two files, expected a tokenizer.json to save; keep the directory")
 

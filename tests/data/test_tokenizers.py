@@ -204,7 +204,7 @@ def test_saved_and_loaded(tmp_path, kind, joint):
     config = DataConfig(tokenizer=TokenizerConfig(kind=kind, vocab=300, joint=joint, lowercase=True, multiple=16))
     both = Tokenizers.build(config, PAIRS, ("source", "target"))
     both.save(tmp_path)
-    first = (tmp_path / "tokenizer.json").read_bytes()
+    first = (tmp_path / "jaxformer_tokenizer.json").read_bytes()
     loaded = Tokenizers.load(tmp_path)
     assert loaded.joint == both.joint == joint
     assert loaded.source.vocab % 16 == 0
@@ -215,8 +215,42 @@ def test_saved_and_loaded(tmp_path, kind, joint):
         for pair in PAIRS[:3]:
             assert ours.encode(pair["target"]) == theirs.encode(pair["target"])
     loaded.save(tmp_path)
-    assert (tmp_path / "tokenizer.json").read_bytes() == first
-    assert os.listdir(tmp_path) == ["tokenizer.json"]
+    assert (tmp_path / "jaxformer_tokenizer.json").read_bytes() == first
+    # Two sides are no file of the library, and its small letters are not those of a look-up table here.
+    library = ["tokenizer.json"] if joint and kind in ("bpe", "unigram") else []
+    assert sorted(os.listdir(tmp_path)) == ["jaxformer_tokenizer.json", *library]
+
+
+ODD = (
+    "Hello, w\u00f6rld! a\tb\nc  d \u3000\u2028y\x1cz\x85w\u00a0q e\u0301 \ufb01 \U0001f600 <unk> "
+    "\u039f\u0394\u039f\u03a3 \x00"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokenizers_library_reads_what_its_file_name_promises(tmp_path, trained, kind):
+    tokenizer = build(kind, [*TEXTS, ODD[:40]]) if kind in ("character", "word") else trained[kind]
+    Tokenizers(tokenizer, tokenizer).save(tmp_path)
+    library = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert library.get_vocab_size() == tokenizer.size
+    library.encode_special_tokens = True  # as here, "</s>" in a text is no end token
+    # A look-up of words alone takes a word that is spelled like a special token for it.
+    named = "" if kind == "word" else "a </s> b <mask>"
+    for text in (*TEXTS, ODD, named, "", *(f"x{chr(code)}y" for code in range(0x3100))):
+        ids = tokenizer.encode(text)
+        assert library.encode(text, add_special_tokens=False).ids == ids, ascii(text)
+    assert library.decode(tokenizer.encode(TEXTS[1])) == tokenizer.decode(tokenizer.encode(TEXTS[1])) == TEXTS[1]
+    assert library.decode([1, *tokenizer.encode("a dog and"), 2]) == "a dog and"
+
+
+def test_workdirs_of_earlier_versions_are_read(tmp_path, trained):
+    """Their `tokenizer.json` is what is now in `jaxformer_tokenizer.json`, and that counts where both are."""
+    for kind in KINDS:
+        trained[kind].save(tmp_path / "tokenizer.json")
+        assert Tokenizers.load(tmp_path).source.fingerprint == trained[kind].fingerprint
+    Tokenizers(trained["word"], trained["word"]).save(tmp_path)
+    trained["bpe"].export(tmp_path / "tokenizer.json")
+    assert Tokenizers.load(tmp_path).source.fingerprint == trained["word"].fingerprint
 
 
 def test_sides_learn_from_their_own_text():
