@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "model": CORE | {"overrides", "decode", "tasks", "data"},
     "tasks": CORE | {"decode", "data", "losses", "metrics"},
     "train": CORE
-    | {"overrides", "results", "reuse", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint"},
+    | {"overrides", "results", "reuse", "checks", "decode", "data", "losses", "metrics", "tasks", "model"}
+    | {"checkpoint"},
     "checkpoint": CORE | {"overrides", "data", "tasks", "model", "train"},
     "hf": CORE
     | {"overrides", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint", "train"},
