@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import stat
 import string
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ ROLES = {
     "sep": ("<sep>", "[SEP]", "</s>"),
 }
 """What each special token is called, most specific name first. RoBERTa has no [CLS] of its own: its <s> serves."""
+
+MAX_BYTES = 2**28  # of a vocabulary's file; Gemma's, among the largest, has 33 MB
 
 SAMPLE = 2**18
 """At most so many examples, evenly spaced over the split, are read to learn a vocabulary."""
@@ -182,13 +185,13 @@ class Tokenizer:
           ConfigError: the file is missing or is none of these.
         """
         path = Path(path)
-        content = _read(path)
+        content = read_file(path)
         try:
             if path.suffix == ".model":
                 return cls(Sentences(content), multiple)
             return cls._of(json.loads(content), multiple)
         except Exception as error:  # the two libraries raise bare Exception and RuntimeError
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
 
     @property
     def is_exportable(self) -> bool:
@@ -337,7 +340,7 @@ class Tokenizers:
         if not path.exists() and (Path(directory) / cls.LIBRARY).exists():
             path = Path(directory) / cls.LIBRARY
         try:
-            content = json.loads(_read(path))
+            content = json.loads(read_file(path))
             if "source" not in content:
                 one = Tokenizer._of(content, multiple)
                 return cls(one, one)
@@ -345,7 +348,7 @@ class Tokenizers:
         except ConfigError:
             raise
         except Exception as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
 
 
 def _texts(config: DataConfig, examples: Any, roles: Sequence[str]) -> dict[str, list[str]]:
@@ -365,14 +368,26 @@ def _sample(examples: Any, limit: int | None) -> Iterator[Any]:
     return (examples[index] for index in range(0, count, max(-(-count // SAMPLE), 1)))
 
 
-def _read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """The bytes of a vocabulary's file.
+
+    Raises:
+      ConfigError: it cannot be read, is no regular file (a device has no end), or is larger than any vocabulary.
+    """
     try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+            got = f"{found.st_size:,} bytes" if stat.S_ISREG(found.st_mode) else "something else"
+            raise ConfigError(
+                f"tokenizer: got {path}, {got}, expected a regular file of at most {MAX_BYTES:,} bytes; check it"
+            )
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"tokenizer: got {path}, expected a readable file ({error.strerror}); check it") from error
 
 
-def _unreadable(path: Path, error: Exception) -> ConfigError:
+def unreadable(path: Path, error: Exception) -> ConfigError:
+    """The error of a vocabulary's file that its library does not understand."""
     reason = " ".join(str(error).split())[:120]
     return ConfigError(f"tokenizer: got {path}, expected a tokenizer.json or a .model file ({reason}); check it")
 

@@ -126,6 +126,9 @@ class Table:
         return cls(kind, learning.byte_pieces() if kind == "byte" else payload["pieces"], payload["lowercase"])
 
 
+MAX_PIECES = 2**24  # a list of all of them is kept
+
+
 class Fast:
     """A model of the `tokenizers` library, as a file has it (kind file)."""
 
@@ -135,7 +138,11 @@ class Fast:
         model.encode_special_tokens = True  # "</s>" in the data is four characters, not the end
         self.kind = kind
         self.model = model
-        size = max(model.get_vocab(with_added_tokens=True).values()) + 1
+        size = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not 0 < size <= MAX_PIECES:
+            raise ConfigError(
+                f"tokenizer: got ids up to {size - 1}, expected some of 0 to {MAX_PIECES - 1}; fix the file"
+            )
         self.pieces = tuple(model.id_to_token(index) or "" for index in range(size))
 
     @functools.cached_property
@@ -143,21 +150,21 @@ class Fast:
         return hf.Tokenizer.from_str(self.model.to_str())  # the setting above is not part of the file
 
     def encode(self, text: str) -> list[int]:
-        return self.model.encode(text, add_special_tokens=False).ids
+        return _encoded(self.model, text, add_special_tokens=False).ids
 
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self.model.encode(text, add_special_tokens=False)
+        found = _encoded(self.model, text, add_special_tokens=False)
         return found.ids, found.offsets
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode(ids, skip_special_tokens=True)
 
     def parse(self, text: str, specials: dict[str, int]) -> list[int]:
-        return self._parser.encode(text, add_special_tokens=False).ids
+        return _encoded(self._parser, text, add_special_tokens=False).ids
 
     def whole(self, text: str, pair: str | None = None) -> hf.Encoding:
         """A text or pair with the special tokens that the file puts around them; their names in it are those tokens."""
-        return self._parser.encode(text, pair)
+        return _encoded(self._parser, text, pair)
 
     def payload(self) -> Any:
         return json.loads(self.model.to_str())
@@ -170,6 +177,21 @@ class Fast:
     @classmethod
     def of(cls, kind: str, payload: Any) -> Fast:
         return cls(kind, hf.Tokenizer.from_str(json.dumps(payload)))
+
+
+def _encoded(model: hf.Tokenizer, *texts: str | None, **options: Any) -> hf.Encoding:
+    """What the library makes of a text.
+
+    Raises:
+      ConfigError: its regular expressions give up, which it reports as a panic: no `Exception`.
+    """
+    try:
+        return model.encode(*texts, **options)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(f"tokenizer: got a text that its pattern fails on ({reason}), expected ids; fix it") from None
 
 
 class Learnt(Fast):
