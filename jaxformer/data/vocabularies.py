@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
+import os
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import sentencepiece
@@ -16,6 +18,38 @@ import tokenizers as hf
 from jaxformer.config import ConfigError, TokenizerConfig
 from jaxformer.data import learning
 from jaxformer.data.learning import SPECIALS
+
+MAX_IDS = 2**24
+"""Token ids are below it. A table has a row for every id, used or not; the largest published ones have 2**18."""
+
+
+LONG_RUNS = ("a" * 64 + "!", " " * 64 + "x", "0" * 64 + "x", "ab" * 32 + "-")
+"""Texts on which a pattern that backtracks without end does so."""
+
+
+def failed(error: BaseException) -> bool:
+    """True for what a library raises on bad input, and not for Ctrl-C.
+
+    Where the Rust code of `tokenizers` panics, its exception is no `Exception`, and has no public name.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def _silent_panics() -> Iterator[None]:
+    """Keeps the report that Rust writes to stderr, before its exception says the same, from the user."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # stderr is closed: there is nothing to keep silent
+        yield
+        return
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 class Vocabulary(Protocol):
@@ -119,19 +153,37 @@ class Fast:
         model.encode_special_tokens = True  # "</s>" in the data is four characters, not the end
         self.kind = kind
         self.model = model
-        size = max(model.get_vocab(with_added_tokens=True).values()) + 1
-        self.pieces = tuple(model.id_to_token(index) or "" for index in range(size))
+        ids = set(model.get_vocab(with_added_tokens=True).values())
+        if not ids or max(ids) >= MAX_IDS:
+            got = f"token id {max(ids)}" if ids else "no token"
+            raise ValueError(f"got {got}, expected some, with ids below {MAX_IDS}")
+        self.pieces = tuple((model.id_to_token(index) or "") if index in ids else "" for index in range(max(ids) + 1))
 
     @functools.cached_property
     def _parser(self) -> hf.Tokenizer:
         return hf.Tokenizer.from_str(self.model.to_str())  # the setting above is not part of the file
 
     def encode(self, text: str) -> list[int]:
-        return self.model.encode(text, add_special_tokens=False).ids
+        return self._split(text).ids
 
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self.model.encode(text, add_special_tokens=False)
+        found = self._split(text)
         return found.ids, found.offsets
+
+    def _split(self, text: str) -> hf.Encoding:
+        """The text as the library splits it.
+
+        Raises:
+          ConfigError: it cannot, as where a pattern takes too long, or an unknown character has no token.
+        """
+        try:
+            return self.model.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            if not failed(error):
+                raise
+            reason = " ".join(str(error).split())[:120]
+            what = f"tokenizer: got a text that it cannot split ({text[:40]!a}: {reason})"
+            raise ConfigError(f"{what}, expected one that splits every text; mend its tokenizer.json") from None
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode(ids, skip_special_tokens=True)
@@ -148,7 +200,32 @@ class Fast:
 
     @classmethod
     def of(cls, kind: str, payload: Any) -> Fast:
-        return cls(kind, hf.Tokenizer.from_str(json.dumps(payload)))
+        _check_charsmaps(payload)
+        with _silent_panics():
+            model = hf.Tokenizer.from_str(json.dumps(payload))
+            for text in LONG_RUNS:
+                with contextlib.suppress(Exception):  # a text without a token: only panics end the loading
+                    model.encode(text, add_special_tokens=False)
+        return cls(kind, model)
+
+
+def _check_charsmaps(content: Any) -> None:
+    """Refuses a normalizer's table that is shorter than it says: the library would reserve memory for what it says.
+
+    Raises:
+      ValueError: there is one.
+    """
+    if isinstance(content, list):
+        for each in content:
+            _check_charsmaps(each)
+    elif isinstance(content, dict):
+        table = content.get("precompiled_charsmap")
+        if isinstance(table, str):
+            raw = base64.b64decode(table)
+            if len(raw) < 4 or int.from_bytes(raw[:4], "little") > len(raw) - 4:
+                raise ValueError("got a precompiled_charsmap that is cut off")
+        for name in ("normalizer", "normalizers"):
+            _check_charsmaps(content.get(name))
 
 
 class Learnt(Fast):
@@ -190,6 +267,8 @@ class Sentences:
     kind = "sentencepiece"
 
     def __init__(self, model: bytes):
+        if not model:  # the library would take it, and then say nothing but errors
+            raise ValueError("an empty file")
         self._bytes = model
         self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.pieces = tuple(self._model.id_to_piece(index) for index in range(len(self._model)))
