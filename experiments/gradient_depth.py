@@ -131,7 +131,8 @@ def judge(rows: list[dict]) -> Result:
     refuted = not 0.01 < mean[PRE] < 100.0 or mean[BARE] > 0.1
     words = ", ".join(f"{value:.2g} with {model}" for model, value in mean.items())
     reason = (
-        f"Over {deepest} layers the first layer's gradient is {words} of the last one's (mean of {len(held)} seeds)."
+        f"Over {deepest} layers the first layer's gradient is, in parts of the last one's, {words} (geometric mean of "
+        f"{len(held)} seeds)."
     )
     return dataclasses.replace(result, verdict=verdict(supported, bool(refuted)), reason=reason)
 

@@ -1,7 +1,7 @@
 """What more heads cost: counted in products, and timed (Vaswani et al. 2017, end of section 3.2.2).
 
-"Due to the reduced dimension of each head, the total computational cost is similar to that of single-head attention with
-full dimensionality." Narrow heads share the model width D, K = D / H; wide ones have K = D each. The counts repeat
+"Due to the reduced dimension of each head, the total computational cost is similar to that of single-head attention
+with full dimensionality." Narrow heads share the model width D, K = D / H; wide ones have K = D each. The counts repeat
 exactly; the times are those of the machine, the least of several turns.
 
     jaxformer experiment heads_cost --scale=full --workdir=runs/heads_cost
@@ -112,10 +112,10 @@ def judge(rows: list[dict]) -> Result:
         for number in heads
     )
     narrow, wide = (times("milliseconds", kind, most) for kind in (NARROW, WIDE))
+    products = {kind: times("flops", kind, most) for kind in (NARROW, WIDE)}
     reason = (
-        f"{most} narrow heads take {times('flops', NARROW, most):.3g} times the FLOPs and {narrow:.2f} times the time of "
-        f"one, {most} wide ones {times('flops', WIDE, most):.3g} and {wide:.2f} times (median of "
-        f"{len(result.levels('seed'))} inputs)."
+        f"{most} narrow heads take {products[NARROW]:.3g} times the FLOPs of one and {narrow:.2f} times the time, "
+        f"{most} wide ones {products[WIDE]:.3g} and {wide:.2f} times (median of {len(result.levels('seed'))} inputs)."
     )
     supported, refuted = exact and narrow < 2 and wide > most / 2, not exact or narrow > 4
     return dataclasses.replace(result, verdict=verdict(supported, refuted), reason=reason)

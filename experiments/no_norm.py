@@ -100,7 +100,6 @@ def trial(trainer: Trainer, seed: int, scale: Scale) -> dict[str, float]:
     state = trainer.train(seed, batches(0, scale.steps, scale.batch))
     loss = trainer.measure(state, batches(1, scale.tests // 64, 64))["loss"]
     loss = min(loss, MOST) if math.isfinite(loss) else MOST
-    # The first token is not preceded by any, so no model knows what comes before it: the chain's order is one.
     return {"excess": loss - chain.entropy_rate, "loss": loss, "guess": chain.entropy - chain.entropy_rate}
 
 
