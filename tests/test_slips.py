@@ -272,14 +272,14 @@ def test_the_decoder_term_is_added_once():
     score = lambda times: np.tanh(times * s[:, None] + h) @ v  # noqa: E731
     assert close(recurrent.additive_scores(jnp.asarray(s), jnp.asarray(h), jnp.asarray(v)), score(1))
     assert not close(softmax(score(1)), softmax(score(2)))  # inside of the tanh it does not cancel
-    config = builders.seq2seq(norm=NormConfig(kind="none"), ffn=None)
+    config = builders.seq2seq(norm=NormConfig(kind="none"), ffn=None, layers=1)
     model, variables = builders.make(config)
     silent = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf * 0 if "out" in [key.key for key in path] else leaf, variables
     )
     batch = builders.batch(config, [3])
     x = silent["params"]["source_embed"]["table"][batch.target.tokens]  # shared by both sides
-    hidden = model.apply(silent, batch, method="hidden")
+    hidden = builders.apply(model, method="hidden")(silent, batch)
     assert close(hidden, x)  # sub-layers that say nothing leave the decoder's stream as it is
     assert not close(hidden, 2 * x)
 

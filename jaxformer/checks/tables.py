@@ -173,7 +173,8 @@ def fields(part: Any, path: str) -> None:
             below = high is None or (value <= high if ends[1] == "]" else value < high)
             if not (above and below):
                 words = f"{'at least' if ends[0] == '[' else 'more than'} {_plain(low)}"
-                words += "" if high is None else f" and {'at most' if ends[1] == ']' else 'less than'} {_plain(high)}"
+                if high is not None and not (high == INT32 and not above):
+                    words += f" and {'at most' if ends[1] == ']' else 'less than'} {_plain(high)}"
                 raise wrong(here, value, words)
 
 

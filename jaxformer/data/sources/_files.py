@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import logging
 import re
@@ -17,6 +18,9 @@ from jaxformer.data import cache
 from jaxformer.data.sources import Dataset
 
 VERSION = 1  # of how files are read: part of every key, raised when the same bytes would give other examples
+
+MAX_LINE = 128 << 20
+"""Bytes of a line: text8 is one of 100 MB, and what is longer has lost its newlines."""
 
 CUT = re.compile(r"(?P<name>.+)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]")
 
@@ -72,7 +76,8 @@ def folder(config: DataConfig) -> Path:
 def existing(path: Path) -> Path:
     """`path`, which must be a file."""
     if not path.is_file():
-        what = f"{path}: got no such file, expected what data.splits names"
+        got = "a folder" if path.is_dir() else "a device or pipe" if path.exists() else "no such file"
+        what = f"{path}: got {got}, expected a file, which data.splits names"
         raise ConfigError(f"{what}; set --config.data.dir=DIR to the folder that holds it")
     return path
 
@@ -94,12 +99,15 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     """(line number from 1, line without its newline) of a file, plain or .gz. Only "\\n" ends a line.
 
     Raises:
-      ConfigError: it is empty, damaged or not UTF-8 (with file and line).
+      ConfigError: it is empty, damaged or not UTF-8, or a line has no end (with file and line).
     """
     number = 0
     with _opened(path) as file:
-        while line := _guarded(path, file.readline):
+        while line := _guarded(path, functools.partial(file.readline, MAX_LINE + 1)):
             number += 1
+            if len(line) > MAX_LINE and not line.endswith(b"\n"):
+                got = f"{path}:{number}: got a line of more than {MAX_LINE >> 20} MiB"
+                raise ConfigError(f"{got}, expected a text with newlines; cut it, or set data.document=file")
             yield number, _decoded(line.removesuffix(b"\n"), path, number)
     if not number:
         raise ConfigError(f"{path}: got an empty file, expected at least one line")
