@@ -70,12 +70,15 @@ def layer_of(kind: str, heads: int, scale: Scale) -> tuple[Callable[[Array], Arr
 
 
 def timed(functions: list[Callable[[Array], Array]], x: Array, turns: int) -> list[float]:
-    """The least milliseconds of each, called by turns so that what else the machine does falls on all alike."""
-    least = [float("inf")] * len(functions)
+    """The least milliseconds of each, called by turns so that what else the machine does falls on all alike.
+
+    In another order at each turn: what comes after a large program finds the caches emptied.
+    """
+    least, rng = [float("inf")] * len(functions), np.random.default_rng(0)
     for turn in range(turns + 1):  # the first one compiles
-        for number, function in enumerate(functions):
+        for number in rng.permutation(len(functions)):
             begun = time.perf_counter()
-            jax.block_until_ready(function(x))
+            jax.block_until_ready(functions[number](x))
             if turn:
                 least[number] = min(least[number], 1000 * (time.perf_counter() - begun))
     return least
