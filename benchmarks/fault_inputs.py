@@ -24,8 +24,8 @@ import tiny_runs
 
 ODD: list[Any] = [
     0, 1, -1, 2, 3, 7, 10**9, 2**31, 2**64, 10**400, 1.5, -0.0, 1e308, float("nan"), float("inf"), True, False, None,
-    "", " ", "None", "a", "../..", "/etc/passwd", "\0", "\ud800", "ä\n", "x" * 5000, [], [1], [[]], [0, 2**40], (), (1, 2), {},
-    {"a": 1}, {"train": ("x",)}, b"bytes", "first_fit", "concat", "rope", "batch", "lstm", "adam", "muon", 1 << 20,
+    "", " ", "None", "a", "../..", "/etc/passwd", "\0", "\ud800", "ä\n", "x" * 5000, [], [1], [[]], [0, 2**40], (),
+    (1, 2), {}, {"a": 1}, {"train": ("x",)}, b"bytes", "first_fit", "concat", "rope", "batch", "lstm", "adam", "muon", 1 << 20,
 ]  # fmt: skip
 TEXTS = [
     "1000000000", "99999999999",
@@ -234,7 +234,7 @@ WORDS = ["train", "ValueError", "KeyError", "SystemExit", "get_config", "None", 
 
 
 def _recipes(rng: random.Random, folder: Path, place: Path) -> None:
-    """Programs of a few lines; one in ten has the lines of a recipe in their order, and one in ten is no file at all."""
+    """Programs of a few lines, one in ten with those of a recipe in their order; one in ten is no file at all."""
     from jaxformer import overrides
 
     path = place / "recipe.py"
