@@ -25,7 +25,8 @@ import tiny_runs
 ODD: list[Any] = [
     0, 1, -1, 2, 3, 7, 10**9, 2**31, 2**64, 10**400, 1.5, -0.0, 1e308, float("nan"), float("inf"), True, False, None,
     "", " ", "None", "a", "../..", "/etc/passwd", "\0", "\ud800", "ä\n", "x" * 5000, [], [1], [[]], [0, 2**40], (),
-    (1, 2), {}, {"a": 1}, {"train": ("x",)}, b"bytes", "first_fit", "concat", "rope", "batch", "lstm", "adam", "muon", 1 << 20,
+    (1, 2), {}, {"a": 1}, {"train": ("x",)}, b"bytes", "first_fit", "concat", "rope", "batch", "lstm", "adam", "muon",
+    1 << 20,
 ]  # fmt: skip
 TEXTS = [
     "1000000000", "99999999999",
