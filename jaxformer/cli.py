@@ -45,13 +45,16 @@ def train(arguments: Arguments) -> int:
 
 
 def evaluate(arguments: Arguments) -> int:
-    workdir, split = arguments.flags["workdir"], arguments.flags["split"]
+    workdir, split, which = (arguments.flags[name] for name in ("workdir", "split", "checkpoint"))
     overrides.read(workdir)
     from jaxformer.train import evaluate as evaluation
 
-    values = evaluation.evaluate(workdir, split)
-    _table(values)
+    values = evaluation.evaluate(workdir, split, which)
+    _table({name: value for name, value in values.items() if name != "checkpoint"})  # which "weights" says in words
     print(f"written to {Path(workdir) / f'eval-{split}.json'}")
+    from jaxformer import report as reports
+
+    reports.finish(workdir)
     return 0
 
 
@@ -63,16 +66,25 @@ def decode(arguments: Arguments) -> int:
     with lines.source(arguments.flags["input"]) as source, lines.sink(arguments.flags["output"]) as sink:
         from jaxformer import checkpoint, tasks
 
-        model = checkpoint.load(path)
+        model = checkpoint.load(path, arguments.flags["checkpoint"])
+        if model.weights is not None:
+            print(f"weights: {model.weights.sentence()}", file=sys.stderr)
         task = tasks.get(model.config.task.name)
         if task.decode is None:
             raise ConfigError(f"task {model.config.task.name}: got decode, expected a task that makes output of lines")
         config = overrides.edit(model.config, arguments.config).decode
         size = 1 if source.isatty() else DECODE_CHUNK * config.batch
+        cut = 0
         for chunk in lines.chunks(source, size, arguments.flags["input"] or "stdin"):
+            cut += model.too_long(chunk)
             for result in task.decode(model, chunk, config):
                 sink.write(lines.one_line(task.line(result)) + "\n")
             sink.flush()
+        if cut:
+            length = model.config.data.length
+            print(
+                f"warning: {cut:,} lines are longer than data.length ({length}), their ends not read", file=sys.stderr
+            )
     return 0
 
 
@@ -96,7 +108,7 @@ def report(arguments: Arguments) -> int:
         overrides.read(workdir)
     from jaxformer import report as reports
 
-    print(f"written to {reports.write(arguments.every['workdir'])}")
+    print(f"written to {reports.write(arguments.every['workdir'], arguments.flags['output'])}")
     return 0
 
 
@@ -165,13 +177,14 @@ def send(arguments: Arguments) -> int:
 
 MADE = Flag("folder of the run", folder="make")
 MEASURED = Flag("folder of the run", folder="write")
+CHECKPOINT = Flag("best, last or a step; without it the best (or the mean that config.checkpoint.average says)", "")
 
 COMMANDS: dict[str, Command] = {
     "train": Command("start a run, or resume it", train, {"workdir": MADE}, config="recipe"),
     "evaluate": Command(
         "measure a run on a split, print and write eval-<split>.json",
         evaluate,
-        {"workdir": MEASURED, "split": Flag("split of the data", "test")},
+        {"workdir": MEASURED, "split": Flag("split of the data", "test"), "checkpoint": CHECKPOINT},
     ),
     "decode": Command(
         "one line in, one line out",
@@ -180,6 +193,7 @@ COMMANDS: dict[str, Command] = {
             "workdir": Flag("folder of the run, or one of its checkpoints", folder="read"),
             "input": Flag("text file; without it stdin", ""),
             "output": Flag("text file, written whole or not at all; without it stdout", ""),
+            "checkpoint": CHECKPOINT,
         },
         config="edits",
         prints=True,
@@ -207,7 +221,14 @@ COMMANDS: dict[str, Command] = {
     "report": Command(
         "one HTML page of one run, or of several compared",
         report,
-        {"workdir": Flag("folder of a run", repeats=True, folder="write")},
+        {
+            "workdir": Flag("folder of a run", repeats=True, folder="write"),
+            "output": Flag(
+                "page to write, FILE.html; without it report.html of one run, and of several comparison.html in the "
+                "folder that holds them",
+                "",
+            ),
+        },
     ),
     "plan": Command(
         "what a training step needs: memory, FLOPs, traffic and time, by compiling it for devices that are not here",

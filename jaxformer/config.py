@@ -305,7 +305,8 @@ class ScheduleConfig:
 class TrainConfig:
     steps: int = 1000
     seed: int = 0
-    accumulation: int = 1  # microbatches summed before one update
+    accumulation: int = 1  # microbatches summed before one update. They equal one batch but for what sees all its rows:
+    # batch norm, the losses that balance experts, contrastive similarity; dropout draws other masks
     ema: float | None = None  # decay of the weight average; evaluation and decoding then use the average
     ema_warmup: bool = False  # the decay of update n (from 0) is min(ema, (1 + n) / (10 + n)): the random start is soon
     # forgotten. False: `ema` from the first update on, where the start weighs ema ** n
@@ -333,6 +334,7 @@ class EvaluateConfig:
     examples: int | None = None  # validation during training reads only the first so many; None: all
     decode_examples: int = 0  # validation examples decoded and scored at each evaluation; 0: loss only
     samples: int = 5  # decoded examples shown at each evaluation
+    headline: str = ""  # the measure that reports name first; "": checkpoint.metric, or the task's where that is loss
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def entities(found: Sequence[Sequence[str]], true: Sequence[Sequence[str]]) -> E
     """Of the entities of all sentences together, as the CoNLL shared tasks count them (Tjong Kim Sang 2002).
 
     Args:
-      found: the tags of every sentence ("O", "B-person", "I-person").
+      found: the tags of every sentence ("O", "B-person", "I-person"), see `spans`.
       true: the right ones; as many.
 
     Returns:
@@ -152,23 +152,43 @@ def entities(found: Sequence[Sequence[str]], true: Sequence[Sequence[str]]) -> E
 def spans(tags: Sequence[str]) -> list[tuple[str, int, int]]:
     """(kind, first, one past the last word) of the entities that tags mark.
 
-    One begins at every B, and at an I that does not go on with the kind before it: so IOB1 is read as well.
+    IOB1, IOB2 (BIO) and BIOES are read by the same rules, those of the script conlleval: an entity begins at every B
+    and S, and at an I or E that does not go on with an open one of its kind; it ends after every E and S, and before
+    whatever does not go on with it.
     """
     found: list[tuple[str, int, int]] = []
     open_kind = None
     for place, (mark, kind) in enumerate((tag[:1], tag[2:]) for tag in tags):
-        if mark == "I" and kind == open_kind:
+        if mark in ("I", "E") and kind == open_kind:
             found[-1] = (kind, found[-1][1], place + 1)
-        elif mark in ("B", "I"):
+        elif mark in MARKS:
             found.append((kind, place, place + 1))
         open_kind = kind if mark in ("B", "I") else None
     return found
 
 
+MARKS = ("B", "I", "E", "S")
+"""How a tag begins that says where in an entity a word stands: beginning, inside, end, single."""
+
+
 def marks_spans(tags: Iterable[str]) -> bool:
     """Whether such tags mark spans, and are not names of something else (parts of speech)."""
     tags = set(tags)
-    return tags != {"O"} and all(tag == "O" or tag.startswith(("B-", "I-")) for tag in tags)
+    return tags != {"O"} and all(tag == "O" or _marks(tag) for tag in tags)
+
+
+def unknown_marks(tags: Iterable[str]) -> list[str]:
+    """The tags, sorted, that mark no part of an entity although others of them do. None where all do, or none does.
+
+    Tags are taken for those of entities where one of them is "O" and another begins with a mark.
+    """
+    tags = set(tags)
+    others = {tag for tag in tags if tag != "O" and not _marks(tag)}
+    return sorted(others) if "O" in tags and len(others) < len(tags) - 1 else []
+
+
+def _marks(tag: str) -> bool:
+    return tag[:1] in MARKS and tag[1:2] == "-" and len(tag) > 2
 
 
 # --- answers

@@ -64,6 +64,7 @@ class Model:
       config: the resolved config of the run.
       tokenizers: `source` and `target` tokenizers.
       classes: names of a classifier's classes; None: their numbers.
+      weights: which checkpoints these are (a `checkpoint.Used`); None: of none.
     """
 
     module: nn.Module
@@ -72,6 +73,7 @@ class Model:
     config: Config
     tokenizers: Tokenizers
     classes: tuple[str, ...] | None = field(default=None)
+    weights: Any = field(default=None)
 
     def __call__(self, batch: Batch) -> Array:
         """Float32 logits of a batch: `[B, T, V]`, or `[B, C]` of a classifier."""
@@ -169,7 +171,7 @@ class Model:
 
     def _words(self, line: str) -> list[tuple[str, int | None]]:
         """The words of a line, and the slot of each one's first token in its prompt."""
-        places = tagging.read(self.config, self.tokenizers.source, line)[1]
+        _, places, _ = tagging.read(self.config, self.tokenizers.source, line)
         return list(zip(tagging.words(line), places, strict=True))
 
     def _names(self, count: int) -> tuple[str, ...]:
@@ -282,7 +284,12 @@ class Model:
     def score(self, lines: Sequence[str], targets: Sequence[str] | None = None) -> list[float]:
         """The log-likelihood (natural logarithm) of each line; in translation, of `targets[i]` given `lines[i]`.
 
-        It is the sum over tokens, the end of the text included where the task trains on it.
+        It is the sum over all tokens, the end of the text included where the task trains on it. A text longer than
+        `config.data.length` is read in windows, as evaluation does; a source is cut, as in training.
+
+        Raises:
+          ConfigError: a target has more tokens than `config.data.length`, or the model is neither a language model nor
+            one of translation.
         """
         self._require("translate", "generate")
         seq2seq = self._family() == "translate"
@@ -295,11 +302,31 @@ class Model:
         texts = (
             [{"source": s, "target": t} for s, t in zip(lines, targets)] if seq2seq else [{"text": x} for x in lines]
         )
-        features = [task.encode(self.config, self.tokenizers, example, rng) for example in texts]
+        if seq2seq:
+            self._refuse_long(targets)
+        windows = task.windows or (lambda *given: [task.encode(*given)])
+        parts = [windows(self.config, self.tokenizers, example, rng) for example in texts]
+        line_of = np.repeat(np.arange(len(lines)), [len(each) for each in parts])
         scores = np.zeros(len(lines))
-        for index, _, rows in self._forward(features, None, _log_likelihood):
-            scores[index] = rows
+        for index, _, rows in self._forward([part for each in parts for part in each], None, _log_likelihood):
+            np.add.at(scores, line_of[index], rows)
         return scores.tolist()
+
+    def _refuse_long(self, targets: Sequence[str]) -> None:
+        """Raises a ConfigError where the score of a target would be that of its beginning only."""
+        longest = self.config.data.length
+        for target in targets:
+            size = len(self.tokenizers.target.encode(target)) + 1
+            if size > longest:
+                shown = target if len(target) < 60 else target[:60] + "..."
+                raise ConfigError(
+                    f"score: got a target of {size} tokens, its end included ({shown!a}), expected at most {longest} "
+                    "(data.length); shorten it"
+                )
+
+    def too_long(self, lines: Sequence[str]) -> int:
+        """How many of these inputs have more tokens than `config.data.length`, so that their ends are not read."""
+        return sum("cut" in self._prompt(line) for line in _lines(lines))
 
     @property
     def _variables(self) -> dict[str, PyTree]:

@@ -598,6 +598,24 @@ def test_load_rebuilds_the_model(tmp_path):
     chex.assert_trees_all_equal(loaded(tmp_path / "checkpoints" / "last" / "2"), at(2).params)
     model = checkpoint.load(tmp_path)
     assert model.config == config
+    assert model.weights == ("best", (1,), "loss", 1.0, False)
+    for which, step, said in [
+        ("best", 1, "best by loss (1), step 1"),
+        ("last", 3, "last, step 3"),
+        ("2", 2, "as chosen, step 2"),
+        ("1", 1, "as chosen, step 1"),
+    ]:
+        chosen = checkpoint.load(tmp_path, which)
+        chex.assert_trees_all_equal(chosen.params, at(step).params)
+        assert chosen.weights.sentence() == said
+    assert checkpoint.load(tmp_path / "checkpoints" / "last").weights.sentence() == "last, step 3"
+    for which in ("4", "newest", "01x", "last/2"):
+        with pytest.raises(
+            ConfigError, match=rf"--checkpoint: got '{which}', expected best, last or a step .*last: 2, 3"
+        ):
+            checkpoint.load(tmp_path, which)
+    with pytest.raises(ConfigError, match="give one of them"):
+        checkpoint.load(tmp_path / "checkpoints" / "last", "best")
     out = model(build.example(config.model))
     chex.assert_trees_all_equal(out, builders.apply(module)({"params": at(1).params}, build.example(config.model)))
 
@@ -605,9 +623,11 @@ def test_load_rebuilds_the_model(tmp_path):
     chex.assert_trees_all_equal(loaded(), at(3).params)
     with pytest.raises(ConfigError, match="none that can be read"):
         checkpoint.load(tmp_path / "checkpoints" / "best" / "1")
+    assert checkpoint.load(tmp_path).weights.sentence() == "last, step 3", "the best is damaged"
     averaging = dataclasses.replace(config, checkpoint=CheckpointConfig(keep_last=2, average=2))
     (tmp_path / "config.json").write_text(overrides.to_json(averaging))
     chex.assert_trees_all_close(loaded(), at(2.5).params, rtol=1e-6)
+    assert checkpoint.load(tmp_path).weights.sentence() == "last, mean of the steps 3, 2"
     wider = dataclasses.replace(config, model=ModelConfig(decoder=dataclasses.replace(config.model.decoder, layers=4)))
     (tmp_path / "config.json").write_text(overrides.to_json(wider))
     with pytest.raises(ConfigError, match=r"decoder/blocks/.* float32\[2, .*expected float32\[4, "):

@@ -159,17 +159,18 @@ def test_a_crash_is_not_swallowed(monkeypatch, recipe):
 
 def test_evaluate_prints_its_values(monkeypatch, run, capsys):
     values = {"split": "test", "loss": 1.25, "examples": 7}
-    stand_in(monkeypatch, "train.evaluate", evaluate=lambda workdir, split: values)
-    assert cli.main(["evaluate", f"--workdir={run}"]) == 0
+    stand_in(monkeypatch, "train.evaluate", evaluate=lambda workdir, split, which: values | {"weights": which})
+    assert cli.main(["evaluate", f"--workdir={run}", "--checkpoint=last"]) == 0
     out = capsys.readouterr().out
+    assert "weights   last" in out
     assert out.splitlines()[:3] == ["split     test", "loss      1.25", "examples  7"]
     assert f"{run}/eval-test.json" in out
 
 
 def test_report_and_data_prepare(monkeypatch, run, capsys):
-    stand_in(monkeypatch, "report", write=lambda workdirs: f"page of {len(workdirs)}")
-    assert cli.main(["report", f"--workdir={run}", f"--workdir={run}"]) == 0
-    assert capsys.readouterr().out == "written to page of 2\n"
+    stand_in(monkeypatch, "report", write=lambda workdirs, output: f"page of {len(workdirs)} {output}")
+    assert cli.main(["report", f"--workdir={run}", f"--workdir={run}", "--output=a.html"]) == 0
+    assert capsys.readouterr().out == "written to page of 2 a.html\n"
     stand_in(monkeypatch, "data.prepare", prepare=lambda name, folder: f"{folder}/{name}")
     assert cli.main(["data", "prepare", "lm1b", "--dir=/data"]) == 0
     assert capsys.readouterr().out == "prepared in /data/lm1b\n"
@@ -199,18 +200,23 @@ def reverser(monkeypatch, run):
         return [line[::-1] for line in chunk]
 
     task = types.SimpleNamespace(decode=decode, line=lambda result: result.replace("%", "\n"))
-    model = types.SimpleNamespace(config=overrides.read(run))
-    stand_in(monkeypatch, "checkpoint", load=lambda path: model)
+    long = lambda chunk: sum(len(line) > 10 for line in chunk)  # noqa: E731
+    model = types.SimpleNamespace(config=overrides.read(run), weights=None, too_long=long)
+    stand_in(monkeypatch, "checkpoint", load=lambda path, which: model)
     stand_in(monkeypatch, "tasks", get=lambda name: task)
     return calls
 
 
-def test_decode_is_one_line_out_for_one_line_in(reverser, run, tmp_path):
+def test_decode_is_one_line_out_for_one_line_in(reverser, run, tmp_path, capsys):
     (tmp_path / "in.txt").write_bytes("ab\n\nx\u2028y\x0cz\r\na%b\nlast".encode())
     argv = ["decode", f"--workdir={run}", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.txt"]
     assert cli.main(argv) == 0
     assert (tmp_path / "out.txt").read_bytes().decode() == "ba\n\nz\x0cy\u2028x\nb\\na\ntsal\n"
     assert [size for size, _ in reverser] == [5]
+    assert "longer than" not in capsys.readouterr().err
+    (tmp_path / "in.txt").write_text("more than ten letters\nfew\n")
+    assert cli.main(argv) == 0
+    assert "warning: 1 lines are longer than data.length (128), their ends not read" in capsys.readouterr().err
 
 
 def test_decode_streams_in_chunks_with_edited_options(reverser, run, tmp_path, monkeypatch, capsys):

@@ -121,11 +121,61 @@ def test_ties_share_their_ranks():
         ("B-a I-b I-b", [("a", 0, 1), ("b", 1, 3)]),
         ("B-a O I-a", [("a", 0, 1), ("a", 2, 3)]),
         ("B-a-b I-a-b", [("a-b", 0, 2)]),
+        ("S-a B-a I-a E-a S-b", [("a", 0, 1), ("a", 1, 4), ("b", 4, 5)]),  # BIOES
+        ("S-a I-a E-a", [("a", 0, 1), ("a", 1, 3)]),
+        ("B-a E-a E-a", [("a", 0, 2), ("a", 2, 3)]),
         ("", []),
     ],
 )
 def test_spans_as_the_shared_tasks_read_tags(tags, found):
     assert metrics.spans(tags.split()) == found
+
+
+def conlleval(tags):
+    """Spans by the two questions that the shared tasks' script asks of every pair of neighbours: slow, and its own."""
+    padded = [("O", "")] + [(tag[0], tag[2:]) for tag in tags] + [("O", "")]
+    starts, ends = [], []
+    for place in range(1, len(padded)):
+        (before, old), (now, new) = padded[place - 1], padded[place]
+        pair = before + now
+        changed = old != new
+        if before != "O" and (before in "ES" or pair in ("BB", "BS", "BO", "IB", "IS", "IO") or changed):
+            ends.append(place - 1)
+        if now != "O" and (now in "BS" or pair in ("EE", "EI", "SE", "SI", "OE", "OI") or changed):
+            starts.append(place - 1)
+    return [(tags[first][2:], first, last) for first, last in zip(starts, ends, strict=True)]
+
+
+TAGS = ["O", *(f"{mark}-{kind}" for mark in "BIES" for kind in ("a", "b"))]
+
+
+@given(st.lists(st.sampled_from(TAGS), max_size=12))
+def test_spans_are_those_of_a_slow_reference_whatever_the_tags(tags):
+    assert metrics.spans(tags) == conlleval(tags)
+
+
+def written(spans, count, scheme):
+    """The tags of `spans` in IOB1, IOB2 or BIOES."""
+    tags = ["O"] * count
+    for number, (kind, first, end) in enumerate(spans):
+        touches = number > 0 and spans[number - 1][0] == kind and spans[number - 1][2] == first
+        for place in range(first, end):
+            if scheme == "BIOES":
+                mark = "S" if end - first == 1 else "B" if place == first else "E" if place == end - 1 else "I"
+            else:
+                mark = "B" if place == first and (scheme == "IOB2" or touches) else "I"
+            tags[place] = f"{mark}-{kind}"
+    return tags
+
+
+@pytest.mark.parametrize("scheme", ["IOB1", "IOB2", "BIOES"])
+@given(gaps=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(1, 3)), max_size=5))
+def test_every_scheme_says_the_same_spans(scheme, gaps):
+    spans, place = [], 0
+    for kind, gap, size in gaps:
+        spans.append((kind, place + gap, place + gap + size))
+        place += gap + size
+    assert metrics.spans(written(spans, place + 1, scheme)) == spans
 
 
 def test_an_entity_is_right_in_place_and_kind_or_wrong():
@@ -144,8 +194,12 @@ def test_an_entity_is_right_in_place_and_kind_or_wrong():
 
 def test_which_tags_mark_spans():
     assert metrics.marks_spans(("O", "B-a", "I-a"))
+    assert metrics.marks_spans(("O", "B-a", "I-a", "S-a"))
     assert not metrics.marks_spans(("NN", "O"))
     assert not metrics.marks_spans(("O",))
+    assert metrics.unknown_marks(("O", "B-a", "U-b", "L-b", "S")) == ["L-b", "S", "U-b"]
+    for tags in (("O", "B-a", "S-a"), ("NN", "O", "VB"), ("NN", "S-BAR", "B-x"), ("O",)):
+        assert metrics.unknown_marks(tags) == []
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,28 @@ def test_score_is_the_log_likelihood(task):
         assert score == pytest.approx(sum(log_probs[t, label] for t, label in enumerate(features["labels"])), rel=1e-4)
 
 
+def test_a_long_line_is_scored_to_its_end():
+    it = model("language_modelling")
+    line = "a line of more bytes than there are slots: two rows and a bit"
+    parts = tasks.get("language_modelling").windows(it.config, it.tokenizers, {"text": line}, None)
+    assert len(parts) == 3
+    whole = 0.0
+    for part in parts:
+        logits = np.asarray(it(stack([part], 1, (0, 0), (24,)))[0], np.float64)[: len(part["labels"])]
+        log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        whole += np.take_along_axis(log_probs, part["labels"][:, None], -1).sum()
+    assert it.score([line, "ab"]) == pytest.approx([whole, it.score(["ab"])[0]], rel=1e-4)
+    with pytest.raises(ConfigError, match="score: got a target of 25 tokens, its end included .*, expected at most 24"):
+        model("translation").score(["a", "b"], ["c", "x" * 24])
+
+
+def test_lines_that_are_not_read_to_their_ends_are_counted():
+    lines = ["ab", "x" * 23, "x" * 24, "y" * 90]
+    assert model("translation").too_long(lines) == 2
+    assert model("tagging").too_long(lines) == 3, "<cls> and <sep> take two slots"
+    assert model("language_modelling").too_long(lines) == 0
+
+
 def test_score_wants_what_the_model_reads():
     with pytest.raises(ConfigError, match="as many targets as lines"):
         model("translation").score(["a"])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxformer.report
-from jaxformer import overrides, report
+from jaxformer import overrides, registry, report, tasks
 from jaxformer.config import (
     CheckpointConfig,
     Config,
@@ -301,8 +301,8 @@ def test_runs_are_compared(tmp_path):
     other = dataclasses.replace(CONFIG, schedule=ScheduleConfig(peak=0.25), task=TaskConfig(label_smoothing=0.1))
     first, second = whole(tmp_path / "a" / "run"), whole(tmp_path / "b" / "run", other)
     found = read(first, second, first)
-    assert (first / "report.html").exists()
-    assert not (second / "report.html").exists()
+    assert (tmp_path / "comparison.html").exists() and (tmp_path / "comparison.png").exists()
+    assert not (first / "report.html").exists() and not (second / "report.html").exists()
     differences = cells(found, "Differences")
     assert "2 runs compared" in found.text
     assert cells(found, "schedule.peak")[:2] == ["0.001", "0.25"]
@@ -311,6 +311,63 @@ def test_runs_are_compared(tmp_path):
     start = differences.index("field")
     assert differences[start : start + 10] == [*table, "Configuration"]
     assert cells(found, "test: BLEU (0 to 100)")[:2] == ["33.25", "33.25"]
+
+
+def test_a_comparison_goes_where_it_is_told_and_replaces_no_run_s_page(tmp_path):
+    first, second = whole(tmp_path / "runs" / "a"), whole(tmp_path / "runs" / "deep" / "b")
+    alone = report.write([first]).read_bytes()
+    assert report.write([first, second]) == tmp_path / "runs" / "comparison.html"
+    (tmp_path / "pages").mkdir()
+    asked = tmp_path / "pages" / "both.html"
+    assert report.write([first, second], asked) == asked
+    assert sorted(path.name for path in asked.parent.iterdir()) == ["both.html", "both.png"]
+    assert (first / "report.html").read_bytes() == alone
+    for wrong in (tmp_path / "both", tmp_path / "pages"):
+        with pytest.raises(ConfigError, match="--output: got .*, expected a file that ends in .html"):
+            report.write([first], wrong)
+    with pytest.raises(ConfigError, match="No such file or directory, expected to write the page there"):
+        report.write([first], tmp_path / "nowhere" / "a.html")
+
+
+SCORES = {"step": 100, "loss": 2.0, "perplexity": 7.4, "accuracy": 0.5, "bleu": 0.0, "exact_match": 0.999}
+
+
+@pytest.mark.parametrize(
+    ("values", "config", "first"),
+    [
+        (SCORES, {}, "bleu"),
+        (SCORES, {"evaluate": EvaluateConfig(headline="exact_match")}, "exact_match"),
+        (SCORES, {"checkpoint": CheckpointConfig(metric="exact_match")}, "exact_match"),
+        (
+            SCORES,
+            {"checkpoint": CheckpointConfig(metric="bleu"), "evaluate": EvaluateConfig(headline="perplexity")},
+            "perplexity",
+        ),
+        ({"loss": 0.3, "accuracy": 0.9, "macro_f1": 0.8}, {}, "accuracy"),
+        ({"loss": 0.3, "accuracy": 0.9, "macro_f1": 0.8, "f1": 0.6, "precision": 0.7, "recall": 0.5}, {}, "f1"),
+        ({"loss": 0.3, "accuracy": 0.9, "macro_f1": 0.8, "word_accuracy": 0.85}, {}, "word_accuracy"),
+        ({"loss": 0.3, "accuracy": 0.4, "perplexity": 2.0, "word_perplexity": 9.0, "bits_per_byte": 1.0}, {},
+         "word_perplexity"),
+        ({"loss": 0.3, "accuracy": 0.4, "spearman": 0.7, "pearson": 0.6}, {}, "spearman"),
+        ({"loss": 0.3, "rouge1": 3.0, "rouge2": 1.0, "rouge_l": 2.0, "perplexity": 4.0}, {}, "rouge1"),
+        ({"loss": 0.3}, {}, "loss"),
+    ],
+)  # fmt: skip
+def test_the_main_measure_comes_first(tmp_path, values, config, first):
+    files = {"eval-test.json": json.dumps({"split": "test", **values}), "result.json": json.dumps(values)}
+    folder = whole(tmp_path, dataclasses.replace(CONFIG, **config), **files)
+    words = [word for word in read(folder).words if word.strip()]
+    assert words[words.index("Results", words.index("Results") + 1) + 1] == f"test: {figures.LABELS.get(first, first)}"
+
+
+def test_a_headline_that_was_not_measured_is_said(tmp_path):
+    folder = whole(tmp_path, dataclasses.replace(CONFIG, evaluate=EvaluateConfig(headline="blue")))
+    assert "evaluate.headline is 'blue', which was not measured; there are bleu, loss" in read(folder).text
+
+
+def test_every_score_of_decoded_text_says_of_how_many_examples_it_is():
+    scores = {name for task in registry.names("jaxformer.tasks") for name in tasks.get(task).scores}
+    assert set(page.DECODED) == scores
 
 
 def test_equal_configs_are_said_to_be_equal(tmp_path):
@@ -365,7 +422,7 @@ def test_every_validation_measure_has_a_panel(tmp_path):
     assert titles[:4] == [
         "learning rate",
         "gradient norm, before clipping",
-        "labels per second",
+        "tokens per second, padding left out",
         "validation: BLEU (0 to 100)",
     ]
     assert figures.panels(runs.read([put(tmp_path / "empty")]), figures.PRINT) is None

@@ -16,6 +16,7 @@ Format 1, of versions before there were manifests, is still read; its damage is 
 
 from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.checkpoint.reading import (
+    Used,
     Weights,
     about,
     arrays,
@@ -35,6 +36,6 @@ from jaxformer.checkpoint.saving import Checkpoints, Saved
 from jaxformer.checkpoint.trees import every_process, plain
 
 __all__ = [
-    "Checkpoints", "Damaged", "Saved", "Weights", "about", "arrays", "directories", "every_process", "load", "locate",
-    "mean", "plain", "quality", "ranked", "read_data", "read_state", "read_weights", "steps", "verify",
+    "Checkpoints", "Damaged", "Saved", "Used", "Weights", "about", "arrays", "directories", "every_process", "load",
+    "locate", "mean", "plain", "quality", "ranked", "read_data", "read_state", "read_weights", "steps", "verify",
 ]  # fmt: skip

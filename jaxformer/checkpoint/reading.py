@@ -21,7 +21,7 @@ from jaxformer import overrides
 from jaxformer.checkpoint import manifest
 from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.checkpoint.trees import abstract_data, is_key, plain
-from jaxformer.config import CheckpointConfig, ConfigError
+from jaxformer.config import CheckpointConfig, Config, ConfigError
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.model import Model
 from jaxformer.models import build
@@ -171,6 +171,31 @@ def read_weights(directory: Path, layout: PyTree | None = None) -> Weights:
     return Weights(params, variables)
 
 
+class Used(NamedTuple):
+    """Which checkpoints a model's weights are of.
+
+    Attributes:
+      kind: "best", "last", or "step" where one was asked for by its number.
+      steps: theirs; of several the weights are the mean.
+      metric, value: what the best are chosen by, and what it was; None unless `kind` is "best".
+      average: whether the running average of the weights (train.ema) took their place.
+    """
+
+    kind: str
+    steps: tuple[int, ...]
+    metric: str | None
+    value: float | None
+    average: bool
+
+    def sentence(self) -> str:
+        """For people: "best by loss (1.234), step 400"."""
+        numbers = ", ".join(f"{step:,}" for step in self.steps)
+        value = "" if self.value is None else f" ({self.value:.4g})"
+        which = {"best": f"best by {self.metric}{value}", "last": "last", "step": "as chosen"}[self.kind]
+        steps = f"step {numbers}" if len(self.steps) == 1 else f"mean of the steps {numbers}"
+        return f"{which}, {steps}" + (", running average of the weights (train.ema)" if self.average else "")
+
+
 def mean(found: Sequence[Path], limit: int, layout: PyTree | None = None) -> Weights:
     """The mean of the first `limit` weights that can be read, one in memory at a time beside the sum.
 
@@ -179,7 +204,12 @@ def mean(found: Sequence[Path], limit: int, layout: PyTree | None = None) -> Wei
     Raises:
       ConfigError: none can be read.
     """
-    total, count, reason = None, 0, "there is none"
+    return _mean(found, limit, layout)[0]
+
+
+def _mean(found: Sequence[Path], limit: int, layout: PyTree | None = None) -> tuple[Weights, list[Path]]:
+    """The mean, and the checkpoints that were read for it."""
+    total, used, reason = None, [], "there is none"
     for directory in found:
         try:
             verify(directory)
@@ -189,32 +219,37 @@ def mean(found: Sequence[Path], limit: int, layout: PyTree | None = None) -> Wei
             reason = f"{directory.name}: {error}"
             continue
         total = weights if total is None else jax.tree.map(np.add, total, weights)
-        count += 1
-        if count == limit:
+        used.append(directory)
+        if len(used) == limit:
             break
     if total is None:
         where = found[0].parents[1] if found else "this run"
         raise ConfigError(f"checkpoints of {where}: got none that can be read ({reason}), expected at least one")
     if limit > 1:
-        total = jax.tree.map(lambda x: (x / count).astype(x.dtype), total)
+        total = jax.tree.map(lambda x: (x / len(used)).astype(x.dtype), total)
     # Without a layout the arrays are not committed to a device, so they go along with whatever mesh they meet.
     params = jax.tree.map(jnp.asarray, total.params) if layout is None else jax.device_put(total.params, layout)
-    return Weights(params, jax.tree.map(jnp.asarray, total.variables))
+    return Weights(params, jax.tree.map(jnp.asarray, total.variables)), used
 
 
-def load(path: str | Path) -> Model:
-    """The model of a run, ready to use.
+def load(path: str | Path, which: str = "") -> Model:
+    """The model of a run, ready to use. Its `weights` say which they are.
 
     `config.checkpoint` says which weights: the mean of the last or best `average`; else the best checkpoint, or the
     newest where nothing was evaluated. The running average takes the place of the parameters in runs that keep one.
 
     Args:
       path: a workdir; or, to choose, its `checkpoints/best`, `checkpoints/last` or one checkpoint in them.
+      which: chooses too: "best", "last" or the number of a step; "": as `path` and the config say.
 
     Raises:
-      ConfigError: there is no run at `path`, or nothing of it can be read, or it does not fit its config.
+      ConfigError: there is no run at `path`, or nothing of it can be read, or it does not fit its config, or it has no
+        such checkpoint.
     """
     workdir, chosen = locate(Path(path).absolute())
+    if which and chosen:
+        raise ConfigError(f"--checkpoint: got {which!a} with {path}, which names a checkpoint; give one of them")
+    chosen = _named(workdir, which) if which else chosen
     config = overrides.read(workdir)
     keep, limit = config.checkpoint, 1
     last, best = (ranked(workdir, part, keep) for part in ("last", "best"))
@@ -225,9 +260,38 @@ def load(path: str | Path) -> Model:
     else:
         found = best + last
     module = build.build(config.model)
-    params, variables = mean(found, limit)
+    (params, variables), read = _mean(found, limit)
     _compare(workdir, _shapes(params), _shapes(nn.meta.unbox(build.shapes(module))["params"]))
-    return Model(module, params, variables, config, Tokenizers.load(workdir), config.task.classes or None)
+    used = _used(read, config, numbered="/" in chosen)
+    return Model(module, params, variables, config, Tokenizers.load(workdir), config.task.classes or None, used)
+
+
+def _named(workdir: Path, which: str) -> str:
+    """The part of a run's `checkpoints` that `which` names: "best", "last", "last/400".
+
+    Raises:
+      ConfigError: there is none.
+    """
+    parts = {part: sorted(steps(workdir / "checkpoints" / part)) for part in ("best", "last")}
+    if parts.get(which):
+        return which
+    found = [f"{part}/{which}" for part, held in parts.items() if which.isdecimal() and int(which) in held]
+    if found:
+        return found[-1]
+    held = "; ".join(f"{part}: {', '.join(map(str, numbers)) or 'none'}" for part, numbers in parts.items())
+    raise ConfigError(f"--checkpoint: got {which!a}, expected best, last or a step of {workdir} ({held})")
+
+
+def _used(read: list[Path], config: Config, numbered: bool) -> Used:
+    """What `read` checkpoints are; one found among the best is so by the metric that it was kept for."""
+    kind = "step" if numbered else read[0].parent.name
+    value = None
+    if kind == "best" and len(read) == 1:
+        values = about(read[0]).get("values")
+        value = values.get(config.checkpoint.metric) if isinstance(values, dict) else None
+    metric = config.checkpoint.metric if kind == "best" else None
+    numbers = tuple(int(directory.name) for directory in read)
+    return Used(kind, numbers, metric, value, config.train.ema is not None)
 
 
 def locate(path: Path) -> tuple[Path, str]:

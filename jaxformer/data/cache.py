@@ -37,6 +37,8 @@ Parse = Callable[[], tuple[Mapping[str, Any], Mapping[str, Rows]]]
 """Reads the files: (tfds features by role, rows by split). Called only when the entry does not exist."""
 
 MANIFEST = "entry.json"
+"""Of an entry: the sizes and checksums of its files, and what its sources warned of when it was written."""
+
 KEPT = 32 << 20  # bytes; a data set up to this size stays in memory once read: 20,000 examples/s become a million
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ def entry(config: DataConfig, name: str, key: str, parse: Parse) -> Path:
     place = root(config) / "sources" / f"{name}-{key}"
     try:
         if problem(place) == "":
+            _warn_again(place)
             return place
         place.parent.mkdir(parents=True, exist_ok=True)
         with _locked(place.with_name(f"{place.name}.lock")):
@@ -78,6 +81,7 @@ def entry(config: DataConfig, name: str, key: str, parse: Parse) -> Path:
     except OSError as error:
         what = f"{place}: {error.strerror or error}, expected to write prepared data there"
         raise ConfigError(f"{what}; set --config.data.cache or $JAXFORMER_CACHE to a writable folder") from error
+    _warn_again(place)
     return place
 
 
@@ -86,7 +90,8 @@ def problem(place: Path) -> str | None:
     if not place.is_dir():
         return None if not place.exists() else "it is a file"
     try:
-        listed = files.read_json(place / MANIFEST)["files"]
+        manifest = files.read_json(place / MANIFEST)
+        listed, _ = manifest["files"], manifest["warnings"]
         for name, each in listed.items():
             with open(place / name, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -103,14 +108,14 @@ def problem(place: Path) -> str | None:
     return ""
 
 
-def _list_files(folder: Path) -> None:
-    """Writes the sizes and checksums of a whole entry."""
+def _write_manifest(folder: Path, warnings: list[str]) -> None:
+    """Writes the sizes and checksums of a whole entry, and what its sources warned of."""
     listed = {}
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         listed[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
-    files.write_json(folder / MANIFEST, {"files": listed})
+    files.write_json(folder / MANIFEST, {"files": listed, "warnings": warnings})
 
 
 @contextlib.contextmanager
@@ -125,14 +130,15 @@ def _write(place: Path, parse: Parse) -> None:
     """Runs a tfds builder over the parsed rows beside `place` and renames the result to it."""
     import tensorflow_datasets as tfds
 
-    features, splits = parse()
     partial = Path(tempfile.mkdtemp(prefix=f"{place.name}.partial-", dir=place.parent))
     try:
-        tfds.disable_progress_bar()
-        builder = _builder_class()(features, splits, data_dir=str(partial), file_format="array_record")
-        with contextlib.redirect_stdout(io.StringIO()):  # tfds prints banners, and our stdout may be a pipe of results
-            builder.download_and_prepare()
-        _list_files(Path(builder.data_path))
+        with _warnings() as warned:
+            features, splits = parse()
+            tfds.disable_progress_bar()
+            builder = _builder_class()(features, splits, data_dir=str(partial), file_format="array_record")
+            with contextlib.redirect_stdout(io.StringIO()):  # tfds prints banners; our stdout may be a pipe of results
+                builder.download_and_prepare()
+        _write_manifest(Path(builder.data_path), warned)
         if place.exists():  # damaged; who reads it has its files open, and they stay until they are closed
             os.replace(place, partial / "damaged")
         os.replace(builder.data_path, place)
@@ -140,6 +146,29 @@ def _write(place: Path, parse: Parse) -> None:
         shutil.rmtree(partial, ignore_errors=True)
     counts = ", ".join(f"{name} {split.num_examples:,}" for name, split in builder.info.splits.items())
     logger.info("prepared %s: %s", place, counts)
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """The texts of what the modules of `data` warn of meanwhile, as of examples that a source leaves out. They go
+    nowhere else: `_warn_again` says them."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    package = logging.getLogger(__package__)
+    package.addHandler(handler)
+    package.propagate = False
+    try:
+        yield texts
+    finally:
+        package.propagate = True
+        package.removeHandler(handler)
+
+
+def _warn_again(place: Path) -> None:
+    """Warns of what was left out when the entry was written: whoever uses it has to know, not only its writer."""
+    for text in files.read_json(place / MANIFEST)["warnings"]:
+        logger.warning("%s", text)
 
 
 @functools.cache

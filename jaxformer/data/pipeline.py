@@ -10,7 +10,6 @@ checkpoint needs, whatever the number of hosts that reads it.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,9 @@ import grain
 import numpy as np
 
 from jaxformer.config import Config, ConfigError
-from jaxformer.data import cache, concat, packing
+from jaxformer.data import cache, concat, cuts, packing
+from jaxformer.data.cuts import Cut
+from jaxformer.data.encoding import Encoder
 from jaxformer.data.packing import Features, Planned, Shape
 from jaxformer.data.sources import Dataset, Examples
 from jaxformer.data.tokenizers import Tokenizers
@@ -39,39 +40,10 @@ PREFETCH = 2
 """Batches made ahead in the background."""
 UNCUT = 2**30
 """A length that nothing exceeds."""
+LOOKED_AT = 2**14
+"""Training examples, spread over all of them, in which what is cut off is counted when a run starts."""
 
 PACKINGS = ("none", "concat", "first_fit")
-
-logger = logging.getLogger(__name__)
-
-
-class Encoder:
-    """Examples of a split, encoded by the task.
-
-    The generator that the task draws from depends on the seed, the epoch and the example's index only: the same on any
-    host, in any batch, after any interruption.
-    """
-
-    def __init__(self, config: Config, tokenizers: Tokenizers, task: Task, examples: Examples, count: int):
-        self._config, self._tokenizers, self._task = config, tokenizers, task
-        self._examples, self._count = examples, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __call__(self, indices: Sequence[int], epoch: int) -> list[Features]:
-        # One counter-based generator that is set to each example's key: making a new one costs ten times as much.
-        bits = np.random.Philox(0)
-        start = bits.state
-        counter = np.zeros(4, np.uint64)
-        rng = np.random.Generator(bits)
-        high = np.uint64((self._config.train.seed % 2**32) << 32 | epoch % 2**32)
-        encoded = []
-        for index, example in zip(indices, concat.examples_at(self._examples, indices), strict=True):
-            start["state"] = {"counter": counter, "key": np.array([high, index], np.uint64)}
-            bits.state = start
-            encoded.append(self._task.encode(self._config, self._tokenizers, example, rng))
-        return encoded
 
 
 @dataclass
@@ -104,6 +76,7 @@ class Plan:
       seed: of the order; None: the order of the data.
       longest: examples above this length are dropped; None: none are.
       size: examples of a block.
+      windows: whether an example may be several pieces.
     """
 
     encode: Any
@@ -112,6 +85,7 @@ class Plan:
     seed: int | None
     longest: int | None
     size: int
+    windows: bool = False
     dropped: dict[int, int] = field(default_factory=dict)  # block -> examples dropped when it was last planned
 
     @property
@@ -124,7 +98,7 @@ class Plan:
         epoch, block = divmod(number, self.blocks)
         indices = self._order(epoch, range(block * self.size, min((block + 1) * self.size, len(self.encode))))
         encoded, lengths = None, [0] * len(indices)  # enough to know where there is one bucket only
-        if self.pack or len(self.buckets) > 1 or self.longest is not None:
+        if self.pack or len(self.buckets) > 1 or self.longest is not None or self.windows:
             encoded = self.encode(indices, epoch)
             if self.longest is not None:
                 kept = [example for example in encoded if packing.size(example) <= self.longest]
@@ -147,11 +121,7 @@ class Plan:
         return [grain.experimental.index_shuffle(place, max_index=last, seed=seed, rounds=4) for place in places]
 
     def _drop(self, block: int, count: int) -> None:
-        first = block not in self.dropped
         self.dropped[block] = count
-        if first and len(self.dropped) == self.blocks and sum(self.dropped.values()):
-            share = f"{sum(self.dropped.values()):,} of {len(self.encode):,}"
-            logger.info("dropped %s training examples longer than %d tokens", share, self.longest)
 
 
 class Batches(grain.IterDataset):
@@ -237,6 +207,7 @@ class Pipeline:
         self._plan = self._planned("train", data.examples, packing.shapes(*self._budget()), train=True)
         self._like = self._plan.encode([0], 0)[0]  # which arrays a batch has, also where a host's rows are all empty
         self._sizes: dict[tuple[str, int | None], dict[str, int]] = {}
+        self._cuts: dict[tuple[str, int | None], Cut] = {}
 
     def train(self) -> grain.DatasetIterator:
         """An endless iterator over this host's rows of the training batches, numpy `[B / process_count, T]`.
@@ -282,6 +253,9 @@ class Pipeline:
     def evaluate(self, split: str, examples: int | None = None, rows: int | None = None) -> Iterator[Batch]:
         """One pass over a split in the order of the data: every example once, the last batch filled up with empty rows.
 
+        A text that is too long for a row is read in several, if the task has `windows`; else it is cut, and `cut` says
+        how much.
+
         Args:
           split: "validation", "test", "train".
           examples: only the first so many.
@@ -304,6 +278,9 @@ class Pipeline:
         """What a split holds: "examples", and "bytes", "words" and "lines" (line ends) of the text that is predicted.
 
         Reads the whole split the first time. What one evaluation predicts, "labels", is its sum of weights.
+
+        Args:
+          examples: only of the first so many, as in `evaluate`.
         """
         if (split, examples) not in self._sizes:
             roles = self.task.roles
@@ -313,6 +290,33 @@ class Pipeline:
                 chosen, (predicted,) if predicted else (), self.config.data.document
             )
         return self._sizes[split, examples]
+
+    def cut(self, split: str, examples: int | None = None) -> Cut:
+        """What `evaluate` cuts off the same examples. Encodes them the first time, if any of them may be cut."""
+        if (split, examples) not in self._cuts:
+            count = self._count(split, examples)
+            whole = self.config.data.packing == "concat" or self.task.windows is not None
+            encode = self._encoder(split, count, self.config)
+            self._cuts[split, examples] = Cut(count) if whole else cuts.count(encode.each(range(count)))
+        return self._cuts[split, examples]
+
+    def said(self, measured: int | None) -> list[str]:
+        """What a run that starts says of text that does not fit: of training, and of the validation split it measures.
+
+        Args:
+          measured: only so many validation examples are; None: all.
+        """
+        data, lines = self.config.data, []
+        if data.packing != "concat":
+            count = self._count("train", data.examples)
+            looked = [number * count // LOOKED_AT for number in range(LOOKED_AT)] if count > LOOKED_AT else range(count)
+            config = self._uncut() if data.skip_long else self.config
+            encoded = self._encoder("train", count, config).each(looked)
+            found = cuts.too_long(encoded, data.length) if data.skip_long else cuts.count(encoded)
+            lines.append(found.sentence("train", data.length, count, "left out" if data.skip_long else "cut off"))
+        if "validation" in self.dataset.splits:
+            lines.append(self.cut("validation", measured).sentence("validation", data.length))
+        return [line for line in lines if line]
 
     @property
     def dropped(self) -> int:
@@ -348,8 +352,12 @@ class Pipeline:
             raise ConfigError(f"data: got no examples in split {split!r}, expected at least one; check the files")
         return count
 
-    def _encoder(self, split: str, count: int, config: Config) -> Encoder:
-        return Encoder(config, self._remembering, self.task, self._split(split), count)
+    def _encoder(self, split: str, count: int, config: Config, windows: bool = False) -> Encoder:
+        return Encoder(config, self._remembering, self.task, self._split(split), count, windows)
+
+    def _uncut(self) -> Config:
+        """The config under which nothing is cut, so that what is too long shows."""
+        return dataclasses.replace(self.config, data=dataclasses.replace(self.config.data, length=UNCUT))
 
     def _check(self, features: Features) -> None:
         kind, task = self.config.data.packing, self.config.task.name
@@ -363,7 +371,7 @@ class Pipeline:
 
     def _planned(self, split: str, limit: int | None, buckets: list[Shape], train: bool) -> Plan:
         data, config = self.config.data, self.config
-        count = self._count(split, limit)
+        count, windows = self._count(split, limit), False
         if data.packing == "concat":
             key = f"{self.dataset.key} {split} {count}"
             documents = _First(self._split(split), count)
@@ -371,12 +379,13 @@ class Pipeline:
             encode, longest = concat.Rows(tokens, data.length), None
         else:
             longest = data.length if train and data.skip_long else None
-            if longest is not None:  # uncut, so that what is too long shows
-                config = dataclasses.replace(config, data=dataclasses.replace(data, length=UNCUT))
-            encode = self._encoder(split, count, config)
+            if longest is not None:
+                config = self._uncut()
+            windows = not train and self.task.windows is not None
+            encode = self._encoder(split, count, config, windows)
         seed = config.train.seed if train and data.shuffle else None
         size = len(encode) if len(encode) <= WHOLE else BLOCK
-        return Plan(encode, buckets, data.packing == "first_fit", seed, longest, size)
+        return Plan(encode, buckets, data.packing == "first_fit", seed, longest, size, windows)
 
     def _fill(self, block: Block, planned: Planned) -> Batch:
         """This host's rows of a planned batch."""

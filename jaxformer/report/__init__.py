@@ -18,22 +18,45 @@ from jaxformer.report import figures, page, runs
 __all__ = ["finish", "write"]
 
 
-def write(workdirs: Sequence[str | os.PathLike[str]]) -> Path:
-    """Writes `report.html` and `loss.png` into the first of `workdirs`; with several, they compare the runs.
+def write(workdirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str] = "") -> Path:
+    """Writes a page, and the picture of the losses beside it.
+
+    Of one run they are `report.html` and `loss.png` in its workdir. Of several they compare the runs, and are
+    `comparison.html` and `comparison.png` in the folder that holds them all: no run's own page is replaced.
+
+    Args:
+      output: another place for the page, a file that ends in .html; the picture has the same name with .png.
 
     Returns:
       The path of the page.
 
     Raises:
-      ConfigError: no workdir is given, or one of them is not a folder.
+      ConfigError: no workdir is given, one of them is not a folder, or the page cannot be written there.
     """
     if not workdirs:
         raise ConfigError("report: got no workdir, expected at least one; give --workdir=DIR")
     found = runs.read(workdirs)
-    target = Path(workdirs[0])
-    files.write(target / "loss.png", figures.png(figures.loss(found, figures.PRINT)))
-    files.write(target / "report.html", page.render(found))
-    return target / "report.html"
+    target, picture = _places(found, output)
+    try:
+        files.write(picture, figures.png(figures.loss(found, figures.PRINT)))
+        files.write(target, page.render(found))
+    except OSError as error:
+        got = f"{target}: got {error.strerror or error}"
+        raise ConfigError(f"{got}, expected to write the page there; give --output=FILE.html") from error
+    return target
+
+
+def _places(found: Sequence[runs.Run], output: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Where the page and the picture go."""
+    if output:
+        target = Path(output)
+        if target.suffix != ".html" or target.is_dir():
+            raise ConfigError(f"--output: got {str(output)!a}, expected a file that ends in .html")
+        return target, target.with_suffix(".png")
+    if len(found) == 1:
+        return found[0].workdir / "report.html", found[0].workdir / "loss.png"
+    folder = Path(os.path.commonpath([run.workdir.parent for run in found]))
+    return folder / "comparison.html", folder / "comparison.png"
 
 
 def finish(workdir: str | os.PathLike[str]) -> None:

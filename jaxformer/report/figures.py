@@ -37,13 +37,20 @@ LOG_FROM = 3.0
 LABELS = {
     "loss": "loss (nats per label)",
     "learning_rate": "learning rate",
-    "tokens_per_second": "labels per second",
+    "tokens_per_second": "tokens per second, padding left out",
     "gradient_norm": "gradient norm, before clipping",
     "perplexity": "perplexity per token",
     "word_perplexity": "perplexity per word",
     "bits_per_byte": "bits per UTF-8 byte",
     "accuracy": "accuracy (share of labels)",
-    "f1": "macro-F1 (0 to 1)",
+    "macro_f1": "F1, mean over the classes (0 to 1)",
+    "f1": "F1 (0 to 1)",
+    "precision": "precision (0 to 1)",
+    "recall": "recall (0 to 1)",
+    "word_accuracy": "words tagged right (share)",
+    "cut_examples": "examples that were too long",
+    "cut_tokens": "tokens that were cut off",
+    "cut_words": "words without a token, tagged O",
     "exact_match": "exact matches (share)",
     "spearman": "Spearman's rank correlation (-1 to 1)",
     "pearson": "Pearson's correlation (-1 to 1)",
@@ -89,9 +96,13 @@ def loss(runs: Sequence[Run], ink: str) -> Figure:
 
 
 def panels(runs: Sequence[Run], ink: str) -> Figure | None:
-    """Learning rate, gradient norm, speed, and every validation measure but the loss; None where there is none."""
+    """Learning rate, gradient norm, speed, and every validation measure but the loss; None where there is none.
+
+    How much was cut off is no measure and the same at every step.
+    """
     shown = [("train", name) for name in TRAINING if any(name in run.measures("train") for run in runs)]
     others = dict.fromkeys(name for run in runs for name in run.measures("validation") if name != "loss")
+    others = [name for name in others if not name.startswith("cut_")]
     shown += [("validation", name) for name in others]
     if not shown:
         return None

@@ -127,7 +127,7 @@ def duration(seconds: float) -> str:
 
 def _notes(runs: Sequence[Run]) -> str:
     """What is missing, and what went wrong."""
-    lines = [(run.name, note) for run in runs for note in [*run.notes, *_not_finite(run)]]
+    lines = [(run.name, note) for run in runs for note in [*run.notes, *_not_finite(run), *_no_headline(run)]]
     if not lines:
         return ""
     prefix = (lambda name: f"{name}: ") if len(runs) > 1 else (lambda name: "")
@@ -146,6 +146,27 @@ def _not_finite(run: Run) -> list[str]:
     return found
 
 
+def _no_headline(run: Run) -> list[str]:
+    """Whether the measure that the recipe wants to be named first is there at all."""
+    name = run.typed.evaluate.headline if run.typed else ""
+    held = [run.result, *run.evaluations.values()]
+    if not name or not any(held) or any(name in values for values in held):
+        return []
+    others = {
+        "step",
+        "config",
+        "weights",
+        "seconds",
+        "examples",
+        "cut_examples",
+        "cut_tokens",
+        "cut_words",
+        *NO_MEASURES,
+    }
+    measured = sorted({each for values in held for each in values} - others)
+    return [f"evaluate.headline is {name!r}, which was not measured; there are {', '.join(measured)}"]
+
+
 def _each(runs: Sequence[Run], make: Any) -> str:
     """`make` of every run, under its name where there are several."""
     bodies = [(run.name, make(run)) for run in runs]
@@ -155,20 +176,27 @@ def _each(runs: Sequence[Run], make: Any) -> str:
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
-def headline(values: dict[str, Any]) -> list[str]:
-    """The measures that a result is known by."""
-    known = (
-        ("bleu", "bleu_lc_tok"),
-        ("rouge1", "rouge2", "rouge_l"),
-        ("spearman", "pearson"),
-        ("accuracy", "f1"),
-        ("word_perplexity", "bits_per_byte"),
-        ("perplexity",),
-    )
-    for names in known:
-        if names[0] in values and (names[0] != "accuracy" or "f1" in values):
-            return [name for name in names if name in values]
-    return [name for name in ("loss",) if name in values]
+KNOWN = (
+    ("bleu", "bleu_lc_tok", "exact_match"),
+    ("rouge1", "rouge2", "rouge_l"),
+    ("spearman", "pearson"),
+    ("f1", "exact_match", "precision", "recall"),
+    ("word_accuracy",),
+    ("word_perplexity", "bits_per_byte"),
+    ("perplexity",),
+    ("accuracy", "macro_f1"),
+    ("loss",),
+)
+"""What results of the tasks are known by: the first row of which the first name was measured."""
+
+
+def headline(values: dict[str, Any], config: Config | None = None) -> list[str]:
+    """The measures that a result is known by, the main one first: what the recipe names (`evaluate.headline`), else
+    what it chooses checkpoints by, if that is not the loss, else the task's."""
+    names = next((row for row in KNOWN if row[0] in values), ())
+    wanted = [] if config is None else [config.evaluate.headline or config.checkpoint.metric]
+    main = [name for name in wanted if name != "loss"]
+    return [name for name in dict.fromkeys([*main, *names]) if name in values]
 
 
 def _results(runs: Sequence[Run]) -> str:
@@ -180,18 +208,18 @@ def _results(runs: Sequence[Run]) -> str:
     return table(["", *(run.name for run in runs)] if len(runs) > 1 else ["", ""], rows)
 
 
-COSTS = ("steps", "model", "parameters", "training time", "labels per second", "device", "started")
+COSTS = ("steps", "model", "parameters", "training time", "tokens per second", "device", "started")
 
 
 def _facts(run: Run) -> dict[str, Any]:
     """What there is to say of one run, by name; None where it is not known."""
     facts: dict[str, Any] = {}
     for split, values in run.evaluations.items():
-        facts |= {f"{split}: {figures.LABELS.get(name, name)}": values[name] for name in headline(values)}
+        facts |= {f"{split}: {figures.LABELS.get(name, name)}": values[name] for name in headline(values, run.typed)}
     final = {name: value for name, value in run.result.items() if name not in ("step", "config")}
     if not final:
         final = {name: run.last("validation", name) for name in run.measures("validation")}
-    for name in dict.fromkeys([*headline(final), *(["loss"] if "loss" in final else [])]):
+    for name in dict.fromkeys([*headline(final, run.typed), *(["loss"] if "loss" in final else [])]):
         facts[f"validation{_part(run, name)}: {figures.LABELS.get(name, name)}"] = _value(final[name])
     best = run.best()
     if best:
@@ -211,7 +239,7 @@ def _costs(run: Run) -> dict[str, Any]:
         facts["training time"] = f"about {duration(run.training_seconds)}, evaluation left out"
     speeds = sorted(v for v in run.series("train", "tokens_per_second")[1] if math.isfinite(v))
     if speeds:
-        facts["labels per second"] = f"{speeds[len(speeds) // 2]:,.0f} (median of the reports)"
+        facts["tokens per second"] = f"{speeds[len(speeds) // 2]:,.0f} (median of the reports)"
     if run.environment:
         devices = run.environment.get("devices", [])
         words = ", ".join(map(str, devices)) if isinstance(devices, list) else str(devices)
@@ -229,8 +257,11 @@ def _part(run: Run, name: str) -> str:
     return f" (first {count:,})" if count else ""
 
 
-DECODED = ("bleu", "bleu_lc_tok", "chrf", "rouge1", "rouge2", "rouge_l", "exact_match")
-"""Measures of decoded text, of which training decodes only so much."""
+DECODED = (
+    "bleu", "bleu_lc_tok", "chrf", "exact_match", "f1", "pearson", "precision", "recall", "rouge1", "rouge2", "rouge_l",
+    "spearman", "word_accuracy",
+)  # fmt: skip
+"""Measures of decoded text (every task's `scores`), of which training decodes only so much."""
 
 
 def _model(run: Run) -> str | None:
@@ -279,12 +310,15 @@ def _value(value: Any) -> Any:
     return value if isinstance(value, str) or not math.isnan(number(value)) else None
 
 
+NO_MEASURES = ("split", "signatures", "checkpoint")
+
+
 def _evaluations(runs: Sequence[Run]) -> str:
     """A table a split: measures down, runs across, and what exactly each measure is."""
     body = ""
     for split in dict.fromkeys(split for run in runs for split in run.evaluations):
         held = [run.evaluations.get(split, {}) for run in runs]
-        names = dict.fromkeys(name for values in held for name in values if name not in ("split", "signatures"))
+        names = dict.fromkeys(name for values in held for name in values if name not in NO_MEASURES)
         exact: dict[str, list[str]] = {}
         for run in runs:
             if split in run.evaluations:

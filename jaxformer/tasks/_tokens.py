@@ -57,6 +57,11 @@ def streamed(config: Config, tokens: Sequence[int], kinds: Sequence[int]) -> Fea
     return {**features, "kind": np.minimum(np.asarray(kinds, np.int32), known_kinds - 1)} if known_kinds else features
 
 
+def left_out(count: int) -> Features:
+    """How many tokens of an example were cut off, for whoever counts them; nothing where none were."""
+    return {"cut": np.int32(count)} if count > 0 else {}
+
+
 def framed(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """`<cls> ids <sep>`, of these what the vocabulary has."""
     return np.array([*known(tokenizer.cls), *ids, *known(tokenizer.sep)], np.int32)
@@ -78,6 +83,16 @@ def shifted(ids: Sequence[int], first: int, last: int, length: int) -> Features:
     A text of more than `length` slots is cut without `last`: the model must not learn that it ends there.
     """
     tokens = np.array([first, *ids[:length], last], np.int32)[: length + 1]
+    return {**_next(tokens), **left_out(len(ids) + 1 - length)}
+
+
+def shifted_windows(ids: Sequence[int], first: int, last: int, length: int) -> list[Features]:
+    """The same of a whole text, in pieces of at most `length` slots: every label is in one of them, none in two."""
+    tokens = np.array([first, *ids, last], np.int32)
+    return [_next(tokens[begin : begin + length + 1]) for begin in range(0, len(tokens) - 1, length)]
+
+
+def _next(tokens: np.ndarray) -> Features:
     return {"target": tokens[:-1], "labels": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
 
 

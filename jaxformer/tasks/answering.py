@@ -37,6 +37,7 @@ class Reading(NamedTuple):
       kinds: token types of the three.
       places: of each token of the context the characters that it stands for: (first, one past the last).
       none: the slot of <cls>, from the beginning or, below 0, from the end; None: the vocabulary has none.
+      cut: tokens of the question that were cut off. Of the context none are: it is read in windows.
     """
 
     before: Sequence[int]
@@ -45,6 +46,7 @@ class Reading(NamedTuple):
     kinds: tuple[Sequence[int], int, Sequence[int]]
     places: Sequence[tuple[int, int]]
     none: int | None
+    cut: int = 0
 
 
 class Found(NamedTuple):
@@ -106,7 +108,8 @@ def read(config: Config, tokenizer: Tokenizer, question: str, context: str, pair
     """
     pairing = tokenizer.pairing if pairing is None else pairing
     special = len(pairing.before) + len(pairing.between) + len(pairing.after)
-    asked = tokenizer.encode(question)[: max((config.data.length - special) // 2, 1)]
+    whole = tokenizer.encode(question)
+    asked = whole[: max((config.data.length - special) // 2, 1)]
     ids, places = tokenizer.located(context)
     before = [*pairing.before, *asked, *pairing.between]
     first, of_question, middle, of_context, last = pairing.kinds
@@ -116,7 +119,7 @@ def read(config: Config, tokenizer: Tokenizer, question: str, context: str, pair
         none = pairing.before.index(tokenizer.cls)
     elif tokenizer.cls in pairing.after:
         none = pairing.after.index(tokenizer.cls) - len(pairing.after)
-    return Reading(before, ids, pairing.after, kinds, places, none)
+    return Reading(before, ids, pairing.after, kinds, places, none, len(whole) - len(asked))
 
 
 def windows(config: Config, reading: Reading) -> Iterator[range]:
@@ -142,7 +145,8 @@ def prompt_of(config: Config, reading: Reading, window: range) -> Features:
     """What the model reads of one window."""
     before, context, after = reading.kinds
     tokens = [*reading.before, *reading.context[window.start : window.stop], *reading.after]
-    return _tokens.streamed(config, tokens, [*before, *[context] * len(window), *after])
+    kinds = [*before, *[context] * len(window), *after]
+    return {**_tokens.streamed(config, tokens, kinds), **_tokens.left_out(reading.cut)}
 
 
 def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
@@ -264,4 +268,5 @@ TASK = Task(
     line=line,
     reference=reference,
     score=score,
+    scores=("exact_match", "f1"),
 )

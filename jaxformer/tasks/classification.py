@@ -34,11 +34,12 @@ def _inputs(config: Config, tokenizers: Tokenizers, text: str, pair: str | None)
     tokenizer = tokenizers.source
     first, last = _tokens.ends(tokenizer)
     parts = [tokenizer.encode(part) for part in (text, pair) if part is not None]
-    room = config.data.length - len(first) - len(last) * len(parts)
-    parts = [[*part, *last] for part in shorten(parts, max(room, 0))]
+    room = max(config.data.length - len(first) - len(last) * len(parts), 0)
+    cut = _tokens.left_out(sum(map(len, parts)) - room)
+    parts = [[*part, *last] for part in shorten(parts, room)]
     parts[0] = [*first, *parts[0]]
     kinds = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    return _tokens.streamed(config, [token for part in parts for token in part], kinds)
+    return {**_tokens.streamed(config, [token for part in parts for token in part], kinds), **cut}
 
 
 def shorten(parts: Sequence[Sequence[int]], room: int) -> list[Sequence[int]]:

@@ -23,9 +23,22 @@ def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.ran
 
     With packing "concat" the pipeline cuts the same labels, those of all texts in a row, into rows itself.
     """
+    return _tokens.shifted(*_labelled(tokenizers, example), config.data.length)
+
+
+def windows(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> list[Features]:
+    """One text as many rows as it takes: what is measured is the likelihood of all of it.
+
+    A row sees nothing of the row before, as with packing "concat".
+    """
+    return _tokens.shifted_windows(*_labelled(tokenizers, example), config.data.length)
+
+
+def _labelled(tokenizers: Tokenizers, example: Example) -> tuple[list[int], int, int]:
+    """The ids of a text, the token before it and the one after it."""
     tokenizer = tokenizers.target
     first, last = _tokens.start(tokenizer, NAME), _tokens.required(tokenizer, NAME, "eos", "sep")
-    return _tokens.shifted(tokenizer.encode(example["text"]), first, last, config.data.length)
+    return tokenizer.encode(example["text"]), first, last
 
 
 def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
@@ -35,7 +48,7 @@ def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
 
 
 def finish(config: Config, values: dict[str, float], size: Mapping[str, float]) -> dict[str, float]:
-    """Adds three perplexities of the same likelihood, which differ by what they are divided by.
+    """Adds three perplexities of the same likelihood, that of all the text, which differ by what they are divided by.
 
     `perplexity` is per token; `word_perplexity` per word, line ends counted as words, as the literature on WikiText
     and Penn Treebank does; `bits_per_byte` per UTF-8 byte, the only one that compares between tokenizers.
@@ -65,6 +78,7 @@ TASK = Task(
     loss=_tokens.loss,
     metrics=_tokens.measures,
     finish=finish,
+    windows=windows,
     prompt=prompt,
     decode=decode,
     line=line,

@@ -26,7 +26,23 @@ SPECIALS = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
 def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Features:
     """Source `<cls> ids <sep>` with some ids hidden, the true ids as labels, and weight 1 where one was chosen."""
     tokenizer = tokenizers.source
-    ids = np.array(_tokens.cut(config, tokenizer, tokenizer.encode(example["text"])), np.int32)
+    ids = tokenizer.encode(example["text"])
+    kept = _tokens.cut(config, tokenizer, ids)
+    return {**_masked(config, tokenizer, kept, rng), **_tokens.left_out(len(ids) - len(kept))}
+
+
+def windows(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> list[Features]:
+    """One text as many rows as it takes, each masked by itself."""
+    tokenizer = tokenizers.source
+    ids = tokenizer.encode(example["text"])
+    room = len(_tokens.cut(config, tokenizer, range(config.data.length)))
+    return [
+        _masked(config, tokenizer, ids[begin : begin + room], rng) for begin in range(0, max(len(ids), 1), max(room, 1))
+    ]
+
+
+def _masked(config: Config, tokenizer: Tokenizer, ids: Sequence[int], rng: np.random.Generator) -> Features:
+    ids = np.array(ids, np.int32)
     starts = np.array(tokenizer.word_starts(ids.tolist()), bool) if config.task.whole_words else None
     chosen = choose(len(ids), config.task.mask_rate, rng, starts)
     labels, weights = _tokens.framed(tokenizer, ids), np.zeros(len(ids), np.float32)
@@ -112,6 +128,7 @@ TASK = Task(
     loss=_tokens.loss,
     metrics=_tokens.measures,
     finish=finish,
+    windows=windows,
     prompt=prompt,
     decode=decode,
     line=lambda result: result["text"],

@@ -59,10 +59,12 @@ def _inputs(config: Config, tokenizers: Tokenizers, sentences: Sequence[str]) ->
     tokenizer = tokenizers.source
     first, last = _tokens.ends(tokenizer)
     room = max(config.data.length // 2 - len(first) - len(last), 0)
-    parts = [[*first, *tokenizer.encode(sentence)[:room], *last] for sentence in sentences]
+    ids = [tokenizer.encode(sentence) for sentence in sentences]
+    cut = _tokens.left_out(sum(max(len(part) - room, 0) for part in ids))
+    parts = [[*first, *part[:room], *last] for part in ids]
     tokens = [token for part in parts for token in part]
     segment = np.repeat(np.arange(1, len(parts) + 1, dtype=np.int32), [len(part) for part in parts])
-    return {**_tokens.streamed(config, tokens, [0] * len(tokens)), "segment": segment}
+    return {**_tokens.streamed(config, tokens, [0] * len(tokens)), "segment": segment, **cut}
 
 
 def loss(config: Config, vectors: Float[Array, "B 2 D"], batch: Batch) -> Sums:
@@ -154,5 +156,6 @@ TASK = Task(
     line=line,
     reference=reference,
     score=score,
+    scores=("spearman", "pearson"),
     couples=couples,
 )

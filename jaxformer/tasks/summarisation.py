@@ -24,4 +24,4 @@ def signatures(config: Config) -> dict[str, str]:
     return {name: score.signature for name, score in metrics.rouge(["a"], ["a"]).items()}
 
 
-TASK = dataclasses.replace(translation.TASK, score=score, signatures=signatures)
+TASK = dataclasses.replace(translation.TASK, score=score, scores=("rouge1", "rouge2", "rouge_l"), signatures=signatures)

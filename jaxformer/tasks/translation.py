@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 NAME = "translation"
 
 
-def source(config: Config, tokenizers: Tokenizers, text: str) -> np.ndarray:
+def source(config: Config, tokenizers: Tokenizers, text: str) -> Features:
     """Ids of a source text, cut so that its <eos>, the encoder's only sign of an end, still fits."""
     end = _tokens.required(tokenizers.source, NAME, "eos", "sep")
-    return np.array([*tokenizers.source.encode(text)[: config.data.length - 1], end], np.int32)
+    ids, room = tokenizers.source.encode(text), config.data.length - 1
+    return {"source": np.array([*ids[:room], end], np.int32), **_tokens.left_out(len(ids) - room)}
 
 
 def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Features:
@@ -29,13 +30,14 @@ def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.ran
     target = tokenizers.target
     first, last = _tokens.start(target, NAME), _tokens.required(target, NAME, "eos", "sep")
     shifted = _tokens.shifted(target.encode(example["target"]), first, last, config.data.length)
-    return {"source": source(config, tokenizers, example["source"]), **shifted}
+    given = source(config, tokenizers, example["source"])
+    return {**given, **shifted, **_tokens.left_out(int(given.get("cut", 0)) + int(shifted.get("cut", 0)))}
 
 
 def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
     """The source, and a target of which only the start is known."""
     first = np.array([_tokens.start(tokenizers.target, NAME)], np.int32)
-    return {"source": source(config, tokenizers, line), "target": first}
+    return {**source(config, tokenizers, line), "target": first}
 
 
 def finish(config: Config, values: dict[str, float], size: Mapping[str, float]) -> dict[str, float]:
@@ -76,5 +78,6 @@ TASK = Task(
     prompt=prompt,
     decode=decode,
     score=score,
+    scores=("bleu", "chrf", "bleu_lc_tok", "exact_match"),
     signatures=signatures,
 )

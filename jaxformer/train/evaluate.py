@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from jaxformer import checkpoint, files, metrics, tasks
 from jaxformer.config import Config, ConfigError
 from jaxformer.data import sources
+from jaxformer.data.cuts import Cut
 from jaxformer.data.pipeline import Pipeline
 from jaxformer.data.sources import Dataset
 from jaxformer.model import Model
@@ -22,6 +24,7 @@ from jaxformer.registry import nearest
 from jaxformer.train import step as steps
 from jaxformer.types import Batch, PyTree, Sums
 
+LOG = logging.getLogger("jaxformer")
 Measure = Callable[[PyTree, Batch], Sums]
 
 
@@ -48,8 +51,14 @@ def measure(
     batches: Iterable[Batch],
     size: Mapping[str, float],
     mesh: Mesh,
+    cut: Cut | None = None,
 ) -> dict[str, float]:
-    """The measures of one pass over `batches`: sums first, one division at the end."""
+    """The measures of one pass over `batches`: sums first, one division at the end.
+
+    Args:
+      size: of the text of exactly these batches, see `Pipeline.size`.
+      cut: what is missing in them. It counts where a measure can count it, and is among the measures if there is any.
+    """
     total: Sums = {}
     balanced = build.ring(config.model, config.data.length)
     for batch in batches:
@@ -57,8 +66,12 @@ def measure(
         total = metrics.add(total, sums) if total else sums
     if not total:
         raise ConfigError("evaluation: got a split without examples, expected at least one; check config.data.splits")
-    labels = {"labels": float(total["loss"][1])}
-    return tasks.get(config.task.name).finish(config, metrics.divide(total), {**size, **labels})
+    task, labels = tasks.get(config.task.name), {"labels": float(total["loss"][1])}
+    if cut is not None and len(cut.unread):
+        more = task.unread(config, cut.unread)
+        total |= metrics.add({name: total[name] for name in more}, more)
+    values = task.finish(config, metrics.divide(total), {**size, **labels})
+    return values | {name: float(count) for name, count in (cut.counts() if cut else {}).items() if count}
 
 
 def decode(model: Model, dataset: Dataset, split: str, examples: int | None) -> tuple[dict[str, float], list[dict]]:
@@ -80,14 +93,17 @@ def decode(model: Model, dataset: Dataset, split: str, examples: int | None) -> 
     return task.score(config, results, chosen), records
 
 
-def evaluate(workdir: str | Path, split: str = "test") -> dict[str, Any]:
+def evaluate(workdir: str | Path, split: str = "test", which: str = "") -> dict[str, Any]:
     """Evaluates a trained run on a split, and writes `eval-<split>.json` and the decoded text beside it.
 
+    Args:
+      which: the weights: "best", "last" or the number of a step; "": as the run's config says.
+
     Raises:
-      ConfigError: `workdir` is not a run, or its data has no such split.
+      ConfigError: `workdir` is not a run, or its data has no such split, or it has no such checkpoint.
     """
     workdir = Path(workdir)
-    model = checkpoint.load(workdir)
+    model = checkpoint.load(workdir, which)
     config = model.config
     task = tasks.get(config.task.name)
     dataset = sources.build(config.data, task.roles)
@@ -100,13 +116,19 @@ def evaluate(workdir: str | Path, split: str = "test") -> dict[str, Any]:
     with jax.set_mesh(devices):
         function = make(config, model.module)
         variables = {"params": model.params, **model.variables}
-        batches = pipeline.evaluate(split)
-        result = measure(config, function, variables, batches, pipeline.size(split), devices)
+        batches, size, cut = pipeline.evaluate(split), pipeline.size(split), pipeline.cut(split)
+        result = measure(config, function, variables, batches, size, devices, cut)
     if task.score is not None:
         scores, records = decode(model, dataset, split, None)
         signatures = task.signatures(config)
         result |= scores | ({"signatures": signatures} if signatures else {})
         files.write_json(workdir / "samples" / f"{split}.json", records)
-    result = {"split": split, "seconds": round(time.monotonic() - begun, 1), **result}
+    line = cut.sentence(split, config.data.length)
+    if line:
+        LOG.warning(line)
+    used = model.weights._asdict() | {"steps": list(model.weights.steps)}
+    about = {"weights": model.weights.sentence(), "checkpoint": used}
+    seconds = round(time.monotonic() - begun, 1)
+    result = {"split": split, "seconds": seconds, **about, "examples": cut.examples, **result, **cut.counts()}
     files.write_json(workdir / f"eval-{split}.json", result)
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.train import evaluate as evaluation
-from jaxformer.train import optim, start
+from jaxformer.train import measuring, optim, start
 from jaxformer.train import step as steps
 from jaxformer.train.guard import Guard
 from jaxformer.train.hooks import Reports
@@ -65,7 +65,7 @@ def _train(config: Config, workdir: Path, origin: start.Origin) -> int:
     stop = Stop(config.train.deadline)
     redaction.refuse(dataclasses.asdict(config), "config")
     config, tokenizers = start.with_model(config, workdir, origin)
-    refuse_other_config(config, workdir)
+    notes = refuse_other_config(config, workdir)
     mesh = meshes.make(config.mesh)
     checks.size.fits(config, mesh.shape, meshes.memory(mesh))
     dataset = sources.build(config.data, tasks.get(config.task.name).roles)
@@ -76,7 +76,7 @@ def _train(config: Config, workdir: Path, origin: start.Origin) -> int:
     with jax.set_mesh(mesh):
         run = Run(resolved, workdir, mesh, dataset, tokenizers, origin)
         with Lock(workdir):
-            run.begin()
+            run.begin(notes)
             return run.finish(stop)
 
 
@@ -111,15 +111,16 @@ class Run:
         self.optimizer = optim.optimizer(config.optimizer, self.schedule, self.shapes, self.names)
         self.measure = evaluation.make(config, self.module)
 
-    def begin(self) -> None:
-        """Takes up what is in the workdir, or starts there."""
+    def begin(self, notes: Sequence[str] = ()) -> None:
+        """Takes up what is in the workdir, or starts there, and says so, with `notes` of what changed."""
         config, workdir = self.config, self.workdir
         prepare(config, workdir, self.tokenizers)
         self.checkpoints = Checkpoints(workdir, config.checkpoint)
         # What a resumed run takes up again, beside the state: measures, whether it was stopped before measuring, the
-        # sums since the last report, how many steps in a row were left out.
+        # sums since the last report, how many steps in a row were left out, and which data it read.
         self.values: dict[str, float] = {}
         self.progress: dict[str, Any] = {"evaluation_due": False, "window": None, "skipped_in_a_row": 0}
+        self.progress["data"] = self.dataset.key
         self.changed: list[str] = []
         self.state = self.first_state()
         self.step = int(self.state.step)
@@ -127,7 +128,7 @@ class Run:
         self.clock = Clock(config.train)
         self.reports = Reports(workdir, self.clock, self.step, not self.progress["evaluation_due"])
         self.trained, self.evaluated = (Shapes(what, self.reports.say) for what in ("step", "evaluation"))
-        self.window = Window(self.progress["window"])
+        self.window = Window(self.progress["window"], rules.reader(self.mesh)[1])
         self.guard = Guard(
             config.train.skip_limit, self.progress["skipped_in_a_row"], self.reports.skipped, self.checkpoints.newest
         )
@@ -143,6 +144,10 @@ class Run:
             self.reports.say(line)
         for side, (kernel, reason) in self.attentions.items():
             self.reports.say(f"{side} attention: {kernel} ({reason})")
+        if self.progress["data"] != self.dataset.key:
+            self.reports.say("the data is not what the run began with: measures before and after do not compare")
+        for line in [*notes, *self.pipeline.said(config.evaluate.examples)]:
+            self.reports.say(line)
 
     def first_state(self) -> TrainState:
         """The newest checkpoint's state, or a fresh one, or one that starts from another run's parameters."""
@@ -235,6 +240,7 @@ class Run:
             "evaluation_due": evaluation_due,
             "window": self.window.state(),
             "skipped_in_a_row": self.guard.row,
+            "data": self.dataset.key,
         }
         self.checkpoints.save(self.state, self.pipeline.place(self.batches), values, progress, force)
 
@@ -245,9 +251,9 @@ class Run:
             return {}
         self.clock.lap()
         variables = evaluation.weights(config, self.state.params, self.state.variables)
-        batches = self.pipeline.evaluate("validation", examples=config.evaluate.examples)
-        size = self.pipeline.size("validation")
-        values = evaluation.measure(config, self.measure, variables, self.watched(batches), size, self.mesh)
+        part = ("validation", config.evaluate.examples)
+        batches, size, cut = self.pipeline.evaluate(*part), self.pipeline.size(*part), self.pipeline.cut(*part)
+        values = evaluation.measure(config, self.measure, variables, self.watched(batches), size, self.mesh, cut)
         if config.evaluate.decode_examples and self.task.score is not None:
             rest = {name: value for name, value in variables.items() if name != "params"}
             model = Model(self.module, variables["params"], rest, config, self.tokenizers)
@@ -285,9 +291,11 @@ class Window:
 
     Args:
       saved: what `state` returned, in a run that is resumed between two reports.
+      parts: processes that fill other rows of a batch than this one, itself included.
     """
 
-    def __init__(self, saved: dict[str, Any] | None = None) -> None:
+    def __init__(self, saved: dict[str, Any] | None = None, parts: int = 1) -> None:
+        self.parts = parts
         self._begin(saved)
 
     def _begin(self, saved: dict[str, Any] | None = None) -> None:
@@ -320,12 +328,16 @@ class Window:
         return {"total": total, "slots": self.slots.tolist(), "seconds": self.seconds, "steps": self.steps}
 
     def take(self) -> dict[str, float]:
-        """Means over the window, which begins anew, with `tokens_per_second` (weighted labels), `padding` (share of
-        slots), `skipped` (steps left out, which count nowhere else) and how many of these `spiked`, if such are."""
+        """Means over the window, which begins anew, with its rates, `padding` (share of slots), `skipped` (steps left
+        out, which count nowhere else but in the rates) and how many of these `spiked`, if such are.
+
+        `tokens_per_second` are the tokens that a model reads, of both sides, padding left out, whatever the task; on
+        several processes this one's times their number.
+        """
         total = self._added()
         seconds = self.seconds + time.monotonic() - self.begun
         values = metrics.divide(total)
-        values["tokens_per_second"] = float(total["loss"][1]) / seconds
+        values["tokens_per_second"] = float(self.slots[1] - self.slots[0]) * self.parts / seconds
         values["steps_per_second"] = self.steps / seconds
         values["padding"] = float(self.slots[0] / max(self.slots[1], 1.0))
         values |= {name: float(total[name][0]) for name in ("skipped", "spiked") if name in total}
@@ -377,4 +389,8 @@ def resolve(config: Config, dataset: Dataset, tokenizers: Tokenizers) -> Config:
     decodes = model.decoder is not None or model.recurrent_decoder is not None
     side = tokenizers.target if decodes else tokenizers.source
     task = dataclasses.replace(config.task, classes=names or (), vocab=side.size)
-    return dataclasses.replace(config, model=model, task=task)
+    resolved = dataclasses.replace(config, model=model, task=task)
+    tasks.get(config.task.name).refuse(resolved)
+    if "validation" in dataset.splits:
+        measuring.refuse_unknown(resolved)
+    return resolved

@@ -88,8 +88,10 @@ def make(
     """The compiled step `(state, batch) -> (state, sums)`; the state passed in is donated.
 
     The batch is split into `config.train.accumulation` microbatches. Their summed losses' gradients are added and
-    divided once by the summed weights, so k microbatches equal one batch whatever their token counts (unless the task
-    `couples` rows: then each sees those of its microbatch, on all devices).
+    divided once by the summed weights, so k microbatches equal one batch whatever their token counts. Not so for what
+    is no sum over rows, and sees those of one microbatch (on all devices): batch norm's statistics, the loss that
+    balances experts, router losses where labels are not the tokens that were routed, and a task that `couples` rows.
+    Dropout draws other masks.
 
     Where the loss or the gradient's norm is not finite, or the norm beyond `config.optimizer.spike`, the step changes
     the step number only: parameters, optimizer (with the count that the learning rate goes by) and all other variables

@@ -17,18 +17,21 @@ import jax
 from jaxformer import checkpoint, files, overrides, redaction
 from jaxformer.config import Config, ConfigError
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.train import optim
+from jaxformer.train import measuring, optim
 
 
-def refuse_other_config(config: Config, workdir: Path) -> None:
+def refuse_other_config(config: Config, workdir: Path) -> list[str]:
     """A workdir belongs to one config; resuming it with another would mix two runs.
+
+    Returns:
+      What is measured otherwise than before, a line each; it decides nothing.
 
     Raises:
       ConfigError: what differs, or the run is further than `config.train.steps`.
     """
     path = workdir / "config.json"
     if not path.exists():
-        return
+        return []
     old = overrides.read(workdir)
     differing = overrides.differences(config, old)
     if differing:
@@ -42,6 +45,7 @@ def refuse_other_config(config: Config, workdir: Path) -> None:
             f"config.train.steps: got {config.train.steps:,}, expected at least {reached:,}, which the run in "
             f"{workdir} has reached; use another --workdir"
         )
+    return measuring.refuse_other(config, old, workdir)
 
 
 def changes_since(saved: Any, config: Config, updates: int, width: int) -> list[str]:

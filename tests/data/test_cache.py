@@ -71,6 +71,17 @@ def test_an_entry_is_built_once_and_again_when_content_or_settings_change(tmp_pa
     assert changed.splits["train"][1] == {"text": "three"}
 
 
+def test_what_was_left_out_is_said_whenever_the_entry_is_used(tmp_path, caplog, capsys):
+    (tmp_path / "a").write_text("one\n\nthree\n")
+    (tmp_path / "b").write_text("eins\nzwei\ndrei\n")
+    settings = text_config(tmp_path, source="parallel", splits={"train": ("a", "b")})
+    for _ in range(2):
+        caplog.clear()
+        build(settings)
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == 1 and said[0].startswith("dropped 1 training examples with an empty side, the first at ")
+
+
 def test_a_killed_build_leaves_nothing_that_counts(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one\n")
     key = build(text_config(tmp_path)).key

@@ -242,6 +242,14 @@ def test_tagged_words(write, config):
     assert (second.classes, rows(second)) == (("NNP", "VBZ"), [{"text": "EU rejects", "tags": (0, 1)}])
 
 
+def test_every_mark_of_the_scheme_is_a_class(write, config):
+    write("single.conll", "New\tB-LOC\nYork\tI-LOC\nin\tO\nRome\tS-LOC\nEU\tB-ORG")
+    marked = [f"{mark}-{kind}" for kind in ("LOC", "ORG") for mark in "BIES"]
+    assert build(config("conll", train=("single.conll",))).classes == ("O", *marked)
+    write("other.conll", "New\tB-LOC\nRome\tU-LOC")
+    assert build(config("conll", train=("other.conll",))).classes == ("B-LOC", "U-LOC")
+
+
 def test_tagged_words_errors(write, config):
     write("good", "a\tO\n")
     write("bare", "a\tO\n\nb\n")

@@ -1,5 +1,6 @@
 """Tagging: which token carries a word's tag, what is judged, and what becomes of words without a token."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from task_toys import config, encoded, learned, without, words
 
 from jaxformer import tasks
-from jaxformer.config import ConfigError, TokenizerConfig
+from jaxformer.config import CheckpointConfig, ConfigError, TokenizerConfig
 from jaxformer.tasks import tagging
 
 TASK = tasks.get("tagging")
@@ -53,19 +54,41 @@ def test_a_prompt_is_read_as_in_training():
 
 def test_a_word_that_is_cut_off_or_unknown_to_a_vocabulary_has_no_slot():
     both = words()
-    ids, places = tagging.read(config("tagging", length=4), both.source, TEXT)
+    ids, places, cut = tagging.read(config("tagging", length=4), both.source, TEXT)
     assert len(ids) == 4
-    assert places == [1, 2, None]
+    assert (places, cut) == ([1, 2, None], 1)
     assert tagging.read(config("tagging"), both.source, "the zebra")[1] == [1, 2], "<unk> stands for it"
     nothing = types.SimpleNamespace(encode=lambda word: [] if "?" in word else [7, 8], unk=None, cls=None, sep=None)
-    ids, places = tagging.read(config("tagging"), nothing, "the ? cat")
-    assert (ids.tolist(), places) == ([7, 8, 7, 8], [0, None, 2])
+    ids, places, cut = tagging.read(config("tagging"), nothing, "the ? cat")
+    assert (ids.tolist(), places, cut) == ([7, 8, 7, 8], [0, None, 2], 0)
 
 
 def test_as_many_tags_as_words():
     message = "tagging: got 2 tags for 'the cat sat', expected 3, one a word"
     with pytest.raises(ConfigError, match=message):
         encoded(config("tagging"), words(), text=TEXT, tags=(0, 1))
+
+
+def refused(classes, metric="loss"):
+    settings = named(*classes)
+    TASK.refuse(dataclasses.replace(settings, checkpoint=CheckpointConfig(metric=metric)))
+
+
+@pytest.mark.parametrize("metric", ["f1", "precision", "recall", "loss", "accuracy"])
+@pytest.mark.parametrize("classes", [("O", "B-x", "I-x"), ("O", "B-x", "E-x", "I-x", "S-x"), ("O", "I-x")])
+def test_tags_of_all_three_schemes_are_judged_as_entities(classes, metric):
+    refused(classes, metric)
+
+
+def test_tags_that_cannot_be_judged_are_refused_before_training():
+    with pytest.raises(ConfigError, match="tagging: got the tags L-x, U-x among tags of entities, expected O and tags"):
+        refused(("O", "B-x", "I-x", "L-x", "U-x"))
+    with pytest.raises(ConfigError, match=r"checkpoint.metric: got 'f1', which is of entities, and tags .*ADJ, NOUN"):
+        refused(("ADJ", "NOUN"), "f1")
+    with pytest.raises(ConfigError, match="got 'word_accuracy', which is of tags that mark no entities"):
+        refused(("O", "B-x", "I-x"), "word_accuracy")
+    refused(("ADJ", "NOUN"), "word_accuracy")
+    refused((), "loss")
 
 
 def test_blanks_in_a_row_make_no_words():

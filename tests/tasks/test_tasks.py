@@ -39,6 +39,8 @@ def test_the_folder_holds_the_tasks():
 def test_features_are_int32_aligned_and_cut(name):
     floats = ("weights", "labels") if name == "similarity" else ("weights",)
     features = encoded(config(name, length=6), words(), **example_of(name))
+    assert features.pop("cut") > 0
+    assert all(0 < len(features.pop(key)) < 16 for key in ("unread",) if key in features)
     for key, value in features.items():
         assert value.dtype == (np.float32 if key in floats else np.int32)
         assert value.shape in ((6,), ())
@@ -61,7 +63,7 @@ def test_a_prompt_has_the_streams_of_training(name):
     example = example_of(name)
     trained = encoded(config(name), words(), **example)
     prompt = task.prompt(config(name), words(), task.input(example))
-    assert set(prompt) == set(trained) - {"labels", "weights"}
+    assert set(prompt) == set(trained) - {"labels", "weights", "unread"}
     assert all(value.dtype == np.int32 for value in prompt.values())
 
 
@@ -87,6 +89,22 @@ def test_measures_of_parts_add_up_and_leave_out_smoothing(name):
     values = task.finish(settings, bare, size)
     assert values["loss"] == bare["loss"]
     assert all(np.isfinite(value) for value in values.values())
+
+
+RESULTS = {
+    "tagging": ([[{"label": "x"}], [{"label": "O"}]], [{"tags": (1,)}, {"tags": (0,)}]),
+    "answering": ([{"answer": "a"}], [{"answers": ("a",)}]),
+    "similarity": ([0.5, 0.1], [{"score": 0.3}, {"score": 0.4}]),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if tasks.get(name).score is not None])
+def test_a_task_names_all_of_its_scores(name):
+    results, examples = RESULTS.get(name, (["a b c"], [{"target": "a b c"}]))
+    found = set()
+    for options in ({"classes": ("O", "x")}, {"classes": ("O", "B-x"), "language": "de"}):
+        found |= set(tasks.get(name).score(config(name, **options), results, examples))
+    assert found == set(tasks.get(name).scores)
 
 
 def test_smoothing_spreads_over_the_real_vocabulary():

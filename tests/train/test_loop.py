@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxformer import checkpoint, cli, overrides, results
-from jaxformer.config import ConfigError, EmbedConfig, HeadConfig, RecurrentConfig, StackConfig
+from jaxformer.config import ConfigError, DecodeConfig, EmbedConfig, HeadConfig, RecurrentConfig, StackConfig
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.train import loop
@@ -69,7 +69,7 @@ def test_a_run_leaves_a_complete_workdir(finished):
     assert json.loads((workdir / "result.json").read_text())["step"] == 12
 
 
-def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkeypatch):
+def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkeypatch, capsys):
     config, whole = finished
     calls = []
     add = loop.Window.add
@@ -84,7 +84,13 @@ def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkey
     assert loop.train(config, tmp_path) == loop.PREEMPTED
     assert rows(tmp_path)[-1]["step"] == 7
     assert not (tmp_path / "result.json").exists()
-    assert loop.train(config, tmp_path) == 0
+    build = loop.sources.build
+    renamed = lambda *given: dataclasses.replace(build(*given), key="other files")  # noqa: E731
+    monkeypatch.setattr(loop.sources, "build", renamed)
+    assert loop.train(dataclasses.replace(config, decode=DecodeConfig(max_length=7)), tmp_path) == 0
+    said = capsys.readouterr().err
+    assert "measured otherwise from here on, config.decode.max_length: 7, was 8" in said
+    assert "the data is not what the run began with" in said
     mine, theirs = checkpoint.load(tmp_path), checkpoint.load(whole)
     chex.assert_trees_all_equal(jax.device_get(mine.params), jax.device_get(theirs.params))
     measured = [(r["step"], r["split"], r["loss"]) for r in rows(tmp_path)]
@@ -96,6 +102,14 @@ def test_evaluation_of_a_finished_run(finished):
     result = evaluate(workdir, "validation")
     assert json.loads((workdir / "eval-validation.json").read_text()) == result
     assert 0.0 <= result["exact_match"] <= 1.0 and result["loss"] > 0.0
+    assert (result["cut_examples"], result["cut_tokens"]) == (0, 0) and result["examples"] > 16
+    used = result["checkpoint"]
+    assert result["weights"].startswith("best by loss (") and result["weights"].endswith(
+        "average of the weights (train.ema)"
+    )
+    assert (used["kind"], used["steps"], used["average"]) == ("best", [12], True)
+    last = evaluate(workdir, "validation", "8")
+    assert last["checkpoint"]["steps"] == [8] and last["loss"] != result["loss"]
     with pytest.raises(ConfigError, match="split: got 'tests'.*did you mean 'test'"):
         evaluate(workdir, "tests")
 
@@ -115,11 +129,15 @@ def test_a_finished_run_is_not_trained_again(finished, capsys):
 def test_a_result_of_other_measuring_settings_is_measured_again(finished, tmp_path, capsys):
     config, workdir = finished
     copy = shutil.copytree(workdir, tmp_path / "copy")
-    other = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, examples=4))
+    decoded = config.evaluate.decode_examples + 3
+    other = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, decode_examples=decoded))
     assert loop.train(other, copy) == 0
-    assert "changed since the checkpoint: evaluate.examples 16 -> 4\n" in capsys.readouterr().err
+    assert (
+        f"changed since the checkpoint: evaluate.decode_examples {decoded - 3} -> {decoded}\n"
+        in capsys.readouterr().err
+    )
     old, new = (json.loads((path / "result.json").read_text()) for path in (workdir, copy))
-    assert old["step"] == new["step"] and old["loss"] != new["loss"] and old["config"] != new["config"]
+    assert old["step"] == new["step"] and old["loss"] == new["loss"] and old["config"] != new["config"]
     assert results.finished(copy, other) == new
     assert results.finished(copy, config) is None
 
@@ -138,6 +156,8 @@ def test_a_workdir_of_another_config_is_refused_untouched(finished):
     before = sorted((p.name, p.stat().st_mtime_ns) for p in workdir.iterdir())
     with pytest.raises(ConfigError, match="optimizer.beta1"):
         loop.train(recipe(optimizer__beta1=0.5), workdir)
+    with pytest.raises(ConfigError, match="config.evaluate.examples: 8, was 16"):
+        loop.train(recipe(evaluate__examples=8), workdir)
     assert sorted((p.name, p.stat().st_mtime_ns) for p in workdir.iterdir()) == before
 
 
@@ -303,6 +323,20 @@ def test_a_head_has_as_many_classes_as_the_data():
     assert loop.resolve(config, three, tokenizers).model.head.classes == 3
 
 
+def test_what_cannot_be_judged_is_refused_before_anything_is_written():
+    config = overrides.defaults()
+    config.task.name, config.model.head.kind = "tagging", "slots"
+    config.model.encoder = overrides.section(StackConfig, **TINY)
+    tokenizers = Tokenizers.build(overrides.freeze(config).data, [{"text": "a b"}], ("text",))
+    splits = {"train": [], "validation": []}
+    with pytest.raises(ConfigError, match="got the tags U-x among tags of entities"):
+        loop.resolve(overrides.freeze(config), Dataset(splits, "", ("O", "B-x", "U-x")), tokenizers)
+    config.checkpoint.metric = "f1"
+    with pytest.raises(ConfigError, match="got 'f1', a measure of decoded text, and config.evaluate.decode_examples 0"):
+        loop.resolve(overrides.freeze(config), Dataset(splits, "", ("O", "B-x")), tokenizers)
+    loop.resolve(overrides.freeze(config), Dataset({"train": []}, "", ("O", "B-x")), tokenizers)
+
+
 def test_a_table_has_a_row_for_every_token():
     config, tokenizers = recipe(), Tokenizers.build(recipe().data, [{"text": "ab"}], ("text",))
     size = tokenizers.source.size
@@ -321,7 +355,7 @@ def test_the_rate_leaves_out_what_is_not_training(monkeypatch):
     clock = iter([0.0, 10.0, 110.0, 115.0, 115.0])  # begun, paused, going on, read, begun anew
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(loop.packing, "padding", lambda batch: (1.0, 4.0))
-    window = loop.Window()
+    window = loop.Window(parts=10)  # processes that fill as many rows each
     window.add({"loss": (2.0, 30.0), "skipped": (0.0, 1.0)}, None)
     window.pause()
     window.go_on()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import builders
 import chex
@@ -55,6 +56,30 @@ def test_microbatches_with_the_same_tokens_equal_one_batch_of_them_all():
         )
     chex.assert_trees_all_close(found[0], found[1], rtol=1e-5, atol=1e-6)
     assert found[0][2]["dropped"][0] > 0 and np.abs(found[0][0]["decoder"]["blocks"]["ffn"]["router"]).max() > 0
+
+
+@pytest.mark.parametrize(("balance", "equal"), [(0.0, True), (0.1, False)])
+def test_microbatches_equal_one_batch_but_for_the_loss_that_balances_experts(balance, equal):
+    model = builders.decoder(moe=MoEConfig(4, 2, capacity=0.7, balance_loss=balance, z_loss=0.2))
+    batch = builders.batch(model, [5, 2, 4, 1, 3, 5, 2, 4])
+    module, variables = builders.make(model)
+    task, found = tasks.get("language_modelling"), []
+    for parts in (1, 4):
+        config = config_of(model, "language_modelling", accumulation=parts)
+        accumulate = functools.partial(step.accumulate, config, module, task)
+        grads, _, sums = jax.jit(accumulate)(variables["params"], {}, batch, jax.random.key(0))
+        values = {name: float(pair[0] / pair[1]) for name, pair in sums.items()}
+        layers = model.decoder.layers
+        found.append((grads, values, values["loss"] - layers * balance * values["balance"]))
+    (one, values, rest), (split, others, left) = found
+    assert left == pytest.approx(rest, rel=1e-5), "the balance is all that differs"
+    assert (others["dropped"], others["router_z"]) == pytest.approx((values["dropped"], values["router_z"]), rel=1e-5)
+    assert others["balance"] != pytest.approx(values["balance"], rel=1e-2)
+    if equal:
+        chex.assert_trees_all_close(split, one, rtol=1e-4, atol=1e-6)
+    else:
+        with pytest.raises(AssertionError):
+            chex.assert_trees_all_close(split, one, rtol=1e-4, atol=1e-6)
 
 
 def test_five_losses_on_a_mesh_equal_those_on_one_device():

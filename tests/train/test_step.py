@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 
 import builders
@@ -275,6 +276,28 @@ def test_batch_norm_sees_the_global_batch_without_padding():
     assert len(start) == len(jax.tree.leaves(alone.variables["batch_stats"]))
     means = [x for path, x in jax.tree.leaves_with_path(alone.variables["batch_stats"]) if "mean" in str(path)]
     assert all(float(jnp.abs(x).max()) > 0 for x in means)
+
+
+def test_batch_norm_sees_one_microbatch_after_the_other():
+    model, task = builders.encoder(layers=1, norm=NormConfig(kind="batch", momentum=0.5)), tasks.get("masked_lm")
+    batch = builders.batch(model, [5, 2, 4, 1])
+    module, variables = builders.make(model)
+    params, statistics = variables.pop("params"), variables
+
+    def gradients(parts, statistics, batch):
+        config = config_of(model, "masked_lm", accumulation=parts)
+        accumulate = functools.partial(step.accumulate, config, module, task)
+        return jax.jit(accumulate)(params, statistics, batch, jax.random.key(0))
+
+    grads, moved, sums = gradients(2, statistics, batch)
+    first, after, part = gradients(1, statistics, jax.tree.map(lambda x: x[0::2], batch))
+    second, twice, rest = gradients(1, after, jax.tree.map(lambda x: x[1::2], batch))
+    weight, other = part["loss"][1], rest["loss"][1]
+    mean = jax.tree.map(lambda x, y: (weight * x + other * y) / (weight + other), first, second)
+    chex.assert_trees_all_close(grads, mean, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(moved, twice, rtol=1e-5, atol=1e-6)
+    whole = gradients(1, statistics, batch)[2]["loss"]
+    assert float(sums["loss"][0]) != pytest.approx(float(whole[0]), rel=1e-4), "it is not one batch, and docs say so"
 
 
 def test_the_average_follows_the_parameters():

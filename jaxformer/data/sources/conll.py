@@ -7,13 +7,14 @@ each sentence.
 Columns are separated by tabs in a line that has one, else by blanks. An example has the "text", its words with a blank
 between them, and the "tags", a class id a word. Inside a word a blank becomes a no-break space, and so does a word of
 nothing, which is left where emoji were taken apart: tags stay with their words. Where all tags of the training split
-mark spans ("O", "B-person", "I-person": Ramshaw and Marcus 1995), both tags of every kind of span are classes. Lines
-that begin with -DOCSTART-, as in CoNLL-2003, are no words.
+mark spans ("O", "B-person", "I-person": Ramshaw and Marcus 1995; in BIOES "E-person" and "S-person" too), all marks of
+every kind of span are classes. Lines that begin with -DOCSTART-, as in CoNLL-2003, are no words.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from jaxformer.data.sources import Dataset, _files
 DOCUMENT = "-DOCSTART-"
 NO_BREAK = "\u00a0"
 COLUMNS = {"text": "first", "tags": "last"}
+SPAN = re.compile("O|[BIES]-.+")
+"""A tag that says where in a span a word stands."""
+VERSION = 2  # of how tags become classes: part of the key, raised when the same bytes would give other classes
 Sentence = tuple[str, list[str], list[str]]  # where it begins ("file:line"), its words and their tags
 
 
@@ -54,17 +58,18 @@ def build(config: DataConfig) -> Dataset:
         return features, {split: _known(sentences(split), frozenset(classes)) for split in splits}
 
     paths = itertools.chain(*splits.values())
-    settings = (sorted(index.items()), {split: len(paths) for split, paths in splits.items()})
+    settings = (VERSION, sorted(index.items()), {split: len(paths) for split, paths in splits.items()})
     return _files.prepared(config, "conll", paths, settings, parse)
 
 
 def names(tags: Iterable[str]) -> tuple[str, ...]:
-    """The classes of such tags: sorted; of spans both tags of every kind, after "O"."""
+    """The classes of such tags: sorted; of spans every mark that the scheme has of every kind, after "O"."""
     found = set(tags)
-    if not all(tag == "O" or tag.startswith(("B-", "I-")) for tag in found):
+    if not all(SPAN.fullmatch(tag) for tag in found):
         return tuple(sorted(found))
     kinds = sorted({tag[2:] for tag in found if tag != "O"})
-    return ("O", *(f"{mark}-{kind}" for kind in kinds for mark in "BI"))
+    marks = "BIES" if any(tag.startswith(("E-", "S-")) for tag in found) else "BI"
+    return ("O", *(f"{mark}-{kind}" for kind in kinds for mark in marks))
 
 
 def _index(role: str, column: str) -> int:
