@@ -38,7 +38,7 @@ test: $(VENV)/.installed
 
 # Every reference checkpoint in ../shared/hf_goldens, in everything it holds; does nothing without them.
 goldens: $(VENV)/.installed
-	GOLDENS=all $(BIN)/python -m pytest -n $(WORKERS) tests/hf/test_goldens.py
+	GOLDENS=all $(BIN)/python -m pytest -n $(WORKERS) tests/hf/test_goldens.py tests/hf/test_generation.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -346,7 +346,7 @@ class DecodeConfig:
     stopping: str = "estimate"  # a row's beam search ends with as many finished hypotheses as beams (first), when no
     # live one, scored as if it ended now, beats the worst of them (estimate), or can beat it (exact)
     hypotheses: int = 1  # n-best, or draws
-    max_length: int = 64  # new tokens; answering: the most tokens of an answer
+    max_length: int = 64  # new tokens, the prompt not counted; answering: the most tokens of an answer
     min_length: int = 0  # new tokens before an end token may be chosen
     max_ratio: float | None = None  # seq2seq: at most ratio * source length + 10 new tokens
     temperature: float = 1.0
@@ -358,7 +358,7 @@ class DecodeConfig:
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that are never completed
     suppress: tuple[int, ...] = ()  # token ids that are never chosen
     forced_first: int | None = None  # the first new token's id
-    forced_last: int | None = None  # the id of the token at the greatest length
+    forced_last: tuple[int, ...] = ()  # token ids, one of which stands at the greatest length
     weights: str = "float"  # as they are (float), or kernels and tables rounded to 8 bits (int8), see decode/int8.py
     batch: int = 32  # rows
     seed: int = 0

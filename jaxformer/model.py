@@ -84,8 +84,8 @@ class Model:
 
         Args:
           decode: how to decode; None: as the run's config says.
-          options: fields of `DecodeConfig` that replace its own. Beam options choose beam search and sampling options
-            sampling, unless `method` is given too.
+          options: fields of `DecodeConfig` that replace its own (`max_length` counts new tokens alone). Beam options
+            choose beam search and sampling options sampling, unless `method` is given too.
 
         Raises:
           ConfigError: the model has no encoder and decoder, or an option is unknown or out of range.
@@ -121,6 +121,7 @@ class Model:
             source_pad=self.tokenizers.source.pad or 0,
             buckets=self.config.data.buckets,
             room=self._room(),
+            source_room=engine.positions(self.config.model.encoder),
             rows=np.asarray(wanted, np.int32),
         )
         results: list[list[Output]] = [[] for _ in lines]
@@ -389,9 +390,7 @@ class Model:
 
     def _room(self) -> int | None:
         """How many target positions exist: learned ones have a table of them, the others no end."""
-        decoder = self.config.model.decoder
-        learned = decoder is not None and decoder.encoding.kind == "learned"
-        return decoder.encoding.max_length - decoder.encoding.offset if learned else None
+        return engine.positions(self.config.model.decoder)
 
     def _text(self, given: Sequence[int], tokens: np.ndarray) -> str:
         """The text of new tokens. After a prompt, what they add to its text: a tokenizer may join across the border."""

@@ -60,6 +60,9 @@ RESOLVED = ("vocab", "classes")
 RENAMED = {"decode": {"early_stop": ("stopping", {True: "estimate", False: "exact"})}}
 """Section -> a field's name in configs saved by earlier versions -> its name now, and what its values are called."""
 
+WERE_SINGLE = {"decode": ("forced_last",)}
+"""Section -> fields that hold several values and held one or None in configs saved by earlier versions."""
+
 
 # --- the ConfigDict side ----------------------------------------------------------------------------------------------
 
@@ -173,12 +176,17 @@ def read(workdir: str | os.PathLike[str]) -> Config:
 
 
 def _current(values: dict[str, Any]) -> dict[str, Any]:
-    """A saved config with the fields of `RENAMED` by their names of now."""
+    """A saved config with the fields of `RENAMED` and `WERE_SINGLE` as they are now."""
     for part, fields_of_it in RENAMED.items():
         saved = values.get(part)
         for old, (new, meaning) in fields_of_it.items():
             if isinstance(saved, dict) and isinstance(saved.get(old), bool):
                 saved[new] = meaning[saved.pop(old)]
+    for part, names in WERE_SINGLE.items():
+        saved = values.get(part)
+        for name in names:
+            if isinstance(saved, dict) and isinstance(saved.get(name, []), (int, type(None))):
+                saved[name] = [] if saved[name] is None else [saved[name]]
     return values
 
 

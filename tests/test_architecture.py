@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"overrides", "results", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint"},
     "checkpoint": CORE | {"overrides", "data", "tasks", "model", "train"},
     "hf": CORE
-    | {"overrides", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint", "train"},
+    | {"schema", "overrides", "checks", "decode", "data", "losses", "metrics", "tasks", "model", "checkpoint", "train"},
     "results": {"config", "overrides"},
     "report": CORE | {"overrides", "results", "metrics", "tasks", "checkpoint"},
     "testing": CORE | {"metrics", "tasks", "train"},

@@ -308,6 +308,12 @@ def test_json_of_earlier_versions_is_read_by_the_names_of_now():
     for before, now in ((True, "estimate"), (False, "exact")):
         value["decode"]["early_stop"] = before
         assert overrides.from_json(json.dumps(value)).decode.stopping == now
+    for before, now in ((None, ()), (3, (3,)), ([3, 4], (3, 4))):
+        value["decode"]["forced_last"] = before
+        assert overrides.from_json(json.dumps(value)).decode.forced_last == now
+    value["decode"]["forced_last"] = "end"
+    assert "forced_last" in refused(overrides.from_json, json.dumps(value))
+    del value["decode"]["forced_last"]
     value["decode"]["early_stop"] = "maybe"
     assert "early_stop: got an unknown key" in refused(overrides.from_json, json.dumps(value))
 
@@ -381,7 +387,7 @@ def test_parse_reads_values_as_their_fields_are_typed(path):
     )
     assert config.model.encoder.width == 64
     assert config.decode.bad_words == ((1, 2), (3,))
-    assert (config.decode.suppress, config.decode.forced_first, config.decode.forced_last) == ((4, 5), None, 2)
+    assert (config.decode.suppress, config.decode.forced_first, config.decode.forced_last) == ((4, 5), None, (2,))
     assert (config.train.steps, config.schedule.peak, config.train.ema) == (1000, 1e-4, None)
     assert (config.data.shuffle, config.data.buckets, config.data.dir) == (False, (16, 32), "a=b c")
     assert config.data.splits == {"test": ("a.en", "b.de"), "train": ("train[:90%]",)}

@@ -98,6 +98,9 @@ def decode(decode: DecodeConfig) -> None:
         raise wrong("config.decode.bad_words", decode.bad_words, "sequences of token ids, none of them empty")
     if any(token < 0 for token in decode.suppress):
         raise wrong("config.decode.suppress", decode.suppress, "token ids, from 0")
-    for name in ("forced_first", "forced_last"):
-        if getattr(decode, name) in decode.suppress:
-            raise wrong(f"config.decode.{name}", getattr(decode, name), "a token that decode.suppress does not hold")
+    if any(token < 0 for token in decode.forced_last):
+        raise wrong("config.decode.forced_last", decode.forced_last, "token ids, from 0")
+    if decode.forced_first in decode.suppress:
+        raise wrong("config.decode.forced_first", decode.forced_first, "a token that decode.suppress does not hold")
+    if decode.forced_last and set(decode.forced_last) <= set(decode.suppress):
+        raise wrong("config.decode.forced_last", decode.forced_last, "a token that decode.suppress does not hold")

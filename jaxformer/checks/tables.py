@@ -143,7 +143,7 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     DecodeConfig: {
         "beams": BEAMS, "hypotheses": BEAMS, "max_length": POSITIVE_INT, "min_length": COUNT,
         "max_ratio": POSITIVE, "temperature": POSITIVE, "top_k": COUNT, "top_p": PORTION, "min_p": SHARE,
-        "repetition_penalty": POSITIVE, "no_repeat_ngram": COUNT, "forced_first": COUNT, "forced_last": COUNT,
+        "repetition_penalty": POSITIVE, "no_repeat_ngram": COUNT, "forced_first": COUNT,
         "batch": POSITIVE_INT, "seed": SEED,
     },
 }  # fmt: skip

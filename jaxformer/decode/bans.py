@@ -105,9 +105,9 @@ def suppress(scores: Float32[Array, "B V"], tokens: tuple[int, ...]) -> Float32[
     return scores.at[:, jnp.asarray(tokens, jnp.int32)].set(-jnp.inf, mode="drop") if tokens else scores
 
 
-def force(scores: Float32[Array, "B V"], token: int, where: Bool[Array, " B"]) -> Float32[Array, "B V"]:
-    """Leaves only `token`, with score 0 (probability 1), in the rows where `where` is True."""
-    only = jnp.where(jnp.arange(scores.shape[1]) == token, 0.0, -jnp.inf)
+def force(scores: Float32[Array, "B V"], tokens: tuple[int, ...], where: Bool[Array, " B"]) -> Float32[Array, "B V"]:
+    """Leaves only `tokens`, each with score 0, in the rows where `where` is True."""
+    only = jnp.where(jnp.isin(jnp.arange(scores.shape[1]), jnp.asarray(tokens, jnp.int32)), 0.0, -jnp.inf)
     return jnp.where(where[..., None], only, scores)
 
 

@@ -13,8 +13,9 @@ from jaxformer.config import ConfigError
 from jaxformer.types import Batch, Slots, Stream
 
 Prompt = Mapping[str, np.ndarray | Sequence[int]]
-"""Integers `source` [n] and/or `target` [m], optional `kind` [n] and, of the only stream, ascending `segment`: what a
-task's `prompt` makes of a line. To score texts, `labels` and `weights` [m] too, as its `encode` makes them."""
+"""Integers `source` [n] and/or `target` [m], optional `kind` and ascending `position` [n] of the source and, of the
+only stream, ascending `segment`: what a task's `prompt` makes of a line. To score texts, `labels` and `weights` [m]
+too, as its `encode` makes them."""
 
 
 SIDES = ("source", "target")
@@ -114,6 +115,8 @@ def _side(prompts: Sequence[Prompt], side: str, rows: int, pad: int, buckets: tu
         position[row, :size] = np.arange(size) - np.searchsorted(part, part)
         if side == "source" and "kind" in prompt:
             kind[row, :size] = prompt["kind"]
+        if side == "source" and "position" in prompt:
+            position[row, :size] = prompt["position"]
     typed = side == "source" and "kind" in prompts[0]
     return Stream(tokens, Slots(position, segment), kind if typed else None)
 
@@ -127,6 +130,15 @@ def bucket(length: int, buckets: tuple[int, ...] = ()) -> int:
         return 1
     fitting = [size for size in buckets if size >= length]
     return min(fitting) if fitting else max(8, 1 << (length - 1).bit_length())
+
+
+def within(buckets: tuple[int, ...], *rooms: int | None) -> tuple[int, ...]:
+    """`buckets`, and one as large as each room, so that what fits into a table of positions is not padded beyond it."""
+    known = sorted({room for room in rooms if room is not None})
+    if not known:
+        return buckets
+    powers = tuple(1 << i for i in range(3, known[-1].bit_length()) if 1 << i < known[-1])
+    return tuple(sorted({*(buckets or powers), *known}))
 
 
 def fewer_buckets(lengths: Sequence[int], buckets: tuple[int, ...] = ()) -> tuple[int, ...]:

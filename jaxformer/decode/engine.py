@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from jaxformer.config import ConfigError, DecodeConfig
-from jaxformer.decode.batching import Job, Prompt, Waiting, bucket
+from jaxformer.config import ConfigError, DecodeConfig, StackConfig
+from jaxformer.decode.batching import Job, Prompt, Waiting, bucket, within
 from jaxformer.decode.lanes import Lane, directly, from_thread
 from jaxformer.decode.programs import Now, Programs, Vocabulary, forward
 from jaxformer.decode.sample import Hypotheses
@@ -47,6 +47,7 @@ def run(
     source_pad: int = 0,
     buckets: tuple[int, ...] = (),
     room: int | None = None,
+    source_room: int | None = None,
     rows: Sequence[int] | np.ndarray | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[Hypothesis]]:
@@ -62,6 +63,7 @@ def run(
       source_pad: fills empty places of the source.
       buckets: preferred prompt lengths (see `batching.bucket`).
       room: the most target positions the model has, prompt included; None: no bound.
+      source_room: the most source positions the model has; None: no bound.
       rows: ids of the prompts; None: their places in the list.
       progress: called with how many prompts are done, and of how many, whenever some are.
 
@@ -70,6 +72,7 @@ def run(
     """
     _known(config, vocabulary)
     prompts = [_with_target(prompt, vocabulary) for prompt in prompts]
+    _fit(prompts, source_room)
     limits = np.asarray([_limit(prompt, config, room) for prompt in prompts], np.int32)
     results: list[list[Hypothesis]] = [[] for _ in prompts]
     ids = np.arange(len(prompts), dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
@@ -81,7 +84,7 @@ def run(
     static = dataclasses.replace(config, max_length=length, seed=0, batch=1, max_ratio=None)
     programs, key = Programs(module, static, vocabulary), jax.random.key(config.seed)
     variables, alone = programs.variables(variables), _on_one_device(variables)
-    waiting, done = Waiting(prompts, (source_pad, vocabulary.pad), buckets), 0
+    waiting, done = Waiting(prompts, (source_pad, vocabulary.pad), within(buckets, room, source_room)), 0
 
     def begin(job: Job, width: int | None) -> Now:
         fill = (0, job.batch.target.tokens.shape[0] - len(job.index))
@@ -131,12 +134,16 @@ def _on_one_device(variables: PyTree) -> bool:
 
 def _known(config: DecodeConfig, vocabulary: Vocabulary) -> None:
     """Judges the token ids among the options, which only now can be compared with the vocabulary."""
-    forced = [token for token in (config.forced_first, config.forced_last) if token is not None]
+    forced = [*config.forced_last, *([] if config.forced_first is None else [config.forced_first])]
     named = [*forced, *config.suppress, *(token for word in config.bad_words for token in word)]
     if vocabulary.size is not None and named and max(named) >= vocabulary.size:
         raise ConfigError(
             f"decode: got token {max(named)} to force or ban, expected ids below the vocabulary's {vocabulary.size}"
         )
+    if named and min(named) < 0:  # an array's negative index is one from its end
+        raise ConfigError(f"decode: got token {min(named)} to force or ban, expected ids from 0")
+    if not all(config.bad_words):
+        raise ConfigError("decode: got an empty sequence in bad_words, expected at least one token in each")
 
 
 def _with_target(prompt: Prompt, vocabulary: Vocabulary) -> Prompt:
@@ -145,6 +152,20 @@ def _with_target(prompt: Prompt, vocabulary: Vocabulary) -> Prompt:
     if vocabulary.start is None:
         raise ConfigError("prompt: got no tokens, expected at least one; begin it with a token that starts a text")
     return {**prompt, "target": np.asarray([vocabulary.start], np.int32)}
+
+
+def _fit(prompts: Sequence[Prompt], room: int | None) -> None:
+    """Refuses sources that have more positions than the encoder."""
+    for prompt in prompts:
+        size = 1 + max(prompt["position"], default=-1) if "position" in prompt else len(prompt.get("source", ()))
+        if room is not None and size > room:
+            raise ConfigError(f"source: got {size} slots, expected at most the model's {room} positions; shorten it")
+
+
+def positions(stack: StackConfig | None) -> int | None:
+    """How many positions a stack has: learned ones have a table of them, the others no end."""
+    learned = stack is not None and stack.encoding.kind == "learned"
+    return stack.encoding.max_length - stack.encoding.offset if learned else None
 
 
 def _limit(prompt: Prompt, config: DecodeConfig, room: int | None) -> int:

@@ -22,7 +22,7 @@ def processes(config: DecodeConfig) -> bool:
     """Whether `process` does anything."""
     penalised = config.repetition_penalty != 1.0
     banned = config.no_repeat_ngram > 0 or config.min_length > 0 or bool(config.bad_words or config.suppress)
-    return penalised or banned or config.forced_first is not None or config.forced_last is not None
+    return penalised or banned or config.forced_first is not None or bool(config.forced_last)
 
 
 def process(
@@ -37,8 +37,8 @@ def process(
     if config.min_length > 0:
         scores = jnp.where((past.step < config.min_length)[:, None], bans.suppress(scores, eos), scores)
     if config.forced_first is not None:
-        scores = bans.force(scores, config.forced_first, past.step == 0)
-    if config.forced_last is not None:
+        scores = bans.force(scores, (config.forced_first,), past.step == 0)
+    if config.forced_last:
         scores = bans.force(scores, config.forced_last, past.last)
     return bans.suppress(scores, config.suppress)
 

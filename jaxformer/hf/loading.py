@@ -98,7 +98,7 @@ def from_pretrained(
         family=family,
         head=head,
         settings=settings,
-        defaults=generation.read_defaults(directory),
+        defaults=generation.read_defaults(directory, settings.values),
     )
     return pretrained if vocab is None else resized(pretrained, vocab, seed)
 

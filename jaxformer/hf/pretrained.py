@@ -57,7 +57,7 @@ class Pretrained(Model):
       family: the architecture's table.
       head: our word for its head: causal_lm, masked_lm, seq2seq, sequence, token, qa, model, ...
       settings: its config.json.
-      defaults: its generation_config.json.
+      defaults: of `generate`'s options: its generation_config.json, or without one what config.json has of them.
     """
 
     family: Family | None = field(default=None)
@@ -91,7 +91,11 @@ class Pretrained(Model):
         return calling.outputs_of(self.head, model, logits, loss, sown, given)
 
     def generate(self, prompts: Any = None, decode: Any = None, **options: Any) -> Any:
-        """Token ids with their argument names (`input_ids=..., num_beams=4`), or texts as `Model.generate`."""
+        """Token ids with their argument names (`input_ids=..., num_beams=4`), or texts as `Model.generate`.
+
+        With ids `max_length` counts the prompt, as there. With texts it counts new tokens (`DecodeConfig.max_length`),
+        and generation_config.json is not read.
+        """
         if prompts is not None:
             return super().generate(prompts, decode, **options)
         return generation.generate(self, options)
@@ -113,7 +117,7 @@ class Pretrained(Model):
         if model.encoder.embed.kinds:
             prompt["kind"] = np.asarray(framed.kinds, np.int32)
         if model.decoder is not None:
-            prompt["target"] = generation.decoder_start({**self.settings.values, **self.defaults}, 1)[0]
+            prompt["target"] = generation.decoder_start(self.defaults, 1)[0]
         return prompt
 
     def _framed(self, line: str) -> Framed:
@@ -163,7 +167,7 @@ class Pretrained(Model):
     def _vocabulary(self) -> engine.Vocabulary:
         if self.family is None:
             return super()._vocabulary()
-        pad, ends = generation.special({**self.settings.values, **self.defaults})
+        pad, ends = generation.special(self.defaults)
         return engine.Vocabulary(eos=ends, pad=pad)
 
     def save_pretrained(self, directory: str | os.PathLike[str], family: str | None = None, dtype: Any = None) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxformer import checkpoint, files, overrides
 from jaxformer.config import Config, ConfigError, ModelConfig
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.hf import convert, loading, pretrained
+from jaxformer.hf import convert, generation, loading, pretrained
 from jaxformer.hf import files as theirs
 from jaxformer.hf.pretrained import Pretrained
 from jaxformer.hf.table import Family, Settings, family_of
@@ -64,12 +64,15 @@ def named(model: Model, path: Path) -> Pretrained:
         kept = _kept(workdir / SETTINGS)
         settings = Settings(kept["config"], str(workdir / SETTINGS))
         family = family_of(settings)
-        return Pretrained(**fields, family=family, head=kept["head"], settings=settings, defaults=kept["generation"])
+        # What an earlier version imported without a generation_config.json has nothing here.
+        defaults = kept["generation"] or generation.of_config(settings.values)
+        return Pretrained(**fields, family=family, head=kept["head"], settings=settings, defaults=defaults)
     target = model.tokenizers.target
     ids = {"pad_token_id": target.pad, "eos_token_id": target.eos, "bos_token_id": target.bos}
     if model.config.model.encoder is not None and model.config.model.decoder is not None:
         ids["decoder_start_token_id"] = target.bos
-    return Pretrained(**fields, head=pretrained.head_of_model(model.config), settings=Settings(ids))
+    head = pretrained.head_of_model(model.config)
+    return Pretrained(**fields, head=head, settings=Settings(ids), defaults=ids)
 
 
 def _kept(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ PROMPTS = ([1], [2, 3], [1, 1, 2], [3, 4, 3, 4])
 WORDS = ((3,), (1, 2), (4, 4), (2, 1, 4), (1, 2, 4, 2, 4, 1, 5, 5, 1, 1, 1, 1))
 ALL = DecodeConfig(
     repetition_penalty=1.3, no_repeat_ngram=2, bad_words=((1, 2), (2, 1, 4)), min_length=2, suppress=(5,),
-    forced_first=4, forced_last=0,
+    forced_first=4, forced_last=(0,),
 )  # fmt: skip
 OPTIONS = (
     DecodeConfig(),
@@ -27,7 +27,8 @@ OPTIONS = (
     DecodeConfig(bad_words=WORDS),
     DecodeConfig(min_length=2),
     DecodeConfig(forced_first=4, suppress=(1, 5)),
-    DecodeConfig(forced_last=0),
+    DecodeConfig(forced_last=(0,)),
+    DecodeConfig(forced_last=(3, 0)),
     ALL,
 )
 
@@ -47,10 +48,11 @@ def processed(config, scores, said, step, last, eos):
             scores[final] = -np.inf
     if step < config.min_length:
         scores[list(eos)] = -np.inf
-    for token, now in ((config.forced_first, step == 0), (config.forced_last, last)):
-        if token is not None and now:
+    first = () if config.forced_first is None else (config.forced_first,)
+    for tokens, now in ((first, step == 0), (config.forced_last, last)):
+        if tokens and now:
             scores[:] = -np.inf
-            scores[token] = 0.0
+            scores[list(tokens)] = 0.0
     scores[list(config.suppress)] = -np.inf
     return scores
 
@@ -215,7 +217,9 @@ def test_where_all_is_banned_a_row_goes_on_at_no_probability():
         ({"bad_words": ((1,), ())}, "bad_words: .* none of them empty"),
         ({"bad_words": ((1, -2),)}, "bad_words"),
         ({"suppress": (-1,)}, "suppress"),
-        ({"forced_last": 3, "suppress": (3,)}, "forced_last: got 3"),
+        ({"forced_last": (3,), "suppress": (3,)}, "forced_last: got .3,."),
+        ({"forced_last": (-3,)}, "forced_last: got .-3,., expected token ids"),
+        ({"forced_first": 3, "suppress": (3,)}, "forced_first: got 3"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, words):
@@ -226,6 +230,11 @@ def test_options_that_make_no_sense_are_refused(options, words):
 
 def test_tokens_that_the_vocabulary_does_not_have_are_refused():
     vocabulary = engine.Vocabulary(eos=(2,), pad=0, start=1, size=13)
-    for options in ({"forced_first": 13}, {"bad_words": ((1, 13),)}, {"suppress": (13,)}):
+    for options in ({"forced_first": 13}, {"forced_last": (2, 13)}, {"bad_words": ((1, 13),)}, {"suppress": (13,)}):
         with pytest.raises(ConfigError, match="got token 13 .* below the vocabulary's 13"):
             engine.run(nn.Module(), {}, [], DecodeConfig(**options), vocabulary)
+    for options in ({"forced_last": (-1,)}, {"bad_words": ((1, -1),)}, {"suppress": (-1,)}):
+        with pytest.raises(ConfigError, match="got token -1 .* expected ids from 0"):
+            engine.run(nn.Module(), {}, [], DecodeConfig(**options), vocabulary)
+    with pytest.raises(ConfigError, match="an empty sequence in bad_words"):
+        engine.run(nn.Module(), {}, [], DecodeConfig(bad_words=((),)), vocabulary)

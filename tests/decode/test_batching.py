@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError
-from jaxformer.decode.batching import WORTH, Waiting, bucket, fewer_buckets, jobs, stack
+from jaxformer.decode.batching import WORTH, Waiting, bucket, fewer_buckets, jobs, stack, within
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,29 @@ from jaxformer.decode.batching import WORTH, Waiting, bucket, fewer_buckets, job
 )
 def test_bucket(length, buckets, wanted):
     assert bucket(length, buckets) == wanted
+
+
+@pytest.mark.parametrize(
+    ("buckets", "rooms", "length", "wanted"),
+    [
+        ((), (None, None), 20, 32),
+        ((), (24, None), 20, 24),
+        ((), (24, None), 3, 8),
+        ((), (24, 40), 33, 40),
+        ((), (32,), 32, 32),
+        ((12,), (20,), 3, 12),
+        ((12,), (20,), 13, 20),
+    ],
+)
+def test_no_shape_is_larger_than_a_table_of_positions(buckets, rooms, length, wanted):
+    assert bucket(length, within(buckets, *rooms)) == wanted
+
+
+def test_a_source_may_say_its_own_positions():
+    prompts = [{"source": [5, 6], "position": [1, 3], "target": [0]}, {"source": [7], "position": [4], "target": [0]}]
+    batch = stack(prompts, 3, (0, 0))
+    assert batch.source.slots.position[:, :3].tolist() == [[1, 3, 0], [4, 0, 0], [0, 0, 0]]
+    assert batch.source.slots.segment[:, :3].tolist() == [[1, 1, 0], [1, 0, 0], [0, 0, 0]]
 
 
 @settings(max_examples=25, deadline=None)

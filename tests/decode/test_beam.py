@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import DecodeConfig
+from jaxformer.decode import beam
 from jaxformer.decode.beam import length_penalty
 
 PROMPTS = ([1], [2, 3], [1, 1, 2], [3])
@@ -143,7 +144,54 @@ def test_where_stopping_is_exact_the_end_of_the_search_changes_nothing(seed):
         same(listed(bounded, row), wanted)
 
 
-def search_by_hand(model, prompt, beams, length, alpha):
+BOUNDS = [("power", 2.0, 1), ("power", 3.0, 3), ("gnmt", 0.6, 2), ("power", -1.0, 1), ("power", -0.5, 3)]
+
+
+@pytest.mark.parametrize(("norm", "alpha", "count"), BOUNDS)
+def test_the_bound_neither_ends_a_search_too_soon_nor_too_late(norm, alpha, count):
+    """Against a search that goes on to the limit: the same n best, whatever the length penalty's sign. And a search is
+    done as soon as the largest divisor to come shows that nothing alive can enter the n best, and not sooner."""
+    config = dataclasses.replace(
+        BEAM, length_norm=norm, length_penalty=alpha, hypotheses=count, stopping="exact", max_length=6
+    )
+    for seed in range(12):
+        model = PrefixModel(vocab=4, seed=seed)
+        found = run(batch_of(*PROMPTS), config, model=model)
+        for row, prompt in enumerate(PROMPTS):
+            wanted = search_by_hand(model, prompt, beams=3, length=6, alpha=alpha, norm=norm)[:count]
+            same([pair for pair in listed(found, row) if pair[1]], wanted)
+
+
+@pytest.mark.parametrize(
+    ("stopping", "alpha", "live", "pool", "count", "done"),
+    [
+        # At a length of 2 of at most 4, log P -4 may become a mean of -1 (alpha 1), and is one of -2.
+        ("exact", 1.0, -4.0, (-0.9, -0.95, -0.99), 3, True),
+        ("exact", 1.0, -4.0, (-0.9, -0.95, -1.01), 3, False),
+        ("exact", 1.0, -4.0, (-0.9, -0.95, -1.01), 2, True),
+        ("exact", 1.0, -4.0, (-0.9, -1.01, -np.inf), 1, True),
+        # A negative penalty favours short ones: log P -4 ends at a length of 3 at the best, with -12.
+        ("exact", -1.0, -4.0, (-1.0, -2.0, -11.0), 3, True),
+        ("exact", -1.0, -4.0, (-1.0, -2.0, -13.0), 3, False),
+        ("estimate", 1.0, -4.0, (-0.9, -1.5, -1.99), 3, True),
+        ("estimate", 1.0, -4.0, (-0.9, -1.5, -2.01), 3, False),
+        ("estimate", 1.0, -4.0, (-0.9, -1.5, -2.01), 1, True),
+        ("estimate", 1.0, -4.0, (-1.1, -1.5, -np.inf), 1, False),
+        ("first", 1.0, -4.0, (-2.9, -3.5, -np.inf), 3, False),
+        ("first", 1.0, -4.0, (-2.9, -3.5, -9.0), 3, True),
+    ],
+)
+def test_settled(stopping, alpha, live, pool, count, done):
+    config = dataclasses.replace(
+        BEAM, length_norm="power", length_penalty=alpha, hypotheses=count, stopping=stopping, max_length=4
+    )
+    beams = beam.empty(1, 3, 4, 9, jnp.array([4]))
+    scores = beams.pool._replace(scores=jnp.asarray([pool], jnp.float32))
+    beams = beams.replace(step=jnp.array([2]), scores=jnp.array([[live, live - 1, live - 2]]), pool=scores)
+    assert beam.settled(beams, config).tolist() == [done]
+
+
+def search_by_hand(model, prompt, beams, length, alpha, norm="gnmt"):
     live, pool = [(0.0, ())], []
     for size in range(1, length + 1):
         ranked = []
@@ -153,7 +201,7 @@ def search_by_hand(model, prompt, beams, length, alpha):
         ranked.sort(reverse=True)
         live = [(score, out) for score, out in ranked if out[-1] != 0][:beams]
         ends = [(s, out) for s, out in ranked[:beams] if out[-1] == 0 or size == length]
-        pool += [(score / penalty(size, alpha), out) for score, out in ends]
+        pool += [(score / penalty(size, alpha, norm), out) for score, out in ends]
     return sorted(pool, reverse=True)[:beams]
 
 

@@ -76,6 +76,12 @@ def test_the_default_changes_nothing():
     chex.assert_trees_all_equal(warp.truncate(DecodeConfig(), jnp.asarray(LOGITS)), jnp.asarray(LOGITS))
 
 
+def test_min_p_sees_what_top_p_left():
+    # By probability 0.4 and 0.3 are needed for a mass of 0.5. Were those below 0.6 * 0.4 dropped first, 0.4 would be
+    # 0.571 of what is left, and enough.
+    assert kept(warp.truncate(DecodeConfig(top_p=0.5, min_p=0.6), jnp.asarray(LOGITS))) == [0, 2]
+
+
 def test_top_p_sees_what_top_k_left():
     # Of all four, 0.4 + 0.3 are needed for 0.6; of the two that top-k leaves, 0.4 / 0.7 = 0.571 is not enough either,
     # but for 0.55 it is.

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Bool, Float, Key, Shaped
+from jaxtyping import Float, Key, Shaped
 
 from jaxformer.config import ConfigError
 from jaxformer.nn.kernels import Keys, Queries, Score
-from jaxformer.nn.masks import Mask, visible
+from jaxformer.nn.masks import Mask
 from jaxformer.parallel import shards
 from jaxformer.types import Array, PyTree, Slots
 
@@ -116,16 +116,6 @@ def rows_and_heads(function: Callable, q: Queries, k: Keys, v: Keys, query: Slot
     k, v, _ = spread(k, v, None, q.shape[2], shards.parts(where.heads))
     where = where._replace(length=())
     return shards.shard(function, (*(where.tensor,) * 3, where.ids, where.ids), where.tensor)(q, k, v, query, key)
-
-
-def sees(query: Slots, key: Slots, own: bool) -> Bool[Array, "B T"]:
-    """Queries that see a key, without rules of order: where these hide keys, they hide others' first.
-
-    A real slot sees itself, where the keys are its `own` side's.
-    """
-    if own:
-        return query.segment > 0
-    return jnp.any(visible(query, key, False, None), axis=-1)
 
 
 def own(where: Layout, key: Key[Array, ""] | None) -> Key[Array, ""] | None:

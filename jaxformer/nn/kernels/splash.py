@@ -15,7 +15,7 @@ from jaxtyping import Bool
 
 from jaxformer.config import AttentionConfig
 from jaxformer.nn.kernels import Kernel, Keys, Noise, Queries, Score, Site, _sharding
-from jaxformer.nn.masks import Mask
+from jaxformer.nn.masks import Mask, visible
 from jaxformer.parallel import mesh
 from jaxformer.types import Array, Slots
 
@@ -38,17 +38,15 @@ def attend(
     """
     _sharding.refuse_table("splash", mask)
     window = None if mask.window is None else config.window
-    local = functools.partial(_local, mask.causal, window, mask.own)
+    local = functools.partial(_local, mask.causal, window)
     return _sharding.rows_and_heads(local, q, k, v, mask.query, mask.key)
 
 
-def _local(
-    causal: bool, window: int | None, own: bool, q: Queries, k: Keys, v: Keys, query: Slots, key: Slots
-) -> Queries:
+def _local(causal: bool, window: int | None, q: Queries, k: Keys, v: Keys, query: Slots, key: Slots) -> Queries:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     length = q.shape[1]
-    seen = _sharding.sees(query, key, own)
+    seen = jnp.any(visible(query, key, causal, window), axis=-1)
     q, k, v = (jnp.swapaxes(_sharding.pad(x, LANES), 1, 2) for x in (q, k, v))
     segments = splash.SegmentIds(
         q=_sharding.pad(jnp.where(query.segment == 0, NOTHING_QUERIES, jnp.abs(query.segment)), LANES),
@@ -94,8 +92,11 @@ def _by_slot(query: Slots, key: Slots) -> Bool[Array, " B"]:
 
 
 def _counts(slots: Slots) -> Bool[Array, " B"]:
-    """Whether positions rise by one from slot to slot of a segment, and a segment is one run of slots."""
-    position, segment = slots
+    """Whether positions rise by one from slot to slot of a segment, and a segment is one run of slots.
+
+    Padding that reads a segment (its negative) counts as a part of it.
+    """
+    position, segment = slots.position, jnp.abs(slots.segment)
     real, again = segment[:, 1:] != 0, segment[:, 1:] == segment[:, :-1]
     steps = ~(real & again) | (position[:, 1:] == position[:, :-1] + 1)
     runs = ~real | again | (segment[:, 1:] > jax.lax.cummax(segment, axis=1)[:, :-1])
