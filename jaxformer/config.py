@@ -102,6 +102,8 @@ class AttentionConfig:
     kernel: str = "auto"  # a file of jaxformer/nn/kernels/, or auto
     block: int = 128  # blockwise: rows and columns of one tile
     dropout: float = 0.0  # on the attention probabilities
+    average_padding: bool = False  # padding whose output counts (a negative segment) enters as zeros and weighs all
+    # slots alike (DeBERTa); False: it reads the text
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ class HeadConfig:
     width: int | None = None  # classes, pooled, pair: a layer before the decision, or of the vector; None: none
     hidden: str = "tanh"  # activation of that layer
     decision_bias: bool = True  # classes, slots
-    dropout: float = 0.0
+    dropout: float = 0.0  # before the decision (none: of the hidden states)
+    input_dropout: float = 0.0  # classes, pooled, pair: of the pooled vector, before the layer of `width`
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,7 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     RecurrentConfig: {"layers": CELL_LAYERS, "width": POSITIVE_INT, "dropout": RATE, "recurrent_dropout": RATE},
     HeadConfig: {
         "chunk": POSITIVE_INT, "classes": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "epsilon": POSITIVE,
+        "input_dropout": RATE,
     },
     TokenizerConfig: {"vocab": POSITIVE_INT, "multiple": POSITIVE_INT},
     DataConfig: {

@@ -192,7 +192,7 @@ class Tokenizer:
           ConfigError: the file is missing or is none of these.
         """
         path = Path(path)
-        content = _read(path)
+        content = read_file(path)
         try:
             if path.suffix == ".model":
                 return cls(Sentences(content), multiple)
@@ -200,7 +200,7 @@ class Tokenizer:
         except BaseException as error:  # the two libraries raise bare Exception and RuntimeError, and Rust panics
             if not vocabularies.failed(error):
                 raise
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
 
     def export(self, path: str | os.PathLike[str], closing: bool = False, framing: bool = False) -> None:
         """Writes a `tokenizer.json` that the `tokenizers` library loads.
@@ -328,7 +328,7 @@ class Tokenizers:
         """
         path = Path(directory) / cls.FILE
         try:
-            content = json.loads(_read(path))
+            content = json.loads(read_file(path))
             if "source" not in content:
                 one = Tokenizer._of(content, multiple)
                 return cls(one, one)
@@ -338,7 +338,7 @@ class Tokenizers:
         except BaseException as error:
             if not vocabularies.failed(error):
                 raise
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
 
 
 def _texts(config: DataConfig, examples: Any, roles: Sequence[str]) -> dict[str, list[str]]:
@@ -358,7 +358,12 @@ def _sample(examples: Any, limit: int | None) -> Iterator[Any]:
     return (examples[index] for index in range(0, count, max(-(-count // SAMPLE), 1)))
 
 
-def _read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """The bytes of a vocabulary's file.
+
+    Raises:
+      ConfigError: it cannot be read, is no regular file (a device has no end), or is larger than any vocabulary.
+    """
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # a device never ends, and a pipe waits for a writer
@@ -373,7 +378,8 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"tokenizer: got {path}, expected a readable file ({error.strerror}); check it") from error
 
 
-def _unreadable(path: Path, error: BaseException) -> ConfigError:
+def unreadable(path: Path, error: BaseException) -> ConfigError:
+    """The error of a vocabulary's file that its library does not understand."""
     reason = " ".join(str(error).split())[:120]
     return ConfigError(f"tokenizer: got {path}, expected a tokenizer.json or a .model file ({reason}); check it")
 

@@ -164,36 +164,21 @@ class Fast:
         return hf.Tokenizer.from_str(self.model.to_str())  # the setting above is not part of the file
 
     def encode(self, text: str) -> list[int]:
-        return self._split(text).ids
+        return _encoded(self.model, text, add_special_tokens=False).ids
 
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self._split(text)
+        found = _encoded(self.model, text, add_special_tokens=False)
         return found.ids, found.offsets
-
-    def _split(self, text: str) -> hf.Encoding:
-        """The text as the library splits it.
-
-        Raises:
-          ConfigError: it cannot, as where a pattern takes too long, or an unknown character has no token.
-        """
-        try:
-            return self.model.encode(text, add_special_tokens=False)
-        except BaseException as error:
-            if not failed(error):
-                raise
-            reason = " ".join(str(error).split())[:120]
-            what = f"tokenizer: got a text that it cannot split ({text[:40]!a}: {reason})"
-            raise ConfigError(f"{what}, expected one that splits every text; mend its tokenizer.json") from None
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode(ids, skip_special_tokens=True)
 
     def parse(self, text: str, specials: dict[str, int]) -> list[int]:
-        return self._parser.encode(text, add_special_tokens=False).ids
+        return _encoded(self._parser, text, add_special_tokens=False).ids
 
     def whole(self, text: str, pair: str | None = None) -> hf.Encoding:
         """A text or pair with the special tokens that the file puts around them; their names in it are those tokens."""
-        return self._parser.encode(text, pair)
+        return _encoded(self._parser, text, pair)
 
     def payload(self) -> Any:
         return json.loads(self.model.to_str())
@@ -226,6 +211,22 @@ def _check_charsmaps(content: Any) -> None:
                 raise ValueError("got a precompiled_charsmap that is cut off")
         for name in ("normalizer", "normalizers"):
             _check_charsmaps(content.get(name))
+
+
+def _encoded(model: hf.Tokenizer, *texts: str | None, **options: Any) -> hf.Encoding:
+    """The library's encoding of a text, or of a pair of texts.
+
+    Raises:
+      ConfigError: it cannot encode them, as where a pattern takes too long, or an unknown character has no token.
+    """
+    try:
+        return model.encode(*texts, **options)
+    except BaseException as error:  # a pattern that gives up is a panic of Rust's: no `Exception`
+        if not failed(error):
+            raise
+        reason = " ".join(str(error).split())[:120]
+        what = f"tokenizer: got a text that it cannot split ({str(texts[0])[:40]!a}: {reason})"
+        raise ConfigError(f"{what}, expected one that splits every text; mend its tokenizer.json") from None
 
 
 class Learnt(Fast):

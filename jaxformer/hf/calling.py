@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.config import ConfigError, ModelConfig, StackConfig
 from jaxformer.hf.table import Convention, Settings
 from jaxformer.registry import nearest
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream
+
+MAX_POSITION = 2**31 - 1
 
 IGNORED = -100
 """The label that counts nowhere."""
 
 BOTH = ("output_attentions", "output_hidden_states", "return_dict")
+ROUTER = "output_router_logits"
 ENCODER = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
 DECODER = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 SEQ2SEQ = (
@@ -51,7 +56,13 @@ def accepted(model: ModelConfig, head: str) -> tuple[str, ...]:
         kinds = model.encoder is not None and model.encoder.embed.kinds
         names = ENCODER if kinds else DECODER
     labels = {"qa": ("start_positions", "end_positions"), "model": (), "bare": (), "encoder": ()}
-    return (*names, *labels.get(head, ("labels",)), *BOTH)
+    router = (ROUTER,) if has_router(model, head) else ()
+    return (*names, *labels.get(head, ("labels",)), *BOTH, *router)
+
+
+def has_router(model: ModelConfig, head: str) -> bool:
+    """Whether a call can return what the routers of a mixture of experts said."""
+    return head in ("causal_lm", "model") and model.decoder is not None and model.decoder.moe is not None
 
 
 def check(inputs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -60,20 +71,58 @@ def check(inputs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     for name in given:
         if name not in names:
             raise ConfigError(f"call: got {name}, expected some of {', '.join(names)}{nearest(name, names)}")
+    if given.get("return_dict", True) is not True:
+        raise ConfigError("call: got return_dict False, expected True; `tuple(outputs.values())` is what it returns")
     return given
 
 
+def with_defaults(given: dict[str, Any], settings: Settings, names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments, and what config.json says of the outputs where they do not."""
+    wished = (name for name in (*BOTH[:2], ROUTER) if name in names and settings(name, False))
+    return {**dict.fromkeys(wished, True), **given}
+
+
+def is_known(x: Any) -> bool:
+    """Whether the values of an array can be looked at: not under jit, nor where other processes hold a part."""
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def check_range(name: str, ids: Any, count: int, ignored: int | None = None) -> None:
+    """Refuses ids outside of 0 to count - 1, where their values are known. Under jit they become NaN.
+
+    Raises:
+      ConfigError: one is outside, and is not `ignored`.
+    """
+    if not is_known(ids):
+        return
+    ids = np.asarray(ids)
+    outside = (ids < 0) | (ids >= count)
+    if ignored is not None:
+        outside &= ids != ignored
+    if outside.any():
+        raise ConfigError(f"call: got {name} {ids[outside][0]}, expected 0 to {count - 1}; check the tokenizer")
+
+
 def batch_of(
-    convention: Convention, settings: Settings, model: ModelConfig, head: str, inputs: Mapping[str, Any]
+    convention: Convention,
+    settings: Settings,
+    model: ModelConfig,
+    head: str,
+    inputs: Mapping[str, Any],
+    everywhere: bool = False,
 ) -> Batch:
-    """The streams of a call. A span's scores compete with those of padding, so there padded slots read the text too."""
+    """The streams of a call.
+
+    A span's scores compete with those of padding, and a decoder's classifier decides by ids where a text ends
+    (`everywhere`): there padded slots have outputs that count too. Their segments are negative (`nn/masks.py`).
+    """
     sources = {name: jnp.asarray(value) for name, value in inputs.items() if name not in BOTH}
     if model.decoder is None or model.encoder is None:
-        stream = _stream(convention, (model.encoder or model.decoder).embed.pad, sources)
-        if head == "qa":
+        stream = _stream(convention, model.encoder or model.decoder, sources)
+        if head == "qa" or everywhere:
             stream = stream._replace(slots=stream.slots._replace(segment=2 * stream.slots.segment - 1))
         return Batch(stream, None) if model.decoder is None else Batch(None, stream)
-    source = _stream(convention, model.encoder.embed.pad, sources)
+    source = _stream(convention, model.encoder, sources)
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
         if "labels" in sources and sources["labels"].ndim == 2:
             sources["decoder_input_ids"] = shift_right(convention, settings, sources["labels"])
@@ -82,7 +131,7 @@ def batch_of(
         else:
             raise ConfigError("call: got no decoder_input_ids, expected them or labels")
     decoder = {name.removeprefix("decoder_"): x for name, x in sources.items() if name.startswith("decoder_")}
-    target = _stream(convention, model.decoder.embed.pad, decoder)
+    target = _stream(convention, model.decoder, decoder)
     if head == "sequence" and "input_ids" in sources:
         target = _up_to_the_end(target, sources["input_ids"] == settings("eos_token_id", 2))
     return Batch(source, target)
@@ -96,7 +145,38 @@ def _up_to_the_end(target: Stream, ends: Array) -> Stream:
     return target._replace(slots=target.slots._replace(segment=jnp.where(inside, target.slots.segment, 0)))
 
 
-def _stream(convention: Convention, pad: int | None, inputs: Mapping[str, Array]) -> Stream:
+def decides_everywhere(model: ModelConfig, head: str) -> bool:
+    """Whether the model is a decoder that classifies the hidden state of a text's last token."""
+    top = model.head
+    return head == "sequence" and model.encoder is None and top.pooling == "last" and top.width is None
+
+
+def at_every_slot(model: ModelConfig) -> ModelConfig:
+    """The model with the decision of its classifier at every slot, by the same parameters."""
+    return dataclasses.replace(model, head=dataclasses.replace(model.head, kind="slots"))
+
+
+def of_last_token(settings: Settings, logits: Array, inputs: Mapping[str, Any]) -> Array:
+    """The decision of the rightmost token that is not padding, by its id and not by the mask; else of the last slot.
+
+    Raises:
+      ConfigError: several rows, and config.json names no padding token.
+    """
+    pad, rows = settings("pad_token_id", None), logits.shape[0]
+    if pad is None and rows != 1:
+        raise ConfigError(
+            f"call: got {rows} rows and no pad_token_id in {settings.where}, expected one row, or a padding token: it "
+            "says where each text ends"
+        )
+    if pad is None or "input_ids" not in inputs:
+        return logits[:, -1]
+    ids = jnp.asarray(inputs["input_ids"])
+    last = jnp.max(jnp.where(ids != pad, jnp.arange(ids.shape[1]), 0), axis=1)
+    return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
+
+
+def _stream(convention: Convention, stack: StackConfig, inputs: Mapping[str, Array]) -> Stream:
+    pad, encoding = stack.embed.pad, stack.encoding
     if ("input_ids" in inputs) == ("inputs_embeds" in inputs):
         raise ConfigError("call: got both or none of input_ids and inputs_embeds, expected one of them")
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
@@ -114,6 +194,14 @@ def _stream(convention: Convention, pad: int | None, inputs: Mapping[str, Array]
     if "position_ids" in inputs:
         first = pad + 1 if convention.positions == "ids" else 0
         count = jnp.broadcast_to(inputs["position_ids"], shape).astype(jnp.int32) - first
+    if "input_ids" in inputs:
+        check_range("input_ids", tokens, stack.embed.vocab)
+    if "token_type_ids" in inputs and stack.embed.kinds:
+        check_range("token_type_ids", inputs["token_type_ids"], stack.embed.kinds)
+    if encoding.kind == "learned" or encoding.absolute:
+        check_range("a position (row of the table)", count + encoding.offset, encoding.max_length)
+    elif "position_ids" in inputs:
+        check_range("position_ids", count, MAX_POSITION)
     return Stream(tokens, Slots(count, real), inputs.get("token_type_ids"))
 
 
@@ -127,6 +215,7 @@ def shift_right(convention: Convention, settings: Settings, labels: Array) -> Ar
 
 def mean_cross_entropy(logits: Array, labels: Array) -> Array:
     """The mean over labels that count; NaN where none does, as theirs."""
+    check_range("labels", labels, logits.shape[-1], IGNORED)
     counts = labels != IGNORED
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counts, labels, 0))
     return jnp.sum(jnp.where(counts, losses, 0.0)) / jnp.sum(counts)
@@ -205,4 +294,42 @@ def _hidden_states(sown: PyTree) -> tuple[Array, ...]:
 def needs_intermediates(head: str, model: ModelConfig, inputs: Mapping[str, Any]) -> bool:
     """Whether a call's outputs hold more than logits."""
     seq2seq = model.encoder is not None and model.decoder is not None
-    return seq2seq or head in ("model", "bare", "encoder") or any(inputs.get(name, False) for name in BOTH[:2])
+    wished = any(inputs.get(name, False) for name in (*BOTH[:2], ROUTER))
+    return seq2seq or head in ("model", "bare", "encoder") or wished
+
+
+def add_router(
+    outputs: Outputs, settings: Settings, model: ModelConfig, sown: PyTree, inputs: Mapping[str, Any]
+) -> Outputs:
+    """The outputs with `router_logits` and, of a language model, `aux_loss`, which its loss gets with its weight."""
+    if not inputs.get(ROUTER, False):
+        return outputs
+    logits = sown["decoder"]["blocks"]["ffn"]["router_logits"][0]
+    found = Outputs(outputs)
+    if "logits" in found:
+        real = jnp.asarray(inputs.get("attention_mask", jnp.ones(logits.shape[1:3])))
+        auxiliary = balance_loss(logits, real, model.decoder.moe.top_k)
+        if "loss" in found:
+            found["loss"] = found["loss"] + settings("router_aux_loss_coef", 0.001) * auxiliary
+            loss = {"loss": found.pop("loss")}
+        else:
+            loss = {}
+        found = Outputs({**loss, "aux_loss": auxiliary, **found})
+    found["router_logits"] = tuple(logits.reshape(len(logits), -1, logits.shape[-1]))
+    return found
+
+
+def balance_loss(logits: Array, real: Array, top_k: int) -> Array:
+    """E sum_e f_e P_e: f_e assignments to expert e and P_e its probability, a token and layer of all (Switch).
+
+    Args:
+      logits: of the routers, `[L, B, T, E]`.
+      real: `[B, T]`, 0 at padding.
+      top_k: experts that serve a token.
+    """
+    experts, weight = logits.shape[-1], jnp.broadcast_to(real.astype(jnp.float32), logits.shape[:3])
+    probabilities = jax.nn.softmax(logits)
+    chosen = jax.nn.one_hot(jax.lax.top_k(probabilities, top_k)[1], experts).sum(axis=-2)
+    total = jnp.sum(weight)
+    share, mean = (jnp.einsum("lbte,lbt->e", x, weight) / total for x in (chosen, probabilities))
+    return experts * jnp.sum(share * mean)

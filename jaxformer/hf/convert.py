@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from jaxformer.config import ConfigError
 from jaxformer.hf.files import Tensor
 from jaxformer.hf.table import STACKED, Family, Row
 from jaxformer.types import PyTree
+
+log = logging.getLogger("jaxformer")
 
 Slice = Callable[[tuple[slice, ...]], np.ndarray]
 """Reads part of a parameter: `[L, ...]` indexed by one slice an axis."""
@@ -37,9 +40,9 @@ def canonical(family: Family, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
         if new in found:
             raise ConfigError(f"{tensor.file}: got tensors that both mean {new}, expected one; remove one")
         found[new] = tensor
-    for pattern, original in family.copies:
-        if original in found:
-            found = {name: tensor for name, tensor in found.items() if not re.fullmatch(pattern, name)}
+    for name, weaker in family.twins:
+        if name in found:
+            found[weaker] = found.pop(name)
     return found
 
 
@@ -149,10 +152,32 @@ def _part(row: Row, i: int, tensors: list[Tensor], shape: tuple[int, ...]) -> Sl
         wanted = np.arange(len(tensors)).reshape(shape[:depth])[index[:depth]]
         for place, j in np.ndenumerate(wanted):
             part[place] = _ours(row, i, tensors[j].array())[index[depth:]]
+            _check_finite(tensors[j], part[place])
             tensors[j].release()  # else the file would stand in memory beside the parameters
         return part
 
     return read
+
+
+def _check_finite(tensor: Tensor, values: np.ndarray) -> None:
+    """Refuses NaN, and names a tensor with infinities, which a bias may have on purpose.
+
+    The sum tells at once that all is well; the values are looked at one by one only where it does not.
+
+    Raises:
+      ConfigError: a value is not a number.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(np.sum(values)):
+            return
+    broken = int(np.isnan(values).sum())
+    if broken:
+        raise ConfigError(
+            f"{tensor.file}: got {broken} of {values.size} values of {tensor.name} that are NaN, expected numbers; the "
+            "run that wrote the file had diverged: take an earlier checkpoint"
+        )
+    if np.isinf(values).any():
+        log.warning("%s: %s holds infinities, and so may the outputs", tensor.file, tensor.name)
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:

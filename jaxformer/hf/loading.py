@@ -18,7 +18,9 @@ from flax import linen as nn
 from jax.sharding import Mesh
 
 from jaxformer.config import Config, ConfigError, DataConfig, DecodeConfig, ModelConfig, TaskConfig
-from jaxformer.hf import convert, files, generation
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.hf import convert, files, generation, keys
+from jaxformer.hf.files import Tensor
 from jaxformer.hf.pretrained import TASKS, Pretrained, room
 from jaxformer.hf.table import Family, Row, Settings, family_of, head_of, labels
 from jaxformer.hf.tokenizer import open_tokenizers
@@ -59,6 +61,7 @@ def from_pretrained(
     directory = Path(directory)
     settings = Settings(files.read_config(directory), str(directory / "config.json"))
     family, tensors = family_of(settings), files.open_tensors(directory)
+    settings = keys.named(family, settings)
     own = head_of(family, settings)
     head = own if head is None else head
     if head not in family.heads:
@@ -69,8 +72,10 @@ def from_pretrained(
     other_classes = classes is not None and classes != labels(settings)
     if other_classes:
         named = {"id2label": {str(i): f"LABEL_{i}" for i in range(classes)}}
-        settings = Settings({**settings.values, **named}, settings.where)
-    model = untied(family, dataclasses.replace(family.read(settings, head), dtype=dtype), found)
+        settings = settings.replaced({**settings.values, **named})
+    model = dataclasses.replace(keys.read_model(family, settings, head), dtype=dtype)
+    model = with_tables(family, untied(family, model, found), found)
+    _check_counts(model, settings, len(found))
     module = build.build(model)
     boxed = build.shapes(module)
     shapes = nn.meta.unbox(boxed)["params"]
@@ -84,6 +89,9 @@ def from_pretrained(
     if left:
         log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(left), head)
     params = convert.read(rows, found, shapes, layout, fresh, spare)
+    tokenizers = open_tokenizers(directory, settings)
+    defaults = generation.read_defaults(directory, settings.values)
+    check_vocabulary(directory, settings, model, tokenizers, defaults)
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
     data = DataConfig(length=min(room(model), WINDOW if head == "qa" else DataConfig.length))
     decode = DecodeConfig(max_length=ANSWER) if head == "qa" else DecodeConfig()
@@ -93,14 +101,65 @@ def from_pretrained(
         params=params,
         variables={},
         config=config,
-        tokenizers=open_tokenizers(directory, settings),
+        tokenizers=tokenizers,
         classes=names,
         family=family,
         head=head,
         settings=settings,
-        defaults=generation.read_defaults(directory, settings.values),
+        defaults=defaults,
     )
     return pretrained if vocab is None else resized(pretrained, vocab, seed)
+
+
+def check_vocabulary(
+    directory: Path,
+    settings: Settings,
+    model: ModelConfig,
+    tokenizers: Tokenizers | None,
+    defaults: Mapping[str, Any],
+) -> None:
+    """Names a tokenizer and special tokens that go beyond the tables.
+
+    Raises:
+      ConfigError: a special token is no id at all.
+    """
+    sides = [stack.embed.vocab for stack in (model.encoder, model.decoder) if stack is not None]
+    for where, values in ((settings.where, settings.values), (str(directory / "generation_config.json"), defaults)):
+        keys.check_tokens(values, where, sides[-1])
+    if tokenizers is None:
+        return
+    for tokenizer, rows in ((tokenizers.source, sides[0]), (tokenizers.target, sides[-1])):
+        if len(tokenizer.vocabulary.pieces) > rows:
+            log.warning(
+                "%s: the tokenizer has %d ids, the table %d rows: texts with tokens beyond it are refused",
+                directory,
+                len(tokenizer.vocabulary.pieces),
+                rows,
+            )
+            return
+
+
+def _check_counts(model: ModelConfig, settings: Settings, tensors: int) -> None:
+    """Refuses numbers that no file of so many tensors can have, before anything is made in them.
+
+    Raises:
+      ConfigError: there are more layers or experts than tensors, or heads do not divide what they share.
+    """
+    for stack in (model.encoder, model.decoder):
+        if stack is None:
+            continue
+        counts = {"layers": stack.layers, "experts in every layer": 1 if stack.moe is None else stack.moe.experts}
+        for what, count in counts.items():
+            if count > tensors:
+                raise ConfigError(
+                    f"{settings.where}: got {count} {what}, expected no more than the file has tensors, {tensors}; the "
+                    "file and its config.json contradict each other"
+                )
+        heads, groups = stack.attention.heads, stack.attention.kv_heads or stack.attention.heads
+        if stack.attention.head_width is None and stack.width % heads:
+            raise ConfigError(f"{settings.where}: got {heads} heads, expected a divisor of the width {stack.width}")
+        if heads % groups:
+            raise ConfigError(f"{settings.where}: got {groups} key heads, expected a divisor of the {heads} heads")
 
 
 def _task(model: ModelConfig, head: str) -> str:
@@ -120,6 +179,7 @@ def read_params(
     found, rows = convert.canonical(family, files.open_tensors(directory)), family.rows(model, head)
     if family.output is not None and model.head.tied:
         found.pop(family.output[0], None)
+    with_tables(family, model, found)
     heads = {path: x for path, x in _paths(params).items() if path.startswith("head/")}
     if not keep_head:
         found = _without(found, [row for row in rows if all(path in heads for path in row.paths)])
@@ -138,10 +198,47 @@ def untied(family: Family, model: ModelConfig, tensors: Mapping[str, Any]) -> Mo
     if family.output is None or family.output[0] not in tensors or not model.head.tied:
         return model
     output, embedding = (tensors.get(name) for name in family.output)
-    if embedding is not None and output.shape == embedding.shape and bool((output.array() == embedding.array()).all()):
+    if embedding is not None and _equal(output, embedding):
         del tensors[family.output[0]]
         return model
     return dataclasses.replace(model, head=dataclasses.replace(model.head, tied=False))
+
+
+def with_tables(family: Family, model: ModelConfig, tensors: dict[str, Any]) -> ModelConfig:
+    """The model with one table for both sides, or two where the file has two that differ; `tensors` hold those alone.
+
+    Raises:
+      ConfigError: they differ, and the head is tied to the one for both.
+    """
+    if family.tables is None:
+        return model
+    shared, *names = family.tables
+    own = [name for name in names if name in tensors]
+    if model.decoder is None:
+        if names[0] in tensors:
+            tensors[shared] = tensors.pop(names[0])
+        return model
+    if not own:
+        return model
+    base = tensors.get(shared, tensors[own[0]])
+    if model.share_embeddings and all(_equal(tensors[name], base) for name in own):
+        for name in own:
+            del tensors[name]
+        tensors[shared] = base
+        return model
+    if model.share_embeddings and model.head.kind == "tokens" and model.head.tied:
+        raise ConfigError(
+            f"{base.file}: got {', '.join(own)}, which differ, under a tied head, expected one table; save the "
+            "checkpoint again with tie_word_embeddings false"
+        )
+    for name in names:
+        tensors.setdefault(name, base)
+    tensors.pop(shared, None)
+    return dataclasses.replace(model, share_embeddings=False)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool((one.array() == other.array()).all())
 
 
 _paths = functools.partial(flax.traverse_util.flatten_dict, sep="/")
@@ -188,6 +285,7 @@ def resized(pretrained: Pretrained, vocab: int, seed: int = 0) -> Pretrained:
             drawn = jax.random.normal(jax.random.fold_in(key, i), more) * jnp.std(x) + jnp.mean(x, axis, keepdims=True)
             params[path] = jnp.concatenate([x, drawn if x.ndim > 1 else jnp.zeros(more)], axis)
     tree = flax.traverse_util.unflatten_dict(params, sep="/")
-    settings = Settings({**pretrained.settings.values, "vocab_size": vocab}, pretrained.settings.where)
+    values = {name: value for name, value in pretrained.settings.values.items() if name != "n_token"}
+    settings = pretrained.settings.replaced({**values, "vocab_size": vocab})  # n_token: XLNet's other name of it
     config = dataclasses.replace(pretrained.config, model=model)
     return dataclasses.replace(pretrained, module=module, params=tree, config=config, settings=settings)

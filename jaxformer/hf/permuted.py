@@ -33,7 +33,8 @@ def call(model: Pretrained, params: PyTree, dropout_key: Any, inputs: Mapping[st
       ConfigError: an argument is unknown, or does not fit the others.
     """
     labels = {"qa": ("start_positions", "end_positions"), "model": ()}
-    given = calling.check(inputs, (*NAMES, *labels.get(model.head, ("labels",))))
+    names = (*NAMES, *labels.get(model.head, ("labels",)))
+    given = calling.with_defaults(calling.check(inputs, names), model.settings, names)
     source = _source(model, given)
     shape = source.tokens.shape[:2]
     hidden = _shaped(given, "perm_mask", (*shape, shape[1]))

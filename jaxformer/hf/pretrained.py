@@ -20,10 +20,11 @@ from jaxformer.data.tokenizers import Tokenizer, write
 from jaxformer.data.vocabularies import Fast
 from jaxformer.decode import engine
 from jaxformer.decode.batching import Prompt
-from jaxformer.hf import calling, convert, generation, rewrite, writing
+from jaxformer.hf import calling, convert, generation, keys, rewrite, writing
 from jaxformer.hf.table import HIDDEN, Convention, Family, Settings, families, same
 from jaxformer.hf.tokenizer import Framed, frame, pairing
 from jaxformer.model import Model
+from jaxformer.models import build
 from jaxformer.tasks import answering, tagging
 from jaxformer.types import Batch, PyTree
 
@@ -82,13 +83,20 @@ class Pretrained(Model):
             return super().__call__(batch)
         if self.convention.call is not None:
             return self.convention.call(self, params, dropout_key, inputs)
-        given = calling.check(inputs, calling.accepted(self.config.model, self.head))
-        model = self.config.model
-        batch = calling.batch_of(self.convention, self.settings, model, self.head, given)
+        model, module = self.config.model, self.module
+        names = calling.accepted(model, self.head)
+        given = calling.with_defaults(calling.check(inputs, names), self.settings, names)
+        everywhere = self.family is not None and calling.decides_everywhere(model, self.head)
+        batch = calling.batch_of(self.convention, self.settings, model, self.head, given, everywhere)
         wanted = calling.needs_intermediates(self.head, model, given)
-        logits, sown = apply(self.module, {**self._variables, "params": params}, batch, wanted, dropout_key)
+        if everywhere:
+            module = build.build(calling.at_every_slot(model))
+        logits, sown = apply(module, {**self._variables, "params": params}, batch, wanted, dropout_key)
+        if everywhere:
+            logits = calling.of_last_token(self.settings, logits, given)
         loss = calling.loss_of(self.head, self.settings, logits, given)
-        return calling.outputs_of(self.head, model, logits, loss, sown, given)
+        outputs = calling.outputs_of(self.head, model, logits, loss, sown, given)
+        return calling.add_router(outputs, self.settings, model, sown, given)
 
     def generate(self, prompts: Any = None, decode: Any = None, **options: Any) -> Any:
         """Token ids with their argument names (`input_ids=..., num_beams=4`), or texts as `Model.generate`.
@@ -111,6 +119,7 @@ class Pretrained(Model):
             return super()._prompt(line)
         framed = self._framed(line)
         ids, model = np.asarray(framed.ids, np.int32), self.config.model
+        calling.check_range("a token", ids, (model.encoder or model.decoder).embed.vocab)
         if model.encoder is None:
             return {"target": ids}
         prompt = {"source": ids}
@@ -192,6 +201,8 @@ class Pretrained(Model):
             model, params = rewrite.in_their_terms(model, params)
         chosen, head, settings = self._expressed(model, family)
         tensors = {**convert.write(chosen.rows(model, head), params, dtype), **chosen.constants(model)}
+        if not model.head.tied:
+            tensors |= {name: tensors[weaker] for name, weaker in chosen.twins if weaker in tensors}
         if head in ("model", "bare", "encoder"):
             tensors = {name.removeprefix(chosen.prefix): make for name, make in tensors.items()}
         writing.write(directory, settings, tensors)
@@ -208,10 +219,12 @@ class Pretrained(Model):
                 try:
                     settings = {**family.write(model, head), **self._labels(head)}
                     settings = {"model_type": family.types[0], "architectures": [family.heads[head]], **settings}
-                    again = family.read(Settings(settings), head)
+                    again = family.read(keys.named(family, Settings(settings)), head)
                 except (ConfigError, AttributeError, KeyError) as error:
                     problems.append((100, f"{found}: {error}"))
                     continue
+                if family.tables is not None and not model.head.tied:
+                    again = dataclasses.replace(again, share_embeddings=model.share_embeddings)
                 different = same(model, again)
                 if not different:
                     return family, head, self._merged(model, family, head, settings)
@@ -227,7 +240,8 @@ class Pretrained(Model):
             return settings | self._special_tokens()
         own = dict(self.settings.values)
         as_it_was = {**settings, **own}
-        return as_it_was if not same(model, family.read(Settings(as_it_was), head)) else {**own, **settings}
+        again = family.read(keys.named(family, Settings(as_it_was)), head)
+        return as_it_was if not same(model, again) else {**own, **settings}
 
     def _labels(self, head: str) -> dict[str, Any]:
         if head not in ("sequence", "token"):

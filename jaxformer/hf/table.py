@@ -97,7 +97,11 @@ class Family:
       prefix: what begins the names of the body in a file that has a head; a bare model's file lacks it.
       spare: regular expressions of tensors of heads and poolers, dropped with a notice by a model that lacks them.
       ignored: regular expressions of tensors that are no parameters (buffers of old files).
-      copies: (regular expression, original): tensors that repeat another one where the file has both.
+      twins: (stronger, weaker): two names of one parameter, of which the other library reads the first where both are
+        there. A file of an untied head needs both.
+      tables: names of the embedding of both sides, of the encoder's own and of the decoder's own. Where a file has its
+        own ones and they differ, they count.
+      free: keys of config.json that change nothing here, with the reason; see `jaxformer/hf/keys.py`.
       renamed: (regular expression, replacement) from older names to today's.
       constants: `model -> tensors` that are no parameters but stand in a file.
       output: names of the output projection and of the embedding that it may be tied to.
@@ -112,7 +116,9 @@ class Family:
     prefix: str = ""
     spare: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    copies: tuple[tuple[str, str], ...] = ()
+    twins: tuple[tuple[str, str], ...] = ()
+    tables: tuple[str, str, str] | None = None
+    free: Mapping[str, str] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     output: tuple[str, str] | None = None
     convention: Convention = Convention()
@@ -125,19 +131,40 @@ class Settings:
     Attributes:
       where: the file, for messages.
       values: what it says.
+      defaults: what the other library's class says where the file is silent; it goes before the defaults in this code.
+      asked: names that were asked for.
+      unread: names inside of a value (`rope_parameters.factor`) that were not.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
-        self.values, self.where = values, where
+    def __init__(
+        self, values: Mapping[str, Any], where: str = "config.json", defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        self.values, self.where, self.defaults = values, where, defaults or {}
+        self.asked: set[str] = set()
+        self.unread: set[str] = set()
+
+    def replaced(self, values: Mapping[str, Any]) -> Settings:
+        """Other values of the same file; what is asked of either counts as asked of both."""
+        other = Settings(values, self.where, self.defaults)
+        other.asked, other.unread = self.asked, self.unread
+        return other
+
+    def given(self, name: str, default: Any = None) -> Any:
+        """The setting as it stands, where null is a value of its own; the default if it is absent."""
+        self.asked.add(name)
+        return self.values.get(name, self.defaults.get(name, default))
 
     def __call__(self, name: str, default: Any = ConfigError, *others: str) -> Any:
         """The setting `name`, or under an `others` name, or the default; without one it must be there.
 
         A number must be a number: a default of a type is also a demand.
         """
+        self.asked.update((name, *others))
         for key in (name, *others):
             if key in self.values and (self.values[key] is not None or default is None):
                 return self._typed(key, self.values[key], default)
+        if name not in self.values and self.defaults.get(name) is not None:
+            return self._typed(name, self.defaults[name], default)
         if default is ConfigError:
             raise ConfigError(f"{self.where}: got no {name}, expected one; the file is not of this model_type")
         return default
@@ -163,7 +190,7 @@ class Settings:
     def activation(self, name: str, default: str) -> str:
         """An activation function by their name, as our name."""
         theirs = self(name, default)
-        if theirs not in ACTIVATIONS:
+        if not isinstance(theirs, str) or theirs not in ACTIVATIONS:
             raise ConfigError(f"{self.where}: got {name} {theirs!r}, expected one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[theirs]
 
@@ -271,12 +298,21 @@ def projections(
 def labels(settings: Settings) -> int:
     """How many classes a classifier has: the entries of `id2label`, else `num_labels`, else 2."""
     names = settings("id2label", None)
+    if names is not None and not isinstance(names, Mapping):
+        raise ConfigError(f"{settings.where}: got id2label {names!r:.80}, expected an object of labels; fix the file")
     return len(names) if names else settings.size("num_labels", 2)
 
 
 def classifier(settings: Settings, kind: str, **fields: Any) -> HeadConfig:
     """The head of a classifier: kind "classes" (a decision a sequence) or "slots" (one a token)."""
     return HeadConfig(kind=kind, tied=False, classes=labels(settings), **fields)
+
+
+def token_dropout(settings: Settings) -> float:
+    """Dropout before the decision of a decoder's token classifier: the first of its settings that is given, or 0.1."""
+    names = ("classifier_dropout", "hidden_dropout")
+    found = [settings(name, 0.0) for name in names if settings(name, None) is not None]
+    return (*found, 0.1)[0]
 
 
 SPANS = HeadConfig(kind="slots", tied=False, classes=2)
@@ -363,6 +399,6 @@ def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
 
 FREE = frozenset({
     "dropout", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation", "dtype", "momentum",
-    "pad", "capacity", "balance_loss", "z_loss",
+    "average_padding", "input_dropout", "pad", "capacity", "balance_loss", "z_loss",
 })  # fmt: skip
 """Fields that do not change what a model computes when it is applied."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +12,9 @@ import tokenizers as fast
 from tokenizers import implementations
 
 from jaxformer.config import ConfigError
-from jaxformer.data.tokenizers import Pairing, Tokenizer, Tokenizers
-from jaxformer.data.vocabularies import Fast, Sentences
+from jaxformer.data.tokenizers import Pairing, Tokenizer, Tokenizers, read_file, unreadable
+from jaxformer.data.vocabularies import MAX_IDS, Fast, Sentences
+from jaxformer.hf import files
 from jaxformer.hf.table import Convention, Settings
 
 SENTENCEPIECE = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "spm.model")
@@ -75,7 +77,7 @@ def open_tokenizers(directory: Path, settings: Settings) -> Tokenizers | None:
 
 
 def _find(directory: Path, settings: Settings) -> Tokenizers | None:
-    if (directory / "tokenizer.json").exists():
+    if os.path.lexists(directory / "tokenizer.json"):
         return _one(Tokenizer.load(directory / "tokenizer.json"))
     for name in SENTENCEPIECE:
         if (directory / name).exists():
@@ -83,14 +85,25 @@ def _find(directory: Path, settings: Settings) -> Tokenizers | None:
     if (directory / "source.spm").exists() and (directory / "vocab.json").exists():
         ids = _vocabulary(directory / "vocab.json")
         sides = (directory / f"{side}.spm" for side in ("source", "target"))
-        return Tokenizers(*(Tokenizer(Mapped(Sentences(side.read_bytes()), ids)) for side in sides))
+        return Tokenizers(*(_made(side, lambda side: Mapped(Sentences(read_file(side)), ids)) for side in sides))
     if (directory / "merges.txt").exists() and (directory / "vocab.json").exists():
         prefix = settings("add_prefix_space", False)
-        files = (str(directory / name) for name in ("vocab.json", "merges.txt"))
-        return _one(_loaded(implementations.ByteLevelBPETokenizer(*files, add_prefix_space=prefix)))
+        _vocabulary(directory / "vocab.json")
+        read_file(directory / "merges.txt")
+
+        def pairs(merges: Path) -> Fast:
+            both = str(directory / "vocab.json"), str(merges)
+            return _loaded(implementations.ByteLevelBPETokenizer(*both, add_prefix_space=prefix))
+
+        return _one(_made(directory / "merges.txt", pairs))
     if (directory / "vocab.txt").exists():
         lower = _lowercase(directory)
-        return _one(_loaded(implementations.BertWordPieceTokenizer(str(directory / "vocab.txt"), lowercase=lower)))
+        read_file(directory / "vocab.txt")
+
+        def words(path: Path) -> Fast:
+            return _loaded(implementations.BertWordPieceTokenizer(str(path), lowercase=lower))
+
+        return _one(_made(directory / "vocab.txt", words))
     return None
 
 
@@ -98,16 +111,33 @@ def _one(tokenizer: Tokenizer) -> Tokenizers:
     return Tokenizers(tokenizer, tokenizer)
 
 
-def _loaded(made: Any) -> Tokenizer:
-    return Tokenizer(Fast("file", fast.Tokenizer.from_str(made.to_str())))
+def _loaded(made: Any) -> Fast:
+    return Fast("file", fast.Tokenizer.from_str(made.to_str()))
+
+
+def _made(path: Path, make: Callable[[Path], Any]) -> Tokenizer:
+    """A tokenizer of a file.
+
+    Raises:
+      ConfigError: the file is damaged.
+    """
+    try:
+        return Tokenizer(make(path))
+    except ConfigError:
+        raise
+    except Exception as error:  # the two libraries raise bare Exception and RuntimeError
+        raise unreadable(path, error) from error
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
     try:
-        ids = json.loads(path.read_text(encoding="utf-8"))
-        return {str(piece): int(index) for piece, index in ids.items()}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        ids = json.loads(read_file(path))
+        found = {str(piece): int(index) for piece, index in ids.items()}
+    except (ValueError, AttributeError, TypeError, RecursionError, OverflowError) as error:
         raise ConfigError(f"{path}: got {type(error).__name__}, expected a JSON object of pieces and ids") from error
+    if not found or min(found.values()) < 0 or max(found.values()) >= MAX_IDS:
+        raise ConfigError(f"{path}: got no ids from 0 to {MAX_IDS - 1}, expected a JSON object of pieces and ids")
+    return found
 
 
 def _lowercase(directory: Path) -> bool:
@@ -115,8 +145,7 @@ def _lowercase(directory: Path) -> bool:
     path = directory / "tokenizer_config.json"
     if not path.exists():
         return True
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return bool(found.get("do_lower_case", True)) if isinstance(found, dict) else True
+    return bool(files.read_config(directory, path.name).get("do_lower_case", True))
 
 
 def frame(tokenizer: Tokenizer, convention: Convention, text: str) -> Framed:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxformer import checkpoint, files, overrides
 from jaxformer.config import Config, ConfigError, ModelConfig
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.hf import convert, generation, loading, pretrained
+from jaxformer.hf import convert, generation, keys, loading, pretrained
 from jaxformer.hf import files as theirs
 from jaxformer.hf.pretrained import Pretrained
 from jaxformer.hf.table import Family, Settings, family_of
@@ -64,6 +64,7 @@ def named(model: Model, path: Path) -> Pretrained:
         kept = _kept(workdir / SETTINGS)
         settings = Settings(kept["config"], str(workdir / SETTINGS))
         family = family_of(settings)
+        settings = keys.named(family, settings)
         # What an earlier version imported without a generation_config.json has nothing here.
         defaults = kept["generation"] or generation.of_config(settings.values)
         return Pretrained(**fields, family=family, head=kept["head"], settings=settings, defaults=defaults)
@@ -104,6 +105,7 @@ def _opened(config: Config) -> tuple[Path, Settings, Family, str]:
     directory = Path(config.init.directory)
     settings = Settings(theirs.read_config(directory), str(directory / "config.json"))
     family = family_of(settings)
+    settings = keys.named(family, settings)
     name = pretrained.TRAINED_AS.get(config.task.name, config.task.name)
     own = [word for word, task in pretrained.TASKS.items() if task == name]
     head = next((word for word in own or pretrained.BODIES if word in family.heads), None)
@@ -120,9 +122,9 @@ def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     if not is_theirs(config.init.directory):
         return start.RUN.model(config)
     directory, settings, family, head = _opened(config)
-    model = loading.untied(
-        family, family.read(settings, head), convert.canonical(family, theirs.open_tensors(directory))
-    )
+    found = convert.canonical(family, theirs.open_tensors(directory))
+    model = loading.untied(family, keys.read_model(family, settings, head), found)
+    model = loading.with_tables(family, model, found)
     if head in ("sequence", "token"):
         model = dataclasses.replace(model, head=dataclasses.replace(model.head, classes=None))
     if head in pretrained.BODIES:

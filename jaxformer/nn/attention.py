@@ -116,7 +116,10 @@ class Attention(nn.Module):
         if encoding.score is not None:
             heads = None if encoding.heads is None else encoding.heads(position)
             score = Score(functools.partial(encoding.score, self.encoding), position, heads)
-        return self.weigh(q, k, v, mask, score)
+        o = self.weigh(q, k, v, mask, score)
+        if self.config.average_padding:
+            o = jnp.where((mask.query.segment < 0)[..., None, None], average(v, self.heads).astype(o.dtype), o)
+        return o
 
     def project(self, memory: Float[Array, "B S D"]) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
         """Keys and values of `memory`, so that decoding projects it once."""
@@ -144,6 +147,12 @@ class Attention(nn.Module):
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, score, None, config))
         return kernels.apply(q, k, v, mask, score, noise, config)
+
+
+def average(v: Float[Array, "B S G K"], heads: int) -> Float[Array, "B 1 H K"]:
+    """The mean of all values, padding included, for every query head."""
+    mean = jnp.mean(v.astype(jnp.float32), axis=1, keepdims=True)
+    return jnp.repeat(mean, heads // v.shape[2], axis=2)
 
 
 def shape(config: AttentionConfig, width: int) -> tuple[int, int, int]:

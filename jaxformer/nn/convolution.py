@@ -56,7 +56,7 @@ class Convolution(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], segment: Int[Array, "B T"]) -> Convolved:
-        """`x` at slots of `segment`."""
+        """`x` at slots of `segment`; padding is 0, or negative where its output counts (see `nn/masks.py`)."""
         size, groups, width = self.config.kernel, self.config.groups, x.shape[-1]
         if size % 2 == 0 or width % groups:
             raise ConfigError(
@@ -69,7 +69,7 @@ class Convolution(nn.Module):
         init = nn.with_logical_partitioning(init, (None, "embed", None))
         kernel = self.param("kernel", init, (size, width // groups, width)).astype(x.dtype)
         bias = self.param("bias", nn.with_logical_partitioning(nn.initializers.zeros_init(), (None,)), (width,))
-        visible = segment != 0
+        visible = segment > 0
         near = visible[..., None] & (_around(segment, size) == segment[..., None])
         around = jnp.where(near[..., None], _around(x, size), jnp.zeros((), x.dtype))
         around = around.reshape(*near.shape, groups, -1)

@@ -77,7 +77,9 @@ class Head(nn.Module):
             return self.decide(x)
         if kind == "classes":
             return self.decide(self.pooled(x, slots))
-        return x.astype(jnp.float32) if kind == "none" else self.pooled(x, slots).astype(jnp.float32)
+        if kind == "none":
+            return Dropout(self.config.dropout)(x).astype(jnp.float32)
+        return self.pooled(x, slots).astype(jnp.float32)
 
     def tokens(self, x: Float[Array, "B T D"], embed: Embed | None, whole: bool) -> Float[Array, "B T V"] | Projection:
         config, width = self.config, self.width
@@ -111,6 +113,7 @@ class Head(nn.Module):
         config = self.config
         pair = config.kind == "pair"
         y = pool_segments(x, slots, config.pooling, 2) if pair else pool(x, slots, config.pooling)
+        y = Dropout(config.input_dropout, name="input_dropout")(y)
         if config.width is None:
             return y
         return ACTIVATIONS[config.hidden](Dense((self.width, config.width), ("embed", None), name="hidden")(y))

@@ -203,14 +203,17 @@ class BatchNorm(nn.Module):
 def look_up(table: Num[Array, "V E"], ids: Int[Array, "B T"], rows: str | None = None) -> Num[Array, "B T E"]:
     """Rows of a table whose width is named "table", and whose rows `rows`; NaN where there is no such row.
 
+    An id below 0 is no row: it does not count from the end.
+
     The partitioner divides this well, but where a `shard_map` has taken over some axes: there it would gather the
     gradients of all slots before it adds them up into the table. So there each device looks up and adds up its own, and
     the sums meet where the table lies.
     """
+    count = table.shape[0]
+    ids = jnp.where(ids < 0, count, ids)
     if not shards.inside():
         # Gathered over fsdp first, as a kernel is: divided in both, look-up and rows would have to be exchanged.
         return jnp.take(constrain(table, rows, None), ids, axis=0)
-    count = table.shape[0]
     slots = PartitionSpec(shards.fitting("batch", ids.shape[0]), shards.fitting("length", ids.shape[1]))
     divided = shards.fitting(rows, count) if rows else ()
     width = tuple(axis for axis in shards.fitting("table", table.shape[1]) if axis in slots[0])
@@ -222,7 +225,7 @@ def look_up(table: Num[Array, "V E"], ids: Int[Array, "B T"], rows: str | None =
         index = ids - jax.lax.axis_index(divided) * table.shape[0]
         here = (index >= 0) & (index < table.shape[0])
         found = jnp.where(here[..., None], jnp.take(table, jnp.where(here, index, 0), axis=0), 0)
-        return jnp.where(((ids >= 0) & (ids < count))[..., None], jax.lax.psum(found, divided), jnp.nan)
+        return jnp.where((ids < count)[..., None], jax.lax.psum(found, divided), jnp.nan)
 
     return shards.shard(own, (PartitionSpec(divided, width), slots), slots)(table, ids)
 

@@ -39,7 +39,10 @@ class Mask:
 
 
 def visible(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] | int | None) -> Bool[Array, "B T S"]:
-    """The one predicate, for slots `[B, T]` and `[B, S]`."""
+    """The one predicate, for slots `[B, T]` and `[B, S]`.
+
+    A query of segment -n reads segment n and nobody reads it: padding whose output counts.
+    """
     see = (jnp.abs(query.segment)[:, :, None] == key.segment[:, None, :]) & (key.segment[:, None, :] > 0)
     back = query.position[:, :, None] - key.position[:, None, :]
     if causal:

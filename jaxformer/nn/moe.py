@@ -72,6 +72,7 @@ class MoE(nn.Module):
         router = constrain(router, None, None)  # gathered: a token is not to be spread over fsdp to meet it
         highest = jax.lax.Precision.HIGHEST  # else a TPU would multiply these in bfloat16
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=highest)
+        self.sow("intermediates", "router_logits", logits)
         probs = jax.nn.softmax(logits)
         chosen, gates = choose(probs, visible, moe)
         kept, place, queue = chosen, None, 0

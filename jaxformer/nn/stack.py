@@ -115,6 +115,8 @@ class Stack(nn.Module):
         visible = slots.segment != 0
         if config.embed.norm:
             x = self.embed_norm(x, visible)
+        if config.attention.average_padding:
+            x = jnp.where((slots.segment < 0)[..., None], jnp.zeros((), x.dtype), x)
         x = self.embed_dropout(x)
         convolved = None if config.conv is None else self.conv(x, slots.segment)
         self.sow("intermediates", "input", x)

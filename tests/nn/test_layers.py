@@ -59,6 +59,15 @@ def test_a_norm_keeps_its_argument(kind, dtype):
     assert sum(leaf.nbytes for leaf in kept(norm.apply, params, x)) <= x.nbytes + scale_and_bias
 
 
+def test_ids_without_a_row_are_nan_and_do_not_count_from_the_end():
+    table = jnp.arange(6.0).reshape(3, 2)
+    ids = jnp.asarray([[-1, 0, 2, 3, -4]])
+    for found in (look_up(table, ids), jax.jit(look_up)(table, ids)):
+        assert np.isnan(found[0]).all(axis=-1).tolist() == [True, False, False, True, True]
+    gradient = jax.grad(lambda table: jnp.nansum(look_up(table, ids)))(table)
+    np.testing.assert_array_equal(gradient, [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
+
+
 @pytest.mark.parametrize("rows", ["vocab", None])
 def test_rows_of_a_divided_table_are_looked_up_and_added_up_where_they_lie(rows):
     rng = np.random.default_rng(0)
@@ -78,7 +87,7 @@ def test_rows_of_a_divided_table_are_looked_up_and_added_up_where_they_lie(rows)
         place = NamedSharding(mesh, P("tensor" if rows else None, "fsdp"))
         compiled = jax.jit(apart, in_shardings=(place, None, None), out_shardings=(None, place))
         found, summed = compiled(table, ids, gradient)
-        nowhere, _ = compiled(table, ids.at[0, 0].set(16), gradient)
+        nowhere, _ = compiled(table, ids.at[0, 0].set(16).at[0, 1].set(-1), gradient)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_allclose(summed, pull(gradient)[0], rtol=1e-6, atol=1e-6)
-    assert np.isnan(nowhere[0, 0]).all() and not np.isnan(np.asarray(nowhere).reshape(32, 8)[1:]).any()
+    assert np.isnan(nowhere[0, :2]).all() and not np.isnan(np.asarray(nowhere).reshape(32, 8)[2:]).any()

@@ -16,6 +16,7 @@ from jaxformer.config import (
 )
 from jaxformer.hf.table import Row, Settings, linear, norm, projections, side, their_activation
 
+TABLES = ("model.shared.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
@@ -29,6 +30,7 @@ def stack(
 ) -> StackConfig:
     """The encoder or decoder of a config.json."""
     dropout = settings("dropout", 0.1)
+    settings.expect(f"{name}_layerdrop", 0.0)
     return StackConfig(
         layers=settings.size(f"{name}_layers", 12),
         width=settings.size("d_model", 1024),
@@ -103,10 +105,10 @@ def rows(model: ModelConfig, name: str) -> list[Row]:
 def embeddings(model: ModelConfig) -> list[Row]:
     """One table for both sides, or one each."""
     if model.share_embeddings:
-        return [Row("model.shared.weight", "source_embed/table")]
+        return [Row(TABLES[0], "source_embed/table")]
     return [
-        Row("model.encoder.embed_tokens.weight", "source_embed/table"),
-        Row("model.decoder.embed_tokens.weight", "target_embed/table"),
+        Row(TABLES[1], "source_embed/table"),
+        Row(TABLES[2], "target_embed/table"),
     ]
 
 

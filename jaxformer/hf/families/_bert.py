@@ -62,8 +62,15 @@ def encoder(settings: Settings, offset: int = 0, kinds: int = 2) -> StackConfig:
     )
 
 
-def top(settings: Settings, head: str, stack: StackConfig, activation: str) -> HeadConfig:
-    """The head of that name on an encoder; `activation` is the masked language model's."""
+def top(settings: Settings, head: str, stack: StackConfig, activation: str, before: bool = False) -> HeadConfig:
+    """The head of that name on an encoder.
+
+    Args:
+      activation: of the masked language model.
+      before: a sequence classifier's dropout acts before its hidden layer too.
+    """
+    dropout = settings("classifier_dropout", None)
+    dropout = stack.dropout if dropout is None else settings("classifier_dropout", 0.0)
     heads = {
         "masked_lm": lambda: HeadConfig(
             tied=settings("tie_word_embeddings", True),
@@ -72,8 +79,10 @@ def top(settings: Settings, head: str, stack: StackConfig, activation: str) -> H
             activation=activation,
             epsilon=stack.norm.epsilon,
         ),
-        "sequence": lambda: classifier(settings, "classes", width=stack.width),
-        "token": lambda: classifier(settings, "slots"),
+        "sequence": lambda: classifier(
+            settings, "classes", width=stack.width, dropout=dropout, input_dropout=dropout if before else 0.0
+        ),
+        "token": lambda: classifier(settings, "slots", dropout=dropout),
         "qa": lambda: SPANS,
         "model": lambda: HeadConfig(kind="pooled", tied=False, width=stack.width),
         "bare": lambda: HIDDEN,
@@ -110,6 +119,7 @@ def write(model: ModelConfig, head: str) -> dict[str, Any]:
         "type_vocab_size": stack.embed.kinds,
         "pad_token_id": stack.embed.pad,
         "tie_word_embeddings": model.head.tied or head != "masked_lm",
+        **({"classifier_dropout": model.head.dropout} if head in ("sequence", "token") else {}),
     }
 
 

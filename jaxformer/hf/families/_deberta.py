@@ -19,6 +19,8 @@ from jaxformer.config import (
 from jaxformer.hf.families import _bert
 from jaxformer.hf.table import HIDDEN, SPANS, Row, Settings, classifier, linear, norm, side, their_activation
 
+MAX_DISTANCE = 2**20  # a table of all distances up to it is computed
+
 TERMS = {"c2p": "content_to_position", "p2c": "position_to_content"}
 """Their word for a term of the score -> our field."""
 
@@ -30,7 +32,8 @@ SPARE = (
     r"qa_outputs\..*",
     r"deberta\.embeddings\.position_embeddings\..*",
 )
-IGNORED = (r"deberta\.embeddings\.position_ids", r"cls\.predictions\.decoder\.bias")
+IGNORED = (r"deberta\.embeddings\.position_ids",)
+TWINS = (("cls.predictions.decoder.bias", "cls.predictions.bias"),)
 RENAMED = (  # the head of `legacy: false`: the same function under other names
     (r"^lm_predictions\.lm_head\.(dense|LayerNorm)\.", r"cls.predictions.transform.\1."),
     (r"^lm_predictions\.lm_head\.bias$", "cls.predictions.bias"),
@@ -55,6 +58,7 @@ def model(settings: Settings, head: str, stack: StackConfig) -> ModelConfig:
             width=_pooler_width(settings, stack.width),
             hidden=settings.activation("pooler_hidden_act", "gelu"),
             dropout=settings("cls_dropout", dropout),
+            input_dropout=settings("pooler_dropout", 0.0),
         ),
         "token": lambda: classifier(settings, "slots", dropout=dropout),
         "qa": lambda: SPANS,
@@ -107,6 +111,7 @@ def encoder(
         attention=AttentionConfig(
             heads=settings.size("num_attention_heads", sizes[2]),
             key_bias=None if key_bias else False,
+            average_padding=True,
             dropout=settings("attention_probs_dropout_prob", 0.1),
         ),
         ffn=FeedForwardConfig(
@@ -119,6 +124,11 @@ def encoder(
 
 def _encoding(settings: Settings, biased: bool, dropout: float, relative: dict[str, Any]) -> EncodingConfig:
     length, named = settings.size("max_position_embeddings", 512), settings("pos_att_type", None) or []
+    longest = settings("max_relative_positions", -1)
+    if longest > MAX_DISTANCE:
+        raise ConfigError(
+            f"{settings.where}: got max_relative_positions {longest}, expected at most {MAX_DISTANCE}; fix the file"
+        )
     named = [word.strip() for word in named.lower().split("|")] if isinstance(named, str) else named
     if not set(named) <= set(TERMS) or bool(named) != settings("relative_attention", False):
         raise ConfigError(
@@ -128,7 +138,6 @@ def _encoding(settings: Settings, biased: bool, dropout: float, relative: dict[s
         )
     if not named:
         return EncodingConfig("learned" if biased else "none", max_length=length)
-    longest = settings("max_relative_positions", -1)
     return EncodingConfig(
         "deberta",
         max_length=length,
@@ -175,6 +184,8 @@ def write(model: ModelConfig, terms: Sequence[str]) -> dict[str, Any]:
     if model.head.kind == "classes":
         settings["pooler_hidden_size"] = model.head.width
         settings["pooler_hidden_act"] = their_activation(model.head.hidden)
+        settings["pooler_dropout"] = model.head.input_dropout
+        settings["cls_dropout"] = model.head.dropout
     return settings
 
 

@@ -32,6 +32,7 @@ from jaxformer.hf.table import (
     projections,
     side,
     their_activation,
+    token_dropout,
 )
 
 
@@ -91,26 +92,41 @@ class Variant:
     before: tuple[str, ...] = ()
 
 
+def free(variant: Variant) -> dict[str, str]:
+    """Keys that change nothing, with the reason."""
+    found = {"pretraining_tp": "into how many parts products were split, which their sums do not show"}
+    if not variant.has_window:
+        names = ("sliding_window", "max_window_layers")
+        found |= dict.fromkeys(names, "of use_sliding_window, which is refused")
+    if variant.mixture and variant.mixture.width != "intermediate_size":
+        found["intermediate_size"] = "of layers without experts, which are refused"
+    return found
+
+
 def rotation(settings: Settings, positions: int, theta: float) -> EncodingConfig:
     """The rotary encoding of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    found = settings("rope_parameters", None)
-    if found is None:
-        found = {**(settings("rope_scaling", None) or {}), "rope_theta": settings("rope_theta", theta)}
+    found = settings("rope_scaling", None) or settings("rope_parameters", None) or {}
     if not isinstance(found, Mapping):
         raise ConfigError(f"{settings.where}: got rope_parameters {found!r}, expected an object; fix the file")
     rope = Settings(found, settings.where)
     kind = rope("rope_type", "default", "type")
-    fraction = rope("partial_rotary_factor", settings("partial_rotary_factor", 1.0))
-    encoding = EncodingConfig("rope", max_length=positions, base=rope("rope_theta", theta), fraction=fraction)
+    for holder in (settings, rope):
+        holder.expect("partial_rotary_factor", 1.0)  # of other families; the library reads and does not apply it here
+    base = rope("rope_theta", settings("rope_theta", theta))
+    encoding = EncodingConfig("rope", max_length=positions, base=base, scaling=_scaling(rope, kind, positions))
+    settings.unread |= {f"rope_parameters.{name}" for name in found if name not in rope.asked}
+    return encoding
+
+
+def _scaling(rope: Settings, kind: str, positions: int) -> RopeScalingConfig | None:
+    """How the frequencies of a `rope_type` are stretched."""
     if kind == "default":
-        return encoding
+        return None
     if kind not in ("linear", "dynamic", "llama3", "yarn"):
         expected = "default, linear, dynamic, llama3 or yarn"
-        raise ConfigError(
-            f"{settings.where}: got rope_type {kind!r}, expected {expected}; this variant is not supported"
-        )
+        raise ConfigError(f"{rope.where}: got rope_type {kind!r}, expected {expected}; this variant is not supported")
     if kind == "linear":
-        return replace(encoding, scaling=RopeScalingConfig("linear", factor=rope("factor", 1.0)))
+        return RopeScalingConfig("linear", factor=rope("factor", 1.0))
     original = positions if kind == "dynamic" else rope.size("original_max_position_embeddings", positions)
     scaling = RopeScalingConfig(kind, factor=rope("factor", positions / original), original=original)
     if kind == "llama3":
@@ -118,12 +134,12 @@ def rotation(settings: Settings, positions: int, theta: float) -> EncodingConfig
     if kind == "yarn":
         scaling = replace(
             scaling,
-            slow=rope("beta_slow", 1.0),
-            fast=rope("beta_fast", 32.0),
+            slow=rope("beta_slow", 1.0) or 1.0,
+            fast=rope("beta_fast", 32.0) or 32.0,
             whole=rope("truncate", True),
             magnitude=_magnitude(rope),
         )
-    return replace(encoding, scaling=scaling)
+    return scaling
 
 
 def _magnitude(rope: Settings) -> float | None:
@@ -133,7 +149,7 @@ def _magnitude(rope: Settings) -> float | None:
     parts = rope("mscale", None), rope("mscale_all_dim", None)
     if None in parts or not all(parts):
         return None
-    scale = lambda m: 0.1 * m * math.log(rope("factor", 1.0)) + 1.0  # noqa: E731
+    scale = lambda m: 0.1 * m * math.log(max(rope("factor", 1.0), 1.0)) + 1.0  # noqa: E731
     return scale(parts[0]) / scale(parts[1])
 
 
@@ -141,7 +157,7 @@ def their_rotation(encoding: EncodingConfig) -> dict[str, Any]:
     """`rope_parameters` of an encoding."""
     rope: dict[str, Any] = {"rope_theta": encoding.base, "rope_type": "default"}
     if encoding.fraction != 1.0:
-        rope["partial_rotary_factor"] = encoding.fraction
+        rope["partial_rotary_factor"] = encoding.fraction  # which reading it again refuses
     scaling = encoding.scaling
     if scaling is None:
         return rope
@@ -157,11 +173,22 @@ def their_rotation(encoding: EncodingConfig) -> dict[str, Any]:
     return rope
 
 
+def _pad(settings: Settings, vocab: int) -> int | None:
+    """The row that gets no gradient; -1 is the last one, as in the other library."""
+    pad = settings("pad_token_id", None)
+    if pad is None:
+        return None
+    if isinstance(pad, bool) or not isinstance(pad, int) or not -vocab <= pad < vocab:
+        raise ConfigError(f"{settings.where}: got pad_token_id {pad!r}, expected a token of {vocab}; fix the file")
+    return pad % vocab
+
+
 def _mixture(settings: Settings, mixture: Mixture) -> MoEConfig:
     """The experts that a config.json says. Its load-balance loss keeps its weight, in the form of `nn/moe.py`."""
     settings.expect("router_jitter_noise", 0.0)
     settings.expect("decoder_sparse_step", 1)
     settings.expect("mlp_only_layers", [])
+    settings("output_router_logits", False)  # read at a call: `calling.router_outputs`
     return MoEConfig(
         experts=settings.size(mixture.count, mixture.experts, "num_local_experts"),
         top_k=settings.size("num_experts_per_tok", mixture.top_k),
@@ -187,16 +214,24 @@ def family(variant: Variant) -> Family:
         heads, width = settings.size("num_attention_heads", 32), settings.size("hidden_size", 4096)
         positions = settings.size("max_position_embeddings", variant.positions)
         epsilon = settings("rms_norm_eps", variant.epsilon)
+        vocab = settings.size("vocab_size", 32000)
         bias = settings("attention_bias", False) if variant.bias == "setting" else variant.bias == "inputs"
         settings.expect("use_sliding_window", False)
         window = variant.window
-        if variant.has_window and "sliding_window" in settings.values:
-            window = settings.size("sliding_window", None)  # null: none, which is not the default
-        activation = settings("hidden_activation", None) if variant.offset else settings("hidden_act", "silu")
+        if variant.has_window and settings.given("sliding_window", window) is None:
+            window = None  # null: none, which is not the default
+        elif variant.has_window:
+            window = settings.size("sliding_window", window)
+        if any(kind != "full_attention" for kind in settings("layer_types", None) or ()):
+            raise ConfigError(
+                f"{settings.where}: got layer_types other than full_attention, expected no other; this variant is not "
+                "supported"
+            )
+        both_ways = settings("use_bidirectional_attention", None)
         decoder = StackConfig(
             layers=settings.size("num_hidden_layers", 32),
             width=width,
-            embed=EmbedConfig(vocab=settings.size("vocab_size", 32000), scale=variant.offset),
+            embed=EmbedConfig(vocab=vocab, scale=variant.offset, pad=_pad(settings, vocab)),
             encoding=rotation(settings, positions, variant.theta),
             attention=AttentionConfig(
                 heads=heads,
@@ -210,17 +245,23 @@ def family(variant: Variant) -> Family:
             ),
             ffn=FeedForwardConfig(
                 width=settings.size(variant.mixture.width if variant.mixture else "intermediate_size", 11008),
-                activation=Settings({"act": activation}, settings.where).activation("act", variant.activation),
+                activation=settings.activation("hidden_act", variant.activation),
                 gated=True,
                 bias=variant.mlp_bias and settings("mlp_bias", False),
             ),
             moe=variant.mixture and _mixture(settings, variant.mixture),
             norm=NormConfig("rms", epsilon=epsilon, offset=1.0 if variant.offset else 0.0),
+            causal=False if both_ways else None,
         )
         tops = {
             "causal_lm": lambda: HeadConfig(tied=settings("tie_word_embeddings", variant.tied)),
             "sequence": lambda: classifier(settings, "classes", pooling="last", decision_bias=False),
-            "token": lambda: classifier(settings, "slots"),
+            "token": lambda: classifier(
+                settings,
+                "slots",
+                dropout=token_dropout(settings),
+                decision_bias=settings("token_classification_bias", True),
+            ),
             "model": lambda: HIDDEN,
         }
         return ModelConfig(decoder=decoder, head=tops[head]())
@@ -246,10 +287,17 @@ def family(variant: Variant) -> Family:
             "rope_parameters": their_rotation(decoder.encoding),
             "attention_dropout": attention.dropout,
             "tie_word_embeddings": (model.head.tied and head == "causal_lm") or (variant.tied and head != "causal_lm"),
-            "hidden_activation" if variant.offset else "hidden_act": their_activation(ffn.activation),
+            "hidden_act": their_activation(ffn.activation),
         }
-        if variant.offset:
-            settings["hidden_act"] = settings["hidden_activation"]
+        if decoder.causal is False:
+            settings["use_bidirectional_attention"] = True
+        if decoder.embed.pad is not None:
+            settings["pad_token_id"] = decoder.embed.pad
+        if head == "token":
+            settings |= {
+                "classifier_dropout": model.head.dropout,
+                "token_classification_bias": model.head.decision_bias,
+            }
         if variant.bias == "setting":
             settings["attention_bias"] = attention.bias
         if variant.mlp_bias:
@@ -283,7 +331,7 @@ def family(variant: Variant) -> Family:
         tops = {
             "causal_lm": [] if model.head.tied else [Row("lm_head.weight", "head/kernel", "V D -> D V")],
             "sequence": [Row("score.weight", "head/decision/kernel", "C D -> D C")],
-            "token": linear("score", "head/decision"),
+            "token": linear("score", "head/decision")[: 2 if model.head.decision_bias else 1],
             "model": [],
         }
         return body + tops[head]
@@ -301,6 +349,7 @@ def family(variant: Variant) -> Family:
         rows=rows,
         prefix="model.",
         spare=(r"lm_head\..*", r"score\..*"),
+        free=free(variant),
         ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq"),
         output=("lm_head.weight", "model.embed_tokens.weight"),
         convention=Convention(before=variant.before),

@@ -14,7 +14,8 @@ OFFSET = 2
 def read(settings: Settings, head: str) -> ModelConfig:
     rows = settings.size("max_position_embeddings", 1024) + OFFSET
     encoding = EncodingConfig("learned", max_length=rows, offset=OFFSET)
-    settings = Settings({"pad_token_id": 1, **settings.values}, settings.where)
+    settings = settings.replaced({"pad_token_id": 1, **settings.values})
+    dropout = settings("classifier_dropout", 0.0)
     vocab = settings.size("vocab_size", 50265)
     settings.expect("normalize_before", False)
     settings.expect("add_final_layer_norm", False)
@@ -23,7 +24,9 @@ def read(settings: Settings, head: str) -> ModelConfig:
     )
     heads = {
         "seq2seq": lambda: HeadConfig(tied=settings("tie_word_embeddings", True), bias=True),
-        "sequence": lambda: classifier(settings, "classes", pooling="last", width=decoder.width),
+        "sequence": lambda: classifier(
+            settings, "classes", pooling="last", width=decoder.width, dropout=dropout, input_dropout=dropout
+        ),
         "qa": lambda: SPANS,
         "model": lambda: HIDDEN,
     }
@@ -34,6 +37,7 @@ def write(model: ModelConfig, head: str) -> dict[str, Any]:
     return _bart.write(model, head) | {
         "max_position_embeddings": model.encoder.encoding.max_length - OFFSET,
         "tie_word_embeddings": model.head.tied or head != "seq2seq",
+        **({"classifier_dropout": model.head.dropout} if head == "sequence" else {}),
     }
 
 
@@ -63,7 +67,8 @@ FAMILY = Family(
     rows=rows,
     prefix="model.",
     spare=(r"lm_head\..*", r"final_logits_bias", r"classification_head\..*", r"qa_outputs\..*"),
-    ignored=(r"model\.(encoder|decoder)\.embed_tokens\.weight", r"model\.(encoder|decoder)\.version"),
+    ignored=(r"model\.(encoder|decoder)\.version",),
+    tables=_bart.TABLES,
     output=("lm_head.weight", "model.shared.weight"),
     convention=Convention(start=2, repeats=True, before=("<s>",), between=("</s>", "</s>"), after=("</s>",)),
 )

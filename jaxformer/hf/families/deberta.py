@@ -49,6 +49,7 @@ FAMILY = Family(
     prefix="deberta.",
     spare=_deberta.SPARE,
     ignored=_deberta.IGNORED,
+    twins=_deberta.TWINS,
     renamed=_deberta.RENAMED,
     output=("cls.predictions.decoder.weight", "deberta.embeddings.word_embeddings.weight"),
     convention=Convention(before=("[CLS]",), between=("[SEP]",), after=("[SEP]",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxformer.config import ConvConfig, ModelConfig, NormConfig
+from jaxformer.config import ConfigError, ConvConfig, ModelConfig, NormConfig
 from jaxformer.hf.families import _deberta
 from jaxformer.hf.table import (
     Convention,
@@ -19,6 +19,8 @@ from jaxformer.hf.table import (
     side,
     their_activation,
 )
+
+MAX_KERNEL = 255  # the neighbours of every slot are copied side by side
 
 PROJECTIONS = (
     "attention.self.query_proj",
@@ -40,12 +42,14 @@ def read(settings: Settings, head: str) -> ModelConfig:
         share_projections=settings("share_att_key", False),
         norm=NormConfig(order="post", epsilon=epsilon) if "layer_norm" in words else None,
     )
-    if settings("conv_kernel_size", 0) > 0:
-        conv = ConvConfig(
-            kernel=settings("conv_kernel_size"),
-            groups=settings.size("conv_groups", 1),
-            activation=settings.activation("conv_act", "tanh"),
+    kernel, groups = settings("conv_kernel_size", 0), settings.size("conv_groups", 1)
+    activation = settings.activation("conv_act", "tanh")
+    if kernel > MAX_KERNEL:
+        raise ConfigError(
+            f"{settings.where}: got conv_kernel_size {kernel}, expected at most {MAX_KERNEL}; fix the file"
         )
+    if kernel > 0:
+        conv = ConvConfig(kernel=kernel, groups=groups, activation=activation)
         stack = dataclasses.replace(stack, conv=conv)
     return _deberta.model(settings, head, stack)
 
@@ -92,6 +96,7 @@ FAMILY = Family(
     prefix="deberta.",
     spare=_deberta.SPARE,
     ignored=_deberta.IGNORED,
+    twins=_deberta.TWINS,
     renamed=_deberta.RENAMED,
     output=("cls.predictions.decoder.weight", "deberta.embeddings.word_embeddings.weight"),
     convention=Convention(before=("[CLS]",), between=("[SEP]",), after=("[SEP]",)),

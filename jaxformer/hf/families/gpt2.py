@@ -26,6 +26,7 @@ from jaxformer.hf.table import (
     norm,
     side,
     their_activation,
+    token_dropout,
 )
 
 
@@ -53,7 +54,7 @@ def read(settings: Settings, head: str) -> ModelConfig:
     heads = {
         "causal_lm": lambda: HeadConfig(tied=settings("tie_word_embeddings", True)),
         "sequence": lambda: classifier(settings, "classes", pooling="last", decision_bias=False),
-        "token": lambda: classifier(settings, "slots"),
+        "token": lambda: classifier(settings, "slots", dropout=token_dropout(settings)),
         "qa": lambda: SPANS,
         "model": lambda: HIDDEN,
     }
@@ -77,6 +78,7 @@ def write(model: ModelConfig, head: str) -> dict[str, Any]:
         "attn_pdrop": decoder.attention.dropout,
         "resid_pdrop": decoder.dropout,
         "tie_word_embeddings": model.head.tied or head != "causal_lm",
+        **({"classifier_dropout": model.head.dropout} if head == "token" else {}),
     }
 
 
@@ -121,6 +123,20 @@ FAMILY = Family(
     rows=rows,
     prefix="transformer.",
     spare=(r"lm_head\..*", r"score\..*", r"classifier\..*", r"qa_outputs\..*"),
+    free={
+        "reorder_and_upcast_attn": "scores are in float32 here in any precision",
+        **dict.fromkeys(
+            (
+                "summary_type",
+                "summary_use_proj",
+                "summary_activation",
+                "summary_proj_to_labels",
+                "summary_first_dropout",
+                "summary_last_dropout",
+            ),
+            "of a head that is not read (GPT2DoubleHeadsModel)",
+        ),
+    },
     ignored=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
     output=("lm_head.weight", "transformer.wte.weight"),
 )

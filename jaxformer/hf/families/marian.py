@@ -16,9 +16,10 @@ def read(settings: Settings, head: str) -> ModelConfig:
     settings.expect("normalize_embedding", False)
     positions = settings.size("max_position_embeddings", 1024)
     encoding = EncodingConfig("sinusoidal", max_length=positions, concatenated=True)
-    settings = Settings({"pad_token_id": 58100, **settings.values}, settings.where)
+    settings = settings.replaced({"pad_token_id": 58100, **settings.values})
     shared, vocab = settings("share_encoder_decoder_embeddings", True), settings.size("vocab_size", 58101)
-    target = vocab if shared else settings.size("decoder_vocab_size", vocab)
+    own = settings.size("decoder_vocab_size", vocab)
+    target = vocab if shared else own
     top = HeadConfig(tied=settings("tie_word_embeddings", True), bias=True)
     return ModelConfig(
         encoder=_bart.stack(settings, "encoder", encoding, vocab),
@@ -54,7 +55,7 @@ FAMILY = Family(
     rows=rows,
     prefix="model.",
     spare=(r"lm_head\..*", r"final_logits_bias"),
-    copies=((r"model\.(encoder|decoder)\.embed_tokens\.weight", "model.shared.weight"),),
+    tables=_bart.TABLES,
     ignored=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
     output=("lm_head.weight", "model.shared.weight"),
     convention=Convention(after=("</s>",)),

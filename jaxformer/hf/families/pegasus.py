@@ -15,7 +15,7 @@ from jaxformer.nn.encodings.sinusoidal import sinusoids
 def read(settings: Settings, head: str) -> ModelConfig:
     positions, vocab = settings.size("max_position_embeddings", 1024), settings.size("vocab_size", 50265)
     encoding = EncodingConfig("sinusoidal", max_length=positions, concatenated=True)
-    settings = Settings({"pad_token_id": 0, **settings.values}, settings.where)
+    settings = settings.replaced({"pad_token_id": 0, **settings.values})
     encoder, decoder = (_bart.stack(settings, name, encoding, vocab, order="pre") for name in ("encoder", "decoder"))
     top = HeadConfig(tied=settings("tie_word_embeddings", True), bias=True) if head == "seq2seq" else HIDDEN
     return ModelConfig(encoder=encoder, decoder=decoder, share_embeddings=True, head=top)
@@ -52,7 +52,7 @@ FAMILY = Family(
     rows=rows,
     prefix="model.",
     spare=(r"lm_head\..*", r"final_logits_bias"),
-    copies=((r"model\.(encoder|decoder)\.embed_tokens\.weight", "model.shared.weight"),),
+    tables=_bart.TABLES,
     ignored=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
     constants=constants,
     output=("lm_head.weight", "model.shared.weight"),

@@ -9,8 +9,8 @@ from jaxformer.hf.table import Convention, Family, Row, Settings, linear, norm
 
 def read(settings: Settings, head: str) -> ModelConfig:
     pad = settings("pad_token_id", 1)
-    encoder = _bert.encoder(Settings({**settings.values, "pad_token_id": pad}, settings.where), pad + 1)
-    return ModelConfig(encoder=encoder, head=_bert.top(settings, head, encoder, "gelu"))
+    encoder = _bert.encoder(settings.replaced({**settings.values, "pad_token_id": pad}), pad + 1)
+    return ModelConfig(encoder=encoder, head=_bert.top(settings, head, encoder, "gelu", before=True))
 
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
@@ -42,7 +42,8 @@ FAMILY = Family(
     rows=rows,
     prefix="roberta.",
     spare=(r"lm_head\..*", r"roberta\.pooler\..*", r"classifier\..*", r"qa_outputs\..*"),
-    ignored=(r"roberta\.embeddings\.position_ids", r"lm_head\.decoder\.bias"),
+    ignored=(r"roberta\.embeddings\.position_ids",),
+    twins=(("lm_head.decoder.bias", "lm_head.bias"),),
     renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
     output=("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
     convention=Convention(positions="ids", before=("<s>",), between=("</s>", "</s>"), after=("</s>",)),

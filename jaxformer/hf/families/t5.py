@@ -17,8 +17,14 @@ from jaxformer.config import (
 )
 from jaxformer.hf.table import HIDDEN, Convention, Family, Row, Settings, norm, projections, side, their_activation
 
+TABLES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
 
 def read(settings: Settings, head: str) -> ModelConfig:
+    if head == "encoder":
+        settings("is_encoder_decoder", False)  # of one side, whatever it says
+    else:
+        settings.expect("is_encoder_decoder", True)
     dropout, width = settings("dropout_rate", 0.1), settings.size("d_model", 512)
     activation, gated = _feed_forward(settings)
     layers = settings.size("num_layers", 6)
@@ -66,6 +72,8 @@ def _feed_forward(settings: Settings) -> tuple[str, bool]:
     name = named.removeprefix("gated-")
     if named == "gated-gelu":
         name = "gelu_new"
+    settings.expect("dense_act_fn", name)  # what the library derives of the first and writes beside it
+    settings.expect("is_gated_act", gated)
     return Settings({"feed_forward_proj": name}, settings.where).activation("feed_forward_proj", "relu"), gated
 
 
@@ -97,7 +105,11 @@ def write(model: ModelConfig, head: str) -> dict[str, Any]:
 
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
-    found = [Row("shared.weight", "source_embed/table"), *_stack(side(model, "encoder"), "encoder", False)]
+    one = head == "encoder" or model.share_embeddings
+    tables = (
+        (TABLES[:1], ("source_embed/table",)) if one else (TABLES[1:], ("source_embed/table", "target_embed/table"))
+    )
+    found = [*map(Row, *tables), *_stack(side(model, "encoder"), "encoder", False)]
     if head != "encoder":
         found += _stack(side(model, "decoder"), "decoder", True)
     if head == "seq2seq" and not model.head.tied:
@@ -132,10 +144,9 @@ FAMILY = Family(
     write=write,
     rows=rows,
     spare=(r"lm_head\..*", r"decoder\..*"),
-    ignored=(
-        r"(encoder|decoder)\.embed_tokens\.weight",
-        r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
-    ),
+    free={"classifier_dropout": "of a head that is not read (T5ForSequenceClassification)"},
+    ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     output=("lm_head.weight", "shared.weight"),
+    tables=TABLES,
     convention=Convention(between=("</s>",), after=("</s>",)),
 )

@@ -18,7 +18,6 @@ from jaxformer.config import (
 )
 from jaxformer.hf import permuted
 from jaxformer.hf.table import (
-    HIDDEN,
     Convention,
     Family,
     Row,
@@ -57,10 +56,10 @@ def read(settings: Settings, head: str) -> ModelConfig:
     )
     tops = {
         "causal_lm": lambda: HeadConfig(tied=settings("tie_word_embeddings", True), bias=True, dropout=dropout),
-        "sequence": lambda: _summary(settings, width),
+        "sequence": lambda: _summary(settings, width, dropout),
         "token": lambda: classifier(settings, "slots", dropout=dropout),
         "qa": lambda: HeadConfig(kind="slots", tied=False, classes=2, dropout=dropout),
-        "model": lambda: HIDDEN,
+        "model": lambda: HeadConfig(kind="none", tied=False, dropout=dropout),
     }
     memories = PermutationConfig(memory=_slots(settings, "mem_len", 512), reuse=_slots(settings, "reuse_len", None))
     return ModelConfig(encoder=encoder, permutation=memories, head=tops[head]())
@@ -68,20 +67,28 @@ def read(settings: Settings, head: str) -> ModelConfig:
 
 def _slots(settings: Settings, name: str, default: int | None) -> int | None:
     """A number of slots; null and 0 both say "all", and only a file that is silent has the default."""
-    value = settings.values.get(name, default)
-    return None if value in (None, 0) else Settings({name: value}, settings.where).size(name)
+    value = settings.given(name, default)
+    return None if value in (None, 0) else settings.size(name, value)
 
 
-def _summary(settings: Settings, width: int) -> HeadConfig:
+def _summary(settings: Settings, width: int, dropout: float) -> HeadConfig:
     """Their SequenceSummary: one slot or the mean of all, a dense layer with tanh, and the decision."""
     settings.expect("summary_type", "last", "first", "mean")
-    projected = settings("summary_use_proj", True)
-    settings.expect("summary_activation", "tanh")
+    projected, activation = settings("summary_use_proj", True), settings.given("summary_activation", "tanh")
+    settings.expect("summary_proj_to_labels", False)
+    if not projected and activation:
+        raise ConfigError(
+            f"{settings.where}: got summary_activation {activation!r} with summary_use_proj False, expected null; "
+            "this variant is not supported"
+        )
+    first = settings("summary_first_dropout", 0.0)
     return classifier(
         settings,
         "classes",
         pooling=settings("summary_type", "last"),
         width=width if projected else None,
+        hidden=settings.activation("summary_activation", "tanh") if projected else "tanh",
+        input_dropout=1.0 - (1.0 - dropout) * (1.0 - first),  # one after the other: of the model, of the summary
         dropout=settings("summary_last_dropout", 0.1),
     )
 
@@ -108,7 +115,13 @@ def write(model: ModelConfig, head: str) -> dict[str, Any]:
         "tie_word_embeddings": model.head.tied or head != "causal_lm",
     }
     if head == "sequence":
-        settings |= {"summary_type": model.head.pooling, "summary_use_proj": model.head.width is not None}
+        projected = model.head.width is not None
+        settings |= {
+            "summary_type": model.head.pooling,
+            "summary_use_proj": projected,
+            "summary_activation": their_activation(model.head.hidden) if projected else None,
+            "summary_last_dropout": model.head.dropout,
+        }
     return settings
 
 
@@ -167,6 +180,7 @@ FAMILY = Family(
         r"qa_outputs\..*",
         r"(start_logits|end_logits|answer_class)\..*",
     ),
+    free=dict.fromkeys(("start_n_top", "end_n_top"), "of a head that is not read (XLNetForQuestionAnswering)"),
     output=("lm_loss.weight", "transformer.word_embedding.weight"),
     convention=Convention(between=("<sep>",), after=("<sep>", "<cls>"), last_kind=2, call=permuted.call),
 )

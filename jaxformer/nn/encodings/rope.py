@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32
 
 from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, RopeScalingConfig
 from jaxformer.nn.encodings import Encoding
@@ -35,26 +35,28 @@ class Angles(nn.Module):
                 f"encoding.fraction: got {self.config.fraction} of head width {self.head_width} = {rotated} channels, "
                 "expected an even number of them, at least 2; change fraction, heads or head_width"
             )
-        frequency, magnitude = frequencies(self.config, rotated, slots.position)
+        frequency, magnitude = frequencies(self.config, rotated, slots)
         angle = slots.position.astype(jnp.float32)[..., None] * frequency
         return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 
 
-def frequencies(
-    config: EncodingConfig, rotated: int, position: Int[Array, "B T"]
-) -> tuple[Float32[Array, " P"], float]:
-    """theta of P = R / 2 pairs, stretched as `config.scaling` says, and the factor on cosines and sines.
+def frequencies(config: EncodingConfig, rotated: int, slots: Slots) -> tuple[Float32[Array, "*rows P"], float]:
+    """theta of P = R / 2 pairs (dynamic: `[B, 1, P]`) as `config.scaling` says, and the factor on cosines and sines.
 
-    linear: theta / factor (Chen et al. 2023). dynamic: the base grows with the longest position, once that is beyond
-    the original length ("dynamic NTK"). llama3: long waves divided by the factor, short ones kept, blended between
-    (Llama 3.1). yarn: the same over channels, with a magnitude (Peng et al. 2024, YaRN, section 3).
+    linear: theta / factor (Chen et al. 2023). dynamic: the base grows with a row's length, once that is beyond the
+    original one ("dynamic NTK"); padding does not count, so a row does not depend on those beside it. llama3: long
+    waves divided by the factor, short ones kept, blended between (Llama 3.1). yarn: the same over channels, with a
+    magnitude (Peng et al. 2024, YaRN, section 3).
     """
     scaling, exponent = config.scaling, np.arange(rotated // 2) * 2.0 / rotated
     theta = config.base**-exponent
     if scaling is None:
         return jnp.asarray(theta, jnp.float32), 1.0
     if scaling.kind == "dynamic":
-        longest = jnp.maximum(jnp.max(position) + 1, scaling.original).astype(jnp.float32)
+        if rotated == 2:  # one pair, whose theta is base^0
+            return jnp.ones(1, jnp.float32), 1.0
+        last = jnp.max(jnp.where(slots.segment > 0, slots.position, -1), axis=1)
+        longest = jnp.maximum(last + 1, scaling.original).astype(jnp.float32)[:, None, None]
         growth = scaling.factor * longest / scaling.original - (scaling.factor - 1.0)
         return 1.0 / (config.base * growth ** (rotated / (rotated - 2.0))) ** jnp.asarray(exponent, jnp.float32), 1.0
     if scaling.kind == "linear":
@@ -67,7 +69,8 @@ def frequencies(
     theta = theta * kept + theta / scaling.factor * (1.0 - kept)
     magnitude = 1.0
     if scaling.kind == "yarn":
-        magnitude = 0.1 * np.log(scaling.factor) + 1.0 if scaling.magnitude is None else scaling.magnitude
+        usual = 0.1 * np.log(max(scaling.factor, 1.0)) + 1.0
+        magnitude = usual if scaling.magnitude is None else scaling.magnitude
     return jnp.asarray(theta, jnp.float32), float(magnitude)
 
 
@@ -81,7 +84,7 @@ def _yarn_ramp(base: float, scaling: RopeScalingConfig, rotated: int) -> Float[n
     if scaling.whole:
         first, last = np.floor(first), np.ceil(last)
     first, last = max(first, 0.0), min(last, rotated - 1.0)
-    return np.clip((np.arange(rotated // 2) - first) / (last - first if last > first else 0.001), 0.0, 1.0)
+    return np.clip((np.arange(rotated // 2) - first) / (last - first if last != first else 0.001), 0.0, 1.0)
 
 
 def rotate(

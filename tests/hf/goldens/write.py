@@ -1,0 +1,219 @@
+"""Writes `cases.json`: outputs of the other library for configs that are easily misread.
+
+    python tests/hf/goldens/write.py        (needs the extra [bench]: torch and transformers)
+
+A case holds a config.json, the names and shapes of the weights, and calls with their outputs. The weights themselves
+are not kept: `values` makes them from their names, here and in the test.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TARGET = Path(__file__).with_name("cases.json")
+
+SMALL = {
+    "vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+LLAMA = SMALL | {"num_key_value_heads": 1, "max_position_embeddings": 16, "pad_token_id": 0}
+BERT = SMALL | {"max_position_embeddings": 12, "pad_token_id": 1}
+GPT2 = {"vocab_size": 24, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 12, "pad_token_id": 0}
+BART = {
+    "vocab_size": 24, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "max_position_embeddings": 12,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+XLNET = {"vocab_size": 24, "d_model": 8, "n_layer": 2, "n_head": 2, "d_inner": 12, "pad_token_id": 5}
+RELATIVE = BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
+BUCKETS = {"position_buckets": 4, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+
+IDS = [[3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14]]
+RIGHT = [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]
+LEFT = [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
+TEXT = {"input_ids": IDS, "labels": IDS}
+SPANS = [
+    {"input_ids": IDS, "attention_mask": mask, "start_positions": [2, 1], "end_positions": [3, 4]}
+    for mask in (RIGHT, LEFT)
+]
+CLASSIFIED = [
+    {"input_ids": [[3, 4, 5, 0, 0], [6, 7, 8, 9, 10]], "labels": [1, 0]},  # no mask: padding is known by its id
+    {"input_ids": [[0, 0, 5, 6, 7], [0, 6, 0, 9, 0]]},
+    {"input_ids": [[3, 4, 5, 0, 0], [6, 7, 8, 9, 10]], "attention_mask": [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]},
+    {"input_ids": [[0, 0, 3, 4, 5], [6, 7, 8, 9, 10]], "attention_mask": [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]},
+    {"input_ids": [[3, 4, 5, 6, 7], [6, 7, 8, 9, 10]], "attention_mask": [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]},
+    {"input_ids": [[0, 0, 0, 0, 0], [6, 7, 8, 9, 10]]},
+]
+LONG = {"input_ids": [[3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]]}
+
+
+def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Weights of a tensor: uniform in +-0.5 by a linear congruential generator; those of norms about 1."""
+    count = math.prod(shape)
+    state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(2 * zlib.crc32(name.encode()) + 1)
+    for _ in range(3):
+        state = (state ^ (state >> np.uint64(29))) * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+    uniform = (state >> np.uint64(40)).astype(np.float64) / 2**24 - 0.5
+    norm = name.endswith("weight") and len(shape) == 1
+    return (uniform + norm).astype(np.float32).reshape(shape)
+
+
+def cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
+    """Name -> (class, arguments of its config, what is put into its config.json, calls)."""
+    found: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
+        "gemma_gelu": ("GemmaForCausalLM", LLAMA | {"head_dim": 6, "hidden_act": "gelu"}, {}, [TEXT]),
+        "gemma_silu_and_older_key": (
+            "GemmaForCausalLM",
+            LLAMA | {"head_dim": 6, "hidden_act": "silu"},
+            {"hidden_activation": "relu"},
+            [TEXT],
+        ),
+        "gemma_both_ways": (
+            "GemmaForCausalLM",
+            LLAMA | {"use_bidirectional_attention": True, "head_dim": 6},
+            {},
+            [TEXT],
+        ),
+        "llama_theta_beside": (
+            "LlamaForCausalLM",
+            LLAMA,
+            {"rope_parameters": {"rope_type": "default"}, "rope_theta": 50.0},
+            [TEXT],
+        ),
+        "llama_head_dim": ("LlamaForCausalLM", LLAMA | {"head_dim": 6, "attention_bias": True}, {}, [TEXT]),
+        "bert_both_biases": ("BertForMaskedLM", BERT | {"tie_word_embeddings": False}, {}, [TEXT]),
+        "bert_both_biases_tied": (
+            "BertForMaskedLM",
+            BERT | {"tie_word_embeddings": False},
+            {"tie_word_embeddings": True},
+            [TEXT],
+        ),
+        "roberta_both_biases": ("RobertaForMaskedLM", BERT | {"tie_word_embeddings": False}, {}, [TEXT]),
+        "deberta_both_biases": ("DebertaForMaskedLM", RELATIVE | {"tie_word_embeddings": False}, {}, [TEXT]),
+        "deberta_v2_both_biases": ("DebertaV2ForMaskedLM", RELATIVE | {"tie_word_embeddings": False}, {}, [TEXT]),
+        "xlnet_untied": ("XLNetLMHeadModel", XLNET | {"tie_word_embeddings": False}, {}, [TEXT]),
+        "bart_two_tables": ("BartForConditionalGeneration", BART | {"tie_word_embeddings": False}, {}, [TEXT]),
+        "gpt2_alias": (
+            "GPT2LMHeadModel",
+            GPT2,
+            {"n_embd": None, "hidden_size": 8, "n_layer": None, "num_hidden_layers": 2},
+            [TEXT],
+        ),
+        "xlnet_summary": (
+            "XLNetForSequenceClassification",
+            XLNET | {"summary_activation": "relu", "summary_type": "mean", "num_labels": 3},
+            {},
+            [{"input_ids": IDS, "attention_mask": LEFT, "labels": [2, 0]}],
+        ),
+        "gpt2_says_outputs": ("GPT2LMHeadModel", GPT2 | {"output_hidden_states": True}, {}, [TEXT]),
+    }
+    scalings = {
+        "linear": {"rope_type": "linear", "factor": 3.0},
+        "dynamic": {"rope_type": "dynamic", "factor": 2.5},
+        "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        "yarn_short": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "beta_fast": 2.0},
+        "yarn_factor": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.7,
+            "beta_fast": 3.0, "beta_slow": 0.5, "truncate": False,
+        },
+        "yarn_mscale": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 0.7,
+            "mscale_all_dim": 2.0, "rope_theta": 100.0,
+        },
+        "llama3": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16, "rope_theta": 30.0,
+        },
+    }  # fmt: skip
+    for name, rope in scalings.items():
+        width = {"hidden_size": 16, "head_dim": 12} if name != "dynamic" else {"hidden_size": 16, "head_dim": 8}
+        config = LLAMA | width | {"rope_parameters": {"rope_theta": 10000.0, **rope}}
+        found[f"llama_{name}"] = ("LlamaForCausalLM", config, {}, [LONG])
+    for family, more in {"Mixtral": {}, "Qwen3Moe": {"moe_intermediate_size": 12, "norm_topk_prob": True}}.items():
+        counts = {"num_local_experts": 4} if family == "Mixtral" else {"num_experts": 4}
+        config = LLAMA | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.5, "head_dim": 4} | counts | more
+        padded = {**TEXT, "labels": [IDS[0][:4] + [-100, -100], IDS[1]], "attention_mask": RIGHT}
+        calls = [TEXT, padded]
+        found[f"{family.lower()}_router"] = (f"{family}ForCausalLM", config | {"output_router_logits": True}, {}, calls)
+    found["mixtral_model_router"] = (
+        "MixtralModel",
+        config | {"num_local_experts": 4, "num_experts": 4},
+        {},
+        [{"input_ids": IDS, "output_router_logits": True}],
+    )
+    readers = {
+        "gpt2": ("GPT2", GPT2), "bert": ("Bert", BERT), "roberta": ("Roberta", BERT), "bart": ("Bart", BART),
+        "deberta": ("Deberta", RELATIVE), "deberta_absolute": ("Deberta", BERT),
+        "deberta_v2": ("DebertaV2", RELATIVE | {"conv_kernel_size": 5, "conv_act": "sigmoid"}),
+        "deberta_v3": ("DebertaV2", RELATIVE | BUCKETS | {"conv_kernel_size": 3}),
+    }  # fmt: skip
+    for name, (family, config) in readers.items():
+        found[f"{name}_qa"] = (f"{family}ForQuestionAnswering", config, {}, SPANS)
+    found["xlnet_qa"] = ("XLNetForQuestionAnsweringSimple", XLNET, {}, SPANS)
+    mixed = {
+        "Mixtral": {"num_local_experts": 4},
+        "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+    }
+    for family in ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Mixtral", "Qwen3Moe"):
+        config = GPT2 if family == "GPT2" else LLAMA | {"head_dim": 4} | mixed.get(family, {})
+        calls = CLASSIFIED if family in ("GPT2", "Llama") else CLASSIFIED[:2]
+        found[f"{family.lower()}_classifier"] = (
+            f"{family}ForSequenceClassification", config | {"num_labels": 3}, {}, calls
+        )  # fmt: skip
+    one = [{"input_ids": [[3, 0, 5, 0]], "labels": [2]}]
+    found["llama_classifier_without_pad"] = (
+        "LlamaForSequenceClassification", LLAMA | {"num_labels": 3, "pad_token_id": None}, {}, one
+    )  # fmt: skip
+    return found
+
+
+def flat(outputs: Any) -> dict[str, list]:
+    """The outputs that a test compares, to seven digits."""
+    found = {}
+    for name, value in outputs.items():
+        kept = name in ("loss", "logits", "start_logits", "end_logits", "aux_loss", "router_logits", "hidden_states")
+        if kept:
+            parts = value if isinstance(value, tuple) else (value,)
+            found[name] = [[float(f"{x:.7g}") for x in part.detach().double().reshape(-1).tolist()] for part in parts]
+    return found
+
+
+def main() -> None:
+    import torch
+    import transformers
+    from safetensors.numpy import load_file, save_file
+
+    transformers.logging.set_verbosity_error()
+    content = {}
+    for name, (kind, arguments, edits, calls) in cases().items():
+        model = getattr(transformers, kind)
+        with tempfile.TemporaryDirectory() as place:
+            model(model.config_class(**copy.deepcopy(arguments))).save_pretrained(place)
+            weights = Path(place) / "model.safetensors"
+            shapes = {key: value.shape for key, value in load_file(weights).items()}
+            save_file({key: values(key, shape) for key, shape in shapes.items()}, weights, {"format": "pt"})
+            path = Path(place) / "config.json"
+            config = json.loads(path.read_text()) | edits
+            config = {key: value for key, value in config.items() if key not in edits or value is not None}
+            path.write_text(json.dumps(config))
+            again = model.from_pretrained(place, dtype=torch.float32).eval()
+            found = []
+            for call in calls:
+                inputs = {k: torch.tensor(v) if isinstance(v, list) else v for k, v in call.items()}
+                with torch.no_grad():
+                    found.append({"inputs": call, "outputs": flat(again(**inputs))})
+        content[name] = {"config": config, "tensors": shapes, "calls": found}
+        print(name, {k: v[0][:1] for k, v in found[0]["outputs"].items()})
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(case)}" for name, case in content.items())
+    TARGET.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Configs that are easily misread, against outputs of the other library that are kept in `goldens/cases.json`.
+
+By default those cases of which no two fail for one mistake; with `GOLDENS=all` (`make goldens`) all of them.
+"""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxformer
+from jaxformer.config import ConfigError
+from jaxformer.hf import files, writing
+
+GOLDENS = Path(__file__).with_name("goldens")
+CASES = json.loads((GOLDENS / "cases.json").read_text(encoding="utf-8"))
+FEW = (
+    "gemma_gelu", "gemma_both_ways", "llama_theta_beside", "llama_head_dim", "llama_dynamic", "llama_yarn_factor",
+    "bert_both_biases", "roberta_both_biases", "bart_two_tables", "gpt2_alias", "gpt2_says_outputs", "xlnet_summary",
+    "mixtral_router", "deberta_v2_qa", "deberta_absolute_qa", "gpt2_classifier", "llama_classifier_without_pad",
+)  # fmt: skip
+NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
+
+
+def weights():
+    spec = importlib.util.spec_from_file_location("write_cases", GOLDENS / "write.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.values
+
+
+VALUES = weights()
+
+
+def loaded(name, place):
+    case = CASES[name]
+    tensors = {key: VALUES(key, tuple(shape)) for key, shape in case["tensors"].items()}
+    writing.write(place, case["config"], tensors)
+    return jaxformer.from_pretrained(place)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_theirs(name, tmp_path):
+    model = loaded(name, tmp_path / name)
+    for number, call in enumerate(CASES[name]["calls"]):
+        inputs = {k: np.asarray(v) if isinstance(v, list) else v for k, v in call["inputs"].items()}
+        out = model(**inputs)
+        assert call["outputs"].keys() <= out.keys()
+        for key, parts in call["outputs"].items():
+            got = out[key] if isinstance(out[key], tuple) else (out[key],)
+            assert len(got) == len(parts), key
+            for ours, theirs in zip(got, parts, strict=True):
+                ours = np.asarray(ours).reshape(-1)
+                if np.ndim(inputs.get("attention_mask")) and key in ("logits", "router_logits") and ours.size > 30:
+                    real = np.repeat(inputs["attention_mask"].reshape(-1) != 0, ours.size // inputs["input_ids"].size)
+                    ours, theirs = ours[real], np.asarray(theirs)[real]
+                np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5, err_msg=f"{name} {number} {key}")
+
+
+def test_an_untied_head_is_written_with_both_names_of_its_bias(tmp_path):
+    """The other library reads the decoder's alone, and zeros where it is missing."""
+    model = loaded("bert_both_biases", tmp_path / "in")
+    model.save_pretrained(tmp_path / "out")
+    before, after = (files.open_tensors(tmp_path / name) for name in ("in", "out"))
+    for name in ("cls.predictions.bias", "cls.predictions.decoder.bias"):
+        np.testing.assert_array_equal(after[name].array(), before["cls.predictions.decoder.bias"].array())
+
+
+def test_two_tables_are_written_as_two(tmp_path):
+    model = loaded("bart_two_tables", tmp_path / "in")
+    model.save_pretrained(tmp_path / "out")
+    ids = {"input_ids": np.asarray([[3, 4, 5]]), "decoder_input_ids": np.asarray([[2, 6]])}
+    again = jaxformer.from_pretrained(tmp_path / "out")
+    np.testing.assert_array_equal(model(**ids).logits, again(**ids).logits)
+
+
+def test_a_tied_head_over_two_tables_is_refused(tmp_path):
+    case = CASES["bart_two_tables"]
+    tensors = {key: VALUES(key, tuple(shape)) for key, shape in case["tensors"].items() if key != "lm_head.weight"}
+    writing.write(tmp_path / "in", case["config"] | {"tie_word_embeddings": True}, tensors)
+    with pytest.raises(ConfigError, match=r"decoder.embed_tokens.weight, which differ, under a tied head"):
+        jaxformer.from_pretrained(tmp_path / "in")
+
+
+def test_several_rows_without_a_padding_token_are_refused(tmp_path):
+    model = loaded("llama_classifier_without_pad", tmp_path / "in")
+    with pytest.raises(ConfigError, match=r"got 2 rows and no pad_token_id in .*config.json, expected one row"):
+        model(input_ids=np.asarray([[3, 4], [5, 6]]))

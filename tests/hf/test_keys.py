@@ -1,0 +1,208 @@
+"""Every key of every family's config class is read, refused where it would act, or free for a reason."""
+
+from pathlib import Path
+
+import pytest
+
+import jaxformer
+from jaxformer.config import ConfigError
+from jaxformer.hf import keys, table
+from jaxformer.hf.table import Settings
+
+FAMILIES = dict(table.families())
+SOURCES = "".join(path.read_text() for path in (Path(jaxformer.__file__).parent / "hf").glob("*.py"))
+
+BASE = {
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p"]},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"], "conv_kernel_size": 3},
+    "marian": {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 16},
+}
+"""What must be set for other keys to act."""
+
+OTHERS = {
+    "architectures": ["X"],
+    "attn_type": "uni",
+    "attention_head_size": 3,
+    "classifier_dropout": 0.25,
+    "cls_dropout": 0.25,
+    "conv_act": "relu",
+    "conv_groups": 2,
+    "conv_kernel_size": 5,
+    "d_head": 24,
+    "decoder_vocab_size": 24,
+    "dense_act_fn": "silu",
+    "embedding_size": 48,
+    "feed_forward_proj": "gated-gelu",
+    "head_dim": 48,
+    "hidden_dropout": 0.25,
+    "is_gated_act": True,
+    "layer_types": ["sliding_attention"],
+    "mlp_only_layers": [1],
+    "n_inner": 24,
+    "n_layers": 7,
+    "norm_rel_ebd": "layer_norm",
+    "num_decoder_layers": 24,
+    "num_key_value_heads": 1,
+    "pad_token_id": 7,
+    "pooler_hidden_size": 24,
+    "pos_att_type": ["p2c"],
+    "position_buckets": 24,
+    "reuse_len": 24,
+    "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+    "scale_decoder_outputs": False,
+    "share_att_key": True,
+    "sliding_window": 24,
+    "summary_activation": "relu",
+    "summary_first_dropout": 0.25,
+    "summary_last_dropout": 0.25,
+    "summary_proj_to_labels": True,
+    "summary_type": "first",
+    "talking_head": True,
+    "tie_word_embeddings": False,
+    "token_classification_bias": False,
+    "use_bidirectional_attention": True,
+}
+"""Another value of keys whose default does not tell of which kind they are."""
+
+
+def model(family, head, values):
+    return keys.read_model(family, keys.named(family, Settings(values)), head)
+
+
+def another(name, default):
+    """A value of a key that differs from its default."""
+    if name in OTHERS and OTHERS[name] != default:
+        return OTHERS[name]
+    if isinstance(default, bool):
+        return not default
+    if name.endswith(("_act", "_function", "ff_activation")):
+        return "relu"
+    if isinstance(default, float):
+        return default / 2 + 0.25
+    if isinstance(default, int):
+        return max(2 * default, 24)  # a multiple, which heads and widths divide as before
+    raise AssertionError(f"{name}: give a value for it in OTHERS")
+
+
+def state(family, head, values):
+    """The model and its rows, or what the refusal says."""
+    try:
+        found = model(family, head, values)
+    except ConfigError as error:
+        return str(error)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_key_is_ignored(name):
+    family, silent, acting = FAMILIES[name], [], []
+    base = BASE.get(family.types[0], {})
+    before = {head: model(family, head, base) for head in family.heads}
+    for key, default in keys.known(family).items():
+        if key in {*keys.READ_ELSEWHERE, *keys.FREE} and key != "pad_token_id":
+            continue
+        value = another(key, base.get(key, default))
+        after = {head: state(family, head, {**base, key: value}) for head in family.heads}
+        if key in family.free:
+            acting += [key] if after != before else []
+        elif after == before and key not in keys.READ_ELSEWHERE:
+            silent.append(key)
+    assert (silent, acting) == ([], [])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_silent_file_says_what_the_librarys_defaults_say(name):
+    family = FAMILIES[name]
+    written = {key: value for key, value in keys.lists()["families"][family.types[0]]["defaults"].items()}
+    for head in family.heads:
+        assert model(family, head, {}) == model(family, head, written), head
+
+
+def test_lists_and_families_are_of_the_same_types():
+    listed = set(keys.lists()["families"])
+    assert {family.types[0] for family in FAMILIES.values()} == listed
+
+
+def test_what_is_read_elsewhere_is_named_there():
+    assert [name for name in keys.READ_ELSEWHERE if f'"{name}"' not in SOURCES.replace('": "', "")] == []
+    reasons = [*keys.READ_ELSEWHERE.values(), *keys.FREE.values()]
+    reasons += [reason for family in FAMILIES.values() for reason in family.free.values()]
+    assert all(len(reason) > 7 for reason in reasons)
+
+
+def test_an_alias_is_the_key_and_contradictions_are_refused():
+    gpt2, bart = FAMILIES["gpt2"], FAMILIES["bart"]
+    assert model(gpt2, "causal_lm", {"hidden_size": 24, "num_hidden_layers": 3}) == model(
+        gpt2, "causal_lm", {"n_embd": 24, "n_layer": 3}
+    )
+    with pytest.raises(ConfigError, match="encoder_layers 6 and num_hidden_layers 12, expected one"):
+        model(bart, "seq2seq", {"encoder_layers": 6, "num_hidden_layers": 12})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"return_dict": False}, "return_dict False, expected True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config (weights in a format of their own)"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder True, expected False"),
+        ({"add_cross_attention": True}, "add_cross_attention True"),
+    ],
+)
+def test_a_key_that_changes_the_computation_is_refused(values, message):
+    with pytest.raises(ConfigError) as error:
+        model(FAMILIES["gpt2"], "causal_lm", values)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_keys_that_nobody_knows_are_named_in_one_line(caplog):
+    values = {"rotary_flavour": 3, "sparkle": None, "transformers_version": "4.0", "n_ctx": 9, "pruned_heads": {}}
+    model(FAMILIES["gpt2"], "causal_lm", values)
+    (record,) = caplog.records
+    assert "nothing reads rotary_flavour, sparkle, here or in the other library" in record.getMessage()
+    caplog.clear()
+    model(FAMILIES["llama"], "causal_lm", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}})
+    assert "rope_parameters.mscale" in caplog.text
+
+
+def test_a_rotations_base_is_found_where_it_stands():
+    read = lambda **values: model(FAMILIES["llama"], "causal_lm", values).decoder.encoding  # noqa: E731
+    assert read(rope_theta=50.0, rope_parameters={"rope_type": "default"}).base == 50.0
+    assert read(rope_theta=50.0, rope_scaling={"type": "linear", "factor": 2.0}).base == 50.0
+    assert read(rope_theta=50.0, rope_parameters={"rope_theta": 70.0}).base == 70.0
+    assert read().base == 10000.0 and model(FAMILIES["mixtral"], "causal_lm", {}).decoder.encoding.base == 1e6
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor 0.5, expected 1.0"):
+        read(partial_rotary_factor=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "values", "dropouts"),
+    [
+        ("bert", "sequence", {}, (0.0, 0.1)),
+        ("bert", "sequence", {"classifier_dropout": 0.3}, (0.0, 0.3)),
+        ("bert", "token", {"classifier_dropout": 0.3}, (0.0, 0.3)),
+        ("bert", "token", {"classifier_dropout": 0.0}, (0.0, 0.0)),
+        ("roberta", "sequence", {"classifier_dropout": 0.3}, (0.3, 0.3)),
+        ("bart", "sequence", {"classifier_dropout": 0.3}, (0.3, 0.3)),
+        ("gpt2", "token", {}, (0.0, 0.1)),
+        ("gpt2", "token", {"classifier_dropout": 0.3}, (0.0, 0.3)),
+        ("llama", "token", {"hidden_dropout": 0.2}, (0.0, 0.2)),
+        ("llama", "token", {"hidden_dropout": 0.2, "classifier_dropout": 0.0}, (0.0, 0.0)),
+        ("llama", "sequence", {"classifier_dropout": 0.3}, (0.0, 0.0)),
+        ("deberta_v2", "sequence", {"pooler_dropout": 0.2, "cls_dropout": 0.3}, (0.2, 0.3)),
+        ("xlnet", "sequence", {"dropout": 0.5, "summary_first_dropout": 0.5}, (0.75, 0.1)),
+        ("xlnet", "model", {"dropout": 0.5}, (0.0, 0.5)),
+    ],
+)
+def test_dropouts_of_heads(name, head, values, dropouts):
+    top = model(FAMILIES[name], head, values).head
+    assert (top.input_dropout, top.dropout) == pytest.approx(dropouts)
+    again = FAMILIES[name].write(model(FAMILIES[name], head, values), head)
+    assert model(FAMILIES[name], head, again).head.dropout == top.dropout
+
+
+def test_special_tokens_beyond_the_vocabulary_are_named_and_no_numbers_refused(caplog):
+    keys.check_tokens({"eos_token_id": [3, 99], "pad_token_id": -1, "bos_token_id": 0}, "config.json", 24)
+    assert "got eos_token_id 99, pad_token_id -1, which the vocabulary of 24 does not have" in caplog.text
+    for token in (10**12, "2", True, 1.5):
+        with pytest.raises(ConfigError, match="got eos_token_id"):
+            keys.check_tokens({"eos_token_id": token}, "config.json", 24)

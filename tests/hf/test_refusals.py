@@ -1,0 +1,202 @@
+"""What a checkpoint directory or a call may get wrong: one line each, and no hang or flood of memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+import jaxformer
+from jaxformer.config import ConfigError
+from jaxformer.data.vocabularies import MAX_PIECES
+from jaxformer.hf import files, writing
+
+SIZES = {
+    "vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "max_position_embeddings": 12, "pad_token_id": 0,
+}  # fmt: skip
+CONFIG = {"model_type": "bert", "architectures": ["BertForMaskedLM"], **SIZES}
+NORM = ("encoder.layer.0.attention.output.LayerNorm", "encoder.layer.0.output.LayerNorm", "embeddings.LayerNorm")
+
+
+def tensors():
+    rng = np.random.default_rng(0)
+    layer = "bert.encoder.layer.0."
+    shapes = {f"bert.embeddings.{name}_embeddings.weight": (rows, 8) for name, rows in
+              {"word": 24, "position": 12, "token_type": 2}.items()}  # fmt: skip
+    for name in ("query", "key", "value"):
+        shapes[f"{layer}attention.self.{name}.weight"] = (8, 8)
+        shapes[f"{layer}attention.self.{name}.bias"] = (8,)
+    for name, shape in {
+        "attention.output.dense": (8, 8), "intermediate.dense": (12, 8), "output.dense": (8, 12)
+    }.items():  # fmt: skip
+        shapes |= {f"{layer}{name}.weight": shape, f"{layer}{name}.bias": shape[:1]}
+    for name in (*(f"bert.{name}" for name in NORM), "cls.predictions.transform.LayerNorm"):
+        shapes |= {f"{name}.weight": (8,), f"{name}.bias": (8,)}
+    shapes |= {
+        "cls.predictions.transform.dense.weight": (8, 8), "cls.predictions.transform.dense.bias": (8,),
+        "cls.predictions.bias": (24,),
+    }  # fmt: skip
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def written(place, changed=None, **settings):
+    writing.write(place, CONFIG | settings, tensors() | (changed or {}))
+    return place
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return jaxformer.from_pretrained(written(tmp_path_factory.mktemp("refusals") / "bert"))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": [[3, -1]]}, "got input_ids -1, expected 0 to 23"),
+        ({"input_ids": [[3, 24]]}, "got input_ids 24, expected 0 to 23"),
+        ({"input_ids": [[3, 4]], "token_type_ids": [[0, 2]]}, "got token_type_ids 2, expected 0 to 1"),
+        ({"input_ids": [[3, 4]], "token_type_ids": [[0, -1]]}, "got token_type_ids -1"),
+        ({"input_ids": [[3, 4]], "position_ids": [[0, 12]]}, "got a position (row of the table) 12, expected 0 to 11"),
+        ({"input_ids": [[3, 4]], "position_ids": [[-1, 0]]}, "got a position (row of the table) -1"),
+        ({"input_ids": [[3] * 13]}, "got a position (row of the table) 12"),
+        ({"input_ids": [[3, 4]], "labels": [[24, -100]]}, "got labels 24, expected 0 to 23"),
+        ({"input_ids": [[3, 4]], "return_dict": False}, "got return_dict False"),
+    ],
+)
+def test_a_call_refuses_ids_without_a_row(bert, inputs, message):
+    inputs = {name: np.asarray(value) if isinstance(value, list) else value for name, value in inputs.items()}
+    with pytest.raises(ConfigError) as error:
+        bert(**inputs)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_under_jit_an_id_without_a_row_is_nan(bert):
+    call = jax.jit(lambda ids: bert(input_ids=ids).logits)
+    assert np.isnan(call(jnp.asarray([[3, -1]]))).all()
+    assert not np.isnan(call(jnp.asarray([[3, 23]]))).any()
+
+
+def test_weights_that_are_no_numbers_are_refused_and_infinities_named(tmp_path, caplog):
+    name = "bert.encoder.layer.0.intermediate.dense.weight"
+    for value in (np.nan, np.inf):
+        changed = tensors()[name]
+        changed[1, 2] = value
+        place = written(tmp_path / str(value), {name: changed})
+        if np.isnan(value):
+            with pytest.raises(ConfigError, match=f"got 1 of 96 values of {name} that are NaN, expected numbers"):
+                jaxformer.from_pretrained(place)
+        else:
+            jaxformer.from_pretrained(place)
+            assert f"{name} holds infinities" in caplog.text
+    large = {name: np.full((12, 8), 1e38, np.float32)}  # their sum is beyond float32, they are not
+    caplog.clear()
+    jaxformer.from_pretrained(written(tmp_path / "large", large))
+    assert "infinities" not in caplog.text
+
+
+def test_a_tokenizer_beyond_the_table_is_named_and_its_texts_refused(tmp_path, caplog):
+    place = written(tmp_path / "bert")
+    vocabulary = {f"w{i}": i for i in range(64)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w1"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.save(str(place / "tokenizer.json"))
+    (place / "generation_config.json").write_text('{"eos_token_id": 77}')
+    found = jaxformer.from_pretrained(place, head="model")
+    assert "the tokenizer has 64 ids, the table 24 rows" in caplog.text
+    assert "generation_config.json: got eos_token_id 77" in caplog.text
+    assert np.isfinite(found.embed(["w3 w9"])).all()
+    with pytest.raises(ConfigError, match="got a token 40, expected 0 to 23"):
+        found.embed(["w3 w40"])
+
+
+def hostile(place):
+    """Directories that must be refused, and how each is made of a good one."""
+    deep = {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, "decoder": None}
+    word = {"type": "WordLevel", "vocab": {"a": 2**31, "b": 0}, "unk_token": "a"}
+    pattern = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
+
+    def text(name, content):
+        return lambda path: (path / name).write_text(content)
+
+    def pair(vocabulary, merges):
+        return lambda path: (text("vocab.json", vocabulary)(path), text("merges.txt", merges)(path))
+
+    made = {
+        "layers": {"num_hidden_layers": 10**9},
+        "positions": {"max_position_embeddings": 10**9},
+        "heads": {"num_attention_heads": 10**9},
+        "width": {"hidden_size": 2**31 - 1},
+        "labels": {"id2label": ["a", "b"], "architectures": ["BertForSequenceClassification"]},
+        "end": {"eos_token_id": 10**12},
+        "activation": {"hidden_act": ["gelu"]},
+        "id": text("tokenizer.json", json.dumps(deep | {"model": word, "pre_tokenizer": None})),
+        "endless": lambda path: (path / "tokenizer.json").symlink_to("/dev/zero"),
+        "nowhere": lambda path: (path / "tokenizer.json").symlink_to("nowhere"),
+        "nested": text("tokenizer.json", "[" * 10**5),
+        "pattern": text("tokenizer.json", json.dumps(deep | {"model": word | {"vocab": {"a": 0}},
+                                                             "pre_tokenizer": pattern})),
+        "vocabulary": pair("{", "a b\n"),
+        "vocabulary_ids": pair('{"a": 2147483648}', "#version: 0.2\n"),
+        "merges": pair('{"a": 0, "b": 1}', "#version: 0.2\nnot a merge at all\n"),
+        "lowercase": lambda path: (text("vocab.txt", "a\nb\n")(path), text("tokenizer_config.json", "{")(path)),
+        "pieces": text("spiece.model", "no pieces"),
+    }  # fmt: skip
+    for name, change in made.items():
+        written(place / name, **(change if isinstance(change, dict) else {}))
+        if not isinstance(change, dict):
+            change(place / name)
+    return sorted(made)
+
+
+RUN = """
+import resource, signal, sys
+resource.setrlimit(resource.RLIMIT_DATA, (6 * 2**30, 6 * 2**30))
+from jaxformer import cli
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for name in sys.argv[2:]:
+    signal.setitimer(signal.ITIMER_PROF, 5)  # of processor time, since the machine may be busy
+    print(name, cli.main(["import", f"--source={sys.argv[1]}/{name}", f"--workdir={sys.argv[1]}/run"]), flush=True)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_a_hostile_directory_is_one_line_in_five_seconds_and_a_gigabyte(tmp_path):
+    """In one process of its own: a mistake here would take the machine's memory."""
+    names = hostile(tmp_path)
+
+    root = Path(jaxformer.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path), *names],
+        capture_output=True, text=True, timeout=120, cwd=root,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert not done.returncode, done.stderr
+    *codes, megabytes = done.stdout.split("\n")[:-1]
+    assert codes == [f"{name} 2" for name in names], done.stderr
+    assert int(megabytes) < 1000
+    lines = [line for line in done.stderr.splitlines() if "got " in line]
+    assert len(lines) == len(names) and not (tmp_path / "run").exists()
+    assert len(done.stderr.splitlines()) == len(names), done.stderr
+
+
+def test_a_pattern_that_gives_up_on_a_text_is_one_line(tmp_path):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(?:(?:a|aa)+)+$"), "isolated")
+    place = written(tmp_path / "bert")
+    model.save(str(place / "tokenizer.json"))
+    found = jaxformer.from_pretrained(place, head="model")
+    with pytest.raises(ConfigError, match="got a text that it cannot split"):
+        found.embed(["a" * 40 + "b"])
+
+
+def test_ids_up_to_the_most_are_a_vocabulary():
+    assert MAX_PIECES > 10 * 262144  # Gemma's
+    assert files.MAX_CONFIG < 2**28

@@ -1,0 +1,116 @@
+"""Frequencies and magnitudes of stretched rotations: a slow reference, and the other library's values."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.config import AttentionConfig, EncodingConfig, RopeScalingConfig
+from jaxformer.nn.encodings import rope
+from jaxformer.types import Slots
+
+BASE, WIDTH = 100.0, 12
+
+
+def scaled(kind, **fields):
+    return EncodingConfig("rope", base=BASE, scaling=RopeScalingConfig(kind, **fields))
+
+
+CONFIGS = {
+    "linear": scaled("linear", factor=3.0),
+    "dynamic": scaled("dynamic", factor=2.5, original=16),
+    "yarn": scaled("yarn", factor=4.0, original=64),
+    "yarn_short": scaled("yarn", factor=4.0, original=4, fast=2.0),
+    "yarn_fractions": scaled(
+        "yarn", factor=8.0, original=64, fast=5.0, slow=0.5, whole=False, magnitude=0.8090757591352083
+    ),
+    "llama3": scaled("llama3", factor=8.0, original=64),
+}
+THEIRS = {  # of `ROPE_INIT_FUNCTIONS`, transformers 5.23, for rows of 40 slots
+    "linear": ([0.3333333, 0.1547196, 0.07181448, 0.03333334, 0.01547196, 0.007181449], 1.0),
+    "dynamic": ([1.0, 0.3398818, 0.1155197, 0.03926303, 0.01334479, 0.004535652], 1.0),
+    "yarn": ([1.0, 0.3771291, 0.1346522, 0.04375, 0.01160397, 0.005386087], 1.138629436111989),
+    "yarn_short": ([1.0, 0.1160397, 0.05386086, 0.025, 0.01160397, 0.005386087], 1.138629436111989),
+    "yarn_fractions": ([1.0, 0.4542884, 0.1480243, 0.03954013, 0.005801986, 0.002693044], 0.8090757591352083),
+    "llama3": ([1.0, 0.4641589, 0.1019893, 0.01304226, 0.005801986, 0.002693044], 1.0),
+}
+
+
+def slots(lengths, size=None):
+    size = size or max(lengths)
+    segment = jnp.asarray([[int(slot < length) for slot in range(size)] for length in lengths], jnp.int32)
+    return Slots(jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), segment.shape), segment)
+
+
+def reference(config, length):
+    """One channel pair at a time, in double precision."""
+    scaling, pairs, found = config.scaling, WIDTH // 2, []
+    for i in range(pairs):
+        theta = config.base ** (-2 * i / WIDTH)
+        if scaling.kind == "linear":
+            found.append(theta / scaling.factor)
+        elif scaling.kind == "dynamic":
+            growth = scaling.factor * max(length, scaling.original) / scaling.original - (scaling.factor - 1)
+            found.append((config.base * growth ** (WIDTH / (WIDTH - 2))) ** (-2 * i / WIDTH))
+        elif scaling.kind == "llama3":
+            wave = 2 * math.pi / theta
+            if wave < scaling.original / scaling.high:
+                found.append(theta)
+            elif wave > scaling.original / scaling.low:
+                found.append(theta / scaling.factor)
+            else:
+                kept = (scaling.original / wave - scaling.low) / (scaling.high - scaling.low)
+                found.append((1 - kept) * theta / scaling.factor + kept * theta)
+        else:
+            # The pair that turns n times in the original length: original theta_d = 2 pi n.
+            where = [
+                WIDTH / 2 * math.log(scaling.original / (2 * math.pi * turns)) / math.log(config.base)
+                for turns in (scaling.fast, scaling.slow)
+            ]
+            if scaling.whole:
+                where = [math.floor(where[0]), math.ceil(where[1])]
+            first, last = max(where[0], 0), min(where[1], WIDTH - 1)
+            stretched = min(max((i - first) / (last - first or 0.001), 0.0), 1.0)
+            found.append(theta * (1 - stretched) + theta / scaling.factor * stretched)
+    if scaling.kind != "yarn":
+        return found, 1.0
+    return found, scaling.magnitude or 0.1 * math.log(scaling.factor) + 1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_frequencies_and_magnitude(name):
+    frequency, magnitude = rope.frequencies(CONFIGS[name], WIDTH, slots([40]))
+    for expected, factor in (reference(CONFIGS[name], 40), THEIRS[name]):
+        np.testing.assert_allclose(np.asarray(frequency).reshape(-1), expected, rtol=3e-6)
+        assert magnitude == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("name", ["yarn", "yarn_fractions"])
+def test_yarns_magnitude_is_on_cosine_and_sine(name):
+    """Turned queries and keys are longer by it, so scores by its square."""
+    angles = rope.Angles(CONFIGS[name], AttentionConfig(heads=1), WIDTH)
+    cosine, sine = angles.apply({}, slots([40]))
+    theta, magnitude = reference(CONFIGS[name], 40)
+    angle = np.arange(40)[:, None] * np.asarray(theta)
+    np.testing.assert_allclose(cosine[0], magnitude * np.cos(angle), atol=2e-5)
+    np.testing.assert_allclose(sine[0], magnitude * np.sin(angle), atol=2e-5)
+    np.testing.assert_allclose(jnp.square(cosine) + jnp.square(sine), magnitude**2, rtol=1e-5)
+
+
+def test_a_row_of_dynamic_rotations_does_not_depend_on_those_beside_it():
+    angles = rope.Angles(CONFIGS["dynamic"], AttentionConfig(heads=1), WIDTH)
+    together = angles.apply({}, slots([10, 40, 25]))
+    for row, length in enumerate((10, 40, 25)):
+        for got, alone in zip(together, angles.apply({}, slots([length])), strict=True):
+            np.testing.assert_allclose(got[row, :length], alone[0], rtol=1e-6)
+    usual = rope.Angles(EncodingConfig("rope", base=BASE), AttentionConfig(heads=1), WIDTH).apply({}, slots([10]))
+    np.testing.assert_allclose(angles.apply({}, slots([10]))[1], usual[1], rtol=1e-6)
+
+
+def test_dynamic_rotations_of_one_pair_have_nothing_to_stretch():
+    angles = rope.Angles(CONFIGS["dynamic"], AttentionConfig(heads=1), 2)
+    cosine, sine = jax.jit(lambda side: angles.apply({}, side))(slots([40]))
+    np.testing.assert_allclose(cosine[0, :, 0], np.cos(np.arange(40)), atol=1e-5)
+    np.testing.assert_allclose(sine[0, :, 0], np.sin(np.arange(40)), atol=1e-5)
