@@ -13,7 +13,7 @@ from tokenizers import implementations
 
 from jaxformer.config import ConfigError
 from jaxformer.data.tokenizers import Pairing, Tokenizer, Tokenizers, read_file, unreadable
-from jaxformer.data.vocabularies import MAX_IDS, Fast, Sentences
+from jaxformer.data.vocabularies import MAX_IDS, Fast, Sentences, failed
 from jaxformer.hf import files
 from jaxformer.hf.table import Convention, Settings
 
@@ -125,7 +125,9 @@ def _made(path: Path, make: Callable[[Path], Any]) -> Tokenizer:
         return Tokenizer(make(path))
     except ConfigError:
         raise
-    except Exception as error:  # the two libraries raise bare Exception and RuntimeError
+    except BaseException as error:  # the two libraries raise bare Exception and RuntimeError, and Rust panics
+        if not failed(error):
+            raise
         raise unreadable(path, error) from error
 
 

@@ -14,7 +14,7 @@ import tokenizers
 
 import jaxformer
 from jaxformer.config import ConfigError
-from jaxformer.data.vocabularies import MAX_PIECES
+from jaxformer.data.vocabularies import MAX_IDS
 from jaxformer.hf import files, writing
 
 SIZES = {
@@ -198,5 +198,5 @@ def test_a_pattern_that_gives_up_on_a_text_is_one_line(tmp_path):
 
 
 def test_ids_up_to_the_most_are_a_vocabulary():
-    assert MAX_PIECES > 10 * 262144  # Gemma's
+    assert MAX_IDS > 10 * 262144  # Gemma's
     assert files.MAX_CONFIG < 2**28
