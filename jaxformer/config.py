@@ -158,7 +158,7 @@ class StackConfig:
     residual_cross: bool = True  # the same around attention to the encoder
     residual_ffn: bool = True  # the same around the feed-forward layer
     causal: bool | None = None  # None: decoders are, encoders are not
-    unroll: int | None = None  # layers per scan iteration; None: all on CPU (faster), 1 elsewhere (compile time)
+    unroll: int | None = None  # layers per scan iteration; None: up to 128 on CPU (faster), 1 elsewhere (compile time)
     remat: str = "none"  # what the backward pass recomputes: none, minimal (all but matrix products), full (a whole
     # layer), names (all but `remat_names`), offload (the same, and those wait in host memory)
     remat_names: tuple[str, ...] = ("attention", "ffn")  # see nn/remat.py

@@ -11,6 +11,9 @@ from typing import Iterator, TextIO
 from jaxformer import files
 from jaxformer.config import ConfigError
 
+MAX_LINE = 2**24
+"""Characters of a line: what is longer has no end, as /dev/zero, or has lost its newlines."""
+
 
 class source:
     """The input of `decode`: a file or stdin as UTF-8, lines ended by newline only."""
@@ -92,9 +95,12 @@ def chunks(source: TextIO, size: int, name: str) -> Iterator[list[str]]:
     count = 0
     while True:
         try:
-            line = source.readline()
+            line = source.readline(MAX_LINE + 1)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{name}: got bytes that are not UTF-8 after line {count} ({error.reason})") from None
+        if len(line) > MAX_LINE and not line.endswith("\n"):
+            what = f"{name}: got a line of more than {MAX_LINE:,} characters after line {count}"
+            raise ConfigError(f"{what}, expected a text with newlines")
         if line:
             line = line if count else line.removeprefix("\ufeff")
             only = not count and not line.endswith("\n")

@@ -246,6 +246,8 @@ def variable(path: str, name: str, what: str) -> Any:
     """
     namespace: dict[str, Any] = {"__file__": path, "__name__": os.path.splitext(os.path.basename(path))[0]}
     try:
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            raise ValueError("a device or pipe")  # which may have no end
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, ValueError) as error:
@@ -267,7 +269,7 @@ def _unreadable(path: str, error: Exception) -> str:
 
 
 class _blame:
-    """Turns whatever a recipe raises into one line with the recipe's own line number."""
+    """Turns whatever a recipe raises, SystemExit included, into one line with the recipe's own line number."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -276,12 +278,14 @@ class _blame:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, ConfigError) or not isinstance(error, Exception):
+        if error is None or isinstance(error, KeyboardInterrupt):
             return
         lines = [f.lineno for f in traceback.extract_tb(trace) if f.filename == self.path]
         line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
         where = f"{self.path}:{line}" if line else self.path
         text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{where}: {text}") from None
         raise ConfigError(f"{where}: got {type(error).__name__}: {text}, expected a working file") from None
 
 

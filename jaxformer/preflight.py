@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxformer import __version__, overrides
+from jaxformer import __version__, checks, overrides
 from jaxformer.config import Config, ConfigError
 
 
@@ -119,7 +119,7 @@ def findings(config: Config | None, devices: int | None, seconds: float) -> Iter
 
 
 def _devices(everyone: list[dict[str, Any]], expected: int | None, config: Config | None) -> Iterator[Finding]:
-    from jaxformer.parallel import distributed, mesh
+    from jaxformer.parallel import distributed
 
     for name in ("local", "devices", "kind"):
         words = distributed.differing([each[name] for each in everyone])
@@ -137,12 +137,25 @@ def _devices(everyone: list[dict[str, Any]], expected: int | None, config: Confi
         yield Finding("FAIL", "device count", f"got {total}, expected {expected}; is a host or a device missing?")
     else:
         try:
-            sizes = {} if config is None else mesh.make(config.mesh).shape
+            sizes = {} if config is None else _judged(config)
         except ConfigError as error:
             yield Finding("FAIL", "device count", str(error))
             return
         shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         yield Finding("ok", "device count", f"{total}, {local} a process" + (f"; mesh {shape}" if shape else ""))
+
+
+def _judged(config: Config) -> dict[str, int]:
+    """Sizes of the mesh of `config` on the devices that are here.
+
+    Raises:
+      ConfigError: there is no such mesh, or its memory cannot hold the run.
+    """
+    from jaxformer.parallel import mesh as meshes
+
+    mesh = meshes.make(config.mesh)
+    checks.size.fits(config, mesh.shape, meshes.memory(mesh))
+    return mesh.shape
 
 
 def share(config: Config) -> dict[str, Any]:

@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": CORE | {"metrics", "tasks", "train"},
     "sweep": FOUNDATION | {"overrides", "results"},
     "inspection": FOUNDATION | {"overrides", "results", "checkpoint", "preflight", "compilation", "places"},
-    "preflight": FOUNDATION | {"overrides", "parallel", "data"},
+    "preflight": FOUNDATION | {"overrides", "checks", "parallel", "data"},
     "plan": CORE | {"overrides", "data", "tasks", "train"},
     "experiment": CORE | {"overrides", "data", "losses", "metrics", "decode", "tasks", "model", "train", "checkpoint"},
     "cli": {

@@ -53,6 +53,13 @@ def stand_in(monkeypatch, name: str, **functions):
     monkeypatch.setattr(__import__(parent, fromlist=["_"]), leaf, module, raising=False)
 
 
+def test_input_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr(lines, "MAX_LINE", 5)
+    assert list(lines.chunks(io.StringIO("1234\n12345"), 2, "x")) == [["1234", "12345"]]
+    with pytest.raises(ConfigError, match=r"^x: got a line of more than 5 characters after line 1, expected"):
+        list(lines.chunks(io.StringIO("1\n123456"), 2, "x"))
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED = [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -476,6 +477,16 @@ BAD_RECIPES = [
     ("def get_config(variant):\n    return 3", "expected a ConfigDict"),
     ("def get_config(variant):\n    raise KeyError('a\\nb')", ":2: got KeyError"),
     ("def get_config(variant):\n    return unknown_name", ":2: got NameError"),
+    ("import sys\nsys.exit(0)", "bad.py:2: got SystemExit: 0"),
+    ("def get_config():\n    raise SystemExit", "bad.py:2: got SystemExit"),
+    ("class Odd(BaseException): pass\ndef get_config():\n    raise Odd('x')", "bad.py:3: got Odd: x"),
+    ("def get_config():\n    return get_config()", "bad.py:2: got RecursionError"),
+    ("x = 1\0", "null bytes"),
+    (
+        "from jaxformer.config import StackConfig\nfrom jaxformer.overrides import section\n"
+        "def get_config():\n    return section(StackConfig, layer=3)",
+        "bad.py:4: StackConfig.layer: got an unknown key",
+    ),
 ]
 
 
@@ -484,6 +495,21 @@ def test_bad_recipes_are_refused_with_their_line(tmp_path, text, expected):
     path = tmp_path / "bad.py"
     path.write_text(text)
     assert expected in refused(overrides.load, str(path))
+
+
+def test_a_recipe_is_a_file_that_ends(tmp_path):
+    (tmp_path / "zero.py").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.py")
+    for name in ("zero.py", "pipe.py"):
+        assert "got an unreadable file (a device or pipe), expected a Python file" in refused(
+            overrides.load, str(tmp_path / name)
+        )
+
+
+def test_ctrl_c_in_a_recipe_is_not_the_recipes_fault(tmp_path):
+    (tmp_path / "slow.py").write_text("def get_config():\n    raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        overrides.load(str(tmp_path / "slow.py"))
 
 
 def test_missing_recipes_and_variants(path, tmp_path):

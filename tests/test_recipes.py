@@ -69,10 +69,16 @@ def test_parameter_counts_are_the_papers(name, vocab, millions):
     assert build.count(shapes) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-def test_the_notes_gpt2_starts_at_chance():
+def test_a_gpt2_of_the_notes_sizes_starts_at_chance():
+    """It has the notes' sizes; its docstring says in what it is another model."""
     module = model_of("gpt2_notes.py", 512, "--config.model.decoder.unroll=1")
     config = module.config.decoder
     assert (config.layers, config.width, config.embed.width, config.attention.heads) == (12, 144, 128, 6)
+    assert (config.norm.order, config.ffn.activation, config.encoding.kind) == ("pre", "gelu_tanh", "learned")
+    text = (ROOT / "configs/gpt2_notes.py").read_text(encoding="utf-8")
+    count = build.count(nn.meta.unbox(build.shapes(module))["params"])
+    assert f" {count:,} parameters " in text
+    assert count != 8_271_696  # the notes' own
     batch = build.example(module.config, 2, 32)
     tokens = np.random.default_rng(0).integers(0, 512, (2, 33)).astype(np.int32)
     batch = batch._replace(target=batch.target._replace(tokens=tokens[:, :-1]))

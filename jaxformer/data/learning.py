@@ -21,6 +21,9 @@ SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>", "<cls>", "<sep>")
 
 ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
 
+MAX_RESERVED = 2**20
+"""Rows for which BPE's trainer may reserve memory, some 100 MB, before it has read the text."""
+
 
 def words(text: str) -> list[str]:
     """The whitespace-separated words of a text in NFC form."""
@@ -52,6 +55,9 @@ def frequent_words(texts: Iterable[str], size: int, lowercase: bool) -> tuple[st
 def bpe(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
     """Byte-pair encoding (Sennrich et al. 2016, https://arxiv.org/abs/1508.07909) over bytes."""
     tokenizer = _around(models.BPE(), lowercase)
+    if size > MAX_RESERVED:
+        texts = list(texts)
+        size = min(size, _rows_at_most(tokenizer, texts))
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         min_frequency=2,
@@ -61,6 +67,16 @@ def bpe(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return _with_specials(tokenizer)
+
+
+def _rows_at_most(tokenizer: hf.Tokenizer, texts: Iterable[str]) -> int:
+    """Rows that BPE can learn from `texts`: each merge makes one piece of two within a word."""
+    pieces: set[str] = set()
+    for text in texts:
+        pieces.update(
+            piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text))
+        )
+    return len(SPECIALS) + len(ALPHABET) + sum(len(piece) - 1 for piece in pieces)
 
 
 def unigram(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:

@@ -93,9 +93,7 @@ def decode(model: Model, dataset: Dataset, split: str, examples: int | None) -> 
     return task.score(config, results, chosen), records
 
 
-def evaluate(
-    workdir: str | Path, split: str = "test", which: str = "", edits: Sequence[str] = ()
-) -> dict[str, Any]:
+def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: Sequence[str] = ()) -> dict[str, Any]:
     """Evaluates a trained run on a split, and writes `eval-<split>.json` and the decoded text beside it.
 
     Only the files of this split are read.

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -364,6 +365,41 @@ def test_questions_errors(write, config):
     refused('{"data":\n [}', r"a.json:2: got malformed JSON \(.*column 3\), expected SQuAD's form")
     refused("[" * 100_000, r"a.json: got JSON of too many levels")
     refused('{"data": []}', r"a.json: got a file without articles, expected some")
+
+
+SOURCES = {
+    "text": ({}, ["{}"]),
+    "table": ({"text": "0", "label": "1"}, ["{}.tsv"]),
+    "conll": ({}, ["{}"]),
+    "parallel": ({}, ["{}.en", "{}.de"]),
+    "squad": ({}, ["{}.json"]),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "dangling link"])
+def test_what_is_no_file_is_named_and_not_opened(source, kind, config, tmp_path):
+    columns, names = SOURCES[source]
+    names = [name.format("odd") for name in names]
+    for name in names:
+        path = tmp_path / name
+        {
+            "device": lambda: path.symlink_to("/dev/zero"),  # noqa: B023
+            "pipe": lambda: os.mkfifo(path),  # noqa: B023
+            "folder": path.mkdir,
+            "dangling link": lambda: path.symlink_to(tmp_path / "nowhere"),  # noqa: B023
+        }[kind]()
+    got = {"folder": "a folder", "dangling link": "no such file"}.get(kind, "a device or pipe")
+    fails(config(source, columns, train=names), rf"^{tmp_path}/{names[0]}: got {got}, expected a file")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_lines_without_an_end_are_refused_with_their_number(name, write, config, monkeypatch):
+    monkeypatch.setattr(_files, "MAX_LINE", 2**20)
+    write(name, b"fine\n" + b"x" * 2**20 + b"\n")  # as long as a line may be
+    build(config("text", train=[name]))
+    write(name, b"fine\n" + b"x" * (2**20 + 1) + b"\n")
+    fails(config("text", train=[name]), rf"/{name}:2: got a line of more than 1 MiB, expected a text with newlines")
 
 
 def test_lines_end_at_newlines_only(tmp_path):

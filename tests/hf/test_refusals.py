@@ -14,7 +14,7 @@ import tokenizers
 
 import jaxformer
 from jaxformer.config import ConfigError
-from jaxformer.data.vocabularies import MAX_PIECES
+from jaxformer.data.vocabularies import MAX_IDS
 from jaxformer.hf import files, writing
 
 SIZES = {
@@ -193,10 +193,10 @@ def test_a_pattern_that_gives_up_on_a_text_is_one_line(tmp_path):
     place = written(tmp_path / "bert")
     model.save(str(place / "tokenizer.json"))
     found = jaxformer.from_pretrained(place, head="model")
-    with pytest.raises(ConfigError, match="got a text that its pattern fails on"):
+    with pytest.raises(ConfigError, match="got a text that it cannot split"):
         found.embed(["a" * 40 + "b"])
 
 
 def test_ids_up_to_the_most_are_a_vocabulary():
-    assert MAX_PIECES > 10 * 262144  # Gemma's
+    assert MAX_IDS > 10 * 262144  # Gemma's
     assert files.MAX_CONFIG < 2**28

@@ -6,6 +6,7 @@ end in a cut: "all.tsv[:90%]", "all.tsv[5000:]". A cut counts what the source ma
 
 from __future__ import annotations
 
+import functools
 import gzip
 import logging
 import re
@@ -21,6 +22,9 @@ from jaxformer.data import cache
 from jaxformer.data.sources import Dataset
 
 VERSION = 2  # of how files are read: part of every key, raised when the same bytes would give other examples
+
+MAX_LINE = 128 << 20
+"""Bytes of a line: text8 is one of 100 MB, and what is longer has lost its newlines."""
 
 CUT = re.compile(r"(?P<name>.+)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]")
 
@@ -144,7 +148,8 @@ def existing(path: Path) -> Path:
     if not path.is_file() and path.name and other.is_file():
         return other
     if not path.is_file():
-        what = f"{path}: got no such file, expected what data.splits names"
+        got = "a folder" if path.is_dir() else "a device or pipe" if path.exists() else "no such file"
+        what = f"{path}: got {got}, expected a file, which data.splits names"
         raise ConfigError(f"{what}; set --config.data.dir=DIR to the folder that holds it")
     return path
 
@@ -168,14 +173,17 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     Lines end at "\\n" or "\\r\\n", and in a file that has neither at "\\r" (old Mac files). Nothing else ends a line.
 
     Raises:
-      ConfigError: it is empty, damaged or not UTF-8 (with file and line).
+      ConfigError: it is empty, damaged or not UTF-8, or a line has no end (with file and line).
     """
     number = 0
     with _opened(path) as file:
-        while line := _guarded(path, file.readline):
+        while line := _guarded(path, functools.partial(file.readline, MAX_LINE + 1)):
             # The first line is all of the file where "\n" does not occur.
             for text in line.removesuffix(b"\r").split(b"\r") if not number and b"\n" not in line else [line]:
                 number += 1
+                if len(text) > MAX_LINE and not text.endswith(b"\n"):
+                    got = f"{path}:{number}: got a line of more than {MAX_LINE >> 20} MiB"
+                    raise ConfigError(f"{got}, expected a text with newlines; cut it, or set data.document=file")
                 yield number, _decoded(text.removesuffix(b"\n").removesuffix(b"\r"), path, number)
     if not number:
         raise ConfigError(f"{path}: got an empty file, expected at least one line")
