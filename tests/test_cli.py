@@ -360,7 +360,7 @@ def test_doctor_with_wrong_data_ends_as_wrong_input_does(monkeypatch, recipe, tm
     argv = ["doctor", recipe, "--config.data.source=text", "--config.data.splits.train=a.txt"]
     assert cli.main([*argv, f"--config.data.dir={tmp_path}"]) == 2
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
-    assert len(failed) == 1 and "a.txt: got no such file, expected what data.splits names" in failed[0]
+    assert len(failed) == 1 and "a.txt: got no such file, expected a file, which data.splits names" in failed[0]
     broken = preflight.Finding("FAIL", "cache folder", "full")
     monkeypatch.setattr(inspection, "_folders", lambda: iter([broken]))
     assert cli.main([*argv, f"--config.data.dir={tmp_path}"]) == 1

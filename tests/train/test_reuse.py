@@ -65,12 +65,12 @@ def test_a_new_test_file_is_measured_without_the_training_files(run, tmp_path, c
 
 def test_what_was_not_changed_is_not_said(run):
     moved = [f"--config.data.splits.{split}=moved.tsv[6:]" for split in ("validation", "test")]
-    assert list(evaluate(run, "test", moved[1:])["changed"]) == ["data.splits.test"]
+    assert list(evaluate(run, "test", edits=moved[1:])["changed"]) == ["data.splits.test"]
     (run.parent / "all.tsv").write_bytes((run.parent / "moved.tsv").read_bytes())
-    result = evaluate(run, "test", ["--config.data.length=16"])
+    result = evaluate(run, "test", edits=["--config.data.length=16"])
     assert "changed" not in result and result["accuracy"] == 1.0
     (run.parent / "all.tsv").unlink()
-    cut = evaluate(run, "test", [moved[1], "--config.data.length=5"])
+    cut = evaluate(run, "test", edits=[moved[1], "--config.data.length=5"])
     assert cut["changed"]["data.length"] == {"run": 16, "here": 5}
 
 
@@ -90,7 +90,7 @@ def test_what_was_not_changed_is_not_said(run):
 )
 def test_what_would_change_the_model_is_refused(run, edit, message):
     with pytest.raises(ConfigError, match=message):
-        evaluate(run, "test", [f"--config.{edit}"])
+        evaluate(run, "test", edits=[f"--config.{edit}"])
 
 
 def test_decoding_says_what_was_changed(run, tmp_path, capsys):
