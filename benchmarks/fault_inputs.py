@@ -1,7 +1,8 @@
-"""Bad input for `faults.py`: configs, edits, saved configs, texts, tables and tokenizers, mutated at random.
+"""Bad input for `faults.py`: configs, edits, saved configs, recipes, texts, tables and tokenizers, mutated at random.
 
-Each must be taken, or refused by a ConfigError of one printable line. Anything else is a fault: another exception, a
-message of several lines, more than ten seconds.
+Among them are absurd sizes, recipes that raise or exit, tokenizers of other libraries with broken vocabularies, merges
+and patterns, and devices, pipes and folders in the place of files. Each must be taken, or refused by a ConfigError of
+one printable line. Anything else is a fault: another exception, a message of several lines, more than ten seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import json
+import os
 import random
 import shutil
 import signal
@@ -21,11 +23,13 @@ import fault_processes as processes
 import tiny_runs
 
 ODD: list[Any] = [
-    0, 1, -1, 2, 3, 7, 2**31, 2**64, 10**400, 1.5, -0.0, 1e308, float("nan"), float("inf"), True, False, None, "", " ",
-    "None", "a", "../..", "/etc/passwd", "\0", "\ud800", "ä\n", "x" * 5000, [], [1], [[]], [0, 2**40], (), (1, 2), {},
-    {"a": 1}, {"train": ("x",)}, b"bytes", "first_fit", "concat", "rope", "batch", "lstm", "adam", "muon", 1 << 20,
+    0, 1, -1, 2, 3, 7, 10**9, 2**31, 2**64, 10**400, 1.5, -0.0, 1e308, float("nan"), float("inf"), True, False, None,
+    "", " ", "None", "a", "../..", "/etc/passwd", "\0", "\ud800", "ä\n", "x" * 5000, [], [1], [[]], [0, 2**40], (),
+    (1, 2), {}, {"a": 1}, {"train": ("x",)}, b"bytes", "first_fit", "concat", "rope", "batch", "lstm", "adam", "muon",
+    1 << 20,
 ]  # fmt: skip
 TEXTS = [
+    "1000000000", "99999999999",
     "", "1", "-1", "1e9", "nan", "None", "true", "(1,", "1,2,3", "[", "'", '"', "\\", "x", "a.b", "=", "1_0", "0x1f",
     " ", "é", "__import__('os').system('false')", "9" * 400, "1;2", "train=x", "../../x", "\x1b[31m", "16", "0.5",
 ]  # fmt: skip
@@ -217,17 +221,77 @@ def _tokenizer(rng: random.Random, folder: Path, place: Path) -> None:
     other = place / "tokenizer-other"
     shutil.rmtree(other, ignore_errors=True)
     shutil.copytree(here, other)
-    file = other / "tokenizer.json"
+    file = other / Tokenizers.FILE
     file.write_bytes(_bytes(file.read_bytes(), rng))
     Tokenizers.load(other)
 
 
+RECIPE = [
+    "import {word}", "raise {word}('x')", "def get_config():", "    return {word}", "    raise SystemExit({word})",
+    "from jaxformer.overrides import defaults", "    config = defaults()", "    config.{word}.steps = 1", "\0",
+    "(" * 300, "    return config", "get_config = {word}",
+]  # fmt: skip
+WORDS = ["train", "ValueError", "KeyError", "SystemExit", "get_config", "None", "0", "sys", "config.model", "json"]
+
+
+def _recipes(rng: random.Random, folder: Path, place: Path) -> None:
+    """Programs of a few lines, one in ten with those of a recipe in their order; one in ten is no file at all."""
+    from jaxformer import overrides
+
+    path = place / "recipe.py"
+    path.unlink(missing_ok=True)
+    if rng.random() < 0.1:
+        _no_file(rng, path)
+    else:
+        right = [RECIPE[5], RECIPE[2], RECIPE[6], RECIPE[7], RECIPE[10]]
+        lines = right if rng.random() < 0.1 else rng.choices(RECIPE, k=rng.randrange(1, 6))
+        path.write_text("\n".join(line.replace("{word}", rng.choice(WORDS)) for line in lines))
+    try:
+        overrides.freeze(overrides.load(str(path)))
+    finally:
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def _no_file(rng: random.Random, path: Path) -> None:
+    """A device without end, a pipe without a writer, or a folder."""
+    rng.choice((lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path), path.mkdir))()
+
+
+PATTERNS = ["(a+)+$", "(", "((a{1000}){1000}){1000}", "\\s+|\\S+", "(?<=a+)b", "[" * 3000, "", "(a|aa)+$", "\\p{L}+"]
+
+
+def _foreign_tokenizer(rng: random.Random, folder: Path, place: Path) -> None:
+    """A `tokenizer.json` of the `tokenizers` library, or a SentencePiece file, with something broken."""
+    from jaxformer.data.tokenizers import Tokenizer
+
+    path = place / rng.choice(("foreign.json", "foreign.model"))
+    if rng.random() < 0.1:
+        _no_file(rng, path)
+    elif path.suffix == ".model":
+        path.write_bytes(rng.randbytes(rng.randrange(200)))
+    else:
+        split = {"type": "Split", "pattern": {"Regex": rng.choice(PATTERNS)}, "behavior": "Isolated", "invert": False}
+        table = {"type": "Precompiled", "precompiled_charsmap": rng.choice(("AAAA", "//////////8=", "", "?"))}
+        model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+        content = {"version": "1.0", "added_tokens": [], "normalizer": rng.choice((None, None, table)),
+                   "pre_tokenizer": rng.choice((None, split)), "post_processor": None, "decoder": None,
+                   "truncation": None, "padding": None, "model": model}  # fmt: skip
+        content = _mutated(content, rng) if rng.random() < 0.7 else content
+        path.write_text(json.dumps(content), encoding="utf-8", errors="surrogatepass")
+    try:
+        Tokenizer.load(path).encode("aab " + "a" * 40 + "!")
+    finally:
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
 KINDS: dict[str, tuple[float, Callable[[random.Random, Path, Path], None]]] = {
-    "configs": (0.5, _configs),
+    "configs": (0.45, _configs),
     "override strings": (0.31, _edits),
     "saved configs (config.json)": (0.15, _saved),
     "text files": (0.01, _texts),
     "JSONL tables": (0.01, _tables),
     "tokenizer files": (0.02, _tokenizer),
+    "recipes": (0.03, _recipes),
+    "tokenizer files of other libraries": (0.02, _foreign_tokenizer),
 }
 """What is tried, its share of the count, and the function that raises what the input deserves."""

@@ -11,8 +11,9 @@ Training: the step of `jaxformer/train/step.py` with the recipe's model, optimiz
 made on the host before and sent as a run sends them. 7 windows of 4 steps after one pass of warm-up, the device idle
 before and after each: the step is the median window's, `spread` is slowest less fastest over it. Compilation is timed
 apart. Tokens are positions that have a label. A run whose loss is not finite, or does not fall, has no figures.
-MFU = tokens/s x model FLOPs a token / the chip's dense bfloat16 peak, with FLOPs as `jaxformer/plan/flops.py` counts
-them: 6 x matmul parameters + 12 x layers x heads x head width x visible keys, half of the keys where it is causal.
+MFU = tokens/s x model FLOPs a token / the chip's dense bfloat16 peak, with FLOPs as PaLM's appendix B counts them
+(`jaxformer/plan/flops.py`): 6 x matmul parameters + 12 x layers x heads x head width x keys, masked ones too, so causal
+attention counts whole. Rows hold the count over visible keys beside it, as `flops_token_visible`.
 Memory is the most that the process held, by the allocator.
 Decoding: greedy, random parameters, 16 + 256 tokens, median of 5 calls of `jaxformer/decode/engine.py`.
 The peer: `gpu_torch.py`, the same model, batch, precision and optimizer; the ratio is ours over theirs, in tokens/s.

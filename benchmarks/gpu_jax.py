@@ -122,7 +122,8 @@ def train(arguments: list[str], toy: bool) -> Iterator[Row]:
         yield row | {"failed": problem}
         return
     row |= shared.figures(seconds, timing.steps, rows * length)
-    row["flops_token"] = flops.a_token(config, traced.state.params, traced.names, length)
+    of = (config, traced.state.params, traced.names, length)
+    row |= {"flops_token": flops.flops_per_token(*of), "flops_token_visible": flops.flops_per_token_visible(*of)}
     row["peak_flops"] = peak_flops()
     yield row | {"mfu": utilisation(row, row["tokens_per_second"])}
 

@@ -3,9 +3,11 @@
     python benchmarks/scaling.py                    compiles the cases of which there is no row yet, writes the page
     python benchmarks/scaling.py --only=llama_7b    cases whose name begins so, again
     python benchmarks/scaling.py --page             only the page
+    python benchmarks/scaling.py --recount          model FLOPs and MFU of all rows by today's formula, and the page
 
 Needs the extra [tpu], no chip. A case takes one to several minutes of two cores, so each is a process of its own and
-its row is kept as soon as it is there.
+its row is kept as soon as it is there. `--recount` compiles nothing: it computes `flops_token`, `flops_token_visible`,
+`flops_step` and `mfu` of every row again from the row's own arguments, shape and seconds, and leaves the rest.
 """
 
 from __future__ import annotations
@@ -102,6 +104,43 @@ def measure(case: Case, keep: str) -> dict:
     return {"case": case.name, "model": case.model, "slice": case.slice, "arguments": case.arguments, **found.row()}
 
 
+def recount(row: dict) -> dict:
+    """The row with model FLOPs and MFU by today's formula, from the shapes of its parameters.
+
+    Raises:
+      ValueError: its arguments name a model of another size today.
+    """
+    from flax import linen as nn
+
+    from jaxformer import overrides
+    from jaxformer.models import build
+    from jaxformer.plan import flops, program
+
+    config = program.resolve(overrides.parse(row["arguments"]))
+    module = build.build(config.model)
+    params, names = nn.meta.unbox(build.shapes(module))["params"], build.logical_names(module)
+    count = build.count(params)
+    if count != row["parameters"]:
+        raise ValueError(f"{row['case']}: got {count:,} parameters from its arguments, expected {row['parameters']:,}")
+    per_token = flops.flops_per_token(config, params, names, row["length"])
+    visible = flops.flops_per_token_visible(config, params, names, row["length"])
+    step = per_token * row["rows"] * row["length"]
+    peak = row["devices"] * next(chip.flops for chip in CHIPS.values() if chip.kind == row["chip"])
+    mfu = row["step_seconds"] and [step / (seconds * peak) for seconds in reversed(row["step_seconds"])]
+    found = {"flops_token": per_token, "flops_token_visible": visible, "flops_step": step, "mfu": mfu}
+    place = list(row).index("flops_token") + 1  # an older row gets its new key where new rows have it
+    keys = dict.fromkeys([*list(row)[:place], "flops_token_visible", *list(row)[place:]])
+    return {key: found[key] if key in found else row[key] for key in keys}
+
+
+def recount_all() -> None:
+    """Recounts every row of the results, older ones of a case too; writes none if one cannot be recounted."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.chdir(ROOT)  # the rows name their recipes from here
+    lines = [json.dumps(recount(json.loads(line))) for line in RESULTS.read_text().splitlines()]
+    RESULTS.write_text("\n".join(lines) + "\n")
+
+
 def rows() -> dict[str, dict]:
     """The newest row of every case that is still one."""
     known = {case.name for case in CASES}
@@ -118,10 +157,11 @@ any config. Slices are named by their number of chips; 16 x v5e-256 are sixteen 
 centre's network along `data` (`--config.mesh.dcn.data=16`).
 
 - GiB: what the compiled program needs on each chip, and what it may use there.
-- FLOPs a token: 6 x matmul parameters + 12 x layers x heads x head width x visible keys; half of the keys where
-  attention is causal. That is the formula of PaLM's appendix B (Chowdhery et al. 2022), which counts masked keys too:
-  `jaxformer plan` prints both. MFU counts these only, so recomputation (all rows but transformer_big recompute whole
-  layers) and masked pairs lower it.
+- FLOPs a token: 6 x matmul parameters + 12 x layers x heads x head width x keys, as in PaLM's appendix B (Chowdhery et
+  al. 2022). Keys are all of the row, masked or not. With an encoder and a decoder, a token is one position of each.
+  "Visible": the same over visible keys only, half of them where attention is causal. `jaxformer plan` prints both.
+- MFU counts the FLOPs a token over all keys, causal attention counts whole, as in published figures. Recomputation (all
+  rows but transformer_big recompute whole layers) takes time and adds no model FLOPs, so it lowers MFU.
 - sent: bytes that each chip sends in a step, read from the compiled HLO, loops multiplied out; of several slices, also
   those that leave the slice.
 - step and MFU: from the roofline of `jaxformer/plan/estimate.py`. The better figure is the longest of compute, memory,
@@ -180,7 +220,11 @@ def cells(row: dict) -> list[str]:
     mesh = " x ".join(f"{axis} {size}" for axis, size in row["mesh"].items())
     need = "?" if row["need"] is None else f"{row['need'] / 2**30:.1f}"
     start = [row["model"], named(row), mesh, f"{row['rows']:,} x {row['length']:,}"]
-    middle = [f"{need} of {row['capacity'] / 2**30:.1f}", f"{row['flops_token']:.2e}"]
+    middle = [
+        f"{need} of {row['capacity'] / 2**30:.1f}",
+        f"{row['flops_token']:.2e}",
+        f"{row['flops_token_visible']:.2e}",
+    ]
     if not row["seconds"]:
         return [*start, *middle, "", "does not fit", ""]
     sent = f"{sum(size for *_, size in row['sent']) / 1e9:.1f} GB"
@@ -214,7 +258,7 @@ def page(found: dict[str, dict]) -> str:
     """The page of the rows that are there."""
     models = [row for name, row in found.items() if not name.startswith("depth_")]
     models.sort(key=lambda row: [case.name for case in CASES].index(row["case"]))
-    head = ["model", "slice", "mesh", "rows x length", "GiB", "FLOPs a token", "sent", "step", "MFU"]
+    head = ["model", "slice", "mesh", "rows x length", "GiB", "FLOPs a token", "visible", "sent", "step", "MFU"]
     text = HEAD + "\n" + table(head, [cells(row) for row in models])
     missing = [case.name for case in CASES if case.name not in found]
     if missing:
@@ -265,16 +309,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cases whose name begins so; measured again")
     parser.add_argument("--page", action="store_true", help="write the page from the rows that are there")
+    parser.add_argument(
+        "--recount", action="store_true", help="model FLOPs and MFU by today's formula; compiles nothing"
+    )
     parser.add_argument("--keep", default="", help="folder for the compiled programs, as text")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.case:
         print(json.dumps(measure(next(case for case in CASES if case.name == flags.case), flags.keep)))
         return 0
+    if flags.recount:
+        try:
+            recount_all()
+        except ValueError as error:
+            parser.error(str(error))
     have = rows()
     chosen = [c for c in CASES if c.name.startswith(flags.only or "") and (flags.only or c.name not in have)]
     failed = 0
-    for case in [] if flags.page else chosen:
+    for case in [] if flags.page or flags.recount else chosen:
         command = [sys.executable, __file__, f"--case={case.name}", f"--keep={flags.keep}"]
         try:
             done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT)

@@ -13,6 +13,8 @@ from jaxformer.overrides import defaults, section
 
 SIZES = {"tiny": (2, 128, 2), "base": (12, 768, 12)}
 
+VARIANTS = ("tiny", "base")
+
 
 def get_config(variant: str = "tiny"):
     layers, width, heads = SIZES[variant or "tiny"]

@@ -4,18 +4,21 @@ Trained on sections a, b and f, the best checkpoint by e and g, judged on h.
 
 Command:  python -m jaxformer train --config=configs/btc_ner.py:transformer --workdir=runs/btc_ner --config.data.dir=DIR
           python -m jaxformer evaluate --workdir=runs/btc_ner --split=test
-Variants: transformer, bilstm
+Variants: transformer, lstm
 Hardware: 2 CPU cores
-Time:     transformer: 2.5 minutes, bilstm: 2.8 minutes, on a shared machine
-Score:    test entity F1, transformer: 58.1 %, bilstm: 56.3 %
+Time:     transformer: 2.5 minutes, lstm: 2.8 minutes, on a shared machine
+Score:    test entity F1, transformer: 58.1 %, lstm: 56.3 %
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig
 from jaxformer.overrides import defaults, section
 
+VARIANTS = ("transformer", "lstm")
+OLD_VARIANTS = {"bilstm": "lstm"}
+
 
 def get_config(variant: str = "transformer"):
-    recurrent = {"transformer": False, "bilstm": True}[variant or "transformer"]
+    recurrent = {"transformer": False, "lstm": True}[variant or "transformer"]
     config = defaults()
     config.data.source = "conll"
     config.data.splits = {

@@ -1,4 +1,16 @@
-"""The GPT-2 of the study notes: vocabulary 512, embedding 128 to width 144, 6 heads, 12 layers, learned positions.
+"""A small GPT-2 of the sizes in the study notes: vocabulary 512, embedding 128 to width 144, 6 heads, 12 layers.
+
+It has those sizes and is not the notes' own model, which is PyTorch's TransformerEncoder. What differs:
+
+    here                                                 the notes
+    pre-norm and a final norm, GELU, feed-forward 576    post-norm, ReLU, feed-forward 2048
+    learned positions, `max_length` 512                  sinusoids, added after the Linear to the width
+    128 to 144 by a matrix                               the same with a bias
+    tied output (through that matrix) without a bias     an output layer of its own with a bias
+    no padding row                                       row 0 of the table is padding, always 0
+    3,166,432 parameters                                 8,271,696
+
+Alike: vocabulary, widths, heads, layers, causal mask, dropout 0.1, epsilon 1e-5.
 
 Command:  python -m jaxformer train --config=configs/gpt2_notes.py --workdir=runs/gpt2_notes
 Hardware: 2 CPU cores

@@ -26,6 +26,8 @@ SIZES = {
 }
 CONTEXT = 2048
 
+VARIANTS = ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b")
+
 
 def get_config(variant: str = "small"):
     layers, width, heads, head_width, tokens, rate = SIZES[variant or "small"]

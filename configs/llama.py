@@ -17,6 +17,8 @@ SIZES = {
     "7b": (32, 4096, 32, 32, 11008, 32000, False, 1024, 10000.0),
 }
 
+VARIANTS = ("1b", "7b")
+
 
 def get_config(variant: str = "7b"):
     layers, width, heads, kv_heads, ffn, vocab, tied, rows, base = SIZES[variant or "7b"]

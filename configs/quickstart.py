@@ -11,6 +11,8 @@ Score:    100 % exact match on 1,000 held-out numbers
 from jaxformer.config import StackConfig
 from jaxformer.overrides import defaults, section
 
+VARIANTS = ("de", "fr", "es")
+
 
 def get_config(variant: str = ""):
     config = defaults()

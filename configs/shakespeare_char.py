@@ -12,6 +12,8 @@ Score:    cpu: validation loss 1.669 (published 1.88); gpu: not measured here (p
 from jaxformer.config import StackConfig
 from jaxformer.overrides import defaults, section
 
+VARIANTS = ("cpu", "gpu")
+
 
 def get_config(variant: str = "cpu"):
     small = {"cpu": True, "gpu": False}[variant or "cpu"]

@@ -6,18 +6,21 @@ the last 4 training articles choose the checkpoint. With the official files inst
 
 Command:  python -m jaxformer train --config=configs/squad.py:transformer --workdir=runs/squad --config.data.dir=DIR
           python -m jaxformer evaluate --workdir=runs/squad --split=test
-Variants: transformer, bilstm
+Variants: transformer, lstm
 Hardware: 2 CPU cores
-Time:     transformer: 9.6 minutes, bilstm: 5.8 minutes, on a shared machine (6.9 and 4.9 of processor time)
-Score:    test exact match and F1, transformer: 2.2 and 9.0 %, bilstm: 5.4 and 11.8 %; random spans have 0.5 and 4.8 %
+Time:     transformer: 9.6 minutes, lstm: 5.8 minutes, on a shared machine (6.9 and 4.9 of processor time)
+Score:    test exact match and F1, transformer: 2.2 and 9.0 %, lstm: 5.4 and 11.8 %; random spans have 0.5 and 4.8 %
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig
 from jaxformer.overrides import defaults, section
 
+VARIANTS = ("transformer", "lstm")
+OLD_VARIANTS = {"bilstm": "lstm"}
+
 
 def get_config(variant: str = "transformer"):
-    recurrent = {"transformer": False, "bilstm": True}[variant or "transformer"]
+    recurrent = {"transformer": False, "lstm": True}[variant or "transformer"]
     config = defaults()
     config.data.source = "squad"
     config.data.splits = {

@@ -6,15 +6,18 @@ Command:  python -m jaxformer train --config=configs/stsb.py:transformer --workd
           python -m jaxformer evaluate --workdir=runs/stsb --split=test
           python -m jaxformer train --config=configs/stsb.py:finetune --workdir=runs/stsb_finetuned \\
               --config.init.directory=HF_DIR --config.data.dir=DIR     (HF_DIR: BERT, RoBERTa, DeBERTa, XLNet, T5)
-Variants: transformer, bilstm, finetune
+Variants: transformer, lstm, finetune
 Hardware: 2 CPU cores; finetune: accelerators
-Time:     transformer: 2.1 minutes, bilstm: 1.4 minutes, on a shared machine; finetune: not measured here
-Score:    test Spearman, transformer: 65.4 %, bilstm: 69.8 %; finetune: not measured here, 84.7 for BERT base
+Time:     transformer: 2.1 minutes, lstm: 1.4 minutes, on a shared machine; finetune: not measured here
+Score:    test Spearman, transformer: 65.4 %, lstm: 69.8 %; finetune: not measured here, 84.7 for BERT base
           (Reimers and Gurevych 2019, table 2)
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig
 from jaxformer.overrides import defaults, section
+
+VARIANTS = ("transformer", "lstm", "finetune")
+OLD_VARIANTS = {"bilstm": "lstm"}
 
 
 def get_config(variant: str = "transformer"):
@@ -44,7 +47,7 @@ def get_config(variant: str = "transformer"):
         config.train.evaluate_every = config.train.checkpoint_every = 180
         return config
 
-    if {"transformer": False, "bilstm": True}[variant]:
+    if {"transformer": False, "lstm": True}[variant]:
         config.model.recurrent_encoder = section(
             RecurrentConfig, cell="lstm", width=256, bidirectional=True, dropout=0.3, embed=dict(dropout=0.3)
         )

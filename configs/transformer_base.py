@@ -15,6 +15,8 @@ from jaxformer.overrides import defaults, section
 # Table 3 of the paper: width, feed-forward width, heads, dropout.
 SIZES = {"base": (512, 2048, 8, 0.1), "big": (1024, 4096, 16, 0.3)}
 
+VARIANTS = ("base", "big")
+
 
 def get_config(variant: str = "base"):
     width, ffn_width, heads, dropout = SIZES[variant or "base"]

@@ -13,6 +13,8 @@ Score:    after 1,500 steps, somewhat more than one epoch: validation loss 4.411
 from jaxformer.config import RecurrentConfig, StackConfig
 from jaxformer.overrides import defaults, section
 
+VARIANTS = ("transformer", "lstm")
+
 
 def get_config(variant: str = "transformer"):
     recurrent = {"transformer": False, "lstm": True}[variant or "transformer"]

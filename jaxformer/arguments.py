@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Callable, Mapping, Sequence
 
 from jaxformer import __version__, files
-from jaxformer.config import ConfigError
+from jaxformer.config import Config, ConfigError
 from jaxformer.registry import nearest
+from jaxformer.schema import fields
 
 RECIPES = ("recipe", "optional")
 """What `Command.config` says of commands that take `--config=FILE`."""
@@ -80,27 +81,47 @@ def read(name: str, command: Command, argv: Sequence[str]) -> Arguments:
         switch = flag in command.flags and command.flags[flag].switch
         if switch and equals:
             raise ConfigError(f"--{flag}: got a value, expected --{flag} alone")
-        takes_value = not switch and (flag in command.flags or flag == "config")
+        edit = flag.startswith("config.") and bool(command.config)
+        takes_value = not switch and (flag in command.flags or flag == "config" or edit)
         if takes_value and not equals:
-            if not rest:
+            if not rest or (edit and rest[0].startswith("--")):
                 raise ConfigError(f"--{flag}: got no value, expected --{flag}=VALUE")
             value = rest.pop(0)
         if flag == "config" and command.config in RECIPES:
             config.append(f"--config={value}")
-        elif flag.startswith("config.") and command.config:
-            config.append(argument)
+        elif edit:
+            config.append(f"--{flag}={value}")
         elif flag in command.flags:
             every[flag].append("yes" if switch else value)
         else:
             known = [*command.flags, *(["config"] if command.config in RECIPES else [])]
-            hint = nearest(flag, known).replace("'", "").replace("mean ", "mean --")
+            meant = _meant(argument, command)
+            hint = f"; write {meant}" if meant else nearest(flag, known).replace("'", "").replace("mean ", "mean --")
             expected = ", ".join("--" + k for k in known) or "none"
             raise ConfigError(f"jaxformer {name}: got --{ascii(flag)[1:-1]}, expected {expected}{hint}")
     if len(words) != len(command.words):
+        meant = next(filter(None, (_meant(word, command) for word in words)), "")
+        if meant:
+            raise ConfigError(f"jaxformer {name}: got {' '.join(words)!a}, expected flags; write {meant}")
         got = " ".join(words) or "nothing"
         expected = " ".join(command.words) or "only flags"
         raise ConfigError(f"jaxformer {name}: got {got!a}, expected {expected}; see jaxformer {name} --help")
     return Arguments(_filled(name, command, every), every, words, config)
+
+
+def _meant(word: str, command: Command) -> str:
+    """The flag that a word with another beginning stands for: `data.dir`, `-config.data.dir`, `workdir=`; "" if none.
+
+    Its value is left out: what follows is the reader's to say again.
+    """
+    flag = word.lstrip("-").partition("=")[0]
+    if not flag.isascii() or not flag.replace(".", "").replace("_", "").isalnum():
+        return ""
+    section = flag.removeprefix("config.").partition(".")
+    if command.config and section[0] in fields(Config) and section[2]:
+        return f"--config.{flag.removeprefix('config.')}=VALUE"
+    known = flag in command.flags or (flag == "config" and command.config in RECIPES)
+    return f"--{flag}=VALUE" if known and (word.startswith("-") or "=" in word) else ""
 
 
 def _filled(name: str, command: Command, every: dict[str, list[str]]) -> dict[str, str]:
@@ -137,8 +158,8 @@ def usage(commands: Mapping[str, Command], name: str = "") -> str:
         if command.config in RECIPES:
             rows.insert(0, ("--config=FILE.py[:variant]", "the recipe"))
         if command.config:
-            what = "a.b" if command.config in RECIPES else "decode.b"
-            rows.append((f"--config.{what}=VALUE", "an edit of the config, as often as wanted"))
+            where = "" if command.config in RECIPES else " of the run, where it does not change the model"
+            rows.append(("--config.a.b=VALUE", f"an edit of the config{where}, as often as wanted"))
         words = " ".join([name, *command.words])
         return f"usage: jaxformer {words}{' [flags]' if rows else ''}\n\n{_wrap(command.summary)}\n\n{_rows(rows)}"
     rows = [(word, command.summary) for word, command in commands.items()]

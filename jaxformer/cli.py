@@ -7,13 +7,14 @@ needs them, so `--help` and refusals are instant.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Sequence
 
-from jaxformer import __version__, compilation, files, lines, memory, overrides, redaction, streams
+from jaxformer import __version__, compilation, files, lines, memory, overrides, redaction, reuse, streams
 from jaxformer.arguments import Arguments, Command, Flag, read, usage
 from jaxformer.config import ConfigError, StorageError
 from jaxformer.registry import nearest
@@ -49,7 +50,7 @@ def evaluate(arguments: Arguments) -> int:
     overrides.read(workdir)
     from jaxformer.train import evaluate as evaluation
 
-    values = evaluation.evaluate(workdir, split, which)
+    values = evaluation.evaluate(workdir, split, which, arguments.config)
     _table({name: value for name, value in values.items() if name != "checkpoint"})  # which "weights" says in words
     print(f"written to {Path(workdir) / f'eval-{split}.json'}")
     from jaxformer import report as reports
@@ -60,9 +61,7 @@ def evaluate(arguments: Arguments) -> int:
 
 def decode(arguments: Arguments) -> int:
     path = arguments.flags["workdir"]
-    for edit in arguments.config:
-        if not edit.startswith("--config.decode."):
-            raise ConfigError(f"argument {edit!a}: expected --config.decode.FIELD=VALUE; the rest comes with the run")
+    reuse.refuse_others(arguments.config, reuse.DECODING, "decode")
     with lines.source(arguments.flags["input"]) as source, lines.sink(arguments.flags["output"]) as sink:
         from jaxformer import checkpoint, tasks
 
@@ -72,7 +71,12 @@ def decode(arguments: Arguments) -> int:
         task = tasks.get(model.config.task.name)
         if task.decode is None:
             raise ConfigError(f"task {model.config.task.name}: got decode, expected a task that makes output of lines")
-        config = overrides.edit(model.config, arguments.config).decode
+        edited, changed = reuse.edited(model.config, arguments.config, reuse.DECODING, "decode")
+        if changed:
+            print(f"changed  {json.dumps(changed)}", file=sys.stderr)
+        if edited.data != model.config.data:
+            model = dataclasses.replace(model, config=edited)
+        config = edited.decode
         size = 1 if source.isatty() else DECODE_CHUNK * config.batch
         cut = 0
         for chunk in lines.chunks(source, size, arguments.flags["input"] or "stdin"):
@@ -124,6 +128,18 @@ def plan(arguments: Arguments) -> int:
         "--config="
     )
     plans.run(config, title, place, bool(flags["search"]))
+    return 0
+
+
+def config(arguments: Arguments) -> int:
+    if not arguments.flags["fields"]:
+        print(overrides.to_json(overrides.parse(arguments.config)), end="")
+        return 0
+    if arguments.config:
+        raise ConfigError(f"jaxformer config: got --fields and {arguments.config[0]!a}, expected one of them")
+    from jaxformer import fields
+
+    print(fields.text())
     return 0
 
 
@@ -185,6 +201,7 @@ COMMANDS: dict[str, Command] = {
         "measure a run on a split, print and write eval-<split>.json",
         evaluate,
         {"workdir": MEASURED, "split": Flag("split of the data", "test"), "checkpoint": CHECKPOINT},
+        config="edits",
     ),
     "decode": Command(
         "one line in, one line out",
@@ -240,6 +257,13 @@ COMMANDS: dict[str, Command] = {
             "search": Flag("try the meshes of that many devices and rank them", "", switch=True),
         },
         config="recipe",
+        prints=True,
+    ),
+    "config": Command(
+        "print every value of a recipe with its edits as JSON, or list all fields of configs with what they mean",
+        config,
+        {"fields": Flag("list the fields, with type, default and meaning (docs/config.md)", "", switch=True)},
+        config="optional",
         prints=True,
     ),
     "inspect": Command(

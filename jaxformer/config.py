@@ -28,7 +28,7 @@ class EmbedConfig:
     scale: bool = False  # multiply by sqrt(model width) (Vaswani et al. 2017, section 3.4)
     kinds: int = 0  # token types (BERT's segments A and B); 0: none
     norm: bool = False  # normalise after the embedding sum, as BERT does
-    dropout: float = 0.0
+    dropout: float = 0.0  # on the embeddings
     deviation: float | None = None  # initial standard deviation; None: width ** -0.5
     pad: int | None = None  # this row gets no gradient from look-ups (it still does from a tied head)
 
@@ -43,7 +43,7 @@ class RopeScalingConfig:
     low: float = 1.0  # llama3: turns over the original length below which a frequency is divided whole
     high: float = 4.0  # llama3: turns above which it stays
     slow: float = 1.0  # yarn: the same two bounds, whose channels are blended linearly
-    fast: float = 32.0
+    fast: float = 32.0  # yarn: turns over the original length above which a frequency stays
     magnitude: float | None = None  # yarn: factor on cosines and sines; None: 0.1 ln(factor) + 1
     whole: bool = True  # yarn: bounds are rounded outwards to whole channels
 
@@ -52,7 +52,7 @@ class RopeScalingConfig:
 class EncodingConfig:
     """What position does. `kind` is a file of `jaxformer/nn/encodings/`."""
 
-    kind: str = "sinusoidal"
+    kind: str = "sinusoidal"  # none, sinusoidal, learned, rope, alibi, t5, transformer_xl, deberta
     max_length: int = 512  # learned: rows of the table, those before `offset` included
     offset: int = 0  # learned: the row of position 0 (BART: 2, RoBERTa: padding token + 1)
     base: float = 10000.0  # sinusoidal, rope, transformer_xl: the geometric progression's base
@@ -74,9 +74,11 @@ class EncodingConfig:
 
 @dataclass(frozen=True)
 class NormConfig:
+    """Normalisation."""
+
     kind: str = "layer"  # layer, rms, batch, none
     order: str = "pre"  # pre, post, sandwich (pre and post around each sub-layer)
-    epsilon: float = 1e-5
+    epsilon: float = 1e-5  # added to the variance (rms: to the mean square)
     bias: bool = True  # layer norm: learned shift
     offset: float = 0.0  # rms: added to the learned scale, which then starts at 1 - offset (Gemma: 1)
     momentum: float = 0.99  # batch norm: share of the old running statistics kept by one step
@@ -87,7 +89,7 @@ class NormConfig:
 class AttentionConfig:
     """Multi-head attention. MHA, GQA and MQA differ by `kv_heads` only."""
 
-    heads: int = 4
+    heads: int = 4  # of the queries
     kv_heads: int | None = None  # None: as many as heads
     head_width: int | None = None  # None ("narrow"): width // heads; the full width is the notes' "wide" heads
     scale: bool = True  # divide scores by sqrt(head_width)
@@ -111,7 +113,7 @@ class FeedForwardConfig:
     width: int | None = None  # None: 4 * model width
     activation: str = "gelu"  # relu, gelu (exact), gelu_tanh, gelu_sigmoid, silu, tanh, relu_squared, mish, sigmoid
     gated: bool = False  # act(x W_gate) * (x W_in): GLU variants (Shazeer 2020)
-    bias: bool = True
+    bias: bool = True  # biases of its projections
     dropout: float = 0.0  # on the hidden activations
 
 
@@ -119,7 +121,7 @@ class FeedForwardConfig:
 class MoEConfig:
     """A mixture of experts in place of every feed-forward layer; `ffn` says what one expert is."""
 
-    experts: int = 8
+    experts: int = 8  # in every layer
     top_k: int = 2  # experts that a token passes
     normalise: bool = True  # the weights of a token's experts are divided by their sum; False: plain probabilities
     capacity: float | None = None  # training: an expert takes so many times its even share of a row's assignments,
@@ -142,8 +144,8 @@ class ConvConfig:
 class StackConfig:
     """A transformer encoder or decoder."""
 
-    layers: int = 4
-    width: int = 128
+    layers: int = 4  # each attention and feed-forward
+    width: int = 128  # channels of the residual stream
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     encoding: EncodingConfig = field(default_factory=EncodingConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -152,11 +154,11 @@ class StackConfig:
     norm: NormConfig = field(default_factory=NormConfig)
     conv: ConvConfig | None = None  # encoders only (DeBERTa v2); None: none
     dropout: float = 0.0  # on the output of every sub-layer, before the residual sum
-    residual_attention: bool = True
-    residual_cross: bool = True
-    residual_ffn: bool = True
+    residual_attention: bool = True  # the input of self-attention is added to its output
+    residual_cross: bool = True  # the same around attention to the encoder
+    residual_ffn: bool = True  # the same around the feed-forward layer
     causal: bool | None = None  # None: decoders are, encoders are not
-    unroll: int | None = None  # layers per scan iteration; None: all on CPU (faster), 1 elsewhere (compile time)
+    unroll: int | None = None  # layers per scan iteration; None: up to 128 on CPU (faster), 1 elsewhere (compile time)
     remat: str = "none"  # what the backward pass recomputes: none, minimal (all but matrix products), full (a whole
     # layer), names (all but `remat_names`), offload (the same, and those wait in host memory)
     remat_names: tuple[str, ...] = ("attention", "ffn")  # see nn/remat.py
@@ -168,8 +170,8 @@ class RecurrentConfig:
     """A recurrent encoder or decoder: what transformers replaced."""
 
     cell: str = "lstm"  # rnn, lstm, gru
-    layers: int = 1
-    width: int = 256
+    layers: int = 1  # one above the other
+    width: int = 256  # of the state
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     bidirectional: bool = False  # encoders only; each direction has width // 2
     attention: str = "none"  # decoders with an encoder: none (last state), additive (Bahdanau), dot (Luong)
@@ -179,6 +181,8 @@ class RecurrentConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
+    """What is made of the hidden states."""
+
     kind: str = "tokens"  # tokens (a vocabulary row for every slot), slots (a class for every slot), classes (one
     # decision a sequence), pooled (one vector a sequence), pair (one for each of a row's two segments), none (the
     # hidden states)
@@ -194,7 +198,7 @@ class HeadConfig:
     width: int | None = None  # classes, pooled, pair: a layer before the decision, or of the vector; None: none
     hidden: str = "tanh"  # activation of that layer
     decision_bias: bool = True  # classes, slots
-    dropout: float = 0.0  # before the decision (none: of the hidden states)
+    dropout: float = 0.0  # before the decision; without one, of the hidden states
     input_dropout: float = 0.0  # classes, pooled, pair: of the pooled vector, before the layer of `width`
 
 
@@ -232,10 +236,12 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
+    """From text to ids."""
+
     kind: str = "bpe"  # byte, character, word, bpe, unigram, file
     vocab: int = 8000  # word, bpe, unigram: rows to learn, special tokens included
     joint: bool = True  # one vocabulary for source and target; False: one each
-    lowercase: bool = False
+    lowercase: bool = False  # before anything is split; what is decoded is lowercase too
     multiple: int = 8  # the model's vocabulary is padded to a multiple of this (sharding needs even tables)
     path: str = ""  # file: a tokenizer.json or a SentencePiece .model; with joint=False "source,target"
 
@@ -251,6 +257,7 @@ class DataConfig:
     splits: dict[str, tuple[str, ...]] = field(default_factory=dict)  # split -> files, or one tfds split expression
     columns: dict[str, str] = field(default_factory=dict)  # role (see data/sources/) -> column of the data
     score_range: tuple[float, ...] = (0.0, 1.0)  # table, tfds: the scores that become 0 and 1; others are refused
+    format: str = ""  # table: tsv, tsv_quoted, csv, jsonl, labelled (label, blank, text); "": what the name says
     document: str = "line"  # text: what one example is: line, file (kept whole, newlines included)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     batch: int = 32  # rows of a global batch; with `tokens`, the most rows
@@ -258,16 +265,18 @@ class DataConfig:
     length: int = 128  # longest sequence, special tokens included; longer ones are cut (LM: row length)
     buckets: tuple[int, ...] = ()  # sequence lengths of the static shapes; (): only `length`
     packing: str = "none"  # none, concat (LM: rows cut from one long text), first_fit (several examples a row)
-    shuffle: bool = True
+    shuffle: bool = True  # training examples in another random order every epoch; False: in the order of the data
     examples: int | None = None  # use only the first so many training examples
     skip_long: bool = False  # drop examples over `length` instead of cutting them (training only)
 
 
 @dataclass(frozen=True)
 class TaskConfig:
+    """What is learned, and from which labels."""
+
     name: str = "translation"  # a file of jaxformer/tasks/, or none: the model is only called, never trained here
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    label_smoothing: float = 0.0  # share of a label's probability that is spread over all classes
+    z_loss: float = 0.0  # weight of the squared log of the softmax's denominator (PaLM)
     mask_rate: float = 0.15  # masked_lm: share of tokens predicted
     whole_words: bool = False  # masked_lm: mask all pieces of a word together
     stride: int = 128  # answering: tokens from one window of a long context to the next, at most half a window
@@ -283,12 +292,14 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    """How gradients become updates."""
+
     name: str = "adamw"  # adamw, adam, adafactor, lion, sgd, muon (optax's, whose momentum is corrected for its bias)
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
+    beta1: float = 0.9  # decay of the gradients' mean
+    beta2: float = 0.999  # decay of the squared gradients' mean
+    epsilon: float = 1e-8  # added to its root
     momentum: float = 0.9  # sgd, muon
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # times the learning rate, taken off the parameters at every step
     decay_exclude: tuple[str, ...] = ("bias", "scale", "embed")  # not decayed: paths that contain one of these words
     clip: float | None = 1.0  # global norm of the gradient
     spike: float | None = None  # a step is left out whose gradient's norm is so many deviations above the mean of the
@@ -297,6 +308,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
+    """The learning rate over the steps."""
+
     kind: str = "cosine"  # constant, linear, cosine, wsd, inverse_sqrt, noam
     peak: float = 1e-3  # highest learning rate; noam: the factor before width ** -0.5
     warmup: int = 100  # steps
@@ -306,8 +319,10 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = 1000
-    seed: int = 0
+    """How long a run is, and what happens between its steps."""
+
+    steps: int = 1000  # updates of the parameters
+    seed: int = 0  # of the initial parameters, the order of the data, and dropout
     accumulation: int = 1  # microbatches summed before one update. They equal one batch but for what sees all its rows:
     # batch norm, the losses that balance experts, contrastive similarity; dropout draws other masks
     ema: float | None = None  # decay of the weight average; evaluation and decoding then use the average
@@ -323,6 +338,8 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    """What is kept of a run."""
+
     keep_last: int = 2  # newest checkpoints, for resuming: one, and one before in case it is damaged
     keep_best: int = 1  # best by `metric`; 0: none
     metric: str = "loss"  # a validation measure
@@ -333,6 +350,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
+    """How the validation split is measured during training."""
+
     batch: int = 64  # rows
     examples: int | None = None  # validation during training reads only the first so many; None: all
     decode_examples: int = 0  # validation examples decoded and scored at each evaluation; 0: loss only
@@ -342,8 +361,10 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
+    """How output is made of a model."""
+
     method: str = "greedy"  # greedy, sample, beam
-    beams: int = 4
+    beams: int = 4  # beam: hypotheses kept at every step
     length_norm: str = "gnmt"  # beam scores are divided by: gnmt ((5 + n) / 6) ** length_penalty, power n ** the same
     length_penalty: float = 0.6  # GNMT's alpha (Wu et al. 2016, equation 14); negative favours short outputs
     stopping: str = "estimate"  # a row's beam search ends with as many finished hypotheses as beams (first), when no
@@ -352,11 +373,11 @@ class DecodeConfig:
     max_length: int = 64  # new tokens, the prompt not counted; answering: the most tokens of an answer
     min_length: int = 0  # new tokens before an end token may be chosen
     max_ratio: float | None = None  # seq2seq: at most ratio * source length + 10 new tokens
-    temperature: float = 1.0
+    temperature: float = 1.0  # sample: logits are divided by it
     top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_p: float = 1.0  # sample: the likeliest tokens whose probabilities reach this sum; 1: all
+    min_p: float = 0.0  # sample: tokens at least so likely as this share of the likeliest; 0: all
+    repetition_penalty: float = 1.0  # of tokens that have occurred (CTRL: above 1 makes them rarer); 1: none
     no_repeat_ngram: int = 0  # no n tokens in a row twice, the prompt included; 0: off
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that are never completed
     suppress: tuple[int, ...] = ()  # token ids that are never chosen
@@ -364,7 +385,7 @@ class DecodeConfig:
     forced_last: tuple[int, ...] = ()  # token ids, one of which stands at the greatest length
     weights: str = "float"  # as they are (float), or kernels and tables rounded to 8 bits (int8), see decode/int8.py
     batch: int = 32  # rows
-    seed: int = 0
+    seed: int = 0  # of sampling
 
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
@@ -375,12 +396,12 @@ AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 class DcnConfig:
     """How many slices (without slices: processes) lie along each axis. One may be -1: those that are left."""
 
-    stage: int = 1
-    data: int = 1
-    fsdp: int = 1
-    expert: int = 1
-    context: int = 1
-    tensor: int = 1
+    stage: int = 1  # see MeshConfig.stage
+    data: int = 1  # see MeshConfig.data
+    fsdp: int = 1  # see MeshConfig.fsdp
+    expert: int = 1  # see MeshConfig.expert
+    context: int = 1  # see MeshConfig.context
+    tensor: int = 1  # see MeshConfig.tensor
 
 
 @dataclass(frozen=True)
@@ -390,12 +411,12 @@ class MeshConfig:
     On several slices these are sizes within one, and an axis is this times its part of `dcn` long.
     """
 
-    stage: int = 1
-    data: int = -1
-    fsdp: int = 1
-    expert: int = 1
-    context: int = 1
-    tensor: int = 1
+    stage: int = 1  # pipeline stages
+    data: int = -1  # copies of the model, each with its rows of a batch
+    fsdp: int = 1  # the same, with parameters divided among them
+    expert: int = 1  # experts divided
+    context: int = 1  # sequences divided
+    tensor: int = 1  # heads and channels divided
     dcn: DcnConfig = field(default_factory=DcnConfig)  # across slices, over the slower network
     zero1: bool = False  # optimizer state is divided over data too, which parameters are not (ZeRO, stage 1)
 
@@ -412,6 +433,8 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class InitConfig:
+    """What a run starts from."""
+
     directory: str = ""  # a workdir, checkpoint or Hugging Face directory whose parameters start this run; "": random.
     # A recipe that names no model gets the directory's, and its tokenizer
     head: bool = True  # the head's parameters too; False: the head starts random (a new task or number of classes)

@@ -245,7 +245,9 @@ LITTLE, TOO_LITTLE = 5e9, 2e8  # bytes: a few checkpoints of a small model with 
 
 
 def doctor(config: Config | None = None, devices: int | None = None, seconds: float = 60.0) -> int:
-    """Checks what an experiment depends on here and prints a line for each. Returns 0, or 1 if something fails.
+    """Checks what an experiment depends on here and prints a line for each.
+
+    Returns 0; 1 if something of the machine or the installation fails; 2 if only the config's data does.
 
     In a run of several processes each checks itself and all compare; the first one prints everything, the others what
     is wrong with them alone.
@@ -255,15 +257,15 @@ def doctor(config: Config | None = None, devices: int | None = None, seconds: fl
       devices: how many there must be in all.
       seconds: that the processes wait for each other.
     """
-    failed = 0
+    codes: list[int] = []
     silent = preflight.number() > 0
-    for level, name, words in _findings(config, devices, seconds):
+    for level, name, words, code in _findings(config, devices, seconds):
         if level == "FAIL" or not silent:
             print(f"{f'{preflight.number()}: ' if silent else ''}{level:<4}  {name:<20}  {words}", flush=True)
-        failed += level == "FAIL"
+        codes += [code] if level == "FAIL" else []
     if not silent:
-        print(f"{failed} of these must be put right" if failed else "nothing wrong found")
-    return 1 if failed else 0
+        print(f"{len(codes)} of these must be put right" if codes else "nothing wrong found")
+    return min(codes, default=0)
 
 
 def _findings(config: Config | None, devices: int | None, seconds: float) -> Iterator[Finding]:

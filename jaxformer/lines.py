@@ -11,6 +11,9 @@ from typing import Iterator, TextIO
 from jaxformer import files
 from jaxformer.config import ConfigError
 
+MAX_LINE = 2**24
+"""Characters of a line: what is longer has no end, as /dev/zero, or has lost its newlines."""
+
 
 class source:
     """The input of `decode`: a file or stdin as UTF-8, lines ended by newline only."""
@@ -87,20 +90,25 @@ def _refusal(path: str, error: OSError) -> Exception:
 
 
 def chunks(source: TextIO, size: int, name: str) -> Iterator[list[str]]:
-    """Lines without their ends, `size` at a time."""
+    """Lines without their ends, `size` at a time. Of a text without any "\\n" they end at "\\r" (old Mac files)."""
     chunk: list[str] = []
     count = 0
     while True:
         try:
-            line = source.readline()
+            line = source.readline(MAX_LINE + 1)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{name}: got bytes that are not UTF-8 after line {count} ({error.reason})") from None
+        if len(line) > MAX_LINE and not line.endswith("\n"):
+            what = f"{name}: got a line of more than {MAX_LINE:,} characters after line {count}"
+            raise ConfigError(f"{what}, expected a text with newlines")
         if line:
+            line = line if count else line.removeprefix("\ufeff")
+            only = not count and not line.endswith("\n")
+            chunk += line.removesuffix("\r").split("\r") if only else [line.removesuffix("\n").removesuffix("\r")]
             count += 1
-            chunk.append(line.removesuffix("\n").removesuffix("\r"))
-        if chunk and (not line or len(chunk) >= size):
-            yield chunk
-            chunk = []
+        while chunk and (not line or len(chunk) >= size):
+            yield chunk[:size]
+            chunk = chunk[size:]
         if not line:
             return
 

@@ -205,6 +205,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def load(recipe: str) -> ConfigDict:
     """What the `get_config` of a recipe returns; `recipe` is `path.py` or `path.py:variant`.
 
+    A recipe may say which variants it takes, `VARIANTS = ("transformer", "lstm")`, and which names they had before,
+    `OLD_VARIANTS = {"bilstm": "lstm"}`.
+
     Raises:
       ConfigError: no such file, no `get_config`, no such variant, or the file fails (the message has the line).
     """
@@ -212,13 +215,24 @@ def load(recipe: str) -> ConfigDict:
     if not os.path.exists(path) and ":" in recipe:
         path, _, variant = recipe.rpartition(":")
     function = variable(path, "get_config", "a function get_config(variant) that returns a config")
+    variants = getattr(function, "__globals__", {})
+    variant = variants.get("OLD_VARIANTS", {}).get(variant, variant)
+    known = tuple(variants.get("VARIANTS", ()))
+    if variant and known and variant not in known:
+        expected = f"expected one of {', '.join(known)}{nearest(variant, known)}"
+        raise ConfigError(f"{path}: got variant {variant!r}, {expected}")
     if not callable(function):
         raise ConfigError(f"{path}: got get_config = {show(function)}, expected a function get_config(variant)")
     with _blame(path):
         takes_variant = bool(inspect.signature(function).parameters)
         if variant and not takes_variant:
             raise ConfigError(f"{path}: got variant {variant!r}, expected none; this recipe has no variants")
-        config = function(variant) if takes_variant else function()
+        try:
+            config = function(variant) if takes_variant else function()
+        except KeyError as error:
+            if not variant or error.args != (variant,):
+                raise
+            raise ConfigError(f"{path}: got variant {variant!r}, expected one that the recipe has; see it") from None
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"{path}: got {show(config)} from get_config, expected a ConfigDict; return the config")
     return config
@@ -232,6 +246,8 @@ def variable(path: str, name: str, what: str) -> Any:
     """
     namespace: dict[str, Any] = {"__file__": path, "__name__": os.path.splitext(os.path.basename(path))[0]}
     try:
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            raise ValueError("a device or pipe")  # which may have no end
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, ValueError) as error:
@@ -253,7 +269,7 @@ def _unreadable(path: str, error: Exception) -> str:
 
 
 class _blame:
-    """Turns whatever a recipe raises into one line with the recipe's own line number."""
+    """Turns whatever a recipe raises, SystemExit included, into one line with the recipe's own line number."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -262,12 +278,14 @@ class _blame:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, ConfigError) or not isinstance(error, Exception):
+        if error is None or isinstance(error, KeyboardInterrupt):
             return
         lines = [f.lineno for f in traceback.extract_tb(trace) if f.filename == self.path]
         line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
         where = f"{self.path}:{line}" if line else self.path
         text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{where}: {text}") from None
         raise ConfigError(f"{where}: got {type(error).__name__}: {text}, expected a working file") from None
 
 
@@ -307,7 +325,8 @@ def _override_all(config: ConfigDict, argv: Sequence[str]) -> None:
 def override(config: ConfigDict, path: str, text: str) -> None:
     """Sets the value at `path` ("train.steps") to `text`, read as the field's type.
 
-    Tuples are "a,b", entries of a dict `path.KEY`; None, true and false are words. Sections come from the recipe.
+    Tuples are "a,b", entries of a dict `path.KEY`, which no text removes; None, true and false are words. Sections come
+    from the recipe.
 
     Raises:
       ConfigError: no such field, a part that this recipe does not have, or a text that is not of its type.
@@ -339,7 +358,14 @@ def _assign(node: ConfigDict, name: str, hint: Any, rest: list[str], text: str, 
         if len(rest) != 1 or not rest[0]:
             raise ConfigError(f"{path}: got {text!a} for a dict, expected entries; give --{path}.KEY=VALUE")
         entries = dict(node[name].items()) if name in node and node[name] is not None else {}
-        entries[rest[0]] = read_text(text, typing.get_args(kind)[1], f"{path}.{rest[0]}")
+        if not text:
+            if rest[0] not in entries:
+                expected = f"expected the name of one to remove ({', '.join(entries) or 'there is none'})"
+                hint = nearest(rest[0], tuple(entries))
+                raise ConfigError(f"{path}.{rest[0]}: got no value and no such entry, {expected}{hint}")
+            del entries[rest[0]]
+        else:
+            entries[rest[0]] = read_text(text, typing.get_args(kind)[1], f"{path}.{rest[0]}")
         node[name] = ConfigDict(entries, type_safe=False)
         return
     if rest:

@@ -14,16 +14,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxformer import __version__, overrides
+from jaxformer import __version__, checks, overrides
 from jaxformer.config import Config, ConfigError
 
 
 class Finding(NamedTuple):
-    """A line of the doctor: `level` is ok, warn or FAIL; the words of the last two end in what to do."""
+    """A line of the doctor: `level` is ok, warn or FAIL; the words of the last two end in what to do.
+
+    `code` is what a failure ends the doctor with: 2 where the user's files are wrong, 1 where the machine is.
+    """
 
     level: str
     name: str
     words: str
+    code: int = 1
 
 
 REMEDIES = {
@@ -115,7 +119,7 @@ def findings(config: Config | None, devices: int | None, seconds: float) -> Iter
 
 
 def _devices(everyone: list[dict[str, Any]], expected: int | None, config: Config | None) -> Iterator[Finding]:
-    from jaxformer.parallel import distributed, mesh
+    from jaxformer.parallel import distributed
 
     for name in ("local", "devices", "kind"):
         words = distributed.differing([each[name] for each in everyone])
@@ -133,12 +137,25 @@ def _devices(everyone: list[dict[str, Any]], expected: int | None, config: Confi
         yield Finding("FAIL", "device count", f"got {total}, expected {expected}; is a host or a device missing?")
     else:
         try:
-            sizes = {} if config is None else mesh.make(config.mesh).shape
+            sizes = {} if config is None else _judged(config)
         except ConfigError as error:
             yield Finding("FAIL", "device count", str(error))
             return
         shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         yield Finding("ok", "device count", f"{total}, {local} a process" + (f"; mesh {shape}" if shape else ""))
+
+
+def _judged(config: Config) -> dict[str, int]:
+    """Sizes of the mesh of `config` on the devices that are here.
+
+    Raises:
+      ConfigError: there is no such mesh, or its memory cannot hold the run.
+    """
+    from jaxformer.parallel import mesh as meshes
+
+    mesh = meshes.make(config.mesh)
+    checks.size.fits(config, mesh.shape, meshes.memory(mesh))
+    return mesh.shape
 
 
 def share(config: Config) -> dict[str, Any]:
@@ -179,7 +196,7 @@ def _data(shares: list[dict[str, Any]]) -> Finding:
 
     broken = [f"{each['error']} (on {index})" for index, each in enumerate(shares) if "error" in each]
     if broken:
-        return Finding("FAIL", "data", broken[0])
+        return Finding("FAIL", "data", broken[0], code=2)
     words = distributed.differing([f"{each['examples']:,} examples ({each['content']})" for each in shares])
     if words:
         return Finding("FAIL", "data", f"got {words}, expected the same on all hosts; copy it again")

@@ -9,15 +9,15 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 VARIANTS = {
     "bert_mlm": ("tiny", "base"),
-    "btc_ner": ("transformer", "bilstm"),
+    "btc_ner": ("transformer", "lstm"),
     "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
     "llama": ("1b", "7b"),
     "moe_tiny": ("", "dropless", "dense"),
     "quickstart": ("", "fr", "es"),
     "shakespeare_char": ("cpu", "gpu"),
-    "squad": ("transformer", "bilstm"),
-    "sst2": ("transformer", "bilstm"),
-    "stsb": ("transformer", "bilstm", "finetune"),
+    "squad": ("transformer", "lstm"),
+    "sst2": ("transformer", "lstm"),
+    "stsb": ("transformer", "lstm", "finetune"),
     "transformer_base": ("base", "big"),
     "wikitext2": ("transformer", "lstm"),
 }

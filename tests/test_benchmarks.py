@@ -78,6 +78,7 @@ def test_a_gpu_is_measured_by_one_command(tmp_path, capsys):
     for row in others:
         measured = {"correct": "check", "attention": "step_ms"}.get(row["part"], "tokens_per_second")
         assert row[measured] and "failed" not in row and "skipped" not in row
+        assert "flops_token" not in row or row["flops_token"] > row["flops_token_visible"]
     (peer,) = (row for row in rows if row["system"] == "torch")
     assert "skipped" in peer or peer["ratio"] > 0  # torch need not be there
 
@@ -232,6 +233,49 @@ def test_the_page_says_what_the_rows_say(name, tmp_path, monkeypatch):
     assert copy.read_text() == written
 
 
+def test_the_rows_of_large_recipes_hold_todays_count_of_model_flops(monkeypatch):
+    scaling = script("scaling")
+    monkeypatch.chdir(ROOT)
+    newest = {row["model"]: row for row in scaling.rows().values()}
+    assert len(newest) > 5
+    for row in newest.values():
+        assert scaling.recount(row) == row, "run benchmarks/scaling.py --recount"
+
+
+def test_recounting_touches_model_flops_only_and_all_rows_or_none(tmp_path, monkeypatch):
+    scaling, results = script("scaling"), tmp_path / "rows.jsonl"
+    row = scaling.rows()["llama_1b@v5e-16"]
+    refused = scaling.rows()["moe_8x7b@v5e-16"]  # does not fit, so it has no MFU
+    old = {key: row[key] for key in row if key != "flops_token_visible"} | {
+        "flops_token": 1,
+        "flops_step": 1,
+        "mfu": [1, 1],
+    }
+    monkeypatch.setattr(scaling, "RESULTS", results)
+    monkeypatch.setattr(scaling, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(sys, "argv", ["scaling", "--recount"])
+    monkeypatch.chdir(tmp_path)
+    results.write_text("".join(json.dumps(each) + "\n" for each in (old, refused)))
+    assert scaling.main() == 0
+    assert results.read_text() == "".join(json.dumps(each) + "\n" for each in (row, refused))
+    assert f"| {row['flops_token']:.2e} | {row['flops_token_visible']:.2e} |" in scaling.PAGE.read_text()
+    written = json.dumps(old) + "\n" + json.dumps(old | {"parameters": 1}) + "\n"
+    results.write_text(written)
+    with pytest.raises(SystemExit):
+        scaling.main()
+    assert results.read_text() == written
+
+
+def test_the_formula_of_dense_models_is_what_the_program_counts():
+    growth = script("growth")
+    rows = [row for row in map(json.loads, growth.RESULTS.read_text().splitlines()) if "family" in row][-3:]
+    assert [row["family"] for row in rows] == list(growth.COUNTED)
+    for row in rows:
+        assert growth.recount(row) == row, "run benchmarks/growth.py --recount"
+        assert row["formula"] == row["counted"] >= row["formula_visible"]
+    assert growth.recount({"axis": "width"}) == {"axis": "width"}
+
+
 def test_pipelines_are_timed_beside_their_models(tmp_path, monkeypatch, capsys):
     pipeline = script("pipeline")
     (tmp_path / "input.txt").write_text("Not all those who wander are lost.\n" * 200)
@@ -324,13 +368,16 @@ def test_costs_are_measured_as_work_grows(tmp_path, monkeypatch):
     decoded |= {"exponent": 0.7, "last": 0.7, "spread": 0.1}
     with results.open("a") as file:
         file.write(json.dumps(decoded) + "\n")
-        file.write(json.dumps({"family": "encoder", "formula": 1.0e9, "counted": 2.0e9, "xla": 2.5e9}) + "\n")
+        file.write(
+            json.dumps({"family": "encoder", "formula": 1.0e9, "formula_visible": 5e8, "counted": 2.0e9, "xla": 2.5e9})
+            + "\n"
+        )
     monkeypatch.setattr(growth, "PAGE", tmp_path / "page.md")
     (tmp_path / "page.md").write_text("<!-- growth: begin --><!-- growth: end -->")
     assert growth.main(["--page", f"--results={results}"]) == 0
     text = (tmp_path / "page.md").read_text()
     assert "| training | rows" in text and "| decoding | beams 1, 2 | 3, 5 | 0.70, 0.70 |  | 10% |" in text
-    assert "| encoder | 1.0 | 2.0 | 2.5 | 0.800 | 0.400 |" in text
+    assert "| encoder | 1.0 | 0.5 | 2.0 | 2.5 | 0.800 | 0.400 |" in text
 
 
 def test_baselines_of_questions_know_what_stands_beside_their_words(tmp_path, capsys):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 
+import builders
 import numpy as np
 import pytest
 from test_experiments import load
@@ -128,6 +129,79 @@ def test_a_chain_is_as_long_as_what_waits():
         longest(lambda x: jax.lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c @ x, x))
 
 
+def test_gradients_of_layers_are_those_of_the_loss():
+    """The parts that are compared, against the gradient of a loss that is written out."""
+    import jax
+
+    depth = load("gradient_depth")
+    trainer = depth.trainer_of(depth.PRE, 3, 16)
+    batch = depth.continuation(Chain(depth.TOKENS, 0).draw(np.random.default_rng(0), 4, 9))
+    params = builders.make(trainer.config.model)[1]["params"]
+    norms = np.asarray(depth.norms_of(trainer)(params, batch))
+    assert norms.shape == (3,)
+
+    @jax.jit
+    def loss(params):
+        logits = trainer.module.apply({"params": params}, batch)
+        picked = jax.nn.log_softmax(logits)[np.arange(4)[:, None], np.arange(8), batch.labels]
+        return -picked.mean()
+
+    blocks = jax.grad(loss)(params)["decoder"]["blocks"]
+    for layer in range(3):
+        kernels = [leaf[layer] for path, leaf in jax.tree.leaves_with_path(blocks) if path[-1].key == "kernel"]
+        assert len(kernels) == 6  # q, k, v, out of attention; in, out of the feed-forward layer
+        assert norms[layer] == pytest.approx(np.sqrt(sum(float((k**2).sum()) for k in kernels)), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["narrow", "wide"])
+def test_heads_cost_what_is_written_down(kind):
+    cost = load("heads_cost")
+    scale = cost.SCALES["smoke"]
+    for heads in scale.heads:
+        _, flops = cost.layer_of(kind, heads, scale)
+        width = scale.width * (heads if kind == "wide" else 1)  # of all heads together
+        products = 8 * scale.length * scale.width * width + 4 * scale.length**2 * width
+        assert flops == scale.rows * products
+
+
+def test_the_models_with_and_without_an_output_projection_have_as_many_parameters():
+    projection = load("output_projection")
+    scale = projection.SCALES["smoke"]
+    counts = [projection.trainer_of(model, 4, scale).parameters for model in (projection.WITH, projection.WITHOUT)]
+    assert counts[0] == pytest.approx(counts[1], rel=0.01)
+    batch = projection.draw(np.random.default_rng(0), 2, 3)
+    for row, slot in np.argwhere(batch.weights):
+        tokens = [batch.source.tokens[row, slot - distance] for distance in projection.DISTANCES]
+        assert batch.labels[row, slot] == sum(token * projection.TOKENS**i for i, token in enumerate(tokens))
+    assert batch.weights.sum() == 6
+
+
+def test_one_heads_output_projection_is_part_of_its_values():
+    """W_V W_O is one matrix: what the claim about a single head of the full width rests on."""
+    from jaxformer.config import AttentionConfig, EncodingConfig
+    from jaxformer.nn.attention import Attention
+    from jaxformer.nn.masks import Mask
+    from jaxformer.types import Slots
+
+    rng = np.random.default_rng(0)
+    x, ids = rng.standard_normal((1, 5, 8), np.float32), np.ones((1, 5), np.int32)
+    slots = Slots(np.arange(5, dtype=np.int32)[None], ids)
+    mask = Mask(slots, slots)
+    draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    for heads, equal in ((1, True), (2, False)):
+        query, key, value = (draw(8, heads, 8 // heads) for _ in range(3))
+        out = draw(heads, 8 // heads, 8)
+        merged = np.einsum("dhk,hke->de", value, out).reshape(8, heads, 8 // heads)
+
+        def run(output: bool, value: np.ndarray) -> np.ndarray:
+            config = AttentionConfig(heads=heads, bias=False, output=output)  # noqa: B023
+            kernels = {"query": query, "key": key, "value": value} | ({"out": out} if output else {})  # noqa: B023
+            params = {name: {"kernel": kernel} for name, kernel in kernels.items()}
+            return np.asarray(Attention(config, EncodingConfig(kind="none"), 8).apply({"params": params}, x, mask)[0])
+
+        assert np.allclose(run(True, value), run(False, merged), atol=1e-4) == equal
+
+
 def test_other_codes_of_positions_have_no_shift():
     shift = load("sinusoid_shift")
     own = shift.codes("own frequencies", np.random.default_rng(0))
@@ -209,6 +283,31 @@ def alignments(aligned: float, accuracy: float) -> list[dict]:
     return rows(made | {("reverse", 9): {"aligned": aligned, "behind": 0.1, "accuracy": accuracy}}, "order", "steps")
 
 
+def no_norms(best: float, other: float, own: float) -> list[dict]:
+    """Without a norm at the rate that is best with one, at another, and at its own best, which is the lowest."""
+    made = {("layer norm", rate): {"excess": value} for rate, value in ((1e-3, 0.05), (1e-2, 0.02), (3e-2, 0.6))}
+    made |= {("no norm", rate): {"excess": value} for rate, value in ((1e-3, own), (1e-2, best), (3e-2, other))}
+    return rows(made, "model", "rate", spread=0.001)
+
+
+def gradients(pre: float, bare: float) -> list[dict]:
+    deepest = {"pre-norm": pre, "post-norm": 2.0, "pre-norm, no residuals": bare}
+    made = {(model, 32): {"ratio": value} for model, value in deepest.items()}
+    return rows(made | {(model, 2): {"ratio": 1.0} for model in deepest}, "model", "depth", spread=0.0)
+
+
+def prices(narrow: float, wide: float, more: float = 1.0) -> list[dict]:
+    """Of 8 heads, in the times of one: the time of narrow and of wide ones, and the FLOPs of narrow ones."""
+    made = {(kind, 1): {"flops": 100.0, "milliseconds": 2.0} for kind in ("narrow", "wide")}
+    made["narrow", 8] = {"flops": 100.0 * more, "milliseconds": 2.0 * narrow}
+    return rows(made | {("wide", 8): {"flops": 800.0, "milliseconds": 2.0 * wide}}, "kind", "heads", spread=0.0)
+
+
+def projections(without: float, alone: float = 0.9) -> list[dict]:
+    made = {("with W_O", 1): 0.9, ("without W_O", 1): alone, ("with W_O", 8): 0.95, ("without W_O", 8): without}
+    return rows({key: {"accuracy": value} for key, value in made.items()}, "model", "heads", spread=0.001)
+
+
 GOOD, BAD, OPEN = "supported", "not supported", "unclear"
 
 
@@ -252,6 +351,24 @@ GOOD, BAD, OPEN = "supported", "not supported", "unclear"
         ("cost_of_length", costs(power=1.7, steps=1.0), OPEN),
         ("cost_of_length", costs(power=1.2, steps=1.0), BAD),
         ("cost_of_length", costs(power=1.95, steps=0.3), BAD),
+        ("no_norm", no_norms(best=1.0, other=1.0, own=0.06), GOOD),
+        ("no_norm", no_norms(best=1.0, other=1.0, own=0.02), OPEN),  # as good, at a rate of its own
+        ("no_norm", no_norms(best=0.08, other=1.0, own=0.06), OPEN),
+        ("no_norm", no_norms(best=0.03, other=0.6, own=0.05), BAD),
+        ("gradient_depth", gradients(pre=2.0, bare=1e-4), GOOD),
+        ("gradient_depth", gradients(pre=20.0, bare=1e-4), OPEN),
+        ("gradient_depth", gradients(pre=2.0, bare=0.05), OPEN),
+        ("gradient_depth", gradients(pre=2.0, bare=0.9), BAD),
+        ("gradient_depth", gradients(pre=1e-3, bare=1e-4), BAD),
+        ("heads_cost", prices(narrow=1.5, wide=7.0), GOOD),
+        ("heads_cost", prices(narrow=2.5, wide=7.0), OPEN),
+        ("heads_cost", prices(narrow=1.5, wide=3.0), OPEN),
+        ("heads_cost", prices(narrow=5.0, wide=7.0), BAD),
+        ("heads_cost", prices(narrow=1.0, wide=7.0, more=1.01), BAD),
+        ("output_projection", projections(without=0.9), GOOD),
+        ("output_projection", projections(without=0.9, alone=0.8), OPEN),  # one head misses it, too
+        ("output_projection", projections(without=0.935), OPEN),
+        ("output_projection", projections(without=0.95), BAD),
         ("alignment", alignments(aligned=0.95, accuracy=0.95), GOOD),
         ("alignment", alignments(aligned=0.3, accuracy=0.6), OPEN),  # not learnt
         ("alignment", alignments(aligned=0.3, accuracy=0.95), BAD),

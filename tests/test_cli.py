@@ -53,6 +53,13 @@ def stand_in(monkeypatch, name: str, **functions):
     monkeypatch.setattr(__import__(parent, fromlist=["_"]), leaf, module, raising=False)
 
 
+def test_input_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr(lines, "MAX_LINE", 5)
+    assert list(lines.chunks(io.StringIO("1234\n12345"), 2, "x")) == [["1234", "12345"]]
+    with pytest.raises(ConfigError, match=r"^x: got a line of more than 5 characters after line 1, expected"):
+        list(lines.chunks(io.StringIO("1\n123456"), 2, "x"))
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED = [
@@ -67,8 +74,16 @@ REFUSED = [
     (["train", "--workdir=x", "--config=nothing.py"], "'nothing.py': no such file"),
     (["train", "--workdir=x", "--config=nothing.py", "word"], "got 'word', expected only flags"),
     (["evaluate", "--workdir=nowhere"], "nowhere: got no config.json, expected the workdir of a run"),
-    (["evaluate", "--config.train.steps=1", "--workdir=x"], "got --config.train.steps, expected --workdir, --split"),
-    (["decode", "--workdir=x", "--config.train.steps=3"], "expected --config.decode.FIELD=VALUE"),
+    (["evaluate", "--config=x", "--workdir=x"], "got --config, expected --workdir, --split"),
+    (
+        ["decode", "--workdir=x", "--config.train.steps=3"],
+        "got --config.train.steps, which cannot change (it comes with",
+    ),
+    (
+        ["decode", "--workdir=x", "--config.data.dir=y"],
+        "cannot change (decode reads lines and no data), expected data.len",
+    ),
+    (["decode", "--workdir=x", "--config.evaluate.batch=3"], "which cannot change"),
     (["decode", "--workdir=x", "--input=nowhere.txt"], "--input: got 'nowhere.txt' (No such file"),
     (["sweep", "--config=x", "--sweep=x", "--workdir=x", "--executor=slrum"], "did you mean 'slurm'?"),
     (["sweep", "--config=x", "--sweep=nothing.py", "--workdir=x"], "'nothing.py': no such file"),
@@ -81,6 +96,25 @@ REFUSED = [
     (["import", "--source=x"], "--workdir"),
     (["export"], "--workdir"),
     (["plan"], "--config: got 0 of them"),
+    (
+        ["train", "--workdir=x", "--config=x", "--data.dir=y"],
+        "got --data.dir, expected --workdir, --config; write --config.data.dir=VALUE",
+    ),
+    (
+        ["train", "--workdir=x", "--config=x", "config.train.steps=3"],
+        "expected flags; write --config.train.steps=VALUE",
+    ),
+    (["train", "--workdir=x", "--config=x", "data.dir=y"], "expected flags; write --config.data.dir=VALUE"),
+    (["train", "--workdir=x", "-config.data.dir", "y"], "expected flags; write --config.data.dir=VALUE"),
+    (["train", "-workdir=x", "--config=x"], "expected flags; write --workdir=VALUE"),
+    (["report", "--data.dir=y", "--workdir=x"], "got --data.dir, expected --workdir"),
+    (["train", "--workdir=x", "--config=x", "--config.data.dir"], "--config.data.dir: got no value"),
+    (
+        ["train", "--workdir=x", "--config=x", "--config.data.dir", "--config.train.steps=3"],
+        "--config.data.dir: got no",
+    ),
+    (["config"], "--config: got 0 of them"),
+    (["config", "--fields", "--config.train.steps=3"], "got --fields and '--config.train.steps=3', expected one"),
 ]
 
 
@@ -115,6 +149,29 @@ def test_no_arguments_crash_the_parser(argv):
 def test_a_workdir_is_a_folder_and_no_address():
     with pytest.raises(ConfigError, match="--workdir: got 'gs://bucket/run', expected a folder"):
         cli.read("report", cli.COMMANDS["report"], ["--workdir=runs/one", "--workdir=gs://bucket/run"])
+
+
+def test_values_of_the_config_may_follow_a_blank():
+    command = cli.COMMANDS["train"]
+    argv = ["--config", "a.py", "--config.data.dir", "with blank", "--config.task.name=x", "--workdir", "w"]
+    argv += ["--config.optimizer.clip", "-1", "--config.data.splits.test", ""]
+    assert cli.read("train", command, argv).config == [
+        "--config=a.py",
+        "--config.data.dir=with blank",
+        "--config.task.name=x",
+        "--config.optimizer.clip=-1",
+        "--config.data.splits.test=",
+    ]
+
+
+def test_config_prints_what_a_run_would_have(recipe, capsys):
+    assert cli.main(["config", recipe, "--config.train.steps", "7"]) == 0
+    assert overrides.from_json(capsys.readouterr().out) == overrides.parse([recipe, "--config.train.steps=7"])
+    assert cli.main(["config", "--fields"]) == 0
+    out = capsys.readouterr().out
+    assert "accumulation = 1" in out
+    assert "config.model.encoder.attention, config.model.decoder.attention" in out
+    assert max(map(len, out.splitlines())) <= 120
 
 
 def test_help_names_every_command_and_flag(capsys):
@@ -152,7 +209,7 @@ def test_a_crash_is_not_swallowed(monkeypatch, recipe):
 
 def test_evaluate_prints_its_values(monkeypatch, run, capsys):
     values = {"split": "test", "loss": 1.25, "examples": 7}
-    stand_in(monkeypatch, "train.evaluate", evaluate=lambda workdir, split, which: values | {"weights": which})
+    stand_in(monkeypatch, "train.evaluate", evaluate=lambda workdir, split, which, edits: values | {"weights": which})
     assert cli.main(["evaluate", f"--workdir={run}", "--checkpoint=last"]) == 0
     out = capsys.readouterr().out
     assert "weights   last" in out
@@ -242,6 +299,24 @@ def test_chunks_of_nothing_are_none():
     assert list(lines.chunks(io.StringIO("\n"), 3, "x")) == [[""]]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\ufeffa\n\nb", ["a", "", "b"]),
+        ("a\r\n\r\nb\r\n", ["a", "", "b"]),
+        ("a\r\rb\rc\r", ["a", "", "b", "c"]),
+        ("a\rb\nc\rd", ["a\rb", "c\rd"]),
+        ("a\x0bb\u2028c\x85d\n \n", ["a\x0bb\u2028c\x85d", " "]),
+        ("a", ["a"]),
+    ],
+)
+def test_edge_lines_of_an_input(text, expected):
+    for size in (1, 2, 9):
+        found = list(lines.chunks(io.StringIO(text, newline="\n"), size, "x"))
+        assert [line for chunk in found for line in chunk] == expected
+        assert max(map(len, found)) <= size
+
+
 # --- the program ------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +352,18 @@ def test_doctor_says_what_is_there_and_what_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(inspection, "requirements", lambda: {"nothing_of_that_name": ""})
     assert cli.main(["doctor"]) == 1
     assert "FAIL  nothing_of_that_name  not installed; install it" in capsys.readouterr().out
+
+
+def test_doctor_with_wrong_data_ends_as_wrong_input_does(monkeypatch, recipe, tmp_path, capsys):
+    from jaxformer import inspection, preflight
+
+    argv = ["doctor", recipe, "--config.data.source=text", "--config.data.splits.train=a.txt"]
+    assert cli.main([*argv, f"--config.data.dir={tmp_path}"]) == 2
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert len(failed) == 1 and "a.txt: got no such file, expected a file, which data.splits names" in failed[0]
+    broken = preflight.Finding("FAIL", "cache folder", "full")
+    monkeypatch.setattr(inspection, "_folders", lambda: iter([broken]))
+    assert cli.main([*argv, f"--config.data.dir={tmp_path}"]) == 1
 
 
 def test_inspect_refuses_what_is_no_run(tmp_path, capsys):

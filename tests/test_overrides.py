@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -395,6 +396,20 @@ def test_parse_reads_values_as_their_fields_are_typed(path):
     assert config.optimizer.clip == 2.0
 
 
+def test_an_entry_of_a_dict_is_removed_by_no_value(path):
+    edits = ["data.splits.test=a,b", "data.splits.train=c,d", "data.columns.text=x", "data.columns.pair=y"]
+    removed = [*edits, "data.splits.test=", "data.columns.pair="]
+    config = overrides.parse([f"--config={path}", *(f"--config.{edit}" for edit in removed)])
+    assert config.data.splits == {"train": ("c", "d")}
+    assert config.data.columns == {"text": "x"}
+    # What a run saves is the config without it: the same command resumes it.
+    assert overrides.differences(config, overrides.from_json(overrides.to_json(config))) == []
+    message = refused(
+        overrides.parse, [f"--config={path}", *(f"--config.{edit}" for edit in edits), "--config.data.splits.tset="]
+    )
+    assert message.endswith("expected the name of one to remove (test, train); did you mean 'test'?")
+
+
 BAD_OVERRIDES = [
     ("--config.train.stpes=3", "did you mean 'steps'?"),
     ("--config.train.steps=3.0", "config.train.steps: got '3.0', expected int"),
@@ -409,6 +424,9 @@ BAD_OVERRIDES = [
     ("--config.model.recurrent_encoder.width=3", "this recipe has no config.model.recurrent_encoder"),
     ("--config.data.splits=a", "--config.data.splits.KEY=VALUE"),
     ("--config.data.splits.a.b=c", "--config.data.splits.KEY=VALUE"),
+    ("--config.data.splits.test=", "config.data.splits.test: got no value and no such entry"),
+    ("--config.data.format=tvs", "expected one of '', tsv, tsv_quoted, csv, jsonl, labelled; did you mean 'tsv'?"),
+    ("--config.data.format=csv", "config.data.format: got 'csv', expected '' for data.source numerals"),
     ("--config.data.shuffle=1", "expected true or false"),
     ("--config.data.buckets=8,x", "got 'x', expected int"),
     ("--config.schedule.peak=nan", "expected float"),
@@ -459,6 +477,16 @@ BAD_RECIPES = [
     ("def get_config(variant):\n    return 3", "expected a ConfigDict"),
     ("def get_config(variant):\n    raise KeyError('a\\nb')", ":2: got KeyError"),
     ("def get_config(variant):\n    return unknown_name", ":2: got NameError"),
+    ("import sys\nsys.exit(0)", "bad.py:2: got SystemExit: 0"),
+    ("def get_config():\n    raise SystemExit", "bad.py:2: got SystemExit"),
+    ("class Odd(BaseException): pass\ndef get_config():\n    raise Odd('x')", "bad.py:3: got Odd: x"),
+    ("def get_config():\n    return get_config()", "bad.py:2: got RecursionError"),
+    ("x = 1\0", "null bytes"),
+    (
+        "from jaxformer.config import StackConfig\nfrom jaxformer.overrides import section\n"
+        "def get_config():\n    return section(StackConfig, layer=3)",
+        "bad.py:4: StackConfig.layer: got an unknown key",
+    ),
 ]
 
 
@@ -469,11 +497,33 @@ def test_bad_recipes_are_refused_with_their_line(tmp_path, text, expected):
     assert expected in refused(overrides.load, str(path))
 
 
+def test_a_recipe_is_a_file_that_ends(tmp_path):
+    (tmp_path / "zero.py").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.py")
+    for name in ("zero.py", "pipe.py"):
+        assert "got an unreadable file (a device or pipe), expected a Python file" in refused(
+            overrides.load, str(tmp_path / name)
+        )
+
+
+def test_ctrl_c_in_a_recipe_is_not_the_recipes_fault(tmp_path):
+    (tmp_path / "slow.py").write_text("def get_config():\n    raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        overrides.load(str(tmp_path / "slow.py"))
+
+
 def test_missing_recipes_and_variants(path, tmp_path):
     assert "no such file" in refused(overrides.load, str(tmp_path / "nothing.py"))
     assert "'toy.py'" in refused(overrides.load, str(tmp_path / "toi.py"))
     assert "unreadable" in refused(overrides.load, str(tmp_path))
     assert "expected wide" in refused(overrides.load, f"{path}:narrow")
+    known = 'VARIANTS = ("transformer", "lstm")\nOLD_VARIANTS = {"bilstm": "lstm"}\n'
+    (tmp_path / "new.py").write_text(RECIPE.replace('("", "wide")', '("", "transformer", "lstm")') + known)
+    message = refused(overrides.load, f"{tmp_path}/new.py:lsmt")
+    assert message.endswith("got variant 'lsmt', expected one of transformer, lstm; did you mean 'lstm'?")
+    assert overrides.load(f"{tmp_path}/new.py:bilstm") == overrides.load(f"{tmp_path}/new.py:lstm")
+    (tmp_path / "dict.py").write_text("def get_config(variant):\n    return {'a': 1}[variant]")
+    assert "got variant 'b', expected one that the recipe has" in refused(overrides.load, f"{tmp_path}/dict.py:b")
     (tmp_path / "plain.py").write_text("def get_config():\n    return 1")
     assert "has no variants" in refused(overrides.load, f"{tmp_path}/plain.py:cpu")
     for argv in ([], [f"--config={path}", f"--config={path}"], ["--config="]):

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import math
+import runpy
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import recipes
 from flax import linen as nn
 
 from jaxformer import losses, overrides
+from jaxformer.config import ConfigError
 from jaxformer.models import build
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_every_recipe_names_its_variants():
+    """Beside the list of tests/recipes.py: what an unknown variant is answered with is complete and true."""
+    listed = {path.stem: [] for path, _, _ in recipes.each()}
+    for path, variant, _ in recipes.each():
+        listed[path.stem] += [variant] if variant else []
+    for path in recipes.CONFIGS.glob("*.py"):
+        found = runpy.run_path(str(path))
+        assert set(listed[path.stem]) <= set(found.get("VARIANTS", ())), path.name
+        for variant in (*found.get("VARIANTS", ()), *found.get("OLD_VARIANTS", {})):
+            overrides.freeze(overrides.load(f"{path}:{variant}"))
+    assert overrides.load("configs/sst2.py:bilstm") == overrides.load("configs/sst2.py:lstm")
+    with pytest.raises(
+        ConfigError, match="got variant 'trasformer', expected one of transformer, lstm; did you mean 'tr"
+    ):
+        overrides.load("configs/wikitext2.py:trasformer")
 
 
 def model_of(name: str, vocab: int, *edits: str):
@@ -49,10 +69,16 @@ def test_parameter_counts_are_the_papers(name, vocab, millions):
     assert build.count(shapes) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-def test_the_notes_gpt2_starts_at_chance():
+def test_a_gpt2_of_the_notes_sizes_starts_at_chance():
+    """It has the notes' sizes; its docstring says in what it is another model."""
     module = model_of("gpt2_notes.py", 512, "--config.model.decoder.unroll=1")
     config = module.config.decoder
     assert (config.layers, config.width, config.embed.width, config.attention.heads) == (12, 144, 128, 6)
+    assert (config.norm.order, config.ffn.activation, config.encoding.kind) == ("pre", "gelu_tanh", "learned")
+    text = (ROOT / "configs/gpt2_notes.py").read_text(encoding="utf-8")
+    count = build.count(nn.meta.unbox(build.shapes(module))["params"])
+    assert f" {count:,} parameters " in text
+    assert count != 8_271_696  # the notes' own
     batch = build.example(module.config, 2, 32)
     tokens = np.random.default_rng(0).integers(0, 512, (2, 33)).astype(np.int32)
     batch = batch._replace(target=batch.target._replace(tokens=tokens[:, :-1]))

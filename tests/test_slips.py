@@ -12,16 +12,28 @@ import builders
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
 
-from jaxformer import tasks
-from jaxformer.config import AttentionConfig, Config, EncodingConfig, NormConfig, TaskConfig
-from jaxformer.nn import reference
+from jaxformer import losses, tasks
+from jaxformer.config import (
+    AttentionConfig,
+    Config,
+    EncodingConfig,
+    ModelConfig,
+    NormConfig,
+    OptimizerConfig,
+    PermutationConfig,
+    TaskConfig,
+)
+from jaxformer.nn import recurrent, reference
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.encodings.sinusoidal import sinusoids
 from jaxformer.nn.layers import Norm
 from jaxformer.nn.masks import Mask
 from jaxformer.tasks import _tokens
+from jaxformer.train import optim
 from jaxformer.types import Batch, Slots, Stream
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,6 +162,162 @@ def test_the_loss_is_against_the_next_token_not_the_input():
 
     assert loss([*ids, eos]) < 1e-3  # says what comes next
     assert loss([bos, *ids]) > 20.0  # repeats its input, which the slip would call perfect
+
+
+def attended(x: np.ndarray, weigh, project=None) -> np.ndarray:
+    """Attention with `WEIGHTS` over `x`, with other weights than the softmax of scaled scores or other projections."""
+    project = project or (lambda x, kernel: np.einsum("btd,dhk->bhtk", x, kernel))
+    q, k, v = (project(x, WEIGHTS[name]) for name in ("query", "key", "value"))
+    return np.einsum("bhtk,hkd->btd", weigh(q, k) @ v, WEIGHTS["out"])
+
+
+def scaled_scores(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    return q @ k.swapaxes(-1, -2) / HEAD_WIDTH**0.5
+
+
+def test_the_softmax_is_not_linear():
+    scores, others = normal(9, 4, 6), normal(10, 4, 6)
+    assert close(reference.softmax(scores), softmax(scores))
+    # What a linear map would keep, it does not: sums and multiples of scores.
+    assert not close(reference.softmax(scores + others), softmax(scores) + softmax(others))
+    assert not close(reference.softmax(2 * scores), 2 * softmax(scores))
+    x = normal(11, BATCH, LENGTH, WIDTH)
+    assert close(module(x), attended(x, lambda q, k: softmax(scaled_scores(q, k))))
+    linear = lambda q, k: scaled_scores(q, k) / np.abs(scaled_scores(q, k)).sum(axis=-1, keepdims=True)  # noqa: E731
+    for slip in (scaled_scores, linear):
+        assert not close(module(x), attended(x, slip))
+
+
+def test_scores_are_dot_products_not_cosines():
+    x = normal(12, BATCH, LENGTH, WIDTH)
+
+    def cosine(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        return softmax(unit(q) @ unit(k).swapaxes(-1, -2) / HEAD_WIDTH**0.5)
+
+    assert close(module(x), attended(x, lambda q, k: softmax(scaled_scores(q, k))))
+    assert not close(module(x), attended(x, cosine))
+    # And where a cosine is meant, in the similarity of sentences, it is one: lengths play no part.
+    u, v = normal(13, 3, WIDTH), normal(14, 3, WIDTH)
+    assert close(losses.cosine(u, v), np.sum(unit(u) * unit(v), axis=-1))
+    assert close(losses.cosine(3 * u, v), losses.cosine(u, v))
+    assert not close(losses.cosine(u, v), np.sum(u * v, axis=-1))
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def test_projections_are_along_channels_not_along_the_sequence():
+    """`[B, T, D]` times W `[D, D]` from the right; W from the left mixes slots, and with T = D it runs."""
+    x = normal(15, BATCH, LENGTH, WIDTH)
+
+    def along_time(x: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        return np.einsum("btd,thk->bhdk", x, kernel)
+
+    weigh = lambda q, k: softmax(scaled_scores(q, k))  # noqa: E731
+    assert close(module(x), attended(x, weigh))
+    assert not close(module(x), attended(x, weigh, along_time))
+    # Slots that are the same have the same query, wherever they stand; a map along time would tell them apart.
+    same = np.broadcast_to(x[:, :1], x.shape)
+    assert (
+        np.ptp(np.asarray(module(same)), axis=1).max() < 1e-5 < np.ptp(attended(same, weigh, along_time), axis=1).max()
+    )
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_a_norm_is_over_the_features_of_a_slot_not_per_element(kind):
+    """Only scale and shift are one an element; a single number less its own mean would always be 0."""
+    x = normal(16, 3, 5, WIDTH)
+    norm = Norm(NormConfig(kind=kind))
+    variables = nn.meta.unbox(norm.init(jax.random.key(0), x))
+    y = norm.apply(variables, x)
+    right = standardised(x, (2,)) if kind == "layer" else x / np.sqrt(np.mean(x * x, axis=2, keepdims=True) + 1e-5)
+    slip = (x - x) / np.sqrt(0.0 + 1e-5) if kind == "layer" else x / np.sqrt(x * x + 1e-5)  # 0, and the sign
+    assert close(y, right)
+    assert not close(y, slip)
+    assert {leaf.shape for leaf in jax.tree.leaves(variables)} == {(WIDTH,)}
+    # So the numbers of a slot depend on each other, and those of two slots do not.
+    changed = norm.apply(variables, x + np.eye(WIDTH, dtype=np.float32)[0] * (np.arange(5) == 2)[:, None])
+    moved = ~np.isclose(changed, y, atol=1e-6)
+    assert moved[:, 2].all()
+    assert not np.delete(moved, 2, axis=1).any()
+
+
+def test_an_update_is_made_of_gradients_and_is_no_part_of_them():
+    """`torch.no_grad()` around an update keeps it out of the graph; it does not mean that no gradient is used."""
+    a, b, rate = normal(17, 6, 4), normal(18, 6), 0.1
+    params = {"w": jnp.asarray(normal(19, 4))}
+    loss = lambda params: jnp.mean((a @ params["w"] - b) ** 2)  # noqa: E731
+    rule = optim.optimizer(OptimizerConfig(name="sgd", momentum=0.0), lambda step: rate, params)
+    state = rule.init(params)
+
+    def updated(params):
+        updates, _ = rule.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates)
+
+    w = np.asarray(params["w"])
+    by_hand = 2 * a.T @ (a @ w - b) / len(b)
+    assert close(updated(params)["w"], w - rate * by_hand)
+    assert not close(updated(params)["w"], w)  # the slip: no gradient, no change
+    # The gradient of the step after is of the loss there, not of the loss as a function of the old parameters.
+    after = updated(params)
+    through = jax.grad(lambda params: loss(updated(params)))(params)["w"]
+    assert close(jax.grad(loss)(after)["w"], 2 * a.T @ (a @ np.asarray(after["w"]) - b) / len(b))
+    assert not close(jax.grad(loss)(after)["w"], through)
+
+
+def test_the_decoder_term_is_added_once():
+    """In an additive score W s + U h, and in a residual sum x + f(x)."""
+    s, h, v = normal(20, 2, WIDTH), normal(21, 2, 5, WIDTH), normal(22, WIDTH)
+    score = lambda times: np.tanh(times * s[:, None] + h) @ v  # noqa: E731
+    assert close(recurrent.additive_scores(jnp.asarray(s), jnp.asarray(h), jnp.asarray(v)), score(1))
+    assert not close(softmax(score(1)), softmax(score(2)))  # inside of the tanh it does not cancel
+    config = builders.seq2seq(norm=NormConfig(kind="none"), ffn=None, layers=1)
+    model, variables = builders.make(config)
+    silent = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf * 0 if "out" in [key.key for key in path] else leaf, variables
+    )
+    batch = builders.batch(config, [3])
+    x = silent["params"]["source_embed"]["table"][batch.target.tokens]  # shared by both sides
+    hidden = builders.apply(model, method="hidden")(silent, batch)
+    assert close(hidden, x)  # sub-layers that say nothing leave the decoder's stream as it is
+    assert not close(hidden, 2 * x)
+
+
+def test_xlnet_sees_both_sides_and_is_no_decoder_only_model():
+    """Its content stream reads like an encoder; in training a permutation, not the order of the text, hides slots."""
+    length, changed = 5, 3
+    xl = dict(encoding=EncodingConfig("transformer_xl"), norm=NormConfig(order="post"))
+    bare = dict(attention=AttentionConfig(heads=2, bias=False))
+    xlnet = ModelConfig(encoder=builders.stack(layers=1, **xl, **bare), permutation=PermutationConfig())
+    gpt = builders.decoder(layers=1)
+
+    def outputs(config: ModelConfig, call) -> tuple[np.ndarray, np.ndarray]:
+        """Before and after another token at slot `changed`."""
+        model, variables = builders.make(config)
+        tokens = np.array([[1, 2, 3, 4, 5]], np.int32)
+        other = np.where(np.arange(length) == changed, 9, tokens).astype(np.int32)
+        slots = Slots(np.arange(length, dtype=np.int32)[None], np.ones((1, length), np.int32))
+        run = jax.jit(lambda ids: call(model, variables, Stream(ids, slots)))
+        return tuple(np.asarray(run(ids)) for ids in (tokens, other))
+
+    def moved(pair: tuple[np.ndarray, np.ndarray]) -> list[bool]:
+        return list(np.abs(pair[0] - pair[1]).max(axis=-1)[0] > 1e-6)
+
+    whole = outputs(xlnet, lambda m, v, s: m.apply(v, s, method=m.streams).content[-1])
+    assert moved(whole) == [True] * length
+    causal = outputs(gpt, lambda m, v, s: m.apply(v, Batch(None, s), method=m.hidden))
+    assert moved(causal) == [slot >= changed for slot in range(length)]  # the slip: what is left of it cannot move
+
+    # Of the permutation 3 0 4 1 2 each slot predicts its token from those before it there, on either side of it.
+    rank = np.argsort([3, 0, 4, 1, 2])
+    hidden = (rank[:, None] <= rank[None, :])[None]
+    targets = np.eye(length, dtype=np.float32)[None]
+    query = outputs(xlnet, lambda m, v, s: m.apply(v, s, hidden, targets, method=m.streams).query[-1])
+    after = [bool(rank[slot] > rank[changed]) for slot in range(length)]
+    assert after[:changed] == [True] * changed  # token 3 is the first of the order: all to its left see it
+    # The first of an order sees nothing, and then weighs all slots alike, its own included, as the published code does.
+    assert moved(query) == [moves or slot == changed for slot, moves in enumerate(after)]
 
 
 # --- the notes --------------------------------------------------------------------------------------------------------

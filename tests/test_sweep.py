@@ -138,6 +138,17 @@ def test_a_plan_checks_every_config_first(planned):
     assert readable(plan.runs[1]) == "schedule.peak=0.2,data.buckets=8,16"
 
 
+def test_edits_may_hold_blanks_and_remove_splits(planned):
+    text = "SWEEP = [{'data.splits.test': (), 'data.dir': 'a folder'}, {'data.splits.test': ('b c.txt[:90%]',)}]"
+    plan = planned(text, "--config.data.splits.test=a", "--config.data.splits.train=a")
+    first, second = plan.runs
+    assert (first.config.data.splits, first.config.data.dir) == ({"train": ("a",)}, "a folder")
+    assert second.config.data.splits == {"test": ("b c.txt[:90%]",), "train": ("a",)}
+    for run in plan.runs:  # what is started has the config that was checked
+        given = [argument for argument in run.command if argument.startswith("--config")]
+        assert overrides.parse(given) == run.config
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

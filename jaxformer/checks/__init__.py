@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Iterator
 
-from jaxformer.checks import mesh, model, sections, tables
+from jaxformer.checks import mesh, model, sections, size, tables
 from jaxformer.config import Config, RecurrentConfig, StackConfig
 
 
@@ -28,6 +28,7 @@ def check(config: Config) -> None:
     sections.train(config)
     mesh.check(config)
     sections.decode(config.decode)
+    size.check(config)
 
 
 def _parts(part: Any, path: str) -> Iterator[tuple[str, Any]]:

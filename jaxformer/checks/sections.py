@@ -64,6 +64,8 @@ def data(config: Config) -> None:
         raise wrong("config.data.tokenizer.path", data.tokenizer.path, "a file, since tokenizer.kind is file")
     if len(data.score_range) != 2 or data.score_range[0] >= data.score_range[1]:
         raise wrong("config.data.score_range", data.score_range, "the lowest and the highest score, as 0,5")
+    if data.format and data.source != "table":
+        raise wrong("config.data.format", data.format, f"'' for data.source {data.source}, which has one format")
     for split, files in data.splits.items():
         if not split.replace("-", "").replace("_", "").isalnum():  # it becomes part of file names in the workdir
             raise wrong("config.data.splits", split, "names of letters, digits, - and _", "rename it")

@@ -60,6 +60,7 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (ModelConfig, "dtype"): ("float32", "bfloat16"),
     (TokenizerConfig, "kind"): ("byte", "character", "word", "bpe", "unigram", "file"),
     (DataConfig, "document"): ("line", "file"),
+    (DataConfig, "format"): ("", "tsv", "tsv_quoted", "csv", "jsonl", "labelled"),
     (TaskConfig, "objective"): ("regression", "contrastive"),
     (DataConfig, "packing"): ("none", "concat", "first_fit"),
     (OptimizerConfig, "name"): ("adamw", "adam", "adafactor", "lion", "sgd", "muon"),
@@ -73,8 +74,15 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
 }
 
 # Intervals: the bounds and whether they belong to it. None: no upper bound.
-POSITIVE_INT = (1, None, "[]")
-COUNT = (0, None, "[]")
+INT32 = 2**31 - 1  # steps, positions, token ids and sizes of arrays are int32
+POSITIVE_INT = (1, INT32, "[]")
+COUNT = (0, INT32, "[]")
+SEED = (0, 2**32 - 1, "[]")  # JAX drops the bits above: the seeds 0 and 2**32 would be one
+LENGTH = (2, 2**30, "[]")  # the data pipeline takes 2**30 for a length that nothing exceeds
+LAYERS = (1, 10_000, "[]")  # each costs time to compile; the deepest ever trained had so many (Xiao et al. 2018)
+CELL_LAYERS = (1, 1_000, "[]")  # these are not scanned
+BEAMS = (1, 100_000, "[]")  # rows of one prompt, all decoded at once
+NOT_NEGATIVE = (0.0, None, "[]")
 POSITIVE = (0.0, None, "(]")
 RATE = (0.0, 1.0, "[)")
 SHARE = (0.0, 1.0, "[]")
@@ -99,46 +107,46 @@ RANGES: dict[type, dict[str, tuple[float, float | None, str]]] = {
     },
     FeedForwardConfig: {"width": POSITIVE_INT, "dropout": RATE},
     MoEConfig: {
-        "experts": POSITIVE_INT, "top_k": POSITIVE_INT, "capacity": POSITIVE, "shared": COUNT, "balance_loss": COUNT,
-        "z_loss": COUNT,
+        "experts": POSITIVE_INT, "top_k": POSITIVE_INT, "capacity": POSITIVE, "shared": COUNT,
+        "balance_loss": NOT_NEGATIVE, "z_loss": NOT_NEGATIVE,
     },
     NormConfig: {"epsilon": POSITIVE, "momentum": RATE, "offset": (0.0, 1.0, "[]")},
     ConvConfig: {"kernel": POSITIVE_INT, "groups": POSITIVE_INT},
     StackConfig: {
-        "layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "unroll": POSITIVE_INT,
+        "layers": LAYERS, "width": POSITIVE_INT, "dropout": RATE, "unroll": POSITIVE_INT,
         "microbatches": POSITIVE_INT,
     },
     PermutationConfig: {"memory": POSITIVE_INT, "reuse": POSITIVE_INT},
-    RecurrentConfig: {"layers": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "recurrent_dropout": RATE},
+    RecurrentConfig: {"layers": CELL_LAYERS, "width": POSITIVE_INT, "dropout": RATE, "recurrent_dropout": RATE},
     HeadConfig: {
         "chunk": POSITIVE_INT, "classes": POSITIVE_INT, "width": POSITIVE_INT, "dropout": RATE, "epsilon": POSITIVE,
         "input_dropout": RATE,
     },
     TokenizerConfig: {"vocab": POSITIVE_INT, "multiple": POSITIVE_INT},
     DataConfig: {
-        "batch": POSITIVE_INT, "tokens": POSITIVE_INT, "length": (2, None, "[]"), "examples": POSITIVE_INT,
+        "batch": POSITIVE_INT, "tokens": POSITIVE_INT, "length": LENGTH, "examples": POSITIVE_INT,
     },
     TaskConfig: {
-        "label_smoothing": RATE, "z_loss": COUNT, "mask_rate": (0.0, 1.0, "()"), "stride": POSITIVE_INT,
+        "label_smoothing": RATE, "z_loss": NOT_NEGATIVE, "mask_rate": (0.0, 1.0, "()"), "stride": POSITIVE_INT,
         "temperature": POSITIVE, "positive": SHARE,
     },
     OptimizerConfig: {
-        "beta1": RATE, "beta2": RATE, "epsilon": POSITIVE, "momentum": RATE, "weight_decay": COUNT, "clip": POSITIVE,
-        "spike": POSITIVE,
+        "beta1": RATE, "beta2": RATE, "epsilon": POSITIVE, "momentum": RATE, "weight_decay": NOT_NEGATIVE,
+        "clip": POSITIVE, "spike": POSITIVE,
     },
     ScheduleConfig: {"peak": POSITIVE, "warmup": COUNT, "floor": SHARE, "decay": SHARE},
     TrainConfig: {
-        "steps": POSITIVE_INT, "seed": COUNT, "accumulation": POSITIVE_INT, "ema": RATE, "log_every": POSITIVE_INT,
+        "steps": POSITIVE_INT, "seed": SEED, "accumulation": POSITIVE_INT, "ema": RATE, "log_every": POSITIVE_INT,
         "evaluate_every": COUNT, "checkpoint_every": COUNT, "skip_limit": POSITIVE_INT, "deadline": POSITIVE,
         "watchdog": POSITIVE,
     },
     CheckpointConfig: {"keep_last": POSITIVE_INT, "keep_best": COUNT, "average": COUNT},
     EvaluateConfig: {"batch": POSITIVE_INT, "examples": POSITIVE_INT, "decode_examples": COUNT, "samples": COUNT},
     DecodeConfig: {
-        "beams": POSITIVE_INT, "hypotheses": POSITIVE_INT, "max_length": POSITIVE_INT, "min_length": COUNT,
+        "beams": BEAMS, "hypotheses": BEAMS, "max_length": POSITIVE_INT, "min_length": COUNT,
         "max_ratio": POSITIVE, "temperature": POSITIVE, "top_k": COUNT, "top_p": PORTION, "min_p": SHARE,
         "repetition_penalty": POSITIVE, "no_repeat_ngram": COUNT, "forced_first": COUNT,
-        "batch": POSITIVE_INT, "seed": COUNT,
+        "batch": POSITIVE_INT, "seed": SEED,
     },
 }  # fmt: skip
 
@@ -158,14 +166,18 @@ def fields(part: Any, path: str) -> None:
             package, extra = FOLDERS[key] if key in FOLDERS else ("", CHOICES[key])
             known = extra + (registry.names(package) if package else ())
             if value not in known:
-                raise ConfigError(
-                    f"{here}: got {value!a}, expected one of {', '.join(known)}{registry.nearest(value, known)}"
-                )
+                names = ", ".join(each or "''" for each in known)
+                raise ConfigError(f"{here}: got {value!a}, expected one of {names}{registry.nearest(value, known)}")
         elif type(part) in RANGES and f.name in RANGES[type(part)]:
             low, high, ends = RANGES[type(part)][f.name]
             above = value >= low if ends[0] == "[" else value > low
             below = high is None or (value <= high if ends[1] == "]" else value < high)
             if not (above and below):
-                words = f"{'at least' if ends[0] == '[' else 'more than'} {low:g}"
-                words += "" if high is None else f" and {'at most' if ends[1] == ']' else 'less than'} {high:g}"
+                words = f"{'at least' if ends[0] == '[' else 'more than'} {_plain(low)}"
+                if high is not None and not (high == INT32 and not above):
+                    words += f" and {'at most' if ends[1] == ']' else 'less than'} {_plain(high)}"
                 raise wrong(here, value, words)
+
+
+def _plain(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"

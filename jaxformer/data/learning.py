@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import sentencepiece
 import tokenizers as hf
@@ -20,6 +20,9 @@ SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>", "<cls>", "<sep>")
 """Special tokens of every vocabulary learned here, in the order of their ids."""
 
 ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
+
+MAX_RESERVED = 2**20
+"""Rows for which BPE's trainer may reserve memory, some 100 MB, before it has read the text."""
 
 
 def words(text: str) -> list[str]:
@@ -52,6 +55,9 @@ def frequent_words(texts: Iterable[str], size: int, lowercase: bool) -> tuple[st
 def bpe(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
     """Byte-pair encoding (Sennrich et al. 2016, https://arxiv.org/abs/1508.07909) over bytes."""
     tokenizer = _around(models.BPE(), lowercase)
+    if size > MAX_RESERVED:
+        texts = list(texts)
+        size = min(size, _rows_at_most(tokenizer, texts))
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         min_frequency=2,
@@ -61,6 +67,16 @@ def bpe(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return _with_specials(tokenizer)
+
+
+def _rows_at_most(tokenizer: hf.Tokenizer, texts: Iterable[str]) -> int:
+    """Rows that BPE can learn from `texts`: each merge makes one piece of two within a word."""
+    pieces: set[str] = set()
+    for text in texts:
+        pieces.update(
+            piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text))
+        )
+    return len(SPECIALS) + len(ALPHABET) + sum(len(piece) - 1 for piece in pieces)
 
 
 def unigram(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
@@ -104,6 +120,30 @@ def unigram(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
     scores = [(model.id_to_piece(index), round(model.get_score(index), 6)) for index in range(len(model))]
     tokenizer.model = models.Unigram(scores, unk_id=SPECIALS.index("<unk>"))
     return _with_specials(tokenizer)
+
+
+def table(kind: str, pieces: Sequence[str]) -> hf.Tokenizer:
+    """A look-up table of bytes, characters or words as a model of the `tokenizers` library."""
+    if kind == "word":
+        tokenizer = hf.Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(hf.Regex(r"[\s\x1c-\x1f\x85]+"), "removed")
+    else:
+        if kind == "byte":  # each has a visible character, which pre-tokenising puts in its place
+            pieces = (*SPECIALS, *(_visible(byte) for byte in range(256)))
+        tokenizer = hf.Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>"))
+        if kind == "byte":
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            tokenizer.decoder = decoders.ByteLevel()
+        else:
+            tokenizer.decoder = decoders.Fuse()
+    return _with_specials(tokenizer)
+
+
+def _visible(byte: int) -> str:
+    """The character that stands for a byte in GPT-2's alphabet: itself if it is printable, else one from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte) if byte in printable else chr(256 + byte - sum(b < byte for b in printable))
 
 
 def _around(model: models.Model, lowercase: bool) -> hf.Tokenizer:

@@ -202,9 +202,11 @@ class Pipeline:
         self._remembering = tokenizers.remembering(MEMORY)
         self._process, self._processes = process_index, process_count
         self._multiple = math.lcm(multiple, process_count)
-        self._count("train", data.examples)  # at least one, or it raises
-        self._check(self._encoder("train", 1, config)([0], 0)[0])
-        self._plan = self._planned("train", data.examples, packing.shapes(*self._budget()), train=True)
+        # A trained model may be measured on a split alone, whose first example then says which arrays a batch has.
+        first = "train" if "train" in dataset.splits else next(iter(dataset.splits))
+        self._count(first, data.examples)  # at least one, or it raises
+        self._check(self._encoder(first, 1, config)([0], 0)[0])
+        self._plan = self._planned(first, data.examples, packing.shapes(*self._budget()), train=first == "train")
         self._like = self._plan.encode([0], 0)[0]  # which arrays a batch has, also where a host's rows are all empty
         self._sizes: dict[tuple[str, int | None], dict[str, int]] = {}
         self._cuts: dict[tuple[str, int | None], Cut] = {}
@@ -215,6 +217,7 @@ class Pipeline:
         `get_state()` is {"epoch", "block", "batch"} of the batch that would come next; `set_state` goes there. The next
         block is encoded, and the next batches are filled, in the background; `close()` ends that.
         """
+        self._split("train")  # or it raises: the plan may be of another
         blocks = grain.MapDataset.range(2**40).map(self._plan)
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
         batches = Batches(blocks.to_iter_dataset(ahead), self._plan.blocks, self._fill)

@@ -36,7 +36,8 @@ ROLES = {
 }
 """What each special token is called, most specific name first. RoBERTa has no [CLS] of its own: its <s> serves."""
 
-MAX_BYTES = 2**28  # of a vocabulary's file; Gemma's, among the largest, has 33 MB
+MAX_BYTES = 64 << 20
+"""Of a tokenizer's file. The largest published ones, of 2**18 tokens, have 35 MB."""
 
 SAMPLE = 2**18
 """At most so many examples, evenly spaced over the split, are read to learn a vocabulary."""
@@ -66,6 +67,9 @@ class Tokenizer:
         self.multiple = multiple
         self.chosen = dict(chosen or {})
         self.size = len(vocabulary.pieces)
+        if multiple < 1 or any(not 0 <= index < self.size for index in self.chosen.values()):
+            what = f"got multiple {multiple} and chosen ids {self.chosen}"
+            raise ValueError(f"{what}, expected a multiple of at least 1 and ids below {self.size}")
         self.vocab = -(-self.size // multiple) * multiple
         known = {piece: index for index, piece in reversed(list(enumerate(vocabulary.pieces)))}
         roles = {role: next((n for n in names if n in known), None) for role, names in ROLES.items()}
@@ -165,8 +169,11 @@ class Tokenizer:
         return cls(vocabularies.KINDS[kind].of(kind, content["vocabulary"]), content["multiple"], content.get("chosen"))
 
     def choosing(self, **ids: int | None) -> Tokenizer:
-        """The same tokenizer with other tokens in some roles: `choosing(bos=0)`. None leaves a role as it is."""
-        chosen = {role: index for role, index in ids.items() if index is not None and index < self.size}
+        """The same tokenizer with other tokens in some roles: `choosing(bos=0)`.
+
+        None leaves a role as it is, and so does an id that is no token's: published configs say -1 for none.
+        """
+        chosen = {role: index for role, index in ids.items() if index is not None and 0 <= index < self.size}
         return Tokenizer(self.vocabulary, self.multiple, {**self.chosen, **chosen})
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -190,8 +197,19 @@ class Tokenizer:
             if path.suffix == ".model":
                 return cls(Sentences(content), multiple)
             return cls._of(json.loads(content), multiple)
-        except Exception as error:  # the two libraries raise bare Exception and RuntimeError
+        except BaseException as error:  # the two libraries raise bare Exception and RuntimeError, and Rust panics
+            if not vocabularies.failed(error):
+                raise
             raise unreadable(path, error) from error
+
+    @property
+    def is_exportable(self) -> bool:
+        """Whether the `tokenizers` library can express it, so that it gives the same ids.
+
+        Two things are its own: it takes names of special tokens in a text for these tokens, unless its
+        `encode_special_tokens` is set (of whole words even then), and special tokens are put around a text by hand.
+        """
+        return self.vocabulary.is_in_library
 
     def export(self, path: str | os.PathLike[str], closing: bool = False, framing: bool = False) -> None:
         """Writes a `tokenizer.json` that the `tokenizers` library loads.
@@ -202,12 +220,12 @@ class Tokenizer:
             vocabulary has a frame of its own.
 
         Raises:
-          ValueError: the kind is not a model of that library.
+          ValueError: that library cannot express the tokenizer.
         """
-        if not isinstance(self.vocabulary, Fast):
+        if not self.is_exportable:
             kind = self.vocabulary.kind
-            raise ValueError(f"tokenizer: got kind {kind!r}, expected bpe, unigram or a tokenizer.json; use save")
-        model = hf.Tokenizer.from_str(self.vocabulary.model.to_str())
+            raise ValueError(f"tokenizer: got kind {kind!r}, which the tokenizers library cannot express; use save")
+        model = hf.Tokenizer.from_str(self.vocabulary.library().to_str())
         if closing and self.eos is not None:
             end = self.vocabulary.pieces[self.eos]
             model.post_processor = hf.processors.TemplateProcessing(
@@ -261,7 +279,11 @@ class Tokenizers:
     source: Tokenizer
     target: Tokenizer
 
-    FILE = "tokenizer.json"
+    FILE = "jaxformer_tokenizer.json"
+    """Everything that is needed to read and write text as the run does."""
+    LIBRARY = "tokenizer.json"
+    """The same for programs that use the `tokenizers` library, where that can express it. Runs of earlier versions have
+    what is now in `FILE` under this name."""
 
     @property
     def joint(self) -> bool:
@@ -302,9 +324,15 @@ class Tokenizers:
         return Tokenizers(self.source.remembering(budget // 2), self.target.remembering(budget // 2))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes `tokenizer.json`: the tokenizer, or {"source": ..., "target": ...} where they differ."""
+        """Writes `jaxformer_tokenizer.json`: the tokenizer, or {"source": ..., "target": ...} where they differ.
+
+        Beside it goes `tokenizer.json` in the format of the `tokenizers` library, if there is one tokenizer and that
+        library can express it.
+        """
         path = Path(directory) / self.FILE
         if self.joint:
+            if self.source.is_exportable:
+                self.source.export(Path(directory) / self.LIBRARY)
             self.source.save(path)
         else:
             both = {"source": self.source._json(), "target": self.target._json()}
@@ -315,9 +343,11 @@ class Tokenizers:
         """Reads what `save` wrote.
 
         Raises:
-          ConfigError: there is no `tokenizer.json`, or it is damaged.
+          ConfigError: there is no such file, or it is damaged.
         """
         path = Path(directory) / cls.FILE
+        if not path.exists() and (Path(directory) / cls.LIBRARY).exists():
+            path = Path(directory) / cls.LIBRARY
         try:
             content = json.loads(read_file(path))
             if "source" not in content:
@@ -326,7 +356,9 @@ class Tokenizers:
             return cls(*(Tokenizer._of(content[side], multiple) for side in ("source", "target")))
         except ConfigError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not vocabularies.failed(error):
+                raise
             raise unreadable(path, error) from error
 
 
@@ -354,18 +386,20 @@ def read_file(path: Path) -> bytes:
       ConfigError: it cannot be read, is no regular file (a device has no end), or is larger than any vocabulary.
     """
     try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
-            got = f"{found.st_size:,} bytes" if stat.S_ISREG(found.st_mode) else "something else"
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a device never ends, and a pipe waits for a writer
+            raise ConfigError(f"tokenizer: got {path}, which is no file, expected a tokenizer.json or a .model file")
+        if found.st_size > MAX_BYTES:
+            size = f"{found.st_size / 2**20:,.0f} MiB"
             raise ConfigError(
-                f"tokenizer: got {path}, {got}, expected a regular file of at most {MAX_BYTES:,} bytes; check it"
+                f"tokenizer: got {path} of {size}, expected at most {MAX_BYTES >> 20}; is it another file?"
             )
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"tokenizer: got {path}, expected a readable file ({error.strerror}); check it") from error
 
 
-def unreadable(path: Path, error: Exception) -> ConfigError:
+def unreadable(path: Path, error: BaseException) -> ConfigError:
     """The error of a vocabulary's file that its library does not understand."""
     reason = " ".join(str(error).split())[:120]
     return ConfigError(f"tokenizer: got {path}, expected a tokenizer.json or a .model file ({reason}); check it")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
+import os
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import sentencepiece
@@ -16,6 +18,38 @@ import tokenizers as hf
 from jaxformer.config import ConfigError, TokenizerConfig
 from jaxformer.data import learning
 from jaxformer.data.learning import SPECIALS
+
+MAX_IDS = 2**24
+"""Token ids are below it. A table has a row for every id, used or not; the largest published ones have 2**18."""
+
+
+LONG_RUNS = ("a" * 64 + "!", " " * 64 + "x", "0" * 64 + "x", "ab" * 32 + "-")
+"""Texts on which a pattern that backtracks without end does so."""
+
+
+def failed(error: BaseException) -> bool:
+    """True for what a library raises on bad input, and not for Ctrl-C.
+
+    Where the Rust code of `tokenizers` panics, its exception is no `Exception`, and has no public name.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def _silent_panics() -> Iterator[None]:
+    """Keeps the report that Rust writes to stderr, before its exception says the same, from the user."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # stderr is closed: there is nothing to keep silent
+        yield
+        return
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 class Vocabulary(Protocol):
@@ -35,6 +69,15 @@ class Vocabulary(Protocol):
     def parse(self, text: str, specials: dict[str, int]) -> list[int]: ...
 
     def payload(self) -> Any: ...
+
+    @property
+    def is_in_library(self) -> bool:
+        """Whether the `tokenizers` library can express it."""
+        ...
+
+    def library(self) -> hf.Tokenizer:
+        """The same as a model of the `tokenizers` library, where that `is_in_library`."""
+        ...
 
 
 def _between(text: str, specials: dict[str, int], vocabulary: Vocabulary, space: str) -> list[int]:
@@ -105,12 +148,16 @@ class Table:
         pieces = [] if self.kind == "byte" else list(self.pieces)
         return {"pieces": pieces, "lowercase": self._lowercase}
 
+    @property
+    def is_in_library(self) -> bool:
+        return not self._lowercase  # a capital sigma at the end of a word has another small letter there
+
+    def library(self) -> hf.Tokenizer:
+        return learning.table(self.kind, self.pieces)
+
     @classmethod
     def of(cls, kind: str, payload: Any) -> Table:
         return cls(kind, learning.byte_pieces() if kind == "byte" else payload["pieces"], payload["lowercase"])
-
-
-MAX_PIECES = 2**24  # a list of all of them is kept
 
 
 class Fast:
@@ -122,12 +169,11 @@ class Fast:
         model.encode_special_tokens = True  # "</s>" in the data is four characters, not the end
         self.kind = kind
         self.model = model
-        size = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if not 0 < size <= MAX_PIECES:
-            raise ConfigError(
-                f"tokenizer: got ids up to {size - 1}, expected some of 0 to {MAX_PIECES - 1}; fix the file"
-            )
-        self.pieces = tuple(model.id_to_token(index) or "" for index in range(size))
+        ids = set(model.get_vocab(with_added_tokens=True).values())
+        if not ids or max(ids) >= MAX_IDS:
+            got = f"token id {max(ids)}" if ids else "no token"
+            raise ValueError(f"got {got}, expected some, with ids below {MAX_IDS}")
+        self.pieces = tuple((model.id_to_token(index) or "") if index in ids else "" for index in range(max(ids) + 1))
 
     @functools.cached_property
     def _parser(self) -> hf.Tokenizer:
@@ -153,24 +199,55 @@ class Fast:
     def payload(self) -> Any:
         return json.loads(self.model.to_str())
 
+    is_in_library = True
+
+    def library(self) -> hf.Tokenizer:
+        return self.model
+
     @classmethod
     def of(cls, kind: str, payload: Any) -> Fast:
-        return cls(kind, hf.Tokenizer.from_str(json.dumps(payload)))
+        _check_charsmaps(payload)
+        with _silent_panics():
+            model = hf.Tokenizer.from_str(json.dumps(payload))
+            for text in LONG_RUNS:
+                with contextlib.suppress(Exception):  # a text without a token: only panics end the loading
+                    model.encode(text, add_special_tokens=False)
+        return cls(kind, model)
+
+
+def _check_charsmaps(content: Any) -> None:
+    """Refuses a normalizer's table that is shorter than it says: the library would reserve memory for what it says.
+
+    Raises:
+      ValueError: there is one.
+    """
+    if isinstance(content, list):
+        for each in content:
+            _check_charsmaps(each)
+    elif isinstance(content, dict):
+        table = content.get("precompiled_charsmap")
+        if isinstance(table, str):
+            raw = base64.b64decode(table)
+            if len(raw) < 4 or int.from_bytes(raw[:4], "little") > len(raw) - 4:
+                raise ValueError("got a precompiled_charsmap that is cut off")
+        for name in ("normalizer", "normalizers"):
+            _check_charsmaps(content.get(name))
 
 
 def _encoded(model: hf.Tokenizer, *texts: str | None, **options: Any) -> hf.Encoding:
-    """What the library makes of a text.
+    """The library's encoding of a text, or of a pair of texts.
 
     Raises:
-      ConfigError: its regular expressions give up, which it reports as a panic: no `Exception`.
+      ConfigError: it cannot encode them, as where a pattern takes too long, or an unknown character has no token.
     """
     try:
         return model.encode(*texts, **options)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
+    except BaseException as error:  # a pattern that gives up is a panic of Rust's: no `Exception`
+        if not failed(error):
             raise
         reason = " ".join(str(error).split())[:120]
-        raise ConfigError(f"tokenizer: got a text that its pattern fails on ({reason}), expected ids; fix it") from None
+        what = f"tokenizer: got a text that it cannot split ({str(texts[0])[:40]!a}: {reason})"
+        raise ConfigError(f"{what}, expected one that splits every text; mend its tokenizer.json") from None
 
 
 class Learnt(Fast):
@@ -212,6 +289,8 @@ class Sentences:
     kind = "sentencepiece"
 
     def __init__(self, model: bytes):
+        if not model:  # the library would take it, and then say nothing but errors
+            raise ValueError("an empty file")
         self._bytes = model
         self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.pieces = tuple(self._model.id_to_piece(index) for index in range(len(self._model)))
@@ -231,6 +310,11 @@ class Sentences:
 
     def payload(self) -> Any:
         return base64.b64encode(self._bytes).decode()
+
+    is_in_library = False
+
+    def library(self) -> hf.Tokenizer:
+        raise ValueError("tokenizer: got a SentencePiece model, which the tokenizers library cannot read; use save")
 
     @classmethod
     def of(cls, kind: str, payload: Any) -> Sentences:

@@ -13,7 +13,7 @@ from tokenizers import implementations
 
 from jaxformer.config import ConfigError
 from jaxformer.data.tokenizers import Pairing, Tokenizer, Tokenizers, read_file, unreadable
-from jaxformer.data.vocabularies import MAX_PIECES, Fast, Sentences
+from jaxformer.data.vocabularies import MAX_IDS, Fast, Sentences, failed
 from jaxformer.hf import files
 from jaxformer.hf.table import Convention, Settings
 
@@ -55,6 +55,11 @@ class Mapped:
 
     def parse(self, text: str, specials: dict[str, int]) -> list[int]:
         return self.encode(text)
+
+    is_in_library = False
+
+    def library(self) -> fast.Tokenizer:
+        raise ValueError("tokenizer: got Marian's two files, which the tokenizers library cannot read; use theirs")
 
     def payload(self) -> Any:
         raise ConfigError("tokenizer: got Marian's two files, expected a tokenizer.json to save; keep the directory")
@@ -125,7 +130,9 @@ def _made(path: Path, make: Callable[[Path], Any]) -> Tokenizer:
         return Tokenizer(make(path))
     except ConfigError:
         raise
-    except Exception as error:  # the two libraries raise bare Exception and RuntimeError
+    except BaseException as error:  # the two libraries raise bare Exception and RuntimeError, and Rust panics
+        if not failed(error):
+            raise
         raise unreadable(path, error) from error
 
 
@@ -135,8 +142,8 @@ def _vocabulary(path: Path) -> dict[str, int]:
         found = {str(piece): int(index) for piece, index in ids.items()}
     except (ValueError, AttributeError, TypeError, RecursionError, OverflowError) as error:
         raise ConfigError(f"{path}: got {type(error).__name__}, expected a JSON object of pieces and ids") from error
-    if not found or min(found.values()) < 0 or max(found.values()) >= MAX_PIECES:
-        raise ConfigError(f"{path}: got no ids from 0 to {MAX_PIECES - 1}, expected a JSON object of pieces and ids")
+    if not found or min(found.values()) < 0 or max(found.values()) >= MAX_IDS:
+        raise ConfigError(f"{path}: got no ids from 0 to {MAX_IDS - 1}, expected a JSON object of pieces and ids")
     return found
 
 

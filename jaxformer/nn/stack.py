@@ -22,6 +22,9 @@ from jaxformer.parallel import mesh, pipeline
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree, Slots
 
+MAX_UNROLLED = 128
+"""Layers of one scan iteration at most, unless the config says more: each is compiled by itself, a second or so."""
+
 
 class Rows(NamedTuple):
     """What of a stack's context belongs to the rows of a batch, and is divided with them into microbatches."""
@@ -273,4 +276,4 @@ def unroll(config: StackConfig) -> int:
     """Layers per scan iteration. Unrolled layers run faster on CPU; elsewhere compile time matters more."""
     if config.unroll is not None:
         return config.unroll
-    return config.layers if mesh.platform() == "cpu" else 1
+    return min(config.layers, MAX_UNROLLED) if mesh.platform() == "cpu" else 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -113,6 +116,33 @@ def row_multiple(shape: dict[str, int], model: ModelConfig) -> int:
     stages = shape["stage"]
     parts = math.lcm(*(stack.microbatches or stages for stack in stacks)) if stages > 1 else 1
     return shape["data"] * shape["fsdp"] * shape["expert"] * parts
+
+
+def memory(mesh: Mesh) -> int | None:
+    """Bytes that a program may use on each device of `mesh`; None where this is not known.
+
+    The CPU devices of a process share the memory of its machine.
+    """
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    if not own:
+        return None
+    if own[0].platform != "cpu":
+        return (own[0].memory_stats() or {}).get("bytes_limit")
+    total = host_memory()
+    return None if total is None else total // len(own)
+
+
+def host_memory() -> int | None:
+    """Bytes of memory and swap of this machine, or of the container that this process runs in; None: not known."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:  # not Linux
+        return None
+    found = dict(re.findall(r"^(MemTotal|SwapTotal):\s+(\d+) kB$", text, re.MULTILINE))
+    total = 1024 * sum(map(int, found.values()))
+    with contextlib.suppress(OSError, ValueError):  # no limit, which says "max", or no such file
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return total or None
 
 
 def platform() -> str:

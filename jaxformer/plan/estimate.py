@@ -9,7 +9,8 @@ The roofline. These take time on each device:
 
 A step takes at least the longest of them, if all overlap perfectly, and at most about their sum, if nothing does. No
 efficiency is assumed: kernels that do not reach the peak, and elementwise work, make real steps slower than both.
-MFU is model FLOPs / (time x devices x peak).
+MFU counts model FLOPs as PaLM does (`plan/flops.py`), causal attention counts whole: model FLOPs / (time x devices x
+peak). Where a kernel skips masked pairs, it can come out above the share of the peak that is really used.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ class Estimate:
 
     Attributes:
       mesh: sizes of the axes that are not 1.
-      a_token, model, counted: FLOPs of a token by the formula, of a step by the formula, and of the program's products.
-      palm: FLOPs of a token as PaLM counts them, masked keys included.
+      flops_per_token: model FLOPs of a token as PaLM counts them, over all keys; MFU counts these.
+      flops_per_token_visible: the same over visible keys only.
+      flops_per_step: `flops_per_token` times the tokens of a step.
+      counted: FLOPs of the products in the program of a step.
       memory: bytes by part, in the order of the page; empty where the program does not compile for lack of memory.
       state: bytes of what a run keeps between steps.
       need: bytes in all; None: the compiler did not say.
@@ -57,9 +60,9 @@ class Estimate:
     mesh: dict[str, int]
     shape: Shape
     parameters: int
-    a_token: float
-    palm: float
-    model: float
+    flops_per_token: float
+    flops_per_token_visible: float
+    flops_per_step: float
     counted: float
     memory: dict[str, float]
     state: dict[str, float]
@@ -88,7 +91,8 @@ class Estimate:
         return sum(self.seconds.values()) if self.seconds else math.inf
 
     def mfu(self, seconds: float) -> float:
-        return self.model / (seconds * self.devices * self.place.chip.flops)
+        """Model FLOPs utilisation of steps that take so long, with model FLOPs over all keys, as PaLM counts them."""
+        return self.flops_per_step / (seconds * self.devices * self.place.chip.flops)
 
     def row(self) -> dict[str, Any]:
         """The figures as JSON takes them."""
@@ -101,9 +105,9 @@ class Estimate:
             "rows": self.shape.rows,
             "length": self.shape.length,
             "parameters": self.parameters,
-            "flops_token": self.a_token,
-            "flops_token_palm": self.palm,
-            "flops_step": self.model,
+            "flops_token": self.flops_per_token,
+            "flops_token_visible": self.flops_per_token_visible,
+            "flops_step": self.flops_per_step,
             "flops_counted": self.counted,
             "memory": self.memory,
             "state": self.state,
@@ -123,7 +127,7 @@ class Estimate:
 def estimate(program: Program, compiled: Compiled, place: Place) -> Estimate:
     """The figures of a compiled program."""
     config, mesh, shape = program.config, program.mesh, program.shape
-    a_token = flops.a_token(config, program.state.params, program.names, shape.length)
+    per_token = flops.flops_per_token(config, program.state.params, program.names, shape.length)
     counted = program.counted
     state = kept(program)
     memory, sent, between, unknown, seconds = {}, {}, 0.0, 0, {}
@@ -147,9 +151,11 @@ def estimate(program: Program, compiled: Compiled, place: Place) -> Estimate:
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         shape=shape,
         parameters=build.count(program.state.params),
-        a_token=a_token,
-        palm=flops.palm(config, program.state.params, program.names, shape.length),
-        model=a_token * shape.rows * shape.length,
+        flops_per_token=per_token,
+        flops_per_token_visible=flops.flops_per_token_visible(
+            config, program.state.params, program.names, shape.length
+        ),
+        flops_per_step=per_token * shape.rows * shape.length,
         counted=counted,
         memory=memory,
         state=state,

@@ -5,12 +5,14 @@ The formula is that of Chowdhery et al. 2022 (PaLM: Scaling Language Modeling wi
     6 N + 12 L H Q T
 
 with N parameters, L layers, H heads of width Q and T keys: 2 N forward and 4 N backward, and 4 H Q T a layer for the
-products of queries with keys and of weights with values, three times as much with their gradients.
+products of queries with keys and of weights with values, three times as much with their gradients. T is the length of
+the row: causal attention counts whole, and so do keys that a window hides. Model FLOPs and MFU count these
+(`flops_per_token`), so they can be compared with published ones.
 
-N here is what a token is multiplied with: kernels, and the output head (tied or not). Not in N are tables that are
-looked up, positions, norms and biases, which cost no product. PaLM's T are all keys, masked or not: `palm` is that
-count. `a_token`, which MFU is of, leaves out the masked half of causal attention and what a window hides, so it is the
-lower of the two.
+N counts the parameters that a token is multiplied with: kernels, the output head (tied or not), and of experts those
+that the token is sent to. It leaves out biases, norms, tables that are looked up, and what acts on positions only.
+
+`flops_per_token_visible` has the same N, and of the keys only those that the mask leaves visible.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from jax.extend import core
 
 from jaxformer.config import Config, StackConfig
 
-FORMULA = "6 N + 12 x layers x heads x head width x visible keys; MFU is of these"
-PALM = "the same with all keys, masked or not (PaLM, appendix B)"
+FORMULA = "6 N + 12 x layers x heads x head width x keys, masked ones too (PaLM, appendix B)"
+FORMULA_VISIBLE = "the same over visible keys only: not what MFU counts"
 
 
 def matmul_parameters(config: Config, params: Any, names: Any) -> float:
-    """N: parameters that every token is multiplied with.
+    """N: the parameters that one token is multiplied with, each as often as it is.
 
-    That is every kernel; not biases, norms and the tables (a look-up), but the one that a tied head multiplies with; of
-    experts only those that a token is sent to; what is made once a sequence counts 1 / length, once for each of a pair
-    2 / length.
+    Kernels count, and a table that a tied head multiplies with. Biases, norms, looked-up tables and what acts on
+    positions only do not. Of experts those count that a token is sent to. A layer that runs once a sequence counts
+    1 / length, one that runs for both segments of a pair 2 / length.
 
     Args:
       params: tree of shapes.
@@ -46,9 +48,11 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
     for (path, leaf), axes in zip(leaves, jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple)), strict=True):
         words = [str(getattr(key, "key", key)) for key in path]
         size = math.prod(leaf.shape)
-        if "table" in words:
-            total += size if head.kind == "tokens" and head.tied and _is_head(config, words) else 0
-        elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and not _is_added(words[-1]):
+        if words[-1] == "up":
+            total += size * (_embedded_sides(config) + _is_head(config, words))
+        elif "table" in words:
+            total += size * _is_head(config, words)
+        elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and not _is_not_multiplied(words):
             share = 1.0
             if "experts" in axes:
                 moe = getattr(config.model, words[0]).moe
@@ -57,25 +61,31 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
     return total
 
 
-def _is_added(name: str) -> bool:
-    """True for parameters that are added, not multiplied with: biases, which have two axes where heads have them."""
-    return name.endswith("bias") or name == "kinds"
+def _is_not_multiplied(words: list[str]) -> bool:
+    """True for biases (two axes where heads have them), token types, and kernels that act on positions only."""
+    return words[-1].endswith("bias") or words[-1] == "kinds" or "position" in words
+
+
+def _embedded_sides(config: Config) -> int:
+    """Number of streams that one embedding serves: 2 where an encoder and a decoder share it."""
+    return len(config.model.parts) if config.model.share_embeddings else 1
 
 
 def _is_head(config: Config, words: list[str]) -> bool:
-    """Whether this table is the one that a tied head reads: that of the side that predicts, or the shared one."""
+    """True if a tied head multiplies with this part of an embedding: the one of the side that predicts, or shared."""
+    if config.model.head.kind != "tokens" or not config.model.head.tied:
+        return False
     decodes = config.model.decoder is not None or config.model.recurrent_decoder is not None
-    return words[0] == ("target_embed" if decodes and not config.model.share_embeddings else "source_embed")
+    return words[0] == ("target_embed" if decodes and _embedded_sides(config) == 1 else "source_embed")
 
 
-def attention(config: Config, length: int, masked: bool = False) -> float:
+def attention(config: Config, length: int, visible: bool = False) -> float:
     """12 x layers x heads x head width x keys, summed over stacks: forward once, backward twice.
 
-    Keys are the visible ones: all of a row of full length, half of them where attention is causal, the window where
-    there is one. Masked pairs that a kernel computes all the same are not part of it.
+    Keys are all of the row, masked or not. Cross-attention counts the keys of the source. Recurrent stacks count 0.
 
     Args:
-      masked: keys are all of the row, whatever the mask, as PaLM counts them.
+      visible: count visible keys only: half of them where attention is causal, the window where there is one.
     """
     model, total = config.model, 0.0
     for name in ("encoder", "decoder"):
@@ -84,27 +94,34 @@ def attention(config: Config, length: int, masked: bool = False) -> float:
             continue
         own = stack.attention
         width = own.heads * (own.head_width or stack.width // own.heads)
-        causal = not masked and (name == "decoder" if stack.causal is None else stack.causal)
-        banded = 0 if own.window is None or masked else 1 / own.window_every
-        whole = (length + 1) / 2 if causal else length
-        part = whole if not banded else min(whole, own.window * (1 if causal else 2))
-        keys = banded * part + (1 - banded) * whole
+        keys = _visible_keys(stack, name == "decoder", length) if visible else length
         keys += length if name == "decoder" and model.encoder is not None else 0
         total += 12 * stack.layers * width * keys
     return total
 
 
-def a_token(config: Config, params: Any, names: Any, length: int) -> float:
-    """Model FLOPs of one position of a row of `length`: PaLM's formula over visible keys.
+def _visible_keys(stack: StackConfig, decodes: bool, length: int) -> float:
+    """Keys of self-attention that a query sees, on average over the row and the layers."""
+    own = stack.attention
+    causal = decodes if stack.causal is None else stack.causal
+    whole = (length + 1) / 2 if causal else length
+    if own.window is None:
+        return whole
+    banded = min(whole, own.window * (1 if causal else 2))
+    return (banded + (own.window_every - 1) * whole) / own.window_every
 
-    Where there are an encoder and a decoder a position is one of each.
+
+def flops_per_token(config: Config, params: Any, names: Any, length: int) -> float:
+    """Model FLOPs of one token in a row of `length`, as PaLM counts them: causal attention counts whole.
+
+    MFU counts these. With an encoder and a decoder, a token is one position of each.
     """
     return 6 * matmul_parameters(config, params, names) + attention(config, length)
 
 
-def palm(config: Config, params: Any, names: Any, length: int) -> float:
-    """Model FLOPs of one position as PaLM counts them, masked keys included: for MFU beside published ones."""
-    return 6 * matmul_parameters(config, params, names) + attention(config, length, masked=True)
+def flops_per_token_visible(config: Config, params: Any, names: Any, length: int) -> float:
+    """Model FLOPs of one token over visible keys only: at most `flops_per_token`. MFU does not count these."""
+    return 6 * matmul_parameters(config, params, names) + attention(config, length, visible=True)
 
 
 def counted(jaxpr: core.Jaxpr) -> float:

@@ -85,10 +85,14 @@ def _work(program: Program, estimate: Estimate) -> str:
             ("tokens a step", f"{rows * length:,}", f"{rows:,} rows of {length:,}{micro}"),
             *([("", "", f"the longest batch; others are {others}")] if others else []),
             (f"tokens in {steps:,} steps", f"{steps * rows * length:,}", f"train.steps times that{most}"),
-            ("FLOPs a token", f"{estimate.a_token:.3e}", flops.FORMULA),
-            ("", f"{estimate.palm:.3e}", flops.PALM),
-            ("FLOPs a step", f"{estimate.model:.3e}", "that times the tokens: what MFU counts"),
-            ("", f"{estimate.counted:.3e}", "products in the program: masked pairs and recomputation included"),
+            ("FLOPs a token", f"{estimate.flops_per_token:.3e}", flops.FORMULA),
+            ("over visible keys", f"{estimate.flops_per_token_visible:.3e}", flops.FORMULA_VISIBLE),
+            (
+                "FLOPs a step",
+                f"{estimate.flops_per_step:.3e}",
+                "that times the tokens; MFU counts these, causal attention counts whole",
+            ),
+            ("in the program", f"{estimate.counted:.3e}", "all its products: masked pairs and recomputation included"),
         ],
         "<><",
     )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import jax
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from jaxformer import checkpoint, files, metrics, tasks
+from jaxformer import checkpoint, files, metrics, reuse, tasks
 from jaxformer.config import Config, ConfigError
 from jaxformer.data import sources
 from jaxformer.data.cuts import Cut
@@ -20,7 +21,6 @@ from jaxformer.data.sources import Dataset
 from jaxformer.model import Model
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
-from jaxformer.registry import nearest
 from jaxformer.train import step as steps
 from jaxformer.types import Batch, PyTree, Sums
 
@@ -93,23 +93,25 @@ def decode(model: Model, dataset: Dataset, split: str, examples: int | None) -> 
     return task.score(config, results, chosen), records
 
 
-def evaluate(workdir: str | Path, split: str = "test", which: str = "") -> dict[str, Any]:
+def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: Sequence[str] = ()) -> dict[str, Any]:
     """Evaluates a trained run on a split, and writes `eval-<split>.json` and the decoded text beside it.
+
+    Only the files of this split are read.
 
     Args:
       which: the weights: "best", "last" or the number of a step; "": as the run's config says.
+      edits: of the run's config, as `--config.data.dir=DIR`; see `reuse.EVALUATION`. The result says them.
 
     Raises:
-      ConfigError: `workdir` is not a run, or its data has no such split, or it has no such checkpoint.
+      ConfigError: `workdir` is not a run, or its data has no such split, or it has no such checkpoint, or an edit would
+        change the model.
     """
     workdir = Path(workdir)
     model = checkpoint.load(workdir, which)
-    config = model.config
+    config, changed = reuse.edited(model.config, edits, reuse.EVALUATION, "evaluate")
+    model = dataclasses.replace(model, config=config)
     task = tasks.get(config.task.name)
-    dataset = sources.build(config.data, task.roles)
-    known = tuple(dataset.splits)
-    if split not in known:
-        raise ConfigError(f"split: got {split!r}, expected one of {', '.join(known)}{nearest(split, known)}")
+    dataset = sources.numbered_as(sources.build(config.data, task.roles, split), config.task.classes)
     begun = time.monotonic()
     devices = meshes.smallest(config.mesh)
     pipeline = Pipeline(config, dataset, model.tokenizers, task)
@@ -130,5 +132,6 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "") -> dict[
     about = {"weights": model.weights.sentence(), "checkpoint": used}
     seconds = round(time.monotonic() - begun, 1)
     result = {"split": split, "seconds": seconds, **about, "examples": cut.examples, **result, **cut.counts()}
+    result |= {"changed": changed} if changed else {}
     files.write_json(workdir / f"eval-{split}.json", result)
     return result

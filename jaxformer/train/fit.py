@@ -29,6 +29,12 @@ def stream(tokens: np.ndarray) -> Stream:
     return Stream(tokens.astype(np.int32), Slots(position, np.ones(tokens.shape, np.int32)))
 
 
+def continuation(text: np.ndarray) -> Batch:
+    """A language model's batch of texts `[B, T + 1]`: T tokens, each labelled with the one after it."""
+    labels = text[:, 1:].astype(np.int32)
+    return Batch(None, stream(text[:, :-1]), labels, np.ones(labels.shape, np.float32))
+
+
 class Trainer:
     """Trains one config from any number of seeds on one device, compiling once.
 

@@ -67,10 +67,12 @@ def _train(config: Config, workdir: Path, origin: start.Origin) -> int:
     config, tokenizers = start.with_model(config, workdir, origin)
     notes = refuse_other_config(config, workdir)
     mesh = meshes.make(config.mesh)
+    checks.size.fits(config, mesh.shape, meshes.memory(mesh))
     dataset = sources.build(config.data, tasks.get(config.task.name).roles)
     tokenizers = tokenizers or tokenizers_of(config, dataset, workdir)
     resolved = resolve(config, dataset, tokenizers)
     checks.mesh.divides(resolved, mesh.shape)
+    checks.size.fits(resolved, mesh.shape, meshes.memory(mesh))  # now with the tokenizer's vocabulary
     with jax.set_mesh(mesh):
         run = Run(resolved, workdir, mesh, dataset, tokenizers, origin)
         with Lock(workdir):

@@ -416,7 +416,6 @@ def test_size():
     ("data", "task", "splits", "message"),
     [
         ({}, LANGUAGE, {"train": []}, "got no examples in split 'train'"),
-        ({}, LANGUAGE, {"validation": names(3)}, "split: got 'train', expected one of validation"),
         ({"packing": "tight"}, LANGUAGE, None, "data.packing: got 'tight'"),
         ({"packing": "concat"}, PAIR, None, "data.packing: got concat for task 'translation'"),
         ({"packing": "first_fit"}, CLASS, None, "data.packing: got first_fit"),
@@ -427,6 +426,13 @@ def test_bad_settings(data, task, splits, message):
         made(data, task=task, splits=splits)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_pipeline_without_a_training_split_only_evaluates():
+    pipeline = made({}, task=LANGUAGE, splits={"validation": names(3)})
+    assert len(list(pipeline.evaluate("validation"))) == 1
+    with pytest.raises(ConfigError, match="split: got 'train', expected one of validation"):
+        pipeline.train()
 
 
 def test_evaluating_an_absent_split():

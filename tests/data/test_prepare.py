@@ -130,6 +130,12 @@ def test_split_expressions(folder):
     data = build(config(folder, splits={"train": ("train[:2]",), "test": ("validation[2:]",)}))
     assert [len(data.splits[split]) for split in ("train", "test")] == [2, 1]
     assert data.splits["test"][0]["target"] == "three dogs"
+    both = build(config(folder, splits={"train": ("train[:2]", "validation[2:]")}))
+    assert [row["target"] for row in map(both.splits["train"].__getitem__, range(3))] == [
+        PAIRS[0][1],
+        PAIRS[1][1],
+        "three dogs",
+    ]
 
 
 def test_text_and_label_are_found_and_nested_features_named(folder):
@@ -170,7 +176,7 @@ def test_reading_imports_no_tensorflow(folder):
         ({"name": "no_such_set"}, r"no_such_set: got no prepared data set"),
         ({"name": ""}, r"data.name: got ''"),
         ({"splits": {"train": ("trian",)}}, r"data.splits.train: got 'trian', expected one of train, validation"),
-        ({"splits": {"test": ("train",)}}, r"data.splits: got test, expected a 'train'"),
+        ({"splits": {"test": ("train",)}}, r"data.splits: got test, expected files for at least 'train'"),
         ({"columns": {"source": "fr"}}, r"data.columns.source: got 'fr'.*expected one of de, en"),
         (
             {"name": "stand_in_tags", "columns": {"text": "tokens", "tags": "id"}},

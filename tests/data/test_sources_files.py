@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data.cache import size
-from jaxformer.data.sources import _files, build
+from jaxformer.data.sources import _files, build, numbered_as
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -145,8 +146,12 @@ def test_one_file_one_example(write, config):
 def test_text_errors(write, config):
     write("a", "x\n")
     fails(config("text", train=("*.none",)), r"got '\*.none', which matches no file")
-    fails(config("text", train=("a[5:]",), document="file"), r"a: got an empty cut \[5:\]")
-    fails(config("text", train=("a[5:]",)), r"data.splits.train: got files without a usable example")
+    fails(
+        config("text", train=("a[5:]",), document="file"),
+        r"a\[5:\]: got a cut that leaves none of 2 characters, expected",
+    )
+    fails(config("text", train=("a[5:]",)), r"a\[5:\]: got a cut that leaves none of 1 lines, expected some")
+    fails(config("text", train=("a[:-5]",)), r"data.splits: got 'a\[:-5\]', expected FILE\[:90%\], FILE")
     fails(config("text", train=("a",), document="page"), r"data.document: got 'page', expected one of line, file")
 
 
@@ -186,7 +191,7 @@ def test_table_errors(write, config):
     write("type.jsonl", '{"sentence": "a", "label": 0.5}\n')
     write("missing.jsonl", '{"sentence": "a", "label": 0}\n\n{"sentence": "b"}\n')
     write("void.tsv", "sentence\tlabel\n")
-    write("data.csv", "x")
+    write("data.xls", "x")
     fails(config("table", columns, train=("ragged.tsv",)), r"ragged.tsv:3: got 1 cells, expected 2")
     fails(config("table", columns, train=("column.tsv",)), r"column.tsv:1: got no column 'sentence'.*'sentences'")
     fails(config("table", columns, train=("good.tsv",), test=("new.tsv",)), r"new.tsv:3: got label '2', expected .*: 0")
@@ -195,8 +200,12 @@ def test_table_errors(write, config):
     fails(config("table", columns, train=("list.jsonl",)), r"list.jsonl:1: got list, expected one JSON object")
     fails(config("table", columns, train=("type.jsonl",)), r"type.jsonl:1: got float in column 'label'")
     fails(config("table", columns, train=("missing.jsonl",)), r"missing.jsonl:3: got no column 'label'")
-    fails(config("table", columns, train=("void.tsv",)), r"data.splits.train: got files without a usable example")
-    fails(config("table", columns, train=("data.csv",)), r"data.csv: got an unknown table format, expected .tsv")
+    fails(
+        config("table", columns, train=("void.tsv",), test=("good.tsv",)), r"void.tsv: got a file without rows, expec"
+    )
+    fails(
+        config("table", columns, train=("data.xls",)), r"data.xls: got an unknown table format, expected .* .tsv, .csv"
+    )
     fails(config("table", {}, train=("good.tsv",)), r"data.columns: got nothing")
     fails(config("table", {"txt": "sentence"}, train=("good.tsv",)), r"got 'txt'.*did you mean 'text'")
 
@@ -259,7 +268,7 @@ def test_tagged_words_errors(write, config):
     fails(config("conll", {"tags": "#3"}, train=("good",)), r"good:1: got 2 columns, expected 3 at least")
     fails(config("conll", train=("open",)), r"open:2: got no tag for 'b', expected one")
     fails(config("conll", train=("good",), test=("more",)), r"more:2: got tag 'B-x' in this sentence, expected .*: O")
-    fails(config("conll", train=("void",)), r"data.splits.train: got files without a usable example")
+    fails(config("conll", train=("void",), test=("good",)), r"void: got a file without sentences, expected some")
     fails(config("conll", {"tags": "tag"}, train=("good",)), r"data.columns.tags: got 'tag', expected the number of a")
     fails(config("conll", {"label": "#2"}, train=("good",)), r"data.columns: got 'label', expected the roles text and")
 
@@ -355,12 +364,167 @@ def test_questions_errors(write, config):
     refused("[1]", r"a.json: got list, expected an object with 'data'")
     refused('{"data":\n [}', r"a.json:2: got malformed JSON \(.*column 3\), expected SQuAD's form")
     refused("[" * 100_000, r"a.json: got JSON of too many levels")
-    refused('{"data": []}', r"data.splits.train: got files without a usable example")
+    refused('{"data": []}', r"a.json: got a file without articles, expected some")
+
+
+SOURCES = {
+    "text": ({}, ["{}"]),
+    "table": ({"text": "0", "label": "1"}, ["{}.tsv"]),
+    "conll": ({}, ["{}"]),
+    "parallel": ({}, ["{}.en", "{}.de"]),
+    "squad": ({}, ["{}.json"]),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "dangling link"])
+def test_what_is_no_file_is_named_and_not_opened(source, kind, config, tmp_path):
+    columns, names = SOURCES[source]
+    names = [name.format("odd") for name in names]
+    for name in names:
+        path = tmp_path / name
+        {
+            "device": lambda: path.symlink_to("/dev/zero"),  # noqa: B023
+            "pipe": lambda: os.mkfifo(path),  # noqa: B023
+            "folder": path.mkdir,
+            "dangling link": lambda: path.symlink_to(tmp_path / "nowhere"),  # noqa: B023
+        }[kind]()
+    got = {"folder": "a folder", "dangling link": "no such file"}.get(kind, "a device or pipe")
+    fails(config(source, columns, train=names), rf"^{tmp_path}/{names[0]}: got {got}, expected a file")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_lines_without_an_end_are_refused_with_their_number(name, write, config, monkeypatch):
+    monkeypatch.setattr(_files, "MAX_LINE", 2**20)
+    write(name, b"fine\n" + b"x" * 2**20 + b"\n")  # as long as a line may be
+    build(config("text", train=[name]))
+    write(name, b"fine\n" + b"x" * (2**20 + 1) + b"\n")
+    fails(config("text", train=[name]), rf"/{name}:2: got a line of more than 1 MiB, expected a text with newlines")
 
 
 def test_lines_end_at_newlines_only(tmp_path):
-    (tmp_path / "a").write_bytes("a\x0bb\x85c\u2028d\r e\nf".encode())
-    assert list(_files.lines(tmp_path / "a")) == [(1, "a\x0bb\x85c\u2028d\r e"), (2, "f")]
+    (tmp_path / "a").write_bytes("a\x0bb\x85c\u2028d\r e\nf\r\n\r\ng".encode())
+    assert list(_files.lines(tmp_path / "a")) == [(1, "a\x0bb\x85c\u2028d\r e"), (2, "f"), (3, ""), (4, "g")]
+
+
+def test_lines_of_old_mac_files(write, config, tmp_path):
+    (tmp_path / "a").write_bytes(b"a b\rc\r\rd\r")
+    assert list(_files.lines(tmp_path / "a")) == [(1, "a b"), (2, "c"), (3, ""), (4, "d")]
+    write("t.tsv.gz", "s\tl\rone\tx\rtwo\ty")
+    assert rows(build(config("table", {"text": "s", "label": "l"}, train=("t.tsv.gz",))))[1] == {
+        "text": "two",
+        "label": 1,
+    }
+
+
+CUT_SOURCES = {
+    "parallel": ({}, lambda n: f"s{n}\n", 2),
+    "text": ({}, lambda n: f"s{n}\n", 1),
+    "table": ({"text": "#1", "label": "#2"}, lambda n: f"s{n}\t{n % 2}\n", 1),
+    "conll": ({}, lambda n: f"s{n} O\nw O\n\n", 1),
+}
+"""Source -> columns, the text of example n, and files a split."""
+
+
+@pytest.mark.parametrize("source", CUT_SOURCES)
+def test_one_file_serves_all_splits(write, config, source):
+    columns, text, files = CUT_SOURCES[source]
+    write("a.tsv", "".join(map(text, range(10))))
+    write("b.tsv", text(0) + text(1))
+    cuts = {"train": "[:70%]", "validation": "[70%:9]", "test": "[9:]"}
+    splits = {split: (f"a.tsv{cut}",) * files for split, cut in cuts.items()}
+    data = build(config(source, columns, **splits))
+    role = "source" if source == "parallel" else "text"
+    found = {split: [row[role].split()[0] for row in rows(data, split)] for split in splits}
+    numbers = [f"s{n}" for n in range(10)]
+    assert found == {"train": numbers[:7], "validation": numbers[7:9], "test": numbers[9:]}
+    other = build(config(source, columns, **{**splits, "train": ("a.tsv[:60%]",) * files}))
+    assert len(rows(other)) == 6, "another cut is another entry of the cache"
+    assert other.key != data.key
+    none = config(source, columns, **{**splits, "test": ("a.tsv[10:]",) * files})
+    fails(none, r"a.tsv\[10:\]: got a cut that leaves none of 10 (lines|rows|sentences), expected some")
+    if files == 1:
+        both = build(config(source, columns, train=("*.tsv",)))
+        assert len(rows(both)) == 12
+
+
+def test_both_sides_of_pairs_are_cut_alike(write, config):
+    write("a", "1\n2\n3\n")
+    cut = config("parallel", train=("a[:2]", "a[1:]"))
+    fails(
+        cut, r"data.splits.train: got .*a\[:2\] and .*a\[1:\], which are cut differently, expected the same cut of both"
+    )
+
+
+def test_packed_and_unpacked_files_stand_for_each_other(write, config):
+    write("a.gz", "packed")
+    write("b", "plain")
+    write("c.gz", "packed")
+    write("c", "plain")
+    data = build(config("text", train=("a",), validation=("b.gz",), test=("c", "c.gz")))
+    assert [rows(data, split) for split in ("train", "validation")] == [[{"text": "packed"}], [{"text": "plain"}]]
+    assert [row["text"] for row in rows(data, "test")] == ["plain", "packed"], "a file that is there is the one meant"
+    build(config("text", train=("a",)))
+    folder = Path(data.splits["train"].directory).parents[2]
+    (folder / "a").write_bytes((folder / "a.gz").read_bytes())
+    fails(config("text", train=("a",)), r"a:1: got byte 0x8b, expected UTF-8")  # the cache has these bytes, as .gz
+
+
+def test_quoted_cells(write, config):
+    write("a.csv", 'text,label\r\n"one, ""two""\nthree",x\r\n\r\nfour,"y"\r\n')
+    columns = {"text": "text", "label": "label"}
+    assert rows(build(config("table", columns, train=("a.csv",)))) == [
+        {"text": 'one, "two"\nthree', "label": 0},
+        {"text": "four", "label": 1},
+    ]
+    write("b.tsv", 'text\tlabel\n"one"\tx\n')
+    plain, quoted = config("table", columns, train=("b.tsv",)), config("table", columns, train=("b.tsv",))
+    quoted = dataclasses.replace(quoted, format="tsv_quoted")
+    assert [rows(build(each))[0]["text"] for each in (plain, quoted)] == ['"one"', "one"]
+    write("open.csv", 'text,label\n"one,x\n')
+    write("more.csv", "text,label\none,two,x\n")
+    write("in.csv", 'text,label\n"a"b,x\n')
+    fails(config("table", columns, train=("open.csv",)), r"open.csv:2: got unexpected end of data, expected cells in")
+    fails(
+        config("table", columns, train=("in.csv",)), r"in.csv:2: got .*, expected cells in double quotes to end in one"
+    )
+    fails(
+        config("table", columns, train=("more.csv",)), r"more.csv:2: got 3 cells, expected 2; a comma separates cells"
+    )
+    wrong = dataclasses.replace(plain, format="tvs")
+    fails(wrong, r"data.format: got 'tvs', expected one of tsv, tsv_quoted, .*did you mean 'tsv'")
+
+
+def test_a_label_before_each_text(write, config):
+    write("a.txt", "DESC:manner How did it end ?\n\nNUM\u00a0x  Two  words \n")
+    columns = {"label": "#1", "text": "#2"}
+    data = build(config("table", columns, train=("a.txt",)))
+    assert data.classes == ("DESC:manner", "NUM\u00a0x")
+    assert rows(data) == [{"text": "How did it end ?", "label": 0}, {"text": "Two  words", "label": 1}]
+    write("tabs.txt", "a text\tlabel\n")
+    fails(config("table", columns, train=("tabs.txt",)), r"tabs.txt:1: got a tab in a labelled line, .*data.format=tsv")
+    named = {"label": "label", "text": "#2"}
+    fails(config("table", named, train=("a.txt",)), r"a.txt: got data.columns label=label for a file of labelled lines")
+    tsv = dataclasses.replace(config("table", {"text": "#1", "label": "#2"}, train=("tabs.txt",)), format="tsv")
+    assert rows(build(tsv)) == [{"text": "a text", "label": 0}]
+
+
+def test_one_split_is_read_alone_and_numbered_as_the_model(write, config):
+    write("train.tsv", "one\ta\ntwo\tb\nthree\tc\n")
+    write("test.tsv", "four\tc\nfive\ta\n")
+    columns = {"text": "#1", "label": "#2"}
+    settings = config("table", columns, train=("gone.tsv",), test=("test.tsv",))
+    alone = build(settings, ("text", "label"), "test")
+    assert (list(alone.splits), alone.classes) == (["test"], ("a", "c"))
+    data = numbered_as(alone, ("a", "b", "c"))
+    assert [(row["text"], row["label"]) for row in rows(data, "test")] == [("four", 2), ("five", 0)]
+    with pytest.raises(ConfigError, match="got the classes 'c', expected those of the model: a, b; mend the files"):
+        numbered_as(alone, ("a", "b"))
+    with pytest.raises(ConfigError, match="split: got 'tset', expected one of train, test; did you mean 'test'"):
+        build(settings, (), "tset")
+    write("t.conll", "x\tB-q\n")
+    tagged = build(config("conll", test=("t.conll",)), ("text", "tags"), "test")
+    assert rows(numbered_as(tagged, ("O", "B-p", "I-p", "B-q", "I-q")), "test") == [{"text": "x", "tags": (3,)}]
 
 
 @pytest.mark.skipif(not (SHARED / "multi30k_en_de").is_dir(), reason="no example data")

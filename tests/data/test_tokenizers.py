@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
+from jaxformer.data import tokenizers as tokenizers_module
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.data.vocabularies import Fast, Sentences
 
@@ -204,7 +205,7 @@ def test_saved_and_loaded(tmp_path, kind, joint):
     config = DataConfig(tokenizer=TokenizerConfig(kind=kind, vocab=300, joint=joint, lowercase=True, multiple=16))
     both = Tokenizers.build(config, PAIRS, ("source", "target"))
     both.save(tmp_path)
-    first = (tmp_path / "tokenizer.json").read_bytes()
+    first = (tmp_path / "jaxformer_tokenizer.json").read_bytes()
     loaded = Tokenizers.load(tmp_path)
     assert loaded.joint == both.joint == joint
     assert loaded.source.vocab % 16 == 0
@@ -215,8 +216,42 @@ def test_saved_and_loaded(tmp_path, kind, joint):
         for pair in PAIRS[:3]:
             assert ours.encode(pair["target"]) == theirs.encode(pair["target"])
     loaded.save(tmp_path)
-    assert (tmp_path / "tokenizer.json").read_bytes() == first
-    assert os.listdir(tmp_path) == ["tokenizer.json"]
+    assert (tmp_path / "jaxformer_tokenizer.json").read_bytes() == first
+    # Two sides are no file of the library, and its small letters are not those of a look-up table here.
+    library = ["tokenizer.json"] if joint and kind in ("bpe", "unigram") else []
+    assert sorted(os.listdir(tmp_path)) == ["jaxformer_tokenizer.json", *library]
+
+
+ODD = (
+    "Hello, w\u00f6rld! a\tb\nc  d \u3000\u2028y\x1cz\x85w\u00a0q e\u0301 \ufb01 \U0001f600 <unk> "
+    "\u039f\u0394\u039f\u03a3 \x00"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokenizers_library_reads_what_its_file_name_promises(tmp_path, trained, kind):
+    tokenizer = build(kind, [*TEXTS, ODD[:40]]) if kind in ("character", "word") else trained[kind]
+    Tokenizers(tokenizer, tokenizer).save(tmp_path)
+    library = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert library.get_vocab_size() == tokenizer.size
+    library.encode_special_tokens = True  # as here, "</s>" in a text is no end token
+    # A look-up of words alone takes a word that is spelled like a special token for it.
+    named = "" if kind == "word" else "a </s> b <mask>"
+    for text in (*TEXTS, ODD, named, "", *(f"x{chr(code)}y" for code in range(0x3100))):
+        ids = tokenizer.encode(text)
+        assert library.encode(text, add_special_tokens=False).ids == ids, ascii(text)
+    assert library.decode(tokenizer.encode(TEXTS[1])) == tokenizer.decode(tokenizer.encode(TEXTS[1])) == TEXTS[1]
+    assert library.decode([1, *tokenizer.encode("a dog and"), 2]) == "a dog and"
+
+
+def test_workdirs_of_earlier_versions_are_read(tmp_path, trained):
+    """Their `tokenizer.json` is what is now in `jaxformer_tokenizer.json`, and that counts where both are."""
+    for kind in KINDS:
+        trained[kind].save(tmp_path / "tokenizer.json")
+        assert Tokenizers.load(tmp_path).source.fingerprint == trained[kind].fingerprint
+    Tokenizers(trained["word"], trained["word"]).save(tmp_path)
+    trained["bpe"].export(tmp_path / "tokenizer.json")
+    assert Tokenizers.load(tmp_path).source.fingerprint == trained["word"].fingerprint
 
 
 def test_sides_learn_from_their_own_text():
@@ -350,3 +385,108 @@ def test_damaged_files(tmp_path, content):
             load()
     with pytest.raises(ConfigError, match="readable"):
         Tokenizers.load(tmp_path / "absent")
+
+
+# --- hostile files ----------------------------------------------------------------------------------------------------
+
+
+def tokenizer_json(**edits) -> str:
+    """A small BPE `tokenizer.json` with these parts; `model__X` is part X of its model."""
+    vocab = {letter: index for index, letter in enumerate("abcdefgh !")}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    content = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None,
+               "decoder": None, "truncation": None, "padding": None, "model": model}  # fmt: skip
+    for name, value in edits.items():
+        (model if name.startswith("model__") else content)[name.removeprefix("model__")] = value
+    return json.dumps(content)
+
+
+def split_by(pattern: str) -> dict[str, object]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+HOSTILE = {
+    "a huge id": (tokenizer_json(model__vocab={"a": 0, "b": 2**31}), "token id 2147483648"),
+    "an id beyond 32 bits": (tokenizer_json(model__vocab={"a": 0, "b": 2**32}), "u32"),
+    "a negative id": (tokenizer_json(model__vocab={"a": 0, "b": -1}), "u32"),
+    "no tokens": (tokenizer_json(model__vocab={}), "no token"),
+    "a merge of nothing": (tokenizer_json(model__merges=["a zz"]), "zz"),
+    "half a merge": (tokenizer_json(model__merges=["a"]), "Merges"),
+    "no pattern": (tokenizer_json(pre_tokenizer=split_by("(")), "parenthesis"),
+    "a deep pattern": (tokenizer_json(pre_tokenizer=split_by("(" * 10**5 + "a" + ")" * 10**5)), "depth"),
+    "a pattern without end": (tokenizer_json(pre_tokenizer=split_by("(a+)+$")), "retry-limit"),
+    "a replacement without end": (
+        tokenizer_json(normalizer={"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "b"}), "retry-limit",
+    ),
+    "a cut table": (
+        tokenizer_json(normalizer={"type": "Sequence", "normalizers": [
+            {"type": "Precompiled", "precompiled_charsmap": "//////////8="},
+        ]}), "precompiled_charsmap",
+    ),
+    "a wrong table": (
+        tokenizer_json(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "precompiled_charsmap",
+    ),
+    "deep lists": ("[" * 10**5, ""),
+    "long numbers": ('{"kind": "word", "multiple": ' + "9" * 5000 + "}", ""),
+    "no multiple": ('{"kind": "byte", "multiple": 0, "vocabulary": {"lowercase": false}}', "multiple 0"),
+    "a role without a token": (
+        '{"kind": "byte", "multiple": 1, "chosen": {"pad": -1}, "vocabulary": {"lowercase": false}}', "'pad': -1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused_in_one_line(name, tmp_path, capfd):
+    content, words = HOSTILE[name]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        Tokenizer.load(path)
+    assert str(error.value).startswith(f"tokenizer: got {path}, expected a tokenizer.json or a .model file (")
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr().err == ""  # nor a report by the library
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", bytes(1000), b"\xff" * 1000])
+def test_files_that_are_no_sentencepiece_are_refused(content, tmp_path):
+    (tmp_path / "x.model").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"x\.model, expected a tokenizer\.json or a \.model file"):
+        Tokenizer.load(tmp_path / "x.model")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "x.model"])
+def test_devices_pipes_and_folders_are_no_tokenizers(name, tmp_path, monkeypatch):
+    path = tmp_path / name
+    for make in (lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path), path.mkdir):
+        make()
+        with pytest.raises(ConfigError, match="which is no file, expected a tokenizer.json or a .model file"):
+            Tokenizer.load(path)
+        path.rmdir() if path.is_dir() else path.unlink()
+    monkeypatch.setattr(tokenizers_module, "MAX_BYTES", 2**20)
+    path.write_bytes(bytes(2**20 + 1))
+    with pytest.raises(ConfigError, match="of 1 MiB, expected at most 1"):
+        Tokenizer.load(path)
+
+
+def test_a_text_that_a_loaded_tokenizer_cannot_split_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(
+        tokenizer_json(model={"type": "WordLevel", "vocab": {"a": 0, "!": 1}, "unk_token": "<unk>"})
+    )
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert tokenizer.encode("a") == [0]
+    for split in (tokenizer.encode, tokenizer.located):
+        with pytest.raises(
+            ConfigError, match=r"^tokenizer: got a text that it cannot split \('xyz': .*UNK.*\), expected"
+        ):
+            split("xyz")
+
+
+def test_ids_may_have_gaps_and_roles_may_say_none(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(model__vocab={"a": 0, "b": 999}))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert tokenizer.size == len(tokenizer.vocabulary.pieces) == 1000
+    assert tokenizer.vocabulary.pieces[1:999] == ("",) * 998
+    assert tokenizer.encode("ab") == [0, 999]
+    assert tokenizer.choosing(bos=-1).bos == tokenizer.bos  # published configs say -1 for no token
+    assert tokenizer.choosing(bos=999).bos == 999

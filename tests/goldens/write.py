@@ -129,7 +129,7 @@ def checkpoint() -> None:
         step = Path("run", "checkpoints", "last", "2")
         (step / "state" / "commit_success.txt").write_text("committed\n")  # in place of a folder of this machine
         manifest.write(step)
-        for name in ("config.json", "tokenizer.json", "checkpoints/last/2"):
+        for name in ("config.json", "jaxformer_tokenizer.json", "checkpoints/last/2"):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             copy = shutil.copytree if Path("run", name).is_dir() else shutil.copy
             copy(Path("run", name), target / name)

@@ -59,7 +59,7 @@ def rows(workdir):
 
 def test_a_run_leaves_a_complete_workdir(finished):
     _, workdir = finished
-    assert {"config.json", "environment.json", "metrics.jsonl", "tokenizer.json", "result.json"} <= {
+    assert {"config.json", "environment.json", "metrics.jsonl", "jaxformer_tokenizer.json", "result.json"} <= {
         path.name for path in workdir.iterdir()
     }
     assert list((workdir / "tensorboard").glob("events*"))

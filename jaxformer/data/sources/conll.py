@@ -4,6 +4,8 @@ each sentence.
     config.splits = {"train": ("train.conll",), "validation": ("dev.conll",), "test": ("test.conll",)}
     config.columns = {"text": "#1", "tags": "#2"}                          nothing: the first and the last column
 
+A cut ("all.conll[:90%]") counts sentences.
+
 Columns are separated by tabs in a line that has one, else by blanks. An example has the "text", its words with a blank
 between them, and the "tags", a class id a word. Inside a word a blank becomes a no-break space, and so does a word of
 nothing, which is left where emoji were taken apart: tags stay with their words. Where all tags of the training split
@@ -13,7 +15,6 @@ every kind of span are classes. Lines that begin with -DOCSTART-, as in CoNLL-20
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -39,26 +40,27 @@ def build(config: DataConfig) -> Dataset:
       ConfigError: files missing, empty, damaged or not UTF-8; a line with too few columns or without a tag; a tag that
         training does not have.
     """
-    folder = _files.folder(config)
     columns = {**COLUMNS, **config.columns}
     index = {role: _index(role, column) for role, column in columns.items()}
-    splits = {s: [_files.existing(folder / name) for name in names] for s, names in config.splits.items()}
+    splits = _files.by_split(config)
 
     def sentences(split: str) -> Iterator[Sentence]:
-        return itertools.chain.from_iterable(_sentences(path, index["text"], index["tags"]) for path in splits[split])
+        for part in splits[split]:
+            yield from _files.chosen(part, _sentences(part.path, index["text"], index["tags"]), "sentences")
 
     def parse() -> tuple[dict[str, Any], dict[str, cache.Rows]]:
         import tensorflow_datasets as tfds
 
-        classes = names(tag for _, _, tags in sentences("train") for tag in tags)
+        named = [split for split in splits if split == "train" or "train" not in splits]
+        classes = names(tag for split in named for _, _, tags in sentences(split) for tag in tags)
         features = {
             "text": tfds.features.Text(),
             "tags": tfds.features.Sequence(tfds.features.ClassLabel(names=list(classes))),
         }
         return features, {split: _known(sentences(split), frozenset(classes)) for split in splits}
 
-    paths = itertools.chain(*splits.values())
-    settings = (VERSION, sorted(index.items()), {split: len(paths) for split, paths in splits.items()})
+    paths = [part.path for parts in splits.values() for part in parts]
+    settings = (VERSION, sorted(index.items()), _files.key_of_cuts(splits))
     return _files.prepared(config, "conll", paths, settings, parse)
 
 
@@ -111,7 +113,6 @@ def _sentences(path: Path, word: int, tag: int) -> Iterator[Sentence]:
 
 def _cells(line: str) -> list[str] | None:
     """Of a line, None where a sentence ends."""
-    line = line.removesuffix("\r")
     if not line.strip() or line.startswith(DOCUMENT):
         return None
     return [cell.strip(" ") for cell in line.split("\t")] if "\t" in line else line.split()

@@ -86,7 +86,7 @@ def _articles(folder: Path, name: str) -> Articles:
 
 def _titles(table: Path, name: str) -> dict[str, int]:
     """The titles of a split, and the lines where they stand."""
-    rows = ((number, line.rstrip("\r").split("\t")) for number, line in _files.lines(table) if line.strip())
+    rows = ((number, line.split("\t")) for number, line in _files.lines(table) if line.strip())
     number, header = next(rows, (1, []))
     if not {"title", "split"} <= set(header):
         raise ConfigError(f"{table}:{number}: got columns {', '.join(header)}, expected title and split among them")
@@ -124,7 +124,7 @@ def _of_part(each: Articles) -> Iterator[tuple[str, dict[str, Any]]]:
             title = min(missing, key=titles.__getitem__)
             what = f"{each.table}:{titles[title]}: got the title {title!r}"
             raise ConfigError(f"{what}, expected one that an article of {path} has")
-    for number, article in articles[each.part.bounds(len(articles))]:
+    for number, article in _files.chosen(each.part, articles, "articles"):
         yield from _of_article(article, f"{path}: data[{number}].")
 
 

@@ -1,21 +1,33 @@
-"""Tables: TSV with a header line, or JSONL, plain or .gz. `config.columns` names the column of each role.
+"""Tables: TSV or CSV with a header line, JSONL, or a label before each text; plain or .gz. `config.columns` names the
+column of each role.
 
     config.splits = {"train": ("train.tsv.gz",), "validation": ("dev.tsv",), "test": ("test.tsv",)}
+    config.splits = {"train": ("all.tsv[:90%]",), "validation": ("all.tsv[90%:]",)}        a cut counts rows, no header
     config.columns = {"text": "sentence", "label": "label"}
 
 Roles are source, target, text, pair (str), label and score. Labels are integers or strings; they become class ids in
 the order of the training split's sorted names (numbers by value). Scores are numbers from `config.score_range`, whose
-ends become 0 and 1. Columns "#1", "#2" say that the file has no header line.
-A TSV cell is what stands between two tabs: there is no quoting. Blank lines are skipped.
+ends become 0 and 1. Columns "#1", "#2" say that the file has no header line. `config.format` says how a file is read:
+
+    tsv          a cell is what stands between two tabs; quotes are text like any other
+    tsv_quoted   between tabs, where a cell in double quotes may hold tabs, line ends and doubled quotes
+    csv          the same between commas (RFC 4180)
+    jsonl        one JSON object a line
+    labelled     a word, a blank, the rest of the line: columns "#1" and "#2" ("POS a fine film")
+    ""           by the file's name: .tsv, .csv, .jsonl or .json, and .txt for labelled
+
+Blank lines are skipped.
 """
 
 from __future__ import annotations
 
+import csv
+import functools
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 
@@ -35,7 +47,6 @@ def build(config: DataConfig) -> Dataset:
       ConfigError: files missing, empty, damaged or not UTF-8; a column missing; malformed JSON or rows; an empty text
         outside training; a label that training does not have; a score outside of the range.
     """
-    folder = _files.folder(config)
     columns = dict(config.columns)
     if not columns:
         raise ConfigError("data.columns: got nothing, expected roles and columns, as in text=sentence, label=label")
@@ -43,12 +54,12 @@ def build(config: DataConfig) -> Dataset:
         if role not in ROLES:
             expected = f"expected roles among {', '.join(ROLES)}{registry.nearest(role, ROLES)}"
             raise ConfigError(f"data.columns: got {role!r}, {expected}")
-    splits = {s: [_files.existing(folder / name) for name in names] for s, names in config.splits.items()}
-    for path in itertools.chain(*splits.values()):
-        _reader(path)
+    splits = _files.by_split(config)
+    kinds = {part.path: _format(part.path, config.format) for part in itertools.chain(*splits.values())}
 
     def rows(split: str) -> Iterator[Row]:
-        return itertools.chain.from_iterable(_reader(path)(path, columns) for path in splits[split])
+        for part in splits[split]:
+            yield from _files.chosen(part, FORMATS[kinds[part.path]](part.path, columns), "rows")
 
     def judged(split: str, classes: tuple[str, ...]) -> Iterator[Row]:
         return _scored(_labelled(rows(split), classes), config.score_range)
@@ -61,27 +72,74 @@ def build(config: DataConfig) -> Dataset:
             features["score"] = tfds.features.Scalar(np.float32)
         classes: tuple[str, ...] = ()
         if "label" in columns:
-            classes = _classes(row["label"] for _, row in rows("train"))
+            named = [split for split in splits if split == "train" or "train" not in splits]
+            classes = _classes(row["label"] for split in named for _, row in rows(split))
             features["label"] = tfds.features.ClassLabel(names=list(classes))
         return features, {split: _files.complete(judged(split, classes), split, columns) for split in splits}
 
-    settings = (sorted(columns.items()), {split: len(paths) for split, paths in splits.items()})
+    settings = (sorted(columns.items()), _files.key_of_cuts(splits))
     settings += (config.score_range,) if "score" in columns else ()
-    kinds = [_reader(path).__name__ for path in itertools.chain(*splits.values())]
-    return _files.prepared(config, "table", itertools.chain(*splits.values()), (settings, kinds), parse)
+    paths = [part.path for part in itertools.chain(*splits.values())]
+    return _files.prepared(config, "table", paths, (settings, [kinds[path] for path in paths]), parse)
 
 
-def _reader(path: Path) -> Any:
-    name = path.name.removesuffix(".gz")
-    if name.endswith(".tsv"):
-        return _tsv
-    if name.endswith((".jsonl", ".json")):
-        return _jsonl
-    raise ConfigError(f"{path}: got an unknown table format, expected .tsv or .jsonl, plain or .gz")
+def _format(path: Path, name: str) -> str:
+    """The format that `data.format` or the file's name says."""
+    if name:
+        if name not in FORMATS:
+            expected = f"expected one of {', '.join(FORMATS)}, or '' for what the name says"
+            raise ConfigError(f"data.format: got {name!r}, {expected}{registry.nearest(name, tuple(FORMATS))}")
+        return name
+    ending = Path(path.name.removesuffix(".gz")).suffix
+    if ending not in ENDINGS:
+        expected = f"expected one of {', '.join(ENDINGS)}, plain or .gz"
+        raise ConfigError(f"{path}: got an unknown table format, {expected}; or set data.format")
+    return ENDINGS[ending]
 
 
 def _tsv(path: Path, columns: dict[str, str]) -> Iterator[Row]:
-    rows = ((n, line.rstrip("\r").split("\t")) for n, line in _files.lines(path) if line.strip())
+    cells = ((n, line.split("\t")) for n, line in _files.lines(path) if line.strip())
+    return _cells(path, columns, cells, "a tab")
+
+
+def _quoted(delimiter: str, word: str, path: Path, columns: dict[str, str]) -> Iterator[Row]:
+    return _cells(path, columns, _unquoted(path, delimiter), word)
+
+
+def _unquoted(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """(line where it ends, cells) of each row; a cell in quotes may go over several lines."""
+    reader = csv.reader((line + "\n" for _, line in _files.lines(path)), delimiter=delimiter, strict=True)
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            what = f"{path}:{reader.line_num}: got {error}, expected cells in double quotes to end in one"
+            raise ConfigError(f"{what}; double a quote inside of one, or set data.format") from error
+        if cells is None:
+            return
+        if any(cell.strip() for cell in cells):
+            yield reader.line_num, cells
+
+
+def _labelled_lines(path: Path, columns: dict[str, str]) -> Iterator[Row]:
+    """The first word of each line, and the rest."""
+    named = {role: column for role, column in columns.items() if column not in ("#1", "#2")}
+    if named:
+        got = ", ".join(f"{role}={column}" for role, column in named.items())
+        expected = "expected label=#1, the first word of a line, and text=#2, the rest; set data.columns or data.format"
+        raise ConfigError(f"{path}: got data.columns {got} for a file of labelled lines, {expected}")
+    for number, line in _files.lines(path):
+        if "\t" in line:
+            expected = "expected a label, a blank and the text; set data.format=tsv for cells between tabs"
+            raise ConfigError(f"{path}:{number}: got a tab in a labelled line, {expected}")
+        if line.strip():
+            label, _, text = line.strip(" ").partition(" ")
+            row = {"#1": label, "#2": text.strip(" ")}
+            yield f"{path}:{number}", {role: row[column] for role, column in columns.items()}
+
+
+def _cells(path: Path, columns: dict[str, str], rows: Iterator[tuple[int, list[str]]], separator: str) -> Iterator[Row]:
+    """Rows of cells by the names in the first one, or by number."""
     numbered = all(column.startswith("#") for column in columns.values())
     first = next(rows, None)
     if first is None:
@@ -91,7 +149,7 @@ def _tsv(path: Path, columns: dict[str, str]) -> Iterator[Row]:
     for number, cells in itertools.chain([first], rows) if numbered else rows:
         where = f"{path}:{number}"
         if len(cells) != len(header):
-            raise ConfigError(f"{where}: got {len(cells)} cells, expected {len(header)}; cells are separated by tabs")
+            raise ConfigError(f"{where}: got {len(cells)} cells, expected {len(header)}; {separator} separates cells")
         yield where, {role: cells[i] for role, i in index.items()}
 
 
@@ -107,6 +165,19 @@ def _jsonl(path: Path, columns: dict[str, str]) -> Iterator[Row]:
         if not isinstance(record, dict):
             raise ConfigError(f"{where}: got {type(record).__name__}, expected one JSON object a line")
         yield where, {role: _value(record, role, column, where) for role, column in columns.items()}
+
+
+FORMATS: dict[str, Callable[[Path, dict[str, str]], Iterator[Row]]] = {
+    "tsv": _tsv,
+    "tsv_quoted": functools.partial(_quoted, "\t", "a tab"),
+    "csv": functools.partial(_quoted, ",", "a comma"),
+    "jsonl": _jsonl,
+    "labelled": _labelled_lines,
+}
+"""How a file's rows are read: `data.format`."""
+
+ENDINGS = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "labelled"}
+"""What a file's name says of its format."""
 
 
 def _value(record: dict[str, Any], role: str, column: str, where: str) -> str:

@@ -3,6 +3,7 @@
     config.name = "wmt14_translate/de-en"       as tfds spells it: data set, configuration, optionally ":version"
     config.dir = "/data/tfds"                   tfds' data_dir
     config.splits = {"train": ("train[:90%]",), "validation": ("train[90%:]",)}     empty: the data set's own splits
+    config.splits = {"train": ("train[:90%]", "validation")}          several parts follow each other, as with tfds' "+"
     config.columns = {"source": "en", "target": "de"}                                 empty: what follows
 
 Without `columns`, a translation is read in the direction of its configuration's name ("de-en": German is the source),
@@ -36,7 +37,7 @@ def build(config: DataConfig) -> Dataset:
     for role, column in columns.items():
         _check(builder, role, column, config.name)
     own = tuple(builder.info.splits)
-    expressions = {split: parts[0] for split, parts in config.splits.items()} or {split: split for split in own}
+    expressions = {split: "+".join(parts) for split, parts in config.splits.items()} or {split: split for split in own}
     splits = {}
     for split, expression in expressions.items():
         try:
@@ -46,8 +47,6 @@ def build(config: DataConfig) -> Dataset:
             expected = f"expected one of {', '.join(own)} or a part, as train[:90%]{registry.nearest(name, own)}"
             raise ConfigError(f"data.splits.{split}: got {expression!r}, {expected}") from error
         splits[split] = cache.Records(str(builder.data_path), expression, columns, length, config.score_range)
-    if "train" not in splits:
-        raise ConfigError(f"data.splits: got {', '.join(splits)}, expected a 'train' among them; say which part trains")
     classes = cache.classes({role: _feature(builder, column) for role, column in columns.items()})
     counts = {name: (split.num_examples, split.num_bytes) for name, split in builder.info.splits.items()}
     content = repr((builder.info.full_name, counts, expressions, sorted(columns.items())))
