@@ -3,6 +3,7 @@
 import dataclasses
 import textwrap
 
+import builders
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,7 @@ from flax import linen as nn
 
 from jaxformer import tasks, testing
 from jaxformer.config import (
-    AttentionConfig,
     EmbedConfig,
-    EncodingConfig,
-    FeedForwardConfig,
     HeadConfig,
     MeshConfig,
     ModelConfig,
@@ -29,27 +27,12 @@ from jaxformer.overrides import defaults, freeze, section
 from jaxformer.parallel import mesh as meshes
 from jaxformer.types import Batch
 
-VOCAB = 13
-
-
-def stack(**edits) -> StackConfig:
-    base = StackConfig(
-        layers=1,
-        width=8,
-        embed=EmbedConfig(vocab=VOCAB),
-        encoding=EncodingConfig(kind="rope"),
-        attention=AttentionConfig(heads=2),
-        ffn=FeedForwardConfig(width=16),
-    )
-    return dataclasses.replace(base, **edits)
-
-
-RNN = RecurrentConfig(cell="gru", width=8, embed=EmbedConfig(vocab=VOCAB))
+RNN = RecurrentConfig(cell="gru", width=8, embed=EmbedConfig(vocab=builders.VOCAB))
 MODELS = {
-    "encoder": ModelConfig(encoder=stack()),
-    "decoder": ModelConfig(decoder=stack()),
-    "seq2seq": ModelConfig(encoder=stack(), decoder=stack(), share_embeddings=True),
-    "classifier": ModelConfig(encoder=stack(), head=HeadConfig(kind="classes", classes=3, pooling="mean")),
+    "encoder": ModelConfig(encoder=builders.stack()),
+    "decoder": ModelConfig(decoder=builders.stack()),
+    "seq2seq": ModelConfig(encoder=builders.stack(), decoder=builders.stack(), share_embeddings=True),
+    "classifier": ModelConfig(encoder=builders.stack(), head=HeadConfig(kind="classes", classes=3, pooling="mean")),
     "recurrent": ModelConfig(recurrent_encoder=RNN, recurrent_decoder=dataclasses.replace(RNN, attention="additive")),
 }
 
@@ -90,7 +73,7 @@ def test_a_recurrent_decoder_is_causal_and_steps_equal_its_whole_pass():
 
 def test_a_decoder_that_sees_ahead_is_found():
     with pytest.raises(AssertionError, match="depends on a later one"):
-        testing.assert_causal(*made(ModelConfig(decoder=stack(causal=False))))
+        testing.assert_causal(*made(ModelConfig(decoder=builders.stack(causal=False))))
     with pytest.raises(AssertionError, match="does not depend on its own"):
         testing.assert_causal(*mistaken(lambda logits, batch: 0.0 * logits, (5, 5)))
     with pytest.raises(ValueError, match="got a batch with padding"):
@@ -107,7 +90,7 @@ def test_outputs_that_depend_on_padding_or_on_the_place_in_the_batch_are_found()
 def test_packed_examples_that_see_each_other_are_found():
     module, variables, _ = mistaken(lambda logits, batch: jnp.cumsum(logits, axis=1))
     with pytest.raises(AssertionError):
-        testing.assert_packing_invariant(module, variables, (4, 2), VOCAB)
+        testing.assert_packing_invariant(module, variables, (4, 2), builders.VOCAB)
 
 
 def test_a_cache_that_forgets_its_position_is_found(monkeypatch):
@@ -128,14 +111,14 @@ def test_a_model_that_computes_something_else_on_a_mesh_is_found():
 
 def task_inputs():
     rng = np.random.default_rng(0)
-    outputs = rng.standard_normal((3, 4, VOCAB)).astype(np.float32)
-    labels, weights = rng.integers(VOCAB, size=(3, 4)).astype(np.int32), np.float32(rng.random((3, 4)) > 0.3)
+    outputs = rng.standard_normal((3, 4, builders.VOCAB)).astype(np.float32)
+    labels, weights = rng.integers(builders.VOCAB, size=(3, 4)).astype(np.int32), np.float32(rng.random((3, 4)) > 0.3)
     return outputs, Batch(None, None, labels, weights)
 
 
 def test_sums_of_a_task_add_up_over_rows_and_leave_out_what_has_no_weight():
     config = defaults()
-    config.task.name, config.task.vocab = "language_modelling", VOCAB
+    config.task.name, config.task.vocab = "language_modelling", builders.VOCAB
     config.model.decoder = section(StackConfig)
     config = freeze(config)
     task, (outputs, batch) = tasks.get("language_modelling"), task_inputs()
