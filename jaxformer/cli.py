@@ -61,7 +61,7 @@ def evaluate(arguments: Arguments) -> int:
 
 def decode(arguments: Arguments) -> int:
     path = arguments.flags["workdir"]
-    reuse.refuse_others(arguments.config, reuse.DECODING, "decode")
+    reuse.refuse_others(arguments.config, "decode")
     with lines.source(arguments.flags["input"]) as source, lines.sink(arguments.flags["output"]) as sink:
         from jaxformer import checkpoint, tasks
 
@@ -71,12 +71,14 @@ def decode(arguments: Arguments) -> int:
         task = tasks.get(model.config.task.name)
         if task.decode is None:
             raise ConfigError(f"task {model.config.task.name}: got decode, expected a task that makes output of lines")
-        edited, changed = reuse.edited(model.config, arguments.config, reuse.DECODING, "decode")
-        if changed:
-            print(f"changed  {json.dumps(changed)}", file=sys.stderr)
-        if edited.data != model.config.data:
-            model = dataclasses.replace(model, config=edited)
-        config = edited.decode
+        edited = reuse.edited(model.config, arguments.config, reuse.DECODING, "decode")
+        said = [f"changed: {json.dumps(edited.changed)}"] if edited.changed else []
+        said += [edited.complaint("decode")] if edited.unread else []
+        if said:
+            print("; ".join(said), file=sys.stderr)
+        if edited.config.data != model.config.data:
+            model = dataclasses.replace(model, config=edited.config)
+        config = edited.config.decode
         size = 1 if source.isatty() else DECODE_CHUNK * config.batch
         cut = 0
         for chunk in lines.chunks(source, size, arguments.flags["input"] or "stdin"):

@@ -1,43 +1,73 @@
-"""Edits of the config of a trained run: what `evaluate` and `decode` may change without changing the model."""
+"""Edits of the config of a trained run: what `evaluate` and `decode` may change without changing the model.
+
+Both take every field of `data`, `evaluate` and `decode` but the tokenizer. A field that the command does not read is
+accepted, checked, left out, and named.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 from jaxformer import overrides
 from jaxformer.config import Config, ConfigError
 
+EDITABLE = ("data", "evaluate", "decode")
+TOKENIZER = "data.tokenizer"
+
 EVALUATION = (
     "data.source", "data.name", "data.dir", "data.cache", "data.splits", "data.columns", "data.score_range",
-    "data.format", "data.document", "data.length", "data.buckets", "data.packing", "evaluate.batch", "decode",
+    "data.format", "data.document", "data.length", "data.buckets", "data.packing", "evaluate.batch",
+    "evaluate.examples", "evaluate.decode_examples", "evaluate.samples", "decode",
 )  # fmt: skip
-"""Fields that say which data is measured, how it becomes batches, and how output is decoded."""
+"""Fields that `evaluate` reads: which data is measured, how it becomes batches, and how output is decoded."""
 
 DECODING = ("data.length", "data.buckets", "decode")
-"""Fields that decide how lines become batches and how output is decoded."""
+"""Fields that `decode` reads: how lines become batches, and how output is decoded."""
 
 REASONS = {
-    "data.tokenizer": "the model was trained on the ids of its own tokenizer",
+    TOKENIZER: "the model was trained on the ids of its own tokenizer",
+    "data.examples": "it is of training; give --config.evaluate.examples",
     "data.batch": "it is of training; give --config.evaluate.batch or --config.decode.batch",
     "data.tokens": "it is of training; give --config.evaluate.batch or --config.decode.batch",
-    "data.shuffle": "it is of training",
-    "data.examples": "it is of training; cut the split, as --config.data.splits.test=FILE[:100]",
-    "data.skip_long": "it is of training",
-    "evaluate": "it is of validation during training; evaluate measures the whole split",
-    "data": "decode reads lines and no data",
 }
-"""Why a field is refused where it is not allowed, by the longest path that matches."""
+"""Why a field is refused or not read, by path. All others are of training or, where decoded, of data or measures."""
 
 
-def edited(config: Config, edits: Sequence[str], allowed: Sequence[str], command: str) -> tuple[Config, dict[str, Any]]:
-    """The config with `edits` applied, and what that changed: path -> {"run": value, "here": value}.
+class Edited(NamedTuple):
+    """A run's config as a command uses it.
+
+    Attributes:
+      config: with the edits that the command reads.
+      given: the paths of these edits.
+      changed: path -> {"run": value, "here": value} of those that differ from the run's.
+      unread: the paths of edits that the command does not read.
+    """
+
+    config: Config
+    given: frozenset[str]
+    changed: dict[str, dict[str, Any]]
+    unread: tuple[str, ...]
+
+    def complaint(self, command: str) -> str:
+        """One line about edits without effect; "" where there is none."""
+        if not self.unread:
+            return ""
+        paths = (f"config.{path}" + (f" ({REASONS[path]})" if path in REASONS else "") for path in self.unread)
+        return f"without effect on {command}: {', '.join(paths)}"
+
+
+def edited(config: Config, edits: Sequence[str], read: Sequence[str], command: str) -> Edited:
+    """Applies `edits` to a run's config for a command that reads the fields `read` only.
 
     Raises:
-      ConfigError: an edit concerns a field that is not `allowed`, or gives it a wrong value.
+      ConfigError: an edit would change the model, or names no field, or gives one a wrong value.
     """
-    refuse_others(edits, allowed, command)
-    new = overrides.edit(config, edits)
-    return new, dict(_changed(overrides.changes(config, new)))
+    refuse_others(edits, command)
+    overrides.edit(config, edits)  # a wrong value of a field that is not read is wrong as well
+    used = [edit for edit in edits if any(_below(_path(edit), each) for each in read)]
+    unread = tuple(dict.fromkeys(_path(edit) for edit in edits if edit not in used))
+    new = overrides.edit(config, used)
+    return Edited(new, frozenset(map(_path, used)), dict(_changed(overrides.changes(config, new))), unread)
 
 
 def _changed(found: Mapping[str, tuple[Any, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -50,15 +80,18 @@ def _changed(found: Mapping[str, tuple[Any, Any]]) -> Iterator[tuple[str, dict[s
                 yield f"{path}.{key}", {"run": was.get(key), "here": now.get(key)}
 
 
-def refuse_others(edits: Sequence[str], allowed: Sequence[str], command: str) -> None:
-    """Raises ConfigError if an edit concerns a field that is not `allowed`."""
-    for edit in edits:
-        path = edit.removeprefix("--config.").partition("=")[0]
-        if not any(_below(path, each) for each in allowed):
-            why = next((REASONS[each] for each in REASONS if _below(path, each)), "it comes with the run")
-            expected = ", ".join(f"{each}.FIELD" if "." not in each else each for each in allowed)
+def refuse_others(edits: Sequence[str], command: str) -> None:
+    """Raises ConfigError if an edit concerns a field that comes with the model."""
+    for path in map(_path, edits):
+        if _below(path, TOKENIZER) or not any(_below(path, each) for each in EDITABLE):
+            why = REASONS[TOKENIZER] if _below(path, TOKENIZER) else "it comes with the run"
+            expected = ", ".join(f"{each}.FIELD" for each in EDITABLE)
             got = f"got --config.{ascii(path)[1:-1]}, which cannot change ({why})"
             raise ConfigError(f"{command}: {got}, expected {expected}")
+
+
+def _path(edit: str) -> str:
+    return edit.removeprefix("--config.").partition("=")[0]
 
 
 def _below(path: str, section: str) -> bool:

@@ -80,10 +80,9 @@ REFUSED = [
         "got --config.train.steps, which cannot change (it comes with",
     ),
     (
-        ["decode", "--workdir=x", "--config.data.dir=y"],
-        "cannot change (decode reads lines and no data), expected data.len",
+        ["decode", "--workdir=x", "--config.data.tokenizer.lowercase=true"],
+        "cannot change (the model was trained on the ids of its own tokenizer), expected data.FIELD",
     ),
-    (["decode", "--workdir=x", "--config.evaluate.batch=3"], "which cannot change"),
     (["decode", "--workdir=x", "--input=nowhere.txt"], "--input: got 'nowhere.txt' (No such file"),
     (["sweep", "--config=x", "--sweep=x", "--workdir=x", "--executor=slrum"], "did you mean 'slurm'?"),
     (["sweep", "--config=x", "--sweep=nothing.py", "--workdir=x"], "'nothing.py': no such file"),

@@ -370,6 +370,17 @@ def test_every_score_of_decoded_text_says_of_how_many_examples_it_is():
     assert set(page.DECODED) == scores
 
 
+def test_an_evaluation_of_a_part_with_other_settings_says_both(tmp_path):
+    part = {"split": "test", "examples": 20, "split_examples": 60, "decoded_examples": 7, "loss": 2.5, "bleu": 4.0}
+    changed = {"data.dir": {"run": "old", "here": "new"}, "data.length": {"run": 80, "here": 24}}
+    folder = whole(tmp_path / "run")
+    put(folder, **{"eval-test.json": {**part, "changed": changed}})
+    found = read(folder)
+    assert cells(found, "test (first 7): BLEU (0 to 100)")[0] == "4"
+    assert cells(found, "split_examples")[0] == "60"
+    assert cells(found, "changed")[0] == "data.dir: new (run: old); data.length: 24 (run: 80)"
+
+
 def test_equal_configs_are_said_to_be_equal(tmp_path):
     found = runs.read([whole(tmp_path / "a"), whole(tmp_path / "b")])
     assert "same configuration" in page._differences(found)

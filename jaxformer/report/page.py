@@ -161,6 +161,9 @@ def _no_headline(run: Run) -> list[str]:
         "cut_examples",
         "cut_tokens",
         "cut_words",
+        "split_examples",
+        "decoded_examples",
+        "changed",
         *NO_MEASURES,
     }
     measured = sorted({each for values in held for each in values} - others)
@@ -215,7 +218,8 @@ def _facts(run: Run) -> dict[str, Any]:
     """What there is to say of one run, by name; None where it is not known."""
     facts: dict[str, Any] = {}
     for split, values in run.evaluations.items():
-        facts |= {f"{split}: {figures.LABELS.get(name, name)}": values[name] for name in headline(values, run.typed)}
+        for name in headline(values, run.typed):
+            facts[f"{split}{_measured_part(values, name)}: {figures.LABELS.get(name, name)}"] = values[name]
     final = {name: value for name, value in run.result.items() if name not in ("step", "config")}
     if not final:
         final = {name: run.last("validation", name) for name in run.measures("validation")}
@@ -255,6 +259,14 @@ def _part(run: Run, name: str) -> str:
     config = run.typed.evaluate
     count = config.decode_examples if name in DECODED else config.examples
     return f" (first {count:,})" if count else ""
+
+
+def _measured_part(values: dict[str, Any], name: str) -> str:
+    """Which part of its split an evaluation measured, where it was asked for a part."""
+    whole = values.get("split_examples") is None
+    count = None if whole else values.get("examples")
+    count = values.get("decoded_examples", count) if name in DECODED else count
+    return f" (first {count:,})" if isinstance(count, int) else ""
 
 
 DECODED = (
@@ -327,10 +339,19 @@ def _evaluations(runs: Sequence[Run]) -> str:
         rows = []
         for name in names:
             what = " / ".join(dict.fromkeys(exact.get(name, [figures.LABELS.get(name, "")])))
-            rows.append([name, *(_value(values.get(name)) for values in held), what])
+            value = _changes if name == "changed" else _value
+            rows.append([name, *(value(values.get(name)) for values in held), what])
         columns = [run.name for run in runs] if len(runs) > 1 else ["value"]
         body += f"<h3>{text(split)}</h3>{table(['measure', *columns, 'what it is'], rows)}"
     return body
+
+
+def _changes(changed: Any) -> str | None:
+    """The settings that an evaluation did not take from its run, as text."""
+    if not isinstance(changed, dict):
+        return None
+    pairs = ((path, each) for path, each in changed.items() if isinstance(each, dict))
+    return "; ".join(f"{path}: {shown(each.get('here'))} (run: {shown(each.get('run'))})" for path, each in pairs)
 
 
 def _samples(run: Run) -> str:

@@ -100,7 +100,9 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
 
     Args:
       which: the weights: "best", "last" or the number of a step; "": as the run's config says.
-      edits: of the run's config, as `--config.data.dir=DIR`; see `reuse.EVALUATION`. The result says them.
+      edits: of the run's config, as `--config.data.dir=DIR`; see `reuse.EVALUATION`. The result says them. All of the
+        split is measured, decoded and kept, unless an edit names `evaluate.examples`, `evaluate.decode_examples` or
+        `evaluate.samples`: the run's own values are those of validation during training.
 
     Raises:
       ConfigError: `workdir` is not a run, or its data has no such split, or it has no such checkpoint, or an edit would
@@ -108,7 +110,12 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
     """
     workdir = Path(workdir)
     model = checkpoint.load(workdir, which)
-    config, changed = reuse.edited(model.config, edits, reuse.EVALUATION, "evaluate")
+    edited = reuse.edited(model.config, edits, reuse.EVALUATION, "evaluate")
+    config = edited.config
+    limits = {
+        name: getattr(config.evaluate, name) if f"evaluate.{name}" in edited.given else None
+        for name in ("examples", "decode_examples", "samples")
+    }
     model = dataclasses.replace(model, config=config)
     task = tasks.get(config.task.name)
     dataset = sources.numbered_as(sources.build(config.data, task.roles, split), config.task.classes)
@@ -118,20 +125,24 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
     with jax.set_mesh(devices):
         function = make(config, model.module)
         variables = {"params": model.params, **model.variables}
-        batches, size, cut = pipeline.evaluate(split), pipeline.size(split), pipeline.cut(split)
+        part = (split, limits["examples"])
+        batches, size, cut = pipeline.evaluate(*part), pipeline.size(*part), pipeline.cut(*part)
         result = measure(config, function, variables, batches, size, devices, cut)
-    if task.score is not None:
-        scores, records = decode(model, dataset, split, None)
+    decoded = limits["examples"] if limits["decode_examples"] is None else limits["decode_examples"]
+    if task.score is not None and decoded != 0:
+        scores, records = decode(model, dataset, split, decoded)
         signatures = task.signatures(config)
         result |= scores | ({"signatures": signatures} if signatures else {})
-        files.write_json(workdir / "samples" / f"{split}.json", records)
-    line = cut.sentence(split, config.data.length)
-    if line:
+        result |= {"decoded_examples": len(records)} if len(records) < len(dataset.splits[split]) else {}
+        files.write_json(workdir / "samples" / f"{split}.json", records[: limits["samples"]])
+    for line in filter(None, (cut.sentence(split, config.data.length), edited.complaint("evaluate"))):
         LOG.warning(line)
     used = model.weights._asdict() | {"steps": list(model.weights.steps)}
     about = {"weights": model.weights.sentence(), "checkpoint": used}
     seconds = round(time.monotonic() - begun, 1)
     result = {"split": split, "seconds": seconds, **about, "examples": cut.examples, **result, **cut.counts()}
-    result |= {"changed": changed} if changed else {}
+    whole = len(dataset.splits[split])
+    result |= {"split_examples": whole} if cut.examples < whole else {}
+    result |= {"changed": edited.changed} if edited.changed else {}
     files.write_json(workdir / f"eval-{split}.json", result)
     return result

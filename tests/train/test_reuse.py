@@ -78,12 +78,9 @@ def test_what_was_not_changed_is_not_said(run):
     ("edit", "message"),
     [
         ("data.tokenizer.lowercase=true", "which cannot change .the model was trained on the ids of its own tokenizer"),
-        ("data.batch=3", "which cannot change .it is of training; give --config.evaluate.batch"),
-        ("data.examples=3", "cut the split, as --config.data.splits.test=FILE"),
-        ("evaluate.examples=3", "it is of validation during training; evaluate measures the whole split"),
-        ("train.seed=3", "which cannot change .it comes with the run., expected data.source, "),
+        ("train.seed=3", "which cannot change .it comes with the run., expected data.FIELD, evaluate.FIELD"),
         ("model.encoder.layers=2", "which cannot change"),
-        ("data.lenght=3", "got --config.data.lenght, which cannot change"),
+        ("data.lenght=3", "config.data.lenght: got an unknown key.*did you mean .length."),
         ("data.length=0", "config.data.length: got 0, expected at least"),
         ("data.splits.test=", "split: got 'test', expected one of train, validation"),
     ],
@@ -99,10 +96,36 @@ def test_decoding_says_what_was_changed(run, tmp_path, capsys):
     assert cli.main([*argv, "--config.decode.batch", "2"]) == 0
     out, err = capsys.readouterr()
     assert [line.split("\t")[0] for line in out.splitlines()][::2] == ["a", "c"]
-    assert 'changed  {"decode.batch": {"run": 32, "here": 2}}' in err
+    assert 'changed: {"decode.batch": {"run": 32, "here": 2}}' in err
     assert cli.main([*argv, "--config.data.length=5"]) == 0
     short, err = capsys.readouterr()
     assert short.splitlines()[0] != out.splitlines()[0], "cut to three words, the line has no colour"
     assert short.splitlines()[2] == out.splitlines()[2] and '"data.length"' in err
     assert cli.main(argv) == 0
     assert "changed" not in capsys.readouterr().err
+
+
+def test_decoding_names_edits_that_play_no_part_in_it(run, tmp_path, capsys):
+    (tmp_path / "lines").write_text("it is blue\n")
+    argv = ["decode", f"--workdir={run}", f"--input={tmp_path / 'lines'}"]
+    edits = ["data.dir=/nowhere", "evaluate.batch=2", "decode.batch=2", "data.splits.test=x.tsv"]
+    assert cli.main([*argv, *(f"--config.{edit}" for edit in edits)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("c\t")
+    (line,) = (line for line in err.splitlines() if "without effect" in line)
+    assert line == (
+        'changed: {"decode.batch": {"run": 32, "here": 2}}; '
+        "without effect on decode: config.data.dir, config.evaluate.batch, config.data.splits.test"
+    )
+    assert cli.main([*argv, "--config.evaluate.batch=0"]) == 2, "a wrong value is wrong where it is not read as well"
+    assert "config.evaluate.batch" in capsys.readouterr().err
+
+
+def test_a_part_of_a_split_is_measured_where_that_is_asked_for_and_the_result_says_so(run, caplog):
+    where = "--config.data.splits.test=moved.tsv"
+    part = evaluate(run, "test", edits=[where, "--config.evaluate.examples=4", "--config.data.batch=3"])
+    assert (part["examples"], part["split_examples"]) == (4, 9)
+    assert list(part["changed"]) == ["data.splits.test", "evaluate.examples"]
+    assert "without effect on evaluate: config.data.batch (it is of training" in caplog.text
+    whole = evaluate(run, "test", edits=[where])
+    assert whole["examples"] == 9 and "split_examples" not in whole
