@@ -63,8 +63,10 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[io.BufferedWriter]:
     target = os.fspath(path) if through else os.path.realpath(path)
     temporary = target
     if through:
-        handle = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        handle = _open_special(target)
     else:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(target)  # a name that is too long, or of no folder, fails now and not when all is written
         folder, name = os.path.split(target)
         temporary = os.path.join(folder, f".{name[:20]}-{os.getpid()}-{os.urandom(4).hex()}.tmp")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -97,16 +99,32 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 1)
     write(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
-def is_special(path: str | os.PathLike[str]) -> bool:
-    """True for what is there and cannot be replaced by a file: a device, a pipe, a socket, an open descriptor."""
+def _open_special(path: str) -> int:
+    """A handle that writes to a device, a pipe or an open descriptor. Of an own descriptor it is a copy, which shares
+    its place in the file: what the shell or this process writes there next follows, and does not overwrite it."""
+    descriptor = _descriptor(path)
+    if descriptor is not None and os.path.samefile(os.path.dirname(descriptor), "/proc/self/fd"):
+        return os.dup(int(os.path.basename(descriptor)))
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+
+def _descriptor(path: str | os.PathLike[str]) -> str | None:
+    """The name `/proc/<process>/fd/<number>` that `path` leads to; None if it leads elsewhere."""
     name = os.path.abspath(path)
     for _ in range(MAX_LINKS):
-        folder = os.path.dirname(name)
-        if DESCRIPTORS.fullmatch(os.path.realpath(folder)):
-            return True
+        folder = os.path.realpath(os.path.dirname(name))
+        if DESCRIPTORS.fullmatch(folder):
+            return os.path.join(folder, os.path.basename(name))
         if not os.path.islink(name):
             break
-        name = os.path.normpath(os.path.join(folder, os.readlink(name)))
+        name = os.path.normpath(os.path.join(os.path.dirname(name), os.readlink(name)))
+    return None
+
+
+def is_special(path: str | os.PathLike[str]) -> bool:
+    """True for what is there and cannot be replaced by a file: a device, a pipe, a socket, an open descriptor."""
+    if _descriptor(path) is not None:
+        return True
     try:
         mode = os.stat(path).st_mode
     except OSError:
@@ -184,19 +202,19 @@ def check_folder(what: str, path: str, writable: bool = False, new: bool = False
       ConfigError: it, or what stands in its place, is a file; the name is too long; it cannot be reached or written.
     """
     try:
-        mode = os.stat(path).st_mode
-        if not stat.S_ISDIR(mode):
-            raise ConfigError(f"{what}: got {path!a} (a file), expected a folder; name another one")
-        nearest = path
+        is_folder, nearest = stat.S_ISDIR(os.stat(path).st_mode), path
     except FileNotFoundError:
         if not new:
             return
         nearest = next(str(each) for each in Path(path).absolute().parents if each.exists())
         if not os.path.isdir(nearest):
             raise ConfigError(f"{what}: got {path!a}, but {nearest} is a file, expected a folder") from None
+        is_folder = True  # that will be made
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{what}: got {path!a} ({reason}), expected a folder; name another one") from None
+    if not is_folder:
+        raise ConfigError(f"{what}: got {path!a} (a file), expected a folder; name another one")
     if (writable or new) and not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"{what}: got {path!a}, but {nearest} is not writable, expected a folder to write in")
 

@@ -247,7 +247,7 @@ LITTLE, TOO_LITTLE = 5e9, 2e8  # bytes: a few checkpoints of a small model with 
 def doctor(config: Config | None = None, devices: int | None = None, seconds: float = 60.0) -> int:
     """Checks what an experiment depends on here and prints a line for each.
 
-    Returns 0; 1 if something of the machine or the installation fails; 2 if only the config's data does.
+    Returns 0; 1 if something of the machine or the installation fails; 2 if only the config or its data does.
 
     In a run of several processes each checks itself and all compare; the first one prints everything, the others what
     is wrong with them alone.

@@ -21,7 +21,8 @@ from jaxformer.config import Config, ConfigError
 class Finding(NamedTuple):
     """A line of the doctor: `level` is ok, warn or FAIL; the words of the last two end in what to do.
 
-    `code` is what a failure ends the doctor with: 2 where the user's files are wrong, 1 where the machine is.
+    `code` is what a failure ends the doctor with: 2 where the user's config or files are wrong, as `train` would end;
+    1 where the machine is.
     """
 
     level: str
@@ -139,7 +140,7 @@ def _devices(everyone: list[dict[str, Any]], expected: int | None, config: Confi
         try:
             sizes = {} if config is None else _judged(config)
         except ConfigError as error:
-            yield Finding("FAIL", "device count", str(error))
+            yield Finding("FAIL", "config", str(error), code=2)
             return
         shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         yield Finding("ok", "device count", f"{total}, {local} a process" + (f"; mesh {shape}" if shape else ""))

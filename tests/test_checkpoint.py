@@ -268,6 +268,11 @@ def test_a_kill_at_any_point_of_publishing_leaves_a_whole_checkpoint(tmp_path, m
             copy = shutil.copytree(workdir, tmp_path / f"kill-{number}-{again}")
             with killed_at(monkeypatch, again):
                 opened(copy, **fields).close()
+            # Before any run takes it up again: what evaluates and decodes finds both parts.
+            seen_by_readers = {part: checkpoint.directories(copy / "checkpoints" / part) for part in ("last", "best")}
+            for part, found in seen_by_readers.items():
+                assert found, (number, again, part)
+                checkpoint.verify(found[0])
             assert ("last", 1) in whole(copy, fields) or ("last", step) in whole(copy, fields)
         found = whole(workdir, fields)
         assert [each for each in found if each[0] == "last"], seen

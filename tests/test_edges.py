@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from jaxformer import cli, files, inspection, overrides, report, sweep
+from jaxformer import cli, files, inspection, lines, overrides, report, sweep
 from jaxformer.checkpoint import reading
 from jaxformer.config import Config, ConfigError
 from jaxformer.data import tokenizers
@@ -64,9 +64,11 @@ def test_an_open_descriptor_is_appended_to_even_if_it_is_of_a_file(tmp_path):
         log.write("before\n")
         log.flush()
         with files.replacing(f"/dev/fd/{log.fileno()}") as file:
-            file.write("after\n")
+            file.write("during\n")
+        log.write("after\n")
+        log.flush()
         assert os.path.samestat(os.fstat(log.fileno()), os.stat(tmp_path / "log"))
-    assert (tmp_path / "log").read_text() == "before\nafter\n"
+    assert (tmp_path / "log").read_text() == "before\nduring\nafter\n", "they share a place in the file"
     assert files.is_special("/dev/stdout") and not files.is_special("/dev/shm/none") and not files.is_special(tmp_path)
 
 
@@ -114,7 +116,17 @@ def test_what_cannot_be_a_folder_is_one_line_and_code_2(line, flag, tmp_path, ca
         assert cli.main([word.format(path) for word in line.split()]) == 2, path
         err = capsys.readouterr().err
         assert err.startswith(f"error: --{flag}: got '{path[:9]}") and err.count("\n") == 1
+        assert err.count(f"--{flag}") == 1, "said once"
     assert sorted(os.listdir(tmp_path)) == ["file"]
+
+
+def test_a_name_that_is_too_long_is_refused_before_anything_is_written(tmp_path):
+    refused = pytest.raises(ConfigError, match="--output: got 'n*' .File name too long., expected a writable file")
+    with refused, lines.sink("n" * 300):
+        pytest.fail("the work was begun")
+    with pytest.raises(OSError, match="too long"):
+        files.write(tmp_path / ("n" * 300), "")
+    assert not os.listdir(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_where_files_will_be_written(tmp_path, monkeypatch):

@@ -101,14 +101,14 @@ def test_rows_are_those_of_the_run_itself(meet, config):
 def test_slices_that_are_missing(meet, config):
     slices = dataclasses.replace(config.mesh, dcn=dataclasses.replace(config.mesh.dcn, data=2))
     found = meet(dataclasses.replace(config, mesh=slices), lambda own: [])
-    assert "config.mesh.dcn: got data 2, expected a product of 1 slices" in found["device count"].words
+    assert "config.mesh.dcn: got data 2, expected a product of 1 slices" in found["config"].words
 
 
 def test_devices_that_are_missing(meet, config):
     assert "got 8, expected 16" in meet(None, lambda own: [], devices=16)["device count"].words
     assert "were not joined" in meet(None, lambda own: [own])["device count"].words
     mesh = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, tensor=3))
-    assert "expected a product of 8" in meet(mesh, lambda own: [])["device count"].words
+    assert "expected a product of 8" in meet(mesh, lambda own: [])["config"].words
 
 
 def test_a_process_that_stalls(monkeypatch):

@@ -217,9 +217,9 @@ def test_a_run_that_does_not_fit_ends_before_its_data_is_read(tmp_path, capsys, 
 def test_the_doctor_says_what_the_mesh_cannot_hold(monkeypatch):
     monkeypatch.setattr(preflight, "share", lambda config: {"error": "not read"})
     config = overrides.parse([QUICKSTART, "--config.data.batch=1000000000"])
-    found = {finding.words: finding.level for finding in preflight.findings(config, None, 1.0)}
+    found = {finding.words: finding for finding in preflight.findings(config, None, 1.0)}
     (words,) = (words for words in found if words.startswith("config.data.batch: got 1,000,000,000 rows of 40 tokens"))
-    assert found[words] == "FAIL"
+    assert (found[words].level, found[words].code) == ("FAIL", 2), "as train ends of it"
 
 
 def test_memory_of_cpu_devices_is_the_hosts_divided_among_them(monkeypatch):

@@ -30,6 +30,9 @@ from jaxformer.types import PyTree, TrainState
 
 LOG = logging.getLogger("jaxformer")
 
+REPLACED = Path("saving", "replaced")
+"""Folder in `checkpoints/` of those that give way to another of their step: `saving/replaced/last/400`."""
+
 
 class Weights(NamedTuple):
     """What evaluating and decoding need of a state: parameters (the weight average, if the run keeps one) and the
@@ -43,15 +46,27 @@ class Weights(NamedTuple):
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints in `directory`, in no order."""
-    if not directory.is_dir():
-        return []
-    return [int(each.name) for each in directory.iterdir() if each.name.isdecimal() and each.is_dir()]
+    """Steps of the complete checkpoints in `directory` (`checkpoints/last` or `best`), in no order."""
+    found = (each for folder in (directory, _replaced(directory)) if folder.is_dir() for each in folder.iterdir())
+    return list({int(each.name) for each in found if each.name.isdecimal() and each.is_dir()})
 
 
 def directories(directory: Path) -> list[Path]:
-    """The complete checkpoints in `directory`, newest first."""
-    return [directory / str(step) for step in sorted(steps(directory), reverse=True)]
+    """The complete checkpoints in `directory` (`checkpoints/last` or `best`), newest first."""
+    return [of_step(directory, step) for step in sorted(steps(directory), reverse=True)]
+
+
+def of_step(directory: Path, step: int) -> Path:
+    """The checkpoint of `step` in `directory` (`checkpoints/last` or `best`), whether or not it is there.
+
+    Where a process was killed while it replaced one by another of its step, that is the one that gave way.
+    """
+    place, replaced = directory / str(step), _replaced(directory) / str(step)
+    return replaced if replaced.is_dir() and not place.is_dir() else place
+
+
+def _replaced(directory: Path) -> Path:
+    return directory.parent / REPLACED / directory.name
 
 
 def about(directory: Path) -> dict[str, Any]:
@@ -254,7 +269,9 @@ def load(path: str | Path, which: str = "") -> Model:
     keep, limit = config.checkpoint, 1
     last, best = (ranked(workdir, part, keep) for part in ("last", "best"))
     if chosen:
-        found = {"last": last, "best": best}.get(chosen) or [workdir / "checkpoints" / chosen]
+        part, _, step = chosen.partition("/")
+        found = {"last": last, "best": best}[part]
+        found = [of_step(workdir / "checkpoints" / part, int(step))] if step else found
     elif keep.average:
         found, limit = (best if keep.average_of == "best" else last) or best + last, keep.average
     else:

@@ -27,10 +27,6 @@ ORBAX_LOG = logging.getLogger("absl")
 SHARED = 1 << 20
 
 
-REPLACED = "replaced"
-"""Begins the name, in `saving/`, of a checkpoint that gives way to another of its step."""
-
-
 class Saved(NamedTuple):
     """What a checkpoint gives back: the state, where this process's batches stood, and what else was said of it
     (`step`, `values`, `progress`)."""
@@ -210,11 +206,12 @@ class Checkpoints:
 
     def _publish(self, place: Path, target: Path) -> None:
         """Gives a whole checkpoint its name. One of the same step gives way to it, and is deleted only afterwards: a
-        process killed between the two renames leaves it where `_put_back` finds it."""
+        process killed between the two renames leaves it where readers look for it, and `_put_back`."""
         target.parent.mkdir(exist_ok=True)
-        replaced = self.root / "saving" / f"{REPLACED}-{target.parent.name}-{target.name}"
+        replaced = self.root / reading.REPLACED / target.parent.name / target.name
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
+            replaced.parent.mkdir(parents=True, exist_ok=True)
             target.rename(replaced)
         place.rename(target)
         manifest.sync(target.parent)
@@ -280,9 +277,8 @@ class Checkpoints:
 
     def _put_back(self) -> None:
         """Names a checkpoint again that was giving way to another of its step when the process was killed."""
-        for replaced in (self.root / "saving").glob(f"{REPLACED}-*"):
-            _, part, step = replaced.name.split("-")
-            target = self.root / part / step
+        for replaced in (self.root / reading.REPLACED).glob("*/*"):
+            target = self.root / replaced.parent.name / replaced.name
             if not target.exists():
                 replaced.rename(target)
                 manifest.sync(target.parent)

@@ -39,6 +39,9 @@ Parse = Callable[[], tuple[Mapping[str, Any], Mapping[str, Rows]]]
 MANIFEST = "entry.json"
 """Of an entry: the sizes and checksums of its files, and what its sources warned of when it was written."""
 
+EARLIER = "an earlier version wrote it, without checksums"
+"""What `problem` says of an entry without a manifest."""
+
 KEPT = 32 << 20  # bytes; a data set up to this size stays in memory once read: 20,000 examples/s become a million
 
 logger = logging.getLogger(__name__)
@@ -75,7 +78,9 @@ def entry(config: DataConfig, name: str, key: str, parse: Parse) -> Path:
             if reason != "":
                 for leftover in place.parent.glob(f"{place.name}.partial-*"):  # its writer was killed: we hold the lock
                     shutil.rmtree(leftover, ignore_errors=True)
-                if reason is not None:
+                if reason == EARLIER:
+                    logger.warning("prepared data %s is made again: %s", place, EARLIER)
+                elif reason is not None:
                     logger.warning("prepared data %s is damaged (%s): made again", place, reason)
                 _write(place, parse)
     except OSError as error:
@@ -100,7 +105,8 @@ def problem(place: Path) -> str | None:
                 if hashlib.file_digest(file, "sha256").hexdigest() != each["sha256"]:
                     return f"{name} differs from its checksum"
     except FileNotFoundError as error:
-        return f"no {Path(error.filename).name}"
+        name = Path(error.filename).name
+        return EARLIER if name == MANIFEST else f"no {name}"
     except OSError as error:
         return f"{Path(error.filename or place).name}: {error.strerror}"
     except (ConfigError, LookupError, TypeError, AttributeError):

@@ -142,20 +142,15 @@ def damaged(place, how):
         record.unlink()
     elif how == "bad JSON":
         (place / "dataset_info.json").write_text("{")
-    elif how == "no list":
-        (place / cache.MANIFEST).unlink()
     elif how == "bad list":
         (place / cache.MANIFEST).write_text('{"files": [1]}')
-    elif how == "empty":
-        for path in place.iterdir():
-            path.unlink()
     elif how == "a file":
         place.rename(place.with_name("away"))
         place.write_text("")
     return place
 
 
-HOW = ("truncated", "a changed byte", "missing", "bad JSON", "no list", "bad list", "empty", "a file")
+HOW = ("truncated", "a changed byte", "missing", "bad JSON", "bad list", "a file")
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -173,6 +168,19 @@ def test_a_damaged_entry_is_named_and_made_again(how, tmp_path, caplog):
     build(text_config(tmp_path))
     assert "damaged" not in caplog.text
     assert not list(place.parent.glob("*.partial-*"))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["no list", "empty"])
+def test_an_entry_without_a_list_is_of_an_earlier_version_and_made_again(kept, tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    place = tmp_path / "cache" / "sources" / build(text_config(tmp_path)).key
+    for path in place.iterdir():
+        if not kept or path.name == cache.MANIFEST:
+            path.unlink()
+    assert build(text_config(tmp_path)).splits["train"][1]["text"] == "two"
+    said = f"prepared data {place} is made again: {cache.EARLIER}"
+    assert [record.getMessage() for record in caplog.records if "again" in record.getMessage()] == [said]
+    assert cache.problem(place) == "" and "damaged" not in caplog.text
 
 
 def test_two_processes_that_find_damage_make_the_entry_again_once(tmp_path, monkeypatch):
