@@ -109,18 +109,15 @@ def batch_of(
     model: ModelConfig,
     head: str,
     inputs: Mapping[str, Any],
-    everywhere: bool = False,
 ) -> Batch:
     """The streams of a call.
 
-    A span's scores compete with those of padding, and a decoder's classifier decides by ids where a text ends
-    (`everywhere`): there padded slots have outputs that count too. Their segments are negative (`nn/masks.py`).
+    Padded slots have the outputs of the other library: labels may stand there, a span's scores compete with theirs, and
+    a pooler reads the first slot whatever it holds. Their segments are negative (`nn/masks.py`).
     """
     sources = {name: jnp.asarray(value) for name, value in inputs.items() if name not in BOTH}
     if model.decoder is None or model.encoder is None:
         stream = _stream(convention, model.encoder or model.decoder, sources)
-        if head == "qa" or everywhere:
-            stream = stream._replace(slots=stream.slots._replace(segment=2 * stream.slots.segment - 1))
         return Batch(stream, None) if model.decoder is None else Batch(None, stream)
     source = _stream(convention, model.encoder, sources)
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
@@ -202,7 +199,7 @@ def _stream(convention: Convention, stack: StackConfig, inputs: Mapping[str, Arr
         check_range("a position (row of the table)", count + encoding.offset, encoding.max_length)
     elif "position_ids" in inputs:
         check_range("position_ids", count, MAX_POSITION)
-    return Stream(tokens, Slots(count, real), inputs.get("token_type_ids"))
+    return Stream(tokens, Slots(count, 2 * real - 1), inputs.get("token_type_ids"))
 
 
 def shift_right(convention: Convention, settings: Settings, labels: Array) -> Array:
