@@ -21,7 +21,10 @@ SHORTEST = 6
 """Characters of a variable's value from which on it is looked for in text: shorter ones occur by chance."""
 
 _NOT_SECRET = r"(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!mask_)(?<!sep_)(?<!cls_)(?<!start_)(?<!end_)"
-_WORDS = rf"{_NOT_SECRET}token|secret|passw(?:or)?d|passphrase|(?<=[._-])pwd|credentials?|private|(?:\b|[._-])pat"
+_WORDS = (
+    rf"{_NOT_SECRET}token|secret|passw(?:or)?d|passphrase|(?<=[._-])(?:pwd|pass)|credentials?|private|authorization"
+    r"|webhook(?:_url)?|(?:\b|[._-])pat"
+)
 NAME = re.compile(rf"(?:{_WORDS}|(?:^|[._-])(?:api|access)?key|apikey|key[._-]id)$", re.IGNORECASE)
 """Names whose values are nobody's business: of variables, flags and fields."""
 
@@ -82,7 +85,8 @@ def refuse(value: Any, path: str) -> None:
     """Refuses a config with a secret in it: `config.json` is kept, copied and shared.
 
     Raises:
-      ConfigError: a string has a password in an address, or the form of a token. The message does not repeat it.
+      ConfigError: a string has a password in an address, the form of a token, or what a secret variable of the
+        environment holds. The message does not repeat it.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -90,12 +94,20 @@ def refuse(value: Any, path: str) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             refuse(item, path)
-    elif isinstance(value, str) and (ADDRESS.search(value) or FORM.search(value)):
-        expected = "expected none: config.json would keep it"
-        raise ConfigError(
-            f"{path}: got {text(value)!a}, which holds a password or token, {expected}; mount or download what it "
-            "opens, and name the folder"
-        )
+    elif isinstance(value, str):
+        found = "a password or token" if ADDRESS.search(value) or FORM.search(value) else _variable_in(value)
+        if found:
+            raise ConfigError(
+                f"{path}: got {text(value)!a}, which holds {found}, expected none: config.json would keep it; mount or "
+                "download what it opens, and name the folder"
+            )
+
+
+def _variable_in(value: str) -> str:
+    """The secret variable of the environment whose value is in `value`, as words; empty if there is none."""
+    held = set(_values(os.environ))
+    names = (name for name, secret in os.environ.items() if secret in held and NAME.search(name) and secret in value)
+    return next((f"what the variable {name} holds" for name in names), "")
 
 
 def _values(variables: Mapping[str, str]) -> list[str]:

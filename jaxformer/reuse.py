@@ -1,11 +1,12 @@
 """Edits of the config of a trained run: what `evaluate` and `decode` may change without changing the model.
 
 Both take every field of `data`, `evaluate` and `decode` but the tokenizer. A field that the command does not read is
-accepted, checked, left out, and named.
+accepted, checked, and named as one without effect.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 from jaxformer import overrides
@@ -37,8 +38,8 @@ class Edited(NamedTuple):
     """A run's config as a command uses it.
 
     Attributes:
-      config: with the edits that the command reads.
-      given: the paths of these edits.
+      config: with the edits.
+      given: the paths of those that the command reads.
       changed: path -> {"run": value, "here": value} of those that differ from the run's.
       unread: the paths of edits that the command does not read.
     """
@@ -63,11 +64,18 @@ def edited(config: Config, edits: Sequence[str], read: Sequence[str], command: s
       ConfigError: an edit would change the model, or names no field, or gives one a wrong value.
     """
     refuse_others(edits, command)
-    overrides.edit(config, edits)  # a wrong value of a field that is not read is wrong as well
-    used = [edit for edit in edits if any(_below(_path(edit), each) for each in read)]
-    unread = tuple(dict.fromkeys(_path(edit) for edit in edits if edit not in used))
-    new = overrides.edit(config, used)
-    return Edited(new, frozenset(map(_path, used)), dict(_changed(overrides.changes(config, new))), unread)
+    # A token budget is of training; beside it rows could not be made longer than it.
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokens=None))
+    new = overrides.edit(config, edits)
+    paths = dict.fromkeys(map(_path, edits))
+    unread = tuple(path for path in paths if not any(_below(path, each) for each in read))
+    changed = dict(_changed(overrides.changes(config, new)))
+    return Edited(
+        new,
+        frozenset(paths).difference(unread),
+        {path: both for path, both in changed.items() if path not in unread},
+        unread,
+    )
 
 
 def _changed(found: Mapping[str, tuple[Any, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

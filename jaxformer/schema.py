@@ -106,12 +106,10 @@ def show(value: Any) -> str:
 
 
 def unknown(path: str, name: Any, kind: type) -> ConfigError:
-    """The error for a key that `kind` does not have, with the nearest one, here or elsewhere in the schema."""
+    """The error for a key that `kind` does not have, with the same key of other sections, else the nearest one here."""
     hints, name = fields(kind), ascii(name).strip("'")[:60]
-    hint = nearest(name, tuple(hints))
-    if not hint:
-        elsewhere = [p for p in paths() if p.endswith("." + name)]
-        hint = f"; did you mean {' or '.join(elsewhere[:2])}?" if elsewhere else ""
+    elsewhere = sorted((p for p in paths() if p.endswith("." + name)), key=lambda p: not p.startswith(f"{path}."))
+    hint = f"; did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else nearest(name, tuple(hints))
     return ConfigError(f"{path}.{name}: got an unknown key, expected one of {', '.join(hints)}{hint}")
 
 

@@ -32,7 +32,7 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from jaxformer import files, overrides, results
+from jaxformer import files, overrides, redaction, results
 from jaxformer.config import Config, ConfigError
 
 Edits = dict[str, Any]
@@ -141,7 +141,8 @@ def plan(sweep_file: str, arguments: Sequence[str], workdir: Path) -> Plan:
         try:
             config = overrides.parse(given)
         except ConfigError as error:
-            raise ConfigError(f"{sweep_file}: run {name}: {error}") from None
+            words = " ".join(f"{path}={value}" for path, value in redaction.tree(edits).items())
+            raise ConfigError(f"{sweep_file}: run {words}: {error}") from None
         if name in runs:
             raise ConfigError(f"{sweep_file}: got run {name} twice, expected each once; remove one")
         twin = configs.setdefault(overrides.to_json(config), name)

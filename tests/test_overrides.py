@@ -412,6 +412,8 @@ def test_an_entry_of_a_dict_is_removed_by_no_value(path):
 
 BAD_OVERRIDES = [
     ("--config.train.stpes=3", "did you mean 'steps'?"),
+    ("--config.train.batch=3", "did you mean config.data.batch or config.evaluate.batch or config.decode.batch?"),
+    ("--config.model.decoder.heads=3", "did you mean config.model.decoder.attention.heads or "),
     ("--config.train.steps=3.0", "config.train.steps: got '3.0', expected int"),
     ("--config.train.steps=", "expected int"),
     ("--config.train.steps=True", "expected int"),

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxformer import overrides, redaction, report
+from jaxformer import overrides, redaction, report, sweep
 from jaxformer.config import Config, ConfigError
 from jaxformer.schema import fields
 from jaxformer.train import loop
@@ -13,12 +13,14 @@ from jaxformer.train import loop
 SECRET = [
     "GITHUB_PAT", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN",
     "MY_KEY", "my-pat", "apikey", "--config.x.token", "PGPASSWORD", "DB_PASSWD", "GOOGLE_APPLICATION_CREDENTIALS",
-    "client.secret", "PASSPHRASE", "api_key", "MYSQL_PWD", "--password",
+    "client.secret", "PASSPHRASE", "api_key", "MYSQL_PWD", "--password", "DB_PASS",
+    "SLACK_WEBHOOK_URL", "AUTHORIZATION",
 ]  # fmt: skip
 PLAIN = [
     "PWD", "OLDPWD",
     "tokens", "--config.data.tokens", "tokenizer", "pad_token", "mask_token", "eos_token", "pad_token_id", "keys",
     "monkey", "PATH", "spat", "AWS_REGION", "compact", "keep_last", "TOKENIZERS_PARALLELISM", "OLDPATH", "kv_heads",
+    "bypass",
 ]  # fmt: skip
 
 
@@ -101,8 +103,28 @@ def test_a_config_with_a_password_is_refused_before_anything_is_written(path, va
     assert not (tmp_path / "run").exists()
 
 
+def test_a_config_with_what_a_secret_variable_holds_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "toy.py").write_text(RECIPE)
+    given = [f"--config={tmp_path}/toy.py", "--config.data.dir=/data/open-sesame/x"]
+    overrides.parse(given)
+    monkeypatch.setenv("GITHUB_PAT", "open-sesame")
+    with pytest.raises(ConfigError, match="which holds what the variable GITHUB_PAT holds") as error:
+        overrides.parse(given)
+    assert "sesame" not in str(error.value)
+
+
+def test_a_sweep_names_a_refused_run_without_its_secret(tmp_path):
+    (tmp_path / "toy.py").write_text(RECIPE)
+    (tmp_path / "sweep.py").write_text('SWEEP = [{"data.dir": "https://me:open-sesame@host/"}]')
+    with pytest.raises(ConfigError, match="run data.dir=https://...@host/: config.data.dir: got") as error:
+        sweep.plan(f"{tmp_path}/sweep.py", [f"--config={tmp_path}/toy.py"], tmp_path / "runs")
+    assert "sesame" not in str(error.value)
+
+
 def test_a_page_of_a_run_that_has_secrets_shows_none(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "open-sesame")
+    tmp_path = tmp_path / "run-open-sesame"
+    tmp_path.mkdir()
     config = json.loads(overrides.to_json(Config()))
     config["data"]["dir"] = "https://me:sesame@host/data"
     (tmp_path / "config.json").write_text(json.dumps(config))

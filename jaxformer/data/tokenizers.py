@@ -196,7 +196,7 @@ class Tokenizer:
         try:
             if path.suffix == ".model":
                 return cls(Sentences(content), multiple)
-            return cls._of(json.loads(content), multiple)
+            return cls._of(files.parse(content.decode("utf-8")), multiple)
         except BaseException as error:  # the two libraries raise bare Exception and RuntimeError, and Rust panics
             if not vocabularies.failed(error):
                 raise
@@ -349,7 +349,7 @@ class Tokenizers:
         if not path.exists() and (Path(directory) / cls.LIBRARY).exists():
             path = Path(directory) / cls.LIBRARY
         try:
-            content = json.loads(read_file(path))
+            content = files.parse(read_file(path).decode("utf-8"))
             if "source" not in content:
                 one = Tokenizer._of(content, multiple)
                 return cls(one, one)

@@ -25,6 +25,10 @@ BOTH = ("output_attentions", "output_hidden_states", "return_dict")
 ROUTER = "output_router_logits"
 ENCODER = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
 DECODER = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+WHOLE = (
+    "input_ids", "decoder_input_ids", "token_type_ids", "position_ids", "start_positions", "end_positions",
+)  # fmt: skip
+"""Arguments of whole numbers; `labels` may be scores."""
 SEQ2SEQ = (
     "input_ids", "inputs_embeds", "attention_mask",
     "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask",
@@ -73,7 +77,23 @@ def check(inputs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
             raise ConfigError(f"call: got {name}, expected some of {', '.join(names)}{nearest(name, names)}")
     if given.get("return_dict", True) is not True:
         raise ConfigError("call: got return_dict False, expected True; `tuple(outputs.values())` is what it returns")
+    for name in (*WHOLE, "labels"):
+        if name in given:
+            _check_numbers(name, given[name])
     return given
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Refuses what is no array of numbers, and whole numbers beyond 32 bits, which jax would wrap around."""
+    array = value if isinstance(value, (np.ndarray, jax.Array)) else np.asarray(value)
+    kinds = (jnp.integer,) if name in WHOLE else (jnp.integer, jnp.floating)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        expected = "whole numbers" if name in WHOLE else "numbers"
+        raise ConfigError(f"call: got {name} of type {array.dtype}, expected {expected}")
+    if array.dtype in (np.int64, np.uint64, np.uint32) and is_known(array) and array.size:
+        largest = max(int(array.max()), -int(array.min()))
+        if largest > MAX_POSITION:
+            raise ConfigError(f"call: got {name} {largest}, expected numbers of 32 bits; check the tokenizer")
 
 
 def with_defaults(given: dict[str, Any], settings: Settings, names: tuple[str, ...]) -> dict[str, Any]:
@@ -109,18 +129,15 @@ def batch_of(
     model: ModelConfig,
     head: str,
     inputs: Mapping[str, Any],
-    everywhere: bool = False,
 ) -> Batch:
     """The streams of a call.
 
-    A span's scores compete with those of padding, and a decoder's classifier decides by ids where a text ends
-    (`everywhere`): there padded slots have outputs that count too. Their segments are negative (`nn/masks.py`).
+    Padded slots have the outputs of the other library: labels may stand there, a span's scores compete with theirs, and
+    a pooler reads the first slot whatever it holds. Their segments are negative (`nn/masks.py`).
     """
     sources = {name: jnp.asarray(value) for name, value in inputs.items() if name not in BOTH}
     if model.decoder is None or model.encoder is None:
         stream = _stream(convention, model.encoder or model.decoder, sources)
-        if head == "qa" or everywhere:
-            stream = stream._replace(slots=stream.slots._replace(segment=2 * stream.slots.segment - 1))
         return Batch(stream, None) if model.decoder is None else Batch(None, stream)
     source = _stream(convention, model.encoder, sources)
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
@@ -183,6 +200,8 @@ def _stream(convention: Convention, stack: StackConfig, inputs: Mapping[str, Arr
     if tokens.ndim != (2 if "input_ids" in inputs else 3):
         raise ConfigError(f"call: got inputs of shape {list(tokens.shape)}, expected [batch, length] ids; add an axis")
     shape = tokens.shape[:2]
+    if 0 in shape:
+        raise ConfigError(f"call: got inputs of shape {list(tokens.shape)}, expected at least one token")
     real = inputs["attention_mask"] if "attention_mask" in inputs else jnp.ones(shape, jnp.int32)
     if real.shape != shape:
         raise ConfigError(f"call: got an attention_mask of shape {list(real.shape)}, expected {list(shape)}")
@@ -202,7 +221,7 @@ def _stream(convention: Convention, stack: StackConfig, inputs: Mapping[str, Arr
         check_range("a position (row of the table)", count + encoding.offset, encoding.max_length)
     elif "position_ids" in inputs:
         check_range("position_ids", count, MAX_POSITION)
-    return Stream(tokens, Slots(count, real), inputs.get("token_type_ids"))
+    return Stream(tokens, Slots(count, 2 * real - 1), inputs.get("token_type_ids"))
 
 
 def shift_right(convention: Convention, settings: Settings, labels: Array) -> Array:

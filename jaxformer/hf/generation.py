@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("jaxformer")
 
+MAX_TOKEN_ID = 2**31 - 1
+
 NEW_TOKENS = 20
 """How many are generated where nobody sets a length."""
 
@@ -252,7 +254,12 @@ def _positions(model: ModelConfig) -> int | None:
 def special(settings: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
     """The padding token and the tokens that end a text."""
     pad, ends = settings.get("pad_token_id"), _tokens("eos_token_id", settings.get("eos_token_id"))
-    return (ends[0] if ends else 0) if pad is None else _tokens("pad_token_id", pad)[0], ends
+    if pad is None:
+        return ends[0] if ends else 0, ends
+    tokens = _tokens("pad_token_id", pad)
+    if len(tokens) != 1 or abs(tokens[0]) > MAX_TOKEN_ID:
+        raise ConfigError(f"generate: got pad_token_id {pad!r}, expected one token id of 32 bits")
+    return tokens[0], ends
 
 
 def _tokens(name: str, value: Any) -> tuple[int, ...]:
@@ -319,6 +326,8 @@ def decoder_start(settings: Mapping[str, Any], rows: int) -> np.ndarray:
         if len(start) not in (0, 1, rows):
             raise ConfigError(f"generate: got {len(start)} of {name}, expected one, or one for each of {rows} rows")
         if start:
+            if not all(0 <= token <= MAX_TOKEN_ID for token in start):
+                raise ConfigError(f"generate: got {name} {list(start)}, expected token ids of the vocabulary")
             return np.broadcast_to(np.asarray(start, np.int32)[:, None], (rows, 1)).copy()
     raise ConfigError(
         "generate: got no decoder_start_token_id, expected one in generation_config.json or as an argument"

@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.config import ConfigError, ModelConfig
-from jaxformer.hf.generation import DEFAULTS
+from jaxformer.hf.generation import DEFAULTS, MAX_TOKEN_ID
 from jaxformer.hf.table import Family, Settings
 
 log = logging.getLogger("jaxformer")
-
-MAX_TOKEN_ID = 2**31 - 1
 
 READ_ELSEWHERE = {
     "model_type": "chooses the family",

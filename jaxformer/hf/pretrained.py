@@ -87,7 +87,7 @@ class Pretrained(Model):
         names = calling.accepted(model, self.head)
         given = calling.with_defaults(calling.check(inputs, names), self.settings, names)
         everywhere = self.family is not None and calling.decides_everywhere(model, self.head)
-        batch = calling.batch_of(self.convention, self.settings, model, self.head, given, everywhere)
+        batch = calling.batch_of(self.convention, self.settings, model, self.head, given)
         wanted = calling.needs_intermediates(self.head, model, given)
         if everywhere:
             module = build.build(calling.at_every_slot(model))

@@ -16,7 +16,7 @@ from jaxformer.types import Array, Projection, Slots
 def last_slot(slots: Slots) -> Int[Array, " B"]:
     """The index of the last real slot of each row (0 where a row is empty)."""
     index = jnp.arange(slots.segment.shape[1])
-    return jnp.max(jnp.where(slots.segment != 0, index, 0), axis=1)
+    return jnp.max(jnp.where(slots.segment > 0, index, 0), axis=1)
 
 
 def pool(x: Float[Array, "B T D"], slots: Slots, how: str) -> Float[Array, "B D"]:
@@ -25,7 +25,7 @@ def pool(x: Float[Array, "B T D"], slots: Slots, how: str) -> Float[Array, "B D"
         return x[:, 0]
     if how == "last":
         return jnp.take_along_axis(x, last_slot(slots)[:, None, None], axis=1)[:, 0]
-    weight = (slots.segment != 0).astype(jnp.float32)
+    weight = (slots.segment > 0).astype(jnp.float32)
     total = jnp.einsum("bt,btd->bd", weight, x.astype(jnp.float32))
     return (total / jnp.maximum(weight.sum(axis=1), 1.0)[:, None]).astype(x.dtype)
 

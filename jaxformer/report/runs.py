@@ -103,7 +103,7 @@ def read(workdirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
         if not path.is_dir():
             what = "a file" if path.exists() else "nothing there"
             raise ConfigError(f"{path}: got {what}, expected the workdir of a run; check --workdir")
-    return [_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    return [_run(path, redaction.text(name)) for path, name in zip(paths, _names(paths), strict=True)]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -490,3 +490,12 @@ def test_ids_may_have_gaps_and_roles_may_say_none(tmp_path):
     assert tokenizer.encode("ab") == [0, 999]
     assert tokenizer.choosing(bos=-1).bos == tokenizer.bos  # published configs say -1 for no token
     assert tokenizer.choosing(bos=999).bos == 999
+
+
+def test_a_whole_number_that_is_none_is_refused_when_the_file_is_read(tmp_path):
+    (tmp_path / "t.json").write_text('{"kind": "byte", "vocabulary": {}, "multiple": ' + "9" * 400 + "}")
+    with pytest.raises(ConfigError, match="tokenizer: got .*t.json.*a whole number of 400 digits"):
+        Tokenizer.load(tmp_path / "t.json")
+    (tmp_path / "t.json").rename(tmp_path / Tokenizers.FILE)
+    with pytest.raises(ConfigError, match="a whole number of 400 digits"):
+        Tokenizers.load(tmp_path)

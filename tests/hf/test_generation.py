@@ -251,6 +251,8 @@ def test_an_imported_workdir_keeps_the_stored_options(models, tmp_path):
         ({"temperature": "hot"}, "temperature: got 'hot'"),
         ({"no_repeat_ngram_size": 2.5}, "no_repeat_ngram: got 2.5"),
         ({"early_stopping": []}, "early_stopping"),
+        ({"pad_token_id": 10**12}, "pad_token_id 1000000000000, expected one token id"),
+        ({"pad_token_id": [1, 2]}, "pad_token_id .1, 2., expected one token id"),
     ],
 )
 def test_generate_refuses_in_one_line(models, arguments, message):
@@ -265,6 +267,7 @@ def test_generate_refuses_in_one_line(models, arguments, message):
         ({"decoder_input_ids": np.asarray([[28]])}, "decoder_input_ids 28"),
         ({"decoder_input_ids": np.asarray([[2], [2]])}, "2 rows of decoder_input_ids, expected 1"),
         ({"decoder_start_token_id": [2, 3]}, "2 of decoder_start_token_id, expected one"),
+        ({"decoder_start_token_id": 10**12}, "decoder_start_token_id .1000000000000., expected token ids"),
         ({"decoder_start_token_id": None, "bos_token_id": None}, "no decoder_start_token_id"),
         ({"input_ids": np.full((1, 41), 5)}, "41 slots, expected at most the model's 40"),
         ({"input_ids": np.full((1, 41), 5), "attention_mask": np.arange(41)[None] == 40}, "41 slots"),

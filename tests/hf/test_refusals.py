@@ -59,6 +59,10 @@ def bert(tmp_path_factory):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
+        ({"input_ids": np.asarray([[2**40]])}, "input_ids 1099511627776, expected numbers of 32 bits"),
+        ({"input_ids": np.asarray([[3.0]])}, "input_ids of type float64, expected whole numbers"),
+        ({"input_ids": np.zeros((1, 0), int)}, "shape [1, 0], expected at least one token"),
+        ({"input_ids": [[3]], "labels": np.asarray([[2**32 + 3]])}, "labels 4294967299, expected numbers of 32 bits"),
         ({"input_ids": [[3, -1]]}, "got input_ids -1, expected 0 to 23"),
         ({"input_ids": [[3, 24]]}, "got input_ids 24, expected 0 to 23"),
         ({"input_ids": [[3, 4]], "token_type_ids": [[0, 2]]}, "got token_type_ids 2, expected 0 to 1"),

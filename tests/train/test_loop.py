@@ -114,6 +114,17 @@ def test_evaluation_of_a_finished_run(finished):
         evaluate(workdir, "tests")
 
 
+def test_an_evaluation_decodes_as_many_examples_as_it_measures_unless_told(finished):
+    _, workdir = finished
+    five = evaluate(workdir, "validation", edits=["--config.evaluate.examples=5", "--config.evaluate.samples=2"])
+    assert (five["examples"], five["decoded_examples"]) == (5, 5)
+    assert len(json.loads((workdir / "samples" / "validation.json").read_text())) == 2
+    none = evaluate(
+        workdir, "validation", edits=["--config.evaluate.examples=5", "--config.evaluate.decode_examples=0"]
+    )
+    assert none["loss"] == five["loss"] and "decoded_examples" not in none and "exact_match" not in none
+
+
 def test_a_finished_run_is_not_trained_again(finished, capsys):
     config, workdir = finished
     before = rows(workdir)

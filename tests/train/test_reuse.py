@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import builders
 import pytest
 
-from jaxformer import cli, overrides
+from jaxformer import checkpoint, cli, overrides, reuse
 from jaxformer.config import ConfigError, StackConfig
 from jaxformer.train import loop
 from jaxformer.train.evaluate import evaluate
@@ -129,3 +130,12 @@ def test_a_part_of_a_split_is_measured_where_that_is_asked_for_and_the_result_sa
     assert "without effect on evaluate: config.data.batch (it is of training" in caplog.text
     whole = evaluate(run, "test", edits=[where])
     assert whole["examples"] == 9 and "split_examples" not in whole
+
+
+def test_rows_may_be_longer_than_the_token_budget_of_training(run):
+    config = checkpoint.load(run).config
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokens=64))
+    found = reuse.edited(config, ["--config.data.length=100", "--config.data.skip_long=true"], ("data.length",), "x")
+    assert found.config.data.length == 100 and found.unread == ("data.skip_long",)
+    assert found.changed == {"data.length": {"run": 16, "here": 100}}
+    assert found.given == {"data.length"}

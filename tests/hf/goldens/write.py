@@ -54,6 +54,11 @@ CLASSIFIED = [
 LONG = {"input_ids": [[3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]]}
 
 
+def padding(side: str) -> dict[str, Any]:
+    """Inputs whose first row is padded on this side."""
+    return {"input_ids": IDS, "attention_mask": {"left": LEFT, "right": RIGHT}[side]}
+
+
 def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Weights of a tensor: uniform in +-0.5 by a linear congruential generator; those of norms about 1."""
     count = math.prod(shape)
@@ -148,6 +153,21 @@ def cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[st
         {},
         [{"input_ids": IDS, "output_router_logits": True}],
     )
+    behind = {"labels": IDS}  # labels count wherever they stand
+    for side in ("left", "right"):
+        found[f"llama_padded_{side}"] = ("LlamaForCausalLM", LLAMA, {}, [{**padding(side), **behind}])
+    found["mixtral_padded"] = (
+        "MixtralForCausalLM",
+        LLAMA | {"num_local_experts": 4, "head_dim": 4},
+        {},
+        [{**padding("right"), **behind}],
+    )
+    found["bert_padded"] = ("BertForMaskedLM", BERT, {}, [{**padding("right"), **behind}])
+    found["bert_classifier_padded_left"] = (
+        "BertForSequenceClassification", BERT | {"num_labels": 3}, {}, [{**padding("left"), "labels": [2, 0]}]
+    )  # fmt: skip
+    masked = {**padding("left"), **behind, "decoder_input_ids": IDS, "decoder_attention_mask": RIGHT}
+    found["bart_padded"] = ("BartForConditionalGeneration", BART, {}, [masked])
     readers = {
         "gpt2": ("GPT2", GPT2), "bert": ("Bert", BERT), "roberta": ("Roberta", BERT), "bart": ("Bart", BART),
         "deberta": ("Deberta", RELATIVE), "deberta_absolute": ("Deberta", BERT),
