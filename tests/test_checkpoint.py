@@ -637,3 +637,13 @@ def test_load_rebuilds_the_model(tmp_path):
     (tmp_path / "config.json").write_text(overrides.to_json(wider))
     with pytest.raises(ConfigError, match=r"decoder/blocks/.* float32\[2, .*expected float32\[4, "):
         loaded()
+
+
+def test_a_measure_that_is_no_number_never_ranks_and_of_equals_the_earlier_stays(tmp_path):
+    config = CheckpointConfig(keep_best=1)
+    assert checkpoint.quality({"values": {"loss": float("nan")}}, config) == -float("inf")
+    checkpoints = opened(tmp_path, keep_last=3, keep_best=1)
+    for number in (1, 2):
+        checkpoints.save(state_at(number), {}, {"loss": 1.0})
+    checkpoints.close()
+    assert kept(tmp_path, "best") == [1]

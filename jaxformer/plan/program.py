@@ -101,7 +101,8 @@ def _slices(topology: str, count: int) -> list[jax.Device]:
         words = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"--topology: got {topology!a} ({words}), expected a slice that libtpu knows; "
-            "is the extra installed? pip install 'jaxformer[tpu]'"
+            "is the extra installed? pip install 'jaxformer[tpu]'; without it, --devices=N --chip=NAME plans on "
+            "simulated devices"
         ) from None
 
 

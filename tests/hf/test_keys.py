@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 import jaxformer
 from jaxformer.config import ConfigError
-from jaxformer.hf import keys, table
+from jaxformer.hf import calling, keys, table
 from jaxformer.hf.table import Settings
 
 FAMILIES = dict(table.families())
@@ -206,3 +207,17 @@ def test_special_tokens_beyond_the_vocabulary_are_named_and_no_numbers_refused(c
     for token in (10**12, "2", True, 1.5):
         with pytest.raises(ConfigError, match="got eos_token_id"):
             keys.check_tokens({"eos_token_id": token}, "config.json", 24)
+
+
+def test_the_factor_of_linear_scaling_is_read():
+    values = {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}, "vocab_size": 32}
+    family = table.family_of(Settings(values))
+    model = keys.read_model(family, keys.named(family, Settings(values)), "causal_lm")
+    assert model.decoder.encoding.scaling.kind == "linear" and model.decoder.encoding.scaling.factor == 4.0
+
+
+def test_a_decoders_input_is_its_start_token_and_the_labels_before():
+    settings = Settings({"decoder_start_token_id": 2, "pad_token_id": 1})
+    labels = jnp.asarray([[5, 6, 7], [8, -100, -100]])
+    moved = calling.shift_right(table.Convention(), settings, labels)
+    assert moved.tolist() == [[2, 5, 6], [2, 8, 1]]

@@ -336,3 +336,20 @@ def test_slots_of_a_step_need_no_position():
     moved = target._replace(slots=Slots(target.slots.position + 5, target.slots.segment))
     run = jax.jit(module.apply)
     chex.assert_trees_all_equal(run(variables, Batch(None, target)), run(variables, Batch(None, moved)))
+
+
+def test_a_bridge_makes_states_between_minus_one_and_one():
+    """tanh of a linear map of what the encoder read last (Bahdanau et al. 2015, appendix A.2.2)."""
+    module, variables = make(seq2seq("gru", "none"))
+    batch = Batch(ragged([2, 3], 3), ragged([1, 1], 1))
+    bridge = variables["params"]["decoder"]["bridge"]
+
+    def begin(model, batch):
+        encoded = model.encode(batch.source)
+        return model.decoder.first(encoded, batch.target.slots.segment)
+
+    large = jax.tree.map(lambda x: 40.0 * x, bridge)
+    params = {**variables["params"], "decoder": {**variables["params"]["decoder"], "bridge": large}}
+    states = jax.jit(lambda b: module.apply({"params": params}, b, method=begin))(batch)
+    assert all(float(jnp.abs(state).max()) <= 1.0 for state in jax.tree.leaves(states))
+    assert max(float(jnp.abs(state).max()) for state in jax.tree.leaves(states)) > 0.9

@@ -8,6 +8,7 @@ import pytest
 from flax import linen as nn
 
 from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig
+from jaxformer.nn import reference
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.block import Block, Context
 from jaxformer.nn.ffn import FeedForward
@@ -81,3 +82,14 @@ def test_norms_and_residual_sums_stand_where_the_order_says(order):
     wanted = sublayer("ffn", sublayer("attention", X, attend), feed)
     (got, _), _ = block.apply({"params": params}, (X, None), jnp.int32(0), None, context)
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_without_an_output_projection_heads_stand_one_after_another():
+    attention = Attention(AttentionConfig(heads=2, bias=False, output=False), EncodingConfig(kind="none"), WIDTH)
+    params = nn.meta.unbox(attention.init(jax.random.key(0), X, Mask(SLOTS, SLOTS)))["params"]
+    got = attention.apply({"params": params}, X, Mask(SLOTS, SLOTS))[0]
+    heads = [
+        reference.single_head(X, *(params[name]["kernel"][:, head] for name in ("query", "key", "value")))
+        for head in range(2)
+    ]
+    np.testing.assert_allclose(got, jnp.concatenate(heads, axis=-1), rtol=1e-5, atol=1e-6)

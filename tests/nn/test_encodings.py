@@ -274,3 +274,9 @@ def test_t5_refuses_what_makes_no_sense():
         t5.bucket_of_offset(EncodingConfig(bidirectional=False, max_distance=16))
     with pytest.raises(ConfigError, match="with 1 buckets"):
         t5.bucket_of_offset(EncodingConfig(bidirectional=True, buckets=2))
+
+
+def test_rows_of_the_offset_are_no_positions():
+    config = EncodingConfig(kind="learned", max_length=6, offset=2)
+    with pytest.raises(ConfigError, match="got 4, expected at least the sequence length 5"):
+        encodings.get("learned").embed(config, 8).init(jax.random.key(0), slots(jnp.ones((1, 5), jnp.int32)))

@@ -212,6 +212,18 @@ def test_hidden_keys_have_no_influence_even_when_huge(name):
 
 
 @pytest.mark.parametrize("name", LOCAL)
+def test_hidden_keys_have_no_influence_beside_scores_far_below_zero(name):
+    """A masking value of -10,000, as some libraries add, would win over visible scores of minus a million."""
+    mask = mask_of("padded")
+    hidden = np.asarray(mask.key.segment == 0)[:, :, None, None]
+
+    def low(value):
+        return lambda q, k, v, do: (0 * q - 1e3, 0 * k + 1e3, jnp.asarray(np.where(hidden, value, v), v.dtype), do)
+
+    chex.assert_trees_all_equal(run(name, mask, change=low(1e3))[0], run(name, mask, change=low(-7.0))[0])
+
+
+@pytest.mark.parametrize("name", LOCAL)
 def test_large_scores_do_not_overflow(name):
     o, gradients = run(name, mask_of("causal"), change=lambda q, k, v, do: (1e4 * q, k, v, do))
     chex.assert_tree_all_finite((o, gradients))

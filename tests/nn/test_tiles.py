@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.config import AttentionConfig
+from jaxformer.nn import kernels
 from jaxformer.nn.kernels import blockwise
-from jaxformer.nn.masks import slots, visible
+from jaxformer.nn.masks import Mask, slots, visible
 
 LENGTH, COLUMNS = 12, 3
 
@@ -20,3 +22,14 @@ def test_a_tile_is_read_if_and_only_if_a_pair_in_it_is_visible(causal, rows):
     for window in (None, *range(1, LENGTH + 1)):
         see = np.asarray(visible(side, side, causal, window))[0].reshape(LENGTH // rows, rows, -1, COLUMNS)
         np.testing.assert_array_equal(blockwise.active(query, key, causal, window), see.any(axis=(1, 3)), str(window))
+
+
+def test_tiles_of_other_rows_and_columns_draw_other_dropout_masks():
+    """Tile (0, 1) beside tile (1, 0) of uniform attention, whose values name the keys that were kept."""
+    length, block = 8, 4
+    slot = slots(jnp.ones((1, length), jnp.int32))
+    q, v = jnp.zeros((1, length, 1, length)), jnp.eye(length)[None, :, None]
+    config = AttentionConfig(heads=1, kernel="blockwise", block=block)
+    noise = kernels.Noise(0.5, jax.random.key(3))
+    kept = kernels.get("blockwise").apply(q, q, v, Mask(slot, slot), None, noise, config)[0, :, 0] > 0
+    assert (kept[:block, block:] != kept[block:, :block]).any()

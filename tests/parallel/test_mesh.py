@@ -182,3 +182,8 @@ def test_an_array_is_spread_over_one_more_axis_where_it_divides():
 )
 def test_other_work_than_training_takes_the_smallest_mesh(config, shape):
     assert {axis: size for axis, size in meshes.smallest(config).shape.items() if size > 1} == shape
+
+
+def test_vocabularies_are_divided_over_the_tensor_axis():
+    assert rules.spec(("vocab", "table"))[0] == "tensor"
+    assert rules.spec(("embed", "vocab"))[1] == "tensor"

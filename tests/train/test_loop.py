@@ -66,7 +66,9 @@ def test_a_run_leaves_a_complete_workdir(finished):
     train = [row for row in rows(workdir) if row["split"] == "train"]
     assert [row["step"] for row in train] == list(range(1, 13))
     assert {"loss", "learning_rate", "gradient_norm", "tokens_per_second", "padding", "wall_time"} <= train[0].keys()
-    assert json.loads((workdir / "result.json").read_text())["step"] == 12
+    result = json.loads((workdir / "result.json").read_text())
+    measured = [row["loss"] for row in rows(workdir) if row["split"] == "validation"]
+    assert result["step"] == 12 and result["loss"] == measured[-1] and len(set(measured)) > 1
 
 
 def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkeypatch, capsys):

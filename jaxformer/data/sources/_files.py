@@ -150,7 +150,10 @@ def existing(path: Path) -> Path:
     if not path.is_file():
         got = "a folder" if path.is_dir() else "a device or pipe" if path.exists() else "no such file"
         what = f"{path}: got {got}, expected a file, which data.splits names"
-        raise ConfigError(f"{what}; set --config.data.dir=DIR to the folder that holds it")
+        raise ConfigError(
+            f"{what}; set --config.data.dir=DIR to the folder that holds it, name another file "
+            "(--config.data.splits.NAME=FILE), or take the split away (--config.data.splits.NAME=)"
+        )
     return path
 
 
