@@ -87,3 +87,15 @@ def test_several_rows_without_a_padding_token_are_refused(tmp_path):
     model = loaded("llama_classifier_without_pad", tmp_path / "in")
     with pytest.raises(ConfigError, match=r"got 2 rows and no pad_token_id in .*config.json, expected one row"):
         model(input_ids=np.asarray([[3, 4], [5, 6]]))
+
+
+def test_positions_of_roberta_leave_out_padding_on_either_side(tmp_path):
+    """Position ids count the tokens that are not padding: what padding stands where changes no real token's output."""
+    model = loaded("roberta_both_biases", tmp_path / "roberta")
+    pad = model.settings("pad_token_id")
+    text = [5, 9, 7]
+    alone = np.asarray(model(input_ids=np.array([text])).logits)[0]
+    for ids in ([pad, pad, *text], [*text, pad, pad]):
+        ids = np.array([ids])
+        logits = np.asarray(model(input_ids=ids, attention_mask=(ids != pad).astype(np.int32)).logits)[0]
+        np.testing.assert_allclose(logits[ids[0] != pad], alone, rtol=2e-5, atol=2e-5)
