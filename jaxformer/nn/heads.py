@@ -25,7 +25,7 @@ def pool(x: Float[Array, "B T D"], slots: Slots, how: str) -> Float[Array, "B D"
         return x[:, 0]
     if how == "last":
         return jnp.take_along_axis(x, last_slot(slots)[:, None, None], axis=1)[:, 0]
-    weight = (slots.segment > 0).astype(jnp.float32)
+    weight = (jnp.maximum(slots.segment, 0) != 0).astype(jnp.float32)  # > 0 rounds otherwise: committed losses
     total = jnp.einsum("bt,btd->bd", weight, x.astype(jnp.float32))
     return (total / jnp.maximum(weight.sum(axis=1), 1.0)[:, None]).astype(x.dtype)
 
@@ -41,7 +41,7 @@ def pool_segments(x: Float[Array, "B T D"], slots: Slots, how: str, count: int) 
         here &= position == 0
     elif how == "last":
         here &= position == jnp.max(jnp.where(here, position, -1), axis=-1, keepdims=True)
-    weight = here.astype(jnp.float32)
+    weight = (jnp.maximum(slots.segment, 0) != 0).astype(jnp.float32)  # > 0 rounds otherwise: committed losses
     total = jnp.einsum("bnt,btd->bnd", weight, x.astype(jnp.float32))
     return (total / jnp.maximum(weight.sum(axis=-1), 1.0)[..., None]).astype(x.dtype)
 
