@@ -41,7 +41,7 @@ def pool_segments(x: Float[Array, "B T D"], slots: Slots, how: str, count: int) 
         here &= position == 0
     elif how == "last":
         here &= position == jnp.max(jnp.where(here, position, -1), axis=-1, keepdims=True)
-    weight = (jnp.maximum(slots.segment, 0) != 0).astype(jnp.float32)  # > 0 rounds otherwise: committed losses
+    weight = here.astype(jnp.float32)
     total = jnp.einsum("bnt,btd->bnd", weight, x.astype(jnp.float32))
     return (total / jnp.maximum(weight.sum(axis=-1), 1.0)[..., None]).astype(x.dtype)
 
