@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -200,8 +201,8 @@ def main() -> None:
     shutil.rmtree(PLACE, ignore_errors=True)
     for name in MODELS:
         make(name)
-    place = Path("/tmp/gen/model")
-    lines = [json.dumps({**case, **run(case, place)}) for case in cases()]
+    with tempfile.TemporaryDirectory() as scratch:
+        lines = [json.dumps({**case, **run(case, Path(scratch) / "model")}) for case in cases()]
     (PLACE / "cases.json").write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
