@@ -48,6 +48,7 @@ goldens: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ty check --python $(VENV) jaxformer
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

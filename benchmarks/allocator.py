@@ -1,4 +1,4 @@
-"""What the settings of `jaxformer/memory.py` are worth: the same training with them and with glibc's own, in turn.
+"""Training with the allocator settings of `jaxformer/runtime/memory.py` and with glibc's own, in turn.
 
     python benchmarks/allocator.py [--config=configs/quickstart.py] [--steps=40] [--rounds=3] [-- EDIT ...]
 
@@ -17,13 +17,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jaxformer import memory
+from jaxformer.runtime import memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = """
 import runpy, sys
-from jaxformer import memory
-memory.keep_pages = lambda: None
+from jaxformer.runtime import memory
+memory.restart_with_tunables = lambda: None
 runpy.run_module("jaxformer", run_name="__main__", alter_sys=True)
 """
 

@@ -30,8 +30,8 @@ def compiled(name: str, length: int, heads: int, head_width: int):
     """The compiled gradient of a causal attention of one sequence, and its arguments."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, length, heads, head_width)), jnp.float32) for _ in range(3))
-    slots = masks.slots(jnp.ones((1, length), jnp.int32))
-    mask, config = masks.Mask(slots, slots, causal=True, own=True), AttentionConfig(heads=heads)
+    slots = masks.slots_from_segments(jnp.ones((1, length), jnp.int32))
+    mask, config = masks.Mask(slots, slots, causal=True, same_slots=True), AttentionConfig(heads=heads)
 
     def loss(q, k, v):
         return jnp.square(kernels.get(name).apply(q * head_width**-0.5, k, v, mask, None, None, config)).sum()
@@ -43,8 +43,8 @@ def lacking(name: str, length: int, heads: int, head_width: int) -> str | None:
     """What a kernel lacks on this machine, one device of it: such kernels are left out."""
     if name in ("ring", "ulysses"):
         return "a mesh that divides sequences"
-    site = kernels.Site(meshes.platform(), "float32", heads, heads, head_width, length, length, causal=True)
-    return kernels.get(name).lacks(site)
+    site = kernels.CallSite(meshes.platform(), "float32", heads, heads, head_width, length, length, causal=True)
+    return kernels.get(name).missing(site)
 
 
 def seconds(function, arguments) -> float:

@@ -2,7 +2,7 @@
 
     python benchmarks/collectives.py [--layers=4] [--width=128] [--length=64] [--rows=16] [--output=FILE.jsonl]
     TPU_SKIP_MDS_QUERY=1 python benchmarks/collectives.py --topology=v5e:2x4        (the TPU's compiler; extra libtpu)
-    python benchmarks/collectives.py --page         writes the table of docs/meshes.md from results/collectives.jsonl
+    python benchmarks/collectives.py --page         writes docs/measurements/meshes.md from results/collectives.jsonl
 
 Nothing is run: the step of a decoder is compiled for eight simulated devices and its HLO read.
 Textbook minimum, in bytes that one of n devices sends, f = (n - 1) / n, parameters and activations in 4 bytes:
@@ -62,7 +62,7 @@ from jaxformer.types import Batch, PyTree, Slots, Stream
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "collectives.jsonl"
-PAGE = ROOT / "docs" / "meshes.md"
+PAGE = ROOT / "docs" / "measurements" / "meshes.md"
 BYTES = 4
 
 
@@ -81,8 +81,8 @@ def compiled(config: Config, mesh: jax.sharding.Mesh, rows: int, length: int) ->
     schedule = optim.schedule(config.schedule, config.train.steps, config.model.decoder.width)
     with jax.set_mesh(mesh):
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
-        state = step.abstract(config, module, optimizer, mesh)
-        update = step.make(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
+        state = step.abstract_state(config, module, optimizer, mesh)
+        update = step.make_train_step(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
 
         def abstract(dtype: type) -> jax.ShapeDtypeStruct:
             shape = (rows, length)
@@ -184,7 +184,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name:<12}{row['sent'] / 1e6:>10.3f}{row['minimum'] / 1e6:>12.3f}{row['ratio']:>8.2f}   {kinds}")
         if arguments.list:
             for each in sorted(found, key=lambda each: -each.bytes):
-                print(f"    {each.kind:<20}{each.bytes / 1e6:>10.4f}  {each.times} x {each.payload:.0f}  {each.name}")
+                print(
+                    f"    {each.kind:<20}{each.bytes / 1e6:>10.4f}  {each.executions} x {each.payload:.0f}  {each.name}"
+                )
         if arguments.output:
             with open(arguments.output, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""The peers of `decoding.py`, which runs them: Hugging Face generate on torch, and CTranslate2 (extra [bench])."""
+"""The peers that `decoding.py` measures and runs: Hugging Face `generate` on torch, and CTranslate2 (extra [bench])."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import turns  # noqa: E402
 THREADS = os.cpu_count() or 1
 
 
-def continued(task: dict[str, Any]) -> Callable[[], int]:
-    """`generate` of a random GPT-2 of that size; "compiled": a static cache and the forward pass by torch.compile."""
+def continuation(task: dict[str, Any]) -> Callable[[], int]:
+    """A function that calls `generate` of a random GPT-2; "compiled": with a static cache and `torch.compile`."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -42,51 +42,51 @@ def continued(task: dict[str, Any]) -> Callable[[], int]:
 
 
 def batches(sources: list[list[int]], rows: int) -> list[list[int]]:
-    """Places of sources of similar length, so many at a time."""
+    """Indices of the sources in batches of `rows`, the longest first."""
     order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
     return [order[i : i + rows] for i in range(0, len(order), rows)]
 
 
-def translated_by_hugging_face(task: dict[str, Any]) -> Callable[[], list[list[int]]]:
-    """Beam search of an exported translator; sources sorted by length, as ours are."""
+def hugging_face_translation(task: dict[str, Any]) -> Callable[[], list[list[int]]]:
+    """A function that translates with an exported model and beam search, with sources sorted by length."""
     import torch
     from transformers import AutoModelForSeq2SeqLM
 
     model = AutoModelForSeq2SeqLM.from_pretrained(task["directory"]).eval()
-    sources, pad, end = task["sources"], model.config.pad_token_id, model.config.eos_token_id
+    sources, pad, eos = task["sources"], model.config.pad_token_id, model.config.eos_token_id
     options = dict(num_beams=task["beams"], max_new_tokens=task["tokens"], length_penalty=1.0, do_sample=False)
 
     def run() -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in sources]
-        for places in batches(sources, task["batch"]):
-            longest = max(len(sources[i]) for i in places)
-            ids = torch.tensor([sources[i] + [pad] * (longest - len(sources[i])) for i in places])
+        outputs: list[list[int]] = [[] for _ in sources]
+        for indices in batches(sources, task["batch"]):
+            longest = max(len(sources[i]) for i in indices)
+            ids = torch.tensor([sources[i] + [pad] * (longest - len(sources[i])) for i in indices])
             with torch.inference_mode():
                 output = model.generate(input_ids=ids, attention_mask=(ids != pad).long(), **options)
-            for i, row in zip(places, output.tolist(), strict=True):
-                found[i] = [token for token in row[1:] if token not in (pad, end)]
-        return found
+            for i, row in zip(indices, output.tolist(), strict=True):
+                outputs[i] = [token for token in row[1:] if token not in (pad, eos)]
+        return outputs
 
     return run
 
 
-def translated_by_ctranslate2(task: dict[str, Any]) -> Callable[[], list[list[int]]]:
-    """The same by CTranslate2, in the faster of its two ways to use the cores that `task["inter"]` names."""
+def ctranslate2_translation(task: dict[str, Any]) -> Callable[[], list[list[int]]]:
+    """A function that translates with CTranslate2, with `task["inter"]` batches at the same time."""
     import ctranslate2
     import transformers
     from tokenizers import Tokenizer
 
-    # Pegasus is pre-norm and has no norm of embeddings; transformers 5 no longer says so in its config class.
+    # Pegasus is pre-norm without a norm of embeddings; its config class in transformers 5 lacks both attributes.
     transformers.PegasusConfig.normalize_before, transformers.PegasusConfig.normalize_embedding = True, False
     directory = tempfile.mkdtemp()
     ctranslate2.converters.TransformersConverter(task["directory"]).convert(directory, force=True)
     tokenizer = Tokenizer.from_file(str(Path(task["directory"], "tokenizer.json")))
-    says = json.loads(Path(task["directory"], "config.json").read_text())
+    settings = json.loads(Path(task["directory"], "config.json").read_text())
     path = Path(directory, "config.json")
     path.write_text(
         json.dumps(
             json.loads(path.read_text())
-            | {"decoder_start_token": tokenizer.id_to_token(says["decoder_start_token_id"])}
+            | {"decoder_start_token": tokenizer.id_to_token(settings["decoder_start_token_id"])}
         )
     )
     inter = task["inter"]
@@ -100,17 +100,17 @@ def translated_by_ctranslate2(task: dict[str, Any]) -> Callable[[], list[list[in
             sources, beam_size=task["beams"], length_penalty=1.0, max_decoding_length=task["tokens"],
             max_batch_size=task["batch"],
         )  # fmt: skip
-        return [[tokenizer.token_to_id(token) for token in each.hypotheses[0]] for each in results]
+        return [[tokenizer.token_to_id(token) for token in result.hypotheses[0]] for result in results]
 
     return run
 
 
 PEERS = {
-    "generate": continued,
-    "hugging_face": translated_by_hugging_face,
-    "ctranslate2": translated_by_ctranslate2,
+    "generate": continuation,
+    "hugging_face": hugging_face_translation,
+    "ctranslate2": ctranslate2_translation,
 }
 
 if __name__ == "__main__":
-    given = turns.task()
-    turns.serve(PEERS[given["peer"]](given))
+    task = turns.task()
+    turns.serve(PEERS[task["peer"]](task))

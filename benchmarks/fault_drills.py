@@ -40,10 +40,10 @@ def problem(directory: Path) -> str:
     from jaxformer.checkpoint import manifest
 
     try:
-        files = manifest.listed(directory)
+        files = manifest.read(directory)
         if files is None:
             return "no manifest"
-        manifest.compare(directory, files)
+        manifest.check_files(directory, files)
     except manifest.Damaged as error:
         return str(error)
     return ""
@@ -129,10 +129,10 @@ def _twice(folder: Path, name: str) -> dict[str, Any]:
     workdir = folder / "stops-twice"
 
     def slow() -> None:
-        from jaxformer.train import loop
+        from jaxformer.train.metric_window import MetricWindow
 
-        add = loop.Window.add
-        loop.Window.add = lambda *args: (add(*args), time.sleep(3.0))
+        add = MetricWindow.add
+        MetricWindow.add = lambda *args: (add(*args), time.sleep(3.0))
 
     config = tiny_runs.config(name, folder / "files")
     pid = processes.spawn(processes.training(config, workdir, slow), workdir.with_suffix(".log"))
@@ -150,9 +150,9 @@ def _layouts(folder: Path, name: str, reference: Path, drill: str, layouts: list
     """A run on several (processes, devices of each) in turn, stopped by SIGTERM to its last process in between."""
 
     def before() -> None:
-        from jaxformer.train import stopping
+        from jaxformer.train import preemption
 
-        stopping.AGREE = 0.2  # such short runs would be over before they had asked each other
+        preemption.AGREEMENT_SECONDS = 0.2  # such short runs would be over before they had asked each other
 
     workdir = folder / f"stops-{'-'.join(f'{p}x{d}' for p, d in layouts)}"
     config, wrong, stopped = tiny_runs.config(name, folder / "files", data__batch=16), [], []
@@ -221,9 +221,8 @@ def _damage(config: Any, workdir: Path, report: Path) -> int:
     import jax
     from flax import linen as nn
 
-    from jaxformer import overrides
     from jaxformer.checkpoint import Checkpoints, manifest
-    from jaxformer.config import ConfigError
+    from jaxformer.config import ConfigError, overrides
     from jaxformer.models import build
     from jaxformer.parallel import mesh as meshes
     from jaxformer.train import optim
@@ -231,10 +230,10 @@ def _damage(config: Any, workdir: Path, report: Path) -> int:
 
     resolved, place = overrides.read(workdir), workdir.with_name("damage-copy")
     module, mesh = build.build(resolved.model), meshes.make(resolved.mesh)
-    schedule = optim.schedule(resolved.schedule, resolved.train.steps, build.width(resolved.model))
+    schedule = optim.schedule(resolved.schedule, resolved.train.steps, build.model_width(resolved.model))
     shapes = nn.meta.unbox(build.shapes(module))["params"]
     optimizer = optim.optimizer(resolved.optimizer, schedule, shapes, build.logical_names(module))
-    target = steps.abstract(resolved, module, optimizer, mesh)
+    target = steps.abstract_state(resolved, module, optimizer, mesh)
     last = newest(workdir)
     files = [path.relative_to(last) for path in sorted(last.rglob("*")) if path.is_file()]
 
@@ -251,7 +250,7 @@ def _damage(config: Any, workdir: Path, report: Path) -> int:
         "one bit flipped": lambda path: path.write_bytes(flip(path.read_bytes())),
         "deleted": lambda path: path.unlink(),
     }
-    listed = json.loads((last / manifest.NAME).read_text())["files"]
+    listed = json.loads((last / manifest.FILE_NAME).read_text())["files"]
     first = next(iter(listed))
     forged = {
         "newer format": dict(format=manifest.FORMAT + 1),
@@ -270,7 +269,11 @@ def _damage(config: Any, workdir: Path, report: Path) -> int:
         for file in files
     ]
     cases += [
-        ("manifest forged, with a right checksum", word, lambda at, edits=edits: content(at / manifest.NAME, **edits))
+        (
+            "manifest forged, with a right checksum",
+            word,
+            lambda at, edits=edits: content(at / manifest.FILE_NAME, **edits),
+        )
         for word, edits in forged.items()
     ]
     ruin = lambda at: [kinds["truncated"](each) for each in (at.parents[1]).rglob("metadata")]  # noqa: E731
@@ -364,8 +367,8 @@ def _forbidden(folder: Path, place: Path) -> dict[str, Any]:
         """Nobody's user from the first touch of the workdir on: it may not read everybody's Python either."""
         from jaxformer.train import loop
 
-        lock = loop.Lock
-        loop.Lock = lambda place: (os.setuid(65534), lock(place))[1]
+        lock = loop.WorkdirLock
+        loop.WorkdirLock = lambda place: (os.setuid(65534), lock(place))[1]
 
     code = processes.wait(processes.spawn(processes.training(config, workdir, before), log))
     wrong = ([] if code == 1 else [f"exit code {code}"]) + _refused(log)

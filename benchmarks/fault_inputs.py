@@ -127,13 +127,13 @@ def _any(rng: random.Random, folder: Path) -> Any:
 
 
 def _configs(rng: random.Random, folder: Path, place: Path) -> None:
-    from jaxformer import overrides
+    from jaxformer.config import overrides
 
     overrides.freeze(_mutated(dataclasses.asdict(_any(rng, folder)), rng))
 
 
 def _edits(rng: random.Random, folder: Path, place: Path) -> None:
-    from jaxformer import overrides
+    from jaxformer.config import overrides
 
     config = _any(rng, folder)
     paths, node = [], dataclasses.asdict(config)
@@ -165,7 +165,7 @@ def _bytes(raw: bytes, rng: random.Random) -> bytes:
 
 
 def _saved(rng: random.Random, folder: Path, place: Path) -> None:
-    from jaxformer import overrides
+    from jaxformer.config import overrides
 
     text = overrides.to_json(_any(rng, folder))
     (place / "config.json").write_bytes(_bytes(text.encode(), rng))
@@ -228,7 +228,7 @@ def _tokenizer(rng: random.Random, folder: Path, place: Path) -> None:
 
 RECIPE = [
     "import {word}", "raise {word}('x')", "def get_config():", "    return {word}", "    raise SystemExit({word})",
-    "from jaxformer.overrides import defaults", "    config = defaults()", "    config.{word}.steps = 1", "\0",
+    "from jaxformer.config.overrides import defaults", "    config = defaults()", "    config.{word}.steps = 1", "\0",
     "(" * 300, "    return config", "get_config = {word}",
 ]  # fmt: skip
 WORDS = ["train", "ValueError", "KeyError", "SystemExit", "get_config", "None", "0", "sys", "config.model", "json"]
@@ -236,7 +236,7 @@ WORDS = ["train", "ValueError", "KeyError", "SystemExit", "get_config", "None", 
 
 def _recipes(rng: random.Random, folder: Path, place: Path) -> None:
     """Programs of a few lines, one in ten with those of a recipe in their order; one in ten is no file at all."""
-    from jaxformer import overrides
+    from jaxformer.config import overrides
 
     path = place / "recipe.py"
     path.unlink(missing_ok=True)

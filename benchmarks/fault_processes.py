@@ -69,10 +69,11 @@ def training(config: Config, workdir: Path, before: Callable[[], None] | None = 
 
         distributed.join()
         from jaxformer.train import loop
+        from jaxformer.train.metric_window import MetricWindow
 
         if before is not None:
             before()
-        add = loop.Window.add
+        add = MetricWindow.add
         begun = None
 
         def note(window: Any, sums: Any, batch: Any) -> None:
@@ -88,8 +89,8 @@ def training(config: Config, workdir: Path, before: Callable[[], None] | None = 
                 file.write(json.dumps([begun, jax.process_index(), rows]) + "\n")
             add(window, sums, batch)
 
-        loop.Window.add = note
-        end = loop.Run.loop
+        MetricWindow.add = note
+        end = loop.training_loop
 
         def ending(run: Any, stop: Any) -> int:
             code = end(run, stop)
@@ -98,7 +99,7 @@ def training(config: Config, workdir: Path, before: Callable[[], None] | None = 
                 (workdir / MODULES).write_text(json.dumps([name for name in sys.modules if name != "__main__"]))
             return code
 
-        loop.Run.loop = ending
+        loop.training_loop = ending
         return loop.train(config, workdir)
 
     return act
@@ -117,12 +118,12 @@ def _digests(state: Any) -> dict[str, str]:
     import numpy as np
 
     from jaxformer.checkpoint import trees
-    from jaxformer.train.optim import path_of
+    from jaxformer.types import leaf_path
 
     found = {}
     for keys, value in jax.tree_util.tree_leaves_with_path(state):
-        array = np.asarray(trees.key_to_data(value))
-        found["/".join(path_of(keys))] = hashlib.sha256(array.tobytes()).hexdigest()
+        array = np.asarray(trees.unwrap_key(value))
+        found["/".join(leaf_path(keys))] = hashlib.sha256(array.tobytes()).hexdigest()
     return found
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py [--only=kills,stops,damage,disk,input] [--kills=200] [--minutes=25] [--soak=MINUTES]
 
-Every run is one of `tiny_runs.py`. The table goes into docs/reliability.md between its markers, the rows to
+Every run is one of `tiny_runs.py`. The table goes into docs/measurements/faults.md between its markers, the rows to
 benchmarks/results/faults.json; `--only` renews the rows of these parts and keeps the others. Needs Linux; the disk
 drills mount small tmpfs disks and are left out, and say so, where that is not allowed. Exits 1 if anything was lost.
 """
@@ -31,7 +31,7 @@ import pages  # noqa: E402
 import tiny_runs  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "measurements" / "faults.md"
 RATES = ("tokens_per_second", "steps_per_second", "wall_time")
 
 

@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxformer.config import ConfigError
-from jaxformer.hf import files, writing
+from jaxformer.hf import reading, writing
 
 INTERESTING: list[Any] = [
     0, 1, -1, 2, 7, 8, 2**31, 2**32 + 1, 2**63 - 1, 2**63, 2**64, 10**400, 1.0, 1e308, True, None, "", "F32", "BF16",
@@ -65,7 +65,7 @@ def checkpoints(place: Path) -> list[Path]:
     }
     made = [place / "single", place / "sharded"]
     for directory, size in zip(made, (10**9, 24)):
-        writing.write(directory, {"model_type": "toy", "layers": [1, 2]}, tensors, shard_bytes=size)
+        writing.write_checkpoint(directory, {"model_type": "toy", "layers": [1, 2]}, tensors, shard_bytes=size)
     return made
 
 
@@ -155,10 +155,10 @@ def trusting(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
 
 def problem(directory: Path) -> str | None:
     """What is wrong with how a checkpoint opens; None: nothing. Raises ConfigError when it is refused."""
-    config = files.read_config(directory)
-    if config != json.loads((directory / files.CONFIG).read_bytes()):
+    config = reading.read_config(directory)
+    if config != json.loads((directory / reading.CONFIG_FILE).read_bytes()):
         return "the config is another one"
-    tensors = files.open_tensors(directory)
+    tensors = reading.open_tensors(directory)
     of_files: dict[str, dict[str, Any]] = {
         tensor.file: trusting(directory / tensor.file) for tensor in tensors.values()
     }
@@ -167,7 +167,7 @@ def problem(directory: Path) -> str | None:
     for name, tensor in tensors.items():
         dtype, shape, content = of_files[tensor.file][name]
         array = tensor.array()
-        if (files.DTYPES[dtype], tuple(shape)) != (array.dtype, array.shape) or array.dtype != tensor.dtype:
+        if (reading.DTYPES[dtype], tuple(shape)) != (array.dtype, array.shape) or array.dtype != tensor.dtype:
             return f"{name} has another shape or dtype"
         if array.nbytes != math.prod(shape) * array.dtype.itemsize or array.tobytes() != content:
             return f"{name} has other bytes"

@@ -15,7 +15,7 @@ MFU = tokens/s x model FLOPs a token / the chip's dense bfloat16 peak, with FLOP
 (`jaxformer/plan/flops.py`): 6 x matmul parameters + 12 x layers x heads x head width x keys, masked ones too, so causal
 attention counts whole. Rows hold the count over visible keys beside it, as `flops_token_visible`.
 Memory is the most that the process held, by the allocator.
-Decoding: greedy, random parameters, 16 + 256 tokens, median of 5 calls of `jaxformer/decode/engine.py`.
+Decoding: greedy, random parameters, 16 + 256 tokens, median of 5 calls of `jaxformer/decode/generate.py`.
 The peer: `gpu_torch.py`, the same model, batch, precision and optimizer; the ratio is ours over theirs, in tokens/s.
 """
 
@@ -111,6 +111,7 @@ def toy(part: Part) -> Part:
     """The part at a size that a CPU has done in a second."""
     sides = ("encoder", "decoder") if "transformer_base" in "".join(part.arguments) else ("decoder",)
     sizes = ("layers=1", "width=16", "attention.heads=2", "ffn.width=32")
+    sizes += ("norm.kind=rms", "attention.bias=false", "ffn.bias=false")  # few parameters: fast to compile
     small = [f"--config.model.{side}.{size}" for side in sides for size in sizes]
     small += [
         f"--config.data.{size}" for size in ("tokenizer.vocab=60", "tokenizer.multiple=8", "length=16", "batch=4")

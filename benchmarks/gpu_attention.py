@@ -34,14 +34,16 @@ def case(name: str, length: int) -> tuple[masks.Mask, int]:
     halves = 1 + (index >= length // 3)
     packed = np.stack([halves, np.where(index < length - 5, 3 - halves, 0)]).astype(np.int32)
     segment = {"padded": ragged, "packed": packed}.get(name, np.ones((2, length), np.int32))
-    side = masks.slots(jnp.asarray(segment[:, : length - (name == "odd")]))
+    side = masks.slots_from_segments(jnp.asarray(segment[:, : length - (name == "odd")]))
     if name == "cross":
-        return masks.Mask(side, masks.slots(jnp.asarray(ragged[:, length // 4 :]))), 4
+        return masks.Mask(side, masks.slots_from_segments(jnp.asarray(ragged[:, length // 4 :]))), 4
     if name == "cache":  # one query, and keys beyond it that it must not see
         last = Slots(jnp.full((2, 1), length // 2, jnp.int32), jnp.ones((2, 1), jnp.int32))
         return masks.Mask(last, side, causal=True), 4
     window = length // 4 if name == "window" else None
-    return masks.Mask(side, side, causal=name != "padded", window=window, own=True), 1 if name == "grouped" else 4
+    return masks.Mask(
+        side, side, causal=name != "padded", window=window, same_slots=True
+    ), 1 if name == "grouped" else 4
 
 
 def compare(kernel: str, name: str, length: int, head_width: int = 64) -> Row:
@@ -89,8 +91,8 @@ def relative(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def lacking(length: int) -> str | None:
     """What the cuDNN kernel lacks here."""
-    site = kernels.Site(meshes.platform(), "bfloat16", 4, 4, 64, length, length, causal=True)
-    return kernels.get("cudnn").lacks(site)
+    site = kernels.CallSite(meshes.platform(), "bfloat16", 4, 4, 64, length, length, causal=True)
+    return kernels.get("cudnn").missing(site)
 
 
 def speeds(arguments: list[str], toy: bool) -> Iterator[Row]:
@@ -108,7 +110,7 @@ def speeds(arguments: list[str], toy: bool) -> Iterator[Row]:
 def speed(name: str, rows: int, length: int, heads: int, repeats: int, head_width: int = 64) -> Row:
     draw = np.random.default_rng(0).standard_normal
     q, k, v, do = (jnp.asarray(draw((rows, length, heads, head_width)), jnp.bfloat16) for _ in range(4))
-    side = masks.slots(jnp.ones((rows, length), jnp.int32))
+    side = masks.slots_from_segments(jnp.ones((rows, length), jnp.int32))
 
     @jax.jit
     def gradients(q, k, v, do, side):
@@ -116,7 +118,7 @@ def speed(name: str, rows: int, length: int, heads: int, repeats: int, head_widt
             if name == "cudnn, causality only":
                 o = jax.nn.dot_product_attention(q, k, v, scale=1.0, is_causal=True, implementation="cudnn")
             else:
-                mask = masks.Mask(side, side, causal=True, own=True)
+                mask = masks.Mask(side, side, causal=True, same_slots=True)
                 o = kernels.get(name).apply(q, k, v, mask, None, None, AttentionConfig(heads=heads))
             return jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32))
 

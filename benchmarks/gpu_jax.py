@@ -23,9 +23,9 @@ import gpu_shared as shared  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
-from jaxformer import overrides  # noqa: E402
-from jaxformer.config import Config, DecodeConfig  # noqa: E402
-from jaxformer.decode import engine  # noqa: E402
+from jaxformer.config import Config, DecodeConfig, overrides  # noqa: E402
+from jaxformer.decode.compiled import Vocabulary  # noqa: E402
+from jaxformer.decode.runner import Runner  # noqa: E402
 from jaxformer.models import build  # noqa: E402
 from jaxformer.parallel import mesh as meshes  # noqa: E402
 from jaxformer.plan import chips, flops, program  # noqa: E402
@@ -63,9 +63,9 @@ class Training:
 
     def fresh(self) -> TrainState:
         config = self.traced.config
-        schedule = optim.schedule(config.schedule, config.train.steps, build.width(config.model))
+        schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
         optimizer = optim.optimizer(config.optimizer, schedule, self.traced.state.params, self.traced.names)
-        return steps.create(config, build.build(config.model), optimizer, self.mesh)
+        return steps.init_state(config, build.build(config.model), optimizer, self.mesh)
 
     def run(self, count: int) -> float:
         """Seconds of so many steps, begun and ended with an idle device. Batches are sent to it as a run sends them."""
@@ -73,7 +73,7 @@ class Training:
             jax.block_until_ready(self.state)
             begun = time.perf_counter()
             for _ in range(count):
-                self.state, sums = self.step(self.state, steps.place(next(self.turn), self.mesh))
+                self.state, sums = self.step(self.state, steps.shard_batch(next(self.turn), self.mesh))
                 self.sums.append(sums)
             jax.block_until_ready((self.state, sums))
             return time.perf_counter() - begun
@@ -109,7 +109,7 @@ def train(arguments: list[str], toy: bool) -> Iterator[Row]:
     rows, length = traced.shape
     row: Row = {
         "shape": shape(config) | {"rows": rows, "length": length},
-        "parameters": build.count(traced.state.params),
+        "parameters": build.count_params(traced.state.params),
         "dtype": config.model.dtype,
         "chunk": config.model.head.chunk,
         "kernels": kernels_of(training),
@@ -154,7 +154,7 @@ def shape(config: Config) -> Row:
 
 def kernels_of(training: Training) -> dict[str, str]:
     with jax.set_mesh(training.mesh):
-        found = build.attentions(training.config.model, training.traced.shape.length)
+        found = build.chosen_kernels(training.config.model, training.traced.shape.length)
     return {side: name for side, (name, _) in found.items()}
 
 
@@ -211,14 +211,14 @@ def decode(arguments: list[str], toy: bool) -> Iterator[Row]:
     config = program.resolve(overrides.parse(arguments))
     prompt, new, repeats = (4, 4, 2) if toy else (16, 256, 5)
     mesh = meshes.make(config.mesh, jax.devices()[:1])
-    vocabulary = engine.Vocabulary(eos=(), pad=0, size=config.task.vocab)
+    vocabulary = Vocabulary(eos=(), pad=0, size=config.task.vocab)
     with jax.set_mesh(mesh):
         module = build.build(config.model)
         variables = build.create(module, jax.random.key(0), mesh)
+        runner = Runner(module, variables, vocabulary, max_target_length=config.data.length)
         for rows in (2,) if toy else (1, 32, 256):
             prompts = [{"target": ids} for ids in shared.tokens(rows, prompt, config.task.vocab, 0)]
-            how = DecodeConfig(max_length=new, batch=rows)
-            run = functools.partial(engine.run, module, variables, prompts, how, vocabulary, room=config.data.length)
+            run = functools.partial(runner.generate, prompts, DecodeConfig(max_length=new, batch=rows))
             row = {"rows": rows, "prompt": prompt, "length": prompt + new, "dtype": config.model.dtype}
             yield row | shared.guarded(functools.partial(decoded, run, rows * new, repeats))
 

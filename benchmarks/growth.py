@@ -80,12 +80,12 @@ def shape_of(axis: str, size: int, base: shared.Shape) -> shared.Shape:
 def training(shape: shared.Shape) -> tuple[Callable[[], object], int, float]:
     """A step, its tokens, and the operations counted in it."""
     made = training_jax.Training(training_jax.config(shape, "float32"), [training_jax.batch(shared.batch(shape, 0))])
-    return made.run, shared.positions(shape), flops.counted(traced(made).jaxpr.jaxpr)
+    return made.run, shared.positions(shape), flops.count_flops(traced(made).jaxpr.jaxpr)
 
 
 def traced(made: training_jax.Training) -> Any:
     with jax.set_mesh(made.mesh):
-        return made.step.trace(made.state, steps.place(next(made.turn), made.mesh))
+        return made.step.trace(made.state, steps.shard_batch(next(made.turn), made.mesh))
 
 
 def decoding(axis: str, size: int, base: shared.Shape) -> tuple[Callable[[], object], int, float]:
@@ -139,7 +139,7 @@ def operations(name: str, shape: shared.Shape) -> Row:
     row = {
         "family": name,
         **formula(shape),
-        "counted": flops.counted(trace.jaxpr.jaxpr),
+        "counted": flops.count_flops(trace.jaxpr.jaxpr),
         "xla": trace.lower().compile().cost_analysis()["flops"],
     }
     return row | where()

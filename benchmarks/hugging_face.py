@@ -265,17 +265,17 @@ def compare(kind: str, name: str, settings: dict[str, Any], place: Path) -> dict
     ours = jaxformer.from_pretrained(place / "theirs")
     out = ours(**inputs)
     output = main_output(expected)
-    mask = None if "labels" in inputs and ours.head == "seq2seq" else inputs["attention_mask"]
+    mask = None if "labels" in inputs and ours.hf.head == "seq2seq" else inputs["attention_mask"]
     row = {"forward": relative(out[output], expected[output].detach(), mask)}
     if "loss" in expected and expected.loss is not None:
         row["loss"] = abs(float(out.loss) - float(expected.loss)) / abs(float(expected.loss))
         expected.loss.backward()
         grads = jax.grad(lambda params: ours(**inputs, params=params).loss)(ours.params)
-        mine = convert.gradients(ours.family.rows(ours.config.model, ours.head), grads)
+        mine = convert.export_gradients(ours.hf.family.rows(ours.config.model, ours.hf.head), grads)
         pairs = [(mine[key], grad) for key, grad in gradients(model, place / "gradients").items() if key in mine]
         largest = max(float(np.abs(g).max()) for _, g in pairs)
         row["gradient"] = max(float(np.abs(np.asarray(a) - b).max()) for a, b in pairs) / largest
-    if ours.head in ("causal_lm", "seq2seq") and kind != "xlnet":
+    if ours.hf.head in ("causal_lm", "seq2seq") and kind != "xlnet":
         row |= generated(model, ours, inputs)
     ours.save_pretrained(place / "ours")
     again = getattr(transformers, name).from_pretrained(place / "ours", attn_implementation="eager").eval()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 from typing import Sequence
 
-from jaxformer import metrics, overrides
+from jaxformer import metrics
+from jaxformer.config import overrides
 from jaxformer.data import sources
 
 WORDS = (4, 8, 16, 32)

@@ -64,7 +64,7 @@ def checkpoint(place: Path, gigabytes: float) -> None:
         "vocab_size": vocab, "tie_word_embeddings": True, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "hidden_act": "silu",
     }  # fmt: skip
-    writing.write(place, settings, tensors)
+    writing.write_checkpoint(place, settings, tensors)
 
 
 def measure(program: str, place: Path) -> dict[str, float]:

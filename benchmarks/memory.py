@@ -32,7 +32,7 @@ def attention(name: str, length: int) -> int:
     config = AttentionConfig(heads=HEADS, block=BLOCK)
 
     def loss(q: Any, k: Any, v: Any, side: Slots) -> Any:
-        mask = Mask(side, side, causal=True, own=True)
+        mask = Mask(side, side, causal=True, same_slots=True)
         return jnp.square(kernels.get(name).apply(q, k, v, mask, None, None, config)).sum()
 
     x = jax.ShapeDtypeStruct((1, length, HEADS, HEAD_WIDTH), jnp.float32, sharding=divided(4))
@@ -46,10 +46,10 @@ def cross_entropy(name: str, length: int) -> int:
     import jax.numpy as jnp
 
     from jaxformer import losses
-    from jaxformer.types import Projection
+    from jaxformer.types import DeferredLogits
 
     def loss(hidden: Any, table: Any, labels: Any, weights: Any) -> Any:
-        logits = Projection(hidden, table, None, CHUNK)
+        logits = DeferredLogits(hidden, table, None, CHUNK)
         if name == "whole":
             logits = jnp.einsum("btd,vd->btv", hidden, table)
         return losses.cross_entropy(logits, labels, weights)[0]

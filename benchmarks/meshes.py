@@ -1,7 +1,7 @@
 """Every family on every mesh of a table: the same run as on one device, with the memory really divided.
 
     python benchmarks/meshes.py [--family=decoder,...] [--mesh=data8,...] [--steps=5] [--output=FILE.jsonl]
-    python benchmarks/meshes.py --page      writes the table of docs/meshes.md from benchmarks/results/meshes.jsonl
+    python benchmarks/meshes.py --page      writes docs/measurements/meshes.md from benchmarks/results/meshes.jsonl
 
 Eight simulated devices, float32. A row holds if the losses of the training steps equal one device's to a relative 2e-5,
 the initial parameters are the same (to the bit on jax 0.10; 0.12 compiles its normal generator otherwise for shards,
@@ -41,7 +41,6 @@ import pages
 from flax import linen as nn
 
 from jaxformer import tasks
-from jaxformer.checks import check
 from jaxformer.config import (
     AttentionConfig,
     Config,
@@ -62,7 +61,9 @@ from jaxformer.config import (
     TaskConfig,
     TrainConfig,
 )
-from jaxformer.decode import engine
+from jaxformer.config.checks import check
+from jaxformer.decode.compiled import Vocabulary
+from jaxformer.decode.runner import Runner
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.train import optim, step
@@ -70,7 +71,7 @@ from jaxformer.types import Batch, PyTree, Slots, Stream, TrainState
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "meshes.jsonl"
-PAGE = ROOT / "docs" / "meshes.md"
+PAGE = ROOT / "docs" / "measurements" / "meshes.md"
 VOCAB, WIDTH, LENGTH, ROWS = 32, 32, 16, 16
 TOLERANCE, SLACK = 2e-5, 0.17
 COMPLAINT = "nvoluntary full rematerialization"
@@ -190,13 +191,13 @@ def run(config: Config, mesh: jax.sharding.Mesh, steps: int) -> Outcome:
     schedule = optim.schedule(config.schedule, config.train.steps, WIDTH)
     with jax.set_mesh(mesh):
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
-        state = step.create(config, module, optimizer, mesh)
+        state = step.init_state(config, module, optimizer, mesh)
         initial = jax.tree.map(np.asarray, jax.tree.leaves(state.params))
         held = bytes_held(state)
-        update = step.make(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
-        losses, balanced = [], build.ring(config.model, LENGTH)
+        update = step.make_train_step(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
+        losses, balanced = [], build.uses_causal_ring(config.model, LENGTH)
         for seed in range(steps):
-            state, sums = update(state, step.place(batch_of(config, seed), mesh, balanced))
+            state, sums = update(state, step.shard_batch(batch_of(config, seed), mesh, balanced))
             losses.append(float(sums["loss"][0] / sums["loss"][1]))
         if bytes_held(state) != held:
             raise AssertionError(f"a step moved the state: {bytes_held(state)} bytes a device after {held}")
@@ -220,8 +221,8 @@ def decoded(config: Config, module: nn.Module, params: PyTree) -> list[np.ndarra
     prompts = [{"target": rng.integers(1, VOCAB, 3).astype(np.int32)} for _ in range(8)]
     if len(config.model.parts) == 2:
         prompts = [{"source": rng.integers(1, VOCAB, 5).astype(np.int32)} for _ in range(8)]
-    vocabulary = engine.Vocabulary(eos=(0,), pad=0, start=1)
-    found = engine.run(module, {"params": params}, prompts, DecodeConfig(max_length=6, batch=8), vocabulary)
+    runner = Runner(module, {"params": params}, Vocabulary(eos=(0,), pad=0, start=1))
+    found = runner.generate(prompts, DecodeConfig(max_length=6, batch=8))
     return [hypotheses[0].tokens for hypotheses in found]
 
 

@@ -43,7 +43,8 @@ Row = dict[str, Any]
 
 def prepared(recipe: str, folder: str, cache: str) -> tuple[Any, Any, dict[str, float]]:
     """A recipe's resolved config, its pipeline, and the seconds that data set and tokenizer took."""
-    from jaxformer import overrides, tasks
+    from jaxformer import tasks
+    from jaxformer.config import overrides
     from jaxformer.data import sources
     from jaxformer.data.pipeline import Pipeline
     from jaxformer.data.tokenizers import Tokenizers
@@ -58,7 +59,7 @@ def prepared(recipe: str, folder: str, cache: str) -> tuple[Any, Any, dict[str, 
     task = tasks.get(config.task.name)
     tokenizers = Tokenizers.build(config.data, dataset.splits["train"], task.roles)
     learnt = time.perf_counter()
-    config = loop.resolve(config, dataset, tokenizers)
+    config = loop.resolve_config(config, dataset, tokenizers)
     pipeline = Pipeline(config, dataset, tokenizers, task)  # for a running text, encodes it
     made = time.perf_counter()
     return config, pipeline, {"data": read - begun, "tokenizer": learnt - read, "pipeline": made - learnt}
@@ -106,14 +107,14 @@ def training(config: Any, batches: Any, count: int) -> Any:
     """A function that trains on `count` batches of the shape that most have, and says how many tokens those were."""
     import jax
 
-    from jaxformer.train import fit
+    from jaxformer.train import in_memory
 
     found = collections.defaultdict(list)
     for batch in itertools.islice(batches, 20 * count):
         found[jax.tree.leaves(batch)[0].shape].append(batch)
     batches.close()
     chosen = max(found.values(), key=len)[:count]
-    trainer = fit.Trainer(dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=1)))
+    trainer = in_memory.Trainer(dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=1)))
     kept = [None]
 
     def run() -> Row:
@@ -127,7 +128,7 @@ def measure(recipe: str, folder: str, rounds: int, batches: int, steps: int) -> 
     """One row."""
     import importlib.metadata
 
-    from jaxformer import memory
+    from jaxformer.runtime import memory
 
     task = {"recipe": recipe, "folder": folder, "batches": batches, "steps": steps}
     command = [sys.executable, str(Path(__file__)), "--child"]

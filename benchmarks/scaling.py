@@ -1,4 +1,4 @@
-"""What large recipes need on TPU slices that are not here: compiled by libtpu, estimated, written to docs/scaling.md.
+"""What large recipes need on TPU slices, compiled by libtpu and estimated: writes docs/measurements/scaling.md.
 
     python benchmarks/scaling.py                    compiles the cases of which there is no row yet, writes the page
     python benchmarks/scaling.py --only=llama_7b    cases whose name begins so, again
@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from jaxformer.plan.chips import CHIPS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "scaling.jsonl"
-PAGE = ROOT / "docs" / "scaling.md"
+PAGE = ROOT / "docs" / "measurements" / "scaling.md"
 SLICES = {"v5e-16": "v5e:4x4", "v5e-256": "v5e:16x16", "v5p-128": "v5p:4x4x8", "v6e-256": "v6e:16x16"}
 """Slices by their number of chips. (In Google's names of v5p the number is that of cores, two a chip.)"""
 LIMIT = 3000
@@ -89,18 +89,18 @@ CASES = [
 def measure(case: Case, keep: str) -> dict:
     """The row of one case, and the compiled program in the folder `keep`, if one is named."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from jaxformer import overrides
+    from jaxformer.config import overrides
     from jaxformer.plan import chips, estimate, page, program
 
     config = overrides.parse(case.arguments)
-    place = chips.place(SLICES[case.slice], "", None, config.mesh.slices)
-    traced = program.trace(config, program.mesh_of(config, program.devices(place, config)))
+    place = chips.parse_hardware(SLICES[case.slice], "", None, config.mesh.slices)
+    traced = program.trace(config, program.build_mesh(config, program.devices(place, config)))
     compiled = program.compile(traced)
     if keep and compiled.executable is not None:
         with gzip.open(Path(keep) / f"{case.name}.hlo.gz", "wt") as file:
             file.write(compiled.executable.as_text())
     found = estimate.estimate(traced, compiled, place)
-    print(page.page(case.name, traced, found), file=sys.stderr, flush=True)
+    print(page.format_page(case.name, traced, found), file=sys.stderr, flush=True)
     return {"case": case.name, "model": case.model, "slice": case.slice, "arguments": case.arguments, **found.row()}
 
 
@@ -112,14 +112,14 @@ def recount(row: dict) -> dict:
     """
     from flax import linen as nn
 
-    from jaxformer import overrides
+    from jaxformer.config import overrides
     from jaxformer.models import build
     from jaxformer.plan import flops, program
 
     config = program.resolve(overrides.parse(row["arguments"]))
     module = build.build(config.model)
     params, names = nn.meta.unbox(build.shapes(module))["params"], build.logical_names(module)
-    count = build.count(params)
+    count = build.count_params(params)
     if count != row["parameters"]:
         raise ValueError(f"{row['case']}: got {count:,} parameters from its arguments, expected {row['parameters']:,}")
     per_token = flops.flops_per_token(config, params, names, row["length"])
@@ -184,7 +184,7 @@ A v5e slice has at most 256 chips. Beyond, each slice keeps a whole copy, divide
 added between slices over the data centre's network: 2 (s - 1) / s x 4 bytes x parameters / 256 from each chip of s
 slices, at 6.4 Tbit/s a pod of 256 (cloud.google.com/tpu/docs/v5e). {slices} The compiler adds up most gradients in
 bfloat16, as they come out of the products, so most stay below the rule. With `train.accumulation` they are added up
-before, in float32: still once a step (docs/meshes.md). A v5p slice has up to 6,144 chips.
+before, in float32: still once a step (docs/measurements/meshes.md). A v5p slice has up to 6,144 chips.
 
 What the model leaves out, and what grows: the latency of a ring's hops (a collective of n chips has n - 1 of them on a
 ring, about three times the cube root of n on a 3D torus), stragglers, and the input pipeline.

@@ -16,7 +16,8 @@ import random
 from collections import Counter
 from typing import Any, Callable, Sequence
 
-from jaxformer import metrics, overrides
+from jaxformer import metrics
+from jaxformer.config import overrides
 from jaxformer.data import sources
 
 WORDS = (1, 2, 3, 5, 8)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from jaxformer import overrides
-from jaxformer.config import Config, StackConfig
+from jaxformer.config import Config, StackConfig, overrides
 
 STEPS = 24
 STACK = dict(layers=1, width=16, attention=dict(heads=2), ffn=dict(width=16), embed=dict(dropout=0.1), unroll=1)

@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import pages  # noqa: E402
 import training_shared as shared  # noqa: E402
 
-from jaxformer import memory  # noqa: E402
+from jaxformer.runtime import memory  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "training.jsonl"
 PAGE = ROOT / "docs" / "measurements" / "training.md"

@@ -94,17 +94,19 @@ class Training:
         with jax.set_mesh(self.mesh):
             module = build.build(config.model)
             boxed = build.shapes(module)["params"]
-            schedule = optim.schedule(config.schedule, config.train.steps, build.width(config.model))
+            schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
             names = build.logical_names(module)
             optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(boxed), names)
-            self.parameters = build.count(nn.meta.unbox(boxed))
-            self.state = steps.create(config, module, optimizer, self.mesh)
-            self.step = steps.make(config, module, tasks.get(config.task.name), optimizer, schedule, self.mesh)
+            self.parameters = build.count_params(nn.meta.unbox(boxed))
+            self.state = steps.init_state(config, module, optimizer, self.mesh)
+            self.step = steps.make_train_step(
+                config, module, tasks.get(config.task.name), optimizer, schedule, self.mesh
+            )
 
     def run(self) -> float:
         """A step's mean loss."""
         with jax.set_mesh(self.mesh):
-            self.state, sums = self.step(self.state, steps.place(next(self.turn), self.mesh))
+            self.state, sums = self.step(self.state, steps.shard_batch(next(self.turn), self.mesh))
             total, weight = jax.device_get(sums["loss"])
             jax.block_until_ready(self.state)
         return float(total / weight)
@@ -115,7 +117,7 @@ class Training:
         with jax.set_mesh(self.mesh):
             for _ in range(count):
                 begun = time.perf_counter()
-                self.state, sums = self.step(self.state, steps.place(next(self.turn), self.mesh))
+                self.state, sums = self.step(self.state, steps.shard_batch(next(self.turn), self.mesh))
                 called = time.perf_counter() - begun
                 jax.block_until_ready((self.state, sums))
                 begun = time.perf_counter()
@@ -151,7 +153,7 @@ def main() -> None:
     shape = task["shape"]
     about = {"versions": {"jax": jax.__version__}}
     if task["plain"]:
-        cpu.serves = lambda x: False
+        cpu.is_supported = lambda x: False
     if task["products"]:
         shared.serve(bare(shape, task["dtype"]), about)
         return

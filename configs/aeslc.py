@@ -1,4 +1,4 @@
-"""The subject line of an email, from scratch (AESLC, Zhang and Tetreault 2019).
+"""Summarisation of an email as its subject line, from scratch (AESLC, Zhang and Tetreault 2019).
 
 Command:  python -m jaxformer train --config=configs/aeslc.py --workdir=runs/aeslc --config.data.dir=DIR
           python -m jaxformer evaluate --workdir=runs/aeslc --split=test
@@ -8,7 +8,7 @@ Score:    test ROUGE-1, 2 and L 11.1, 3.4 and 11.1 (beam 5); the first 16 words 
 """
 
 from jaxformer.config import StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 
 def get_config():

@@ -9,7 +9,7 @@ Score:    tiny: masked tokens' validation loss 6.066 (from 8.35), accuracy 9.9 %
 """
 
 from jaxformer.config import StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 SIZES = {"tiny": (2, 128, 2), "base": (12, 768, 12)}
 

@@ -1,6 +1,7 @@
-"""Named entities in tweets from scratch: person, organisation, place (Broad Twitter Corpus, Derczynski et al. 2016).
+"""Named entity recognition in tweets from scratch (Broad Twitter Corpus, Derczynski et al. 2016).
 
-Trained on sections a, b and f, the best checkpoint by e and g, judged on h.
+Entities are persons, organisations and locations. Trained on sections a, b and f, the best checkpoint by e and g,
+tested on h.
 
 Command:  python -m jaxformer train --config=configs/btc_ner.py:transformer --workdir=runs/btc_ner --config.data.dir=DIR
           python -m jaxformer evaluate --workdir=runs/btc_ner --split=test
@@ -11,7 +12,7 @@ Score:    test entity F1, transformer: 58.1 %, lstm: 56.3 %
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 VARIANTS = ("transformer", "lstm")
 OLD_VARIANTS = {"bilstm": "lstm"}

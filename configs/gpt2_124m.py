@@ -1,4 +1,4 @@
-"""GPT-2 small (Radford et al. 2019): 12 layers, width 768, 12 heads, 1,024 tokens, on any text you point it at.
+"""GPT-2 small (Radford et al. 2019): 12 layers, width 768, 12 heads, 1,024 tokens, on text files of yours.
 
 Command:  python -m jaxformer train --config=configs/gpt2_124m.py --workdir=runs/gpt2_124m \
               --config.data.dir=DIR --config.data.splits.train=train.txt --config.data.splits.validation=valid.txt
@@ -8,7 +8,7 @@ Score:    not measured here. nanoGPT reports validation loss 2.85 after 300 bill
 """
 
 from jaxformer.config import StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 
 def get_config():

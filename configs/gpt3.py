@@ -11,7 +11,7 @@ Score:    not measured here
 """
 
 from jaxformer.config import StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 # layers, width, heads, head width, batch in tokens, learning rate
 SIZES = {

@@ -9,7 +9,7 @@ Score:    not measured here
 """
 
 from jaxformer.config import StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 # layers, width, heads, key heads, feed-forward width, vocabulary, tied head, rows, rotary base
 SIZES = {

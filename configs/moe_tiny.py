@@ -1,4 +1,4 @@
-"""A mixture of 8 experts of which a token passes 2, as a language model of Python source, beside its dense twin.
+"""A language model of Python source with 8 experts per layer, 2 per token, and a dense model of the same compute.
 
 Command:  python -m jaxformer train --config=configs/moe_tiny.py --workdir=runs/moe_tiny
 Variants: (none) 8 experts of width 256, 2 a token; in training an expert takes at most 1.25 times its even share
@@ -11,7 +11,7 @@ Score:    validation loss after 200 steps (none) 4.276, dense 4.405; one seed, 6
 """
 
 from jaxformer.config import MoEConfig, StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 VARIANTS = ("dropless", "dense")
 

@@ -8,7 +8,7 @@ Score:    test2016 35.48 BLEU cased 13a, 35.80 lower-cased tokenised (beam 5, me
 """
 
 from jaxformer.config import RecurrentConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 
 def get_config():

@@ -10,7 +10,7 @@ Score:    test2016 40.64 BLEU cased 13a, 41.12 lower-cased tokenised (beam 5, me
 """
 
 from jaxformer.config import StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 
 def get_config():

@@ -9,7 +9,7 @@ Score:    100 % exact match on 1,000 held-out numbers
 """
 
 from jaxformer.config import StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 VARIANTS = ("de", "fr", "es")
 

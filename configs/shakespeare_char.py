@@ -10,7 +10,7 @@ Score:    cpu: validation loss 1.669 (published 1.88); gpu: not measured here (p
 """
 
 from jaxformer.config import StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 VARIANTS = ("cpu", "gpu")
 

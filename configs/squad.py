@@ -1,4 +1,4 @@
-"""Questions whose answers stand in a paragraph, from scratch, on 32 articles (SQuAD 1.1, Rajpurkar et al. 2016).
+"""Extractive question answering from scratch, on 32 articles (SQuAD 1.1, Rajpurkar et al. 2016).
 
 `DIR` holds the development set of SQuAD 1.1 and a table of its articles (columns title and split: train, test);
 the last 4 training articles choose the checkpoint. With the official files instead:
@@ -13,7 +13,7 @@ Score:    test exact match and F1, transformer: 2.2 and 9.0 %, lstm: 5.4 and 11.
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 VARIANTS = ("transformer", "lstm")
 OLD_VARIANTS = {"bilstm": "lstm"}

@@ -1,4 +1,4 @@
-"""SST-2 sentiment from scratch: trained on the labelled phrases of the training sentences, judged on whole sentences.
+"""SST-2 sentiment from scratch: trained on the labelled phrases of the training sentences, tested on whole sentences.
 
 Training with the phrases is what the published figures do (Kim 2014; Socher et al. 2013).
 
@@ -11,7 +11,7 @@ Score:    test accuracy, transformer: 80.8 %, lstm: 82.6 %
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 VARIANTS = ("transformer", "lstm")
 OLD_VARIANTS = {"bilstm": "lstm"}

@@ -7,7 +7,7 @@ Time:     not measured here
 Score:    not measured here; 93.5 for BERT base on the test server (Devlin et al. 2019, table 1)
 """
 
-from jaxformer.overrides import defaults
+from jaxformer.config.overrides import defaults
 
 
 def get_config():

@@ -1,4 +1,4 @@
-"""Semantic textual similarity: the cosine of two sentences' vectors says how alike they mean (STS-B, Cer et al. 2017).
+"""Semantic textual similarity: the cosine of two sentence vectors predicts their similarity (STS-B, Cer et al. 2017).
 
 From scratch on its 5,749 training pairs, or from a Hugging Face encoder.
 
@@ -14,7 +14,7 @@ Score:    test Spearman, transformer: 65.4 %, lstm: 69.8 %; finetune: not measur
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 VARIANTS = ("transformer", "lstm", "finetune")
 OLD_VARIANTS = {"bilstm": "lstm"}

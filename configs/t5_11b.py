@@ -10,7 +10,7 @@ Score:    not measured here
 """
 
 from jaxformer.config import StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 
 def get_config():

@@ -10,7 +10,7 @@ Score:    not measured here. The paper: 27.3 BLEU (tokenised) on newstest2014
 """
 
 from jaxformer.config import StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 # Table 3 of the paper: width, feed-forward width, heads, dropout.
 SIZES = {"base": (512, 2048, 8, 0.1), "big": (1024, 4096, 16, 0.3)}

@@ -9,7 +9,7 @@ Score:    not measured here. The paper: 28.4 BLEU (tokenised) on newstest2014
 
 from pathlib import Path
 
-from jaxformer.overrides import load
+from jaxformer.config.overrides import load
 
 
 def get_config():

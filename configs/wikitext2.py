@@ -11,7 +11,7 @@ Score:    after 1,500 steps, somewhat more than one epoch: validation loss 4.411
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig
-from jaxformer.overrides import defaults, section
+from jaxformer.config.overrides import defaults, section
 
 VARIANTS = ("transformer", "lstm")
 

@@ -1,4 +1,4 @@
-"""Additive attention of a recurrent seq2seq model finds where a target slot comes from (Bahdanau et al. 2015).
+"""Alignment by additive attention in a recurrent seq2seq model (Bahdanau et al. 2015).
 
 Nobody tells the model the alignment; the paper's figure 3 shows that it looks right. Here it is known: the target is
 the source copied, reversed, or with neighbours swapped. At target slot i, where token i is predicted, the slot with the
@@ -18,19 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import experiment
-from jaxformer.config import (
-    Config,
-    EmbedConfig,
-    HeadConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RecurrentConfig,
-    ScheduleConfig,
-    TaskConfig,
-    TrainConfig,
-)
+from jaxformer.config import EmbedConfig, HeadConfig, ModelConfig, RecurrentConfig, ScheduleConfig
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer
+from jaxformer.train.in_memory import Trainer, small_config
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream
 
 CLAIM = (
@@ -43,14 +33,14 @@ RULE = (
     "that every seed has learnt (0.9 right) the mean share of slots aligned is below 0.5."
 )
 TOKENS = 8
-BEGIN = TOKENS  # what the decoder reads first
-LENGTHS = (4, 10)  # least and most
+BEGIN = TOKENS  # first token of the decoder
+LENGTHS = (4, 10)  # minimum and maximum
 ORDERS = ("copy", "swap", "reverse")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: measured after each of `steps` updates of `batch` sequences."""
+    """Size of the trial: measured after each of `steps` updates of `batch` sequences."""
 
     orders: tuple[str, ...]
     steps: tuple[int, ...]
@@ -67,7 +57,7 @@ SCALES = {
 
 
 def origin(order: str, length: np.ndarray) -> np.ndarray:
-    """For sequences of `length` `[B]`, the source slot `[B, T]` of each target slot; -1 behind the end."""
+    """Source slot `[B, T]` of each target slot, for sequences of `length` `[B]`; -1 beyond the end."""
     at, length = np.arange(LENGTHS[1]), length[:, None]
     source = {
         "copy": at + 0 * length,
@@ -92,14 +82,9 @@ def trainer_of(scale: Scale) -> Trainer:
     embed = EmbedConfig(vocab=TOKENS + 1, deviation=1.0)
     reader = RecurrentConfig(cell="gru", width=scale.width, embed=embed, bidirectional=True)
     writer = RecurrentConfig(cell="gru", width=scale.width, embed=embed, attention="additive")
-    config = Config(
-        model=ModelConfig(recurrent_encoder=reader, recurrent_decoder=writer, head=HeadConfig(tied=False)),
-        task=TaskConfig(name="translation"),
-        optimizer=OptimizerConfig(name="adam"),
-        schedule=ScheduleConfig(kind="constant", peak=5e-3, warmup=50),
-        train=TrainConfig(steps=scale.steps[-1]),
-    )
-    return Trainer(config)
+    schedule = ScheduleConfig(kind="constant", peak=5e-3, warmup=50)
+    model_config = ModelConfig(recurrent_encoder=reader, recurrent_decoder=writer, head=HeadConfig(tied=False))
+    return Trainer(small_config(model_config, "translation", scale.steps[-1], schedule))
 
 
 def run(scale: str) -> Result:

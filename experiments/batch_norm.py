@@ -1,4 +1,4 @@
-"""Layer norm against batch norm in a transformer, where batches are small or of unlike lengths (Shen et al. 2020).
+"""Layer norm against batch norm in a transformer, with small batches or varying lengths (Shen et al. 2020).
 
 Batch norm normalises a feature by its statistics over the batch in training, and by running ones in evaluation. Where
 the two differ, the model that is evaluated is not the one that was trained. "Mixed" batches hold sequences of all
@@ -18,23 +18,9 @@ import jax
 import numpy as np
 
 from jaxformer import experiment, losses
-from jaxformer.config import (
-    AttentionConfig,
-    Config,
-    EmbedConfig,
-    EncodingConfig,
-    FeedForwardConfig,
-    HeadConfig,
-    ModelConfig,
-    NormConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    StackConfig,
-    TaskConfig,
-    TrainConfig,
-)
+from jaxformer.config import EmbedConfig, EncodingConfig, HeadConfig, ModelConfig, NormConfig, ScheduleConfig
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer
+from jaxformer.train.in_memory import Trainer, small_config, small_stack
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream
 
 CLAIM = (
@@ -49,24 +35,25 @@ RULE = (
     "batch norm has the lower mean loss."
 )
 TOKENS, COUNTS = 8, 8
-LENGTHS = (4, 16)  # least and most
+LENGTHS = (4, 16)  # minimum and maximum
 MIXED, ALIKE = "mixed lengths", "one length"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: `steps` updates, of batches with each of `batches` rows."""
+    """Size of the trial: `steps` updates, of batches with each of `batches` rows."""
 
     batches: tuple[int, ...]
     lengths: tuple[str, ...]
     seeds: int
     steps: int
     width: int
+    layers: int = 2
     tests: int = 256  # sequences
 
 
 SCALES = {
-    "smoke": Scale((4,), (MIXED, ALIKE), seeds=2, steps=20, width=16, tests=16),
+    "smoke": Scale((4,), (MIXED, ALIKE), seeds=2, steps=20, width=16, layers=1, tests=16),
     "full": Scale((4, 32), (MIXED, ALIKE), seeds=3, steps=500, width=32),
 }
 
@@ -84,28 +71,20 @@ def draw(rng: np.random.Generator, rows: int, lengths: str) -> Batch:
 
 
 def trainer_of(kind: str, scale: Scale) -> Trainer:
-    stack = StackConfig(
-        layers=2,
+    stack = small_stack(
+        layers=scale.layers,
         width=scale.width,
         embed=EmbedConfig(vocab=TOKENS),
         encoding=EncodingConfig(kind="none"),  # a count does not depend on the order
-        attention=AttentionConfig(heads=4),
-        ffn=FeedForwardConfig(width=2 * scale.width),
         norm=NormConfig(kind=kind, momentum=0.95),  # the running statistics keep up with so short a training
-        unroll=1,
     )
-    config = Config(
-        model=ModelConfig(encoder=stack, head=HeadConfig(kind="slots", classes=COUNTS)),
-        task=TaskConfig(name="tagging"),
-        optimizer=OptimizerConfig(name="adam"),
-        schedule=ScheduleConfig(kind="cosine", peak=3e-3, warmup=scale.steps // 10, floor=0.01),
-        train=TrainConfig(steps=scale.steps),
-    )
-    return Trainer(config)
+    schedule = ScheduleConfig(kind="cosine", peak=3e-3, warmup=scale.steps // 10, floor=0.01)
+    model_config = ModelConfig(encoder=stack, head=HeadConfig(kind="slots", classes=COUNTS))
+    return Trainer(small_config(model_config, "tagging", scale.steps, schedule))
 
 
 def trials(trainer: Trainer, batch: int, lengths: str, scale: Scale) -> list[dict[str, float]]:
-    """For every seed the loss on unseen batches, as in evaluation and with the batches' own statistics."""
+    """Loss on unseen batches per seed, with running statistics and with those of the batches."""
 
     @jax.jit
     def as_trained(variables: PyTree, batch: Batch) -> tuple[Array, Array]:

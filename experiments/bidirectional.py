@@ -1,4 +1,4 @@
-"""To fill a gap, both sides of it beat the left one (Devlin et al. 2019), beside the exact optimum of either.
+"""Filling a gap from both sides or from the left one (Devlin et al. 2019), beside the exact optimum of each.
 
 The text is a Markov chain, so that the best possible prediction is known: of a gap of g hidden tokens between a and b,
 the i-th given both is P^i[a, x] P^(g+1-i)[x, b] / P^(g+1)[a, b], and given the left side alone P^i[a, x], P being the
@@ -16,23 +16,10 @@ from typing import Iterator
 import numpy as np
 
 from jaxformer import experiment
-from jaxformer.config import (
-    AttentionConfig,
-    Config,
-    EmbedConfig,
-    EncodingConfig,
-    FeedForwardConfig,
-    HeadConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    StackConfig,
-    TaskConfig,
-    TrainConfig,
-)
+from jaxformer.config import EmbedConfig, EncodingConfig, HeadConfig, ModelConfig, ScheduleConfig
 from jaxformer.data.markov import Chain
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer, stream
+from jaxformer.train.in_memory import Trainer, small_config, small_stack, stream
 from jaxformer.types import Batch
 
 CLAIM = (
@@ -52,19 +39,20 @@ GAP = TOKENS  # the token that stands for a hidden one
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: `steps` updates of `batch` texts of `length` tokens, with gaps of all of `gaps`."""
+    """Size of the trial: `steps` updates of `batch` texts of `length` tokens, with gaps of all of `gaps`."""
 
     gaps: tuple[int, ...]
     seeds: int
     steps: int
     width: int
+    layers: int = 2
     length: int = 12
     batch: int = 64
     tests: int = 2048
 
 
 SCALES = {
-    "smoke": Scale((1, 2), seeds=2, steps=20, width=16, tests=128),
+    "smoke": Scale((1, 2), seeds=2, steps=20, width=16, layers=1, tests=128),
     "full": Scale((1, 2, 3, 4), seeds=3, steps=1500, width=32),
 }
 
@@ -91,24 +79,16 @@ def draw(chain: Chain, rng: np.random.Generator, rows: int, length: int, gap: in
 
 
 def trainer_of(sides: str, scale: Scale) -> Trainer:
-    stack = StackConfig(
-        layers=2,
+    stack = small_stack(
+        layers=scale.layers,
         width=scale.width,
         embed=EmbedConfig(vocab=TOKENS + 1, deviation=1.0),
         encoding=EncodingConfig(kind="t5", buckets=16, max_distance=12),
-        attention=AttentionConfig(heads=4),
-        ffn=FeedForwardConfig(width=2 * scale.width),
         causal=sides == LEFT,
-        unroll=1,
     )
-    config = Config(
-        model=ModelConfig(encoder=stack, head=HeadConfig(tied=False)),
-        task=TaskConfig(name="masked_lm"),
-        optimizer=OptimizerConfig(name="adam"),
-        schedule=ScheduleConfig(kind="cosine", peak=5e-3, warmup=scale.steps // 20, floor=0.01),
-        train=TrainConfig(steps=scale.steps),
-    )
-    return Trainer(config)
+    schedule = ScheduleConfig(kind="cosine", peak=5e-3, warmup=scale.steps // 20, floor=0.01)
+    model_config = ModelConfig(encoder=stack, head=HeadConfig(tied=False))
+    return Trainer(small_config(model_config, "masked_lm", scale.steps, schedule))
 
 
 def trial(trainer: Trainer, chain: Chain, seed: int, scale: Scale) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""What the causal mask is for: without it a language model copies the next token from its input.
+"""The causal mask: without it a language model copies the next token from its input.
 
 Trained on whole sequences with labels one slot later (Vaswani et al. 2017, section 3.1), a model whose slot t sees slot
 t + 1 finds its label there. Its training loss says nothing then about what it knows when the future is not there, which
@@ -16,22 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxformer import experiment
-from jaxformer.config import (
-    AttentionConfig,
-    Config,
-    EmbedConfig,
-    FeedForwardConfig,
-    HeadConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    StackConfig,
-    TaskConfig,
-    TrainConfig,
-)
+from jaxformer.config import EmbedConfig, HeadConfig, ModelConfig, ScheduleConfig
 from jaxformer.data.markov import Chain
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer, stream
+from jaxformer.train.in_memory import Trainer, small_config, small_stack, stream
 from jaxformer.types import Batch, Slots, Stream
 
 CLAIM = (
@@ -51,17 +39,18 @@ TOKENS, LENGTH = 8, 12
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: measured after each of `steps` updates of `batch` sequences."""
+    """Size of the trial: measured after each of `steps` updates of `batch` sequences."""
 
     steps: tuple[int, ...]
     seeds: int
     width: int
+    layers: int = 2
     batch: int = 32
     tests: int = 64
 
 
 SCALES = {
-    "smoke": Scale((10, 20), seeds=2, width=16),
+    "smoke": Scale((10, 20), seeds=2, width=16, layers=1),
     "full": Scale((0, 25, 50, 100, 200, 400, 800), seeds=3, width=32, tests=256),
 }
 
@@ -85,23 +74,15 @@ def prefixes(batch: Batch) -> Batch:
 
 
 def trainer_of(model: str, scale: Scale) -> Trainer:
-    stack = StackConfig(
-        layers=2,
+    stack = small_stack(
+        layers=scale.layers,
         width=scale.width,
         embed=EmbedConfig(vocab=TOKENS),
-        attention=AttentionConfig(heads=4),
-        ffn=FeedForwardConfig(width=2 * scale.width),
         causal=model == MASKED,
-        unroll=1,
     )
-    config = Config(
-        model=ModelConfig(decoder=stack, head=HeadConfig(tied=False)),
-        task=TaskConfig(name="language_modelling"),
-        optimizer=OptimizerConfig(name="adam"),
-        schedule=ScheduleConfig(kind="constant", peak=3e-3, warmup=20),
-        train=TrainConfig(steps=scale.steps[-1]),
-    )
-    return Trainer(config)
+    schedule = ScheduleConfig(kind="constant", peak=3e-3, warmup=20)
+    model_config = ModelConfig(decoder=stack, head=HeadConfig(tied=False))
+    return Trainer(small_config(model_config, "language_modelling", scale.steps[-1], schedule))
 
 
 def run(scale: str) -> Result:

@@ -1,4 +1,4 @@
-"""What length costs: self-attention and recurrence, counted (Vaswani et al. 2017, table 1).
+"""Cost of length: operations of self-attention and recurrence, counted (Vaswani et al. 2017, table 1).
 
 Nothing is timed. The products of a layer's forward pass are counted in its program as `jaxformer plan` counts them
 (2 x entries x terms, loops as often as they run), and so is the longest chain of products each of which waits for the
@@ -21,10 +21,10 @@ from jaxformer import experiment
 from jaxformer.config import AttentionConfig, EncodingConfig
 from jaxformer.experiment import Result, verdict
 from jaxformer.nn.attention import Attention
-from jaxformer.nn.cells import marks
+from jaxformer.nn.cells import segment_boundaries
 from jaxformer.nn.masks import Mask
 from jaxformer.nn.recurrent import Layer
-from jaxformer.plan.flops import counted
+from jaxformer.plan.flops import count_flops
 from jaxformer.types import Slots
 
 CLAIM = (
@@ -43,7 +43,7 @@ LAYERS = (ATTENTION, "rnn", "gru", "lstm")
 SEEDS = {"smoke": 2, "full": 5}
 LENGTHS = {"smoke": (32, 512, 2048), "full": (32, 128, 512, 2048, 8192)}
 WIDTHS, HEADS, ROWS = {"smoke": (16, 32), "full": (32, 64, 96, 128)}, (1, 2, 4, 8), (1, 2, 4)
-"""What a seed draws from: the exponents must not hang on the shape."""
+"""Shapes that a seed draws from, since the exponents must not depend on the shape."""
 
 
 def program(layer: str, length: int, width: int, heads: int, rows: int) -> core.ClosedJaxpr:
@@ -57,7 +57,9 @@ def program(layer: str, length: int, width: int, heads: int, rows: int) -> core.
 
     def call(method: Any, *args: Any) -> Any:
         *args, x, ids = args
-        inputs = Mask(Slots(ids, ids), Slots(ids, ids), own=True) if layer == ATTENTION else marks(ids)
+        inputs = (
+            Mask(Slots(ids, ids), Slots(ids, ids), same_slots=True) if layer == ATTENTION else segment_boundaries(ids)
+        )
         return method(*args, x, inputs)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -87,7 +89,7 @@ def chain(jaxpr: core.Jaxpr, before: list[int]) -> list[int]:
 
 
 def _scan(eqn: core.JaxprEqn, ins: list[int]) -> list[int]:
-    """A loop's: each turn waits for the carry of the one before.
+    """Depth of a loop: each iteration waits for the carry of the one before.
 
     Which operands are carried is read off their shapes, since versions of jax name it differently: what is scanned over
     has an axis more outside of the body, what is carried has none.
@@ -110,7 +112,7 @@ def run(scale: str) -> Result:
         for layer in LAYERS:
             for length in LENGTHS[scale]:
                 made = program(layer, length, width, heads, sequences).jaxpr
-                row = {"layer": layer, "length": length, "seed": seed, "flops": counted(made) / sequences}
+                row = {"layer": layer, "length": length, "seed": seed, "flops": count_flops(made) / sequences}
                 rows.append(row | {"chain": max(chain(made, [0] * len(made.invars))), "width": width})
     return judge(rows)
 

@@ -1,4 +1,4 @@
-"""How gradients reach the first layer of a deep stack, before any training (He et al. 2016; Xiong et al. 2020).
+"""Gradients at the first layer of a deep stack, before training (He et al. 2016; Xiong et al. 2020).
 
 The gradient of a language model's loss is taken at its random start, and the norms of its parts for the first and the
 last layer are compared: with residuals in either order of the norm, without a norm, and without residuals.
@@ -17,20 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import experiment, tasks
-from jaxformer.config import (
-    AttentionConfig,
-    Config,
-    EmbedConfig,
-    FeedForwardConfig,
-    HeadConfig,
-    ModelConfig,
-    NormConfig,
-    StackConfig,
-    TaskConfig,
-)
+from jaxformer.config import Config, EmbedConfig, HeadConfig, ModelConfig, NormConfig, TaskConfig
 from jaxformer.data.markov import Chain
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer, continuation
+from jaxformer.train.in_memory import Trainer, continuation, small_stack
 from jaxformer.types import Array, Batch, PyTree
 
 CLAIM = (
@@ -54,7 +44,7 @@ TOKENS = 8
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: the gradient of one batch of `rows` texts."""
+    """Size of the trial: the gradient of one batch of `rows` texts."""
 
     depths: tuple[int, ...]
     models: tuple[str, ...]
@@ -71,13 +61,10 @@ SCALES = {
 
 
 def trainer_of(model: str, depth: int, width: int) -> Trainer:
-    stack = StackConfig(
+    stack = small_stack(
         layers=depth,
         width=width,
         embed=EmbedConfig(vocab=TOKENS),
-        attention=AttentionConfig(heads=4),
-        ffn=FeedForwardConfig(width=2 * width),
-        unroll=1,
         **MODELS[model],
     )
     config = ModelConfig(decoder=stack, head=HeadConfig(tied=False))

@@ -1,4 +1,4 @@
-"""What several heads are for: a head has one distribution over slots, and several look at several places at once.
+"""Several heads: each has one distribution over slots, so several can attend to several slots at once.
 
 "With a single attention head, averaging inhibits this" (Vaswani et al. 2017, section 3.2.2; table 3, rows A). One layer
 of attention has to collect, at every slot, the tokens at several given distances; the answer is one class for each
@@ -16,22 +16,9 @@ from typing import Iterator
 import numpy as np
 
 from jaxformer import experiment
-from jaxformer.config import (
-    AttentionConfig,
-    Config,
-    EmbedConfig,
-    EncodingConfig,
-    FeedForwardConfig,
-    HeadConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    StackConfig,
-    TaskConfig,
-    TrainConfig,
-)
+from jaxformer.config import EmbedConfig, EncodingConfig, FeedForwardConfig, HeadConfig, ModelConfig, ScheduleConfig
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer, stream
+from jaxformer.train.in_memory import Trainer, small_config, small_stack, stream
 from jaxformer.types import Batch
 
 CLAIM = (
@@ -49,7 +36,7 @@ OFFSETS = (-1, 2, -3, 4, -5)  # where the places are; questions about one place 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: `steps` updates of `batch` sequences, whose middle `length` slots are asked."""
+    """Size of the trial: `steps` updates of `batch` sequences, whose middle `length` slots are asked."""
 
     heads: tuple[int, ...]
     places: tuple[int, ...]
@@ -82,24 +69,18 @@ def draw(rng: np.random.Generator, rows: int, length: int, places: int) -> Batch
 
 
 def trainer_of(heads: int, scale: Scale) -> Trainer:
-    stack = StackConfig(
+    stack = small_stack(
         layers=1,
         width=scale.width,
         embed=EmbedConfig(vocab=TOKENS, deviation=1.0),
         # Places are told by scores alone: in a mean over slots nothing says which token stood where.
         encoding=EncodingConfig(kind="t5", buckets=20, max_distance=8),
-        attention=AttentionConfig(heads=heads),
+        heads=heads,
         ffn=FeedForwardConfig(width=4 * scale.width),
-        unroll=1,
     )
-    config = Config(
-        model=ModelConfig(encoder=stack, head=HeadConfig(kind="slots", classes=TOKENS ** len(OFFSETS))),
-        task=TaskConfig(name="tagging"),
-        optimizer=OptimizerConfig(name="adam"),
-        schedule=ScheduleConfig(kind="cosine", peak=1e-2, warmup=scale.steps // 20, floor=0.01),
-        train=TrainConfig(steps=scale.steps),
-    )
-    return Trainer(config)
+    schedule = ScheduleConfig(kind="cosine", peak=1e-2, warmup=scale.steps // 20, floor=0.01)
+    model_config = ModelConfig(encoder=stack, head=HeadConfig(kind="slots", classes=TOKENS ** len(OFFSETS)))
+    return Trainer(small_config(model_config, "tagging", scale.steps, schedule))
 
 
 def trial(trainer: Trainer, places: int, seed: int, scale: Scale) -> float:

@@ -1,4 +1,4 @@
-"""What more heads cost: counted in products, and timed (Vaswani et al. 2017, end of section 3.2.2).
+"""Cost of more heads, in operations and in time (Vaswani et al. 2017, end of section 3.2.2).
 
 "Due to the reduced dimension of each head, the total computational cost is similar to that of single-head attention
 with full dimensionality." Narrow heads share the model width D, K = D / H; wide ones have K = D each. The counts repeat
@@ -23,7 +23,7 @@ from jaxformer.config import AttentionConfig, EncodingConfig
 from jaxformer.experiment import Result, progress, verdict
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.masks import Mask
-from jaxformer.plan.flops import counted
+from jaxformer.plan.flops import count_flops
 from jaxformer.types import Array, Slots
 
 CLAIM = (
@@ -41,7 +41,7 @@ NARROW, WIDE = "narrow", "wide"
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: the least time of `turns` forward passes over `rows` sequences of `length` slots."""
+    """Size of the trial: the least time of `turns` forward passes over `rows` sequences of `length` slots."""
 
     heads: tuple[int, ...]
     seeds: int
@@ -64,13 +64,13 @@ def layer_of(kind: str, heads: int, scale: Scale) -> tuple[Callable[[Array], Arr
     ids = np.ones((scale.rows, scale.length), np.int32)
     slots = Slots(np.cumsum(ids, axis=1, dtype=np.int32) - 1, ids)
     x = np.zeros((scale.rows, scale.length, scale.width), np.float32)
-    variables = nn.meta.unbox(module.init(jax.random.key(0), x, Mask(slots, slots, own=True)))
-    function = jax.jit(lambda x: module.apply(variables, x, Mask(slots, slots, own=True))[0])
-    return function, counted(jax.make_jaxpr(function)(x).jaxpr)
+    variables = nn.meta.unbox(module.init(jax.random.key(0), x, Mask(slots, slots, same_slots=True)))
+    function = jax.jit(lambda x: module.apply(variables, x, Mask(slots, slots, same_slots=True))[0])
+    return function, count_flops(jax.make_jaxpr(function)(x).jaxpr)
 
 
 def timed(functions: list[Callable[[Array], Array]], x: Array, turns: int) -> list[float]:
-    """The least milliseconds of each, called by turns so that what else the machine does falls on all alike.
+    """Minimum milliseconds of each function. They are called in turns, so that other load affects all alike.
 
     In another order at each turn: what comes after a large program finds the caches emptied.
     """
@@ -105,7 +105,7 @@ def judge(rows: list[dict]) -> Result:
     most = heads[-1]
 
     def times(measure: str, kind: str, number: int) -> float:
-        """How many times that of one head, in the median over seeds."""
+        """Ratio to the value of one head, median over seeds."""
         one, many = (np.array(result.values(measure, kind=kind, heads=count)) for count in (heads[0], number))
         return float(np.median(many / one))
 

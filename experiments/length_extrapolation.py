@@ -1,4 +1,4 @@
-"""Trained on short sequences, read on longer ones: which ways of telling position carry over.
+"""Position encodings trained on short sequences and tested on longer ones.
 
 Press et al. (2022) find that sinusoids, learned positions and rotations do not, and that biases by distance (ALiBi,
 T5's) do; Kazemnejad et al. (2023) that a causal model without any encoding does too. The task is to repeat the token
@@ -17,22 +17,9 @@ from typing import Iterator
 import numpy as np
 
 from jaxformer import experiment
-from jaxformer.config import (
-    AttentionConfig,
-    Config,
-    EmbedConfig,
-    EncodingConfig,
-    FeedForwardConfig,
-    HeadConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    StackConfig,
-    TaskConfig,
-    TrainConfig,
-)
+from jaxformer.config import EmbedConfig, EncodingConfig, HeadConfig, ModelConfig, ScheduleConfig
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer, stream
+from jaxformer.train.in_memory import Trainer, small_config, small_stack, stream
 from jaxformer.types import Batch
 
 CLAIM = (
@@ -52,7 +39,7 @@ BACK = 2  # slots between a token and its repetition
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: `steps` updates of `batch` sequences of `length` slots, and tests of `longest`."""
+    """Size of the trial: `steps` updates of `batch` sequences of `length` slots, and tests of `longest`."""
 
     kinds: tuple[str, ...]
     seeds: int
@@ -99,27 +86,19 @@ def trainer_of(kind: str, scale: Scale) -> Trainer:
         buckets=scale.length // 2,
         max_distance=scale.length // 2,
     )
-    stack = StackConfig(
+    stack = small_stack(
         layers=scale.layers,
         width=scale.width,
         embed=EmbedConfig(vocab=TOKENS + 1, deviation=1.0),
         encoding=encoding,
-        attention=AttentionConfig(heads=4),
-        ffn=FeedForwardConfig(width=2 * scale.width),
-        unroll=1,
     )
-    config = Config(
-        model=ModelConfig(decoder=stack, head=HeadConfig(tied=False)),
-        task=TaskConfig(name="language_modelling"),
-        optimizer=OptimizerConfig(name="adam"),
-        schedule=ScheduleConfig(kind="cosine", peak=3e-3, warmup=scale.steps // 10, floor=0.01),
-        train=TrainConfig(steps=scale.steps),
-    )
-    return Trainer(config)
+    schedule = ScheduleConfig(kind="cosine", peak=3e-3, warmup=scale.steps // 10, floor=0.01)
+    model_config = ModelConfig(decoder=stack, head=HeadConfig(tied=False))
+    return Trainer(small_config(model_config, "language_modelling", scale.steps, schedule))
 
 
 def trial(trainer: Trainer, seed: int, scale: Scale) -> dict[int, float]:
-    """Trains from one seed; accuracy in each of `ranges`, by how many trained lengths its last slot is away.
+    """Trains from one seed. Accuracy in each of `ranges`, by the multiple of the trained length that it ends at.
 
     The mask is causal, so that the first slots of long test sequences are short ones.
     """

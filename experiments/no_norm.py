@@ -1,4 +1,4 @@
-"""Norm against none: what a deep transformer loses without layer norm (Ba et al. 2016; Zhang et al. 2019, Fixup).
+"""Layer norm against no norm in a deep transformer (Ba et al. 2016; Zhang et al. 2019, Fixup).
 
 Both models are the same decoder with residuals; one normalises the input of every sub-layer and the output of the
 stack, the other nothing. The text is a Markov chain, whose entropy is the lowest loss that any model can have.
@@ -16,23 +16,10 @@ from typing import Iterator
 import numpy as np
 
 from jaxformer import experiment
-from jaxformer.config import (
-    AttentionConfig,
-    Config,
-    EmbedConfig,
-    FeedForwardConfig,
-    HeadConfig,
-    ModelConfig,
-    NormConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    StackConfig,
-    TaskConfig,
-    TrainConfig,
-)
+from jaxformer.config import EmbedConfig, HeadConfig, ModelConfig, NormConfig, OptimizerConfig, ScheduleConfig
 from jaxformer.data.markov import Chain
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer, continuation
+from jaxformer.train.in_memory import Trainer, continuation, small_config, small_stack
 from jaxformer.types import Batch
 
 CLAIM = (
@@ -52,7 +39,7 @@ MOST = 10.0  # nats: a loss above, or none, counts as this
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: `steps` updates of `batch` texts, with a tenth of them as warm-up."""
+    """Size of the trial: `steps` updates of `batch` texts, with a tenth of them as warm-up."""
 
     rates: tuple[float, ...]
     seeds: int
@@ -64,29 +51,22 @@ class Scale:
 
 
 SCALES = {
-    "smoke": Scale((3e-3,), seeds=2, steps=20, layers=2, width=16, tests=64),
+    "smoke": Scale((3e-3,), seeds=2, steps=20, layers=1, width=16, tests=64),
     "full": Scale((1e-3, 3e-3, 1e-2, 3e-2), seeds=3, steps=400, layers=8, width=32),
 }
 
 
 def trainer_of(model: str, rate: float, scale: Scale) -> Trainer:
-    stack = StackConfig(
+    stack = small_stack(
         layers=scale.layers,
         width=scale.width,
         embed=EmbedConfig(vocab=TOKENS),
-        attention=AttentionConfig(heads=4),
-        ffn=FeedForwardConfig(width=2 * scale.width),
         norm=NormConfig(kind="layer" if model == NORM else "none"),
-        unroll=1,
     )
-    config = Config(
-        model=ModelConfig(decoder=stack, head=HeadConfig(tied=False)),
-        task=TaskConfig(name="language_modelling"),
-        optimizer=OptimizerConfig(name="adam", clip=None),  # clipping would help the one that fails
-        schedule=ScheduleConfig(kind="cosine", peak=rate, warmup=scale.steps // 10, floor=0.1),
-        train=TrainConfig(steps=scale.steps),
-    )
-    return Trainer(config)
+    optimizer = OptimizerConfig(name="adam", clip=None)  # clipping would help the one that fails
+    schedule = ScheduleConfig(kind="cosine", peak=rate, warmup=scale.steps // 10, floor=0.1)
+    model_config = ModelConfig(decoder=stack, head=HeadConfig(tied=False))
+    return Trainer(small_config(model_config, "language_modelling", scale.steps, schedule, optimizer))
 
 
 def trial(trainer: Trainer, seed: int, scale: Scale) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Where the norm stands decides whether a deep transformer trains without warm-up (Xiong et al. 2020).
+"""Pre-norm and post-norm: training of deep transformers without warm-up (Xiong et al. 2020).
 
 Post-norm, norm(x + f(x)), is the order of Vaswani et al. (2017); its gradients at initialisation are large near the
 output, which is why it is trained with a learning rate that starts near 0. Pre-norm, x + f(norm(x)), leaves a path
@@ -19,22 +19,16 @@ import numpy as np
 
 from jaxformer import experiment
 from jaxformer.config import (
-    AttentionConfig,
-    Config,
     EmbedConfig,
     EncodingConfig,
-    FeedForwardConfig,
     HeadConfig,
     ModelConfig,
     NormConfig,
     OptimizerConfig,
     ScheduleConfig,
-    StackConfig,
-    TaskConfig,
-    TrainConfig,
 )
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer, stream
+from jaxformer.train.in_memory import Trainer, small_config, small_stack, stream
 from jaxformer.types import Batch
 
 CLAIM = (
@@ -53,7 +47,7 @@ COUNTS = 8  # classes: a token occurs 1 to 7 times, or more
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: `steps` updates of `batch` sequences, the first `warmup` of them with less."""
+    """Size of the trial: `steps` updates of `batch` sequences, the first `warmup` of them with less."""
 
     depths: tuple[int, ...]
     rates: tuple[float, ...]
@@ -67,7 +61,7 @@ class Scale:
 
 
 SCALES = {
-    "smoke": Scale((2,), (3e-3,), (PLAIN,), seeds=2, steps=20, warmup=10, width=16),
+    "smoke": Scale((1,), (3e-3,), (PLAIN,), seeds=2, steps=20, warmup=10, width=16),
     "full": Scale((2, 6, 12), (1e-3, 3e-3), (PLAIN, WARM), seeds=3, steps=300, warmup=100, width=32),
 }
 
@@ -81,24 +75,17 @@ def draw(rng: np.random.Generator, rows: int) -> Batch:
 
 
 def trainer_of(order: str, depth: int, rate: float, warmup: int, scale: Scale) -> Trainer:
-    stack = StackConfig(
+    stack = small_stack(
         layers=depth,
         width=scale.width,
         embed=EmbedConfig(vocab=TOKENS),
         encoding=EncodingConfig(kind="none"),  # a count does not depend on the order
-        attention=AttentionConfig(heads=4),
-        ffn=FeedForwardConfig(width=2 * scale.width),
         norm=NormConfig(order=order),
-        unroll=1,
     )
-    config = Config(
-        model=ModelConfig(encoder=stack, head=HeadConfig(kind="slots", classes=COUNTS)),
-        task=TaskConfig(name="tagging"),
-        optimizer=OptimizerConfig(name="adam", clip=None),  # clipping would help the one that fails
-        schedule=ScheduleConfig(kind="constant", peak=rate, warmup=warmup),
-        train=TrainConfig(steps=scale.steps),
-    )
-    return Trainer(config)
+    optimizer = OptimizerConfig(name="adam", clip=None)  # clipping would help the one that fails
+    schedule = ScheduleConfig(kind="constant", peak=rate, warmup=warmup)
+    model_config = ModelConfig(encoder=stack, head=HeadConfig(kind="slots", classes=COUNTS))
+    return Trainer(small_config(model_config, "tagging", scale.steps, schedule, optimizer))
 
 
 def trial(trainer: Trainer, seed: int, scale: Scale) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the output projection W_O adds to concatenated heads (Vaswani et al. 2017, section 3.2.2).
+"""Effect of the output projection W_O on concatenated heads (Vaswani et al. 2017, section 3.2.2).
 
 concat(head_1 .. head_H) W_O is the sum of head_h W_O,h: with it every head writes to all channels of the residual
 stream, without it each to its own K. With one head of the full width, W_V W_O is one matrix, so that a value projection
@@ -19,20 +19,15 @@ import numpy as np
 from jaxformer import experiment
 from jaxformer.config import (
     AttentionConfig,
-    Config,
     EmbedConfig,
     EncodingConfig,
     FeedForwardConfig,
     HeadConfig,
     ModelConfig,
-    OptimizerConfig,
     ScheduleConfig,
-    StackConfig,
-    TaskConfig,
-    TrainConfig,
 )
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer, stream
+from jaxformer.train.in_memory import Trainer, small_config, small_stack, stream
 from jaxformer.types import Batch
 
 CLAIM = (
@@ -51,19 +46,20 @@ DISTANCES = (1, 3, 4, 6)  # a slot is asked for the tokens so far to its left
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: `steps` updates of `batch` sequences, of which `length` slots are asked."""
+    """Size of the trial: `steps` updates of `batch` sequences, of which `length` slots are asked."""
 
     heads: tuple[int, ...]
     seeds: int
     steps: int
     width: int
+    layers: int = 2
     length: int = 12
     batch: int = 32
     tests: int = 256
 
 
 SCALES = {
-    "smoke": Scale((4,), seeds=2, steps=10, width=16, tests=64),
+    "smoke": Scale((4,), seeds=2, steps=10, width=16, layers=1, tests=64),
     "full": Scale((1, 4, 8), seeds=5, steps=300, width=32),
 }
 
@@ -85,23 +81,17 @@ def trainer_of(model: str, heads: int, scale: Scale) -> Trainer:
     width = scale.width
     # W_O has width ** 2 weights, and each unit of the feed-forward layer two times the width.
     units = 2 * width + (width // 2 if model == WITHOUT else 0)
-    stack = StackConfig(
-        layers=2,
+    stack = small_stack(
+        layers=scale.layers,
         width=width,
         embed=EmbedConfig(vocab=TOKENS, deviation=1.0),
         encoding=EncodingConfig(kind="t5", buckets=20, max_distance=11),
         attention=AttentionConfig(heads=heads, output=model == WITH),
         ffn=FeedForwardConfig(width=units),
-        unroll=1,
     )
-    config = Config(
-        model=ModelConfig(encoder=stack, head=HeadConfig(kind="slots", classes=TOKENS ** len(DISTANCES))),
-        task=TaskConfig(name="tagging"),
-        optimizer=OptimizerConfig(name="adam"),
-        schedule=ScheduleConfig(kind="cosine", peak=5e-3, warmup=scale.steps // 10, floor=0.01),
-        train=TrainConfig(steps=scale.steps),
-    )
-    return Trainer(config)
+    schedule = ScheduleConfig(kind="cosine", peak=5e-3, warmup=scale.steps // 10, floor=0.01)
+    model_config = ModelConfig(encoder=stack, head=HeadConfig(kind="slots", classes=TOKENS ** len(DISTANCES)))
+    return Trainer(small_config(model_config, "tagging", scale.steps, schedule))
 
 
 def trial(trainer: Trainer, seed: int, scale: Scale) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What residual connections are for: without them a deep transformer's slots become alike, and it does not train.
+"""Residual connections: without them the slots of a deep transformer become alike, and it does not train.
 
 Attention takes means over slots, and means of means are ever more alike: the output of a stack without residuals tends
 to a matrix of rank 1, all slots the same (Dong et al. 2021, "Attention is not all you need"). The task is to name, at
@@ -18,21 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import experiment
-from jaxformer.config import (
-    AttentionConfig,
-    Config,
-    EmbedConfig,
-    FeedForwardConfig,
-    HeadConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    StackConfig,
-    TaskConfig,
-    TrainConfig,
-)
+from jaxformer.config import EmbedConfig, HeadConfig, ModelConfig, ScheduleConfig
 from jaxformer.experiment import Result, progress, verdict
-from jaxformer.train.fit import Trainer, stream
+from jaxformer.train.in_memory import Trainer, small_config, small_stack, stream
 from jaxformer.types import Array, Batch, PyTree
 
 CLAIM = (
@@ -51,7 +39,7 @@ TOKENS, LENGTH = 8, 12
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the trial is: `steps` updates of `batch` sequences."""
+    """Size of the trial: `steps` updates of `batch` sequences."""
 
     depths: tuple[int, ...]
     seeds: int
@@ -62,7 +50,7 @@ class Scale:
 
 
 SCALES = {
-    "smoke": Scale((3,), seeds=2, steps=20, width=16),
+    "smoke": Scale((1,), seeds=2, steps=20, width=16),
     "full": Scale((1, 2, 4, 8), seeds=3, steps=400, width=32),
 }
 
@@ -75,24 +63,16 @@ def draw(rng: np.random.Generator, rows: int) -> Batch:
 
 
 def trainer_of(residual: bool, depth: int, scale: Scale) -> Trainer:
-    stack = StackConfig(
+    stack = small_stack(
         layers=depth,
         width=scale.width,
         embed=EmbedConfig(vocab=TOKENS),
-        attention=AttentionConfig(heads=4),
-        ffn=FeedForwardConfig(width=2 * scale.width),
         residual_attention=residual,
         residual_ffn=residual,
-        unroll=1,
     )
-    config = Config(
-        model=ModelConfig(encoder=stack, head=HeadConfig(tied=False)),
-        task=TaskConfig(name="masked_lm"),
-        optimizer=OptimizerConfig(name="adam"),
-        schedule=ScheduleConfig(kind="cosine", peak=1e-3, warmup=scale.steps // 10, floor=0.1),
-        train=TrainConfig(steps=scale.steps),
-    )
-    return Trainer(config)
+    schedule = ScheduleConfig(kind="cosine", peak=1e-3, warmup=scale.steps // 10, floor=0.1)
+    model_config = ModelConfig(encoder=stack, head=HeadConfig(tied=False))
+    return Trainer(small_config(model_config, "masked_lm", scale.steps, schedule))
 
 
 def apartness(x: Array) -> Array:
@@ -104,7 +84,7 @@ def apartness(x: Array) -> Array:
 
 
 def trials(trainer: Trainer, scale: Scale) -> Iterator[dict[str, float]]:
-    """For every seed: how far apart slots are before training; accuracy and loss on unseen sequences after it."""
+    """Per seed: distance of slots before training, accuracy and loss on unseen sequences after it."""
 
     @jax.jit
     def apart(params: PyTree, batch: Batch) -> Array:

@@ -1,4 +1,4 @@
-"""Why scores are divided by the square root of the head width (Vaswani et al. 2017, section 3.2.1 and its footnote 4).
+"""Scores divided by the square root of the head width (Vaswani et al. 2017, section 3.2.1 and its footnote 4).
 
 For q and k with independent entries of mean 0 and variance 1, q . k = sum_i q_i k_i has mean 0 and variance K, the head
 width. A softmax over scores of large variance is nearly one-hot, and its Jacobian diag(p) - p p^T nearly 0.
@@ -18,7 +18,7 @@ import numpy as np
 from jaxformer import experiment
 from jaxformer.config import AttentionConfig
 from jaxformer.experiment import Result, verdict
-from jaxformer.nn.kernels import Score, dense
+from jaxformer.nn.kernels import AttentionBias, dense
 from jaxformer.nn.masks import Mask
 from jaxformer.types import Slots
 
@@ -49,13 +49,13 @@ DIVISORS = {
 def attend(q: jax.Array, k: jax.Array, extra: jax.Array) -> jax.Array:
     """The project's own attention probabilities `[B, 1, T, T]`, with `extra` `[B, 1, T, T]` added to the scores."""
     here = Slots(*(jnp.broadcast_to(x, q.shape[:2]) for x in (jnp.arange(LENGTH), jnp.ones((), jnp.int32))))
-    score = Score(lambda args, *_: args, extra)
+    score = AttentionBias(lambda args, *_: args, extra)
     return dense.probabilities(q, k, Mask(here, here), score, None, AttentionConfig(heads=1))
 
 
 @jax.jit
 def measure(q: jax.Array, k: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of scaled queries and keys `[B, T, 1, K]`: the variance of the scores, the mean entropy of a row of
+    """Statistics of scaled queries and keys `[B, T, 1, K]`: the variance of the scores, the mean entropy of a row of
     probabilities in nats, and the median row's norm of the gradient of sum(probabilities * cotangent) by the scores."""
     scores = jnp.einsum("bthk,bshk->bhts", q, k)
     probs, pull = jax.vjp(lambda extra: attend(q, k, extra), jnp.zeros_like(scores))

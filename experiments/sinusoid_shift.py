@@ -1,4 +1,4 @@
-"""Why positions are sines and cosines: a shift is one linear map, everywhere the same (Vaswani et al. 2017, 3.5).
+"""Sinusoidal positions: a shift is one linear map, the same everywhere (Vaswani et al. 2017, section 3.5).
 
 A pair (sin(w p), cos(w p)) is turned by the angle w n when p grows by n, so PE(p + n) = PE(p) R_n for every p, R_n made
 of 2 x 2 rotations. Rotations keep lengths, so PE(p) . PE(q) = sum_i cos(w_i (p - q)). Both need the sine and the cosine
@@ -47,7 +47,7 @@ def codes(kind: str, rng: np.random.Generator) -> np.ndarray:
 
 
 def measure(code: np.ndarray, distance: int, rng: np.random.Generator) -> dict[str, float]:
-    """What a linear map fitted to the shift of some positions by `distance` does at the others, and what it is.
+    """Error, at other positions, of a linear map fitted to the shift of some positions by `distance`.
 
     Returns:
       error: of the map at positions it was not fitted to, relative to the codes' norm. stretch: the largest relative

@@ -14,21 +14,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import os
 
-    from jaxformer.hf.pretrained import Pretrained
+    from jaxformer.model import Model
 
-__version__ = "0.1.0"
-__all__ = ["__version__", "from_pretrained", "load"]
+__version__ = "0.2.0"
+__all__ = ["Model", "__version__", "from_pretrained", "load"]
 
 
-def load(path: str | os.PathLike[str]) -> Pretrained:
-    """The model of the run in a workdir (or of one of its checkpoints), ready to use. See `checkpoint.load`."""
+def load(path: str | os.PathLike[str], which: str = "") -> Model:
+    """The model of the run in a workdir (or of one of its checkpoints), ready to use.
+
+    Args:
+      which: "best", "last" or the number of a step; "": as `path` and the run's config say.
+    """
     from jaxformer.hf import workdirs
 
-    return workdirs.load(path)
+    return workdirs.load(path, which)
 
 
-def from_pretrained(directory: str | os.PathLike[str], **options: Any) -> Pretrained:
+def from_pretrained(directory: str | os.PathLike[str], **options: Any) -> Model:
     """The model of a Hugging Face directory: config.json, model.safetensors. See `hf.loading.from_pretrained`."""
     from jaxformer.hf import loading
 
     return loading.from_pretrained(directory, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """`jaxformer.Model`, imported when it is first asked for."""
+    if name != "Model":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from jaxformer import model
+
+    return model.Model

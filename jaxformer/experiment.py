@@ -1,10 +1,10 @@
-"""Experiments: one claim, tested by numbers, with a verdict that the numbers decide.
+"""Experiments: one claim, tested by measurements that decide its verdict.
 
 The folder is the registry. A file `experiments/NAME.py` defines
 
     CLAIM      one sentence that could turn out wrong
-    RULE       one sentence: which numbers make it "supported", which "not supported"; else it is "unclear"
-    run        (scale) -> Result; scale "smoke" is seconds, for the tests, and "full" is the evidence; several seeds
+    RULE       one sentence: the numbers that make it "supported" or "not supported"; otherwise it is "unclear"
+    run        (scale) -> Result, over several seeds; "smoke" takes seconds, for tests; "full" is the evidence
     plot       (Result) -> matplotlib figure
 
 and `jaxformer experiment NAME --scale=full --workdir=DIR` runs it. `docs/experiments.md` shows how to write one.
@@ -25,10 +25,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, Sequence
 
-from jaxformer.config import ConfigError
-from jaxformer.files import read_json
-from jaxformer.files import write as write_file
+from jaxformer.errors import ConfigError
 from jaxformer.registry import nearest
+from jaxformer.runtime.files import read_json
+from jaxformer.runtime.files import write_atomic as write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,17 +38,17 @@ SCALES = ("smoke", "full")
 VERDICTS = ("supported", "not supported", "unclear")
 
 Row = Mapping[str, Any]
-"""Numbers of one condition and seed: every name in `Result.conditions`, "seed", and one float for every measure."""
+"""One condition and seed: the values of `Result.conditions`, "seed", and one float for every measure."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured, and what it says about the claim.
+    """Measurements and their verdict.
 
     Attributes:
-      conditions: the columns of `rows` that say what was varied; the others, besides "seed", are measures.
-      rows: one for every condition and seed, all with the same columns.
-      verdict: one of `VERDICTS`, computed from `rows` by the rule that the experiment states.
+      conditions: columns of `rows` that were varied; the other columns, except "seed", are measures.
+      rows: one row per condition and seed, all with the same columns.
+      verdict: one of `VERDICTS`, computed from `rows` by the experiment's rule.
       reason: the numbers behind the verdict, as a sentence.
     """
 
@@ -69,20 +69,20 @@ class Result:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """Names of the measured columns."""
+        """Names of the measures."""
         return tuple(name for name in self.rows[0] if name != "seed" and name not in self.conditions)
 
     def values(self, measure: str, **where: Any) -> list[float]:
-        """One measure of all the rows in which the named columns have the given values."""
+        """Values of one measure, of the rows in which the named columns have these values."""
         return [row[measure] for row in self.rows if all(row[name] == value for name, value in where.items())]
 
     def levels(self, condition: str) -> list[Any]:
-        """The values of a condition, in the order in which they occur."""
+        """The different values of a condition, in order of first occurrence."""
         return list(dict.fromkeys(row[condition] for row in self.rows))
 
 
 def verdict(supported: bool, refuted: bool) -> str:
-    """The word for what a rule found; "unclear" when neither or, with noise in the numbers, both."""
+    """The verdict for two conditions of a rule: "unclear" if neither holds, or (noise in the numbers) both."""
     if supported == refuted:
         return "unclear"
     return "supported" if supported else "not supported"
@@ -93,7 +93,7 @@ def verdict(supported: bool, refuted: bool) -> str:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment file's constants and functions."""
+    """The constants and functions of an experiment file."""
 
     name: str
     claim: str
@@ -102,29 +102,31 @@ class Experiment:
     plot: Callable[[Result], Figure]
 
 
-def files() -> dict[str, Path]:
-    """Experiments by name: of `experiments/` here, and of the one beside this package where it has one."""
-    found: dict[str, Path] = {}
-    for folder in (Path.cwd() / "experiments", Path(__file__).resolve().parents[1] / "experiments"):
-        for path in sorted(folder.glob("[!_]*.py")):
-            found.setdefault(path.stem, path)
-    return dict(sorted(found.items()))
+def experiment_files() -> dict[str, Path]:
+    """Experiment files by name: those in `./experiments/`, then those in `experiments/` beside this package."""
+    paths: dict[str, Path] = {}
+    for directory in (Path.cwd() / "experiments", Path(__file__).resolve().parents[1] / "experiments"):
+        for path in sorted(directory.glob("[!_]*.py")):
+            paths.setdefault(path.stem, path)
+    return dict(sorted(paths.items()))
 
 
 def get(name: str) -> Experiment:
     """The experiment of the file `experiments/NAME.py`.
 
     Raises:
-      ConfigError: there is no such file, or it lacks a part.
+      ConfigError: there is no such file, or it lacks one of its definitions.
     """
-    known = files()
+    known = experiment_files()
     if name not in known:
         expected = f"expected one of {', '.join(known)}" if known else "expected files in a folder experiments/ here"
         raise ConfigError(f"experiment: got {name!a}, {expected}{nearest(name, tuple(known))}")
     path = known[name]
     spec = importlib.util.spec_from_file_location(f"experiments.{name}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: got a file that is no Python module, expected one")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their own module up
+    sys.modules[spec.name] = module  # dataclasses look up their own module
     spec.loader.exec_module(module)
     parts = {"CLAIM": str, "RULE": str, "run": Callable, "plot": Callable}
     for part, kind in parts.items():
@@ -137,19 +139,19 @@ def get(name: str) -> Experiment:
 
 
 def run(name: str, scale: str, workdir: str | Path) -> int:
-    """Runs an experiment and writes `figure.png`, `result.md` and `result.json`, the last one last, into `workdir`.
+    """Runs an experiment and writes `figure.png`, `result.md` and finally `result.json` into `workdir`.
 
     Returns:
-      0: whatever the verdict is, the experiment is done.
+      The exit code, 0 for every verdict.
 
     Raises:
-      ConfigError: unknown name or scale, or `workdir` holds something else.
+      ConfigError: unknown name or scale, or `workdir` holds another result or a training run.
     """
     if scale not in SCALES:
         raise ConfigError(f"--scale: got {scale!a}, expected one of {', '.join(SCALES)}{nearest(scale, SCALES)}")
     experiment = get(name)
     workdir = Path(workdir)
-    refuse_other(workdir, name, scale)
+    check_workdir(workdir, name, scale)
     workdir.mkdir(parents=True, exist_ok=True)
     print(f"claim    {experiment.claim}\nrule     {experiment.rule}\n", flush=True)
     begun = time.monotonic()
@@ -161,8 +163,8 @@ def run(name: str, scale: str, workdir: str | Path) -> int:
     return 0
 
 
-def refuse_other(workdir: Path, name: str, scale: str) -> None:
-    """Keeps a smoke run from replacing an evening's evidence, and an experiment from a training run's folder."""
+def check_workdir(workdir: Path, name: str, scale: str) -> None:
+    """Raises a ConfigError if `workdir` holds a training run, or a result of another experiment or scale."""
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir: got {str(workdir)!a} (a file), expected a folder")
     if (workdir / "config.json").exists():
@@ -173,21 +175,23 @@ def refuse_other(workdir: Path, name: str, scale: str) -> None:
     if not path.exists():
         return
     try:
-        held = read_json(path)
-        there = f"{held['experiment']} at scale {held['scale']}"
+        record = read_json(path)
+        existing = f"{record['experiment']} at scale {record['scale']}"
     except (ConfigError, LookupError):
-        there = "something unreadable"
-    if there != f"{name} at scale {scale}":
-        raise ConfigError(f"{path}: got {there}, expected {name} at scale {scale} or no file; choose another --workdir")
+        existing = "something unreadable"
+    if existing != f"{name} at scale {scale}":
+        raise ConfigError(
+            f"{path}: got {existing}, expected {name} at scale {scale} or no file; choose another --workdir"
+        )
 
 
 def progress(text: str) -> None:
-    """A line for whoever waits. It goes to stderr, so that stdout is claim, table and verdict."""
+    """Prints a progress line to stderr; stdout has only claim, table and verdict."""
     print(text, file=sys.stderr, flush=True)
 
 
 def write(workdir: Path, experiment: Experiment, scale: str, result: Result, seconds: float) -> None:
-    """The three files, each whole or not at all."""
+    """Writes the three files, each atomically."""
     record = {
         "experiment": experiment.name,
         "scale": scale,
@@ -208,46 +212,46 @@ def write(workdir: Path, experiment: Experiment, scale: str, result: Result, sec
 
 
 def read(path: str | Path) -> Result:
-    """The `Result` of a `result.json`, to plot it again or to judge it anew."""
-    held = read_json(path)
-    rows = tuple({key: math.nan if value is None else value for key, value in row.items()} for row in held["rows"])
-    return Result(tuple(held["conditions"]), rows, held["verdict"], held["reason"])
+    """The `Result` in a `result.json`, to plot it or judge it again."""
+    record = read_json(path)
+    rows = tuple({key: math.nan if value is None else value for key, value in row.items()} for row in record["rows"])
+    return Result(tuple(record["conditions"]), rows, record["verdict"], record["reason"])
 
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value  # JSON knows no NaN
 
 
-# --- words and pictures -----------------------------------------------------------------------------------------------
+# --- tables and figures -----------------------------------------------------------------------------------------------
 
 
-def groups(result: Result) -> dict[tuple[Any, ...], list[Row]]:
-    """The rows of every condition, over its seeds."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+def rows_by_condition(result: Result) -> dict[tuple[Any, ...], list[Row]]:
+    """The rows of every condition, one per seed."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in result.rows:
-        found.setdefault(tuple(row[name] for name in result.conditions), []).append(row)
-    return found
+        groups.setdefault(tuple(row[name] for name in result.conditions), []).append(row)
+    return groups
 
 
-def cells(result: Result) -> list[list[str]]:
-    """A header and one line for every condition: the number of seeds, and of every measure the mean and the range."""
+def table_cells(result: Result) -> list[list[str]]:
+    """A header and one line per condition: the number of seeds, and mean and range of every measure."""
     lines = [[*result.conditions, "seeds", *result.measures]]
-    for condition, rows in groups(result).items():
+    for condition, rows in rows_by_condition(result).items():
         values = [[row[name] for row in rows] for name in result.measures]
         lines.append([*map(_brief, condition), str(len(rows)), *map(_spread, values)])
     return lines
 
 
 def table(result: Result) -> list[str]:
-    """`cells` with the columns lined up."""
-    lines = cells(result)
+    """The lines of `table_cells` with aligned columns."""
+    lines = table_cells(result)
     widths = [max(map(len, column)) for column in zip(*lines)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
 
 
 def markdown(experiment: Experiment, scale: str, result: Result, seconds: float) -> str:
-    """A page to paste into a report."""
-    head, *body = ["| " + " | ".join(line) + " |" for line in cells(result)]
+    """The result as a Markdown page."""
+    head, *body = ["| " + " | ".join(line) + " |" for line in table_cells(result)]
     command = f"jaxformer experiment {experiment.name} --scale={scale} --workdir=DIR"
     lines = [
         f"# {experiment.name}: {result.verdict}",
@@ -255,7 +259,7 @@ def markdown(experiment: Experiment, scale: str, result: Result, seconds: float)
         f"**Rule.** {experiment.rule}",
         f"**Verdict: {result.verdict}.** {result.reason}",
         f"![{experiment.name}](figure.png)",
-        "\n".join([head, "|" + "---|" * len(cells(result)[0]), *body]),
+        "\n".join([head, "|" + "---|" * len(table_cells(result)[0]), *body]),
         "Mean over seeds, with the smallest and the largest in brackets.",
         f"`{command}`, {seconds:.0f} s",
     ]
@@ -274,35 +278,40 @@ def _spread(values: Sequence[float]) -> str:
 
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Okabe and Ito's palette: told apart by people who see fewer colours."""
+"""Palette of Okabe and Ito (2008), distinguishable with colour vision deficiency."""
 
 
 def figure(*titles: str, height: float = 3.4) -> tuple[Figure, list[Axes]]:
-    """A figure with one panel for every title, side by side, quiet in everything that is not data."""
+    """A figure with one panel per title, side by side."""
     from matplotlib.figure import Figure  # the object alone: no window, no global state
 
-    made = Figure(figsize=(4.2 * len(titles) + 1.4, height), layout="constrained")
-    panels = list(made.subplots(1, len(titles), squeeze=False)[0])
+    result = Figure(figsize=(4.2 * len(titles) + 1.4, height), layout="constrained")
+    panels = list(result.subplots(1, len(titles), squeeze=False)[0])
     for panel, title in zip(panels, titles):
         panel.set_title(title, fontsize=10, loc="left")
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25, linewidth=0.6)
-    return made, panels
+    return result, panels
 
 
 def curves(panel: Axes, result: Result, x: str, y: str, by: str, only: Iterable[Any] | None = None) -> None:
-    """A line for every level of the condition `by`: the mean of `y` over seeds against `x`, with the range shaded."""
+    """Plots a line per level of the condition `by`: the mean of `y` over seeds against `x`, its range shaded.
+
+    Args:
+      only: the levels to plot; None: all.
+    """
     for level, colour in zip(result.levels(by) if only is None else only, itertools.cycle(COLOURS)):
-        points = [(at, result.values(y, **{by: level, x: at})) for at in result.levels(x)]
-        points = [(at, values) for at, values in points if values]
-        where = [at for at, _ in points]
-        panel.plot(where, [statistics.fmean(v) for _, v in points], "o-", color=colour, ms=4, lw=1.6, label=str(level))
-        low, high = [min(v) for _, v in points], [max(v) for _, v in points]
-        panel.fill_between(where, low, high, color=colour, alpha=0.15, linewidth=0)
+        points = [(value, result.values(y, **{by: level, x: value})) for value in result.levels(x)]
+        points = [(value, measured) for value, measured in points if measured]
+        xs = [value for value, _ in points]
+        means = [statistics.fmean(measured) for _, measured in points]
+        panel.plot(xs, means, "o-", color=colour, ms=4, lw=1.6, label=str(level))
+        low, high = [min(measured) for _, measured in points], [max(measured) for _, measured in points]
+        panel.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
     panel.set_xlabel(x.replace("_", " "))
     panel.set_ylabel(y.replace("_", " "))
 
 
-def legend(made: Figure, panel: Axes, title: str | None = None) -> None:
-    """The legend of `panel`, beside all panels."""
-    made.legend(*panel.get_legend_handles_labels(), title=title, loc="outside right upper", fontsize=8, frameon=False)
+def legend(figure: Figure, panel: Axes, title: str | None = None) -> None:
+    """Draws the legend of `panel` beside all panels."""
+    figure.legend(*panel.get_legend_handles_labels(), title=title, loc="outside right upper", fontsize=8, frameon=False)

@@ -1,4 +1,4 @@
-"""Measures: sums that add up over any split of the data, and scores of finished text."""
+"""Measures: sums that add over any split of the data, and scores of generated text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import numpy as np
 from jaxtyping import ArrayLike, Float, Float32, Int, Num
 
 from jaxformer import chunks
-from jaxformer.types import Array, Projection, Sums
+from jaxformer.types import Array, DeferredLogits, Sums
 
 
 class Score(NamedTuple):
-    """A corpus score and what exactly was computed, in sacreBLEU's notation."""
+    """A corpus score, and its signature in the format of sacreBLEU."""
 
     value: float
     signature: str
@@ -30,16 +30,16 @@ class Score(NamedTuple):
 
 
 def add(left: Sums, right: Sums) -> Sums:
-    """Both sides' numerators and denominators, added. On the device, in jit too, float32; numpy sums become float64.
+    """Sum of the numerators and denominators of both sides: float32 on the device, float64 for numpy arrays.
 
-    Float32 stops counting at 2^24, which the labels of a large split exceed: fetch a batch's sums, then add.
+    Float32 cannot count beyond 2^24, which the labels of a large split exceed: fetch the sums of a batch, then add.
 
     Raises:
-      ValueError: the sides measure different things.
+      ValueError: the sides have different measures.
     """
     if left.keys() != right.keys():
         raise ValueError(f"sums: got {sorted(right)}, expected {sorted(left)}; add sums of one function only")
-    return {name: tuple(_plus(*parts) for parts in zip(left[name], right[name], strict=True)) for name in left}
+    return {name: (_plus(left[name][0], right[name][0]), _plus(left[name][1], right[name][1])) for name in left}
 
 
 def _plus(left: ArrayLike, right: ArrayLike) -> ArrayLike:
@@ -49,9 +49,9 @@ def _plus(left: ArrayLike, right: ArrayLike) -> ArrayLike:
 
 
 def divide(sums: Sums) -> dict[str, float]:
-    """Numerator / denominator of every measure; NaN where nothing was counted.
+    """Numerator / denominator of each measure; NaN where the denominator is 0.
 
-    A measure with one entry per class is divided per class and then averaged over the classes that occurred (macro
+    A measure with one entry for each class is divided by class, and averaged over the classes that occur (macro
     average).
     """
     return {name: _quotient(*pair) for name, pair in jax.device_get(dict(sums)).items()}
@@ -64,127 +64,126 @@ def _quotient(numerator: ArrayLike, denominator: ArrayLike) -> float:
 
 
 def accuracy(
-    logits: Float[Array, "*batch V"] | Projection, labels: Int[Array, "*batch"], weights: Num[Array, "*batch"]
+    logits: Float[Array, "*batch V"] | DeferredLogits, labels: Int[Array, "*batch"], weights: Num[Array, "*batch"]
 ) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
-    """Sums of the share of labels that are the highest of `logits`."""
+    """Weighted number of labels that have the highest logit, and sum of the weights."""
     weights = weights.astype(jnp.float32)
-    best = chunks.each(_best, logits, ()) if isinstance(logits, Projection) else jnp.argmax(logits, axis=-1)
+    best = chunks.map_chunks(_argmax, logits, ()) if isinstance(logits, DeferredLogits) else jnp.argmax(logits, axis=-1)
     return jnp.sum((best == labels) * weights), jnp.sum(weights)
 
 
-def _best(logits: Float[Array, "N V"], _: tuple, rows: chunks.Rows) -> Int[Array, " N"]:
-    """The number of the highest row, the first of several."""
-    top = jnp.max(logits, axis=-1)
-    number = jnp.argmax(logits, axis=-1) + rows.first
-    return rows.min(jnp.where(top == rows.max(top), number, jnp.iinfo(jnp.int32).max))
+def _argmax(logits: Float[Array, "N V"], _: tuple, part: chunks.VocabPart) -> Int[Array, " N"]:
+    """Vocabulary id of the highest logit, the lowest id of several."""
+    highest = jnp.max(logits, axis=-1)
+    ids = jnp.argmax(logits, axis=-1) + part.offset
+    return part.min(jnp.where(highest == part.max(highest), ids, jnp.iinfo(jnp.int32).max))
 
 
 def f1(
     logits: Float[Array, "*batch C"], labels: Int[Array, "*batch"], weights: Num[Array, "*batch"]
 ) -> tuple[Float32[Array, " C"], Float32[Array, " C"]]:
-    """Per-class sums whose divided mean is macro-F1.
+    """Numerators and denominators of F1 by class; the mean of their quotients is macro-F1.
 
-    F1 = 2 TP / (2 TP + FP + FN), and the denominator is how often a class was predicted plus how often it was true:
-    both are counts, so parts of a corpus add up, which averages of batch F1s would not.
+    F1 = 2 TP / (2 TP + FP + FN). The denominator is the number of predictions of a class plus the number of its true
+    labels. Both are counts, which add over parts of a corpus, unlike averages of F1 by batch.
     """
     classes = jnp.arange(logits.shape[-1])
     weights = weights.astype(jnp.float32)[..., None]
     predicted = (jnp.argmax(logits, axis=-1)[..., None] == classes) * weights
     true = (labels[..., None] == classes) * weights
     axes = tuple(range(labels.ndim))
-    both = jnp.sum(jnp.where(true != 0, predicted, 0.0), axis=axes)
-    return 2.0 * both, jnp.sum(predicted, axis=axes) + jnp.sum(true, axis=axes)
+    correct = jnp.sum(jnp.where(true != 0, predicted, 0.0), axis=axes)
+    return 2.0 * correct, jnp.sum(predicted, axis=axes) + jnp.sum(true, axis=axes)
 
 
 # --- pairs of numbers
 
 
-def pearson(found: Num[np.ndarray, " n"], true: Num[np.ndarray, " m"]) -> float:
-    """The correlation of two series, -1 to 1; NaN where one of them is constant, or there are fewer than two."""
-    x, y = found.astype(np.float64), true.astype(np.float64)
+def pearson(predicted: Num[np.ndarray, " n"], true: Num[np.ndarray, " m"]) -> float:
+    """Pearson correlation, -1 to 1; NaN if a series is constant or has fewer than two values."""
+    x, y = predicted.astype(np.float64), true.astype(np.float64)
     if len(x) != len(y):
-        raise ValueError(f"correlation: got {len(x)} numbers, expected {len(y)}, as many as the others")
+        raise ValueError(f"correlation: got {len(x)} numbers, expected {len(y)}, as many as the true ones")
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return math.nan
     x, y = x - x.mean(), y - y.mean()
     return float(np.clip(x @ y / np.sqrt((x @ x) * (y @ y)), -1.0, 1.0))
 
 
-def spearman(found: Num[np.ndarray, " n"], true: Num[np.ndarray, " m"]) -> float:
-    """The correlation of the ranks of two series; NaN as `pearson`."""
-    return pearson(ranks(found), ranks(true))
+def spearman(predicted: Num[np.ndarray, " n"], true: Num[np.ndarray, " m"]) -> float:
+    """Spearman correlation: that of the ranks, -1 to 1; NaN as in `pearson`."""
+    return pearson(ranks(predicted), ranks(true))
 
 
 def ranks(values: Num[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """Ranks from 1; of equal values the mean of theirs."""
-    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(count) - (count - 1) / 2)[place]
+    """Ranks from 1; equal values share the mean of their ranks."""
+    _, index, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[index]
 
 
 # --- tagged words
 
 
 class Entities(NamedTuple):
-    """Shares (0 to 1) of entities that are right in place and kind: of those found, of the true ones, and F1."""
+    """Precision, recall and F1 (0 to 1) of entities; one is correct if its span and its type are."""
 
     precision: float
     recall: float
     f1: float
 
 
-def entities(found: Sequence[Sequence[str]], true: Sequence[Sequence[str]]) -> Entities:
-    """Of the entities of all sentences together, as the CoNLL shared tasks count them (Tjong Kim Sang 2002).
+def entity_scores(predicted: Sequence[Sequence[str]], true: Sequence[Sequence[str]]) -> Entities:
+    """Precision, recall and F1 over the entities of all sentences, as in the CoNLL shared tasks (Tjong Kim Sang 2002).
+
+    A score without entities to count is NaN.
 
     Args:
-      found: the tags of every sentence ("O", "B-person", "I-person"), see `spans`.
-      true: the right ones; as many.
-
-    Returns:
-      NaN where there is nothing to divide by.
+      predicted: the tags of each sentence ("O", "B-person", "I-person"), see `entity_spans`.
+      true: the correct tags of each sentence.
     """
-    pairs = [(set(spans(a)), set(spans(b))) for a, b in zip(found, true, strict=True)]
+    pairs = [(set(entity_spans(a)), set(entity_spans(b))) for a, b in zip(predicted, true, strict=True)]
     counts = np.array([(len(a & b), len(a), len(b)) for a, b in pairs], int).reshape(-1, 3)
-    both, ours, theirs = counts.sum(axis=0).tolist()
-    share = lambda part, whole: part / whole if whole else math.nan  # noqa: E731
-    return Entities(share(both, ours), share(both, theirs), share(2 * both, ours + theirs))
+    correct, predictions, labels = counts.sum(axis=0).tolist()
+    ratio = lambda part, total: part / total if total else math.nan  # noqa: E731
+    return Entities(ratio(correct, predictions), ratio(correct, labels), ratio(2 * correct, predictions + labels))
 
 
-def spans(tags: Sequence[str]) -> list[tuple[str, int, int]]:
-    """(kind, first, one past the last word) of the entities that tags mark.
+def entity_spans(tags: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Entities that `tags` mark, as (type, first word, last word + 1).
 
-    IOB1, IOB2 (BIO) and BIOES are read by the same rules, those of the script conlleval: an entity begins at every B
-    and S, and at an I or E that does not go on with an open one of its kind; it ends after every E and S, and before
-    whatever does not go on with it.
+    The schemes IOB1, IOB2 (BIO) and BIOES share one set of rules, that of the script conlleval. An entity begins at
+    each B and S, and at an I or E that does not continue an open entity of its type. It ends after each E and S, and
+    before a tag that does not continue it.
     """
-    found: list[tuple[str, int, int]] = []
-    open_kind = None
-    for place, (mark, kind) in enumerate((tag[:1], tag[2:]) for tag in tags):
-        if mark in ("I", "E") and kind == open_kind:
-            found[-1] = (kind, found[-1][1], place + 1)
+    spans: list[tuple[str, int, int]] = []
+    open_type = None
+    for index, (mark, entity_type) in enumerate((tag[:1], tag[2:]) for tag in tags):
+        if mark in ("I", "E") and entity_type == open_type:
+            spans[-1] = (entity_type, spans[-1][1], index + 1)
         elif mark in MARKS:
-            found.append((kind, place, place + 1))
-        open_kind = kind if mark in ("B", "I") else None
-    return found
+            spans.append((entity_type, index, index + 1))
+        open_type = entity_type if mark in ("B", "I") else None
+    return spans
 
 
 MARKS = ("B", "I", "E", "S")
-"""How a tag begins that says where in an entity a word stands: beginning, inside, end, single."""
+"""First letters of tags that mark a word of an entity: beginning, inside, end, single."""
 
 
-def marks_spans(tags: Iterable[str]) -> bool:
-    """Whether such tags mark spans, and are not names of something else (parts of speech)."""
+def are_span_tags(tags: Iterable[str]) -> bool:
+    """True if `tags` mark entities, rather than label single words (parts of speech)."""
     tags = set(tags)
     return tags != {"O"} and all(tag == "O" or _marks(tag) for tag in tags)
 
 
 def unknown_marks(tags: Iterable[str]) -> list[str]:
-    """The tags, sorted, that mark no part of an entity although others of them do. None where all do, or none does.
+    """Sorted tags that mark no word of an entity, if other tags do; [] if all do or none does.
 
-    Tags are taken for those of entities where one of them is "O" and another begins with a mark.
+    Tags are those of entities if one of them is "O" and another begins with a mark.
     """
     tags = set(tags)
-    others = {tag for tag in tags if tag != "O" and not _marks(tag)}
-    return sorted(others) if "O" in tags and len(others) < len(tags) - 1 else []
+    unknown = {tag for tag in tags if tag != "O" and not _marks(tag)}
+    return sorted(unknown) if "O" in tags and len(unknown) < len(tags) - 1 else []
 
 
 def _marks(tag: str) -> bool:
@@ -194,37 +193,37 @@ def _marks(tag: str) -> bool:
 # --- answers
 
 
-def answer_scores(found: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Exact match and F1 (0 to 1), each answer's best over its references, mean over all (Rajpurkar et al. 2016, 2018).
+def answer_scores(predicted: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Mean exact match and F1 (0 to 1), each answer scored by its best reference (Rajpurkar et al. 2016, 2018).
 
     Args:
-      found: an answer a question; "" says that there is none.
-      references: the right ones of each question; none: it has no answer.
+      predicted: one answer a question; "" for no answer.
+      references: correct answers of each question; empty for a question without an answer.
     """
-    _paired(found, references)
+    _paired(predicted, references)
     if not references:
         return {"exact_match": math.nan, "f1": math.nan}
     exact, shared = [], []
-    for answer, right in zip(found, references, strict=True):
-        # SQuAD 2.0's script counts a question whose answers are nothing but articles and punctuation as one without.
-        right = [text for text in right if normal_answer(text)] or [""]
-        exact.append(max(normal_answer(answer) == normal_answer(text) for text in right))
-        shared.append(max(_shared_words(normal_answer(answer).split(), normal_answer(text).split()) for text in right))
+    for answer, correct in zip(predicted, references, strict=True):
+        # As in SQuAD 2.0's script, answers of articles and punctuation only mean that there is no answer.
+        correct = [normal_answer(text) for text in correct if normal_answer(text)] or [""]
+        exact.append(max(normal_answer(answer) == text for text in correct))
+        shared.append(max(_word_f1(normal_answer(answer).split(), text.split()) for text in correct))
     return {"exact_match": float(np.mean(exact)), "f1": float(np.mean(shared))}
 
 
 def normal_answer(text: str) -> str:
-    """An answer as SQuAD compares it: lower case, without ASCII punctuation, without a, an, the, single blanks."""
+    """`text` as SQuAD compares answers: lower case, without ASCII punctuation and articles, with single blanks."""
     text = "".join(letter for letter in text.lower() if letter not in PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def _shared_words(found: Sequence[str], right: Sequence[str]) -> float:
-    """F1 of two bags of words; where one is empty, whether both are."""
-    if not found or not right:
-        return float(found == right)
-    both = (Counter(found) & Counter(right)).total()
-    return 2.0 * both / (len(found) + len(right))
+def _word_f1(predicted: Sequence[str], correct: Sequence[str]) -> float:
+    """F1 of two bags of words; if one is empty, 1 if both are and 0 otherwise."""
+    if not predicted or not correct:
+        return float(predicted == correct)
+    shared = (Counter(predicted) & Counter(correct)).total()
+    return 2.0 * shared / (len(predicted) + len(correct))
 
 
 PUNCTUATION = frozenset(string.punctuation)
@@ -234,7 +233,7 @@ PUNCTUATION = frozenset(string.punctuation)
 
 
 def perplexity(nats: float, count: float = 1.0) -> float:
-    """exp of the mean negative log likelihood: `nats` in total over `count` tokens (or words)."""
+    """Perplexity exp(nats / count), for a total negative log likelihood over `count` tokens (or words)."""
     if count <= 0:
         return math.nan
     mean = nats / count
@@ -242,7 +241,7 @@ def perplexity(nats: float, count: float = 1.0) -> float:
 
 
 def bits_per_byte(nats: float, size: float) -> float:
-    """Total negative log likelihood in bits over the text's size in UTF-8 bytes: comparable between tokenizers."""
+    """Negative log likelihood in bits for each UTF-8 byte of the text: comparable between tokenizers."""
     return nats / math.log(2.0) / size if size > 0 else math.nan
 
 
@@ -250,7 +249,7 @@ def bits_per_byte(nats: float, size: float) -> float:
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
-    """sacreBLEU of detokenised text: cased, tokenised by 13a, 0 to 100 (Papineni et al. 2002; Post 2018)."""
+    """BLEU of detokenised text, 0 to 100: sacreBLEU, cased, tokenised by 13a (Papineni et al. 2002; Post 2018)."""
     return _corpus(_metric("BLEU"), hypotheses, references)
 
 
@@ -260,47 +259,51 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
 
 
 def bleu_tokenised(hypotheses: Sequence[str], references: Sequence[str], language: str) -> Score:
-    """BLEU of lower-cased, Moses-normalised, Moses-tokenised text, as much literature (Multi30k, IWSLT) reports it.
+    """BLEU of lower-cased, Moses-normalised, Moses-tokenised text, 0 to 100, as in papers on Multi30k and IWSLT.
 
-    It is some points above `bleu`; the two don't compare.
+    It is some points higher than `bleu`; the two are not comparable.
 
     Args:
-      language: the Moses rules, as a two-letter code.
+      language: two-letter code of the Moses rules.
     """
-    # force: sacreBLEU warns about text that looks tokenised, which here is the point.
+    # force: sacreBLEU warns about text that looks tokenised, which is intended here.
     metric = _metric("BLEU", tokenize="none", force=True)
     score = _corpus(metric, moses(hypotheses, language), moses(references, language))
     return Score(score.value, f"{score.signature}|input:lc.norm.tok.{language}(sacremoses)")
 
 
 def rouge(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Score]:
-    """ROUGE-1, ROUGE-2 and ROUGE-L, 0 to 100: F1 of shared words, of shared pairs of words and of the longest common
-    subsequence, mean over texts (Lin 2004). Words are lower-case letters and digits, stemmed if longer than 3."""
+    """ROUGE-1, ROUGE-2 and ROUGE-L, 0 to 100, as means over texts (Lin 2004).
+
+    They are the F1 of shared words, of shared pairs of words, and of the longest common subsequence. Words are
+    lower-case letters and digits, stemmed if longer than 3.
+    """
     from rouge_score import rouge_scorer
 
     _paired(hypotheses, references)
     names = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rouge_l"}
     scorer = rouge_scorer.RougeScorer(list(names), use_stemmer=True)
-    each = [scorer.score(*pair) for pair in zip(references, hypotheses, strict=True)]
+    scores = [scorer.score(*pair) for pair in zip(references, hypotheses, strict=True)]
     signature = f"f1|stem:porter|mean|version:rouge-score {importlib.metadata.version('rouge-score')}"
     mean = {
-        name: 100.0 * float(np.mean([found[name].fmeasure for found in each])) if each else math.nan for name in names
+        name: 100.0 * float(np.mean([score[name].fmeasure for score in scores])) if scores else math.nan
+        for name in names
     }
-    return {ours: Score(mean[theirs], signature) for theirs, ours in names.items()}
+    return {key: Score(mean[name], signature) for name, key in names.items()}
 
 
 def moses(texts: Sequence[str], language: str) -> list[str]:
-    """Texts lower-cased, punctuation normalised and tokenised as Moses' scripts do, tokens separated by a space."""
+    """Lower-cased texts, normalised and tokenised as by the Moses scripts, with blanks between tokens."""
     import sacremoses
 
-    # Lower-cased first: with its capital, "Bart." passes for an abbreviation that keeps its full stop.
+    # Lower-case first: with a capital, "Bart." is taken for an abbreviation and keeps its full stop.
     normalise = sacremoses.MosesPunctNormalizer(lang=language).normalize
     tokenise = sacremoses.MosesTokenizer(lang=language).tokenize
     return [tokenise(normalise(text.lower()), return_str=True, escape=False) for text in texts]
 
 
 def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
-    """The share (0 to 1) of hypotheses equal to their reference, blanks at either end aside."""
+    """Fraction (0 to 1) of hypotheses that equal their reference, ignoring blanks at both ends."""
     _paired(hypotheses, references)
     if not references:
         return math.nan
@@ -309,8 +312,8 @@ def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
 
 @functools.cache
 def _metric(name: str, **options: Any) -> Any:
-    """Made once a process: sacreBLEU keeps every metric it ever made, with the lines it scored."""
-    import sacrebleu  # here, as scoring is rare and the import is not free
+    """A sacreBLEU metric, cached: the package keeps every metric it creates, with the lines that it scored."""
+    import sacrebleu  # imported late: scoring is rare, and the import slow
 
     return getattr(sacrebleu, name)(**options)
 

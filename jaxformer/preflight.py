@@ -1,4 +1,4 @@
-"""Whether the processes of a run belong together: they meet, and compare what must be the same or must differ."""
+"""Checks that the processes of a run belong together: they meet, and compare what must be equal or must differ."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxformer import __version__, checks, overrides
-from jaxformer.config import Config, ConfigError
+from jaxformer import __version__
+from jaxformer.config import Config, checks, overrides
+from jaxformer.errors import ConfigError
 
 
 class Finding(NamedTuple):
-    """A line of the doctor: `level` is ok, warn or FAIL; the words of the last two end in what to do.
+    """One result of a check.
 
-    `code` is what a failure ends the doctor with: 2 where the user's config or files are wrong, as `train` would end;
-    1 where the machine is.
+    Attributes:
+      level: "ok", "warn" or "FAIL".
+      name: of the check.
+      message: the value found; of a warning or failure also what to do.
+      code: exit code of the doctor if this fails: 2 if the user's config or files are wrong, 1 if the machine is.
     """
 
     level: str
     name: str
-    words: str
+    message: str
     code: int = 1
 
 
@@ -36,109 +40,111 @@ REMEDIES = {
     "config": "start all processes with the same --config and edits",
     "jax": "install the same jax and jaxlib on all hosts: pip install -r requirements.lock",
 }
-"""Facts that must be the same everywhere, and what to do where they are not."""
+"""Facts that must be equal in all processes, and what to do if they are not."""
 
 
-def number() -> int:
-    """Of this process in its run, from 0; jax need not be importable."""
+def process_index() -> int:
+    """Index of this process in its run, from 0; jax need not be importable."""
     try:
         from jaxformer.parallel import distributed
     except ImportError:
         return 0
-    return distributed.index()
+    return distributed.process_index()
 
 
-def facts(config: Config | None) -> dict[str, str]:
-    """What must be the same in all processes of a run: digests of the code and of the config, and versions."""
+def process_facts(config: Config | None) -> dict[str, str]:
+    """Facts that must be equal in all processes of a run: digests of the code and the config, and versions."""
     return {
-        "code": f"{__version__} ({code()})",
+        "code": f"{__version__} ({code_digest()})",
         "config": "none" if config is None else digest(overrides.to_json(config).encode()),
         "jax": "/".join(metadata.version(name) for name in ("jax", "jaxlib")),
     }
 
 
-def code() -> str:
-    """A digest of this package's files: what runs, whether or not it is committed."""
-    found = hashlib.sha256()
+def code_digest() -> str:
+    """Digest of the package's source files, committed or not."""
+    code = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
-        found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()[:12]
+        code.update(path.name.encode() + path.read_bytes())
+    return code.hexdigest()[:12]
 
 
 def digest(content: bytes) -> str:
+    """The first 12 hexadecimal digits of the SHA-256 digest."""
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def together(config: Config) -> None:
+def check_processes_agree(config: Config) -> None:
     """Refuses to start a run whose processes differ in code, config or versions.
 
     Raises:
-      ConfigError: they do; says who differs from whom.
+      ConfigError: they differ; the message names the processes.
     """
     from jaxformer.parallel import distributed
 
-    distributed.agree("start", facts(config), REMEDIES)
+    distributed.check_agreement("start", process_facts(config), REMEDIES)
 
 
-def findings(config: Config | None, devices: int | None, seconds: float) -> Iterator[Finding]:
-    """What the doctor says about the processes of a run, once they have joined.
+def compare_processes(config: Config | None, devices: int | None, seconds: float) -> Iterator[Finding]:
+    """Compares the processes of a run, which must have joined: their facts, devices and data.
 
     Args:
-      config: whose mesh and data are looked at; None: neither is.
-      devices: how many there must be in all; None: as many as the config's mesh has.
-      seconds: to wait for the last process.
+      config: its mesh and data are compared too; None: neither is.
+      devices: expected number, of all processes; None: as many as the config's mesh has.
+      seconds: time limit for waiting for the last process.
     """
     import jax
 
     from jaxformer.parallel import distributed
 
-    begun = time.monotonic()
-    own = facts(config) | {
+    start = time.monotonic()
+    own: dict[str, Any] = process_facts(config) | {
         "host": socket.gethostname(),
         "local": jax.local_device_count(),
         "devices": jax.device_count(),
         "kind": jax.devices()[0].device_kind,
-        "data": None if config is None else share(config),
+        "data": None if config is None else data_share(config),
     }
     try:
-        everyone = distributed.exchange("preflight", own, seconds)
-    except distributed.Stalled as error:
+        processes = distributed.all_gather_host_value("preflight", own, seconds)
+    except distributed.BarrierTimeout as error:
         yield Finding("FAIL", "processes", str(error))
         return
-    count, hosts = len(everyone), len({each["host"] for each in everyone})
-    words = f"{count}, this is number {jax.process_index()}"
+    count, hosts = len(processes), len({process["host"] for process in processes})
+    message = f"{count}, this is number {jax.process_index()}"
     if count > 1:
-        words += f"; all met in {time.monotonic() - begun:.1f} s, on {hosts} host{'s' if hosts > 1 else ''}"
-    yield Finding("ok", "processes", words)
+        message += f"; all met in {time.monotonic() - start:.1f} s, on {hosts} host{'s' if hosts > 1 else ''}"
+    yield Finding("ok", "processes", message)
     if count > 1:
         for name, remedy in REMEDIES.items():
-            words = distributed.differing([each[name] for each in everyone])
-            yield Finding("FAIL" if words else "ok", f"same {name}", f"{words}; {remedy}" if words else own[name])
-    yield from _devices(everyone, devices, config)
+            difference = distributed.describe_differences([process[name] for process in processes])
+            message = f"{difference}; {remedy}" if difference else str(own[name])
+            yield Finding("FAIL" if difference else "ok", f"same {name}", message)
+    yield from _compare_devices(processes, devices, config)
     if config is not None:
-        yield _data([each["data"] for each in everyone])
+        yield _compare_data([process["data"] for process in processes])
 
 
-def _devices(everyone: list[dict[str, Any]], expected: int | None, config: Config | None) -> Iterator[Finding]:
+def _compare_devices(processes: list[dict[str, Any]], expected: int | None, config: Config | None) -> Iterator[Finding]:
     from jaxformer.parallel import distributed
 
     for name in ("local", "devices", "kind"):
-        words = distributed.differing([each[name] for each in everyone])
-        if words:
-            what = {"local": "devices a process", "devices": "devices in all", "kind": "kind of device"}[name]
+        difference = distributed.describe_differences([process[name] for process in processes])
+        if difference:
+            fact = {"local": "devices a process", "devices": "devices in all", "kind": "kind of device"}[name]
             yield Finding(
-                "FAIL", what, f"got {words}, expected one for all; look at the drivers, and what each may use"
+                "FAIL", fact, f"got {difference}, expected one for all; look at the drivers, and what each may use"
             )
             return
-    total, local = everyone[0]["devices"], everyone[0]["local"]
-    if total != local * len(everyone):
-        words = f"got {total} in all, expected {len(everyone)} times {local}; the processes were not joined"
-        yield Finding("FAIL", "device count", words)
+    total, local = processes[0]["devices"], processes[0]["local"]
+    if total != local * len(processes):
+        message = f"got {total} in all, expected {len(processes)} times {local}; the processes were not joined"
+        yield Finding("FAIL", "device count", message)
     elif expected is not None and total != expected:
         yield Finding("FAIL", "device count", f"got {total}, expected {expected}; is a host or a device missing?")
     else:
         try:
-            sizes = {} if config is None else _judged(config)
+            sizes = {} if config is None else _mesh_sizes(config)
         except ConfigError as error:
             yield Finding("FAIL", "config", str(error), code=2)
             return
@@ -146,23 +152,23 @@ def _devices(everyone: list[dict[str, Any]], expected: int | None, config: Confi
         yield Finding("ok", "device count", f"{total}, {local} a process" + (f"; mesh {shape}" if shape else ""))
 
 
-def _judged(config: Config) -> dict[str, int]:
-    """Sizes of the mesh of `config` on the devices that are here.
+def _mesh_sizes(config: Config) -> dict[str, int]:
+    """Axis sizes of the config's mesh on the present devices.
 
     Raises:
-      ConfigError: there is no such mesh, or its memory cannot hold the run.
+      ConfigError: the mesh does not fit the devices, or their memory cannot hold the run.
     """
     from jaxformer.parallel import mesh as meshes
 
     mesh = meshes.make(config.mesh)
-    checks.size.fits(config, mesh.shape, meshes.memory(mesh))
+    checks.size.check_memory(config, mesh.shape, meshes.device_memory(mesh))
     return mesh.shape
 
 
-def share(config: Config) -> dict[str, Any]:
-    """What this process reads: which rows of a batch, together with how many processes, out of which data.
+def data_share(config: Config) -> dict[str, Any]:
+    """The data that this process reads: its rows of a batch, how many processes read the same rows, and a digest.
 
-    The data is known by its size and its first, middle and last example, since every host opens its own files.
+    The digest is of the first, middle and last example, since every host opens its own files.
     """
     import jax
 
@@ -172,17 +178,17 @@ def share(config: Config) -> dict[str, Any]:
 
     try:
         mesh = meshes.make(config.mesh)
-        part, parts = rules.reader(mesh)
+        part, parts = rules.process_part(mesh)
         examples = sources.build(config.data).splits["train"]
         count = len(examples)
         if not count:
             raise ConfigError("data: got no training examples, expected some; check the files")
-        sample = [examples[place] for place in (0, count // 2, count - 1)]
+        sample = [examples[index] for index in (0, count // 2, count - 1)]
         multiple = math.lcm(meshes.row_multiple(mesh.shape, config.model) * config.train.accumulation, parts)
         shape = packing.shapes({config.data.length}, config.data.batch, config.data.tokens, multiple)[-1]
     except (ConfigError, OSError) as error:
         return {"error": " ".join(str(error).split())}
-    rows = packing.share(shape.rows, part, parts)
+    rows = packing.process_rows(shape.rows, part, parts)
     content = digest(json.dumps(sample, default=str, sort_keys=True).encode())
     return {
         "examples": count,
@@ -192,23 +198,30 @@ def share(config: Config) -> dict[str, Any]:
     }
 
 
-def _data(shares: list[dict[str, Any]]) -> Finding:
+def _compare_data(shares: list[dict[str, Any]]) -> Finding:
+    """Checks that all processes see the same data, and that together they read each row of a batch equally often."""
     from jaxformer.parallel import distributed
 
-    broken = [f"{each['error']} (on {index})" for index, each in enumerate(shares) if "error" in each]
-    if broken:
-        return Finding("FAIL", "data", broken[0], code=2)
-    words = distributed.differing([f"{each['examples']:,} examples ({each['content']})" for each in shares])
-    if words:
-        return Finding("FAIL", "data", f"got {words}, expected the same on all hosts; copy it again")
-    held = collections.Counter(tuple(each["rows"]) for each in shares)
-    parts, readers = sorted(held), shares[0]["readers"]
-    if set(held.values()) != {readers} or any(left[1] != right[0] for left, right in itertools.pairwise(parts)):
-        got = ", ".join(f"{start} to {stop} by {held[start, stop]}" for start, stop in parts)
-        each = "once" if readers == 1 else f"by {readers} processes"
-        return Finding("FAIL", "data", f"got rows {got} of a batch, expected each {each}; check the processes' numbers")
-    rows = parts[0][1] - parts[0][0]
-    words = f"; each process reads its own {rows} rows of a batch" if len(parts) > 1 else ""
+    errors = [f"{share['error']} (on {index})" for index, share in enumerate(shares) if "error" in share]
+    if errors:
+        return Finding("FAIL", "data", errors[0], code=2)
+    difference = distributed.describe_differences(
+        [f"{share['examples']:,} examples ({share['content']})" for share in shares]
+    )
+    if difference:
+        return Finding("FAIL", "data", f"got {difference}, expected the same on all hosts; copy it again")
+    counts = collections.Counter(tuple(share["rows"]) for share in shares)
+    ranges, readers = sorted(counts), shares[0]["readers"]
+    has_gap = any(left[1] != right[0] for left, right in itertools.pairwise(ranges))
+    if has_gap or set(counts.values()) != {readers}:
+        got = ", ".join(f"{start} to {stop} by {counts[start, stop]}" for start, stop in ranges)
+        expected = "once" if readers == 1 else f"by {readers} processes"
+        message = f"got rows {got} of a batch, expected each {expected}; check the processes' numbers"
+        return Finding("FAIL", "data", message)
+    rows = ranges[0][1] - ranges[0][0]
+    message = f"{shares[0]['examples']:,} training examples"
     if len(shares) > 1 and readers > 1:
-        words = f"; every {readers} processes read the same {rows} rows of a batch"
-    return Finding("ok", "data", f"{shares[0]['examples']:,} training examples{words}")
+        message += f"; every {readers} processes read the same {rows} rows of a batch"
+    elif len(ranges) > 1:
+        message += f"; each process reads its own {rows} rows of a batch"
+    return Finding("ok", "data", message)

@@ -1,4 +1,4 @@
-"""The structures that travel between rooms. No computation beyond what a field's meaning needs.
+"""Structures and protocols that all packages share.
 
 Axis letters, used in annotations and einsums everywhere:
 
@@ -7,16 +7,16 @@ Axis letters, used in annotations and einsums everywhere:
     V vocabulary    L layers                N beams               C classes
     R relative buckets   M microbatches     E experts
 
-Signatures carry them as jaxtyping annotations, `Float[Array, "B T D"]`. Within one call a letter means one size;
-`*batch` is any number of axes, `_` one axis and `...` any that do not matter, `#B` is B or 1. A letter alone has a
-blank before it, `" B"`, or linters take it for a name. As in jax itself, numpy's arrays do for jax's. The tests check
-all this (tests/shapes.py), a run does not. Fields of structures keep their shapes in words: under `tree.map`, `vmap`
-and shardings they hold other things.
+Signatures carry them as jaxtyping annotations, `Float[Array, "B T D"]`. Within one call a letter stands for one size.
+`*batch` is any number of axes, `_` one axis of any size, `...` any axes, and `#B` is B or 1. A single letter is written
+with a leading blank, `" B"`, since linters take it for a name otherwise. Numpy arrays are accepted where jax arrays are
+annotated. The tests check these annotations (tests/shapes.py); a run does not. Fields of structures describe their
+shapes in words, because under `tree.map`, `vmap` and shardings they hold other things.
 """
 
 from __future__ import annotations
 
-from typing import Any, Mapping, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Mapping, NamedTuple, Protocol, Self, runtime_checkable
 
 import flax.struct
 import jax
@@ -25,13 +25,21 @@ from jaxtyping import ArrayLike, Bool, Float32, Int
 Array = jax.Array
 PyTree = Any
 
+EMA = "ema"
+"""Key in `TrainState.variables` of the exponential moving average of the parameters."""
+
+
+def leaf_path(keys: tuple[Any, ...]) -> tuple[str, ...]:
+    """Path of a leaf as words, from JAX's key path: `("encoder", "blocks", "attention", "query", "kernel")`."""
+    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys)
+
 
 class Slots(NamedTuple):
-    """Who sits where: `position` and `segment`, both int32 `[B, T]`.
+    """Position id and segment id of each token slot, both int32 `[B, T]`.
 
-    Segment 0 means that nothing is there (padding). Two slots may see each other only inside one segment, so the
-    same two arrays express padding, packing and the valid part of a cache. A segment -n reads segment n and is never
-    read: padding whose outputs matter all the same.
+    Segment 0 is padding. Slots attend to each other only within one segment, so the two arrays express padding,
+    packing and the valid part of a cache. Segment -n attends to segment n and is never attended to: padding whose
+    output is used.
     """
 
     position: Array
@@ -39,19 +47,20 @@ class Slots(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """One side of an example: `tokens` int32 `[B, T]`, their `slots`, and token types `kind` `[B, T]` or None."""
+    """One side of an example: `tokens` int32 `[B, T]`, their `slots`, and `token_type` `[B, T]` or None."""
 
     tokens: Array
     slots: Slots
-    kind: Array | None = None
+    token_type: Array | None = None
 
 
 class Batch(NamedTuple):
-    """What a step consumes. Which stream is None is what makes a model an encoder, a decoder or both.
+    """The input of a training, evaluation or decoding step.
 
-    `labels` (int32; float32 where they are scores) and `weights` (float32) are aligned with the logits: `[B, T]` for
-    token-level tasks, `[B]` for sequence-level ones. Losses never shift. A weight of 0 removes an entry from every sum.
-    For decoding, `target` holds the prompt.
+    An encoder reads `source`, a decoder reads `target`; the stream that a model does not read is None. For decoding,
+    `target` holds the prompt. `labels` (int32; float32 for scores) and `weights` (float32) are aligned with the
+    logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones. Losses never shift. A weight of 0 removes an
+    entry from every sum.
     """
 
     source: Stream | None
@@ -59,16 +68,26 @@ class Batch(NamedTuple):
     labels: Array | None = None
     weights: Array | None = None
 
+    def side(self, name: Literal["source", "target"]) -> Stream:
+        """The stream `name`.
 
-@flax.struct.dataclass
-class Projection:
-    """Logits that nobody has computed: float32 `hidden @ table.T + bias`. What a loss reads some tokens at a time.
+        Raises:
+          ValueError: the batch does not have it.
+        """
+        stream = self.source if name == "source" else self.target
+        if stream is None:
+            raise ValueError(f"batch.{name}: got None, expected a stream; the model reads it")
+        return stream
+
+
+class DeferredLogits(flax.struct.PyTreeNode):
+    """Logits `hidden @ table.T + bias` (float32), which losses and measures compute for some tokens at a time.
 
     Attributes:
       hidden: `[B, T, D]`, in the compute precision.
       table: `[V, D]`.
       bias: `[V]` or None.
-      chunk: how many tokens' logits may exist at a time, on each device.
+      chunk: number of tokens whose logits exist at the same time on each device.
     """
 
     hidden: Array
@@ -77,16 +96,16 @@ class Projection:
     chunk: int = flax.struct.field(pytree_node=False)
 
 
-@flax.struct.dataclass
-class TrainState:
-    """Everything a step changes, and nothing else: no callables, so that it can be saved and sharded as it is.
+class TrainState(flax.struct.PyTreeNode):
+    """Everything that a training step changes. It holds no callables, so it can be saved and sharded directly.
 
     Attributes:
       step: int32 scalar, the number of completed optimizer updates.
       params: parameter pytree, float32.
       opt_state: optax state.
-      key: the run's PRNG key. It never changes; a step draws from `fold_in(key, step)`.
-      variables: other collections: batch-norm statistics under "batch_stats", the weight average under "ema".
+      key: the run's PRNG key, constant; a step draws from `fold_in(key, step)`.
+      variables: other collections: batch-norm statistics under "batch_stats", the moving average of the parameters
+        under `EMA`, if the run keeps one.
     """
 
     step: Array
@@ -95,9 +114,17 @@ class TrainState:
     key: Array
     variables: Mapping[str, PyTree]
 
+    def collections(self) -> dict[str, PyTree]:
+        """The variables that the model reads beside its parameters: all but the moving average."""
+        return {name: value for name, value in self.variables.items() if name != EMA}
+
+    def evaluation_variables(self) -> dict[str, PyTree]:
+        """The variables to evaluate and decode with: the moving average in place of the parameters, if there is one."""
+        return {"params": self.variables.get(EMA, self.params), **self.collections()}
+
 
 Sums = Mapping[str, tuple[ArrayLike, ArrayLike]]
-"""Measures as name -> (numerator, denominator). Added over microbatches, devices, hosts and batches; divided once."""
+"""Measures by name as (numerator, denominator): added over microbatches, devices, hosts and batches, divided once."""
 
 
 @runtime_checkable
@@ -110,10 +137,10 @@ class State(Protocol):
 
 
 @runtime_checkable
-class Refilling(State, Protocol):
+class RefillableState(State, Protocol):
     """A state in which other prompts can take the place of rows that have ended, while the rest go on."""
 
-    def put(self, index: Int[Array, " R"], other: Self) -> Self:
+    def replace_rows(self, index: Int[Array, " R"], other: Self) -> Self:
         """The state whose row `index[i]` is row i of `other`, which has read no more than its prompt.
 
         Indices beyond the rows are left out. Prompts and sources of `other` may be shorter than this one's.
@@ -122,7 +149,7 @@ class Refilling(State, Protocol):
 
 
 @runtime_checkable
-class Growing(State, Protocol):
+class GrowableState(State, Protocol):
     """A state that holds slots, and can be begun with few of them."""
 
     def grow(self, length: int) -> Self:
@@ -131,15 +158,15 @@ class Growing(State, Protocol):
 
 
 @runtime_checkable
-class Collecting(Growing, Protocol):
+class CompactableState(GrowableState, Protocol):
     """A state some of whose slots nobody reads any more, after a while, and that can drop them."""
 
-    def needed(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
+    def max_used_slots(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
         """The most slots that an active row still reads."""
         ...
 
-    def collect(self, active: Bool[Array, " B"], length: int) -> Self:
-        """The state with `needed(active)` slots in use and room for `length`, not fewer.
+    def compact(self, active: Bool[Array, " B"], length: int) -> Self:
+        """The state with `max_used_slots(active)` slots in use and room for `length`, not fewer.
 
         Rows that are not active may lose all of theirs.
         """
@@ -147,7 +174,7 @@ class Collecting(Growing, Protocol):
 
 
 @runtime_checkable
-class Branching(Growing, Protocol):
+class BranchingState(GrowableState, Protocol):
     """A state whose rows can have branches that share what they have in common: nothing is copied to follow one."""
 
     def branch(self, count: int) -> Self:
@@ -157,14 +184,14 @@ class Branching(Growing, Protocol):
         """
         ...
 
-    def follow(self, parent: Int[Array, "B N"]) -> Self:
+    def select_branches(self, parent: Int[Array, "B N"]) -> Self:
         """The state whose branch n is this one's branch `parent[:, n]` of the same row."""
         ...
 
 
 @runtime_checkable
 class Decodable(Protocol):
-    """What a decoder needs of a model, whatever its family."""
+    """The interface of a model that can be decoded, whatever its family."""
 
     def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], State]:
         """Reads `batch` (prompt in `batch.target`), with room for `length` slots. Logits of the next token."""

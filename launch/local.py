@@ -1,83 +1,88 @@
-"""This machine: one process, or several that form one run (one for each GPU, or simulated hosts on a CPU).
+"""Launches on this machine: one process, or several that form one run (one per GPU, or simulated hosts on a CPU).
 
     python -m launch.local --processes=8 --gpus -- --config=configs/NAME.py --workdir=runs/NAME
 
-When one process ends with an error the others are stopped: they would wait for it forever.
+When one process fails, the others are stopped: they would wait for it forever.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from types import FrameType
-from typing import Sequence
 
 import launch
 
-GRACE = 60.0
-"""Seconds that the other processes have to save and leave once one has ended badly."""
+GRACE_SECONDS = 60.0
+"""Time for the other processes to save and exit after one has failed; then they are killed."""
+
+POLL_SECONDS = 0.05
 
 
 def free_port() -> int:
+    """A TCP port of this machine that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def environments(processes: int, gpus: bool, port: int) -> list[dict[str, str]]:
-    """What each process finds in its environment besides this one's; nothing if it is alone."""
+    """Environment variables of each process, in addition to the inherited ones; none for a single process."""
     if processes == 1:
         return [{}]
-    found = []
-    for index in range(processes):
-        own = {launch.DISTRIBUTED: f"127.0.0.1:{port}/{processes}/{index}"}
-        found.append(own | ({"CUDA_VISIBLE_DEVICES": str(index)} if gpus else {}))
-    return found
+    address = f"127.0.0.1:{port}/{processes}"
+    return [
+        {launch.DISTRIBUTED: f"{address}/{index}"} | ({"CUDA_VISIBLE_DEVICES": str(index)} if gpus else {})
+        for index in range(processes)
+    ]
 
 
 def supervise(command: Sequence[str], extras: Sequence[dict[str, str]]) -> int:
     """Runs the processes to their end and returns the first exit code other than 0."""
     processes = [subprocess.Popen(command, env={**os.environ, **extra}) for extra in extras]
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         for process in processes:
             process.send_signal(signal.SIGTERM)
 
-    previous = {s: signal.signal(s, hand_on) for s in (signal.SIGTERM, signal.SIGINT)}
-    first, deadline = 0, float("inf")
+    previous = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT)}
+    first_failure, deadline = 0, float("inf")
     try:
-        while None in [process.poll() for process in processes]:  # a list: every process is asked
-            bad = [p.returncode for p in processes if p.returncode]
-            if bad and not first:
-                first, deadline = bad[0], time.monotonic() + GRACE
-                hand_on(signal.SIGTERM, None)
+        while None in [process.poll() for process in processes]:  # a list, so that every process is polled
+            failures = [p.returncode for p in processes if p.returncode]
+            if failures and not first_failure:
+                first_failure, deadline = failures[0], time.monotonic() + GRACE_SECONDS
+                forward(signal.SIGTERM, None)
             if time.monotonic() > deadline:
                 for process in processes:
                     process.kill()
-            time.sleep(0.05)
+            time.sleep(POLL_SECONDS)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    code = first or next((p.returncode for p in processes if p.returncode), 0)
+    code = first_failure or next((p.returncode for p in processes if p.returncode), 0)
     return 128 - code if code < 0 else code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = launch.parser(__doc__)
+    """Runs the launcher and returns the exit code."""
+    parser = launch.make_parser(__doc__)
     parser.add_argument("--processes", type=int, default=1, help="processes that form the run [1]")
     parser.add_argument("--gpus", action="store_true", help="process i sees GPU i only")
-    flags = launch.read(parser, argv)
+    flags = launch.parse(parser, argv)
     if flags.processes < 1:
         parser.error(f"--processes: got {flags.processes}, expected at least 1")
-    command = launch.train(flags, sys.executable)
+    command = launch.train_command(flags, sys.executable)
     extras = environments(flags.processes, flags.gpus, free_port())
     if flags.dry_run:
         for extra in extras:
-            print(launch.shown([*(["env"] if extra else []), *(f"{k}={v}" for k, v in extra.items()), *command]))
+            print(shlex.join([*(["env"] if extra else []), *(f"{k}={v}" for k, v in extra.items()), *command]))
         return 0
     return supervise(command, extras)
 

@@ -1,11 +1,11 @@
-"""SLURM: one job, one process for each node, or with --per-gpu one for each GPU.
+"""Launches a SLURM job with one process per node, or with --per-gpu one per GPU.
 
     python -m launch.slurm --nodes=2 --gpus-per-node=8 --time=12:00:00 --setup='source .venv/bin/activate' \\
         -- --config=configs/NAME.py --workdir=/shared/runs/NAME
 
-The script goes to sbatch by standard input. Two minutes before the time limit, and when the job is preempted, the run
-saves and ends with code 143, and the job goes back into the queue: the same command resumes it. Anything else that
-sbatch takes is passed by --sbatch, as often as wanted: --sbatch=--constraint=a100 --sbatch=--account=abc.
+The script is passed to sbatch on standard input. Two minutes before the time limit, and when the job is preempted, the
+run saves and exits with code 143, and the job goes back into the queue: the same command resumes it. --sbatch passes
+further options of sbatch and may be repeated: --sbatch=--constraint=a100 --sbatch=--account=abc.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import os
 import shlex
 import sys
-from typing import Sequence
+from collections.abc import Sequence
 
 import launch
 
@@ -25,9 +25,9 @@ cd {folder} || exit 1
 step=$!
 signals=0
 seen=-1
-# srun hands SIGTERM on to every process of the run.
+# srun forwards SIGTERM to every process of the run.
 trap 'signals=$((signals + 1)); kill -TERM "$step"' USR1 TERM
-# A signal interrupts wait: only a wait that none interrupted has the run's own exit code.
+# A signal interrupts wait, whose code is then the signal's. Only an uninterrupted wait returns the run's exit code.
 while [ "$seen" -ne "$signals" ]; do
   seen=$signals
   code=0
@@ -41,7 +41,7 @@ exit "$code"
 
 
 def directives(flags: argparse.Namespace) -> list[str]:
-    """The options of sbatch, as they follow #SBATCH."""
+    """Options of sbatch, one for each #SBATCH line."""
     tasks = flags.gpus_per_node if flags.per_gpu else 1
     rows = {
         "--job-name": flags.job_name,
@@ -53,21 +53,21 @@ def directives(flags: argparse.Namespace) -> list[str]:
         "--partition": flags.partition,
         "--output": flags.log,
     }
-    given = [f"{name}={value}" for name, value in rows.items() if value is not None]
-    # kill-on-bad-exit is srun's; here it is enough that the batch shell hears of the end in time.
-    return [*given, "--requeue", "--open-mode=append", "--signal=B:USR1@120", *flags.sbatch]
+    options = [f"{name}={value}" for name, value in rows.items() if value is not None]
+    # USR1 to the batch shell (B:), 120 seconds before the time limit.
+    return [*options, "--requeue", "--open-mode=append", "--signal=B:USR1@120", *flags.sbatch]
 
 
 def script(flags: argparse.Namespace) -> str:
     """The batch script of the job."""
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in directives(flags))]
-    command = launch.train(flags, flags.python)
+    command = launch.train_command(flags, flags.python)
     srun = ["--kill-on-bad-exit=1", *command]
     body = BODY.format(
         distributed=launch.DISTRIBUTED,
         folder=shlex.quote(flags.folder),
         setup=f"{flags.setup} || exit 1\n" if flags.setup else "",
-        srun=launch.shown(srun),
+        srun=shlex.join(srun),
         preempted=launch.PREEMPTED,
         stalled=launch.STALLED,
     )
@@ -75,22 +75,23 @@ def script(flags: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = launch.parser(__doc__)
+    """Runs the launcher and returns the exit code."""
+    parser = launch.make_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=0)
-    parser.add_argument("--per-gpu", action="store_true", help="one process for each GPU instead of each node")
+    parser.add_argument("--per-gpu", action="store_true", help="one process per GPU instead of per node")
     parser.add_argument("--cpus-per-task", type=int)
     parser.add_argument("--time", help="limit, as sbatch takes it: 12:00:00")
     parser.add_argument("--partition")
     parser.add_argument("--job-name", default="jaxformer")
     parser.add_argument("--log", default="slurm-%j.txt", help="output file, as sbatch takes it")
-    parser.add_argument("--folder", default=os.getcwd(), help="where the command runs; default: here")
+    parser.add_argument("--folder", default=os.getcwd(), help="directory of the command [the current one]")
     parser.add_argument("--python", default="python", help="interpreter on the nodes, after --setup")
     parser.add_argument("--setup", default="", help="shell command before the run: modules, environment")
     parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="another option of sbatch")
-    flags = launch.read(parser, argv)
+    flags = launch.parse(parser, argv)
     if flags.per_gpu and not flags.gpus_per_node:
-        parser.error("--per-gpu: got no --gpus-per-node, expected how many processes a node has")
+        parser.error("--per-gpu: got no --gpus-per-node, expected the number of processes per node")
     multiline = [text for text in (*directives(flags), *flags.train) if "\n" in text]
     if multiline:
         parser.error(f"got {multiline[0]!r}, expected values on one line")
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.dry_run:
         print(text, end="")
         return 0
-    return launch.call(["sbatch"], text)
+    return launch.run(["sbatch"], text)
 
 
 if __name__ == "__main__":

@@ -93,4 +93,4 @@ def packed(rng: np.random.Generator, lengths: list[int]) -> Stream:
     """One row that holds several examples as segments 1, 2, ..."""
     segment = np.concatenate([np.full(n, i + 1, np.int32) for i, n in enumerate(lengths)])[None]
     tokens = rng.integers(1, VOCAB, size=segment.shape).astype(np.int32)
-    return Stream(tokens, jax.tree.map(np.asarray, masks.slots(jnp.asarray(segment))))
+    return Stream(tokens, jax.tree.map(np.asarray, masks.slots_from_segments(jnp.asarray(segment))))

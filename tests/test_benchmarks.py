@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer import overrides
+from jaxformer.config import overrides
 from jaxformer.parallel import mesh as meshes
 from jaxformer.plan import program
 
@@ -194,20 +194,20 @@ def test_decoding_is_compared_with_the_peers_of_its_precision():
     rows = {name: {"rate": 10.0, "spread": 0.1, "times": times, "bytes": 15e8} for name, times in names.items()}
     told = {"date": "2026-01-01", "python": "3.11", "jax": "0.10", "hardware": "2 cores", "rounds": 3}
     row = {"case": "beam", "unit": "tokens/s", "rows": rows} | told
-    assert decoding.best(row) == 1.6
+    assert decoding.speedup(row) == 1.6
     faster = row | {"rows": rows | {"generate": rows["generate"] | {"times": 1.2}}}
-    assert decoding.slower(faster, [row])
-    assert not decoding.slower(faster, [row, faster])
-    assert not decoding.slower(faster, [])
+    assert decoding.is_slower(faster, [row])
+    assert not decoding.is_slower(faster, [row, faster])
+    assert not decoding.is_slower(faster, [])
     lines = decoding.table([row, faster])
     assert len(lines) == 2 + len(names) + 2
     assert "| beam | generate | 10 tokens/s | 10% | 1.20 x |  | 1.5 GB |" in lines
 
 
-def test_our_side_of_decoding_makes_as_many_tokens_as_asked_for():
-    ours = script("decoding_jax")
+def test_the_decoding_benchmark_makes_as_many_tokens_as_asked_for():
+    programs = script("decoding_jax")
     task = dict(layers=1, width=64, vocab=11, prompt=3, tokens=6, batch=2, dtype="float32", method="greedy")
-    assert [len(row) for row in ours.continued(task)()] == [6, 6]
+    assert [len(row) for row in programs.continuation(task)()] == [6, 6]
 
 
 def test_a_table_takes_the_place_of_the_last_one(tmp_path):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxformer import checkpoint, overrides
+from jaxformer import checkpoint
 from jaxformer.checkpoint import Checkpoints, saving
 from jaxformer.config import (
     CheckpointConfig,
@@ -33,6 +33,7 @@ from jaxformer.config import (
     StackConfig,
     TaskConfig,
     TokenizerConfig,
+    overrides,
 )
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.models import build
@@ -98,7 +99,7 @@ def save_all(checkpoints, losses, **fields):
 
 
 def kept(path, part):
-    return sorted(checkpoint.steps(path / "checkpoints" / part))
+    return sorted(checkpoint.list_steps(path / "checkpoints" / part))
 
 
 def damage(directory):
@@ -147,7 +148,7 @@ def test_keeps_the_last_n_and_the_best_k_also_after_reopening(tmp_path):
     second.close()
     assert kept(tmp_path, "last") == [7, 8]
     assert kept(tmp_path, "best") == [2, 8]
-    ranked = checkpoint.ranked(tmp_path, "best", CheckpointConfig(**fields))
+    ranked = checkpoint.list_ranked(tmp_path, "best", CheckpointConfig(**fields))
     assert [directory.name for directory in ranked] == ["2", "8"]
 
 
@@ -260,8 +261,8 @@ def test_a_kill_at_any_point_of_publishing_leaves_a_whole_checkpoint(tmp_path, m
         saving.manifest.write(new)
         with killed_at(monkeypatch, number) as seen:
             checkpoints._publish(new, workdir / "checkpoints" / "last" / str(step))
-            checkpoints._keep_best(step, about["values"])
-            checkpoints._forget()
+            checkpoints._update_best(step, about["values"])
+            checkpoints._delete_old()
         checkpoints.close()
         # The process that cleans up may be killed too.
         for again in range(1, 4):
@@ -269,7 +270,9 @@ def test_a_kill_at_any_point_of_publishing_leaves_a_whole_checkpoint(tmp_path, m
             with killed_at(monkeypatch, again):
                 opened(copy, **fields).close()
             # Before any run takes it up again: what evaluates and decodes finds both parts.
-            seen_by_readers = {part: checkpoint.directories(copy / "checkpoints" / part) for part in ("last", "best")}
+            seen_by_readers = {
+                part: checkpoint.list_checkpoints(copy / "checkpoints" / part) for part in ("last", "best")
+            }
             for part, found in seen_by_readers.items():
                 assert found, (number, again, part)
                 checkpoint.verify(found[0])
@@ -300,7 +303,7 @@ def test_restores_on_another_mesh(tmp_path):
     same(two, state)
     assert all(x.sharding.mesh.size == 2 for x in jax.tree.leaves(two))
     layout = jax.tree.map(split, state.params)
-    params = checkpoints.average(1, layout=layout)
+    params = checkpoints.average(1, shardings=layout)
     chex.assert_trees_all_equal(params, state.params)
     assert params["block"]["kernel"].sharding == layout["block"]["kernel"]
     checkpoints.close()
@@ -309,7 +312,7 @@ def test_restores_on_another_mesh(tmp_path):
 def test_small_arrays_that_all_devices_hold_are_written_by_one_and_large_ones_by_all(tmp_path, compilations):
     whole = NamedSharding(meshes.make(MeshConfig(data=8)), PartitionSpec())
     state = jax.device_put(state_at(5), whole)
-    large = jnp.arange(8 * saving.SHARED // 4, dtype=jnp.float32).reshape(16, -1)
+    large = jnp.arange(8 * saving.MIN_REPLICA_PARALLEL_BYTES // 4, dtype=jnp.float32).reshape(16, -1)
     with_large = state.replace(params={"large": jax.device_put(large, whole)})
     checkpoints = opened(tmp_path)
     with compilations() as programs:
@@ -374,7 +377,7 @@ def test_bytes_that_can_be_read_and_are_not_what_was_written_are_noticed(tmp_pat
         digit(run / "2")
     read = checkpoint.read_state(run / "2", abstract(state_at(2)))
     assert int(read.step) == 2, "it must be readable for this test to mean anything"
-    found = checkpoint.mean(checkpoint.ranked(tmp_path / "run", "last", CheckpointConfig()), 1)
+    found = checkpoint.average_weights(checkpoint.list_ranked(tmp_path / "run", "last", CheckpointConfig()), 1)
     chex.assert_trees_all_equal(found.params, state_at(1).params)
     again = opened(tmp_path / "run")
     restored, data, _ = again.restore(abstract(state_at(1)))
@@ -462,7 +465,7 @@ def test_checkpoints_describe_themselves_and_a_relative_workdir_works(tmp_path, 
     checkpoints = opened("run")
     save_all(checkpoints, [(1, 0.5)])
     checkpoints.close()
-    about = checkpoint.about(tmp_path / "run" / "checkpoints" / "last" / "1")
+    about = checkpoint.read_about(tmp_path / "run" / "checkpoints" / "last" / "1")
     assert about["step"] == 1
     assert about["values"] == {"loss": 0.5}
     assert about["config"] == {"model": {"width": 8}}
@@ -563,19 +566,19 @@ def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path):
 
 def test_load_says_what_is_wrong_with_a_path(tmp_path):
     with pytest.raises(ConfigError, match="got nothing there, expected a workdir"):
-        checkpoint.load(tmp_path / "none")
+        checkpoint.load_run(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"without a config\.json"):
-        checkpoint.load(tmp_path)
+        checkpoint.load_run(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="no checkpoints, expected a trained run"):
-        checkpoint.load(tmp_path)
+        checkpoint.load_run(tmp_path)
     save_all(checkpoints := opened(tmp_path), [(1, 1.0)])
     checkpoints.close()
     with pytest.raises(ConfigError, match="inside the run"):
-        checkpoint.load(tmp_path / "checkpoints" / "last" / "1" / "state")
+        checkpoint.load_run(tmp_path / "checkpoints" / "last" / "1" / "state")
     root = tmp_path / "checkpoints"
     for path, chosen in [(tmp_path, ""), (root, ""), (root / "best", "best"), (root / "last" / "1", "last/1")]:
-        assert checkpoint.locate(path) == (tmp_path, chosen)
+        assert checkpoint.find_run(path) == (tmp_path, chosen)
 
 
 def test_load_rebuilds_the_model(tmp_path):
@@ -596,12 +599,12 @@ def test_load_rebuilds_the_model(tmp_path):
     checkpoints.close()
 
     def loaded(path=tmp_path):
-        return checkpoint.load(path).params
+        return checkpoint.load_run(path).params
 
     chex.assert_trees_all_equal(loaded(), at(1).params)
     chex.assert_trees_all_equal(loaded(tmp_path / "checkpoints" / "last"), at(3).params)
     chex.assert_trees_all_equal(loaded(tmp_path / "checkpoints" / "last" / "2"), at(2).params)
-    model = checkpoint.load(tmp_path)
+    model = checkpoint.load_run(tmp_path)
     assert model.config == config
     assert model.weights == ("best", (1,), "loss", 1.0, False)
     for which, step, said in [
@@ -610,29 +613,30 @@ def test_load_rebuilds_the_model(tmp_path):
         ("2", 2, "as chosen, step 2"),
         ("1", 1, "as chosen, step 1"),
     ]:
-        chosen = checkpoint.load(tmp_path, which)
+        chosen = checkpoint.load_run(tmp_path, which)
         chex.assert_trees_all_equal(chosen.params, at(step).params)
-        assert chosen.weights.sentence() == said
-    assert checkpoint.load(tmp_path / "checkpoints" / "last").weights.sentence() == "last, step 3"
+        assert chosen.weights.describe() == said
+    assert checkpoint.load_run(tmp_path / "checkpoints" / "last").weights.describe() == "last, step 3"
     for which in ("4", "newest", "01x", "last/2"):
         with pytest.raises(
             ConfigError, match=rf"--checkpoint: got '{which}', expected best, last or a step .*last: 2, 3"
         ):
-            checkpoint.load(tmp_path, which)
+            checkpoint.load_run(tmp_path, which)
     with pytest.raises(ConfigError, match="give one of them"):
-        checkpoint.load(tmp_path / "checkpoints" / "last", "best")
-    out = model(build.example(config.model))
-    chex.assert_trees_all_equal(out, builders.apply(module)({"params": at(1).params}, build.example(config.model)))
+        checkpoint.load_run(tmp_path / "checkpoints" / "last", "best")
+    batch = build.example_batch(config.model)
+    out = builders.apply(model.module)({"params": model.params, **model.variables}, batch)
+    chex.assert_trees_all_equal(out, builders.apply(module)({"params": at(1).params}, batch))
 
     damage(tmp_path / "checkpoints" / "best" / "1")
     chex.assert_trees_all_equal(loaded(), at(3).params)
     with pytest.raises(ConfigError, match="none that can be read"):
-        checkpoint.load(tmp_path / "checkpoints" / "best" / "1")
-    assert checkpoint.load(tmp_path).weights.sentence() == "last, step 3", "the best is damaged"
+        checkpoint.load_run(tmp_path / "checkpoints" / "best" / "1")
+    assert checkpoint.load_run(tmp_path).weights.describe() == "last, step 3", "the best is damaged"
     averaging = dataclasses.replace(config, checkpoint=CheckpointConfig(keep_last=2, average=2))
     (tmp_path / "config.json").write_text(overrides.to_json(averaging))
     chex.assert_trees_all_close(loaded(), at(2.5).params, rtol=1e-6)
-    assert checkpoint.load(tmp_path).weights.sentence() == "last, mean of the steps 3, 2"
+    assert checkpoint.load_run(tmp_path).weights.describe() == "last, mean of the steps 3, 2"
     wider = dataclasses.replace(config, model=ModelConfig(decoder=dataclasses.replace(config.model.decoder, layers=4)))
     (tmp_path / "config.json").write_text(overrides.to_json(wider))
     with pytest.raises(ConfigError, match=r"decoder/blocks/.* float32\[2, .*expected float32\[4, "):
@@ -641,7 +645,7 @@ def test_load_rebuilds_the_model(tmp_path):
 
 def test_a_measure_that_is_no_number_never_ranks_and_of_equals_the_earlier_stays(tmp_path):
     config = CheckpointConfig(keep_best=1)
-    assert checkpoint.quality({"values": {"loss": float("nan")}}, config) == -float("inf")
+    assert checkpoint.ranking_score({"values": {"loss": float("nan")}}, config) == -float("inf")
     checkpoints = opened(tmp_path, keep_last=3, keep_best=1)
     for number in (1, 2):
         checkpoints.save(state_at(number), {}, {"loss": 1.0})

@@ -13,7 +13,7 @@ from jaxformer.config import EmbedConfig, HeadConfig, MeshConfig
 from jaxformer.nn.heads import Head
 from jaxformer.nn.layers import Embed
 from jaxformer.parallel import mesh as meshes
-from jaxformer.types import Projection
+from jaxformer.types import DeferredLogits
 
 BATCH, LENGTH, WIDTH, VOCAB = 4, 6, 8, 16
 MESHES = {
@@ -29,7 +29,7 @@ def example(bias=True, dtype=jnp.float32, chunk=4):
     hidden, table = draw(BATCH, LENGTH, WIDTH).astype(dtype), draw(VOCAB, WIDTH)
     labels = jnp.int32(rng.integers(VOCAB - 2, size=(BATCH, LENGTH)))
     weights = jnp.float32(rng.random((BATCH, LENGTH))).at[1, 2:].set(0.0)
-    return Projection(hidden, table, draw(VOCAB) if bias else None, chunk), labels.at[1, 2:].set(-100), weights
+    return DeferredLogits(hidden, table, draw(VOCAB) if bias else None, chunk), labels.at[1, 2:].set(-100), weights
 
 
 def multiplied(projection):
@@ -93,9 +93,9 @@ class Model(nn.Module):
     embed: EmbedConfig
 
     @nn.compact
-    def __call__(self, stream, whole):
+    def __call__(self, stream, full_logits):
         embed = Embed(self.embed, WIDTH)
-        return Head(self.head, WIDTH, 16)(jnp.tanh(embed(stream)), stream.slots, embed, whole)
+        return Head(self.head, WIDTH, 16)(jnp.tanh(embed(stream)), stream.slots, embed, full_logits)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -103,9 +103,9 @@ def test_heads_give_losses_what_their_logits_are_made_of(name):
     model, batch = Model(*HEADS[name]), builders.batch(builders.decoder())
     variables = nn.meta.unbox(jax.jit(model.init, static_argnums=2)(jax.random.key(0), batch.target, True))
 
-    def total(variables, whole):
-        logits = model.apply(variables, batch.target, whole)
-        assert isinstance(logits, Projection) != whole
+    def total(variables, full_logits):
+        logits = model.apply(variables, batch.target, full_logits)
+        assert isinstance(logits, DeferredLogits) != full_logits
         return losses.cross_entropy(logits, batch.labels, batch.weights, 0.1, 1e-3, 13)[0]
 
     run = jax.jit(jax.value_and_grad(total), static_argnums=1)
@@ -115,7 +115,7 @@ def test_heads_give_losses_what_their_logits_are_made_of(name):
 def test_memory_does_not_grow_with_vocabulary_times_length():
     def temporary(length, vocab):
         shape = lambda *size: jax.ShapeDtypeStruct(size, jnp.float32)  # noqa: E731
-        projection = Projection(shape(1, length, 16), shape(vocab, 16), None, 64)
+        projection = DeferredLogits(shape(1, length, 16), shape(vocab, 16), None, 64)
         ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
         run = jax.jit(jax.grad(lambda *given: loss(False, *given))).lower(projection, ids, shape(1, length)).compile()
         return run.memory_analysis().temp_size_in_bytes

@@ -65,7 +65,7 @@ def test_smoke(name, tmp_path, capsys):
 
     assert len(result.levels("seed")) >= 2
     assert result.measures
-    by_condition = experiment.groups(result)
+    by_condition = experiment.rows_by_condition(result)
     assert len(by_condition) >= 2
     for condition, rows in by_condition.items():
         assert [row["seed"] for row in rows] == result.levels("seed"), condition
@@ -94,7 +94,7 @@ def test_recall_models_have_about_as_many_parameters():
     recall = load("recall")
     for scale in recall.SCALES.values():
         configs = [recall.model(*pair, max(scale.lengths)) for pair in scale.widths.items()]
-        counts = [build.count(nn.meta.unbox(build.shapes(build.build(config)))["params"]) for config in configs]
+        counts = [build.count_params(nn.meta.unbox(build.shapes(build.build(config)))["params"]) for config in configs]
         assert max(counts) < 1.05 * min(counts)
 
 
@@ -104,9 +104,9 @@ def test_recall_questions_are_about_what_was_read():
     batch = load("recall").draw(np.random.default_rng(0), 5, 6, 16, slots=9)
     np.testing.assert_array_equal(batch.source.slots.segment, [[1] * 6 + [0] * 3] * 5)
     for row in range(5):
-        values = dict(zip(batch.source.kind[row, :6], batch.source.tokens[row, :6], strict=True))
+        values = dict(zip(batch.source.token_type[row, :6], batch.source.tokens[row, :6], strict=True))
         assert len(values) == 6  # names are distinct
-        assert [values[name] for name in batch.target.kind[row]] == list(batch.labels[row])
+        assert [values[name] for name in batch.target.token_type[row]] == list(batch.labels[row])
 
 
 # --- verdicts follow the numbers --------------------------------------------------------------------------------------
@@ -196,8 +196,8 @@ def here(tmp_path, monkeypatch):
 
 
 def test_a_file_in_the_folder_is_an_experiment(here, capsys):
-    assert "_helper" not in experiment.files()
-    assert {"toy", *NAMES} <= set(experiment.files())
+    assert "_helper" not in experiment.experiment_files()
+    assert {"toy", *NAMES} <= set(experiment.experiment_files())
     assert cli.main(["experiment", "toy", "--scale=full", "--workdir=out"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[:2] == ["claim    Two and two is four.", "rule     Supported if it is."]

@@ -4,7 +4,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = (ROOT / "tests" / "fast.txt").read_text(encoding="utf-8").split()
-FOLDERS = ("nn", "decode", "train", "data", "models", "tasks", "parallel", "hf", "plan", "launch")
+FOLDERS = (
+    "cli", "data", "decode", "hf", "launch", "models", "nn", "parallel", "plan", "report", "runtime", "sweep",
+    "tasks", "train",
+)  # fmt: skip
 
 
 def test_every_line_is_there_once_and_is_a_file_or_one_of_its_tests():

@@ -14,8 +14,9 @@ sys.path[:0] = [str(ROOT / "tests" / "goldens")]
 
 import write  # noqa: E402
 
-from jaxformer import checkpoint, overrides  # noqa: E402
+from jaxformer import checkpoint  # noqa: E402
 from jaxformer.checkpoint import Checkpoints  # noqa: E402
+from jaxformer.config import overrides  # noqa: E402
 from jaxformer.models import build  # noqa: E402
 from jaxformer.parallel import mesh as meshes  # noqa: E402
 from jaxformer.train import optim, step  # noqa: E402
@@ -36,15 +37,15 @@ def test_checkpoints_of_every_format_are_restored(name, tmp_path):
     shutil.copytree(write.GOLDENS / name, tmp_path / "run")
     workdir = tmp_path / "run"
     digests = json.loads((workdir / "digests.json").read_text())
-    assert write.digests(checkpoint.load(workdir).params) == digests
+    assert write.digests(checkpoint.load_run(workdir).params) == digests
     config = overrides.read(workdir)
     module, mesh = build.build(config.model), meshes.make(config.mesh)
-    schedule = optim.schedule(config.schedule, config.train.steps, build.width(config.model))
+    schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
     shapes = nn.meta.unbox(build.shapes(module))["params"]
     optimizer = optim.optimizer(config.optimizer, schedule, shapes, build.logical_names(module))
     with jax.set_mesh(mesh):
         checkpoints = Checkpoints(workdir, config.checkpoint)
-        saved = checkpoints.restore(step.abstract(config, module, optimizer, mesh))
+        saved = checkpoints.restore(step.abstract_state(config, module, optimizer, mesh))
         checkpoints.close()
     assert int(saved.state.step) == saved.about["step"] == 2
     assert write.digests(saved.state.variables["ema"]) == digests

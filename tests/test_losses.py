@@ -39,7 +39,7 @@ def test_a_pointer_is_a_cross_entropy_over_the_slots_that_may_be_chosen():
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def ours(x):
-        return losses.pointers(x, jnp.asarray(labels), allowed, 0.2, 1e-2)
+        return losses.pointer_cross_entropy(x, jnp.asarray(labels), allowed, 0.2, 1e-2)
 
     @jax.jit
     @jax.value_and_grad

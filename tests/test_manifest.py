@@ -24,7 +24,7 @@ def directory(tmp_path):
 
 
 def check(directory):
-    manifest.compare(directory, manifest.listed(directory))
+    manifest.check_files(directory, manifest.read(directory))
 
 
 def flip(raw: bytes) -> bytes:
@@ -33,7 +33,7 @@ def flip(raw: bytes) -> bytes:
 
 def test_what_was_written_is_whole(directory):
     check(directory)
-    assert set(manifest.listed(directory)) == {"state/array", "about.json"}
+    assert set(manifest.read(directory)) == {"state/array", "about.json"}
     (directory / "notes.txt").write_text("a file more is no damage")
     check(directory)
 
@@ -57,11 +57,11 @@ def test_a_missing_file_is_noticed_and_a_missing_manifest_is_said(directory):
     with pytest.raises(Damaged, match=r"about.json: No such file"):
         check(directory)
     (directory / "manifest.json").unlink()
-    assert manifest.listed(directory) is None
+    assert manifest.read(directory) is None
 
 
 def forge(directory, **edits):
-    path = directory / manifest.NAME
+    path = directory / manifest.FILE_NAME
     content = json.loads(path.read_text())
     content.pop("sha256")
     content |= edits
@@ -100,4 +100,4 @@ def test_no_module_loads_anything_that_could_run_code():
                 runs.append(path.name)
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
                 assert ast.unparse(node.value) == "False", path
-    assert runs == ["overrides.py"]  # recipes, which are programs of the user's
+    assert runs == ["recipes.py"]  # recipes, which are programs of the user's

@@ -128,7 +128,7 @@ def test_ties_share_their_ranks():
     ],
 )
 def test_spans_as_the_shared_tasks_read_tags(tags, found):
-    assert metrics.spans(tags.split()) == found
+    assert metrics.entity_spans(tags.split()) == found
 
 
 def conlleval(tags):
@@ -151,7 +151,7 @@ TAGS = ["O", *(f"{mark}-{kind}" for mark in "BIES" for kind in ("a", "b"))]
 
 @given(st.lists(st.sampled_from(TAGS), max_size=12))
 def test_spans_are_those_of_a_slow_reference_whatever_the_tags(tags):
-    assert metrics.spans(tags) == conlleval(tags)
+    assert metrics.entity_spans(tags) == conlleval(tags)
 
 
 def written(spans, count, scheme):
@@ -175,29 +175,29 @@ def test_every_scheme_says_the_same_spans(scheme, gaps):
     for kind, gap, size in gaps:
         spans.append((kind, place + gap, place + gap + size))
         place += gap + size
-    assert metrics.spans(written(spans, place + 1, scheme)) == spans
+    assert metrics.entity_spans(written(spans, place + 1, scheme)) == spans
 
 
 def test_an_entity_is_right_in_place_and_kind_or_wrong():
     true = [["B-a", "I-a", "O", "B-b"], ["B-a"], ["O"]]
     found = [["B-a", "O", "O", "B-b"], ["B-b"], ["O"]]  # one too short, one right, one of another kind
-    assert metrics.entities(found, true) == (1 / 3, 1 / 3, 1 / 3)
-    assert metrics.entities(true, true) == (1.0, 1.0, 1.0)
-    assert metrics.entities([["B-a"], ["O"]], [["B-a"], ["B-b"]]) == (1.0, 1 / 2, 2 / 3)
-    nothing = metrics.entities([["O"] * len(line) for line in true], true)
+    assert metrics.entity_scores(found, true) == (1 / 3, 1 / 3, 1 / 3)
+    assert metrics.entity_scores(true, true) == (1.0, 1.0, 1.0)
+    assert metrics.entity_scores([["B-a"], ["O"]], [["B-a"], ["B-b"]]) == (1.0, 1 / 2, 2 / 3)
+    nothing = metrics.entity_scores([["O"] * len(line) for line in true], true)
     assert math.isnan(nothing.precision)
     assert nothing[1:] == (0.0, 0.0)
-    assert all(map(math.isnan, metrics.entities([["O"]], [["O"]])))
-    assert all(map(math.isnan, metrics.entities([], [])))
+    assert all(map(math.isnan, metrics.entity_scores([["O"]], [["O"]])))
+    assert all(map(math.isnan, metrics.entity_scores([], [])))
     with pytest.raises(ValueError):
-        metrics.entities([["O"]], true)
+        metrics.entity_scores([["O"]], true)
 
 
 def test_which_tags_mark_spans():
-    assert metrics.marks_spans(("O", "B-a", "I-a"))
-    assert metrics.marks_spans(("O", "B-a", "I-a", "S-a"))
-    assert not metrics.marks_spans(("NN", "O"))
-    assert not metrics.marks_spans(("O",))
+    assert metrics.are_span_tags(("O", "B-a", "I-a"))
+    assert metrics.are_span_tags(("O", "B-a", "I-a", "S-a"))
+    assert not metrics.are_span_tags(("NN", "O"))
+    assert not metrics.are_span_tags(("O",))
     assert metrics.unknown_marks(("O", "B-a", "U-b", "L-b", "S")) == ["L-b", "S", "U-b"]
     for tags in (("O", "B-a", "S-a"), ("NN", "O", "VB"), ("NN", "S-BAR", "B-x"), ("O",)):
         assert metrics.unknown_marks(tags) == []

@@ -23,7 +23,7 @@ from jaxformer.config import (
     TokenizerConfig,
 )
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.decode.batching import stack
+from jaxformer.decode.batching import pad_batch
 from jaxformer.model import Model
 from jaxformer.models import build
 from jaxformer.tasks import answering
@@ -86,7 +86,7 @@ def test_options_choose_the_method_and_the_task_hands_over_the_config():
     greedy = lm.generate(LINES)
     assert lm.generate(LINES, top_k=1) == greedy  # sampling from one token
     assert lm.generate(LINES, beams=1) == greedy
-    assert tasks.get("language_modelling").decode(lm, LINES, DecodeConfig(max_length=6)) == greedy
+    assert tasks.get("language_modelling").predict(lm.predictor, LINES, DecodeConfig(max_length=6)) == greedy
     with pytest.raises(ConfigError, match="expected one method's"):
         lm.generate(LINES, beams=2, top_p=0.5)
 
@@ -120,17 +120,19 @@ def test_generate_continues_the_prompt_without_repeating_it():
     assert lm.generate([]) == []
 
 
-def test_generate_stops_where_the_positions_end():
+def test_generate_goes_on_or_stops_where_the_positions_end():
     lm = model("language_modelling")
-    assert [len(lm.outputs(["y" * size])[0][0].tokens) for size in (29, 31)] == [3, 1]
+    texts = ["y" * size for size in (29, 31, 60)]
+    assert [len(found[0].tokens) for found in lm.outputs(texts)] == [6, 6, 6]
+    assert [len(found[0].tokens) for found in lm.outputs(texts[:2], past_positions="stop")] == [3, 1]
     with pytest.raises(ConfigError, match="got 33 tokens, expected at most the model's 32 positions; shorten it"):
-        lm.generate(["y" * 32])
+        lm.generate(["y" * 32], past_positions="stop")
 
 
 def test_classify_gives_probabilities_by_name():
     classifier = model("classification")
     named = Model(classifier.module, classifier.params, {}, classifier.config, classifier.tokenizers, ("a", "b", "c"))
-    batch = stack([tasks.get("classification").prompt(named.config, named.tokenizers, LINES[1])], 1, (0, 0), (24,))
+    batch = pad_batch([tasks.get("classification").prompt(named.config, named.tokenizers, LINES[1])], 1, (0, 0), (24,))
     probs = np.asarray(jax.nn.softmax(named(batch)))[0]
     for found in (named.classify(LINES)[1], named.classify(LINES[1:2])[0]):
         np.testing.assert_allclose(list(found["probabilities"].values()), probs, rtol=1e-5)
@@ -176,16 +178,16 @@ def test_answer_reads_long_contexts_in_windows():
         answer["answer"] for answer in found
     ]
     settings, tokenizer = reader.config, reader.tokenizers.source
-    reading = answering.read(settings, tokenizer, questions[0], contexts[0])
+    reading = answering.encode_question(settings, tokenizer, questions[0], contexts[0])
     spans = []
-    windows = list(answering.windows(settings, reading))
+    windows = list(answering.context_windows(settings, reading))
     for window in windows:
-        batch = stack([answering.prompt_of(settings, reading, window)], 1, (0, 0), (24,))
-        spans.append(answering.span(reading, window, np.asarray(reader(batch))[0], 3)[0])
+        batch = pad_batch([answering.window_features(settings, reading, window)], 1, (0, 0), (24,))
+        spans.append(answering.best_span(reading, window, np.asarray(reader(batch))[0], 3)[0])
     assert len(windows) > 1
     best = max(spans)
     assert (found[0]["start"], found[0]["end"]) == best[1:]
-    assert found[0]["score"] == pytest.approx(np.exp(best.gain), rel=1e-4)
+    assert found[0]["score"] == pytest.approx(np.exp(best.log_prob), rel=1e-4)
     assert reader.answer([], []) == []
     with pytest.raises(
         ConfigError, match="answer: got 1 questions, 2 contexts and longest 6, expected a context a quest"
@@ -199,7 +201,7 @@ def test_fill_mask_ranks_every_mask():
     assert [[len(candidates) for candidates in masks] for masks in found] == [[3, 3], [3]]
     prompt = tasks.get("masked_lm").prompt(bert.config, bert.tokenizers, "a <mask> b<mask>")["source"]
     slots = np.flatnonzero(prompt == bert.tokenizers.source.mask)
-    logits = np.asarray(bert(stack([{"source": prompt}], 1, (0, 0), (24,))))[0, :, : bert.tokenizers.source.size]
+    logits = np.asarray(bert(pad_batch([{"source": prompt}], 1, (0, 0), (24,))))[0, :, : bert.tokenizers.source.size]
     for slot, candidates in zip(slots, found[0], strict=True):
         probs = np.asarray(jax.nn.softmax(logits[slot]))
         assert [c["id"] for c in candidates] == np.argsort(-probs)[:3].tolist()
@@ -225,7 +227,7 @@ def test_a_model_of_sentences_embeds_them_as_its_head_does():
     vectors = it.embed([*LINES, "a\tb"])
     assert vectors.shape == (4, 6)
     pair = tasks.get("similarity").prompt(it.config, it.tokenizers, "ab\tx")
-    np.testing.assert_allclose(it(stack([pair], 1, (0, 0), (24,)))[0], vectors[[0, 2]], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(it(pad_batch([pair], 1, (0, 0), (24,)))[0], vectors[[0, 2]], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(
         it.embed(["a b"])[0], vectors[3], rtol=1e-4, atol=1e-5
     )  # a tab in a sentence parts nothing
@@ -257,7 +259,7 @@ def test_poolings_are_what_they_say():
     it = model("masked_lm")
     prompt = tasks.get("masked_lm").prompt(it.config, it.tokenizers, "abc")["source"]
     run = jax.jit(lambda params, batch: it.module.apply({"params": params}, batch, method="hidden"))
-    hidden = np.asarray(run(it.params, stack([{"source": prompt}], 1, (0, 0))))[0]
+    hidden = np.asarray(run(it.params, pad_batch([{"source": prompt}], 1, (0, 0))))[0]
     wanted = {"first": hidden[0], "last": hidden[len(prompt) - 1], "mean": hidden[: len(prompt)].mean(axis=0)}
     for pooling, vector in wanted.items():
         np.testing.assert_allclose(it.embed(["abc"], pooling)[0], vector, rtol=1e-4, atol=1e-5)
@@ -273,7 +275,7 @@ def test_score_is_the_log_likelihood(task):
     arguments = [[e[role] for e in examples] for role in tasks.get(task).roles]
     for score, example in zip(it.score(*arguments), examples, strict=True):
         features = tasks.get(task).encode(it.config, it.tokenizers, example, None)
-        logits = np.asarray(it(stack([features], 1, (0, 0), (24,)))[0], np.float64)
+        logits = np.asarray(it(pad_batch([features], 1, (0, 0), (24,)))[0], np.float64)
         log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         assert score == pytest.approx(sum(log_probs[t, label] for t, label in enumerate(features["labels"])), rel=1e-4)
 
@@ -281,11 +283,11 @@ def test_score_is_the_log_likelihood(task):
 def test_a_long_line_is_scored_to_its_end():
     it = model("language_modelling")
     line = "a line of more bytes than there are slots: two rows and a bit"
-    parts = tasks.get("language_modelling").windows(it.config, it.tokenizers, {"text": line}, None)
+    parts = tasks.get("language_modelling").encode_windows(it.config, it.tokenizers, {"text": line}, None)
     assert len(parts) == 3
     whole = 0.0
     for part in parts:
-        logits = np.asarray(it(stack([part], 1, (0, 0), (24,)))[0], np.float64)[: len(part["labels"])]
+        logits = np.asarray(it(pad_batch([part], 1, (0, 0), (24,)))[0], np.float64)[: len(part["labels"])]
         log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         whole += np.take_along_axis(log_probs, part["labels"][:, None], -1).sum()
     assert it.score([line, "ab"]) == pytest.approx([whole, it.score(["ab"])[0]], rel=1e-4)

@@ -1,4 +1,4 @@
-"""What the doctor makes of the facts that processes report. Two real ones meet in parallel/test_distributed.py."""
+"""Comparison of the facts that processes report. Two real processes meet in parallel/test_distributed.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from jaxformer import overrides, preflight
-from jaxformer.config import ConfigError, StackConfig
-from jaxformer.overrides import section
+from jaxformer import preflight
+from jaxformer.config import ConfigError, StackConfig, overrides
+from jaxformer.config.overrides import section
 from jaxformer.parallel import distributed
 
 
@@ -27,15 +27,15 @@ def meet(monkeypatch):
     """The findings when other processes report what `others` makes of this one's facts."""
 
     def run(config, others, devices=None):
-        monkeypatch.setattr(distributed, "exchange", lambda name, own, seconds: [own, *others(own)])
-        return {found.name: found for found in preflight.findings(config, devices, 1.0)}
+        monkeypatch.setattr(distributed, "all_gather_host_value", lambda name, own, seconds: [own, *others(own)])
+        return {found.name: found for found in preflight.compare_processes(config, devices, 1.0)}
 
     return run
 
 
 def test_alone(meet):
     found = meet(None, lambda own: [], devices=8)
-    assert found["processes"].words == "1, this is number 0"
+    assert found["processes"].message == "1, this is number 0"
     assert found["device count"].level == "ok"
     assert set(found) == {"processes", "device count"}
 
@@ -50,9 +50,9 @@ def test_two_that_belong_together(meet, config):
 
     found = meet(config, halved)
     assert {each.level for each in found.values()} == {"ok"}, found
-    assert "on 2 hosts" in found["processes"].words
-    assert found["device count"].words == "8, 4 a process; mesh data 8"
-    assert "own 8 rows" in found["data"].words
+    assert "on 2 hosts" in found["processes"].message
+    assert found["device count"].message == "8, 4 a process; mesh data 8"
+    assert "own 8 rows" in found["data"].message
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_two_that_belong_together(meet, config):
 def test_who_differs_is_named(fact, value, name, words, meet, config):
     found = meet(config, lambda own: [own | {fact: value}])[name]
     assert found.level == "FAIL"
-    assert words in found.words
+    assert words in found.message
 
 
 def test_data_that_differs_or_is_read_twice(meet, config):
-    assert "copy it again" in meet(config, lambda own: [own | {"data": own["data"] | {"content": "x"}}])["data"].words
-    assert "expected each once" in meet(config, lambda own: [own])["data"].words
+    assert "copy it again" in meet(config, lambda own: [own | {"data": own["data"] | {"content": "x"}}])["data"].message
+    assert "expected each once" in meet(config, lambda own: [own])["data"].message
 
 
 def test_processes_that_hold_the_same_rows_read_the_same(meet, config):
@@ -83,49 +83,49 @@ def test_processes_that_hold_the_same_rows_read_the_same(meet, config):
         own["data"]["readers"] = 2
         return [own]
 
-    assert "every 2 processes read the same 16 rows" in meet(config, both)["data"].words
+    assert "every 2 processes read the same 16 rows" in meet(config, both)["data"].message
     found = meet(config, lambda own: [*both(own), own])["data"]
-    assert "got rows 0 to 16 by 3 of a batch, expected each by 2 processes" in found.words
+    assert "got rows 0 to 16 by 3 of a batch, expected each by 2 processes" in found.message
 
 
 def test_rows_are_those_of_the_run_itself(meet, config):
     """A pipeline's microbatches divide the rows too."""
     staged = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=-1, stage=2))
     found = meet(staged, lambda own: [])
-    assert found["device count"].words == "8, 8 a process; mesh stage 2 x data 4"
-    assert preflight.share(staged)["rows"] == [0, 16]
+    assert found["device count"].message == "8, 8 a process; mesh stage 2 x data 4"
+    assert preflight.data_share(staged)["rows"] == [0, 16]
     odd = dataclasses.replace(staged, data=dataclasses.replace(staged.data, batch=12))
-    assert preflight.share(odd)["rows"] == [0, 8]
+    assert preflight.data_share(odd)["rows"] == [0, 8]
 
 
 def test_slices_that_are_missing(meet, config):
     slices = dataclasses.replace(config.mesh, dcn=dataclasses.replace(config.mesh.dcn, data=2))
     found = meet(dataclasses.replace(config, mesh=slices), lambda own: [])
-    assert "config.mesh.dcn: got data 2, expected a product of 1 slices" in found["config"].words
+    assert "config.mesh.dcn: got data 2, expected a product of 1 slices" in found["config"].message
 
 
 def test_devices_that_are_missing(meet, config):
-    assert "got 8, expected 16" in meet(None, lambda own: [], devices=16)["device count"].words
-    assert "were not joined" in meet(None, lambda own: [own])["device count"].words
+    assert "got 8, expected 16" in meet(None, lambda own: [], devices=16)["device count"].message
+    assert "were not joined" in meet(None, lambda own: [own])["device count"].message
     mesh = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, tensor=3))
-    assert "expected a product of 8" in meet(mesh, lambda own: [])["config"].words
+    assert "expected a product of 8" in meet(mesh, lambda own: [])["config"].message
 
 
 def test_a_process_that_stalls(monkeypatch):
     def stalled(name, own, seconds):
-        raise distributed.Stalled("barrier 'preflight': got 1 of 2")
+        raise distributed.BarrierTimeout("barrier 'preflight': got 1 of 2")
 
-    monkeypatch.setattr(distributed, "exchange", stalled)
-    (found,) = preflight.findings(None, None, 1.0)
+    monkeypatch.setattr(distributed, "all_gather_host_value", stalled)
+    (found,) = preflight.compare_processes(None, None, 1.0)
     assert (found.level, found.name) == ("FAIL", "processes")
 
 
 def test_a_run_refuses_to_start_with_other_code(monkeypatch, config):
-    monkeypatch.setattr(distributed, "exchange", lambda name, own, seconds: [own, own | {"code": "0.2"}])
+    monkeypatch.setattr(distributed, "all_gather_host_value", lambda name, own, seconds: [own, own | {"code": "0.2"}])
     with pytest.raises(ConfigError, match=r"code: got .* and 0.2 on 1, expected one for all processes; bring"):
-        preflight.together(config)
+        preflight.check_processes_agree(config)
 
 
 def test_the_digest_of_the_code_is_that_of_its_files():
-    assert preflight.code() == preflight.code()
-    assert len(preflight.code()) == 12
+    assert preflight.code_digest() == preflight.code_digest()
+    assert len(preflight.code_digest()) == 12

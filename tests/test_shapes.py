@@ -9,7 +9,7 @@ import shapes
 from jaxtyping import TypeCheckError
 
 from jaxformer import losses
-from jaxformer.decode import top
+from jaxformer.decode import top_k
 from jaxformer.nn import layers, masks
 from jaxformer.types import Slots
 
@@ -20,12 +20,12 @@ FILES = sorted({path for file in FILES for path in (file.rglob("*.py") if file.i
 
 def test_a_wrong_rank_is_refused():
     with pytest.raises(TypeCheckError, match="segment"):
-        masks.slots(jnp.ones(3, jnp.int32))
+        masks.slots_from_segments(jnp.ones(3, jnp.int32))
 
 
 def test_a_wrong_type_is_refused():
     with pytest.raises(TypeCheckError, match="segment"):
-        masks.slots(jnp.ones((2, 3)))
+        masks.slots_from_segments(jnp.ones((2, 3)))
     with pytest.raises(TypeCheckError, match="labels"):
         losses.cross_entropy(jnp.ones((2, 3)), jnp.ones(2), jnp.ones(2))
 
@@ -33,7 +33,7 @@ def test_a_wrong_type_is_refused():
 def test_a_letter_is_one_size_within_a_call():
     with pytest.raises(TypeCheckError, match="weights"):
         losses.cross_entropy(jnp.ones((2, 3)), jnp.ones(2, jnp.int32), jnp.ones(4))
-    top.top_k(jnp.ones((2, 3)), 1), top.top_k(jnp.ones((4, 5)), 1)  # and another in the next
+    top_k.top_k(jnp.ones((2, 3)), 1), top_k.top_k(jnp.ones((4, 5)), 1)  # and another in the next
 
 
 def test_methods_of_modules_are_checked():

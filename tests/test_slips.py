@@ -148,7 +148,7 @@ def test_batch_statistics_are_one_a_feature_and_layer_statistics_one_a_slot(kind
 
 def test_the_loss_is_against_the_next_token_not_the_input():
     ids, bos, eos, vocab = [5, 3, 6, 4], 1, 2, 8
-    features = _tokens.shifted(ids, bos, eos, length=16)
+    features = _tokens.next_token_features(ids, bos, eos, length=16)
     row = {name: value[None] for name, value in features.items()}
     slots = Slots(np.arange(5, dtype=np.int32)[None], np.ones((1, 5), np.int32))
     batch = Batch(None, Stream(row["target"], slots), row["labels"], row["weights"])

@@ -12,18 +12,11 @@ import pytest
 from flax import linen as nn
 
 from jaxformer import tasks, testing
-from jaxformer.config import (
-    EmbedConfig,
-    HeadConfig,
-    MeshConfig,
-    ModelConfig,
-    RecurrentConfig,
-    StackConfig,
-)
+from jaxformer.config import EmbedConfig, HeadConfig, MeshConfig, ModelConfig, RecurrentConfig, StackConfig
+from jaxformer.config.overrides import defaults, freeze, section
 from jaxformer.models import build
 from jaxformer.models.transformer import Transformer
 from jaxformer.nn.cache import TransformerState
-from jaxformer.overrides import defaults, freeze, section
 from jaxformer.parallel import mesh as meshes
 from jaxformer.types import Batch
 
@@ -139,5 +132,35 @@ def test_random_inputs_have_the_shapes_of_the_model():
 
 
 def test_the_example_of_the_module_runs():
-    code = testing.__doc__.split("like this:\n\n")[1].split("\n\nTolerances")[0]
-    exec(compile(textwrap.dedent(code), "example", "exec"), {})
+    lines = testing.__doc__.split("like this:\n\n")[1].split("\n")
+    code = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
+    assert "class PerToken" in code and "assert_steps_equal_forward" in code
+    exec(compile(code, "example", "exec"), {})
+
+
+class PerToken(nn.Module):
+    """A module from outside of the package: logits of each slot, from its own token, or with `leak` from all."""
+
+    leak: bool = False
+
+    @nn.compact
+    def __call__(self, batch: Batch) -> jax.Array:
+        x = nn.Embed(13, 8)(batch.target.tokens)
+        x = x + x.mean(1, keepdims=True) if self.leak else x
+        return nn.Dense(13)(x)
+
+
+def test_a_module_from_outside_is_tested_too():
+    batch = testing.random_batch(MODELS["decoder"], [5, 5, 5, 5])
+    module = PerToken()
+    variables = testing.random_variables(module, batch=batch)
+    testing.assert_causal(module, variables, batch)
+    testing.assert_padding_invariant(module, variables, batch)
+    testing.assert_batch_order_invariant(module, variables, batch)
+    testing.assert_packing_invariant(module, variables, [3, 2], 13, side="target")
+    mesh = meshes.make(MeshConfig(data=4), jax.devices()[:4])
+    testing.assert_sharded_equals_single(module, variables, batch, mesh)
+    with pytest.raises(AssertionError, match="a position depends on a later one"):
+        testing.assert_causal(PerToken(leak=True), variables, batch)
+    with pytest.raises(AssertionError):
+        testing.assert_packing_invariant(PerToken(leak=True), variables, [3, 2], 13, side="target")

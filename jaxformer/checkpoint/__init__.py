@@ -1,41 +1,35 @@
-"""Checkpoints: a training state, where its data stood, and what it measured. The only room that knows Orbax.
+"""Checkpoints: a training state, the state of its data, and its measures. The only room that uses Orbax.
 
     workdir/checkpoints/last/<step>/    the newest `keep_last`, to resume from
     workdir/checkpoints/best/<step>/    the best `keep_best` by `metric`
-    workdir/checkpoints/damaged/        what was not what had been written, set aside
-    workdir/checkpoints/saving/         what is being written, replaced or deleted; left over after a kill, and then
-                                        removed, or put back where it was the only one of its step
+    workdir/checkpoints/damaged/        checkpoints that differ from what was written, moved out of the way
+    workdir/checkpoints/saving/         checkpoints being written, replaced or deleted. After a kill, leftovers are
+                                        removed, or moved back if they are the only checkpoint of their step
 
-Each `<step>` is whole by itself: `state/` (arrays: step, params, opt_state, key, variables), `data/` (JSON: the state
-of every process's batches), `about/` (JSON: format, step, values, progress, key implementation, resolved config) and
-`manifest.json` (checksums). A step becomes visible by a rename, when all of it is on disk, so a killed process leaves
-the earlier ones as they were. Arrays and JSON only: reading a checkpoint runs no code of whoever wrote it.
+Each `<step>` is complete by itself: `state/` (arrays: step, params, opt_state, key, variables), `data/` (JSON: the
+state of every process's batches), `about/` (JSON: format, step, values, progress, key implementation, resolved config)
+and `manifest.json` (checksums). A step appears by a rename once all of it is on disk, so a killed process leaves the
+earlier ones intact. There are only arrays and JSON: reading a checkpoint runs no code from it.
 
-Format 1, of versions before there were manifests, is still read; its damage is noticed only where it is unreadable.
+Format 1 has no manifest. It can be read, but its damage is noticed only if it is unreadable.
 """
 
-from jaxformer.checkpoint.manifest import Damaged
-from jaxformer.checkpoint.reading import (
-    Used,
-    Weights,
-    about,
-    arrays,
-    directories,
-    load,
-    locate,
-    mean,
-    quality,
-    ranked,
-    read_data,
-    read_state,
-    read_weights,
-    steps,
-    verify,
+from jaxformer.checkpoint.directories import (
+    find_run,
+    list_checkpoints,
+    list_ranked,
+    list_steps,
+    ranking_score,
+    read_about,
 )
-from jaxformer.checkpoint.saving import Checkpoints, Saved
-from jaxformer.checkpoint.trees import every_process, plain
+from jaxformer.checkpoint.manifest import Damaged
+from jaxformer.checkpoint.reading import Weights, array_metadata, read_data, read_state, read_weights, verify
+from jaxformer.checkpoint.saving import Checkpoints, RestoredCheckpoint
+from jaxformer.checkpoint.trees import allgather_text, to_nested_dict
+from jaxformer.checkpoint.weights import LoadedRun, WeightsInfo, average_weights, load_run
 
 __all__ = [
-    "Checkpoints", "Damaged", "Saved", "Used", "Weights", "about", "arrays", "directories", "every_process", "load",
-    "locate", "mean", "plain", "quality", "ranked", "read_data", "read_state", "read_weights", "steps", "verify",
+    "Checkpoints", "Damaged", "LoadedRun", "RestoredCheckpoint", "Weights", "WeightsInfo", "allgather_text",
+    "array_metadata", "average_weights", "find_run", "list_checkpoints", "list_ranked", "list_steps",
+    "load_run", "ranking_score", "read_about", "read_data", "read_state", "read_weights", "to_nested_dict", "verify",
 ]  # fmt: skip

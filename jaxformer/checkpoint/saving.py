@@ -1,4 +1,4 @@
-"""Writing checkpoints so that none is ever half there, and finding the newest whole one again."""
+"""Saving checkpoints so that each appears complete or not at all, and restoring the newest intact one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import math
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,22 +15,32 @@ import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxformer.checkpoint import manifest, reading
+from jaxformer.checkpoint import directories, manifest, reading, weights
 from jaxformer.checkpoint.manifest import Damaged
-from jaxformer.checkpoint.trees import every_process, is_key, key_to_data, plain
-from jaxformer.config import CheckpointConfig, ConfigError, StorageError
+from jaxformer.checkpoint.trees import allgather_text, is_key, to_nested_dict, unwrap_key
+from jaxformer.config import CheckpointConfig
+from jaxformer.errors import ConfigError, StorageError
 from jaxformer.types import PyTree, TrainState
 
 LOG = logging.getLogger("jaxformer")
 ORBAX_LOG = logging.getLogger("absl")
-# Of an array that several devices hold whole, each may write a part, for which Orbax compiles a program a shape. With
-# parts of fewer bytes than this that costs more than it saves: 4 seconds for 48 small arrays on 8 devices.
-SHARED = 1 << 20
+
+MIN_REPLICA_PARALLEL_BYTES = 1 << 20
+"""Smallest part of a replicated array that the devices write in parallel.
+
+Orbax compiles a program for every shape that it divides, which costs more than it saves for small arrays: 4 seconds for
+48 of them on 8 devices.
+"""
 
 
-class Saved(NamedTuple):
-    """What a checkpoint gives back: the state, where this process's batches stood, and what else was said of it
-    (`step`, `values`, `progress`)."""
+class RestoredCheckpoint(NamedTuple):
+    """The content of a checkpoint, restored.
+
+    Attributes:
+      state: the training state.
+      data: state of this process's batches.
+      about: everything else: `step`, `values`, `progress`, `config`.
+    """
 
     state: TrainState
     data: dict[str, Any]
@@ -37,139 +48,148 @@ class Saved(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints that a training run writes, and resumes from. One run at a time has a workdir's.
+    """The checkpoints that a training run writes and resumes from. One run at a time uses a workdir.
 
-    A save goes to `checkpoints/saving/<step>`: arrays first, then what is said of them, then the manifest. Only then it
-    is renamed to `last/<step>`, copied to `best/<step>` if it ranks there, and what is no longer kept is deleted.
+    A save goes to `checkpoints/saving/<step>`: first the arrays, then `about` and `data`, then the manifest. It is then
+    renamed to `last/<step>` and copied to `best/<step>` if it ranks there, and old checkpoints are deleted.
     """
 
     def __init__(self, workdir: str | Path, config: CheckpointConfig) -> None:
         self.workdir, self.config = Path(workdir).absolute(), config
         self.root = self.workdir / "checkpoints"
-        self.writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=_arrays()))
+        self.writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=_array_handlers()))
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.saving = -1
-        # Orbax's threads print the errors that it then raises, with pages of frames before our line. The filter is this
-        # object's, and goes with `close`: importing this package changes nobody's logs.
+        # Orbax's threads log the errors that Orbax then raises, as pages of stack frames. The filter is removed by
+        # `close`, so importing this package changes no other program's logs.
         self.filter = lambda record: not (record.exc_info and "orbax" in record.pathname)
         ORBAX_LOG.addFilter(self.filter)
         if jax.process_index() == 0:
-            self._clean()
+            self._remove_leftovers()
 
     def save(
         self,
         state: TrainState,
-        data_state: dict,
+        data_state: dict[str, Any],
         values: dict[str, float],
         progress: dict[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
-        """Saves in the background: when this returns, `state` may be changed or donated, but is not yet on disk.
+        """Saves in the background. When this returns, `state` may be changed or donated, but is not yet on disk.
 
         Args:
-          data_state: where this process's batches stand, as JSON values.
-          values: measures of exactly this state; empty where it was not evaluated. One that ranks among the best
-            `keep_best` by `config.metric` is kept there too. A metric that is not a finite number never ranks.
-          progress: what else the run wants back, as JSON values.
-          force: replaces a checkpoint of the same step, which is otherwise left as it is.
+          data_state: state of this process's batches, as JSON values.
+          values: measures of exactly this state; empty if it was not evaluated. A checkpoint that ranks among the best
+            `keep_best` by `config.metric` is copied there. A metric that is not finite never ranks.
+          progress: whatever else the resumed run needs, as JSON values.
+          force: replace a checkpoint of the same step, which is otherwise left as it is.
 
         Returns:
-          Whether anything is being saved.
+          True if the state is being saved.
 
         Raises:
           ConfigError: `values` lacks the metric that the best are chosen by (the state is saved for resuming first).
-          StorageError: this save or the one before could not be written. The checkpoints before are as they were.
+          StorageError: this save or the one before could not be written. Earlier checkpoints are unchanged.
         """
         self.wait()
         step = int(state.step)
         values = {name: float(value) for name, value in values.items()}
-        data = [json.loads(text) for text in every_process(json.dumps(data_state))]
+        data = [json.loads(text) for text in allgather_text(json.dumps(data_state))]
         about = {"format": manifest.FORMAT, "step": step, "values": values, "progress": progress or {}}
-        about["config"] = self._config()
+        about["config"] = self._run_config()
         if is_key(state.key):
             about["key"] = str(jax.random.key_impl(state.key))
-        there = every_process(str(step in reading.steps(self.root / "last")))[0] == "True"
-        if not there or force:
-            self._begin(state, about, {"processes": data})
-        elif jax.process_index() == 0:  # the copy among the best may be missing, where the run was killed before it
-            self._storing(step, lambda: self._keep_best(step, about["values"]))
+        exists = allgather_text(str(step in directories.list_steps(self.root / "last")))[0] == "True"
+        if not exists or force:
+            self._start_save(state, step, about, {"processes": data})
+        elif jax.process_index() == 0:  # the copy among the best may be missing if the run was killed before it
+            self._with_storage_error(step, lambda: self._update_best(step, values))
         if self.config.keep_best and values and self.config.metric not in values:
             self.wait()
             raise ConfigError(
                 f"config.checkpoint.metric: got {self.config.metric!r}, expected a measure of the validation split "
                 f"({', '.join(sorted(values))}); choose one of these, or set checkpoint.keep_best to 0"
             )
-        return not there or force
+        return not exists or force
 
-    def restore(self, target: TrainState) -> Saved | None:
-        """The newest state that is whole; None where nothing was ever saved.
+    def restore(self, target: TrainState) -> RestoredCheckpoint | None:
+        """The newest intact checkpoint; None if nothing was ever saved.
 
-        Checkpoints that are not what was written are set aside in `checkpoints/damaged/`, with a warning that names
-        each. All processes use the same one: the first reads all of it to check it, each reads its own part.
+        Damaged checkpoints are moved to `checkpoints/damaged/`, each with a warning. All processes restore the same
+        checkpoint: the first reads all of it to verify it, and each reads its own shards.
 
         Args:
-          target: abstract state: shapes, dtypes and shardings, of any mesh.
+          target: abstract state with the shapes, dtypes and shardings of any mesh.
 
         Raises:
-          ConfigError: none of the checkpoints can be read, or they hold another model, or a newer version wrote them.
+          ConfigError: no checkpoint can be read, or they hold another model, or a newer version wrote them.
         """
         self.wait()
         damaged: list[tuple[Path, str]] = []
-        for directory in self._found():
-            saved, problem = self._attempt(directory, target)
-            if saved is None:
+        for directory in self._candidates():
+            restored, problem = self._try_restore(directory, target)
+            if restored is None:
                 damaged.append((directory, problem))
                 continue
-            for broken, reason in damaged:
-                LOG.warning("checkpoint %s cannot be used (%s); going back to %s", broken, reason, directory)
-            self._set_aside([broken for broken, _ in damaged])
-            if jax.process_index() == 0:  # a kill between naming a checkpoint and deleting an old one leaves both
-                self._storing(int(saved.state.step), self._forget)
-            return saved
+            for path, reason in damaged:
+                LOG.warning("checkpoint %s cannot be used (%s); going back to %s", path, reason, directory)
+            self._move_damaged([path for path, _ in damaged])
+            if jax.process_index() == 0:  # a kill between publishing a checkpoint and deleting an old one leaves both
+                self._with_storage_error(int(restored.state.step), self._delete_old)
+            return restored
         if damaged:
             newest, reason = damaged[0]
             raise ConfigError(
                 f"checkpoints: got {len(damaged)} in {self.root}, none of which can be read (newest {newest.name}: "
                 f"{reason}), expected one to resume from; put back a copy, or use another --workdir"
             )
-        if (self.root / "last").is_dir():  # made with the first checkpoint, which always has a successor
+        if (self.root / "last").is_dir():  # created with the first checkpoint, and never empty afterwards
             raise ConfigError(
                 f"checkpoints: got none in {self.root}, where there was one, expected one to resume from; put back a "
                 f"copy, or delete {self.root} to start again from nothing"
             )
         return None
 
-    def average(self, n: int, of: str = "last", layout: PyTree | None = None) -> PyTree:
-        """The mean of the parameters of the `n` newest ("last") or best checkpoints, read one at a time.
+    def average(self, count: int, of: str = "last", shardings: PyTree | None = None) -> PyTree:
+        """The mean of the parameters of the `count` newest ("last") or best checkpoints, or of all if they are fewer.
 
-        Of runs with a weight average, that is averaged. Fewer than `n` are averaged where there are no more.
+        In runs with a moving average it is the mean of that.
 
         Args:
-          layout: shardings of the parameters; None: the default device.
+          shardings: of the parameters; None: the default device.
         """
         self.wait()
-        return reading.mean(reading.ranked(self.workdir, of, self.config), n, layout).params
+        ranked = directories.list_ranked(self.workdir, of, self.config)
+        return weights.average_weights(ranked, count, shardings).params
 
     def newest(self) -> Path | None:
-        """The newest checkpoint on disk."""
-        return next(iter(reading.directories(self.root / "last")), None)
+        """The newest checkpoint on disk, or None."""
+        return next(iter(directories.list_checkpoints(self.root / "last")), None)
 
     def wait(self) -> None:
-        """Returns when all is on disk. Raises the StorageError of a save that failed."""
+        """Returns when everything is on disk.
+
+        Raises:
+          StorageError: a save failed.
+        """
         if self.thread is not None:
             self.thread.join()
             self.thread = None
         self.check()
 
     def check(self) -> None:
-        """Raises the StorageError of a save that failed since the last call. Cheap: call it every step."""
+        """Raises the StorageError of a save that failed since the last call. Cheap enough for every step."""
         error, self.error = self.error, None
         if error is not None:
-            raise self._failed(self.saving, error) from error
+            raise self._storage_error(self.saving, error) from error
 
     def close(self) -> None:
-        """Waits and stops the background threads. Raises the StorageError of a save that failed."""
+        """Waits, and stops the background threads.
+
+        Raises:
+          StorageError: a save failed.
+        """
         try:
             self.wait()
         finally:
@@ -178,151 +198,161 @@ class Checkpoints:
 
     # Saving.
 
-    def _begin(self, state: TrainState, about: dict[str, Any], data: dict[str, Any]) -> None:
-        step = about["step"]
-        place = self.root / "saving" / str(step)
+    def _start_save(self, state: TrainState, step: int, about: dict[str, Any], data: dict[str, Any]) -> None:
+        """Copies the arrays off the device, then writes everything in a background thread."""
+        staging = self.root / "saving" / str(step)
         if jax.process_index() == 0:
-            self._storing(step, lambda: (shutil.rmtree(place, ignore_errors=True), place.mkdir(parents=True)))
-        arrays = ocp.args.PyTreeSave(plain(jax.tree.map(key_to_data, state)))
-        self._storing(step, lambda: self.writer.save(place / "state", args=arrays))
+            self._with_storage_error(step, lambda: _make_empty(staging))
+        arrays = ocp.args.PyTreeSave(to_nested_dict(jax.tree.map(unwrap_key, state)))
+        self._with_storage_error(step, lambda: self.writer.save(staging / "state", args=arrays))
         self.saving = step
-        self.thread = threading.Thread(target=self._finish, args=(place, about, data), name="checkpoint")
+        arguments = (staging, step, about, data)
+        self.thread = threading.Thread(target=self._finish_save, args=arguments, name="checkpoint")
         self.thread.start()
 
-    def _finish(self, place: Path, about: dict[str, Any], data: dict[str, Any]) -> None:
-        """In the background: once every process has written its arrays, the first makes them a checkpoint."""
+    def _finish_save(self, staging: Path, step: int, about: dict[str, Any], data: dict[str, Any]) -> None:
+        """In the background: waits for the arrays of all processes; then the first process completes the checkpoint."""
         try:
             self.writer.wait_until_finished()
             if jax.process_index() == 0:
                 for name, content in (("about", about), ("data", data)):
-                    (place / name).mkdir()
-                    (place / name / "metadata").write_text(json.dumps(content), encoding="utf-8")
-                manifest.write(place)
-                self._publish(place, self.root / "last" / place.name)
-                self._keep_best(about["step"], about["values"])
-                self._forget()
+                    (staging / name).mkdir()
+                    (staging / name / "metadata").write_text(json.dumps(content), encoding="utf-8")
+                manifest.write(staging)
+                self._publish(staging, self.root / "last" / staging.name)
+                self._update_best(step, about["values"])
+                self._delete_old()
         except BaseException as error:
             self.error = error
 
-    def _publish(self, place: Path, target: Path) -> None:
-        """Gives a whole checkpoint its name. One of the same step gives way to it, and is deleted only afterwards: a
-        process killed between the two renames leaves it where readers look for it, and `_put_back`."""
+    def _publish(self, staging: Path, target: Path) -> None:
+        """Renames a complete checkpoint to its final name.
+
+        One of the same step is moved to `REPLACED` first and deleted afterwards. If the process is killed between the
+        two renames, readers look there, and `_restore_replaced` moves it back.
+        """
         target.parent.mkdir(exist_ok=True)
-        replaced = self.root / reading.REPLACED / target.parent.name / target.name
+        replaced = self.root / directories.REPLACED / target.parent.name / target.name
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             replaced.parent.mkdir(parents=True, exist_ok=True)
             target.rename(replaced)
-        place.rename(target)
-        manifest.sync(target.parent)
+        staging.rename(target)
+        manifest.sync_directory(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _keep_best(self, step: int, values: dict[str, float]) -> None:
-        """Copies `last/<step>` to the best if it ranks there, and deletes who is no longer among them.
+    def _update_best(self, step: int, values: dict[str, float]) -> None:
+        """Copies `last/<step>` to the best checkpoints if it ranks there, and deletes those beyond `keep_best`.
 
-        A copy is no link: damage to one is not damage to the other. Of equals, the earlier one stays.
+        It is a copy instead of a link, so damage to one leaves the other intact. Among equals the earlier one stays.
         """
         if not self.config.keep_best:
             return
-        best, mine = self.root / "best", reading.quality({"values": values}, self.config)
-        others = [each for each in reading.steps(best) if each != step]
-        better = sum(reading.quality(reading.about(best / str(other)), self.config) >= mine for other in others)
-        if mine > -math.inf and better < self.config.keep_best and not (best / str(step)).exists():
-            place = self.root / "saving" / f"best-{step}"
-            shutil.copytree(self.root / "last" / str(step), place)
-            manifest.write(place)  # syncs
-            self._publish(place, best / str(step))
-        self._delete(reading.ranked(self.workdir, "best", self.config)[self.config.keep_best :])
+        best, score = self.root / "best", directories.ranking_score({"values": values}, self.config)
+        others = [directories.read_about(best / str(other)) for other in directories.list_steps(best) if other != step]
+        better = sum(directories.ranking_score(other, self.config) >= score for other in others)
+        if score > -math.inf and better < self.config.keep_best and not (best / str(step)).exists():
+            staging = self.root / "saving" / f"best-{step}"
+            shutil.copytree(self.root / "last" / str(step), staging)
+            manifest.write(staging)  # and makes the copied files durable
+            self._publish(staging, best / str(step))
+        self._delete(directories.list_ranked(self.workdir, "best", self.config)[self.config.keep_best :])
 
-    def _forget(self) -> None:
-        """Deletes what newer checkpoints have taken the place of."""
-        self._delete(reading.directories(self.root / "last")[self.config.keep_last :])
+    def _delete_old(self) -> None:
+        """Deletes the checkpoints that are older than the newest `keep_last`."""
+        self._delete(directories.list_checkpoints(self.root / "last")[self.config.keep_last :])
 
-    def _delete(self, directories: list[Path]) -> None:
-        """Out of sight first: a checkpoint of which a part is deleted must not be found."""
-        for directory in directories:
-            gone = self.root / "saving" / f"deleted-{directory.parent.name}-{directory.name}"
-            shutil.rmtree(gone, ignore_errors=True)
-            gone.parent.mkdir(exist_ok=True)
-            directory.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+    def _delete(self, checkpoints: list[Path]) -> None:
+        """Moves each checkpoint out of sight before deleting it, so that no partly deleted one is ever listed."""
+        for directory in checkpoints:
+            hidden = self.root / "saving" / f"deleted-{directory.parent.name}-{directory.name}"
+            shutil.rmtree(hidden, ignore_errors=True)
+            hidden.parent.mkdir(exist_ok=True)
+            directory.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
 
-    def _storing(self, step: int, act: Any) -> None:
+    def _with_storage_error(self, step: int, act: Callable[[], object]) -> None:
+        """Calls `act`; any error becomes the StorageError of the checkpoint of `step`."""
         try:
             act()
         except Exception as error:
-            raise self._failed(step, error) from error
+            raise self._storage_error(step, error) from error
 
-    def _failed(self, step: int, error: BaseException) -> StorageError:
+    def _storage_error(self, step: int, error: BaseException) -> StorageError:
         newest = self.newest()
-        kept = f"the newest whole one is {newest}" if newest else "there is no earlier one"
+        remaining = f"the newest complete one is {newest}" if newest else "there is no earlier one"
         return StorageError(
-            f"checkpoint of step {step} in {self.root}: could not be written ({reading.reason(error)}); {kept}; "
-            "see to the disk, then run the same command"
+            f"checkpoint of step {step} in {self.root}: could not be written ({directories.root_cause(error)}); "
+            f"{remaining}; check the disk, then run the same command"
         )
 
-    def _config(self) -> Any:
+    def _run_config(self) -> Any:
         path = self.workdir / "config.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     # Restoring.
 
-    def _clean(self) -> None:
-        """Removes what a killed process left, of this version and of those before."""
-        self._put_back()
+    def _remove_leftovers(self) -> None:
+        """Removes what a killed process left behind, in this version's layout and in those before."""
+        self._restore_replaced()
         shutil.rmtree(self.root / "saving", ignore_errors=True)
         for part in ("last", "best"):
-            for left in (self.root / part).glob("*orbax-checkpoint-tmp*"):
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in (self.root / part).glob("*orbax-checkpoint-tmp*"):
+                shutil.rmtree(leftover, ignore_errors=True)
 
-    def _put_back(self) -> None:
-        """Names a checkpoint again that was giving way to another of its step when the process was killed."""
-        for replaced in (self.root / reading.REPLACED).glob("*/*"):
+    def _restore_replaced(self) -> None:
+        """Moves back a checkpoint that was being replaced by another of its step when the process was killed."""
+        for replaced in (self.root / directories.REPLACED).glob("*/*"):
             target = self.root / replaced.parent.name / replaced.name
             if not target.exists():
                 replaced.rename(target)
-                manifest.sync(target.parent)
+                manifest.sync_directory(target.parent)
 
-    def _found(self) -> list[Path]:
-        """Every checkpoint, newest first; of one step the one kept for resuming first. As the first process sees it."""
-        names = [(step, part) for part in ("last", "best") for step in reading.steps(self.root / part)]
-        names.sort(key=lambda each: (each[0], each[1] == "last"), reverse=True)
-        return [self.root / part / str(step) for step, part in json.loads(every_process(json.dumps(names))[0])]
+    def _candidates(self) -> list[Path]:
+        """All checkpoints as the first process sees them, newest first; of one step, `last` before `best`."""
+        names = [(step, part) for part in ("last", "best") for step in directories.list_steps(self.root / part)]
+        names.sort(key=lambda name: (name[0], name[1] == "last"), reverse=True)
+        return [self.root / part / str(step) for step, part in json.loads(allgather_text(json.dumps(names))[0])]
 
-    def _attempt(self, directory: Path, target: TrainState) -> tuple[Saved | None, str]:
-        """The checkpoint, or why not; the same answer on every process."""
-        saved, problem = None, ""
+    def _try_restore(self, directory: Path, target: TrainState) -> tuple[RestoredCheckpoint | None, str]:
+        """The checkpoint, or None and the problem. The answer is the same on every process."""
+        restored, problem = None, ""
         try:
             reading.verify(directory, content=jax.process_index() == 0)
         except Damaged as error:
             problem = str(error)
-        problem = next(filter(None, every_process(problem)), "")
+        problem = next(filter(None, allgather_text(problem)), "")
         if problem:
             return None, problem
         try:
-            about = reading.read_json(directory / "about")
-            saved = Saved(reading.read_state(directory, target), reading.read_data(directory), about)
+            about = directories.read_json(directory / "about")
+            restored = RestoredCheckpoint(reading.read_state(directory, target), reading.read_data(directory), about)
             if about["format"] == 1:
                 LOG.warning("checkpoint %s has no checksums: an earlier version wrote it", directory)
         except (Damaged, KeyError) as error:
             problem = str(error)
-        problem = next(filter(None, every_process(problem)), "")
-        return (None, problem) if problem else (saved, "")
+        problem = next(filter(None, allgather_text(problem)), "")
+        return (None, problem) if problem else (restored, "")
 
-    def _set_aside(self, broken: list[Path]) -> None:
-        """Moves checkpoints out of the way, so that their steps can be saved again; nothing is deleted."""
-        if broken and jax.process_index() == 0:
-            for directory in broken:
+    def _move_damaged(self, damaged: list[Path]) -> None:
+        """Moves checkpoints to `checkpoints/damaged/`, so that their steps can be saved again. Deletes nothing."""
+        if damaged and jax.process_index() == 0:
+            for directory in damaged:
                 target = self.root / "damaged" / f"{directory.parent.name}-{directory.name}"
                 target.parent.mkdir(exist_ok=True)
                 while target.exists():
                     target = target.with_name(target.name + "-again")
                 directory.rename(target)
-        if broken and jax.process_count() > 1:
-            multihost_utils.sync_global_devices("jaxformer: damaged checkpoints set aside")
+        if damaged and jax.process_count() > 1:
+            multihost_utils.sync_global_devices("jaxformer: damaged checkpoints moved")
 
 
-def _arrays() -> ocp.type_handlers.TypeHandlerRegistry:
-    """How the leaves of a state are written: all are arrays."""
-    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED)
+def _make_empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _array_handlers() -> ocp.type_handlers.TypeHandlerRegistry:
+    """Orbax's handlers for the leaves of a state, which are all arrays."""
+    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_REPLICA_PARALLEL_BYTES)
     return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))

@@ -1,10 +1,10 @@
-"""Local data parsed once: files -> tfds array_record, in a cache keyed by content.
+"""Cache of local data, parsed once: files -> tfds array_record, keyed by content.
 
-A cache entry is a folder `<cache>/sources/<name>-<key>` that a tfds builder wrote. Its key is a hash of the files'
-bytes and of everything that decides how they are read, so changed data or a changed setting is another entry and an
-entry never goes stale. It appears whole or not at all (written beside its place, then renamed), and a file lock makes
-the second of two processes that start at once wait for the first and use its work. `entry.json` lists its files with
-their checksums: an entry that is not what was written, or is of a version without the list, is named and made again.
+A cache entry is a directory `<cache>/sources/<name>-<key>` that a tfds builder wrote. Its key hashes the bytes of the
+files and every setting that decides how they are read. So changed data or settings make another entry, and entries
+never go stale. An entry is written to a temporary directory and renamed, so it is never partial. A file lock makes a
+second process wait for the first and use its entry. `entry.json` lists the files with checksums; a damaged entry, or
+one without that list, is logged and rebuilt.
 """
 
 from __future__ import annotations
@@ -18,42 +18,44 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxformer import files, places
-from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data.sources import Example
+from jaxformer.config import DataConfig
+from jaxformer.data.sources import Example, Examples
+from jaxformer.errors import ConfigError
+from jaxformer.runtime import directories, files
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
 
-Rows = Iterable[Mapping[str, Any]]
-Parse = Callable[[], tuple[Mapping[str, Any], Mapping[str, Rows]]]
-"""Reads the files: (tfds features by role, rows by split). Called only when the entry does not exist."""
+ParsedRows = Iterable[Mapping[str, Any]]
+ParseFiles = Callable[[], tuple[Mapping[str, Any], Mapping[str, ParsedRows]]]
+"""Reads the files: returns (tfds features by role, rows by split). Called only if the entry does not exist."""
 
 MANIFEST = "entry.json"
-"""Of an entry: the sizes and checksums of its files, and what its sources warned of when it was written."""
+"""File of an entry with the sizes and checksums of its files, and the warnings logged while it was written."""
 
-EARLIER = "an earlier version wrote it, without checksums"
-"""What `problem` says of an entry without a manifest."""
+NO_MANIFEST = "an earlier version wrote it, without checksums"
+"""Result of `entry_problem` for an entry without a manifest."""
 
-KEPT = 32 << 20  # bytes; a data set up to this size stays in memory once read: 20,000 examples/s become a million
+MAX_IN_MEMORY_BYTES = 32 << 20
+"""Data sets up to this size stay in memory once read: a million examples/s instead of 20,000."""
 
 logger = logging.getLogger(__name__)
 
 
-def root(config: DataConfig) -> Path:
-    """Where derived data goes: `config.cache`, $JAXFORMER_CACHE or ~/.cache/jaxformer."""
-    return places.expanded(config.cache, "data.cache") if config.cache else places.cache()
+def cache_directory(config: DataConfig) -> Path:
+    """Directory of derived data: `config.cache`, $JAXFORMER_CACHE or ~/.cache/jaxformer."""
+    return directories.expand_user(config.cache, "data.cache") if config.cache else directories.cache()
 
 
 def content_key(paths: Iterable[Path], *settings: object) -> str:
-    """A hash of the bytes of the files, in order, and of `settings`. Reads every byte: about a second a gigabyte."""
+    """Hash of the bytes of the files, in order, and of `settings`. Reads every byte: about a second per gigabyte."""
     key = hashlib.sha256(repr(settings).encode())
     for path in paths:
         with open(path, "rb") as file:
@@ -61,63 +63,63 @@ def content_key(paths: Iterable[Path], *settings: object) -> str:
     return key.hexdigest()[:16]
 
 
-def entry(config: DataConfig, name: str, key: str, parse: Parse) -> Path:
-    """The folder of the entry `name`-`key`, written from `parse()` when nobody has written it yet.
+def ensure_entry(config: DataConfig, name: str, key: str, parse: ParseFiles) -> Path:
+    """Directory of the entry `name`-`key`; written from `parse()` if it does not exist.
 
     Raises:
-      ConfigError: the data is malformed (from `parse`; nothing stays behind), or the cache cannot be written.
+      ConfigError: the data is malformed (from `parse`; nothing is left behind), or the cache cannot be written.
     """
-    place = root(config) / "sources" / f"{name}-{key}"
+    directory = cache_directory(config) / "sources" / f"{name}-{key}"
     try:
-        if problem(place) == "":
-            _warn_again(place)
-            return place
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(place.with_name(f"{place.name}.lock")):
-            reason = problem(place)  # another process may have built it while this one waited
+        if entry_problem(directory) == "":
+            _repeat_warnings(directory)
+            return directory
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive_lock(directory.with_name(f"{directory.name}.lock")):
+            reason = entry_problem(directory)  # another process may have built it in the meantime
             if reason != "":
-                for leftover in place.parent.glob(f"{place.name}.partial-*"):  # its writer was killed: we hold the lock
+                for leftover in directory.parent.glob(f"{directory.name}.partial-*"):  # of a killed process
                     shutil.rmtree(leftover, ignore_errors=True)
-                if reason == EARLIER:
-                    logger.warning("prepared data %s is made again: %s", place, EARLIER)
+                if reason == NO_MANIFEST:
+                    logger.warning("prepared data %s is made again: %s", directory, NO_MANIFEST)
                 elif reason is not None:
-                    logger.warning("prepared data %s is damaged (%s): made again", place, reason)
-                _write(place, parse)
+                    logger.warning("prepared data %s is damaged (%s): made again", directory, reason)
+                _write(directory, parse)
     except OSError as error:
-        what = f"{place}: {error.strerror or error}, expected to write prepared data there"
+        what = f"{directory}: {error.strerror or error}, expected to write prepared data there"
         raise ConfigError(f"{what}; set --config.data.cache or $JAXFORMER_CACHE to a writable folder") from error
-    _warn_again(place)
-    return place
+    _repeat_warnings(directory)
+    return directory
 
 
-def problem(place: Path) -> str | None:
-    """What is wrong with an entry: "" nothing, None there is no entry. Reads every byte, as `content_key` does."""
-    if not place.is_dir():
-        return None if not place.exists() else "it is a file"
+def entry_problem(directory: Path) -> str | None:
+    """Damage of an entry: "" if there is none, None if there is no entry. Reads every byte, as `content_key` does."""
+    if not directory.is_dir():
+        return None if not directory.exists() else "it is a file"
     try:
-        manifest = files.read_json(place / MANIFEST)
+        manifest = files.read_json(directory / MANIFEST)
         listed, _ = manifest["files"], manifest["warnings"]
-        for name, each in listed.items():
-            with open(place / name, "rb") as file:
+        for name, expected in listed.items():
+            with open(directory / name, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size != each["bytes"]:
-                    return f"{name} has {size:,} bytes, not {each['bytes']:,}"
-                if hashlib.file_digest(file, "sha256").hexdigest() != each["sha256"]:
+                if size != expected["bytes"]:
+                    return f"{name} has {size:,} bytes, not {expected['bytes']:,}"
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
                     return f"{name} differs from its checksum"
     except FileNotFoundError as error:
         name = Path(error.filename).name
-        return EARLIER if name == MANIFEST else f"no {name}"
+        return NO_MANIFEST if name == MANIFEST else f"no {name}"
     except OSError as error:
-        return f"{Path(error.filename or place).name}: {error.strerror}"
+        return f"{Path(error.filename or directory).name}: {error.strerror}"
     except (ConfigError, LookupError, TypeError, AttributeError):
         return f"{MANIFEST} is no list of files"
     return ""
 
 
 def _write_manifest(folder: Path, warnings: list[str]) -> None:
-    """Writes the sizes and checksums of a whole entry, and what its sources warned of."""
+    """Writes the sizes and checksums of all files of an entry, and the warnings logged while it was written."""
     listed = {}
-    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         listed[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
@@ -125,39 +127,41 @@ def _write_manifest(folder: Path, warnings: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`; the system drops it when the process dies."""
+def _exclusive_lock(path: Path) -> Generator[None, None, None]:
+    """Holds an exclusive lock on `path`. The operating system releases it if the process dies."""
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _write(place: Path, parse: Parse) -> None:
-    """Runs a tfds builder over the parsed rows beside `place` and renames the result to it."""
+def _write(directory: Path, parse: ParseFiles) -> None:
+    """Runs a tfds builder over the parsed rows in a temporary directory, then renames it to `directory`."""
     import tensorflow_datasets as tfds
 
-    partial = Path(tempfile.mkdtemp(prefix=f"{place.name}.partial-", dir=place.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f"{directory.name}.partial-", dir=directory.parent))
     try:
-        with _warnings() as warned:
+        with _collect_warnings() as warned:
             features, splits = parse()
             tfds.disable_progress_bar()
             builder = _builder_class()(features, splits, data_dir=str(partial), file_format="array_record")
             with contextlib.redirect_stdout(io.StringIO()):  # tfds prints banners; our stdout may be a pipe of results
                 builder.download_and_prepare()
         _write_manifest(Path(builder.data_path), warned)
-        if place.exists():  # damaged; who reads it has its files open, and they stay until they are closed
-            os.replace(place, partial / "damaged")
-        os.replace(builder.data_path, place)
+        if directory.exists():  # damaged; processes that read it keep their open files
+            os.replace(directory, partial / "damaged")
+        os.replace(builder.data_path, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     counts = ", ".join(f"{name} {split.num_examples:,}" for name, split in builder.info.splits.items())
-    logger.info("prepared %s: %s", place, counts)
+    logger.info("prepared %s: %s", directory, counts)
 
 
 @contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """The texts of what the modules of `data` warn of meanwhile, as of examples that a source leaves out. They go
-    nowhere else: `_warn_again` says them."""
+def _collect_warnings() -> Generator[list[str], None, None]:
+    """Collects the warnings that modules of `data` log inside the context, such as dropped examples.
+
+    They are not shown: `_repeat_warnings` shows them.
+    """
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())
@@ -171,25 +175,25 @@ def _warnings() -> Iterator[list[str]]:
         package.removeHandler(handler)
 
 
-def _warn_again(place: Path) -> None:
-    """Warns of what was left out when the entry was written: whoever uses it has to know, not only its writer."""
-    for text in files.read_json(place / MANIFEST)["warnings"]:
+def _repeat_warnings(directory: Path) -> None:
+    """Logs the warnings of an entry's writing again, so that every user of the entry sees them."""
+    for text in files.read_json(directory / MANIFEST)["warnings"]:
         logger.warning("%s", text)
 
 
 @functools.cache
 def _builder_class() -> type[tfds.core.GeneratorBasedBuilder]:
-    """The builder of local files. Made at first use, so that importing the library does not import tfds."""
+    """The tfds builder class of local files. Defined at first use, so that this module does not import tfds."""
     import tensorflow_datasets as tfds
 
-    with tfds.core.registered.skip_registration():  # it has no name under which tfds could find it
+    with tfds.core.registered.skip_registration():  # not to be found by name
 
         class LocalFiles(tfds.core.GeneratorBasedBuilder):
-            """Rows by split, kept in the order in which they are given."""
+            """Rows by split, in the order of the input."""
 
             VERSION = tfds.core.Version("1.0.0")
 
-            def __init__(self, features: Mapping[str, Any], splits: Mapping[str, Rows], **kwargs: Any):
+            def __init__(self, features: Mapping[str, Any], splits: Mapping[str, ParsedRows], **kwargs: Any):
                 self._features, self._splits = features, splits
                 super().__init__(**kwargs)
 
@@ -200,7 +204,7 @@ def _builder_class() -> type[tfds.core.GeneratorBasedBuilder]:
             def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
                 return {split: self._generate_examples(split, rows) for split, rows in self._splits.items()}
 
-            def _generate_examples(self, split: str, rows: Rows) -> Iterator[tuple[int, Mapping[str, Any]]]:
+            def _generate_examples(self, split: str, rows: ParsedRows) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 index = -1
                 for index, row in enumerate(rows):
                     yield index, row
@@ -211,18 +215,18 @@ def _builder_class() -> type[tfds.core.GeneratorBasedBuilder]:
 
 
 @dataclass
-class Records:
-    """One split of a prepared tfds data set, as roles: str for text, int for labels, a tuple for tags and answers,
-    a score as a float from 0 to 1.
+class PreparedSplit:
+    """One split of a prepared tfds data set, as examples by role.
 
-    Small to pickle: loader processes get the folder's name and open it themselves.
+    Texts are str, labels int, tags and answers tuples, scores floats from 0 to 1. Pickling stores only the attributes:
+    loader processes open the files themselves.
 
     Attributes:
-      directory: the data set's folder, as tfds wrote it.
+      directory: directory that tfds wrote.
       split: a tfds split expression: "train", "train[:90%]".
       columns: role -> feature; "a/b" is feature b of feature a.
-      length: examples in the split.
-      score_range: the stored scores that become 0 and 1.
+      length: number of examples.
+      score_range: stored scores that become 0 and 1.
     """
 
     directory: str
@@ -235,14 +239,14 @@ class Records:
         return self.length
 
     def __getitem__(self, index: int) -> Example:
-        if self._kept is not None:
-            return self._kept[index]
+        if self._in_memory is not None:
+            return self._in_memory[index]
         return self._roles(self._source[index])
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Example]:
-        """Several examples at once: twice as fast as one by one when they come from disk."""
-        if self._kept is not None:
-            return [self._kept[index] for index in indices]
+        """Several examples in one call: twice as fast as one by one when they come from disk."""
+        if self._in_memory is not None:
+            return [self._in_memory[index] for index in indices]
         return [self._roles(row) for row in self._source.__getitems__(list(indices))]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -259,23 +263,23 @@ class Records:
         return self._builder.as_data_source(self.split)
 
     @functools.cached_property
-    def _kept(self) -> list[Example] | None:
-        if self._builder.info.dataset_size > KEPT:
+    def _in_memory(self) -> list[Example] | None:
+        if self._builder.info.dataset_size > MAX_IN_MEMORY_BYTES:
             return None
         return [self._roles(row) for row in self._source.__getitems__(list(range(self.length)))]
 
     def _roles(self, row: Mapping[str, Any]) -> Example:
-        values = {role: _field(row, column) for role, column in self.columns.items()}
+        values = {role: _feature_at(row, column) for role, column in self.columns.items()}
         score = values.pop("score", None)
-        plain = {role: _plain(value, role != "answers") for role, value in values.items()}
-        return plain if score is None else {**plain, "score": scaled(score, self.score_range, self.directory)}
+        plain = {role: _to_python(value, role != "answers") for role, value in values.items()}
+        return plain if score is None else {**plain, "score": scale_score(score, self.score_range, self.directory)}
 
 
-def scaled(score: float, score_range: Sequence[float], where: str) -> float:
-    """A score between 0 and 1.
+def scale_score(score: float, score_range: Sequence[float], where: str) -> float:
+    """A score scaled from `score_range` to the range from 0 to 1.
 
     Raises:
-      ConfigError: it is outside of the range.
+      ConfigError: the score is outside of `score_range`.
     """
     low, high = score_range
     if not low <= score <= high:
@@ -284,39 +288,39 @@ def scaled(score: float, score_range: Sequence[float], where: str) -> float:
     return float((score - low) / (high - low))
 
 
-def _field(row: Mapping[str, Any], column: str) -> Any:
+def _feature_at(row: Mapping[str, Any], column: str) -> Any:
     for name in column.split("/"):
         row = row[name]
     return row
 
 
-def _plain(value: Any, joined: bool = True) -> str | int | tuple[str, ...] | tuple[int, ...]:
-    """`joined`: of words in a sequence the text with blanks between them."""
+def _to_python(value: Any, join: bool = True) -> Any:
+    """A str, int or tuple from a tfds value. With `join`, a sequence of words becomes a text with blanks between."""
     if isinstance(value, (list, np.ndarray)):
-        parts = [_plain(part) for part in value]
-        return " ".join(parts) if joined and parts and isinstance(parts[0], str) else tuple(parts)
+        parts = [_to_python(part) for part in value]
+        return " ".join(parts) if join and parts and isinstance(parts[0], str) else tuple(parts)
     return value.decode("utf-8") if isinstance(value, bytes) else int(value)
 
 
-def classes(features: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The names of the feature "label", or of those in the sequence "tags"; None: there is neither."""
+def class_names(features: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Class names of the feature "label", or of the sequence "tags"; None if there is neither."""
     if "tags" in features:
         return tuple(features["tags"].feature.names)
     return tuple(features["label"].names) if "label" in features else None
 
 
-def size(examples: Iterable[Example], roles: Sequence[str] = ("text",), document: str = "line") -> dict[str, int]:
-    """What a split holds, for measures per byte and per word.
+def text_size(examples: Examples, roles: Sequence[str] = ("text",), document: str = "line") -> dict[str, int]:
+    """Counts examples, line ends, bytes and words of a split, for measures per byte and per word.
 
     Args:
       examples: the split.
-      roles: the texts that count.
-      document: "line" (a text is a line whose newline was taken off: it counts as one byte and one line end) or "file"
-        (a text holds its own newlines).
+      roles: the texts to count.
+      document: "line" (each text is a line without its newline, which is counted as one byte and one line end) or
+        "file" (texts contain their newlines).
 
     Returns:
-      examples; lines: line ends; bytes: of UTF-8, line ends included; words: runs without white space. The WikiText
-      convention of one end token a line counts words + lines.
+      "examples"; "lines": line ends; "bytes": of UTF-8 with line ends; "words": runs without white space. WikiText's
+      convention, one end token per line, counts words + lines.
     """
     total = {"examples": 0, "lines": 0, "bytes": 0, "words": 0}
     for index in range(len(examples)):

@@ -1,55 +1,90 @@
-"""Examples of a split, encoded: tokens in place of text."""
+"""Encodes the examples of a split: text in, features out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from jaxformer.config import Config
-from jaxformer.data import concat
 from jaxformer.data.packing import Features
-from jaxformer.data.sources import Examples
+from jaxformer.data.sources import Examples, examples_at
 from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.errors import ConfigError
 
-if TYPE_CHECKING:
-    from jaxformer.tasks import Task
+CHUNK_EXAMPLES = 1024
+"""Examples encoded at a time by `Encoder.iterate`."""
+
+
+class EncodingTask(Protocol):
+    """The part of a task that the data pipeline reads; `jaxformer.tasks.Task` explains the attributes."""
+
+    @property
+    def roles(self) -> tuple[str, ...]: ...
+
+    @property
+    def encode(self) -> Callable[..., Features]: ...
+
+    @property
+    def encode_windows(self) -> Callable[..., list[Features]] | None: ...
 
 
 class Encoder:
-    """Examples of a split, encoded by the task. In evaluation a text that is too long becomes several pieces, if the
-    task has `windows`.
+    """Encodes the examples of a split with the task's `encode`.
 
-    The generator that the task draws from depends on the seed, the epoch and the example's index only: the same on any
-    host, in any batch, after any interruption.
+    The random generator given to the task depends only on the seed, the epoch and the index of the example. So an
+    example is encoded alike on any host, in any batch and after any interruption.
+
+    Args:
+      config: the config of the run.
+      tokenizers: the tokenizers of the two sides.
+      task: the task.
+      examples: the split.
+      count: number of examples to use, from the first on.
+      windows: True to encode an example that is too long as several, with the task's `encode_windows` (evaluation).
+
+    Raises:
+      ConfigError: `windows`, and the task has no `encode_windows`.
     """
 
     def __init__(
-        self, config: Config, tokenizers: Tokenizers, task: Task, examples: Examples, count: int, windows: bool = False
+        self,
+        config: Config,
+        tokenizers: Tokenizers,
+        task: EncodingTask,
+        examples: Examples,
+        count: int,
+        windows: bool = False,
     ):
-        self._config, self._tokenizers = config, tokenizers
-        self._encode = task.windows if windows else lambda *given: [task.encode(*given)]
+        if windows and task.encode_windows is None:
+            raise ConfigError(f"task: got {config.task.name!r}, expected a task that reads long texts in windows")
+        self._config, self._tokenizers, self._task = config, tokenizers, task
+        self._encode_windows = task.encode_windows if windows else None
         self._examples, self._count = examples, count
 
     def __len__(self) -> int:
         return self._count
 
     def __call__(self, indices: Sequence[int], epoch: int) -> list[Features]:
-        # One counter-based generator that is set to each example's key: making a new one costs ten times as much.
+        """The encoded examples at `indices` in `epoch`."""
+        # One counter-based generator whose key is set for each example: a new generator costs ten times as much.
         bits = np.random.Philox(0)
         start = bits.state
         counter = np.zeros(4, np.uint64)
         rng = np.random.Generator(bits)
         high = np.uint64((self._config.train.seed % 2**32) << 32 | epoch % 2**32)
-        encoded = []
-        for index, example in zip(indices, concat.examples_at(self._examples, indices), strict=True):
+        encoded: list[Features] = []
+        for index, example in zip(indices, examples_at(self._examples, indices), strict=True):
             start["state"] = {"counter": counter, "key": np.array([high, index], np.uint64)}
             bits.state = start
-            encoded += self._encode(self._config, self._tokenizers, example, rng)
+            if self._encode_windows is not None:
+                encoded += self._encode_windows(self._config, self._tokenizers, example, rng)
+            else:
+                encoded.append(self._task.encode(self._config, self._tokenizers, example, rng))
         return encoded
 
-    def each(self, indices: Sequence[int]) -> Iterator[Features]:
-        """The same of epoch 0, a few at a time, so that not all are held at once."""
-        for begin in range(0, len(indices), concat.CHUNK):
-            yield from self(indices[begin : begin + concat.CHUNK], 0)
+    def iterate(self, indices: Sequence[int]) -> Iterator[Features]:
+        """The encoded examples at `indices` in epoch 0, encoded in chunks to bound the memory."""
+        for begin in range(0, len(indices), CHUNK_EXAMPLES):
+            yield from self(indices[begin : begin + CHUNK_EXAMPLES], 0)

@@ -1,18 +1,19 @@
-"""Text of which the best possible loss is known: a random Markov chain (Shannon 1948, section 7)."""
+"""Random Markov chains: token sequences whose best possible loss is known (Shannon 1948, section 7)."""
 
 from __future__ import annotations
 
 import numpy as np
 
-SHARPNESS = 1.5  # of the transitions: standard deviation of their logits
+SHARPNESS = 1.5
+"""Standard deviation of the logits of the transitions."""
 
 
 class Chain:
-    """A stationary chain, drawn from a seed.
+    """A stationary Markov chain with random transitions.
 
     Attributes:
-      transitions: `[V, V]`, from each token to each; rows sum to 1.
-      stationary: `[V]`, how often each token occurs.
+      transitions: `[V, V]`, probability of each token (column) after each token (row).
+      stationary: `[V]`, frequency of each token.
     """
 
     def __init__(self, tokens: int, seed: int) -> None:
@@ -23,19 +24,19 @@ class Chain:
 
     @property
     def entropy_rate(self) -> float:
-        """Nats a token, given those before it: no model's loss on the next token is below."""
+        """Entropy of a token given its predecessors, in nats: the lower bound of a model's loss."""
         return float(-np.sum(self.stationary[:, None] * self.transitions * np.log(self.transitions)))
 
     @property
     def entropy(self) -> float:
-        """Nats a token of a guess from the tokens' frequencies alone."""
+        """Entropy of a token by its frequency alone, in nats: the loss of a unigram model."""
         return float(-np.sum(self.stationary * np.log(self.stationary)))
 
     def draw(self, rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
-        """Texts, int32 `[rows, length]`."""
+        """Random token sequences, int32 `[rows, length]`."""
         uniform = rng.random((length, rows))
         tokens = [np.searchsorted(np.cumsum(self.stationary)[:-1], uniform[0])]
         edges = np.cumsum(self.transitions, axis=1)[:, :-1]
-        for each in uniform[1:]:
-            tokens.append((edges[tokens[-1]] < each[:, None]).sum(axis=1))
+        for row in uniform[1:]:
+            tokens.append((edges[tokens[-1]] < row[:, None]).sum(axis=1))
         return np.stack(tokens, axis=1).astype(np.int32)

@@ -1,7 +1,7 @@
-"""From text to token ids and back: byte, character, word, BPE and unigram vocabularies, and loaded ones.
+"""Tokenizers: text to token ids and back, with byte, character, word, BPE, unigram and loaded vocabularies.
 
-A `Tokenizer` is a `Vocabulary` (see `vocabularies.py`) with the roles of its special tokens and the padded size the
-model's table has.
+A `Tokenizer` is a `Vocabulary` (`vocabularies.py`) with the roles of its special tokens, and with the padded size of
+the model's embedding table.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import os
-import stat
 import string
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,10 +19,13 @@ from typing import Any, NamedTuple, Self
 
 import tokenizers as hf
 
-from jaxformer import files
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config import DataConfig
 from jaxformer.data import vocabularies
-from jaxformer.data.vocabularies import Fast, Sentences, Vocabulary
+from jaxformer.data.sources import Example, Examples
+from jaxformer.data.tokenizer_files import read_file, unreadable, write
+from jaxformer.data.vocabularies import LibraryVocabulary, SentencePieceVocabulary, Vocabulary
+from jaxformer.errors import ConfigError
+from jaxformer.runtime import files
 
 ROLES = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
@@ -34,47 +36,54 @@ ROLES = {
     "cls": ("<cls>", "[CLS]", "<s>"),
     "sep": ("<sep>", "[SEP]", "</s>"),
 }
-"""What each special token is called, most specific name first. RoBERTa has no [CLS] of its own: its <s> serves."""
+"""Names of each special token, the most specific first. RoBERTa has no [CLS] and uses <s> instead."""
 
-MAX_BYTES = 64 << 20
-"""Of a tokenizer's file. The largest published ones, of 2**18 tokens, have 35 MB."""
-
-SAMPLE = 2**18
-"""At most so many examples, evenly spaced over the split, are read to learn a vocabulary."""
+MAX_SAMPLED_EXAMPLES = 2**18
+"""Examples that a vocabulary is learned from, evenly spaced over the split."""
 
 
-class Pairing(NamedTuple):
-    """Special tokens before, between and after two texts, and token types of these and of the texts, in their order."""
+class PairTemplate(NamedTuple):
+    """Special tokens around a pair of texts: `prefix text separator text suffix`.
 
-    before: list[int]
-    between: list[int]
-    after: list[int]
-    kinds: tuple[list[int], int, list[int], int, list[int]]
+    Attributes:
+      prefix, separator, suffix: token ids.
+      token_types: token types of the prefix, the first text, the separator, the second text and the suffix.
+    """
+
+    prefix: list[int]
+    separator: list[int]
+    suffix: list[int]
+    token_types: tuple[list[int], int, list[int], int, list[int]]
 
 
 class Tokenizer:
     """A vocabulary with special tokens.
 
     Attributes:
-      size: real rows. `vocab`: rows of the model's table, `size` rounded up to a multiple.
-      pad, bos, eos, unk, mask, cls, sep: ids of the special tokens, None where a loaded vocabulary has none. Those
-        trained here have all of them, as ids 0 to 6.
+      size: number of tokens.
+      vocab: rows of the model's embedding table: `size` rounded up to a multiple.
+      pad, bos, eos, unk, mask, cls, sep: ids of the special tokens; None if a loaded vocabulary has none. Vocabularies
+        learned here have all of them, as ids 0 to 6.
+
+    Args:
+      vocabulary: the vocabulary.
+      multiple: `vocab` is a multiple of this.
+      special_ids: ids by role ("pad", "bos", ...) for special tokens with unusual names.
     """
 
-    def __init__(self, vocabulary: Vocabulary, multiple: int = 1, chosen: Mapping[str, int] | None = None):
-        """`chosen` names ids for roles ("pad", "bos", ...) whose tokens have other names than the usual."""
+    def __init__(self, vocabulary: Vocabulary, multiple: int = 1, special_ids: Mapping[str, int] | None = None):
         self.vocabulary = vocabulary
         self.multiple = multiple
-        self.chosen = dict(chosen or {})
+        self.special_ids = dict(special_ids or {})
         self.size = len(vocabulary.pieces)
-        if multiple < 1 or any(not 0 <= index < self.size for index in self.chosen.values()):
-            what = f"got multiple {multiple} and chosen ids {self.chosen}"
+        if multiple < 1 or any(not 0 <= index < self.size for index in self.special_ids.values()):
+            what = f"got multiple {multiple} and special ids {self.special_ids}"
             raise ValueError(f"{what}, expected a multiple of at least 1 and ids below {self.size}")
         self.vocab = -(-self.size // multiple) * multiple
         known = {piece: index for index, piece in reversed(list(enumerate(vocabulary.pieces)))}
         roles = {role: next((n for n in names if n in known), None) for role, names in ROLES.items()}
         self.pad, self.bos, self.eos, self.unk, self.mask, self.cls, self.sep = (known.get(n) for n in roles.values())
-        for role, index in self.chosen.items():
+        for role, index in self.special_ids.items():
             setattr(self, role, index)
             roles[role] = vocabulary.pieces[index]
         self.names = {role: name for role, name in roles.items() if name is not None}  # role -> piece
@@ -82,50 +91,50 @@ class Tokenizer:
         self._hidden = set(self._specials.values()) - {self.unk}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without special tokens around it. Special tokens' names inside it are ordinary text."""
+        """Ids of `text`, without special tokens around it. Names of special tokens inside it are ordinary text."""
         return self.vocabulary.encode(text)
 
     def parse(self, text: str) -> list[int]:
-        """As `encode`, but a special token's name in the text ("the <mask> sat") is that token."""
+        """Ids of `text`, in which the name of a special token ("the <mask> sat") becomes that token."""
         return self.vocabulary.parse(text, self._specials)
 
-    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of `encode`, and of each the characters of `text` that it stands for: (first, one past the last).
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of `encode`, and the span of characters in `text` of each: (first, one past the last).
 
-        White space at their ends is left out; what is nothing else is an empty span.
+        Spans have no white space at their ends; a token of white space only has an empty span.
         """
-        ids, spans = self.vocabulary.located(text)
-        return ids, vocabularies.trimmed(text, spans)
+        ids, spans = self.vocabulary.encode_with_spans(text)
+        return ids, vocabularies.trim_spans(text, spans)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`. Special tokens and the rows that only pad the vocabulary are skipped; <unk> is shown."""
+        """The text of `ids`. Special tokens and padding rows of the vocabulary are skipped; <unk> is kept."""
         return self.vocabulary.decode([i for i in map(int, ids) if i < self.size and i not in self._hidden])
 
     @functools.cached_property
-    def pairing(self) -> Pairing:
-        """How two texts are framed for one model: as a tokenizer.json says, else `<cls> text <sep> text <sep>`."""
-        if not self.says_pairing:
-            before, after = ([] if token is None else [token] for token in (self.cls, self.sep))
-            return Pairing(before, after, after, ([0] * len(before), 0, [0] * len(after), 1, [1] * len(after)))
-        found = self.vocabulary.whole("a", "a")
-        parts = found.sequence_ids
-        first, second = ([i for i, part in enumerate(parts) if part == text] for text in (0, 1))
-        cuts = (slice(0, first[0]), slice(first[-1] + 1, second[0]), slice(second[-1] + 1, None))
-        before, between, after = (found.type_ids[cut] for cut in cuts)
-        kinds = (before, found.type_ids[first[0]], between, found.type_ids[second[0]], after)
-        return Pairing(*(found.ids[cut] for cut in cuts), kinds)
+    def pair_template(self) -> PairTemplate:
+        """Special tokens around a pair of texts: those of a tokenizer.json, else `<cls> text <sep> text <sep>`."""
+        if not self.has_pair_template or not isinstance(self.vocabulary, LibraryVocabulary):
+            prefix, suffix = ([] if token is None else [token] for token in (self.cls, self.sep))
+            types = ([0] * len(prefix), 0, [0] * len(suffix), 1, [1] * len(suffix))
+            return PairTemplate(prefix, suffix, suffix, types)
+        encoding = self.vocabulary.encode_framed("a", "a")
+        first, second = ([i for i, part in enumerate(encoding.sequence_ids) if part == text] for text in (0, 1))
+        special = (slice(0, first[0]), slice(first[-1] + 1, second[0]), slice(second[-1] + 1, None))
+        prefix, separator, suffix = (encoding.type_ids[part] for part in special)
+        types = (prefix, encoding.type_ids[first[0]], separator, encoding.type_ids[second[0]], suffix)
+        return PairTemplate(*(encoding.ids[part] for part in special), types)
 
     @property
-    def says_pairing(self) -> bool:
-        """Whether the vocabulary itself frames pairs, as a tokenizer.json may."""
-        fast = isinstance(self.vocabulary, Fast)
-        return fast and self.vocabulary.model.num_special_tokens_to_add(True) > 0
+    def has_pair_template(self) -> bool:
+        """True if the vocabulary itself adds special tokens to pairs, as a tokenizer.json may."""
+        is_library = isinstance(self.vocabulary, LibraryVocabulary)
+        return is_library and self.vocabulary.model.num_special_tokens_to_add(True) > 0
 
     def word_starts(self, ids: Sequence[int]) -> list[bool]:
-        """Whether each piece begins a word, for whole-word masking.
+        """True for each token that begins a word, for whole-word masking.
 
-        Where words are joined pieces, a piece begins one when it begins with white space (also in its disguises "Ġ"
-        and "▁") or with punctuation; WordPiece marks the opposite with "##".
+        A piece begins a word if it starts with white space (also written "Ġ" or "▁") or punctuation. In WordPiece, a
+        piece begins a word unless it starts with "##".
         """
         starts = self._starts
         return [position == 0 or starts[i] for position, i in enumerate(ids)]
@@ -135,27 +144,29 @@ class Tokenizer:
         pieces = self.vocabulary.pieces
         if self.vocabulary.kind == "word":
             return [True] * len(pieces)
-        if isinstance(self.vocabulary, Fast) and isinstance(self.vocabulary.model.model, hf.models.WordPiece):
+        if isinstance(self.vocabulary, LibraryVocabulary) and isinstance(
+            self.vocabulary.model.model, hf.models.WordPiece
+        ):
             return [not piece.startswith("##") for piece in pieces]
         begin = tuple("Ġ▁Ċĉč" + string.whitespace + string.punctuation)
         return [piece.startswith(begin) for piece in pieces]
 
-    def remembering(self, budget: int) -> Tokenizer:
-        """The same tokenizer, keeping the ids of texts it has seen in up to `budget` bytes of memory."""
-        return Remembering(self.vocabulary, self.multiple, budget, self.chosen)
+    def cached(self, budget: int) -> Tokenizer:
+        """The same tokenizer with a cache of the ids of seen texts, of up to `budget` bytes."""
+        return CachingTokenizer(self.vocabulary, self.multiple, budget, self.special_ids)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes when the mapping from text to ids does."""
+        """Hash of the mapping from text to ids."""
         return hashlib.sha256(self._text().encode()).hexdigest()[:16]
 
     def _json(self) -> dict[str, Any]:
-        chosen = {"chosen": self.chosen} if self.chosen else {}
+        chosen = {"chosen": self.special_ids} if self.special_ids else {}
         return {
             "kind": self.vocabulary.kind,
             "multiple": self.multiple,
             **chosen,
-            "vocabulary": self.vocabulary.payload(),
+            "vocabulary": self.vocabulary.to_json(),
         }
 
     def _text(self) -> str:
@@ -164,20 +175,22 @@ class Tokenizer:
     @classmethod
     def _of(cls, content: Any, multiple: int) -> Tokenizer:
         if "added_tokens" in content:
-            return cls(Fast.of("file", content), multiple)
+            return cls(LibraryVocabulary.from_json("file", content), multiple)
         kind = content["kind"]
-        return cls(vocabularies.KINDS[kind].of(kind, content["vocabulary"]), content["multiple"], content.get("chosen"))
+        return cls(
+            vocabularies.KINDS[kind].from_json(kind, content["vocabulary"]), content["multiple"], content.get("chosen")
+        )
 
-    def choosing(self, **ids: int | None) -> Tokenizer:
-        """The same tokenizer with other tokens in some roles: `choosing(bos=0)`.
+    def with_special_tokens(self, **ids: int | None) -> Tokenizer:
+        """The same tokenizer with other special tokens: `with_special_tokens(bos=0)`.
 
-        None leaves a role as it is, and so does an id that is no token's: published configs say -1 for none.
+        None leaves a role unchanged. So does an id that is no token: published configs have -1 for none.
         """
-        chosen = {role: index for role, index in ids.items() if index is not None and 0 <= index < self.size}
-        return Tokenizer(self.vocabulary, self.multiple, {**self.chosen, **chosen})
+        special_ids = {role: index for role, index in ids.items() if index is not None and 0 <= index < self.size}
+        return Tokenizer(self.vocabulary, self.multiple, {**self.special_ids, **special_ids})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one JSON file. The same tokenizer always gives the same bytes."""
+        """Writes one JSON file; equal tokenizers write equal bytes."""
         write(Path(path), self._text())
 
     @classmethod
@@ -186,38 +199,38 @@ class Tokenizer:
 
         Args:
           path: the file.
-          multiple: what the vocabulary is padded to, unless the file says it.
+          multiple: `vocab` is a multiple of this, unless the file has its own.
 
         Raises:
-          ConfigError: the file is missing or is none of these.
+          ConfigError: the file is missing, or has none of these formats.
         """
         path = Path(path)
         content = read_file(path)
         try:
             if path.suffix == ".model":
-                return cls(Sentences(content), multiple)
-            return cls._of(files.parse(content.decode("utf-8")), multiple)
+                return cls(SentencePieceVocabulary(content), multiple)
+            return cls._of(files.parse_json(content.decode("utf-8")), multiple)
         except BaseException as error:  # the two libraries raise bare Exception and RuntimeError, and Rust panics
-            if not vocabularies.failed(error):
+            if not vocabularies.is_library_error(error):
                 raise
             raise unreadable(path, error) from error
 
     @property
     def is_exportable(self) -> bool:
-        """Whether the `tokenizers` library can express it, so that it gives the same ids.
+        """True if the `tokenizers` library can express the tokenizer, so that it gives the same ids.
 
-        Two things are its own: it takes names of special tokens in a text for these tokens, unless its
-        `encode_special_tokens` is set (of whole words even then), and special tokens are put around a text by hand.
+        It differs in two points. It reads names of special tokens in a text as these tokens, unless its
+        `encode_special_tokens` is set (complete words even then). And it adds no special tokens around a text.
         """
-        return self.vocabulary.is_in_library
+        return self.vocabulary.is_expressible
 
     def export(self, path: str | os.PathLike[str], closing: bool = False, framing: bool = False) -> None:
         """Writes a `tokenizer.json` that the `tokenizers` library loads.
 
         Args:
-          closing: it ends each text with <eos>.
-          framing: it puts <cls> and <sep> around texts and pairs, as the tasks of an encoder do here, unless the
-            vocabulary has a frame of its own.
+          closing: True to end each text with <eos>.
+          framing: True to add <cls> and <sep> to texts and pairs, as encoder tasks do, unless the vocabulary has its
+            own template.
 
         Raises:
           ValueError: that library cannot express the tokenizer.
@@ -225,13 +238,13 @@ class Tokenizer:
         if not self.is_exportable:
             kind = self.vocabulary.kind
             raise ValueError(f"tokenizer: got kind {kind!r}, which the tokenizers library cannot express; use save")
-        model = hf.Tokenizer.from_str(self.vocabulary.library().to_str())
+        model = hf.Tokenizer.from_str(self.vocabulary.to_library().to_str())
         if closing and self.eos is not None:
             end = self.vocabulary.pieces[self.eos]
             model.post_processor = hf.processors.TemplateProcessing(
                 single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, self.eos)]
             )
-        if framing and not self.says_pairing and self.cls is not None and self.sep is not None:
+        if framing and not self.has_pair_template and self.cls is not None and self.sep is not None:
             first, last = (self.vocabulary.pieces[token] for token in (self.cls, self.sep))
             model.post_processor = hf.processors.TemplateProcessing(
                 single=f"{first} $A {last}",
@@ -241,73 +254,75 @@ class Tokenizer:
         write(Path(path), model.to_str(pretty=True))
 
 
-class Remembering(Tokenizer):
-    """A tokenizer that does not split the same text twice: training sees every text once an epoch."""
+class CachingTokenizer(Tokenizer):
+    """A tokenizer with a cache of texts and their ids: training encodes every text once per epoch."""
 
-    def __init__(self, vocabulary: Vocabulary, multiple: int, budget: int, chosen: Mapping[str, int] | None = None):
-        super().__init__(vocabulary, multiple, chosen)
+    def __init__(
+        self, vocabulary: Vocabulary, multiple: int, budget: int, special_ids: Mapping[str, int] | None = None
+    ):
+        super().__init__(vocabulary, multiple, special_ids)
         self._budget = budget
         self._seen: dict[str, array[int]] = {}
-        self._placed: dict[str, array[int]] = {}
+        self._spans: dict[str, array[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         known = self._seen.get(text)
         if known is not None:
             return known.tolist()
         ids = super().encode(text)
-        # Once full it stays as it is: with epochs in random order, what is kept is as good as what would replace it.
+        # No eviction when full: epochs are in random order, so any other text would be as good.
         if self._budget > 0:
             self._seen[text] = array("i", ids)
-            self._budget -= 4 * len(ids) + len(text) + 200  # about 200 bytes go to the two objects and the table
+            self._budget -= 4 * len(ids) + len(text) + 200  # about 200 bytes for the two objects and the table
         return ids
 
-    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        known = self._placed.get(text)
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        known = self._spans.get(text)
         if known is not None:
             return known[::3].tolist(), list(zip(known[1::3].tolist(), known[2::3].tolist(), strict=True))
-        ids, spans = super().located(text)
+        ids, spans = super().encode_with_spans(text)
         if self._budget > 0:
-            self._placed[text] = array("i", [n for i, span in zip(ids, spans, strict=True) for n in (i, *span)])
+            self._spans[text] = array("i", [n for i, span in zip(ids, spans, strict=True) for n in (i, *span)])
             self._budget -= 12 * len(ids) + len(text) + 200
         return ids, spans
 
 
 @dataclass(frozen=True)
 class Tokenizers:
-    """The tokenizers of the two sides; one object when the vocabulary is joint or there is one side only."""
+    """The tokenizers of source and target; one object if the vocabulary is joint or there is one side only."""
 
     source: Tokenizer
     target: Tokenizer
 
     FILE = "jaxformer_tokenizer.json"
-    """Everything that is needed to read and write text as the run does."""
+    """File with the complete tokenizers of a run."""
     LIBRARY = "tokenizer.json"
-    """The same for programs that use the `tokenizers` library, where that can express it. Runs of earlier versions have
-    what is now in `FILE` under this name."""
+    """File for programs that use the `tokenizers` library, if it can express the tokenizer. In runs of earlier versions
+    it has the content of `FILE`."""
 
     @property
     def joint(self) -> bool:
         return self.target is self.source
 
     @classmethod
-    def build(cls, config: DataConfig, examples: Any, roles: Sequence[str]) -> Self:
+    def build(cls, config: DataConfig, examples: Examples, roles: Sequence[str]) -> Self:
         """Loads or learns what `config.tokenizer` describes.
 
         Args:
           config: the data section.
           examples: the training split.
-          roles: what the task reads of an example ("source", "target", "text", "pair", "question", "context").
+          roles: roles that the task reads ("source", "target", "text", "pair", "question", "context").
 
         Raises:
-          ConfigError: unknown kind, a vocabulary too small for its kind, a missing file.
+          ConfigError: the kind is unknown, the vocabulary is too small for it, or a file is missing.
         """
         settings = config.tokenizer
         sides = ("source", "target") if not settings.joint and "target" in roles else ("joint",)
         if settings.kind == "file":
             paths = settings.path.split(",") if len(sides) == 2 else [settings.path]
             if len(paths) != len(sides) or not all(paths):
-                wanted = "two files, source,target" if len(sides) == 2 else "a tokenizer.json or a .model file"
-                raise ConfigError(f"data.tokenizer.path: got {settings.path!r}, expected {wanted}; set it")
+                expected = "two files, source,target" if len(sides) == 2 else "a tokenizer.json or a .model file"
+                raise ConfigError(f"data.tokenizer.path: got {settings.path!r}, expected {expected}; set it")
             built = [Tokenizer.load(path, settings.multiple) for path in paths]
         else:
             texts = _texts(config, examples, roles)
@@ -316,17 +331,17 @@ class Tokenizers:
             built = [Tokenizer(vocabularies.learn(settings, texts[side]), settings.multiple) for side in sides]
         return cls(built[0], built[-1])
 
-    def remembering(self, budget: int) -> Tokenizers:
-        """Both with a memory of the texts they have seen, of `budget` bytes together."""
+    def cached(self, budget: int) -> Tokenizers:
+        """Both tokenizers with caches of seen texts, of `budget` bytes together."""
         if self.joint:
-            one = self.source.remembering(budget)
+            one = self.source.cached(budget)
             return Tokenizers(one, one)
-        return Tokenizers(self.source.remembering(budget // 2), self.target.remembering(budget // 2))
+        return Tokenizers(self.source.cached(budget // 2), self.target.cached(budget // 2))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes `jaxformer_tokenizer.json`: the tokenizer, or {"source": ..., "target": ...} where they differ.
+        """Writes `jaxformer_tokenizer.json`: the tokenizer, or {"source": ..., "target": ...} if they differ.
 
-        Beside it goes `tokenizer.json` in the format of the `tokenizers` library, if there is one tokenizer and that
+        Also writes `tokenizer.json` in the format of the `tokenizers` library, if there is one tokenizer and that
         library can express it.
         """
         path = Path(directory) / self.FILE
@@ -343,13 +358,13 @@ class Tokenizers:
         """Reads what `save` wrote.
 
         Raises:
-          ConfigError: there is no such file, or it is damaged.
+          ConfigError: the file is missing or damaged.
         """
         path = Path(directory) / cls.FILE
         if not path.exists() and (Path(directory) / cls.LIBRARY).exists():
             path = Path(directory) / cls.LIBRARY
         try:
-            content = files.parse(read_file(path).decode("utf-8"))
+            content = files.parse_json(read_file(path).decode("utf-8"))
             if "source" not in content:
                 one = Tokenizer._of(content, multiple)
                 return cls(one, one)
@@ -357,13 +372,13 @@ class Tokenizers:
         except ConfigError:
             raise
         except BaseException as error:
-            if not vocabularies.failed(error):
+            if not vocabularies.is_library_error(error):
                 raise
             raise unreadable(path, error) from error
 
 
-def _texts(config: DataConfig, examples: Any, roles: Sequence[str]) -> dict[str, list[str]]:
-    """The texts of a sample of `examples`, by side."""
+def _texts(config: DataConfig, examples: Examples, roles: Sequence[str]) -> dict[str, list[str]]:
+    """Texts to learn a vocabulary from, by side: those of a sample of `examples`."""
     texts: dict[str, list[str]] = {"source": [], "target": []}
     if config.tokenizer.kind == "byte":
         return texts
@@ -374,38 +389,7 @@ def _texts(config: DataConfig, examples: Any, roles: Sequence[str]) -> dict[str,
     return texts
 
 
-def _sample(examples: Any, limit: int | None) -> Iterator[Any]:
+def _sample(examples: Examples, limit: int | None) -> Iterator[Example]:
+    """At most `MAX_SAMPLED_EXAMPLES` of the first `limit` examples, evenly spaced."""
     count = len(examples) if limit is None else min(limit, len(examples))
-    return (examples[index] for index in range(0, count, max(-(-count // SAMPLE), 1)))
-
-
-def read_file(path: Path) -> bytes:
-    """The bytes of a vocabulary's file.
-
-    Raises:
-      ConfigError: it cannot be read, is no regular file (a device has no end), or is larger than any vocabulary.
-    """
-    try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # a device never ends, and a pipe waits for a writer
-            raise ConfigError(f"tokenizer: got {path}, which is no file, expected a tokenizer.json or a .model file")
-        if found.st_size > MAX_BYTES:
-            size = f"{found.st_size / 2**20:,.0f} MiB"
-            raise ConfigError(
-                f"tokenizer: got {path} of {size}, expected at most {MAX_BYTES >> 20}; is it another file?"
-            )
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"tokenizer: got {path}, expected a readable file ({error.strerror}); check it") from error
-
-
-def unreadable(path: Path, error: BaseException) -> ConfigError:
-    """The error of a vocabulary's file that its library does not understand."""
-    reason = " ".join(str(error).split())[:120]
-    return ConfigError(f"tokenizer: got {path}, expected a tokenizer.json or a .model file ({reason}); check it")
-
-
-def write(path: Path, text: str) -> None:
-    """Writes `text` atomically: a reader sees the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, text)
+    return (examples[index] for index in range(0, count, max(-(-count // MAX_SAMPLED_EXAMPLES), 1)))

@@ -1,4 +1,4 @@
-"""Three kinds of vocabulary: a look-up table, a model of the `tokenizers` library, a SentencePiece model."""
+"""Vocabularies: look-up tables, models of the `tokenizers` library, and SentencePiece models."""
 
 from __future__ import annotations
 
@@ -9,81 +9,102 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 import sentencepiece
 import tokenizers as hf
 
-from jaxformer.config import ConfigError, TokenizerConfig
-from jaxformer.data import learning
-from jaxformer.data.learning import SPECIALS
+from jaxformer.config import TokenizerConfig
+from jaxformer.data import vocabulary_learning
+from jaxformer.data.vocabulary_learning import SPECIALS
+from jaxformer.errors import ConfigError
 
 MAX_IDS = 2**24
-"""Token ids are below it. A table has a row for every id, used or not; the largest published ones have 2**18."""
+"""Upper bound of token ids. An embedding table has a row for every id; the largest published ones have 2**18."""
 
 
-LONG_RUNS = ("a" * 64 + "!", " " * 64 + "x", "0" * 64 + "x", "ab" * 32 + "-")
-"""Texts on which a pattern that backtracks without end does so."""
+BACKTRACKING_PROBES = ("a" * 64 + "!", " " * 64 + "x", "0" * 64 + "x", "ab" * 32 + "-")
+"""Texts on which a pattern with catastrophic backtracking shows it."""
 
 
-def failed(error: BaseException) -> bool:
-    """True for what a library raises on bad input, and not for Ctrl-C.
+def is_library_error(error: BaseException) -> bool:
+    """True for errors that a library raises on bad input, False for Ctrl-C and the like.
 
-    Where the Rust code of `tokenizers` panics, its exception is no `Exception`, and has no public name.
+    A panic in the Rust code of `tokenizers` is not an `Exception`, and its class has no public name.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
-def _silent_panics() -> Iterator[None]:
-    """Keeps the report that Rust writes to stderr, before its exception says the same, from the user."""
+def _silent_panics() -> Generator[None, None, None]:
+    """Hides what a Rust panic writes to stderr; its exception has the same text."""
     try:
-        kept = os.dup(2)
-    except OSError:  # stderr is closed: there is nothing to keep silent
+        stderr = os.dup(2)
+    except OSError:  # stderr is closed
         yield
         return
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
         try:
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 class Vocabulary(Protocol):
-    """Pieces of text and how a text becomes a sequence of them."""
+    """Pieces of text, and how a text is split into them.
 
-    kind: str
-    pieces: Sequence[str]
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The same ids, and the characters of `text` that each stands for, white space around them perhaps included."""
-        ...
-
-    def decode(self, ids: list[int]) -> str: ...
-
-    def parse(self, text: str, specials: dict[str, int]) -> list[int]: ...
-
-    def payload(self) -> Any: ...
+    Attributes:
+      kind: `data.tokenizer.kind`, or "sentencepiece".
+      pieces: the text of each id.
+    """
 
     @property
-    def is_in_library(self) -> bool:
-        """Whether the `tokenizers` library can express it."""
+    def kind(self) -> str: ...
+
+    @property
+    def pieces(self) -> Sequence[str]: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens."""
         ...
 
-    def library(self) -> hf.Tokenizer:
-        """The same as a model of the `tokenizers` library, where that `is_in_library`."""
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of `encode`, and the span of characters of each in `text`, perhaps with white space around it."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`."""
+        ...
+
+    def parse(self, text: str, specials: dict[str, int]) -> list[int]:
+        """Ids of a text in which the names of `specials` (name -> id) become those tokens."""
+        ...
+
+    def to_json(self) -> Any:
+        """The vocabulary as JSON values, which `from_json` reads."""
+        ...
+
+    @property
+    def is_expressible(self) -> bool:
+        """True if the `tokenizers` library can express it."""
+        ...
+
+    def to_library(self) -> hf.Tokenizer:
+        """The same vocabulary as a model of the `tokenizers` library. Requires `is_expressible`."""
         ...
 
 
-def _between(text: str, specials: dict[str, int], vocabulary: Vocabulary, space: str) -> list[int]:
-    """Ids of a text in which the names of `specials` stand for themselves.
+def _encode_around_specials(text: str, specials: dict[str, int], vocabulary: Vocabulary, space: str) -> list[int]:
+    """Ids of a text in which the names of `specials` become those tokens, and the parts between them are encoded.
 
-    `space` is what is dropped next to a special token: vocabularies that put a space before every text would double it.
+    Args:
+      text: the text.
+      specials: id by name.
+      vocabulary: encodes the parts between special tokens.
+      space: dropped next to a special token; vocabularies that add a space before every text would double it.
     """
     ids: list[int] = []
     for part in re.split("(" + "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) + ")", text):
@@ -94,30 +115,30 @@ def _between(text: str, specials: dict[str, int], vocabulary: Vocabulary, space:
     return ids
 
 
-def trimmed(text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans of characters without white space at their ends, and with the marks that belong to their last letter."""
-    found = []
+def trim_spans(text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans without white space at their ends, extended by the combining marks of their last letter."""
+    trimmed = []
     for begin, end in spans:
         while begin < end and text[begin].isspace():
             begin += 1
         while begin < end and text[end - 1].isspace():
             end -= 1
-        while begin < end < len(text) and unicodedata.combining(text[end]):  # composed, it is a part of that letter
+        while begin < end < len(text) and unicodedata.combining(text[end]):
             end += 1
-        found.append((begin, end))
-    return found
+        trimmed.append((begin, end))
+    return trimmed
 
 
-class Table:
-    """Look-up: every byte, every character or every whitespace-separated word is one token."""
+class LookupVocabulary:
+    """A look-up table: every byte, character or whitespace-separated word is one token."""
 
     def __init__(self, kind: str, pieces: Sequence[str], lowercase: bool):
         self.kind = kind
         self.pieces = tuple(pieces)
         self._lowercase = lowercase
         self._unk = self.pieces.index("<unk>")
-        # A word of the data that looks like a special token must not become one, except that <unk> is what it says:
-        # published corpora (WikiText-2) carry it.
+        # A word that looks like a special token must not become one. <unk> is an exception: published corpora
+        # (WikiText-2) contain it with that meaning.
         hidden = set(SPECIALS) - {"<unk>"}
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece not in hidden}
 
@@ -126,15 +147,15 @@ class Table:
         if self.kind == "byte":
             return [byte + len(SPECIALS) for byte in text.encode()]
         get, unk = self._ids.get, self._unk
-        return [get(piece, unk) for piece in (learning.words(text) if self.kind == "word" else text)]
+        return [get(piece, unk) for piece in (vocabulary_learning.split_words(text) if self.kind == "word" else text)]
 
-    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         if self.kind == "word":
             return self.encode(text), [match.span() for match in re.finditer(r"\S+", text)]
-        # Small letters can be more characters than their capital: "\u0130" becomes two.
-        pieces = [(place, piece.lower() if self._lowercase else piece) for place, piece in enumerate(text)]
+        # A lower-case letter can have more characters than its capital: "\u0130" becomes two.
+        pieces = [(index, piece.lower() if self._lowercase else piece) for index, piece in enumerate(text)]
         width = (lambda piece: len(piece.encode())) if self.kind == "byte" else len
-        return self.encode(text), [(place, place + 1) for place, piece in pieces for _ in range(width(piece))]
+        return self.encode(text), [(index, index + 1) for index, piece in pieces for _ in range(width(piece))]
 
     def decode(self, ids: list[int]) -> str:
         if self.kind == "byte":
@@ -142,31 +163,33 @@ class Table:
         return (" " if self.kind == "word" else "").join(self.pieces[i] for i in ids)
 
     def parse(self, text: str, specials: dict[str, int]) -> list[int]:
-        return _between(text, specials, self, "")
+        return _encode_around_specials(text, specials, self, "")
 
-    def payload(self) -> Any:
+    def to_json(self) -> Any:
         pieces = [] if self.kind == "byte" else list(self.pieces)
         return {"pieces": pieces, "lowercase": self._lowercase}
 
     @property
-    def is_in_library(self) -> bool:
-        return not self._lowercase  # a capital sigma at the end of a word has another small letter there
+    def is_expressible(self) -> bool:
+        return not self._lowercase  # the library lower-cases a final capital sigma differently
 
-    def library(self) -> hf.Tokenizer:
-        return learning.table(self.kind, self.pieces)
+    def to_library(self) -> hf.Tokenizer:
+        return vocabulary_learning.lookup_tokenizer(self.kind, self.pieces)
 
     @classmethod
-    def of(cls, kind: str, payload: Any) -> Table:
-        return cls(kind, learning.byte_pieces() if kind == "byte" else payload["pieces"], payload["lowercase"])
+    def from_json(cls, kind: str, payload: Any) -> LookupVocabulary:
+        return cls(
+            kind, vocabulary_learning.byte_pieces() if kind == "byte" else payload["pieces"], payload["lowercase"]
+        )
 
 
-class Fast:
-    """A model of the `tokenizers` library, as a file has it (kind file)."""
+class LibraryVocabulary:
+    """A model of the `tokenizers` library, loaded from a file (kind file)."""
 
     def __init__(self, kind: str, model: hf.Tokenizer):
-        model.no_truncation()  # a loaded file may cut and pad, which is the pipeline's work
+        model.no_truncation()  # a loaded file may truncate and pad, which the pipeline does
         model.no_padding()
-        model.encode_special_tokens = True  # "</s>" in the data is four characters, not the end
+        model.encode_special_tokens = True  # "</s>" in a text is four characters, not the end token
         self.kind = kind
         self.model = model
         ids = set(model.get_vocab(with_added_tokens=True).values())
@@ -177,12 +200,12 @@ class Fast:
 
     @functools.cached_property
     def _parser(self) -> hf.Tokenizer:
-        return hf.Tokenizer.from_str(self.model.to_str())  # the setting above is not part of the file
+        return hf.Tokenizer.from_str(self.model.to_str())  # encode_special_tokens is not stored in the JSON
 
     def encode(self, text: str) -> list[int]:
         return _encoded(self.model, text, add_special_tokens=False).ids
 
-    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = _encoded(self.model, text, add_special_tokens=False)
         return found.ids, found.offsets
 
@@ -192,38 +215,40 @@ class Fast:
     def parse(self, text: str, specials: dict[str, int]) -> list[int]:
         return _encoded(self._parser, text, add_special_tokens=False).ids
 
-    def whole(self, text: str, pair: str | None = None) -> hf.Encoding:
-        """A text or pair with the special tokens that the file puts around them; their names in it are those tokens."""
+    def encode_framed(self, text: str, pair: str | None = None) -> hf.Encoding:
+        """Encoding of a text or pair with the file's special tokens. Their names in the text become those tokens."""
         return _encoded(self._parser, text, pair)
 
-    def payload(self) -> Any:
+    def to_json(self) -> Any:
         return json.loads(self.model.to_str())
 
-    is_in_library = True
+    is_expressible = True
 
-    def library(self) -> hf.Tokenizer:
+    def to_library(self) -> hf.Tokenizer:
         return self.model
 
     @classmethod
-    def of(cls, kind: str, payload: Any) -> Fast:
+    def from_json(cls, kind: str, payload: Any) -> LibraryVocabulary:
         _check_charsmaps(payload)
         with _silent_panics():
             model = hf.Tokenizer.from_str(json.dumps(payload))
-            for text in LONG_RUNS:
-                with contextlib.suppress(Exception):  # a text without a token: only panics end the loading
+            for text in BACKTRACKING_PROBES:
+                with contextlib.suppress(
+                    Exception
+                ):  # a text that cannot be encoded is fine; only panics end the loading
                     model.encode(text, add_special_tokens=False)
         return cls(kind, model)
 
 
 def _check_charsmaps(content: Any) -> None:
-    """Refuses a normalizer's table that is shorter than it says: the library would reserve memory for what it says.
+    """Checks the length of each normalizer's table: the library would allocate the stated size.
 
     Raises:
-      ValueError: there is one.
+      ValueError: a table is shorter than it states.
     """
     if isinstance(content, list):
-        for each in content:
-            _check_charsmaps(each)
+        for part in content:
+            _check_charsmaps(part)
     elif isinstance(content, dict):
         table = content.get("precompiled_charsmap")
         if isinstance(table, str):
@@ -234,32 +259,32 @@ def _check_charsmaps(content: Any) -> None:
             _check_charsmaps(content.get(name))
 
 
-def _encoded(model: hf.Tokenizer, *texts: str | None, **options: Any) -> hf.Encoding:
+def _encoded(model: hf.Tokenizer, text: str, pair: str | None = None, add_special_tokens: bool = True) -> hf.Encoding:
     """The library's encoding of a text, or of a pair of texts.
 
     Raises:
-      ConfigError: it cannot encode them, as where a pattern takes too long, or an unknown character has no token.
+      ConfigError: it cannot encode them: a pattern takes too long, or an unknown character has no token.
     """
     try:
-        return model.encode(*texts, **options)
-    except BaseException as error:  # a pattern that gives up is a panic of Rust's: no `Exception`
-        if not failed(error):
+        return model.encode(text, pair, add_special_tokens=add_special_tokens)
+    except BaseException as error:  # a Rust panic is not an `Exception`
+        if not is_library_error(error):
             raise
         reason = " ".join(str(error).split())[:120]
-        what = f"tokenizer: got a text that it cannot split ({str(texts[0])[:40]!a}: {reason})"
+        what = f"tokenizer: got a text that it cannot split ({text[:40]!a}: {reason})"
         raise ConfigError(f"{what}, expected one that splits every text; mend its tokenizer.json") from None
 
 
-class Learnt(Fast):
-    """A model that `learning` made: kinds bpe and unigram.
+class LearnedVocabulary(LibraryVocabulary):
+    """A model that `vocabulary_learning` trained: kinds bpe and unigram.
 
-    These put a space before the text, and a single space between two words always begins a piece. So such words are
-    split one by one, and a word seen before is looked up: texts of Multi30k whose words are known take a fifth of the
-    time.
+    It adds a space before the text, and a single space between two words always begins a piece. So a text is encoded
+    word by word with a cache of words, which takes a fifth of the time on Multi30k.
     """
 
-    KEPT, LONGEST = 2**16, 32
-    """Words that are kept, and the characters of the longest: in a script without spaces, lines would be words."""
+    MAX_CACHED_WORDS = 2**16
+    MAX_CACHED_CHARACTERS = 32
+    """Longer words are not cached: in a script without spaces, lines would be words."""
 
     def __init__(self, kind: str, model: hf.Tokenizer):
         super().__init__(kind, model)
@@ -267,29 +292,29 @@ class Learnt(Fast):
 
     def encode(self, text: str) -> list[int]:
         words = text.split(" ")
-        if words != text.split():  # other white space than single spaces, which pieces may hold several of
+        if words != text.split():  # other white space than single spaces may be inside a piece
             return super().encode(text)
         ids: list[int] = []
         for word in words:
             known = self._known.get(word)
             if known is None:
                 known = super().encode(word)
-                if len(self._known) < self.KEPT and len(word) <= self.LONGEST:
+                if len(self._known) < self.MAX_CACHED_WORDS and len(word) <= self.MAX_CACHED_CHARACTERS:
                     self._known[word] = known
             ids += known
         return ids
 
     def parse(self, text: str, specials: dict[str, int]) -> list[int]:
-        return _between(text, specials, self, " ")
+        return _encode_around_specials(text, specials, self, " ")
 
 
-class Sentences:
+class SentencePieceVocabulary:
     """A loaded SentencePiece model."""
 
     kind = "sentencepiece"
 
     def __init__(self, model: bytes):
-        if not model:  # the library would take it, and then say nothing but errors
+        if not model:  # the library would accept it, and fail at every call
             raise ValueError("an empty file")
         self._bytes = model
         self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -298,7 +323,7 @@ class Sentences:
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
 
-    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._model.encode(text, return_type="offset_mapping")
         return found["ids"], found["offsets"]
 
@@ -306,43 +331,50 @@ class Sentences:
         return self._model.decode(ids)
 
     def parse(self, text: str, specials: dict[str, int]) -> list[int]:
-        return _between(text, specials, self, " ")
+        return _encode_around_specials(text, specials, self, " ")
 
-    def payload(self) -> Any:
+    def to_json(self) -> Any:
         return base64.b64encode(self._bytes).decode()
 
-    is_in_library = False
+    is_expressible = False
 
-    def library(self) -> hf.Tokenizer:
+    def to_library(self) -> hf.Tokenizer:
         raise ValueError("tokenizer: got a SentencePiece model, which the tokenizers library cannot read; use save")
 
     @classmethod
-    def of(cls, kind: str, payload: Any) -> Sentences:
+    def from_json(cls, kind: str, payload: Any) -> SentencePieceVocabulary:
         return cls(base64.b64decode(payload))
 
 
-KINDS: dict[str, type[Table] | type[Fast] | type[Sentences]] = {
-    "byte": Table, "character": Table, "word": Table, "bpe": Learnt, "unigram": Learnt, "file": Fast,
-    "sentencepiece": Sentences,
-}  # fmt: skip
+KINDS: dict[str, type[LookupVocabulary] | type[LibraryVocabulary] | type[SentencePieceVocabulary]] = {
+    "byte": LookupVocabulary,
+    "character": LookupVocabulary,
+    "word": LookupVocabulary,
+    "bpe": LearnedVocabulary,
+    "unigram": LearnedVocabulary,
+    "file": LibraryVocabulary,
+    "sentencepiece": SentencePieceVocabulary,
+}
 
 
 def learn(config: TokenizerConfig, texts: Iterable[str]) -> Vocabulary:
-    """The vocabulary that `config` describes, from `texts`."""
+    """Learns the vocabulary that `config` describes from `texts`."""
     if config.kind == "byte":
-        return Table("byte", learning.byte_pieces(), config.lowercase)
+        return LookupVocabulary("byte", vocabulary_learning.byte_pieces(), config.lowercase)
     if config.kind == "character":
-        return Table("character", learning.characters(texts, config.lowercase), config.lowercase)
+        return LookupVocabulary("character", vocabulary_learning.characters(texts, config.lowercase), config.lowercase)
     if config.kind == "word":
-        return Table("word", learning.frequent_words(texts, config.vocab, config.lowercase), config.lowercase)
+        return LookupVocabulary(
+            "word", vocabulary_learning.frequent_words(texts, config.vocab, config.lowercase), config.lowercase
+        )
     if config.kind in ("bpe", "unigram"):
-        smallest = len(SPECIALS) + 256
-        if config.vocab < smallest:
+        min_size = len(SPECIALS) + 256
+        if config.vocab < min_size:
             raise ConfigError(
-                f"data.tokenizer.vocab: got {config.vocab}, expected at least {smallest} for {config.kind} "
+                f"data.tokenizer.vocab: got {config.vocab}, expected at least {min_size} for {config.kind} "
                 f"(256 bytes and {len(SPECIALS)} special tokens); raise it or use kind byte or character"
             )
-        train = learning.bpe if config.kind == "bpe" else learning.unigram
-        return Learnt(config.kind, train(texts, config.vocab, config.lowercase))
+        train = vocabulary_learning.bpe if config.kind == "bpe" else vocabulary_learning.unigram
+        return LearnedVocabulary(config.kind, train(texts, config.vocab, config.lowercase))
     kinds = "byte, character, word, bpe, unigram, file"
     raise ConfigError(f"data.tokenizer.kind: got {config.kind!r}, expected one of {kinds}; change it")

@@ -1,1 +1,1 @@
-"""One decoding engine for every family: warped sampling and beam search over the Decodable protocol."""
+"""Decoding for all model families: sampling and beam search over the `Decodable` protocol; see `generate.py`."""

@@ -1,130 +1,168 @@
-"""From encoded prompts of any length to few batches of few static shapes, and back to the order of the input."""
+"""Padded batches from encoded prompts of any lengths, in few static shapes, since each shape is a compilation."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
 from collections import deque
-from typing import Iterator, Mapping, NamedTuple, Sequence
+from typing import Iterator, Mapping, NamedTuple, Sequence, cast
 
 import numpy as np
 
-from jaxformer.config import ConfigError
-from jaxformer.types import Batch, Slots, Stream
+from jaxformer.errors import ConfigError
+from jaxformer.types import Array, Batch, Slots, Stream
 
 Prompt = Mapping[str, np.ndarray | Sequence[int]]
-"""Integers `source` [n] and/or `target` [m], optional `kind` and ascending `position` [n] of the source and, of the
-only stream, ascending `segment`: what a task's `prompt` makes of a line. To score texts, `labels` and `weights` [m]
-too, as its `encode` makes them."""
+"""An encoded prompt, as a task's `prompt` makes it from a line: integer sequences by name.
+
+It has the tokens "source" [n], "target" [m] or both. Optional are "token_type" [n] and ascending "position" [n] of the
+source, and ascending "segment" of the only stream. To score texts it has "labels" and "weights" [m] too.
+"""
+
+COMPILE_COST_TOKENS = 1024
+"""Padding tokens that one more shape must save: a compilation takes as long as a small model needs for many more."""
 
 
-SIDES = ("source", "target")
-WORTH = 1024
-"""Tokens of padding that one more shape must save: a compilation takes as long as a small model reads many more."""
+class PromptBatch(NamedTuple):
+    """A padded batch: row i of `batch` holds prompt `indices[i]` of the input. Further rows are empty (segment 0)."""
 
-
-class Job(NamedTuple):
-    """A batch of prompts: `index[i]` is the place of row i among the inputs; rows beyond are empty (segment 0)."""
-
-    index: np.ndarray
+    indices: np.ndarray
     batch: Batch
 
+    @property
+    def rows(self) -> int:
+        """Rows of the batch, empty ones included."""
+        stream = self.batch.source if self.batch.target is None else self.batch.target
+        return 0 if stream is None else stream.tokens.shape[0]
 
-class Waiting:
-    """Prompts that nobody has read yet: of similar length together, the longest first, so that too little memory shows
-    at once."""
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Padded lengths of source and target; 1 for a stream that the batch does not have."""
+        return _padded_length(self.batch.source), _padded_length(self.batch.target)
 
-    def __init__(self, prompts: Sequence[Prompt], pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> None:
-        """Tokens `pad` fill source and target. Lengths are those of `buckets`, and beyond them powers of two."""
-        self.prompts, self.pad, self.buckets = prompts, pad, buckets
-        self.fewer = tuple(fewer_buckets([len(prompt.get(side, ())) for prompt in prompts], buckets) for side in SIDES)
-        order = sorted(range(len(prompts)), key=lambda i: tuple(-len(prompts[i].get(side, ())) for side in SIDES))
-        self.left = deque(order)
+
+class PromptQueue:
+    """Prompts that wait for their turn.
+
+    The longest come first, so that a batch that is too large for memory fails at once. Prompts of similar length share
+    a batch.
+
+    Attributes:
+      prompts: all prompts of the call.
+      pads: tokens that pad source and target.
+      buckets: preferred padded lengths (see `bucket_length`).
+      refill_buckets: padded lengths of the sources and of the targets that `pop_refill` chooses from.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], pads: tuple[int, int], buckets: tuple[int, ...] = ()) -> None:
+        self.prompts, self.pads, self.buckets = prompts, pads, buckets
+        lengths = [_prompt_lengths(prompt) for prompt in prompts]
+        self.refill_buckets = (
+            choose_buckets([source for source, _ in lengths], buckets),
+            choose_buckets([target for _, target in lengths], buckets),
+        )
+        self._queue = deque(sorted(range(len(prompts)), key=lambda i: (-lengths[i][0], -lengths[i][1])))
 
     def __len__(self) -> int:
-        return len(self.left)
+        """Number of prompts that wait."""
+        return len(self._queue)
 
-    def slots(self, count: int) -> tuple[int, ...]:
-        """Of source and target of a batch of the next `count` prompts."""
-        coming = [self.prompts[i] for i in itertools.islice(self.left, count)]
-        return tuple(bucket(max(len(prompt.get(side, ())) for prompt in coming), self.buckets) for side in SIDES)
+    def next_lengths(self, count: int) -> tuple[int, int]:
+        """Padded lengths of source and target in a batch of the next `count` prompts."""
+        lengths = [_prompt_lengths(self.prompts[i]) for i in itertools.islice(self._queue, count)]
+        source, target = (bucket_length(max(sizes), self.buckets) for sizes in zip(*lengths, strict=True))
+        return source, target
 
-    def take(self, count: int) -> Job:
-        """The next `count` prompts; if there are fewer, in a batch of the next power of two."""
-        index = self._next(count)
-        height = min(count, 1 << (len(index) - 1).bit_length())
-        return Job(index, stack([self.prompts[i] for i in index], height, self.pad, self.buckets))
+    def pop_batch(self, max_rows: int) -> PromptBatch:
+        """Removes the next `max_rows` prompts; the last, smaller batch has a power of two of rows."""
+        indices = self._pop(max_rows)
+        rows = min(max_rows, 1 << (len(indices) - 1).bit_length())
+        return PromptBatch(indices, pad_batch([self.prompts[i] for i in indices], rows, self.pads, self.buckets))
 
-    def take_into(self, slots: tuple[int, ...], count: int) -> Job:
-        """The next `count` prompts or as many as there are, in `count` rows, to be read into a batch with so many slots
-        of source and target, which are enough for them. Shapes are few: see `fewer_buckets`."""
-        index = self._next(count)
-        sizes = [(*lengths, own) for lengths, own in zip(self.fewer, slots, strict=True)]
-        return Job(index, stack([self.prompts[i] for i in index], count, self.pad, *sizes))
+    def pop_refill(self, rows: int, lengths: tuple[int, int]) -> PromptBatch:
+        """Removes up to `rows` prompts, in a batch of `rows` rows that refills a batch with padded `lengths`.
 
-    def _next(self, count: int) -> np.ndarray:
-        return np.asarray([self.left.popleft() for _ in range(min(count, len(self.left)))])
+        The prompts must fit into these lengths. The shapes are few: see `choose_buckets`.
+        """
+        indices = self._pop(rows)
+        source, target = ((*sizes, length) for sizes, length in zip(self.refill_buckets, lengths, strict=True))
+        return PromptBatch(indices, pad_batch([self.prompts[i] for i in indices], rows, self.pads, source, target))
 
-
-def jobs(prompts: Sequence[Prompt], rows: int, pad: tuple[int, int], buckets: tuple[int, ...] = ()) -> Iterator[Job]:
-    """All prompts in batches of `rows` rows; see `Waiting`."""
-    waiting = Waiting(prompts, pad, buckets)
-    while waiting:
-        yield waiting.take(rows)
+    def _pop(self, count: int) -> np.ndarray:
+        return np.asarray([self._queue.popleft() for _ in range(min(count, len(self)))])
 
 
-def stack(
+def prompt_batches(
+    prompts: Sequence[Prompt], max_rows: int, pads: tuple[int, int], buckets: tuple[int, ...] = ()
+) -> Iterator[PromptBatch]:
+    """All prompts in batches of up to `max_rows` rows, in the order of `PromptQueue`."""
+    queue = PromptQueue(prompts, pads, buckets)
+    while queue:
+        yield queue.pop_batch(max_rows)
+
+
+def pad_batch(
     prompts: Sequence[Prompt],
     rows: int,
-    pad: tuple[int, int],
+    pads: tuple[int, int],
     buckets: tuple[int, ...] = (),
     target_buckets: tuple[int, ...] | None = None,
 ) -> Batch:
-    """Prompts padded on the right to one length a side, and to `rows` rows with empty ones.
+    """Pads prompts on the right to one length per stream, and to `rows` rows with empty ones.
 
-    `buckets` are the source's, and the target's where it has no others. Where prompts come with `labels` and `weights`
-    for every target slot, so does the batch, with weight 0 in the padding.
+    Prompts with "labels" and "weights" for every target slot give a batch with both; weights are 0 in the padding.
+
+    Args:
+      pads: tokens that pad source and target.
+      buckets: preferred lengths of the source, and of the target if `target_buckets` is None.
+
+    Raises:
+      ConfigError: only some of the prompts have a source, or a target.
     """
-    sizes = (buckets, buckets if target_buckets is None else target_buckets)
-    source, target = (_side(prompts, side, rows, *how) for side, *how in zip(SIDES, pad, sizes, strict=True))
+    source = _pad_stream(prompts, "source", rows, pads[0], buckets)
+    target = _pad_stream(prompts, "target", rows, pads[1], buckets if target_buckets is None else target_buckets)
     if target is None or "labels" not in prompts[0]:
         return Batch(source, target)
     labels, weights = np.zeros(target.tokens.shape, np.int32), np.zeros(target.tokens.shape, np.float32)
     for row, prompt in enumerate(prompts):
         labels[row, : len(prompt["labels"])] = prompt["labels"]
         weights[row, : len(prompt["weights"])] = prompt["weights"]
-    return Batch(source, target, labels, weights)
+    return Batch(source, target, cast(Array, labels), cast(Array, weights))
 
 
-def _side(prompts: Sequence[Prompt], side: str, rows: int, pad: int, buckets: tuple[int, ...]) -> Stream | None:
-    given = [side in prompt for prompt in prompts]
-    if not any(given):
+def _pad_stream(prompts: Sequence[Prompt], name: str, rows: int, pad: int, buckets: tuple[int, ...]) -> Stream | None:
+    """The stream `name` of the prompts, padded; None if no prompt has it."""
+    exists = [name in prompt for prompt in prompts]
+    if not any(exists):
         return None
-    if not all(given):
+    if not all(exists):
         raise ConfigError(
-            f"prompts: got some without {side!r}, expected the same fields in all of them; encode them alike"
+            f"prompts: got some without {name!r}, expected the same fields in all of them; encode them alike"
         )
-    length = bucket(max(len(prompt[side]) for prompt in prompts), buckets)
+    length = bucket_length(max(len(prompt[name]) for prompt in prompts), buckets)
     tokens = np.full((rows, length), pad, np.int32)
-    segment, kind = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32)
+    segment, token_type = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32)
     position = np.zeros((rows, length), np.int32)
     for row, prompt in enumerate(prompts):
-        size = len(prompt[side])
-        part = np.asarray(prompt["segment"]) if "segment" in prompt else np.ones(size, np.int32)
-        tokens[row, :size], segment[row, :size] = prompt[side], part
-        position[row, :size] = np.arange(size) - np.searchsorted(part, part)
-        if side == "source" and "kind" in prompt:
-            kind[row, :size] = prompt["kind"]
-        if side == "source" and "position" in prompt:
+        size = len(prompt[name])
+        segment_ids = np.asarray(prompt["segment"]) if "segment" in prompt else np.ones(size, np.int32)
+        tokens[row, :size], segment[row, :size] = prompt[name], segment_ids
+        position[row, :size] = np.arange(size) - np.searchsorted(segment_ids, segment_ids)
+        if name == "source" and "token_type" in prompt:
+            token_type[row, :size] = prompt["token_type"]
+        if name == "source" and "position" in prompt:
             position[row, :size] = prompt["position"]
-    typed = side == "source" and "kind" in prompts[0]
-    return Stream(tokens, Slots(position, segment), kind if typed else None)
+    has_types = name == "source" and "token_type" in prompts[0]
+    # Compiled programs take numpy arrays as jax arrays; transferring them to a device here would only cost time.
+    slots = Slots(cast(Array, position), cast(Array, segment))
+    return Stream(cast(Array, tokens), slots, cast(Array, token_type) if has_types else None)
 
 
-def bucket(length: int, buckets: tuple[int, ...] = ()) -> int:
-    """The static length for sequences up to `length`: the smallest bucket that holds it, else a power of two.
+def bucket_length(length: int, buckets: tuple[int, ...] = ()) -> int:
+    """Padded length for sequences of up to `length` tokens: the smallest bucket that fits, else a power of two.
 
-    A length of 1 (a seq2seq model's start token) stays 1; others are at least 8, since a shape is a compilation.
+    A length of 1 (the start token of a seq2seq model) stays 1. Other powers of two are at least 8, so that there are
+    few shapes to compile.
     """
     if length <= 1:
         return 1
@@ -132,24 +170,44 @@ def bucket(length: int, buckets: tuple[int, ...] = ()) -> int:
     return min(fitting) if fitting else max(8, 1 << (length - 1).bit_length())
 
 
-def within(buckets: tuple[int, ...], *rooms: int | None) -> tuple[int, ...]:
-    """`buckets`, and one as large as each room, so that what fits into a table of positions is not padded beyond it."""
-    known = sorted({room for room in rooms if room is not None})
-    if not known:
-        return buckets
-    powers = tuple(1 << i for i in range(3, known[-1].bit_length()) if 1 << i < known[-1])
-    return tuple(sorted({*(buckets or powers), *known}))
+def buckets_within(buckets: tuple[int, ...], *max_lengths: int | None) -> tuple[int, ...]:
+    """`buckets` and one bucket per limit, so that prompts within a limit are never padded beyond it.
 
-
-def fewer_buckets(lengths: Sequence[int], buckets: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Of the static lengths that `bucket` gives these lengths the ones that are worth a program each.
-
-    They make the sum of all padded lengths and of `WORTH` for every one of them the least that it can be.
+    Args:
+      max_lengths: numbers of positions that the model has for a stream; None: no limit.
     """
-    ordered, sizes = sorted(lengths), sorted({bucket(length, buckets) for length in lengths})
-    below = [bisect_right(ordered, size) for size in sizes]
-    best: list[tuple[int, tuple[int, ...]]] = []
-    for size, count in zip(sizes, below, strict=True):  # the best of all choices whose largest length is `size`
-        last = [(0, (), 0), *((*choice, less) for choice, less in zip(best, below))]
-        best.append(min((cost + WORTH + size * (count - less), (*chosen, size)) for cost, chosen, less in last))
-    return best[-1][1] if best else ()
+    limits = sorted({limit for limit in max_lengths if limit is not None})
+    if not limits:
+        return buckets
+    powers = tuple(1 << i for i in range(3, limits[-1].bit_length()) if 1 << i < limits[-1])
+    return tuple(sorted({*(buckets or powers), *limits}))
+
+
+def choose_buckets(lengths: Sequence[int], buckets: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The padded lengths that are worth a compilation, out of those that `bucket_length` gives for `lengths`.
+
+    They minimise the sum of all padded lengths plus `COMPILE_COST_TOKENS` for each chosen length, by dynamic
+    programming.
+    """
+    ordered, sizes = sorted(lengths), sorted({bucket_length(length, buckets) for length in lengths})
+    fitting_counts = [bisect_right(ordered, size) for size in sizes]
+    # choices[i]: least cost, and its lengths, to pad the prompts that fit sizes[i], with sizes[i] as the largest.
+    choices: list[tuple[int, tuple[int, ...]]] = []
+    for size, count in zip(sizes, fitting_counts, strict=True):
+        smaller = [(0, (), 0), *((*choice, covered) for choice, covered in zip(choices, fitting_counts))]
+        choices.append(
+            min(
+                (cost + COMPILE_COST_TOKENS + size * (count - covered), (*chosen, size))
+                for cost, chosen, covered in smaller
+            )
+        )
+    return choices[-1][1] if choices else ()
+
+
+def _prompt_lengths(prompt: Prompt) -> tuple[int, int]:
+    """Lengths of source and target; 0 for a stream that the prompt does not have."""
+    return len(prompt.get("source", ())), len(prompt.get("target", ()))
+
+
+def _padded_length(stream: Stream | None) -> int:
+    return 1 if stream is None else stream.tokens.shape[1]

@@ -1,13 +1,16 @@
-"""Weights as integers of 8 bits, for decoding: a quarter of the bytes that every token reads.
+"""Weight-only int8 quantization for decoding: each token reads a quarter of the bytes of float32 weights.
 
-A kernel W becomes round(W / s), where s is the largest |W| of an output channel divided by 127 (of a token's row, for
-an embedding table), and x W becomes (x round(W / s)) s: hidden states stay in the compute precision and products in
-its, so no data is needed to find scales (Krishnamoorthi 2018: symmetric, a scale a channel, weights only). All `Dense`
-kernels, `Embed` tables and the kernels of untied heads are replaced; biases, norms, recurrent kernels and experts are
-not.
+A kernel W becomes round(W / s). The scale s is the largest |W| of an output channel divided by 127; for an embedding
+table, of a token's row. A product x W becomes (x round(W / s)) s. Hidden states and products stay in the compute
+precision, so no calibration data is needed (Krishnamoorthi 2018: symmetric, one scale per channel, weights only).
+
+All `Dense` kernels, `Embed` tables and the kernels of untied heads are quantized. Biases, norms, recurrent kernels and
+experts are not.
 """
 
 from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,43 +23,57 @@ from jaxformer.nn.layers import Dense, Embed
 from jaxformer.types import Array, PyTree
 
 
-def quantized(module: nn.Module, variables: PyTree) -> PyTree:
-    """The variables of `module` with int8 kernels and tables, and a `kernel_scale` or `table_scale` beside each."""
+class Weight(NamedTuple):
+    """A parameter to quantize: its name in the layer, and how many of its last axes are inputs and outputs."""
 
-    def changed(part: PyTree, path: tuple[str, ...], name: str, inputs: int, outputs: int) -> PyTree:
+    name: str
+    input_axes: int
+    output_axes: int
+
+
+def quantize(module: nn.Module, variables: PyTree) -> PyTree:
+    """Variables with int8 kernels and tables, and a float32 `kernel_scale` or `table_scale` beside each."""
+
+    def quantize_layer(params: PyTree, path: tuple[str, ...], weight: Weight) -> PyTree:
         if path:
-            return {**part, path[0]: changed(part[path[0]], path[1:], name, inputs, outputs)}
-        values, scale = rounded(part[name], inputs, outputs)
-        return {**part, name: values, f"{name}_scale": scale}
+            return {**params, path[0]: quantize_layer(params[path[0]], path[1:], weight)}
+        values, scale = round_to_int8(params[weight.name], weight.input_axes, weight.output_axes)
+        return {**params, weight.name: values, f"{weight.name}_scale": scale}
 
     params = variables["params"]
-    for path, what in places(module).items():
-        params = changed(params, path, *what)
+    for path, weight in quantized_weights(module).items():
+        params = quantize_layer(params, path, weight)
     return {**variables, "params": params}
 
 
-def rounded(kernel: Float[Array, "..."], inputs: int, outputs: int) -> tuple[Int8[Array, "..."], Float32[Array, "..."]]:
-    """The integers and the scales, one an output, of kernels that end in so many input and output axes."""
-    summed = tuple(range(kernel.ndim - outputs - inputs, kernel.ndim - outputs))
+def round_to_int8(
+    kernel: Float[Array, "..."], input_axes: int, output_axes: int
+) -> tuple[Int8[Array, "..."], Float32[Array, "..."]]:
+    """Rounded kernels, and their scales without the input axes, one per output channel.
+
+    Args:
+      kernel: kernels whose last axes are `input_axes` input and then `output_axes` output axes.
+    """
+    axes = tuple(range(kernel.ndim - output_axes - input_axes, kernel.ndim - output_axes))
     kernel = kernel.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(kernel), axis=summed, keepdims=True), jnp.finfo(jnp.float32).tiny) / 127.0
-    return jnp.round(kernel / scale).astype(jnp.int8), jnp.squeeze(scale, summed)
+    scale = jnp.maximum(jnp.max(jnp.abs(kernel), axis=axes, keepdims=True), jnp.finfo(jnp.float32).tiny) / 127.0
+    return jnp.round(kernel / scale).astype(jnp.int8), jnp.squeeze(scale, axes)
 
 
-def places(module: nn.Module) -> dict[tuple[str, ...], tuple[str, int, int]]:
-    """Where in the parameters what is replaced lies: path -> (name, input axes, output axes)."""
-    found: dict[tuple[str, ...], tuple[str, int, int]] = {}
+def quantized_weights(module: nn.Module) -> dict[tuple[str, ...], Weight]:
+    """The parameters to quantize, by the path of their layer in the parameter tree."""
+    weights: dict[tuple[str, ...], Weight] = {}
 
-    def note(call, args, kwargs, context):
+    def record(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         layer = context.module
         if isinstance(layer, Dense):
-            found[layer.path] = ("kernel", layer.inputs, len(layer.shape) - layer.inputs)
+            weights[layer.path] = Weight("kernel", layer.inputs, len(layer.shape) - layer.inputs)
         elif isinstance(layer, Embed):
-            found[layer.path] = ("table", 1, 0)
+            weights[layer.path] = Weight("table", 1, 0)
         elif isinstance(layer, Head) and layer.config.kind == "tokens" and not layer.config.tied:
-            found[layer.path] = ("kernel", 1, 1)
+            weights[layer.path] = Weight("kernel", 1, 1)
         return call(*args, **kwargs)
 
-    with nn.intercept_methods(note):
-        jax.eval_shape(lambda: build.initialise(module, jax.random.key(0)))
-    return found
+    with nn.intercept_methods(record):
+        jax.eval_shape(lambda: build.init_variables(module, jax.random.key(0)))
+    return weights

@@ -1,4 +1,4 @@
-"""Directories of the other library, read into models of ours."""
+"""Loads Hugging Face checkpoint directories: config.json, tensors, tokenizer and generation defaults."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from jaxformer.config import Config, ConfigError, DataConfig, DecodeConfig, ModelConfig, TaskConfig
+from jaxformer.config import Config, DataConfig, DecodeConfig, ModelConfig, TaskConfig
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.hf import convert, files, generation, keys
-from jaxformer.hf.files import Tensor
-from jaxformer.hf.pretrained import TASKS, Pretrained, room
-from jaxformer.hf.table import Family, Row, Settings, family_of, head_of, labels
+from jaxformer.errors import ConfigError
+from jaxformer.hf import convert, generation_options, keys, reading
+from jaxformer.hf.origin import TASKS
+from jaxformer.hf.pretrained import HuggingFace
+from jaxformer.hf.reading import Tensor
+from jaxformer.hf.table import Family, Row, Settings, count_classes, family_of, head_of
 from jaxformer.hf.tokenizer import open_tokenizers
+from jaxformer.model import Model
 from jaxformer.models import build
 from jaxformer.parallel import rules
 from jaxformer.types import PyTree
 
 log = logging.getLogger("jaxformer")
 
-WINDOW, ANSWER = 384, 30
-"""Tokens of question and context together, and the most of an answer, as BERT reads SQuAD (Devlin et al. 2019)."""
+MAX_QA_LENGTH = 384
+"""Tokens of question and context together, as BERT reads SQuAD (Devlin et al. 2019)."""
+MAX_ANSWER_LENGTH = 30
 
 
 def from_pretrained(
@@ -43,72 +47,62 @@ def from_pretrained(
     dtype: str = "float32",
     mesh: Mesh | None = None,
     seed: int = 0,
-) -> Pretrained:
-    """The model in a directory of the other library: config.json and model.safetensors (or its shards).
+) -> Model:
+    """The model in a Hugging Face directory: config.json and model.safetensors, or its shards.
 
     Args:
-      head: another head on the same body (causal_lm, masked_lm, seq2seq, sequence, token, qa, model), whose parameters
-        are random unless the file has them; None: the file's own.
-      classes: of a classification head; where the file's has another number, the decision is random.
-      vocab: rows of the embedding, if it is to be resized: rows that are new are random.
+      head: another head on the same body: causal_lm, masked_lm, seq2seq, sequence, token, qa or model. Its parameters
+        are random unless the file has them. None: the head of the file.
+      classes: number of classes of a classifier. If the file has another number, the decision layer is random.
+      vocab: new number of embedding rows; added rows are random.
       dtype: precision of the computation; parameters are float32.
-      mesh: lays the parameters out over devices, each reading its own part of the file.
-      seed: of what is random.
+      mesh: shards the parameters over devices; each device reads its own part of the file.
+      seed: seed of random parameters.
 
     Raises:
-      ConfigError: the directory's files are missing, broken, contradict each other or are of an unknown architecture.
+      ConfigError: files are missing, damaged or contradict each other, or the architecture is unknown.
     """
     directory = Path(directory)
-    settings = Settings(files.read_config(directory), str(directory / "config.json"))
-    family, tensors = family_of(settings), files.open_tensors(directory)
-    settings = keys.named(family, settings)
-    own = head_of(family, settings)
-    head = own if head is None else head
+    settings = Settings(reading.read_config(directory), str(directory / "config.json"))
+    family, tensors = family_of(settings), reading.open_tensors(directory)
+    settings = keys.with_defaults(family, settings)
+    file_head = head_of(family, settings)
+    head = file_head if head is None else head
     if head not in family.heads:
-        raise ConfigError(f"head: got {head!r}, expected one of {', '.join(family.heads)} for {family.types[0]}")
-    found = convert.canonical(family, tensors)
-    if head == own == "model" and "bare" in family.heads and not any("pooler" in name for name in found):
+        raise ConfigError(f"head: got {head!r}, expected one of {', '.join(family.heads)} for {family.model_types[0]}")
+    tensors = convert.canonical_tensors(family, tensors)
+    if head == file_head == "model" and "bare" in family.heads and not any("pooler" in name for name in tensors):
         head = "bare"
-    other_classes = classes is not None and classes != labels(settings)
-    if other_classes:
-        named = {"id2label": {str(i): f"LABEL_{i}" for i in range(classes)}}
-        settings = settings.replaced({**settings.values, **named})
+    has_new_classes = classes is not None and classes != count_classes(settings)
+    if classes is not None and has_new_classes:
+        labels = {str(i): f"LABEL_{i}" for i in range(classes)}
+        settings = settings.with_values({**settings.values, "id2label": labels})
     model = dataclasses.replace(keys.read_model(family, settings, head), dtype=dtype)
-    model = with_tables(family, untied(family, model, found), found)
-    _check_counts(model, settings, len(found))
+    model = resolve_embedding_tables(family, untie_output(family, model, tensors), tensors)
+    _check_counts(model, settings, len(tensors))
     module = build.build(model)
     boxed = build.shapes(module)
     shapes = nn.meta.unbox(boxed)["params"]
-    layout = None if mesh is None else rules.shardings(boxed, mesh)["params"]
+    shardings = None if mesh is None else rules.shardings(boxed, mesh)["params"]
     rows = family.rows(model, head)
-    fresh = _fresh_head(module, shapes, seed) if head != own or other_classes else {}
-    if other_classes:
-        found = _without(found, [row for row in rows if row.paths[0].startswith("head/decision")])
-    spare = _spare(family, rows)
-    left = [name for name in convert.unknown(found, rows) if spare(name)]
-    if left:
-        log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(left), head)
-    params = convert.read(rows, found, shapes, layout, fresh, spare)
+    initial = _random_head(module, shapes, seed) if head != file_head or has_new_classes else {}
+    if has_new_classes:
+        tensors = _without_rows(tensors, [row for row in rows if row.param_paths[0].startswith("head/decision")])
+    can_drop = _can_drop(family, rows)
+    dropped = [name for name in convert.unmatched_names(tensors, rows) if can_drop(name)]
+    if dropped:
+        log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(dropped), head)
+    params = convert.import_params(rows, tensors, shapes, shardings, initial, can_drop)
     tokenizers = open_tokenizers(directory, settings)
-    defaults = generation.read_defaults(directory, settings.values)
+    defaults = generation_options.read_defaults(directory, settings.values)
     check_vocabulary(directory, settings, model, tokenizers, defaults)
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
-    data = DataConfig(length=min(room(model), WINDOW if head == "qa" else DataConfig.length))
-    decode = DecodeConfig(max_length=ANSWER) if head == "qa" else DecodeConfig()
-    config = Config(model=model, data=data, task=TaskConfig(name=_task(model, head)), decode=decode)
-    pretrained = Pretrained(
-        module=module,
-        params=params,
-        variables={},
-        config=config,
-        tokenizers=tokenizers,
-        classes=names,
-        family=family,
-        head=head,
-        settings=settings,
-        defaults=defaults,
-    )
-    return pretrained if vocab is None else resized(pretrained, vocab, seed)
+    data = DataConfig(length=min(least_positions(model), MAX_QA_LENGTH if head == "qa" else DataConfig.length))
+    decode = DecodeConfig(max_length=MAX_ANSWER_LENGTH) if head == "qa" else DecodeConfig()
+    config = Config(model=model, data=data, task=TaskConfig(name=_task_name(model, head)), decode=decode)
+    origin = HuggingFace(head, family, settings, defaults)
+    loaded = Model(module, params, {}, config, tokenizers, classes=names, hf=origin)
+    return loaded if vocab is None else resize_vocabulary(loaded, origin, vocab, seed)
 
 
 def check_vocabulary(
@@ -118,17 +112,17 @@ def check_vocabulary(
     tokenizers: Tokenizers | None,
     defaults: Mapping[str, Any],
 ) -> None:
-    """Names a tokenizer and special tokens that go beyond the tables.
+    """Warns of a tokenizer and of special tokens with ids beyond the embedding tables.
 
     Raises:
-      ConfigError: a special token is no id at all.
+      ConfigError: a special token is not an id.
     """
-    sides = [stack.embed.vocab for stack in (model.encoder, model.decoder) if stack is not None]
-    for where, values in ((settings.where, settings.values), (str(directory / "generation_config.json"), defaults)):
-        keys.check_tokens(values, where, sides[-1])
+    sizes = [stack.embed.vocab or 0 for stack in (model.encoder, model.decoder) if stack is not None]
+    for path, values in ((settings.path, settings.values), (str(directory / "generation_config.json"), defaults)):
+        keys.check_special_tokens(values, path, sizes[-1])
     if tokenizers is None:
         return
-    for tokenizer, rows in ((tokenizers.source, sides[0]), (tokenizers.target, sides[-1])):
+    for tokenizer, rows in ((tokenizers.source, sizes[0]), (tokenizers.target, sizes[-1])):
         if len(tokenizer.vocabulary.pieces) > rows:
             log.warning(
                 "%s: the tokenizer has %d ids, the table %d rows: texts with tokens beyond it are refused",
@@ -140,7 +134,7 @@ def check_vocabulary(
 
 
 def _check_counts(model: ModelConfig, settings: Settings, tensors: int) -> None:
-    """Refuses numbers that no file of so many tensors can have, before anything is made in them.
+    """Refuses sizes that a file with this number of tensors cannot have, before anything is allocated.
 
     Raises:
       ConfigError: there are more layers or experts than tensors, or heads do not divide what they share.
@@ -152,83 +146,88 @@ def _check_counts(model: ModelConfig, settings: Settings, tensors: int) -> None:
         for what, count in counts.items():
             if count > tensors:
                 raise ConfigError(
-                    f"{settings.where}: got {count} {what}, expected no more than the file has tensors, {tensors}; the "
+                    f"{settings.path}: got {count} {what}, expected no more than the file has tensors, {tensors}; the "
                     "file and its config.json contradict each other"
                 )
         heads, groups = stack.attention.heads, stack.attention.kv_heads or stack.attention.heads
         if stack.attention.head_width is None and stack.width % heads:
-            raise ConfigError(f"{settings.where}: got {heads} heads, expected a divisor of the width {stack.width}")
+            raise ConfigError(f"{settings.path}: got {heads} heads, expected a divisor of the width {stack.width}")
         if heads % groups:
-            raise ConfigError(f"{settings.where}: got {groups} key heads, expected a divisor of the {heads} heads")
+            raise ConfigError(f"{settings.path}: got {groups} key heads, expected a divisor of the {heads} heads")
 
 
-def _task(model: ModelConfig, head: str) -> str:
-    """What trains such a model here: no task is a regression, and only translation has two sides."""
-    two = model.encoder is not None and model.decoder is not None
-    return "none" if model.head.classes == 1 or (two and head != "seq2seq") else TASKS.get(head, "none")
+def _task_name(model: ModelConfig, head: str) -> str:
+    """Name of the task that trains such a model: none is a regression, and only translation has two stacks."""
+    has_both = model.is_seq2seq
+    return "none" if model.head.classes == 1 or (has_both and head != "seq2seq") else TASKS.get(head, "none")
 
 
 def read_params(
     directory: Path, settings: Settings, family: Family, model: ModelConfig, head: str, params: PyTree, keep_head: bool
 ) -> PyTree:
-    """A directory's tensors in the places of `params`, whose values stay where only a new head has them.
+    """The parameters of a directory. Those of a new head, which the file lacks, keep their values in `params`.
 
     Args:
-      keep_head: read the head where the file has one; False: it stays as it is.
+      keep_head: read the head if the file has it; False: it keeps its values.
     """
-    found, rows = convert.canonical(family, files.open_tensors(directory)), family.rows(model, head)
-    if family.output is not None and model.head.tied:
-        found.pop(family.output[0], None)
-    with_tables(family, model, found)
-    heads = {path: x for path, x in _paths(params).items() if path.startswith("head/")}
+    tensors, rows = convert.canonical_tensors(family, reading.open_tensors(directory)), family.rows(model, head)
+    if family.tied_tensors is not None and model.head.tied:
+        tensors.pop(family.tied_tensors[0], None)
+    resolve_embedding_tables(family, model, tensors)
+    head_params = {path: x for path, x in _flatten(params).items() if path.startswith("head/")}
     if not keep_head:
-        found = _without(found, [row for row in rows if all(path in heads for path in row.paths)])
-    fresh = heads if not keep_head or head != head_of(family, settings) else {}
-    layout = jax.tree.map(lambda x: x.sharding, params)
-    return convert.read(rows, found, params, layout, fresh, _spare(family, rows))
+        tensors = _without_rows(tensors, [row for row in rows if all(path in head_params for path in row.param_paths)])
+    initial = head_params if not keep_head or head != head_of(family, settings) else {}
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    return convert.import_params(rows, tensors, params, shardings, initial, _can_drop(family, rows))
 
 
-def _without(tensors: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """The tensors that none of `rows` speaks of."""
-    return {name: tensors[name] for name in convert.unknown(tensors, rows)}
+def _without_rows(tensors: Mapping[str, Tensor], rows: Sequence[Row]) -> dict[str, Tensor]:
+    """The tensors that none of `rows` describes."""
+    return {name: tensors[name] for name in convert.unmatched_names(tensors, rows)}
 
 
-def untied(family: Family, model: ModelConfig, tensors: Mapping[str, Any]) -> ModelConfig:
-    """A head is tied only if its own tensor, where the file has one, equals the embedding's; a copy is dropped."""
-    if family.output is None or family.output[0] not in tensors or not model.head.tied:
+def untie_output(family: Family, model: ModelConfig, tensors: dict[str, Tensor]) -> ModelConfig:
+    """The model, untied if the file has an output projection that differs from the embedding.
+
+    An equal projection is removed from `tensors`.
+    """
+    if family.tied_tensors is None or family.tied_tensors[0] not in tensors or not model.head.tied:
         return model
-    output, embedding = (tensors.get(name) for name in family.output)
-    if embedding is not None and _equal(output, embedding):
-        del tensors[family.output[0]]
+    output, embedding = family.tied_tensors
+    if embedding in tensors and _same_values(tensors[output], tensors[embedding]):
+        del tensors[output]
         return model
     return dataclasses.replace(model, head=dataclasses.replace(model.head, tied=False))
 
 
-def with_tables(family: Family, model: ModelConfig, tensors: dict[str, Any]) -> ModelConfig:
-    """The model with one table for both sides, or two where the file has two that differ; `tensors` hold those alone.
+def resolve_embedding_tables(family: Family, model: ModelConfig, tensors: dict[str, Tensor]) -> ModelConfig:
+    """The model with a shared embedding, or with two if the file has two that differ.
+
+    Other copies are removed from `tensors`.
 
     Raises:
-      ConfigError: they differ, and the head is tied to the one for both.
+      ConfigError: the two differ, and the head is tied to the shared one.
     """
-    if family.tables is None:
+    if family.embedding_tables is None:
         return model
-    shared, *names = family.tables
-    own = [name for name in names if name in tensors]
+    shared, *names = family.embedding_tables
+    separate = [name for name in names if name in tensors]
     if model.decoder is None:
         if names[0] in tensors:
             tensors[shared] = tensors.pop(names[0])
         return model
-    if not own:
+    if not separate:
         return model
-    base = tensors.get(shared, tensors[own[0]])
-    if model.share_embeddings and all(_equal(tensors[name], base) for name in own):
-        for name in own:
+    base = tensors.get(shared, tensors[separate[0]])
+    if model.share_embeddings and all(_same_values(tensors[name], base) for name in separate):
+        for name in separate:
             del tensors[name]
         tensors[shared] = base
         return model
     if model.share_embeddings and model.head.kind == "tokens" and model.head.tied:
         raise ConfigError(
-            f"{base.file}: got {', '.join(own)}, which differ, under a tied head, expected one table; save the "
+            f"{base.file}: got {', '.join(separate)}, which differ, under a tied head, expected one table; save the "
             "checkpoint again with tie_word_embeddings false"
         )
     for name in names:
@@ -237,55 +236,72 @@ def with_tables(family: Family, model: ModelConfig, tensors: dict[str, Any]) -> 
     return dataclasses.replace(model, share_embeddings=False)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool((one.array() == other.array()).all())
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a.array() == b.array()).all())
 
 
-_paths = functools.partial(flax.traverse_util.flatten_dict, sep="/")
+_flatten = functools.partial(flax.traverse_util.flatten_dict, sep="/")
 
 
-def _fresh_head(module: nn.Module, shapes: PyTree, seed: int) -> dict[str, jax.Array]:
-    """Random values for parameters of the head."""
+def _random_head(module: nn.Module, shapes: PyTree, seed: int) -> dict[str, jax.Array]:
+    """Random initial parameters of the head, by path."""
     if "head" not in shapes:
         return {}
-    made = nn.meta.unbox(jax.jit(lambda key: build.initialise(module, key)["params"]["head"])(jax.random.key(seed)))
-    return {f"head/{path}": x for path, x in _paths(made).items()}
+    params = nn.meta.unbox(
+        jax.jit(lambda key: build.init_variables(module, key)["params"]["head"])(jax.random.key(seed))
+    )
+    return {f"head/{path}": x for path, x in _flatten(params).items()}
 
 
-def _spare(family: Family, rows: Sequence[Row]) -> Callable[[str], bool]:
-    """Which tensors may be left over: those of heads and poolers that no row of this head wants."""
-    wanted = {row.theirs for row in rows}
-    return lambda name: name not in wanted and any(re.fullmatch(pattern, name) for pattern in family.spare)
+def _can_drop(family: Family, rows: Sequence[Row]) -> Callable[[str], bool]:
+    """A function that is True for tensors of heads and poolers that no row of this head reads."""
+    used = {row.hf_name for row in rows}
+    return lambda name: name not in used and any(re.fullmatch(pattern, name) for pattern in family.droppable_tensors)
 
 
-def resized(pretrained: Pretrained, vocab: int, seed: int = 0) -> Pretrained:
-    """The model with `vocab` rows in its embeddings and head: old rows are kept, new ones drawn like the old.
+def _output_vocab(model: ModelConfig) -> int:
+    """Vocabulary size of the decoder, or of the encoder if there is no decoder."""
+    stack = model.decoder or model.encoder
+    if stack is None or stack.embed.vocab is None:
+        raise ConfigError("vocab: got a model without token embeddings, expected some; leave vocab out")
+    return stack.embed.vocab
 
-    New embedding rows are normal with the mean and deviation of the old ones.
+
+def resize_vocabulary(loaded: Model, origin: HuggingFace, vocab: int, seed: int = 0) -> Model:
+    """The model with `vocab` rows in its embeddings and head. Old rows keep their values.
+
+    New rows are drawn from a normal distribution with the mean and the standard deviation of the old rows.
     """
-    model = pretrained.config.model
-    sides = {}
+    model = loaded.config.model
+    stacks = {}
     for name in ("encoder", "decoder"):
         stack = getattr(model, name)
         if stack is not None:
-            sides[name] = dataclasses.replace(stack, embed=dataclasses.replace(stack.embed, vocab=vocab))
-    old = (model.decoder or model.encoder).embed.vocab
-    model = dataclasses.replace(model, **sides)
+            stacks[name] = dataclasses.replace(stack, embed=dataclasses.replace(stack.embed, vocab=vocab))
+    old_vocab = _output_vocab(model)
+    model = dataclasses.replace(model, **stacks)
     module = build.build(model)
-    shapes = _paths(nn.meta.unbox(build.shapes(module))["params"])
+    shapes = _flatten(nn.meta.unbox(build.shapes(module))["params"])
     key, params = jax.random.key(seed), {}
-    for i, (path, x) in enumerate(_paths(pretrained.params).items()):
+    for i, (path, x) in enumerate(_flatten(loaded.params).items()):
         axis = next((a for a, (new, was) in enumerate(zip(shapes[path].shape, x.shape)) if new != was), None)
         if axis is None:
             params[path] = x
-        elif vocab < old:
+        elif vocab < old_vocab:
             params[path] = jax.lax.slice_in_dim(x, 0, vocab, axis=axis)
         else:
-            more = shapes[path].shape[:axis] + (vocab - old,) + shapes[path].shape[axis + 1 :]
-            drawn = jax.random.normal(jax.random.fold_in(key, i), more) * jnp.std(x) + jnp.mean(x, axis, keepdims=True)
-            params[path] = jnp.concatenate([x, drawn if x.ndim > 1 else jnp.zeros(more)], axis)
+            added = shapes[path].shape[:axis] + (vocab - old_vocab,) + shapes[path].shape[axis + 1 :]
+            drawn = jax.random.normal(jax.random.fold_in(key, i), added) * jnp.std(x) + jnp.mean(x, axis, keepdims=True)
+            params[path] = jnp.concatenate([x, drawn if x.ndim > 1 else jnp.zeros(added)], axis)
     tree = flax.traverse_util.unflatten_dict(params, sep="/")
-    values = {name: value for name, value in pretrained.settings.values.items() if name != "n_token"}
-    settings = pretrained.settings.replaced({**values, "vocab_size": vocab})  # n_token: XLNet's other name of it
-    config = dataclasses.replace(pretrained.config, model=model)
-    return dataclasses.replace(pretrained, module=module, params=tree, config=config, settings=settings)
+    values = {name: value for name, value in origin.settings.values.items() if name != "n_token"}
+    settings = origin.settings.with_values({**values, "vocab_size": vocab})  # n_token: XLNet's other name of it
+    config = dataclasses.replace(loaded.config, model=model)
+    resized = dataclasses.replace(origin, settings=settings)
+    return dataclasses.replace(loaded, module=module, params=tree, config=config, hf=resized)
+
+
+def least_positions(model: ModelConfig) -> int:
+    """The number of positions that both sides have."""
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    return min(stack.encoding.max_length - stack.encoding.offset for stack in stacks)

@@ -1,10 +1,8 @@
-"""A model trained here in terms that families have: other parameters, the same function.
+"""Rewrites a model trained here as one that a Hugging Face family can express: other parameters, the same function.
 
-Families compute some things in one way only. Two of ours have an exact equal among theirs:
-
-- Sinusoids in turn are sinusoids one after the other with the channels of the residual stream reordered, and nothing in
-  a transformer knows the order of those channels: every axis that the stream passes through is reordered alike.
-- No bias of the output is a bias of zero.
+- Interleaved sinusoids (sine, cosine, ...) become concatenated ones (sines, then cosines). The channels of
+  the residual stream are reordered alike on every axis, which changes no output.
+- An output projection without bias gets a bias of zero.
 """
 
 from __future__ import annotations
@@ -21,21 +19,21 @@ from jaxformer.models import build
 from jaxformer.types import Array, PyTree
 
 STREAM = ("embed", "table")
-"""Logical names of the axes that the residual stream passes through."""
+"""Logical names of the parameter axes that the residual stream passes through."""
 
 
-def in_their_terms(model: ModelConfig, params: PyTree) -> tuple[ModelConfig, PyTree]:
-    """An equal model whose sinusoids are concatenated and whose output has a bias, with its parameters."""
-    changed = False
+def rewrite_for_export(model: ModelConfig, params: PyTree) -> tuple[ModelConfig, PyTree]:
+    """An equal model with concatenated sinusoids and an output bias, and its parameters."""
+    is_reordered = False
     for name in ("encoder", "decoder"):
         stack = getattr(model, name)
         if stack is not None and stack.encoding.kind == "sinusoidal" and not stack.encoding.concatenated:
-            changed = True
+            is_reordered = True
             encoding = dataclasses.replace(stack.encoding, concatenated=True)
             model = dataclasses.replace(model, **{name: dataclasses.replace(stack, encoding=encoding)})
-    if changed:
+    if is_reordered:
         params = _reordered(model, params)
-    if model.head.kind == "tokens" and not model.head.bias and model.encoder is not None and model.decoder is not None:
+    if model.head.kind == "tokens" and not model.head.bias and model.encoder and model.decoder:
         vocab = model.decoder.embed.vocab
         params = {**params, "head": {**params.get("head", {}), "bias": jnp.zeros(vocab)}}
         model = dataclasses.replace(model, head=dataclasses.replace(model.head, bias=True))
@@ -43,13 +41,16 @@ def in_their_terms(model: ModelConfig, params: PyTree) -> tuple[ModelConfig, PyT
 
 
 def _reordered(model: ModelConfig, params: PyTree) -> PyTree:
-    """Parameters after moving channel 2i of the stream to i, and 2i + 1 to D / 2 + i."""
+    """The parameters after channel 2i of the residual stream has moved to i, and 2i + 1 to D / 2 + i."""
     names = jax.tree.map(
         lambda box: box.names if isinstance(box, nn.Partitioned) else None,
         build.shapes(build.build(model))["params"],
         is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned),
     )
-    width = (model.decoder or model.encoder).width
+    stack = model.decoder or model.encoder
+    if stack is None:
+        return params
+    width = stack.width
     order = np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
 
     def move(path: tuple, x: Array) -> Array:

@@ -1,209 +1,237 @@
-"""The language that families are written in: rows that say which tensor of theirs is which parameter of ours.
+"""The language in which a Hugging Face family is written: a table that imports checkpoints and exports them.
 
-A row is read in both directions, so what imports a checkpoint also exports it.
+A family is one file in `jaxformer/hf/families/` that defines `FAMILY = Family(...)`. Its three functions are
 
-    Row("h.{layer}.attn.c_attn.weight", qkv("decoder", "kernel"), "D (n H K) -> n D H K", heads)
+    read_config(settings, head)   config.json    -> ModelConfig
+    write_config(model, head)     ModelConfig    -> config.json
+    rows(model, head)             names and layouts of all tensors, read in both directions
 
-says that the fused `[D, 3 D]` matrices of all layers are our three stacked kernels `[L, D, H, K]`.
+A row says which tensor of the file is which parameter here, and how the axes are rearranged:
+
+    Row("h.{layer}.attn.c_attn.weight", ("decoder/blocks/attention/query/kernel", ...), "D (n H K) -> n D H K", sizes)
+
+reads the fused matrices `[D, 3 * D]` of all layers into three parameters `[L, D, H, K]`, and writes them back.
+`linear_rows`, `norm_rows` and `attention_rows` make the rows of common modules. docs/hugging-face.md adds a family step
+by step.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxformer import registry
-from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, HeadConfig, ModelConfig, StackConfig
+from jaxformer.config import AttentionConfig, FeedForwardConfig, HeadConfig, ModelConfig, StackConfig
+from jaxformer.config.schema import Activation
+from jaxformer.errors import ConfigError
 
-STACKED = ("{layer}", "{expert}")
-"""What stands for numbers in a name; our parameters are stacked over them, in this order."""
+STACKED_AXES = ("{layer}", "{expert}")
+"""Placeholders for numbers in tensor names. Parameters are stacked over them, in this order."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of theirs, or one a layer, or one an expert of a layer.
+    """One tensor of the file and its parameter; with placeholders, one tensor a layer, or one an expert of each layer.
 
     Attributes:
-      theirs: its name; `{layer}` stands for the layer's number, and then ours is stacked over layers, `[L, ...]`; with
-        `{expert}` also over experts, `[L, E, ...]`.
-      ours: path of our parameter, or of several that theirs holds together; their layout then begins with an axis n.
-      layout: einops pattern "theirs -> ours" for one tensor; "": the same.
-      sizes: of the axes that a pattern takes apart.
-      optional: zeros where the file lacks it.
+      hf_name: name of the tensor. `{layer}` stands for the number of the layer; the parameter is then stacked over
+        layers, `[L, ...]`. With `{expert}` it is stacked over experts, too: `[L, E, ...]`.
+      param_path: path of the parameter, or paths of several parameters that the tensor holds together. The right side
+        of the layout then begins with an axis `n` over them.
+      layout: einops pattern "axes in the file -> axes of the parameter" for one tensor; "": the same axes.
+      sizes: lengths of the axes that stand in parentheses in the pattern.
+      optional: the parameter is zero if the file lacks the tensor.
     """
 
-    theirs: str
-    ours: str | tuple[str, ...]
+    hf_name: str
+    param_path: str | tuple[str, ...]
     layout: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
     optional: bool = False
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        return (self.ours,) if isinstance(self.ours, str) else self.ours
+    def param_paths(self) -> tuple[str, ...]:
+        return (self.param_path,) if isinstance(self.param_path, str) else self.param_path
 
     @property
-    def depth(self) -> int:
-        """Over how many leading axes ours is stacked."""
-        return sum(word in self.theirs for word in STACKED)
+    def stacked_axes(self) -> int:
+        """Number of leading axes over which the parameter is stacked: 0, 1 (layers) or 2 (layers and experts)."""
+        return sum(placeholder in self.hf_name for placeholder in STACKED_AXES)
 
     def name(self, index: Sequence[int]) -> str:
-        """Theirs at a place of these axes."""
-        name, numbers = self.theirs, iter(index)
-        for word in STACKED:
-            name = name.replace(word, str(next(numbers))) if word in name else name
+        """The name of one tensor; `index` holds the numbers of the layer and the expert."""
+        name, numbers = self.hf_name, iter(index)
+        for placeholder in STACKED_AXES:
+            name = name.replace(placeholder, str(next(numbers))) if placeholder in name else name
         return name
 
 
 @dataclass(frozen=True)
-class Convention:
-    """How models are called, where families differ.
+class CallConvention:
+    """The conventions of a family's model classes and tokenizers.
 
     Attributes:
-      positions: how positions count: "slots" (every slot), "ids" (RoBERTa: only tokens that are not padding).
-      start: what a decoder's input begins with, where config.json names no token.
-      repeats: a decoder that is given nothing reads the encoder's input again (BART).
-      before, between, after: names of the special tokens before a text, between a pair, and after it, where no
-        tokenizer.json says it.
-      last_kind: token type of the last special token, if it is one of its own (XLNet).
-      call: what reads inputs and makes outputs; None: the usual way, see `jaxformer/hf/calling.py`.
+      positions: slots that get a position id: "slots" (all), or "ids" (those without padding, as RoBERTa counts).
+      decoder_start_token: first token of a decoder's input if config.json names none.
+      decoder_input_from_source: without decoder inputs, the decoder reads the encoder's input (BART).
+      prefix_tokens, separator_tokens, suffix_tokens: special tokens before a text, between the two texts of a pair, and
+        after them. They count if there is no tokenizer.json that says it.
+      last_token_type: token type of the last special token if it has one of its own (XLNet).
+      call: a function that replaces the usual call of `jaxformer/hf/forward.py`; None: the usual one.
     """
 
     positions: str = "slots"
-    start: int = 0
-    repeats: bool = False
-    before: tuple[str, ...] = ()
-    between: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    last_kind: int | None = None
+    decoder_start_token: int = 0
+    decoder_input_from_source: bool = False
+    prefix_tokens: tuple[str, ...] = ()
+    separator_tokens: tuple[str, ...] = ()
+    suffix_tokens: tuple[str, ...] = ()
+    last_token_type: int | None = None
     call: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of the other library.
+    """One architecture of the transformers library.
+
+    Regular expressions match whole tensor names, with `prefix`.
 
     Attributes:
-      types: values of `model_type` that it reads; the first is what it writes.
-      heads: our word for a head -> the class named in `architectures`.
-      read: `(settings, head) -> ModelConfig`.
-      write: `(model, head) -> config.json` without what is the same for all families, or a ConfigError that says what
-        the family cannot express.
-      rows: `(model, head) -> rows`, of every parameter.
-      prefix: what begins the names of the body in a file that has a head; a bare model's file lacks it.
-      spare: regular expressions of tensors of heads and poolers, dropped with a notice by a model that lacks them.
-      ignored: regular expressions of tensors that are no parameters (buffers of old files).
-      twins: (stronger, weaker): two names of one parameter, of which the other library reads the first where both are
-        there. A file of an untied head needs both.
-      tables: names of the embedding of both sides, of the encoder's own and of the decoder's own. Where a file has its
-        own ones and they differ, they count.
-      free: keys of config.json that change nothing here, with the reason; see `jaxformer/hf/keys.py`.
-      renamed: (regular expression, replacement) from older names to today's.
-      constants: `model -> tensors` that are no parameters but stand in a file.
-      output: names of the output projection and of the embedding that it may be tied to.
-      convention: how it is called.
+      model_types: values of `model_type` that this family reads; an export writes the first.
+      heads: head -> class name in `architectures`. Heads are causal_lm, masked_lm, seq2seq, sequence, token, qa, model
+        (the body), and bare (a body without BERT's pooler) or encoder (T5's encoder alone).
+      read_config: `(settings, head) -> ModelConfig`.
+      write_config: `(model, head) -> config.json`, without the keys that all families share. It raises ConfigError if
+        the family cannot express the model.
+      rows: `(model, head) -> rows`, which cover every parameter.
+      prefix: start of the body's tensor names in a file with a head. Files of a bare model lack it.
+      droppable_tensors: expressions for tensors of heads and poolers, which are dropped with a notice if the head that
+        is loaded has no such parameters.
+      ignored_tensors: expressions for tensors that are no parameters (buffers in old files).
+      duplicate_tensors: (first, second) names of one parameter. The library reads the first if a file has both; an
+        untied head is written with both.
+      embedding_tables: names of the embedding that encoder and decoder share, of the encoder's and of the decoder's.
+        The latter two count if a file has them and they differ.
+      ignored_keys: config.json keys that change nothing here -> the reason; see `jaxformer/hf/keys.py`.
+      renamed_tensors: (regular expression, replacement) from older tensor names to current ones.
+      constant_tensors: `model -> tensors` that the file holds and that are no parameters.
+      tied_tensors: names of the output projection and of the embedding that it may be tied to.
+      convention: how its models are called.
     """
 
-    types: tuple[str, ...]
+    model_types: tuple[str, ...]
     heads: Mapping[str, str]
-    read: Callable[[Settings, str], ModelConfig]
-    write: Callable[[ModelConfig, str], dict[str, Any]]
+    read_config: Callable[[Settings, str], ModelConfig]
+    write_config: Callable[[ModelConfig, str], dict[str, Any]]
     rows: Callable[[ModelConfig, str], Sequence[Row]]
     prefix: str = ""
-    spare: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    twins: tuple[tuple[str, str], ...] = ()
-    tables: tuple[str, str, str] | None = None
-    free: Mapping[str, str] = field(default_factory=dict)
-    renamed: tuple[tuple[str, str], ...] = ()
-    output: tuple[str, str] | None = None
-    convention: Convention = Convention()
-    constants: Callable[[ModelConfig], dict[str, np.ndarray]] = lambda model: {}
+    droppable_tensors: tuple[str, ...] = ()
+    ignored_tensors: tuple[str, ...] = ()
+    duplicate_tensors: tuple[tuple[str, str], ...] = ()
+    embedding_tables: tuple[str, str, str] | None = None
+    ignored_keys: Mapping[str, str] = field(default_factory=dict)
+    renamed_tensors: tuple[tuple[str, str], ...] = ()
+    tied_tensors: tuple[str, str] | None = None
+    convention: CallConvention = CallConvention()
+    constant_tensors: Callable[[ModelConfig], dict[str, np.ndarray]] = lambda model: {}
 
 
 class Settings:
-    """A config.json: fields with the defaults of the other library, and errors that name the file.
+    """The keys of a config.json, with the library's defaults. Errors name the file.
+
+    Calling it reads a key: `settings("hidden_size", 768)`.
 
     Attributes:
-      where: the file, for messages.
-      values: what it says.
-      defaults: what the other library's class says where the file is silent; it goes before the defaults in this code.
-      asked: names that were asked for.
-      unread: names inside of a value (`rope_parameters.factor`) that were not.
+      path: the file, for messages.
+      values: its content.
+      defaults: defaults of the library's config class for absent keys. They win over the defaults in this code.
+      read_keys: keys that were read.
+      unread_keys: keys inside a value (`rope_parameters.factor`) that nothing reads.
     """
 
     def __init__(
-        self, values: Mapping[str, Any], where: str = "config.json", defaults: Mapping[str, Any] | None = None
+        self, values: Mapping[str, Any], path: str = "config.json", defaults: Mapping[str, Any] | None = None
     ) -> None:
-        self.values, self.where, self.defaults = values, where, defaults or {}
-        self.asked: set[str] = set()
-        self.unread: set[str] = set()
+        self.values, self.path, self.defaults = values, path, defaults or {}
+        self.read_keys: set[str] = set()
+        self.unread_keys: set[str] = set()
 
-    def replaced(self, values: Mapping[str, Any]) -> Settings:
-        """Other values of the same file; what is asked of either counts as asked of both."""
-        other = Settings(values, self.where, self.defaults)
-        other.asked, other.unread = self.asked, self.unread
+    def with_values(self, values: Mapping[str, Any]) -> Settings:
+        """A copy with other values, which shares the record of keys that were read."""
+        other = Settings(values, self.path, self.defaults)
+        other.read_keys, other.unread_keys = self.read_keys, self.unread_keys
         return other
 
-    def given(self, name: str, default: Any = None) -> Any:
-        """The setting as it stands, where null is a value of its own; the default if it is absent."""
-        self.asked.add(name)
+    def raw(self, name: str, default: Any = None) -> Any:
+        """The value as it stands in the file, null included; the default if the key is absent."""
+        self.read_keys.add(name)
         return self.values.get(name, self.defaults.get(name, default))
 
-    def __call__(self, name: str, default: Any = ConfigError, *others: str) -> Any:
-        """The setting `name`, or under an `others` name, or the default; without one it must be there.
+    def __call__(self, name: str, default: Any = ConfigError, *aliases: str) -> Any:
+        """The value of a key, of one of its `aliases`, or the default. Null counts as absent.
 
-        A number must be a number: a default of a type is also a demand.
+        Raises:
+          ConfigError: the value is not of the default's type, or the key is absent and there is no default.
         """
-        self.asked.update((name, *others))
-        for key in (name, *others):
+        self.read_keys.update((name, *aliases))
+        for key in (name, *aliases):
             if key in self.values and (self.values[key] is not None or default is None):
                 return self._typed(key, self.values[key], default)
         if name not in self.values and self.defaults.get(name) is not None:
             return self._typed(name, self.defaults[name], default)
         if default is ConfigError:
-            raise ConfigError(f"{self.where}: got no {name}, expected one; the file is not of this model_type")
+            raise ConfigError(f"{self.path}: got no {name}, expected one; the file is not of this model_type")
         return default
 
-    def size(self, name: str, default: int | type | None = ConfigError, *others: str) -> Any:
-        """A setting that is a whole number of at least 1 (or None if that is the default)."""
-        value = self(name, default, *others)
+    def size(self, name: str, default: int | type | None = ConfigError, *aliases: str) -> Any:
+        """A whole number of at least 1 (or None if that is the default).
+
+        Raises:
+          ConfigError: the value is anything else.
+        """
+        value = self(name, default, *aliases)
         if value is None and default is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise ConfigError(
-                f"{self.where}: got {name} {value!r}, expected a whole number of at least 1; fix the file"
-            )
+            raise ConfigError(f"{self.path}: got {name} {value!r}, expected a whole number of at least 1; fix the file")
         return value
 
     def expect(self, name: str, *allowed: Any) -> None:
-        """Refuses settings that this code does not compute. The first of `allowed` is the default."""
+        """Refuses a variant that is not implemented. The first of `allowed` is the default.
+
+        Raises:
+          ConfigError: the value is not among `allowed`.
+        """
         value = self(name, allowed[0])
         if value not in allowed:
             expected = " or ".join(map(repr, allowed))
-            raise ConfigError(f"{self.where}: got {name} {value!r}, expected {expected}; this variant is not supported")
+            raise ConfigError(f"{self.path}: got {name} {value!r}, expected {expected}; this variant is not supported")
 
-    def activation(self, name: str, default: str) -> str:
-        """An activation function by their name, as our name."""
-        theirs = self(name, default)
-        if not isinstance(theirs, str) or theirs not in ACTIVATIONS:
-            raise ConfigError(f"{self.where}: got {name} {theirs!r}, expected one of {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[theirs]
+    def activation(self, name: str, default: str) -> Activation:
+        """The jaxformer name of an activation function; `default` is a name of the library.
+
+        Raises:
+          ConfigError: the function is unknown.
+        """
+        hf_name = self(name, default)
+        if not isinstance(hf_name, str) or hf_name not in ACTIVATIONS:
+            raise ConfigError(f"{self.path}: got {name} {hf_name!r}, expected one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[hf_name]
 
     def _typed(self, name: str, value: Any, default: Any) -> Any:
-        kind = type(default)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        expected = type(default)
+        if expected is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        if kind in (bool, int, float, str) and type(value) is not kind:
-            raise ConfigError(f"{self.where}: got {name} {value!r}, expected {kind.__name__}; fix the file")
+        if expected in (bool, int, float, str) and type(value) is not expected:
+            raise ConfigError(f"{self.path}: got {name} {value!r}, expected {expected.__name__}; fix the file")
         return value
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -218,115 +246,152 @@ ACTIVATIONS = {
     "mish": "mish",
     "sigmoid": "sigmoid",
 }
-"""Their activation -> ours."""
+"""Activation function: name in config.json -> name in a jaxformer config."""
 
 
-def their_activation(ours: str) -> str:
-    """The first of their names for an activation of ours."""
-    return next(theirs for theirs, name in ACTIVATIONS.items() if name == ours)
+def hf_activation(activation: str) -> str:
+    """The first of the library's names for an activation function."""
+    return next(hf_name for hf_name, name in ACTIVATIONS.items() if name == activation)
+
+
+# --- finding the family -----------------------------------------------------------------------------------------------
 
 
 def families() -> Iterator[tuple[str, Family]]:
-    """Every file of `jaxformer/hf/families/`, by name."""
+    """The families in `jaxformer/hf/families/` and those of the modules in `JAXFORMER_FAMILIES`, with their names."""
     package = "jaxformer.hf.families"
-    for name in registry.names(package):
+    external = os.environ.get("JAXFORMER_FAMILIES", "").split(",")
+    for name in (*registry.names(package), *filter(None, external)):
         yield name, registry.member(package, name, "FAMILY")
 
 
 def family_of(settings: Settings) -> Family:
-    """The family that reads this config.json."""
-    wanted, known = settings("model_type", ""), []
+    """The family that reads this config.json.
+
+    Raises:
+      ConfigError: its `model_type` is unknown.
+    """
+    model_type, known = settings("model_type", ""), []
     for _, family in families():
-        if wanted in family.types:
+        if model_type in family.model_types:
             return family
-        known += family.types
-    expected = f"one of {', '.join(sorted(known))}{registry.nearest(wanted, known)}"
-    raise ConfigError(f"{settings.where}: got model_type {wanted!r}, expected {expected}")
+        known += family.model_types
+    expected = f"one of {', '.join(sorted(known))}{registry.nearest(model_type, known)}"
+    raise ConfigError(f"{settings.path}: got model_type {model_type!r}, expected {expected}")
 
 
 def head_of(family: Family, settings: Settings) -> str:
-    """Our word for the head that `architectures` names; "model" where it is silent."""
-    named = settings("architectures", None) or []
+    """The head that `architectures` names; "model" if the key is absent.
+
+    Raises:
+      ConfigError: the family has no such head.
+    """
+    architectures = settings("architectures", None) or []
     for head, architecture in family.heads.items():
-        if architecture in named:
+        if architecture in architectures:
             return head
-    if not named and "model" in family.heads:
+    if not architectures and "model" in family.heads:
         return "model"
     expected = ", ".join(family.heads.values())
-    raise ConfigError(f"{settings.where}: got architectures {named}, expected one of {expected}")
+    raise ConfigError(f"{settings.path}: got architectures {architectures}, expected one of {expected}")
+
+
+# --- rows of common modules -------------------------------------------------------------------------------------------
 
 
 def attention_sizes(config: AttentionConfig, width: int) -> dict[str, int]:
-    """Axis sizes H, G and K for the patterns of attention tensors."""
+    """Sizes of the axes H (heads), G (key heads) and K (head width) in layouts of attention tensors."""
     head_width = config.head_width or width // config.heads
     return {"H": config.heads, "G": config.kv_heads or config.heads, "K": head_width}
 
 
-def linear(theirs: str, ours: str, weight: str = "O I -> I O", bias: str = "", **sizes: int) -> list[Row]:
-    """Rows of a torch Linear: `weight` [out, in] and `bias`; a `bias` pattern of None leaves the bias out."""
-    return [
-        Row(f"{theirs}.weight", f"{ours}/kernel", weight, sizes),
-        Row(f"{theirs}.bias", f"{ours}/bias", bias, sizes),
-    ]
-
-
-def norm(theirs: str, ours: str, bias: bool = True) -> list[Row]:
-    """Rows of a layer norm (or of an RMS norm, without bias)."""
-    rows = [Row(f"{theirs}.weight", f"{ours}/scale")]
-    return [*rows, Row(f"{theirs}.bias", f"{ours}/bias")] if bias else rows
-
-
-def projections(
-    theirs: str, ours: str, config: AttentionConfig, width: int, names: Sequence[str] = ("q", "k", "v", "o")
+def linear_rows(
+    hf_name: str,
+    param_path: str,
+    weight: str = "O I -> I O",
+    bias: str = "",
+    sizes: Mapping[str, int] | None = None,
+    has_bias: bool = True,
 ) -> list[Row]:
-    """Rows of four torch Linears, `names` in the order query, key, value, output, with the biases that `config` has."""
+    """Rows of a torch Linear: `weight` `[out, in]`, and `bias` if it has one. The patterns are layouts of `Row`."""
+    rows = [Row(f"{hf_name}.weight", f"{param_path}/kernel", weight, sizes or {})]
+    return [*rows, Row(f"{hf_name}.bias", f"{param_path}/bias", bias, sizes or {})] if has_bias else rows
+
+
+def norm_rows(hf_name: str, param_path: str, has_bias: bool = True) -> list[Row]:
+    """Rows of a layer norm, or without bias of an RMS norm."""
+    rows = [Row(f"{hf_name}.weight", f"{param_path}/scale")]
+    return [*rows, Row(f"{hf_name}.bias", f"{param_path}/bias")] if has_bias else rows
+
+
+def attention_rows(
+    hf_name: str,
+    param_path: str,
+    config: AttentionConfig,
+    width: int,
+    names: Sequence[str] = ("q", "k", "v", "o"),
+) -> list[Row]:
+    """Rows of an attention layer with four torch Linears, with the biases that `config` has.
+
+    Args:
+      width: width of the model.
+      names: modules of the query, key, value and output projection, below `hf_name`.
+    """
     sizes = attention_sizes(config, width)
     key_bias = config.bias if config.key_bias is None else config.key_bias
     output_bias = config.bias if config.output_bias is None else config.output_bias
-    parts = [("query", "H", config.bias), ("key", "G", key_bias), ("value", "G", config.bias)]
+    inputs = [("query", "H", config.bias), ("key", "G", key_bias), ("value", "G", config.bias)]
     rows = []
-    for name, (part, heads, bias) in zip(names, parts, strict=False):
-        taken = {heads: sizes[heads], "K": sizes["K"]}
-        rows.append(Row(f"{theirs}.{name}.weight", f"{ours}/{part}/kernel", f"({heads} K) D -> D {heads} K", taken))
-        if bias:
-            rows.append(Row(f"{theirs}.{name}.bias", f"{ours}/{part}/bias", f"({heads} K) -> {heads} K", taken))
-    taken = {"H": sizes["H"], "K": sizes["K"]}
-    rows.append(Row(f"{theirs}.{names[3]}.weight", f"{ours}/out/kernel", "D (H K) -> H K D", taken))
-    return [*rows, Row(f"{theirs}.{names[3]}.bias", f"{ours}/out/bias")] if output_bias else rows
+    for name, (part, heads, has_bias) in zip(names, inputs, strict=False):
+        axes = {heads: sizes[heads], "K": sizes["K"]}
+        rows.append(
+            Row(f"{hf_name}.{name}.weight", f"{param_path}/{part}/kernel", f"({heads} K) D -> D {heads} K", axes)
+        )
+        if has_bias:
+            rows.append(Row(f"{hf_name}.{name}.bias", f"{param_path}/{part}/bias", f"({heads} K) -> {heads} K", axes))
+    axes = {"H": sizes["H"], "K": sizes["K"]}
+    rows.append(Row(f"{hf_name}.{names[3]}.weight", f"{param_path}/out/kernel", "D (H K) -> H K D", axes))
+    return [*rows, Row(f"{hf_name}.{names[3]}.bias", f"{param_path}/out/bias")] if output_bias else rows
 
 
-def labels(settings: Settings) -> int:
-    """How many classes a classifier has: the entries of `id2label`, else `num_labels`, else 2."""
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+SPAN_HEAD = HeadConfig(kind="slots", tied=False, classes=2)
+"""Extractive question answering: a start score and an end score for every slot."""
+
+NO_HEAD = HeadConfig(kind="none", tied=False)
+"""A bare model, whose output are hidden states."""
+
+
+def count_classes(settings: Settings) -> int:
+    """Number of classes of a classifier: the entries of `id2label`, else `num_labels`, else 2."""
     names = settings("id2label", None)
     if names is not None and not isinstance(names, Mapping):
-        raise ConfigError(f"{settings.where}: got id2label {names!r:.80}, expected an object of labels; fix the file")
+        raise ConfigError(f"{settings.path}: got id2label {names!r:.80}, expected an object of labels; fix the file")
     return len(names) if names else settings.size("num_labels", 2)
 
 
-def classifier(settings: Settings, kind: str, **fields: Any) -> HeadConfig:
-    """The head of a classifier: kind "classes" (a decision a sequence) or "slots" (one a token)."""
-    return HeadConfig(kind=kind, tied=False, classes=labels(settings), **fields)
+def classifier_head(settings: Settings, kind: Literal["classes", "slots"], **fields: Any) -> HeadConfig:
+    """A classifier: kind "classes" (one decision a sequence) or "slots" (one a token)."""
+    return HeadConfig(kind=kind, tied=False, classes=count_classes(settings), **fields)
 
 
-def token_dropout(settings: Settings) -> float:
-    """Dropout before the decision of a decoder's token classifier: the first of its settings that is given, or 0.1."""
-    names = ("classifier_dropout", "hidden_dropout")
-    found = [settings(name, 0.0) for name in names if settings(name, None) is not None]
-    return (*found, 0.1)[0]
+def token_classifier_dropout(settings: Settings) -> float:
+    """Dropout of a decoder's token classifier: `classifier_dropout`, else `hidden_dropout`, else 0.1."""
+    for name in ("classifier_dropout", "hidden_dropout"):
+        if settings(name, None) is not None:
+            return settings(name, 0.0)
+    return 0.1
 
 
-SPANS = HeadConfig(kind="slots", tied=False, classes=2)
-"""Extractive question answering: a start and an end score for every slot."""
-
-HIDDEN = HeadConfig(kind="none", tied=False)
-"""A bare model."""
+# --- models to export -------------------------------------------------------------------------------------------------
 
 
-def side(model: ModelConfig, name: str) -> StackConfig:
-    """The encoder or decoder that a family needs.
+def require_stack(model: ModelConfig, name: str) -> StackConfig:
+    """The encoder or the decoder of a model.
 
     Raises:
-      ConfigError: the model lacks it.
+      ConfigError: the model has none.
     """
     stack = getattr(model, name)
     if stack is None:
@@ -334,71 +399,12 @@ def side(model: ModelConfig, name: str) -> StackConfig:
     return stack
 
 
-def same(model: ModelConfig, again: ModelConfig) -> list[str]:
-    """Where two model configs differ in what they compute: paths with both values."""
-    return list(_differences(normal(model), normal(again), "model"))
+def require_ffn(stack: StackConfig) -> FeedForwardConfig:
+    """The feed-forward layers of a stack.
 
-
-def normal(model: ModelConfig) -> ModelConfig:
-    """The config with every default spelled out and what its kinds do not read reset, so that equals compare equal."""
-    sides = {}
-    for name in ("encoder", "decoder"):
-        stack = getattr(model, name)
-        if stack is not None:
-            sides[name] = _normal_stack(stack, causal=name == "decoder")
-    return dataclasses.replace(model, **sides)
-
-
-READ = {
-    "none": (),
-    "learned": ("max_length", "offset"),
-    "sinusoidal": ("base", "concatenated"),
-    "rope": ("base", "fraction", "interleaved", "scaling"),
-    "t5": ("buckets", "max_distance", "bidirectional"),
-    "alibi": (),
-}
-"""Encoding -> the fields that it reads; one that is not listed reads all."""
-
-
-def _normal_stack(stack: StackConfig, causal: bool) -> StackConfig:
-    attention, encoding, norm_, width = stack.attention, stack.encoding, stack.norm, stack.width
-    causal = causal if stack.causal is None else stack.causal
-    if encoding.bidirectional is None:
-        encoding = dataclasses.replace(encoding, bidirectional=not causal)
-    if encoding.kind in READ:
-        read = {name: getattr(encoding, name) for name in READ[encoding.kind]}
-        encoding = dataclasses.replace(EncodingConfig(encoding.kind), **read)
-    if norm_.kind == "rms":
-        norm_ = dataclasses.replace(norm_, bias=True)
-    attention = dataclasses.replace(
-        attention,
-        kv_heads=attention.kv_heads or attention.heads,
-        head_width=attention.head_width or width // attention.heads,
-        key_bias=attention.bias if attention.key_bias is None else attention.key_bias,
-        output_bias=attention.bias if attention.output_bias is None else attention.output_bias,
-    )
-    return dataclasses.replace(
-        stack,
-        causal=causal,
-        encoding=encoding,
-        attention=attention,
-        embed=dataclasses.replace(stack.embed, width=stack.embed.width or width),
-        ffn=stack.ffn and dataclasses.replace(stack.ffn, width=stack.ffn.width or 4 * width),
-        norm=dataclasses.replace(norm_, final=norm_.order != "post" if norm_.final is None else norm_.final),
-    )
-
-
-def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
-    if dataclasses.is_dataclass(a) and type(a) is type(b):
-        for f in dataclasses.fields(a):
-            if f.name not in FREE:
-                yield from _differences(getattr(a, f.name), getattr(b, f.name), f"{path}.{f.name}")
-    elif a != b:
-        yield f"{path} {a!r} (expected {b!r})"
-
-
-FREE = frozenset({
-    "dropout", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation", "dtype", "momentum",
-    "average_padding", "input_dropout", "pad", "capacity", "balance_loss", "z_loss",
-})  # fmt: skip
-"""Fields that do not change what a model computes when it is applied."""
+    Raises:
+      ConfigError: the stack has none.
+    """
+    if stack.ffn is None:
+        raise ConfigError("export: got a stack without feed-forward layers, expected them for this family")
+    return stack.ffn

@@ -1,4 +1,4 @@
-"""The tokenizer that lies in a directory of the other library, and how each architecture frames a text."""
+"""Opens the tokenizer of a Hugging Face directory, and adds the special tokens of its architecture."""
 
 from __future__ import annotations
 
@@ -11,27 +11,34 @@ from typing import Any, NamedTuple
 import tokenizers as fast
 from tokenizers import implementations
 
-from jaxformer.config import ConfigError
-from jaxformer.data.tokenizers import Pairing, Tokenizer, Tokenizers, read_file, unreadable
-from jaxformer.data.vocabularies import MAX_IDS, Fast, Sentences, failed
-from jaxformer.hf import files
-from jaxformer.hf.table import Convention, Settings
+from jaxformer.data.tokenizer_files import read_file, unreadable
+from jaxformer.data.tokenizers import PairTemplate, Tokenizer, Tokenizers
+from jaxformer.data.vocabularies import MAX_IDS, LibraryVocabulary, SentencePieceVocabulary, is_library_error
+from jaxformer.errors import ConfigError
+from jaxformer.hf import reading
+from jaxformer.hf.table import CallConvention, Settings
 
-SENTENCEPIECE = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "spm.model")
+SENTENCEPIECE_FILES = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "spm.model")
 
 
-class Framed(NamedTuple):
-    """A text with special tokens: ids, token types, and where known each token's characters."""
+class FramedText(NamedTuple):
+    """A text with special tokens.
+
+    Attributes:
+      ids: token ids.
+      token_types: one token type for each id.
+      offsets: begin and end of each token's characters in the text; empty if unknown.
+    """
 
     ids: list[int]
-    kinds: list[int]
+    token_types: list[int]
     offsets: list[tuple[int, int]]
 
 
-class Mapped:
-    """A SentencePiece model whose pieces have the ids of a vocab.json (Marian)."""
+class RemappedSentencePiece:
+    """A SentencePiece model with the ids of a vocab.json (Marian)."""
 
-    def __init__(self, sentences: Sentences, ids: dict[str, int]) -> None:
+    def __init__(self, sentences: SentencePieceVocabulary, ids: dict[str, int]) -> None:
         self.kind, self.sentences, self._ids = "file", sentences, ids
         pieces = [""] * (max(ids.values()) + 1)
         for piece, index in ids.items():
@@ -41,13 +48,13 @@ class Mapped:
         self._rows = {piece: row for row, piece in enumerate(sentences.pieces)}
 
     def encode(self, text: str) -> list[int]:
-        return self._named(self.sentences.encode(text))
+        return self._to_ids(self.sentences.encode(text))
 
-    def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        rows, spans = self.sentences.located(text)
-        return self._named(rows), spans
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        rows, spans = self.sentences.encode_with_spans(text)
+        return self._to_ids(rows), spans
 
-    def _named(self, rows: list[int]) -> list[int]:
+    def _to_ids(self, rows: list[int]) -> list[int]:
         return [self._ids.get(self.sentences.pieces[row], self._unknown) for row in rows]
 
     def decode(self, ids: list[int]) -> str:
@@ -56,72 +63,87 @@ class Mapped:
     def parse(self, text: str, specials: dict[str, int]) -> list[int]:
         return self.encode(text)
 
-    is_in_library = False
+    is_expressible = False
 
-    def library(self) -> fast.Tokenizer:
+    def to_library(self) -> fast.Tokenizer:
         raise ValueError("tokenizer: got Marian's two files, which the tokenizers library cannot read; use theirs")
 
-    def payload(self) -> Any:
+    def to_json(self) -> Any:
         raise ConfigError("tokenizer: got Marian's two files, expected a tokenizer.json to save; keep the directory")
 
 
 def open_tokenizers(directory: Path, settings: Settings) -> Tokenizers | None:
-    """From `tokenizer.json`, a SentencePiece file, or the older vocabulary files; None where there is none.
+    """The tokenizers of `tokenizer.json`, a SentencePiece file or older vocabulary files; None if there is none.
 
-    Their config.json decides which tokens pad, end a text, and start a decoder (which is our <bos>).
+    config.json decides which tokens pad a text, end it, and start a decoder (<bos> here).
     """
-    found = _find(directory, settings)
-    if found is None:
+    tokenizers = _open_any(directory, settings)
+    if tokenizers is None:
         return None
     ends = settings("eos_token_id", None)
-    chosen = {"pad": settings("pad_token_id", None), "eos": ends[0] if isinstance(ends, list) else ends}
+    special = {"pad": settings("pad_token_id", None), "eos": ends[0] if isinstance(ends, list) else ends}
     if settings("is_encoder_decoder", False):
-        chosen["bos"] = settings("decoder_start_token_id", None)
-    one = found.source.choosing(**chosen)
-    return Tokenizers(one, one if found.joint else found.target.choosing(**chosen))
+        special["bos"] = settings("decoder_start_token_id", None)
+    source = tokenizers.source.with_special_tokens(**special)
+    return Tokenizers(source, source if tokenizers.joint else tokenizers.target.with_special_tokens(**special))
 
 
-def _find(directory: Path, settings: Settings) -> Tokenizers | None:
+def _open_any(directory: Path, settings: Settings) -> Tokenizers | None:
     if os.path.lexists(directory / "tokenizer.json"):
-        return _one(Tokenizer.load(directory / "tokenizer.json"))
-    for name in SENTENCEPIECE:
+        return _joint(Tokenizer.load(directory / "tokenizer.json"))
+    for name in SENTENCEPIECE_FILES:
         if (directory / name).exists():
-            return _one(Tokenizer.load(directory / name))
+            return _joint(Tokenizer.load(directory / name))
     if (directory / "source.spm").exists() and (directory / "vocab.json").exists():
-        ids = _vocabulary(directory / "vocab.json")
-        sides = (directory / f"{side}.spm" for side in ("source", "target"))
-        return Tokenizers(*(_made(side, lambda side: Mapped(Sentences(read_file(side)), ids)) for side in sides))
+        return _open_marian(directory)
     if (directory / "merges.txt").exists() and (directory / "vocab.json").exists():
-        prefix = settings("add_prefix_space", False)
-        _vocabulary(directory / "vocab.json")
-        read_file(directory / "merges.txt")
-
-        def pairs(merges: Path) -> Fast:
-            both = str(directory / "vocab.json"), str(merges)
-            return _loaded(implementations.ByteLevelBPETokenizer(*both, add_prefix_space=prefix))
-
-        return _one(_made(directory / "merges.txt", pairs))
+        return _joint(_open_byte_pairs(directory, settings("add_prefix_space", False)))
     if (directory / "vocab.txt").exists():
-        lower = _lowercase(directory)
-        read_file(directory / "vocab.txt")
-
-        def words(path: Path) -> Fast:
-            return _loaded(implementations.BertWordPieceTokenizer(str(path), lowercase=lower))
-
-        return _one(_made(directory / "vocab.txt", words))
+        return _joint(_open_word_pieces(directory))
     return None
 
 
-def _one(tokenizer: Tokenizer) -> Tokenizers:
+def _open_marian(directory: Path) -> Tokenizers:
+    ids = _read_vocabulary(directory / "vocab.json")
+
+    def vocabulary(path: Path) -> RemappedSentencePiece:
+        return RemappedSentencePiece(SentencePieceVocabulary(read_file(path)), ids)
+
+    return Tokenizers(_load(directory / "source.spm", vocabulary), _load(directory / "target.spm", vocabulary))
+
+
+def _open_byte_pairs(directory: Path, prefix_space: bool) -> Tokenizer:
+    _read_vocabulary(directory / "vocab.json")
+    read_file(directory / "merges.txt")
+
+    def vocabulary(merges: Path) -> LibraryVocabulary:
+        files = str(directory / "vocab.json"), str(merges)
+        return _library_vocabulary(implementations.ByteLevelBPETokenizer(*files, add_prefix_space=prefix_space))
+
+    return _load(directory / "merges.txt", vocabulary)
+
+
+def _open_word_pieces(directory: Path) -> Tokenizer:
+    lowercase = _is_lowercased(directory)
+    read_file(directory / "vocab.txt")
+
+    def vocabulary(path: Path) -> LibraryVocabulary:
+        return _library_vocabulary(implementations.BertWordPieceTokenizer(str(path), lowercase=lowercase))
+
+    return _load(directory / "vocab.txt", vocabulary)
+
+
+def _joint(tokenizer: Tokenizer) -> Tokenizers:
+    """One tokenizer for source and target."""
     return Tokenizers(tokenizer, tokenizer)
 
 
-def _loaded(made: Any) -> Fast:
-    return Fast("file", fast.Tokenizer.from_str(made.to_str()))
+def _library_vocabulary(tokenizer: Any) -> LibraryVocabulary:
+    return LibraryVocabulary("file", fast.Tokenizer.from_str(tokenizer.to_str()))
 
 
-def _made(path: Path, make: Callable[[Path], Any]) -> Tokenizer:
-    """A tokenizer of a file.
+def _load(path: Path, make: Callable[[Path], Any]) -> Tokenizer:
+    """The tokenizer of a file; `make` builds its vocabulary.
 
     Raises:
       ConfigError: the file is damaged.
@@ -131,61 +153,61 @@ def _made(path: Path, make: Callable[[Path], Any]) -> Tokenizer:
     except ConfigError:
         raise
     except BaseException as error:  # the two libraries raise bare Exception and RuntimeError, and Rust panics
-        if not failed(error):
+        if not is_library_error(error):
             raise
         raise unreadable(path, error) from error
 
 
-def _vocabulary(path: Path) -> dict[str, int]:
+def _read_vocabulary(path: Path) -> dict[str, int]:
     try:
         ids = json.loads(read_file(path))
-        found = {str(piece): int(index) for piece, index in ids.items()}
+        vocabulary = {str(piece): int(index) for piece, index in ids.items()}
     except (ValueError, AttributeError, TypeError, RecursionError, OverflowError) as error:
         raise ConfigError(f"{path}: got {type(error).__name__}, expected a JSON object of pieces and ids") from error
-    if not found or min(found.values()) < 0 or max(found.values()) >= MAX_IDS:
+    if not vocabulary or min(vocabulary.values()) < 0 or max(vocabulary.values()) >= MAX_IDS:
         raise ConfigError(f"{path}: got no ids from 0 to {MAX_IDS - 1}, expected a JSON object of pieces and ids")
-    return found
+    return vocabulary
 
 
-def _lowercase(directory: Path) -> bool:
-    """What tokenizer_config.json says; uncased is what that file's models mostly were."""
+def _is_lowercased(directory: Path) -> bool:
+    """`do_lower_case` of tokenizer_config.json; True without it, since most models with a vocab.txt are uncased."""
     path = directory / "tokenizer_config.json"
     if not path.exists():
         return True
-    return bool(files.read_config(directory, path.name).get("do_lower_case", True))
+    return bool(reading.read_config(directory, path.name).get("do_lower_case", True))
 
 
-def frame(tokenizer: Tokenizer, convention: Convention, text: str) -> Framed:
-    """`text` with the special tokens that the model was trained with.
+def frame(tokenizer: Tokenizer, convention: CallConvention, text: str) -> FramedText:
+    """A text with the special tokens of the model's training.
 
-    A tokenizer.json says itself which, if it adds any; otherwise `convention` does.
+    A tokenizer.json that adds special tokens decides; otherwise `convention` does.
     """
-    if isinstance(tokenizer.vocabulary, Fast):
-        found = tokenizer.vocabulary.whole(text)
-        says = tokenizer.vocabulary.model.num_special_tokens_to_add(False)
-        if says or not (convention.before or convention.after):
-            return Framed(found.ids, found.type_ids, found.offsets)
-    before, after = (_special(tokenizer, names) for names in (convention.before, convention.after))
-    ids = [*before, *tokenizer.parse(text), *after]
-    kinds = [0] * len(ids)
-    if convention.last_kind is not None:
-        kinds[-1] = convention.last_kind
-    return Framed(ids, kinds, [])
+    if isinstance(tokenizer.vocabulary, LibraryVocabulary):
+        encoding = tokenizer.vocabulary.encode_framed(text)
+        adds_tokens = tokenizer.vocabulary.model.num_special_tokens_to_add(False)
+        if adds_tokens or not (convention.prefix_tokens or convention.suffix_tokens):
+            return FramedText(encoding.ids, encoding.type_ids, encoding.offsets)
+    prefix, suffix = (_special_ids(tokenizer, names) for names in (convention.prefix_tokens, convention.suffix_tokens))
+    ids = [*prefix, *tokenizer.parse(text), *suffix]
+    token_types = [0] * len(ids)
+    if convention.last_token_type is not None:
+        token_types[-1] = convention.last_token_type
+    return FramedText(ids, token_types, [])
 
 
-def pairing(tokenizer: Tokenizer, convention: Convention) -> Pairing:
-    """How it frames two texts: as a tokenizer.json says, if it does, otherwise as `convention` does."""
-    if tokenizer.says_pairing:
-        return tokenizer.pairing
-    names = (convention.before, convention.between, convention.after)
-    before, between, after = (_special(tokenizer, each) for each in names)
-    kinds = [1] * len(after)
-    if kinds and convention.last_kind is not None:
-        kinds[-1] = convention.last_kind
-    return Pairing(before, between, after, ([0] * len(before), 0, [0] * len(between), 1, kinds))
+def pairing(tokenizer: Tokenizer, convention: CallConvention) -> PairTemplate:
+    """The special tokens around two texts: of a tokenizer.json with a pair template, or of `convention`."""
+    if tokenizer.has_pair_template:
+        return tokenizer.pair_template
+    names = (convention.prefix_tokens, convention.separator_tokens, convention.suffix_tokens)
+    prefix, separator, suffix = (_special_ids(tokenizer, tokens) for tokens in names)
+    suffix_types = [1] * len(suffix)
+    if suffix_types and convention.last_token_type is not None:
+        suffix_types[-1] = convention.last_token_type
+    return PairTemplate(prefix, separator, suffix, ([0] * len(prefix), 0, [0] * len(separator), 1, suffix_types))
 
 
-def _special(tokenizer: Tokenizer, names: Sequence[str]) -> list[int]:
-    """The ids of special tokens, leaving out those that the vocabulary lacks."""
+def _special_ids(tokenizer: Tokenizer, names: Sequence[str]) -> list[int]:
+    """The ids of special tokens, without those that the vocabulary lacks."""
     pieces = tokenizer.vocabulary.pieces
     return [pieces.index(name) for name in names if name in pieces]

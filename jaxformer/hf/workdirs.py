@@ -1,4 +1,4 @@
-"""`jaxformer import` and `jaxformer export`: between a directory of the other library and a workdir of ours."""
+"""Import and export of runs: a Hugging Face directory becomes a workdir, and a workdir a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -11,32 +11,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxformer import checkpoint, files, overrides
-from jaxformer.config import Config, ConfigError, ModelConfig
+from jaxformer import checkpoint
+from jaxformer.config import Config, ModelConfig, overrides
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.hf import convert, generation, keys, loading, pretrained
-from jaxformer.hf import files as theirs
-from jaxformer.hf.pretrained import Pretrained
+from jaxformer.errors import ConfigError
+from jaxformer.hf import convert, generation_options, keys, loading, reading
+from jaxformer.hf.origin import BODIES, TASKS, TRAINED_AS, head_of_model, special_token_ids
+from jaxformer.hf.pretrained import HuggingFace
 from jaxformer.hf.table import Family, Settings, family_of
 from jaxformer.hf.tokenizer import open_tokenizers
 from jaxformer.model import Model
-from jaxformer.train import start
+from jaxformer.runtime import files
+from jaxformer.train import warm_start
 from jaxformer.types import PyTree, TrainState
 
-SETTINGS = "huggingface.json"
-"""File of an imported workdir: the other library's config.json and generation_config.json, for calling and export."""
+SETTINGS_FILE = "huggingface.json"
+"""File of an imported workdir that keeps the config.json and generation_config.json of the source."""
 
 
-def bring(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> Pretrained:
-    """Makes a workdir of a directory of the other library: `jaxformer.load` and `config.init.directory` take it.
+def import_checkpoint(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> Model:
+    """Writes a Hugging Face directory as a workdir, for `jaxformer.load` and `config.init.directory`.
 
     Raises:
-      ConfigError: the directory cannot be read, or `workdir` already holds something.
+      ConfigError: the directory cannot be read, or `workdir` is not empty.
     """
     workdir = Path(workdir).absolute()
     if workdir.exists() and any(workdir.iterdir()):
         raise ConfigError(f"--workdir: got {workdir}, which is not empty, expected a new folder; choose another")
     model = loading.from_pretrained(source)
+    origin = model.hf
+    if not isinstance(origin, HuggingFace):
+        raise ConfigError(f"{source}: got a model without an origin, expected one of a directory; load it again")
     workdir.mkdir(parents=True, exist_ok=True)
     config = dataclasses.replace(model.config, task=dataclasses.replace(model.config.task, classes=model.classes or ()))
     state = TrainState(jnp.zeros((), jnp.int32), model.params, (), jax.random.key(0), {})
@@ -45,101 +50,107 @@ def bring(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> Pr
     checkpoints.close()
     if model.tokenizers is not None:
         model.tokenizers.save(workdir)
-    kept = {"config": dict(model.settings.values), "generation": dict(model.defaults), "head": model.head}
-    files.write(workdir / SETTINGS, json.dumps(kept, indent=2) + "\n")
-    files.write(workdir / "config.json", overrides.to_json(config))
+    content = {"config": dict(origin.settings.values), "generation": dict(origin.defaults), "head": origin.head}
+    files.write_atomic(workdir / SETTINGS_FILE, json.dumps(content, indent=2) + "\n")
+    files.write_atomic(workdir / "config.json", overrides.to_json(config))
     return model
 
 
-def load(path: str | os.PathLike[str]) -> Pretrained:
-    """The model of a run with the other library's calling convention beside ours. Errors are `checkpoint.load`'s."""
-    return named(checkpoint.load(path), Path(path))
+def load(path: str | os.PathLike[str], which: str = "") -> Model:
+    """The model of a run, ready to use: the one way from a workdir to a model.
+
+    Args:
+      path: a workdir, or one of its checkpoints; see `checkpoint.load_run`.
+      which: "best", "last" or the number of a step; "": as `path` and the config say.
+
+    Raises:
+      ConfigError: there is no run at `path`, or it cannot be read; see `checkpoint.load_run`.
+    """
+    run = checkpoint.load_run(Path(path), which)
+    return Model.of_run(run, origin_of_run(run.config, run.tokenizers, Path(path)))
 
 
-def named(model: Model, path: Path) -> Pretrained:
-    """`model` as a `Pretrained`: with what it was imported with, or with our own conventions."""
-    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(Model)}
-    workdir = checkpoint.locate(path.absolute())[0]
-    if (workdir / SETTINGS).exists():
-        kept = _kept(workdir / SETTINGS)
-        settings = Settings(kept["config"], str(workdir / SETTINGS))
+def origin_of_run(config: Config, tokenizers: Tokenizers, path: Path) -> HuggingFace:
+    """The origin of an imported run, from its workdir; for a run that was trained here, from its config."""
+    workdir = checkpoint.find_run(path.absolute())[0]
+    if (workdir / SETTINGS_FILE).exists():
+        content = _read_settings(workdir / SETTINGS_FILE)
+        settings = Settings(content["config"], str(workdir / SETTINGS_FILE))
         family = family_of(settings)
-        settings = keys.named(family, settings)
-        # What an earlier version imported without a generation_config.json has nothing here.
-        defaults = kept["generation"] or generation.of_config(settings.values)
-        return Pretrained(**fields, family=family, head=kept["head"], settings=settings, defaults=defaults)
-    target = model.tokenizers.target
-    ids = {"pad_token_id": target.pad, "eos_token_id": target.eos, "bos_token_id": target.bos}
-    if model.config.model.encoder is not None and model.config.model.decoder is not None:
-        ids["decoder_start_token_id"] = target.bos
-    head = pretrained.head_of_model(model.config)
-    return Pretrained(**fields, head=head, settings=Settings(ids), defaults=ids)
+        settings = keys.with_defaults(family, settings)
+        # Imports of earlier versions have no defaults where there was no generation_config.json.
+        defaults = content["generation"] or generation_options.config_defaults(settings.values)
+        return HuggingFace(content["head"], family, settings, defaults)
+    ids = special_token_ids(config, tokenizers)
+    return HuggingFace(head_of_model(config), None, Settings(ids), ids)
 
 
-def _kept(path: Path) -> dict[str, Any]:
-    """What `bring` wrote beside the model."""
-    kept = files.read_json(path)
+def _read_settings(path: Path) -> dict[str, Any]:
+    """The file that `import_checkpoint` wrote: keys config, generation and head."""
+    content = files.read_json(path)
     parts = {"config": dict, "generation": dict, "head": str}
-    wrong = [name for name, kind in parts.items() if not isinstance(kept.get(name), kind)]
+    wrong = [name for name, expected in parts.items() if not isinstance(content.get(name), expected)]
     if wrong:
         raise ConfigError(f"{path}: got no {', '.join(wrong)}, expected what an import wrote; restore the file")
-    return kept
+    return content
 
 
-def send(workdir: str | os.PathLike[str], target: str | os.PathLike[str], family: str | None = None) -> None:
-    """Writes the model of a run as a directory of the other library. See `Pretrained.save_pretrained`."""
+def export_checkpoint(
+    workdir: str | os.PathLike[str], target: str | os.PathLike[str], family: str | None = None
+) -> None:
+    """Writes the model of a run as a Hugging Face directory. See `Pretrained.save_pretrained`."""
     load(workdir).save_pretrained(target, family)
 
 
-def is_theirs(directory: str | os.PathLike[str]) -> bool:
-    """Whether a directory is of the other library rather than a run of ours."""
-    place = Path(directory)
-    return (place / "config.json").exists() and any(place.glob("*.safetensors"))
+def is_hf_directory(directory: str | os.PathLike[str]) -> bool:
+    """True if the directory is a Hugging Face checkpoint, and not a workdir."""
+    path = Path(directory)
+    return (path / "config.json").exists() and any(path.glob("*.safetensors"))
 
 
-def _opened(config: Config) -> tuple[Path, Settings, Family, str]:
-    """The directory that a run starts from, its config.json and family, and our word for the head of the run's task.
+def _open_source(config: Config) -> tuple[Path, Settings, Family, str]:
+    """The directory that a run starts from, its config.json, its family and the head for the run's task.
 
-    Of sentences' vectors the other library knows no head: only the body is read.
+    The library has no head for sentence similarity: then the body alone is read.
     """
     directory = Path(config.init.directory)
-    settings = Settings(theirs.read_config(directory), str(directory / "config.json"))
+    settings = Settings(reading.read_config(directory), str(directory / "config.json"))
     family = family_of(settings)
-    settings = keys.named(family, settings)
-    name = pretrained.TRAINED_AS.get(config.task.name, config.task.name)
-    own = [word for word, task in pretrained.TASKS.items() if task == name]
-    head = next((word for word in own or pretrained.BODIES if word in family.heads), None)
+    settings = keys.with_defaults(family, settings)
+    name = TRAINED_AS.get(config.task.name, config.task.name)
+    heads = [head for head, task in TASKS.items() if task == name] or BODIES
+    head = next((head for head in heads if head in family.heads), None)
     if head is None:
         raise ConfigError(
-            f"config.init.directory: got a {family.types[0]} for task {config.task.name}, expected a family with a "
-            f"head for it (it has {', '.join(family.heads)})"
+            f"config.init.directory: got a {family.model_types[0]} for task {config.task.name}, expected a family "
+            f"with a head for it (it has {', '.join(family.heads)})"
         )
     return directory, settings, family, head
 
 
 def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
-    """The body of the directory's model with the head of that family for `config.task`."""
-    if not is_theirs(config.init.directory):
-        return start.RUN.model(config)
-    directory, settings, family, head = _opened(config)
-    found = convert.canonical(family, theirs.open_tensors(directory))
-    model = loading.untied(family, keys.read_model(family, settings, head), found)
-    model = loading.with_tables(family, model, found)
+    """The model config of the directory, with the family's head for `config.task`, and its tokenizers."""
+    if not is_hf_directory(config.init.directory):
+        return warm_start.RUN_FORMAT.read_model(config)
+    directory, settings, family, head = _open_source(config)
+    tensors = convert.canonical_tensors(family, reading.open_tensors(directory))
+    model = loading.untie_output(family, keys.read_model(family, settings, head), tensors)
+    model = loading.resolve_embedding_tables(family, model, tensors)
     if head in ("sequence", "token"):
         model = dataclasses.replace(model, head=dataclasses.replace(model.head, classes=None))
-    if head in pretrained.BODIES:
+    if head in BODIES:
         model = dataclasses.replace(model, head=config.model.head)
     return model, open_tokenizers(directory, settings)
 
 
 def _params(config: Config, params: PyTree) -> PyTree:
-    """The directory's tensors, each device reading its own part; what only the new head has stays as it is."""
-    if not is_theirs(config.init.directory):
-        return start.RUN.params(config, params)
-    directory, settings, family, head = _opened(config)
-    keep = config.init.head and head not in pretrained.BODIES
+    """The parameters of the directory; those of a new head keep their values. Every device reads its own part."""
+    if not is_hf_directory(config.init.directory):
+        return warm_start.RUN_FORMAT.read_params(config, params)
+    directory, settings, family, head = _open_source(config)
+    keep = config.init.head and head not in BODIES
     return loading.read_params(directory, settings, family, config.model, head, params, keep)
 
 
-ORIGIN = start.Origin(_model, _params)
-"""Runs of ours and directories of the other library."""
+ORIGIN = warm_start.InitFormat(_model, _params)
+"""Reads the directories that a run may start from: a workdir, or a Hugging Face directory."""

@@ -1,151 +1,140 @@
-"""A Hugging Face checkpoint directory, written whole or not at all. The format: see `files.py`."""
+"""Writes a Hugging Face checkpoint directory: config.json and safetensors files, completely or not at all.
+
+The `safetensors` package writes the files. Added here: shards and their index, and a directory that appears only when
+all of it is written.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
-from jaxformer.config import ConfigError
-from jaxformer.hf.files import CONFIG, DTYPES, INDEX, NAMES, SINGLE, encodable, shown
+from jaxformer.errors import ConfigError
+from jaxformer.hf.reading import CONFIG_FILE, DTYPES, INDEX_FILE, WEIGHTS_FILE, is_unicode, quote
 
-
-@dataclass(frozen=True, eq=False)
-class Waiting:
-    """A tensor whose shape is known and which waits to be written: in memory, or as bytes in a file of their own."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    size: int  # bytes
-    source: np.ndarray | Path
+MAX_SHARD_BYTES = 5 * 10**9
 
 
-def write(
+def write_checkpoint(
     directory: str | os.PathLike[str],
     config: Mapping[str, Any],
     tensors: Mapping[str, Callable[[], np.ndarray] | np.ndarray],
     metadata: Mapping[str, str] = {"format": "pt"},
-    shard_bytes: int = 5 * 10**9,
+    shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a checkpoint directory, complete or not at all.
+    """Writes a checkpoint directory, completely or not at all.
 
-    Every function among `tensors` is called once and its array let go before the next call, so the host holds one
-    tensor at a time. The tensors fill shards of at most `shard_bytes` bytes (or one tensor) in the order given; within
-    a file they lie by descending element size, then name.
+    Every function in `tensors` is called once, in order, and its array is dropped when its shard is written. The host
+    therefore holds the arrays of one shard.
+
+    Args:
+      shard_bytes: maximum size of a shard. A larger tensor has a shard of its own.
 
     Raises:
-        ConfigError: the directory holds something, or a name, an element type or the config can't be written.
+      ConfigError: the directory is not empty, or a name, an element type or the config cannot be written.
     """
-    place = Path(directory).resolve()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise _occupied(place)
+    path = Path(directory).resolve()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise _occupied(path)
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes: got {shard_bytes}, expected at least 1; name a size in bytes")
     text = _config_text(config)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
     try:
-        # mkdtemp's own directory is closed to others; the checkpoint gets the mode that any new directory gets
+        # mkdtemp's directory is closed to other users; the checkpoint has the mode of any new directory
         (target := work / "target").mkdir()
-        (spool := work / "spool").mkdir()
-        (target / CONFIG).write_text(text, encoding="utf-8")
-        _write_shards(target, _shards(_waiting(tensors, spool), shard_bytes), dict(metadata))
-        os.rename(target, place)
+        (target / CONFIG_FILE).write_text(text, encoding="utf-8")
+        _write_shards(target, tensors, dict(metadata), shard_bytes)
+        os.rename(target, path)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # somebody was faster
-            raise _occupied(place) from error
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process has written it meanwhile
+            raise _occupied(path) from error
         raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _occupied(place: Path) -> ConfigError:
-    return ConfigError(f"{place}: got something there, expected no such directory or an empty one; name another one")
+def _occupied(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: got something there, expected no such directory or an empty one; name another one")
 
 
 def _config_text(config: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{CONFIG}: got {error}, expected JSON values; change the config") from error
+        raise ConfigError(f"{CONFIG_FILE}: got {error}, expected JSON values; change the config") from error
 
 
-def _waiting(tensors: Mapping[str, Callable[[], np.ndarray] | np.ndarray], spool: Path) -> Iterator[Waiting]:
-    """The tensors one by one. A header comes before its data, so what functions return is put on disk to be known."""
-    for number, (name, value) in enumerate(tensors.items()):
-        if not isinstance(name, str) or name == "__metadata__" or not encodable(name):
-            raise ConfigError(f"tensor name: got {shown(name)}, expected Unicode text; rename the tensor")
-        array = np.asarray(value() if callable(value) else value)
-        dtype = array.dtype.newbyteorder("<")
-        if dtype not in NAMES:
-            raise ConfigError(
-                f"tensor {shown(name)}: got dtype {array.dtype}, expected one of {' '.join(DTYPES)}; convert it"
-            )
-        source: np.ndarray | Path = array
-        if callable(value):
-            source = spool / str(number)
-            source.write_bytes(_raw(array))
-        waiting = Waiting(name, NAMES[dtype], array.shape, array.nbytes, source)
-        del array, source  # a generator's locals live on while it waits
-        yield waiting
+def _write_shards(
+    target: Path,
+    tensors: Mapping[str, Callable[[], np.ndarray] | np.ndarray],
+    metadata: dict[str, str],
+    shard_bytes: int,
+) -> None:
+    """Writes the files in the order of `tensors`, and an index if there are several."""
+    shard: dict[str, np.ndarray] = {}
+    shards: list[list[str]] = []  # the tensor names of each file
+    shard_size = total_size = 0
 
+    def flush() -> None:
+        _write_file(target / str(len(shards)), shard, metadata)
+        shards.append(list(shard))
+        shard.clear()
 
-def _raw(array: np.ndarray) -> memoryview:
-    """The bytes of an array, little-endian, in row-major order; copied only when they are not yet so."""
-    array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _shards(waiting: Iterator[Waiting], shard_bytes: int) -> list[list[Waiting]]:
-    shards: list[list[Waiting]] = [[]]
-    filled = 0
-    for tensor in waiting:
-        if shards[-1] and filled + tensor.size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += tensor.size
-    return shards
-
-
-def _write_shards(target: Path, shards: list[list[Waiting]], metadata: dict[str, str]) -> None:
+    for name, value in tensors.items():
+        array = _writable(name, np.asarray(value() if callable(value) else value))
+        if shard and shard_size + array.nbytes > shard_bytes:
+            flush()
+            shard_size = 0
+        shard[name] = array
+        shard_size += array.nbytes
+        total_size += array.nbytes
+        del array  # else the last array of a shard outlives it
+    flush()
     if len(shards) == 1:
-        _write_file(target / SINGLE, shards[0], metadata)
+        os.rename(target / "0", target / WEIGHTS_FILE)
         return
-    names: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(target / file, shard, metadata)
-        names.update((tensor.name, file) for tensor in shard)
-    size = sum(tensor.size for shard in shards for tensor in shard)
-    index = {"metadata": {"total_size": size}, "weight_map": names}
-    (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    files: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.rename(target / str(i), target / file)
+        files.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total_size}, "weight_map": files}
+    (target / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_file(path: Path, tensors: list[Waiting], metadata: dict[str, str]) -> None:
-    tensors = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype].itemsize, tensor.name))
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for tensor in tensors:
-        begin, end = end, end + tensor.size
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
-    content = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    content += b" " * (-len(content) % 8)  # so the data is aligned for every element type
-    with open(path, "wb") as file:
-        file.write(len(content).to_bytes(8, "little") + content)
-        for tensor in tensors:
-            if isinstance(tensor.source, Path):
-                with open(tensor.source, "rb") as spooled:
-                    shutil.copyfileobj(spooled, file, 1024**2)
-                tensor.source.unlink()  # so the disk holds one copy more of one tensor, not of all
-            else:
-                file.write(_raw(tensor.source))
+def _writable(name: str, value: np.ndarray) -> np.ndarray:
+    """The array in row-major order, as the package expects it.
+
+    Raises:
+      ConfigError: the format has no such name or element type.
+    """
+    if not isinstance(name, str) or name == "__metadata__" or not is_unicode(name):
+        raise ConfigError(f"tensor name: got {quote(name)}, expected Unicode text; rename the tensor")
+    array = np.asarray(value, order="C")
+    if array.dtype.newbyteorder("<") not in DTYPES.values():
+        raise ConfigError(
+            f"tensor {quote(name)}: got dtype {array.dtype}, expected one of {' '.join(DTYPES)}; convert it"
+        )
+    return array
+
+
+def _write_file(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    try:
+        save_file(tensors, path, metadata)
+        shutil.copymode(path.with_name(CONFIG_FILE), path)  # the package's files are closed to other users
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error

@@ -1,1 +1,1 @@
-"""Whole models: the transformer in its three fillings, and the recurrent baseline."""
+"""Models: the transformer, XLNet and the recurrent baseline, and how they are built from a config."""

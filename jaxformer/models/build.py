@@ -1,4 +1,4 @@
-"""From a config to a module, and from a module to parameters that are laid out over a mesh from the start."""
+"""From a config to a module, and from a module to parameters that are created sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jaxformer.models.rnn import Recurrent
 from jaxformer.models.transformer import Transformer
 from jaxformer.models.xlnet import XLNet
 from jaxformer.nn import cpu, encodings, kernels
-from jaxformer.nn.attention import shape
+from jaxformer.nn.attention import head_shape
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream
 
 
 def build(config: ModelConfig) -> nn.Module:
-    """The module that `config` describes; its vocabulary sizes must be resolved."""
+    """The module that `config` describes. Vocabulary sizes must be resolved (see `resolve`)."""
     recurrent = config.recurrent_encoder is not None or config.recurrent_decoder is not None
     if recurrent:
         return Recurrent(config)
@@ -33,9 +33,9 @@ def build(config: ModelConfig) -> nn.Module:
 
 
 def resolve(config: ModelConfig, source: int, target: int, classes: int | None = None) -> ModelConfig:
-    """`config` with what only the data knows filled in: vocabulary rows of each side, and the number of classes.
+    """`config` with the sizes that depend on the data: vocabulary of source and target, number of classes.
 
-    A size that the config already names is kept.
+    Sizes that the config already sets are kept.
     """
     parts: dict[str, Any] = {}
     sides = {"encoder": source, "recurrent_encoder": source, "decoder": target, "recurrent_decoder": target}
@@ -48,19 +48,20 @@ def resolve(config: ModelConfig, source: int, target: int, classes: int | None =
     return dataclasses.replace(config, **parts)
 
 
-def attentions(config: ModelConfig, length: int) -> dict[str, tuple[str, str]]:
-    """The kernel of each stack's self-attention on the current mesh, over `length` slots, and why it is that one.
+def chosen_kernels(config: ModelConfig, length: int) -> dict[str, tuple[str, str]]:
+    """Kernel of each stack's self-attention over `length` slots on the current mesh, and the reason for the choice.
 
     Raises:
-      ConfigError: a kernel that the config names cannot work there.
+      ConfigError: the kernel of the config does not support the mesh or the length.
     """
     stacks = {"encoder": config.encoder, "decoder": config.decoder}
     return {side: _attention(config, side, stack, length) for side, stack in stacks.items() if stack is not None}
 
 
 def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int) -> tuple[str, str]:
-    heads, kv_heads, head_width = shape(stack.attention, stack.width)
-    site = kernels.Site(
+    heads, kv_heads, head_width = head_shape(stack.attention, stack.width)
+    devices = kernels.shard_counts()
+    site = kernels.CallSite(
         platform=meshes.platform(),
         dtype=config.dtype,
         heads=heads,
@@ -68,85 +69,98 @@ def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int) 
         head_width=head_width,
         queries=length,
         keys=length,
-        causal=causal(stack, side),
-        table=config.permutation is not None,
-        score=encodings.get(stack.encoding.kind).score is not None,
+        causal=is_causal(stack, side),
+        hidden_pairs=config.permutation is not None,
+        bias=encodings.get(stack.encoding.kind).bias is not None,
         dropout=stack.attention.dropout > 0,
-        **kernels.devices(),
+        context=devices["context"],
+        tensor=devices["tensor"],
     )
-    return kernels.choose(stack.attention, site)
+    return kernels.choose_kernel(stack.attention, site)
 
 
-def causal(stack: StackConfig, side: str) -> bool:
-    """Whether slots see their past only: in a decoder by default, in an encoder if the config says so."""
+def is_causal(stack: StackConfig, side: str) -> bool:
+    """True if slots see only their past: by default in a decoder, in an encoder if the config says so."""
     return stack.causal is not False if side == "decoder" else bool(stack.causal)
 
 
-def ring(config: ModelConfig, length: int) -> bool:
-    """Whether the current mesh divides sequences and a causal stack passes them round in a ring."""
-    if kernels.devices()["context"] == 1:
+def uses_causal_ring(config: ModelConfig, length: int) -> bool:
+    """True if the current mesh shards sequences and a causal stack uses the ring kernel."""
+    if kernels.shard_counts()["context"] == 1:
         return False
     stacks = {"encoder": config.encoder, "decoder": config.decoder}
-    chosen = attentions(config, length)
-    return any(kernel == "ring" and causal(stacks[side], side) for side, (kernel, _) in chosen.items())
+    chosen = chosen_kernels(config, length)
+    return any(
+        stack is not None and chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in stacks.items()
+    )
 
 
-def example(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:
-    """A batch of the right structure for shapes and initialisation: every slot real, all tokens 0."""
-    ids = np.zeros((rows, length), np.int32)
-    stream = Stream(ids, Slots(np.tile(np.arange(length, dtype=np.int32), (rows, 1)), ids + 1))
-    encodes = config.encoder is not None or config.recurrent_encoder is not None
-    decodes = config.decoder is not None or config.recurrent_decoder is not None
-    return Batch(stream if encodes else None, stream if decodes else None)
+def example_batch(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:
+    """A batch for shapes and initialisation, with the streams that the model reads: no padding, all tokens 0."""
+    ids: Any = np.zeros((rows, length), np.int32)  # numpy, so that nothing is placed on a device
+    position: Any = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    stream = Stream(ids, Slots(position, ids + 1))
+    return Batch(stream if config.has_encoder else None, stream if config.has_decoder else None)
 
 
-def initialise(module: nn.Module, key: Key[Array, ""]) -> dict[str, PyTree]:
-    """Boxed variables: parameters with their axes' logical names, and batch-norm statistics if there are any."""
-    return dict(module.init({"params": key}, example(module.config)))
+def init_variables(module: nn.Module, key: Key[Array, ""]) -> dict[str, PyTree]:
+    """Boxed variables: parameters with the logical names of their axes, and batch-norm statistics (if any)."""
+    return dict(module.init({"params": key}, example_batch(module.config)))
 
 
 def shapes(module: nn.Module) -> PyTree:
     """Boxed shapes of the variables, without computing them."""
-    return jax.tree.map(lambda x: x, _shapes(module))  # containers of the caller's own
+    shapes = _shapes(module)  # ty: ignore[invalid-argument-type]  # modules are hashable, as frozen dataclasses
+    return jax.tree.map(lambda x: x, shapes)  # a copy: callers may change the dicts
 
 
 @functools.lru_cache(maxsize=8)
 def _shapes(module: nn.Module) -> PyTree:
-    """A start asks half a dozen times, and tracing a large model takes seconds."""
+    """Cached: a run asks several times as it starts, and tracing a large model takes seconds."""
     mesh = jax.sharding.get_abstract_mesh()
-    where = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
-    # What `create` is given, or jax would trace again; but not a real key: the mesh's devices may not be here.
-    key = jax.ShapeDtypeStruct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, sharding=where)
-    return jax.eval_shape(_initialiser(module), key)
+    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    # The shape and sharding that `create` passes, so that jax does not trace again. Not a real key: the devices of the
+    # mesh may belong to another machine.
+    key = jax.ShapeDtypeStruct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, sharding=sharding)
+    initialise = _initialiser(module)  # ty: ignore[invalid-argument-type]
+    return jax.eval_shape(initialise, key)
 
 
 @functools.lru_cache(maxsize=8)
 def _initialiser(module: nn.Module) -> Callable[[Key[Array, ""]], dict[str, PyTree]]:
-    """`initialise` of this module, one object for all who ask: jax does not trace it twice."""
-    return functools.partial(initialise, module)
+    """`init_variables` of this module, the same object for all callers, so that jax traces it once."""
+    return functools.partial(init_variables, module)
 
 
 def create(module: nn.Module, key: Key[Array, ""], mesh: Mesh) -> dict[str, PyTree]:
-    """Variables made on the mesh, each device computing its own shards.
+    """Initial variables, sharded over `mesh`; each device computes its own shards.
 
-    The values are the same on every mesh: JAX's counter-based generator is partitionable.
+    The values are equal on every mesh, since JAX's counter-based generator is partitionable.
     """
     layout = rules.shardings(shapes(module), mesh)
-    make = jax.jit(_initialiser(module), out_shardings=layout, compiler_options=cpu.once())
+    initialise = _initialiser(module)  # ty: ignore[invalid-argument-type]
+    make = jax.jit(initialise, out_shardings=layout, compiler_options=cpu.one_off_compiler_options())
     return nn.meta.unbox(make(key))
 
 
 def logical_names(module: nn.Module) -> PyTree:
-    """For every parameter, the tuple of its axes' logical names."""
+    """Tuple of the logical names of its axes, for each parameter."""
     is_box = lambda x: isinstance(x, nn.meta.AxisMetadata)  # noqa: E731
     return jax.tree.map(lambda x: tuple(x.names) if is_box(x) else (), shapes(module)["params"], is_leaf=is_box)
 
 
-def width(config: ModelConfig) -> int:
-    """The model width that Noam's rule speaks of: the decoder's, else the encoder's."""
-    return (config.decoder or config.recurrent_decoder or config.encoder or config.recurrent_encoder).width
+def model_width(config: ModelConfig) -> int:
+    """Model width D, as in the Noam schedule: that of the decoder, or without one of the encoder.
+
+    Raises:
+      ValueError: there is neither.
+    """
+    part = config.decoder_part or config.encoder_part
+    if part is None:
+        raise ValueError("model: got neither encoder nor decoder, expected at least one; add one")
+    return part.width
 
 
-def count(params: PyTree) -> int:
-    """Number of parameters."""
+def count_params(params: PyTree) -> int:
+    """Total number of parameters."""
     return sum(int(np.prod(jnp.shape(x))) for x in jax.tree.leaves(params))

@@ -1,4 +1,4 @@
-"""The transformer. Encoder-only, decoder-only and encoder-decoder are three fillings of one module."""
+"""The transformer: encoder-only, decoder-only or encoder-decoder, by which part of the config is None."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.nn.cache import TransformerState
 from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Embed
-from jaxformer.nn.stack import Stack, apart, unstack
-from jaxformer.types import Array, Batch, Projection, PyTree, Slots, Stream
+from jaxformer.nn.stack import Stack, unrolls_decoding, unstack
+from jaxformer.types import Array, Batch, DeferredLogits, PyTree, Slots, Stream
 
 
 class Transformer(nn.Module):
-    """Embeddings, stacks and head as `config` fills them (Vaswani et al. 2017, Devlin et al. 2019, GPT-2 2019).
+    """Embeddings, stacks and head of `config` (Vaswani et al. 2017, Devlin et al. 2019, GPT-2 2019).
 
-    A model with an encoder reads `batch.source`, one with a decoder reads `batch.target`; with both, the decoder's
-    queries come from the target and its cross-attention's keys and values from the encoder's output.
+    An encoder reads `batch.source`, a decoder reads `batch.target`. With both, the decoder's cross-attention takes its
+    keys and values from the encoder's output.
     """
 
     config: ModelConfig
@@ -34,74 +34,76 @@ class Transformer(nn.Module):
             if encoder is None or not config.share_embeddings:
                 self.target_embed = Embed(decoder.embed, decoder.width, dtype)
             self.decoder = Stack(decoder, causal=decoder.causal is not False)
-        last: StackConfig = decoder or encoder
+        last = last_stack(config)
         self.head = Head(config.head, last.width, last.embed.vocab)
 
-    def __call__(self, batch: Batch, whole: bool = True) -> Float32[Array, "B ..."] | Projection:
-        """Logits: `[B, T, V]` (T of the target if there is a decoder) or, for a classifier, `[B, C]`.
+    def __call__(self, batch: Batch, full_logits: bool = True) -> Float32[Array, "B ..."] | DeferredLogits:
+        """Logits: `[B, T, V]` (T of the target if there is a decoder), or `[B, C]` for a classifier.
 
-        Not `whole`: what losses and measures take instead, see `Head`.
+        Without `full_logits` the head may return `DeferredLogits`, for losses and measures.
         """
-        slots = (batch.source if self.config.decoder is None else batch.target).slots
-        return self.head(self.hidden(batch), slots, self.output_embed(), whole)
+        slots = batch.side("source" if self.config.decoder is None else "target").slots
+        return self.head(self.hidden(batch), slots, self.output_embed(), full_logits)
 
     def hidden(self, batch: Batch) -> Float[Array, "B T D"]:
-        """The hidden states below the head."""
-        memory = None if self.config.encoder is None else self.encode(batch.source)
+        """Hidden states of the last stack, the input of the head."""
         if self.config.decoder is None:
-            return memory
-        memory_slots = None if memory is None else batch.source.slots
-        x = self.input_embed()(batch.target)
-        return self.decoder(x, batch.target.slots, memory, memory_slots, kind=batch.target.kind)[0]
+            return self.encode(batch.side("source"))
+        target, memory, memory_slots = batch.side("target"), None, None
+        if self.config.encoder is not None:
+            source = batch.side("source")
+            memory, memory_slots = self.encode(source), source.slots
+        x = self.input_embed()(target)
+        return self.decoder(x, target.slots, memory, memory_slots, token_type=target.token_type)[0]
 
     def encode(self, source: Stream) -> Float[Array, "B S D"]:
-        """The encoder's output."""
-        return self.encoder(self.source_embed(source), source.slots, kind=source.kind)[0]
+        """Output of the encoder."""
+        return self.encoder(self.source_embed(source), source.slots, token_type=source.token_type)[0]
 
     def input_embed(self) -> Embed:
-        """The decoder's embedding: the source's own where the two are shared."""
+        """Embedding of the decoder: that of the source if the two are shared."""
         shared = self.config.encoder is not None and self.config.share_embeddings
         return self.source_embed if shared else self.target_embed
 
     def output_embed(self) -> Embed:
-        """The embedding whose table a tied head reads."""
+        """Embedding whose table a tied head uses."""
         return self.source_embed if self.config.decoder is None else self.input_embed()
 
     @nn.nowrap
     def unstack(self, variables: PyTree) -> PyTree:
-        """The variables as a loop over `step` reads them best."""
+        """`variables` in the form in which a loop over `step` reads them fastest."""
         decoder = self.config.decoder
-        if decoder is None or not apart(decoder):
+        if decoder is None or not unrolls_decoding(decoder):
             return variables
 
-        def cut(part: PyTree) -> PyTree:
+        def separate(part: PyTree) -> PyTree:
             blocks = unstack(part["decoder"]["blocks"], decoder.layers)
             return {**part, "decoder": {**part["decoder"], "blocks": blocks}}
 
-        held = {name: "blocks" in part.get("decoder", {}) for name, part in variables.items()}
-        return {name: cut(part) if held[name] else part for name, part in variables.items()}
+        stacked = {name: "blocks" in part.get("decoder", {}) for name, part in variables.items()}
+        return {name: separate(part) if stacked[name] else part for name, part in variables.items()}
 
     def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], TransformerState]:
-        """Reads source and prompt (`batch.target` `[B, T]`, padded on either side) and makes room for `length` slots.
+        """Logits of the token after each prompt, and the decoding state, with space for `length` slots.
 
-        Returns:
-          Logits of the token after each row's last real one, and the state.
+        Prompts are `batch.target` `[B, T]`, padded on either side.
+
+        Raises:
+          ValueError: `length` is less than T.
         """
-        target = batch.target
-        rows, prompt = target.tokens.shape
-        if length < prompt:
-            raise ValueError(f"start: got length {length}, expected room for the prompt's {prompt} slots")
+        target = batch.side("target")
+        rows, prompt_length = target.tokens.shape
+        if length < prompt_length:
+            raise ValueError(f"start: got length {length}, expected room for the prompt's {prompt_length} slots")
         memory, memory_slots = None, None
         if self.config.encoder is not None:
-            memory = self.decoder.project(self.encode(batch.source))
-            memory_slots = batch.source.slots
-        room = ((0, 0), (0, length - prompt))
-        slots = Slots(jnp.pad(target.slots.position, room), jnp.pad(target.slots.segment, room))
-        held = self.decoder.empty(rows, length, jnp.dtype(self.config.dtype))
+            source = batch.side("source")
+            memory, memory_slots = self.decoder.project_memory(self.encode(source)), source.slots
+        padding = ((0, 0), (0, length - prompt_length))
         last = last_slot(target.slots)[:, None]
         state = TransformerState(
-            held=held,
-            slots=slots,
+            keys_values=self.decoder.empty_cache(rows, length, jnp.dtype(self.config.dtype)),
+            slots=Slots(jnp.pad(target.slots.position, padding), jnp.pad(target.slots.segment, padding)),
             index=jnp.zeros((), jnp.int32),
             position=jnp.take_along_axis(target.slots.position, last, axis=1)[:, 0] + 1,
             memory=memory,
@@ -114,23 +116,35 @@ class Transformer(nn.Module):
     def step(
         self, tokens: Int[Array, "B N"], state: TransformerState
     ) -> tuple[Float32[Array, "R V"], TransformerState]:
-        """Appends one token to every row, or to each of its N branches. Logits of the token after it, R = B N."""
-        here, state = state.append(tokens.shape[1])
-        x, state = self.advance(Stream(tokens, here), state)
-        logits = self.head(x, here, self.output_embed())
+        """Logits of the tokens after `tokens`, one for each of R = B N rows or branches, and the new state."""
+        slots, state = state.append(tokens.shape[1])
+        x, state = self.advance(Stream(tokens, slots), state)
+        logits = self.head(x, slots, self.output_embed())
         return logits.reshape(-1, logits.shape[-1]), state
 
     def advance(self, target: Stream, state: TransformerState) -> tuple[Float[Array, "B T D"], TransformerState]:
-        """Runs the decoder over new slots that `state.slots` already describes."""
-        x, held = self.decoder(
+        """Hidden states of new tokens (already in `state.slots`), and the state with their keys and values."""
+        x, keys_values = self.decoder(
             self.input_embed()(target),
             target.slots,
             state.memory,
             state.memory_slots,
-            held=state.held,
-            held_slots=state.slots,
+            cache=state.keys_values,
+            cache_slots=state.slots,
             index=state.index,
-            kind=target.kind,
-            seen=state.seen,
+            token_type=target.token_type,
+            visible_slots=state.branch_slots,
         )
-        return x, state.replace(held=held, index=state.index + target.tokens.shape[1])
+        return x, state.replace(keys_values=keys_values, index=state.index + target.tokens.shape[1])
+
+
+def last_stack(config: ModelConfig) -> StackConfig:
+    """Config of the stack below the head: the decoder, or without one the encoder.
+
+    Raises:
+      ValueError: there is neither.
+    """
+    last = config.decoder or config.encoder
+    if last is None:
+        raise ValueError("model: got neither encoder nor decoder, expected at least one; add one")
+    return last

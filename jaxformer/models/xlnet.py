@@ -1,14 +1,14 @@
-"""XLNet: a transformer encoder that can predict its tokens in any order, and look back at earlier texts.
+"""XLNet: a transformer encoder that predicts its tokens in any order, with a memory of earlier text (Yang et al. 2019).
 
-Yang et al. 2019. In the order of a permutation every token is predicted from those before it. What predicts a token
-must know its place and not the token, and what others read of it must hold both: so there are two streams. The content
-stream h is the ordinary transformer under the permutation's mask; the query stream g starts from one learned vector and
-has the same layers, with keys and values from h:
+Each token is predicted from its predecessors in a permutation (section 2.2). The hidden state that predicts a token may
+depend on its position but not on the token. The hidden state that other tokens attend to depends on both. So there
+are two streams (section 2.3). The content stream h is the transformer under the permutation's mask. The query stream g
+starts from one learned vector and uses the same layers, with keys and values from h:
 
-    h' = layer(q = h, kv = [memory; h], a token sees itself and its predecessors)
-    g' = layer(q = g, kv = [memory; h], it sees its predecessors alone)
+    h' = layer(q = h, kv = [memory; h], each token sees itself and its predecessors)
+    g' = layer(q = g, kv = [memory; h], each token sees its predecessors only)
 
-Fine-tuning needs none of this: without a call to `streams` the model is an ordinary encoder.
+Fine-tuning uses the model as an ordinary encoder, without a call to `streams`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Bool, Float, Float32, Int, Num
 
-from jaxformer.config import ConfigError, EncodingConfig, PermutationConfig, StackConfig
-from jaxformer.models.transformer import Transformer
+from jaxformer.config import EncodingConfig, PermutationConfig, StackConfig
+from jaxformer.errors import ConfigError
+from jaxformer.models.transformer import Transformer, last_stack
 from jaxformer.nn import encodings
 from jaxformer.nn.attention import Attention
-from jaxformer.nn.encodings.transformer_xl import Kinds
+from jaxformer.nn.encodings.transformer_xl import TokenTypes
 from jaxformer.nn.ffn import FeedForward
 from jaxformer.nn.heads import last_slot
 from jaxformer.nn.kernels import Keys, Queries
-from jaxformer.nn.layers import Dropout, Norm
+from jaxformer.nn.layers import Dropout, Norm, parameter
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.nn.stack import unroll
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream
 
 
 class Streams(NamedTuple):
-    """What all layers say, each time from the embeddings on.
+    """Hidden states of the two streams, from the embeddings to the output of the last layer.
 
     Attributes:
       content: `[L + 1, B, T, D]`.
       query: `[L + 1, B, M, D]`, or None without targets.
-      memory: `[L, B, S, D]`: what a text that follows may look back at.
+      memory: `[L, B, S, D]`, the memory for the text that follows.
     """
 
     content: Array
@@ -53,29 +54,29 @@ class Streams(NamedTuple):
 
     @property
     def output(self) -> Float[Array, "B _ D"]:
-        """What a head reads: the query stream if there is one."""
+        """Input of the head: the last query states, or without targets the last content states."""
         return (self.content if self.query is None else self.query)[-1]
 
 
-class View(NamedTuple):
-    """What both streams look at.
+class StreamMasks(NamedTuple):
+    """Masks and token types for both streams.
 
     Attributes:
-      content, query: the streams' masks; in the second, rows that see nothing see all.
-      blind: bool `[B, T]`: those rows.
-      kinds: of the slots, or None without token types.
-      targets: `[B, M, T]`, or None.
+      content, query: masks of the two streams. In that of the query stream, rows that see nothing see everything.
+      blind: bool `[B, T]`, True for those rows.
+      token_types: of the slots, or None without token types.
+      targets: slots of the query stream, one-hot `[B, M, T]`, or None.
     """
 
     content: Mask
     query: Mask
     blind: Array
-    kinds: Kinds | None
+    token_types: TokenTypes | None
     targets: Array | None
 
 
 class TwoStreamLayer(nn.Module):
-    """A layer of `nn.block.Block` in post order, under the same parameter names, for two streams at once."""
+    """A layer like `nn.block.Block` in post order, with the same parameter names, for two streams."""
 
     config: StackConfig
 
@@ -83,6 +84,8 @@ class TwoStreamLayer(nn.Module):
         config = self.config
         self.attention = Attention(config.attention, config.encoding, config.width)
         self.attention_norm = Norm(config.norm)
+        if config.ffn is None:
+            raise ConfigError("model.encoder.ffn: got None, expected a section with model.permutation; set it")
         self.ffn = FeedForward(config.ffn, config.width)
         self.ffn_norm = Norm(config.norm)
         self.dropout = Dropout(config.dropout)
@@ -92,76 +95,80 @@ class TwoStreamLayer(nn.Module):
         content: Float[Array, "B T D"],
         query: Float[Array, "B M D"] | None,
         memory: Float[Array, "B S D"] | None,
-        view: View,
+        masks: StreamMasks,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B M D"] | None]:
-        """`content` and `query` after this layer; `memory` precedes the content.
+        """`content` and `query` after this layer. `memory` precedes the content in keys and values.
 
-        A query that sees nothing, the first of a permutation, weighs all slots alike.
+        A query that sees nothing (the first of a permutation) attends to all slots with equal probability.
         """
         attention, encoding = self.attention, encodings.get(self.config.encoding.kind)
-        k, v = attention.project(content if memory is None else jnp.concatenate([memory, content], axis=1))
-        position = attention.position(view.kinds, attention.query, attention.key)
-        found = attention.look(attention.query(content), k, v, view.content, position, encoding)
-        after = self.finish(content, found)
-        if query is None:
-            return after, None
-        targets = view.targets.astype(query.dtype)
+        k, v = attention.project_keys_values(content if memory is None else jnp.concatenate([memory, content], axis=1))
+        position = attention.position(masks.token_types, attention.query, attention.key)
+        o = attention.attend(attention.query(content), k, v, masks.content, position, encoding)
+        next_content = self.finish(content, o)
+        if query is None or masks.targets is None or encoding.bias is None:
+            return next_content, None
+        targets = masks.targets.astype(query.dtype)
         q = jnp.einsum("bmhk,bmt->bthk", attention.query(query), targets)
-        levelled = dataclasses.replace(encoding, score=functools.partial(level, encoding.score, view.blind))
-        found = attention.look(q, k, v, view.query, position, levelled)
-        return after, self.finish(query, jnp.einsum("bthk,bmt->bmhk", found, targets))
+        bias = functools.partial(cancel_blind_scores, encoding.bias, masks.blind)
+        o = attention.attend(q, k, v, masks.query, position, dataclasses.replace(encoding, bias=bias))
+        return next_content, self.finish(query, jnp.einsum("bthk,bmt->bmhk", o, targets))
 
-    def finish(self, x: Float[Array, "B T D"], found: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
-        """The rest of the layer: projection, feed-forward, and the residual sums with their norms."""
-        x = self.attention_norm(x + self.dropout(self.attention.out(found)))
+    def finish(self, x: Float[Array, "B T D"], o: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
+        """Output `[B, T, D]` of the layer from attention output `o`: projection, feed-forward, residuals and norms."""
+        x = self.attention_norm(x + self.dropout(self.attention.out(o)))
         return self.ffn_norm(x + self.dropout(self.ffn(x)))
 
 
-def level(
-    score: Callable[..., Array],
+def cancel_blind_scores(
+    bias: Callable[..., Array],
     blind: Bool[Array, "B T"],
     config: EncodingConfig,
     shared: PyTree,
     q: Queries,
     k: Keys,
-    *at: Int[Array, "B _"],
+    *positions: Int[Array, "B _"],
 ) -> Float32[Array, "B H T S"]:
-    """`score` less, in rows that are `blind`, the value of q . k + score: they come to 0, gradients stay.
+    """`bias`, minus the value of q . k + bias in `blind` rows, whose scores become 0 and keep their gradients.
 
-    The published code takes 1e30 from what is hidden. Where all is, rounding leaves nothing else of the value.
+    The published code subtracts 1e30 from hidden scores. If all are hidden, rounding makes them equal.
     """
-    added = score(config, shared, q, k, *at)
+    added = bias(config, shared, q, k, *positions)
     keys = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
-    whole = added + jnp.einsum("bthk,bshk->bhts", q, keys, preferred_element_type=jnp.float32)
-    return added - jax.lax.stop_gradient(jnp.where(blind[:, None, :, None], whole, 0.0))
+    scores = added + jnp.einsum("bthk,bshk->bhts", q, keys, preferred_element_type=jnp.float32)
+    return added - jax.lax.stop_gradient(jnp.where(blind[:, None, :, None], scores, 0.0))
 
 
-@flax.struct.dataclass
-class TextState:
-    """The decoding state: the text so far. `tokens` and `segment` int32 `[B, S]`, `index` the next free slot."""
+class TextState(flax.struct.PyTreeNode):
+    """Decoding state: the text so far.
+
+    Attributes:
+      tokens, segment: int32 `[B, S]`.
+      index: int32 scalar, the next free slot.
+    """
 
     tokens: Array
     segment: Array
     index: Array
 
     def rows(self, index: Int[Array, " B"]) -> TextState:
-        """The state whose row i is this one's row `index[i]`."""
+        """The state whose row i is row `index[i]` of this one."""
         return self.replace(tokens=self.tokens[index], segment=self.segment[index])
 
     def grow(self, length: int) -> TextState:
-        """The state with room for `length` slots, the new ones empty."""
+        """The state extended to `length` slots, the new ones empty."""
         more = ((0, 0), (0, length - self.tokens.shape[1]))
         return self.replace(tokens=jnp.pad(self.tokens, more), segment=jnp.pad(self.segment, more))
 
 
 class XLNet(Transformer):
-    """An encoder whose parameters are those of `Transformer`, and `mask_embed` `[D]`, where the query stream starts."""
+    """An encoder with the parameters of `Transformer`, and `mask_embed` `[D]`, the initial query state."""
 
     def setup(self) -> None:
         super().setup()
-        check(self.config.encoder)
-        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (None,))
-        self.mask_embed = self.param("mask_embed", init, (self.config.encoder.width,))
+        config = last_stack(self.config)
+        check(config)
+        self.mask_embed = parameter(self, "mask_embed", nn.initializers.normal(0.02), (None,), (config.width,))
 
     def streams(
         self,
@@ -170,65 +177,74 @@ class XLNet(Transformer):
         targets: Num[Array, "B M T"] | None = None,
         memory: Float[Array, "L B S D"] | None = None,
     ) -> Streams:
-        """Runs both streams over `source` `[B, T]`.
+        """Hidden states of both streams for `source` `[B, T]`.
+
+        Padding is computed too, as if it followed the text: it sees the text and is never seen.
 
         Args:
-          hidden: True: the row may not see the column. No slot hides from its own content stream. In
-            the query stream a row that sees nothing weighs all slots alike, its own included, as the published code
-            does: where the first slot of a permutation is a target, give it something to see.
-          targets: where the M slots of the query stream stand, one-hot; None: no query stream.
-          memory: `Streams.memory` of the text before. All of it is visible.
-
-        What stands at padding is computed as well, as if it followed the text: it sees the text and is never seen.
+          hidden: True where the row must not see the column. In the content stream a slot always sees itself. In the
+            query stream a row that sees nothing attends to all slots equally, itself included, as in the published
+            code: if the first slot of a permutation is a target, make some slot visible to it.
+          targets: the M slots of the query stream, one-hot; None for no query stream.
+          memory: `Streams.memory` of the preceding text, all of it visible.
         """
-        config = self.config.encoder
+        config = last_stack(self.config)
         x, g = self.encoder.embed_dropout(self.source_embed(source)), None
         if targets is not None:
             g = jnp.broadcast_to(self.mask_embed.astype(x.dtype), (*targets.shape[:2], config.width))
             g = self.encoder.embed_dropout(g)
-        held = 0 if memory is None else memory.shape[2]
-        view = see(config, source, hidden, targets, held)
+        masks = stream_masks(config, source, hidden, targets, 0 if memory is None else memory.shape[2])
         layer = TwoStreamLayer(config, parent=None)
         keys = jax.random.split(self.make_rng("dropout"), config.layers) if self.has_rng("dropout") else None
 
-        def step(before: tuple[Array, Array | None], given: tuple[Any, Array | None, Array | None]):
-            weights, memory, key = given
+        def apply_layer(states: tuple[Array, Array | None], inputs: tuple[PyTree, Array | None, Array | None]):
+            weights, memory, key = inputs
             rngs = {} if key is None else {"dropout": key}
-            after = layer.apply({"params": weights}, *before, memory, view, rngs=rngs)
-            return after, after
+            outputs: Any = layer.apply({"params": weights}, *states, memory, masks, rngs=rngs)
+            return outputs, outputs
 
         weights = self.encoder.blocks.variables["params"]
-        _, outputs = jax.lax.scan(step, (x, g), (weights, memory, keys), unroll=unroll(config))
+        _, outputs = jax.lax.scan(apply_layer, (x, g), (weights, memory, keys), unroll=unroll(config))
         content, query = jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest]), (x, g), outputs)
-        return Streams(content, query, remember(self.config.permutation, content[:-1], memory))
+        return Streams(content, query, next_memory(self.config.permutation, content[:-1], memory))
 
     def logits(self, streams: Streams, slots: Slots) -> Float32[Array, "B ..."]:
-        """The head's word on the streams' output."""
+        """Output of the head for the streams."""
         return self.head(streams.output, slots, self.output_embed())
 
-    def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], TextState]:
-        """Reads the prompt `batch.target` `[B, T]`, padded on either side, and makes room for `length` slots.
+    # The decoding state is not that of `Transformer`: its users pass back what they got.
+    def start(  # ty: ignore[incompatible-method-override]
+        self, batch: Batch, length: int
+    ) -> tuple[Float32[Array, "B V"], TextState]:
+        """Logits of the token after each prompt, and the decoding state, with space for `length` slots.
 
-        Every step reads the whole text again, since tokens see what comes after them: the definition of what XLNet
-        generates, not a fast way to it. The next token's slot is the one target of the query stream.
+        Prompts are `batch.target` `[B, T]`, padded on either side. Tokens see those after them, so every step reads the
+        whole text again: this defines what XLNet generates, but is slow. The slot of the next token is the only target
+        of the query stream.
+
+        Raises:
+          ValueError: `length` is less than T.
+          ConfigError: the prompts have token types.
         """
-        target = batch.target
+        target = batch.side("target")
         if length < target.tokens.shape[1]:
             raise ValueError(f"start: got length {length}, expected room for {target.tokens.shape[1]} prompt slots")
-        if target.kind is not None:
+        if target.token_type is not None:
             raise ConfigError("start: got token types, expected none: those of new tokens are unknown; leave them out")
         last = last_slot(target.slots)
-        shift = jnp.max(last) - last  # the last tokens of all rows stand in one slot, as if all were padded left
+        shift = jnp.max(last) - last  # puts the last tokens of all rows in one slot, as with padding on the left
         index = (jnp.arange(target.tokens.shape[1]) - shift[:, None]) % target.tokens.shape[1]
-        room = ((0, 0), (0, length + 1 - target.tokens.shape[1]))
+        padding = ((0, 0), (0, length + 1 - target.tokens.shape[1]))
         tokens, segment = (
-            jnp.pad(jnp.take_along_axis(ids, index, axis=1), room) for ids in (target.tokens, target.slots.segment)
+            jnp.pad(jnp.take_along_axis(ids, index, axis=1), padding) for ids in (target.tokens, target.slots.segment)
         )
         state = TextState(tokens, segment, jnp.max(last) + 1)
         return self.predict(state), state
 
-    def step(self, tokens: Int[Array, "B 1"], state: TextState) -> tuple[Float32[Array, "B V"], TextState]:
-        """Appends `tokens` to every row. Logits of the token after them."""
+    def step(  # ty: ignore[incompatible-method-override]
+        self, tokens: Int[Array, "B 1"], state: TextState
+    ) -> tuple[Float32[Array, "B V"], TextState]:
+        """Logits of the token after `tokens`, and the new state."""
         state = TextState(
             tokens=state.tokens.at[:, state.index].set(tokens[:, 0]),
             segment=state.segment.at[:, state.index].set(1),
@@ -237,7 +253,7 @@ class XLNet(Transformer):
         return self.predict(state), state
 
     def predict(self, state: TextState) -> Float32[Array, "B V"]:
-        """Logits of the token that stands in the next free slot."""
+        """Logits of the token in the next free slot."""
         rows, length = state.tokens.shape
         slots = Slots(jnp.broadcast_to(jnp.arange(length), (rows, length)), state.segment)
         target = jnp.broadcast_to(jnp.arange(length) == state.index, (rows, 1, length))
@@ -245,38 +261,41 @@ class XLNet(Transformer):
         return self.logits(streams, slots)[:, 0]
 
 
-def see(
+def stream_masks(
     config: StackConfig,
     source: Stream,
     hidden: Bool[Array, "B T T"] | None,
     targets: Num[Array, "B M T"] | None,
-    held: int,
-) -> View:
-    """The masks and kinds of `source` `[B, T]` behind `held` slots of memory, which all slots see."""
+    memory_length: int,
+) -> StreamMasks:
+    """Masks and token types of `source` `[B, T]` after `memory_length` slots of memory, which all slots see."""
     slots, (rows, length) = source.slots, source.tokens.shape[:2]
     query, key = slots.segment[:, :, None], slots.segment[:, None, :]
     ones = jnp.ones_like(slots.segment)
-    here = Slots(slots.position, ones)
-    apart = (key <= 0) | ((query != 0) & (jnp.abs(query) != key))
-    apart |= ~visible(here, here, bool(config.causal), config.attention.window)
+    same_segment = Slots(slots.position, ones)
+    unseen = (key <= 0) | ((query != 0) & (jnp.abs(query) != key))
+    unseen |= ~visible(same_segment, same_segment, bool(config.causal), config.attention.window)
     if hidden is not None:
-        apart |= hidden
-    behind = lambda ids, front: jnp.concatenate([jnp.broadcast_to(front, (rows, held)), ids], axis=1)  # noqa: E731
-    keys = Slots(behind(slots.position, jnp.arange(-held, 0)), behind(ones, 1))
+        unseen |= hidden
 
-    def mask(apart: Array) -> Mask:
-        return Mask(here, keys, hidden=jnp.pad(apart, ((0, 0), (0, 0), (held, 0))))
+    def prepend(ids: Array, memory: Array | int) -> Array:
+        return jnp.concatenate([jnp.broadcast_to(memory, (rows, memory_length)), ids], axis=1)
 
-    blind = jnp.all(apart, axis=-1) & (held == 0)
-    kinds = None if source.kind is None else Kinds(source.kind, behind(source.kind, 0))
-    content, query = mask(apart & ~jnp.eye(length, dtype=bool)), mask(apart & ~blind[:, :, None])
-    return View(content, query, blind, kinds, targets)
+    keys = Slots(prepend(slots.position, jnp.arange(-memory_length, 0)), prepend(ones, 1))
+
+    def mask(unseen: Array) -> Mask:
+        return Mask(same_segment, keys, hidden_pairs=jnp.pad(unseen, ((0, 0), (0, 0), (memory_length, 0))))
+
+    blind = jnp.all(unseen, axis=-1) & (memory_length == 0)
+    token_types = None if source.token_type is None else TokenTypes(source.token_type, prepend(source.token_type, 0))
+    content, query = mask(unseen & ~jnp.eye(length, dtype=bool)), mask(unseen & ~blind[:, :, None])
+    return StreamMasks(content, query, blind, token_types, targets)
 
 
-def remember(
+def next_memory(
     config: PermutationConfig | None, inputs: Float[Array, "L B T D"], memory: Float[Array, "L B S D"] | None
 ) -> Float[Array, "L B _ D"]:
-    """The next memory: layer inputs behind the old memory. No gradient flows into it."""
+    """The next memory: the old memory followed by the layer inputs, cut to `config.memory`, without gradients."""
     if config is not None and config.reuse is not None:
         inputs = inputs[:, :, : config.reuse]
     if memory is not None:
@@ -287,10 +306,10 @@ def remember(
 
 
 def check(config: StackConfig) -> None:
-    """Refuses layers that two streams do not have.
+    """Checks that the encoder's layers are those of XLNet.
 
     Raises:
-      ConfigError: a field of the encoder is not XLNet's.
+      ConfigError: a field of the encoder has a value that two streams do not support.
     """
     attention, norm = config.attention, config.norm
     needed = {

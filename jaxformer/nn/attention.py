@@ -1,4 +1,8 @@
-"""Attention, once. Who looks at whom is the mask, what position does is the encoding, how it is summed the kernel."""
+"""Multi-head attention: one module for every mask, position encoding and kernel.
+
+The mask says which keys each query attends to. The encoding says how positions change queries, keys and scores. The
+kernel says how the weighted sum is computed.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ from flax import linen as nn
 from jaxtyping import Float, Int
 
 from jaxformer.config import AttentionConfig, EncodingConfig
+from jaxformer.errors import ConfigError
 from jaxformer.nn import encodings, kernels, remat
-from jaxformer.nn.cache import Cache, KeyValues
-from jaxformer.nn.kernels import Noise, Score, dense
-from jaxformer.nn.layers import Dense, Norm, fan_out
+from jaxformer.nn.cache import KeyValues, LayerCache
+from jaxformer.nn.kernels import AttentionBias, AttentionDropout, dense
+from jaxformer.nn.layers import Dense, Norm, project_jointly
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
@@ -22,13 +27,13 @@ from jaxformer.types import Array
 class Attention(nn.Module):
     """Multi-head scaled dot-product attention (Vaswani et al. 2017, section 3.2).
 
-        head_h = softmax(q_h k_g(h)^T / sqrt(K) + score + mask) v_g(h)        y = concat(head_1 .. head_H) W_o
+        head_h = softmax(q_h k_g(h)^T / sqrt(K) + bias + mask) v_g(h)        y = concat(head_1 .. head_H) W_o
 
-    MHA, GQA and MQA differ by `config.kv_heads`. Self-attention reads `x`; cross-attention reads `memory`, with
-    queries from `x`.
+    Key head g(h) = h // (H / G) serves query head h: MHA (G = H), GQA and MQA (G = 1) differ by `config.kv_heads`.
+    Keys and values come from `x` in self-attention and from `memory` in cross-attention; queries come from `x`.
 
     Attributes:
-      encoding: what position does in self-attention.
+      encoding: position encoding; acts in self-attention only.
       width: model width D.
     """
 
@@ -38,17 +43,18 @@ class Attention(nn.Module):
 
     def setup(self) -> None:
         config, width = self.config, self.width
-        self.heads, self.kv_heads, self.head_width = shape(config, width)
+        self.heads, self.kv_heads, self.head_width = head_shape(config, width)
         keys = (width, self.kv_heads, self.head_width)
         key_bias = config.bias if config.key_bias is None else config.key_bias
         output_bias = config.bias if config.output_bias is None else config.output_bias
-        self.query = Dense((width, self.heads, self.head_width), ("embed", "heads", "head"), bias=config.bias)
-        self.key = Dense(keys, ("embed", "kv_heads", "head"), bias=key_bias)
-        self.value = Dense(keys, ("embed", "kv_heads", "head"), bias=config.bias)
+        dense = functools.partial(Dense, init_scale=config.init_scale)
+        self.query = dense((width, self.heads, self.head_width), ("embed", "heads", "head"), bias=config.bias)
+        self.key = dense(keys, ("embed", "kv_heads", "head"), bias=key_bias)
+        self.value = dense(keys, ("embed", "kv_heads", "head"), bias=config.bias)
         if config.norm is not None:
             self.query_norm, self.key_norm = Norm(config.norm), Norm(config.norm)
         if config.output:
-            self.out = Dense((self.heads, self.head_width, width), ("heads", "head", "embed"), 2, output_bias)
+            self.out = dense((self.heads, self.head_width, width), ("heads", "head", "embed"), 2, output_bias)
         layer = encodings.get(self.encoding.kind).layer
         if layer is not None:
             self.position = layer(self.encoding, config, width)
@@ -59,29 +65,29 @@ class Attention(nn.Module):
         mask: Mask,
         position: Any = None,
         memory: Float[Array, "B S D"] | KeyValues | None = None,
-        cache: Cache | None = None,
+        cache: LayerCache | None = None,
         layer: Int[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """Attends from `x`.
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Attention output `[B, T, D]` for queries from `x`, and the updated cache.
 
         Args:
-          mask: over T query slots and the S key slots: x's own, the cache's, or the memory's.
-          position: what the encoding's `shared` hook returned for the slots of `x`; None in cross-attention.
-          memory: for cross-attention, or the keys and values that `project` made of it.
-          cache: self-attention only: written at its index, then read whole.
-          layer: this layer's number from 0, for configs whose layers differ.
+          mask: over T query slots and S key slots, those of `x`, of the cache or of the memory.
+          position: result of the encoding's `shared` hook for the slots of `x`; None in cross-attention.
+          memory: cross-attention only: the encoder's output, or its keys and values from `project_keys_values`.
+          cache: self-attention only: new keys and values are written at its index, then all of it is attended to.
+          layer: index of this layer from 0, for configs whose layers differ.
 
         Returns:
-          The output and the written cache (None without one).
+          The output, and the cache after the write (None without one).
         """
         encoding = encodings.get(self.encoding.kind) if memory is None else encodings.Encoding()
         if memory is None:
-            q, k, v = fan_out(x, self.query, self.key, self.value)
-            k, v = self.named(k, v)
+            q, k, v = project_jointly(x, self.query, self.key, self.value)
+            k, v = self.finish_keys_values(k, v)
         else:
             q = self.query(x)
-            k, v = memory.by_slot() if isinstance(memory, KeyValues) else self.project(memory)
-        q = remat.name(q, "query")
+            k, v = memory.to_kernel_layout() if isinstance(memory, KeyValues) else self.project_keys_values(memory)
+        q = remat.name_activation(q, "query")
         if self.config.norm is not None:
             q = self.query_norm(q)
         if encoding.layer is not None:
@@ -91,12 +97,12 @@ class Attention(nn.Module):
         if cache is not None:
             cache = cache.write(k, v)
             k, v = cache.read()
-        o = self.look(q, k, v, mask, position, encoding, layer)
+        o = self.attend(q, k, v, mask, position, encoding, layer)
         if not self.config.output:
             return o.reshape(*x.shape[:-1], self.width), cache
         return self.out(o), cache
 
-    def look(
+    def attend(
         self,
         q: Float[Array, "B T H K"],
         k: Float[Array, "B S G K"],
@@ -106,55 +112,59 @@ class Attention(nn.Module):
         encoding: encodings.Encoding,
         layer: Int[Array, ""] | None = None,
     ) -> Float[Array, "B T H K"]:
-        """What queries find in keys and values, before the projection."""
+        """Attention output per head, before the output projection: `[B, T, H, K]`. `q` is not yet scaled."""
         if self.config.scale:
             q = q * jnp.asarray((encoding.terms(self.encoding) * self.head_width) ** -0.5, q.dtype)
         if self.config.scale_by_layer:
+            if layer is None:
+                raise ConfigError("attention.scale_by_layer: got True without a layer index, expected False; unset it")
             q = q / (layer + 1).astype(q.dtype)
         q = constrain(q, "batch", "length", "act_heads", None)
-        score = None
-        if encoding.score is not None:
+        bias = None
+        if encoding.bias is not None:
             heads = None if encoding.heads is None else encoding.heads(position)
-            score = Score(functools.partial(encoding.score, self.encoding), position, heads)
-        o = self.weigh(q, k, v, mask, score)
+            bias = AttentionBias(functools.partial(encoding.bias, self.encoding), position, heads)
+        o = self.apply_kernel(q, k, v, mask, bias)
         if self.config.average_padding:
-            o = jnp.where((mask.query.segment < 0)[..., None, None], average(v, self.heads).astype(o.dtype), o)
+            o = jnp.where((mask.query.segment < 0)[..., None, None], mean_value(v, self.heads).astype(o.dtype), o)
         return o
 
-    def project(self, memory: Float[Array, "B S D"]) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
-        """Keys and values of `memory`, so that decoding projects it once."""
-        return self.named(*fan_out(memory, self.key, self.value))
+    def project_keys_values(
+        self, memory: Float[Array, "B S D"]
+    ) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+        """Keys and values of `memory`. Decoding computes them once and passes them as `memory`."""
+        return self.finish_keys_values(*project_jointly(memory, self.key, self.value))
 
-    def named(
+    def finish_keys_values(
         self, k: Float[Array, "B S G K"], v: Float[Array, "B S G K"]
     ) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
-        """Keys, normalised if that is asked for, and values, named for rematerialisation."""
-        k, v = remat.name(k, "key"), remat.name(v, "value")
+        """Keys (normalised if `config.norm` is set) and values, both named for rematerialisation."""
+        k, v = remat.name_activation(k, "key"), remat.name_activation(v, "value")
         return k if self.config.norm is None else self.key_norm(k), v
 
-    def weigh(
+    def apply_kernel(
         self,
         q: Float[Array, "B T H K"],
         k: Float[Array, "B S G K"],
         v: Float[Array, "B S G K"],
         mask: Mask,
-        score: Score | None,
+        bias: AttentionBias | None,
     ) -> Float[Array, "B T H K"]:
-        """What the kernel returns. With the collection "intermediates" mutable, the probabilities are sown too."""
-        config, noise = self.config, None
+        """Output `[B, T, H, K]` of the kernel. Probabilities are sown if the collection "intermediates" is mutable."""
+        config, dropout = self.config, None
         if config.dropout > 0.0 and self.has_rng("dropout"):
-            noise = Noise(config.dropout, self.make_rng("dropout"))
+            dropout = AttentionDropout(config.dropout, self.make_rng("dropout"))
         if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, score, None, config))
-        return kernels.apply(q, k, v, mask, score, noise, config)
+            self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, bias, None, config))
+        return kernels.apply(q, k, v, mask, bias, dropout, config)
 
 
-def average(v: Float[Array, "B S G K"], heads: int) -> Float[Array, "B 1 H K"]:
-    """The mean of all values, padding included, for every query head."""
+def mean_value(v: Float[Array, "B S G K"], heads: int) -> Float[Array, "B 1 H K"]:
+    """Mean of all values over the slots, padding included, for each query head."""
     mean = jnp.mean(v.astype(jnp.float32), axis=1, keepdims=True)
     return jnp.repeat(mean, heads // v.shape[2], axis=2)
 
 
-def shape(config: AttentionConfig, width: int) -> tuple[int, int, int]:
-    """Query heads H, key heads G and head width K."""
+def head_shape(config: AttentionConfig, width: int) -> tuple[int, int, int]:
+    """Number of query heads H, number of key heads G, and head width K."""
     return config.heads, config.kv_heads or config.heads, config.head_width or width // config.heads

@@ -1,4 +1,4 @@
-"""One transformer layer: self-attention, cross-attention if there is a memory, feed-forward."""
+"""One transformer layer: self-attention, cross-attention over a memory (if any), feed-forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from jaxformer.config import StackConfig
 from jaxformer.nn import remat
 from jaxformer.nn.attention import Attention
-from jaxformer.nn.cache import Cache, KeyValues
+from jaxformer.nn.cache import KeyValues, LayerCache
 from jaxformer.nn.convolution import Convolved
 from jaxformer.nn.ffn import FeedForward
 from jaxformer.nn.layers import Dropout, Norm
@@ -23,21 +23,20 @@ from jaxformer.nn.moe import MoE
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
 
-EVERYTHING = 2**30
-"""A window that no distance exceeds."""
+NO_WINDOW = 2**30
+"""Attention window beyond every distance: layers without a window use it where others have one."""
 
 
-@flax.struct.dataclass
-class Context:
-    """What all layers of a stack share.
+class LayerContext(flax.struct.PyTreeNode):
+    """Inputs that all layers of a stack share.
 
     Attributes:
-      mask: self-attention's.
-      position: what the encoding's `shared` hook returned.
-      memory: the encoder's output `[B, S, D]`, when its keys and values are not precomputed.
-      memory_mask: cross-attention's.
-      index: the cache slot to write to, when decoding.
-      convolved: the convolution that the first layer adds.
+      mask: mask of self-attention.
+      position: result of the encoding's `shared` hook.
+      memory: the encoder's output `[B, S, D]`; None if its keys and values are precomputed.
+      memory_mask: mask of cross-attention; None without a memory.
+      index: when decoding, the cache slot to write to.
+      convolved: output of the convolution, which the first layer adds.
     """
 
     mask: Mask
@@ -49,14 +48,15 @@ class Context:
 
 
 class Block(nn.Module):
-    """A layer, in the signature that `nn.scan` wants: the residual stream is the carry.
+    """A transformer layer with the signature of `nn.scan`: residual stream and cache are the carry.
 
-    Where the norms stand is `config.norm.order`: pre (Xiong et al. 2020) `x + f(norm(x))`, post (Vaswani et al. 2017)
-    `norm(x + f(x))`, sandwich (Ding et al. 2021) `x + norm(f(norm(x)))`. A residual that is off drops the `x +`.
+    `config.norm.order` places the norms around a sub-layer f: pre `x + f(norm(x))` (Xiong et al. 2020), post
+    `norm(x + f(x))` (Vaswani et al. 2017), sandwich `x + norm(f(norm(x)))` (Ding et al. 2021). A disabled residual
+    drops the `x +`.
 
-    Between the sub-layers, where norm, dropout and sum treat each slot for itself, the slots are divided over the
-    tensor axis too (sequence parallelism, Korthikanti et al. 2022): what was an all-reduce after each sub-layer is then
-    a reduce-scatter after it and an all-gather before the next, of equally many bytes.
+    Norms, dropout and residual sums act on each slot alone, so between sub-layers the slots are also sharded over the
+    tensor axis (sequence parallelism, Korthikanti et al. 2022). The all-reduce after a sub-layer becomes a
+    reduce-scatter after it and an all-gather before the next, which send equally many bytes.
     """
 
     config: StackConfig
@@ -67,21 +67,24 @@ class Block(nn.Module):
         carry: tuple[Float[Array, "B T D"], KeyValues | None],
         layer: Int[Array, ""],
         memory: KeyValues | None,
-        context: Context,
+        context: LayerContext,
     ) -> tuple[tuple[Float[Array, "B T D"], KeyValues | None], None]:
-        """The residual stream after this layer, and the cache with what this layer wrote to it.
+        """Residual stream and cache after this layer. The output is sown if "intermediates" is mutable.
 
-        `carry` is the two as the layers before left them, the cache the whole stack's or this layer's own. `layer` is
-        its number, `memory` its own keys and values for cross-attention, if they are projected already. With the
-        collection "intermediates" mutable its output is sown there.
+        Args:
+          carry: residual stream and cache before this layer. The cache is that of the stack, or this layer's alone.
+          layer: index of this layer from 0.
+          memory: this layer's keys and values for cross-attention, if precomputed.
         """
-        config, (x, held) = self.config, carry
+        config, (x, keys_values) = self.config, carry
         attention = Attention(config.attention, config.encoding, config.width, name="attention")
-        cache = None if held is None else Cache(held, layer if held.k.ndim == 5 else None, context.index)
-        mask = of_layer(context.mask, layer)
+        cache = None
+        if keys_values is not None and context.index is not None:
+            cache = LayerCache(keys_values, layer if keys_values.stacked else None, context.index)
+        mask = depend_on_layer(context.mask, layer)
         if config.attention.window is not None and config.attention.window_every > 1:
             banded = layer % config.attention.window_every == config.attention.window_every - 1
-            mask = mask.replace(window=jnp.where(banded, config.attention.window, EVERYTHING))
+            mask = mask.replace(window=jnp.where(banded, config.attention.window, NO_WINDOW))
 
         def attend(y: Array) -> Array:
             nonlocal cache
@@ -94,9 +97,9 @@ class Block(nn.Module):
                 dataclasses.replace(config.attention, window=None), config.encoding, config.width, name="cross"
             )
             source = context.memory if memory is None else memory
-            seen = of_layer(context.memory_mask, layer)
-            look = lambda y: cross(y, seen, memory=source, layer=layer)[0]  # noqa: E731
-            x = self.sublayer("cross", x, look, config.residual_cross, context)
+            memory_mask = depend_on_layer(context.memory_mask, layer)
+            attend_memory = lambda y: cross(y, memory_mask, memory=source, layer=layer)[0]  # noqa: E731
+            x = self.sublayer("cross", x, attend_memory, config.residual_cross, context)
         if config.ffn is not None:
             if config.moe is None:
                 ffn = FeedForward(config.ffn, config.width, name="ffn")
@@ -107,7 +110,7 @@ class Block(nn.Module):
         if context.convolved is not None:
             x = context.convolved.add(x, layer)
         self.sow("intermediates", "output", x)
-        return (x, None if cache is None else cache.held), None
+        return (x, None if cache is None else cache.keys_values), None
 
     def sublayer(
         self,
@@ -115,14 +118,14 @@ class Block(nn.Module):
         x: Float[Array, "B T D"],
         function: Callable[[Array], Array],
         residual: bool,
-        context: Context,
+        context: LayerContext,
     ) -> Float[Array, "B T D"]:
-        """`function` with the norms, dropout and residual sum of `config` around it."""
+        """Output `[B, T, D]` of `function` wrapped in the norms, dropout and residual sum of `config`."""
         norm, visible = self.config.norm, context.mask.query.segment != 0
         y = x if norm.order == "post" else Norm(norm, name=f"{name}_norm")(x, visible)
-        y = constrain(y, "batch", "act_length", "act_embed")  # its gradient's layout: a reduce-scatter, no all-reduce
+        y = constrain(y, "batch", "act_length", "act_embed")  # makes the gradient's all-reduce a reduce-scatter
         y = function(constrain(y, "batch", "length", "act_embed"))
-        y = remat.name(constrain(y, "batch", "act_length", "act_embed"), name)
+        y = remat.name_activation(constrain(y, "batch", "act_length", "act_embed"), name)
         if norm.order == "sandwich":
             y = Norm(norm, name=f"{name}_post_norm")(y, visible)
         y = Dropout(self.config.dropout)(y)
@@ -132,11 +135,11 @@ class Block(nn.Module):
         return constrain(y, "batch", "act_length", "act_embed")
 
 
-def of_layer(mask: Mask, layer: Int[Array, ""]) -> Mask:
-    """`mask`, as a value that is each layer's own.
+def depend_on_layer(mask: Mask, layer: Int[Array, ""]) -> Mask:
+    """`mask` with the same values, computed anew in each layer of a scan.
 
-    Seen in the gradients' jaxprs of JAX 0.10.2 and 0.12.0.1, cause unknown: a scan whose mask is the same for all
-    layers keeps every tile of the scores for the backward pass, as if the kernel had no rule of its own for it, so that
-    memory grows with the square of the length.
+    A scan over layers with a loop-invariant mask keeps every tile of the scores for the backward pass, although the
+    kernel has a custom gradient: memory then grows with the square of the length. The cause is unknown (seen in the
+    jaxprs of JAX 0.10.2 and 0.12.0.1).
     """
     return mask.replace(query=jax.tree.map(lambda ids: ids + 0 * layer, mask.query))

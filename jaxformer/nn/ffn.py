@@ -1,4 +1,4 @@
-"""The position-wise feed-forward layer and its gated forms."""
+"""The position-wise feed-forward layer, plain or gated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from jaxformer.config import FeedForwardConfig
 from jaxformer.nn import remat
-from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout, fan_out
+from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout, project_jointly
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
 
@@ -17,7 +17,7 @@ from jaxformer.types import Array
 class FeedForward(nn.Module):
     """`act(x W_in + b) W_out + b` (Vaswani et al. 2017, equation 2), or `(act(x W_gate) * (x W_in)) W_out` if gated.
 
-    The gated forms are Shazeer 2020's: gelu gives GEGLU, silu SwiGLU, relu ReGLU.
+    Gated forms (Shazeer 2020): gelu gives GEGLU, silu SwiGLU, relu ReGLU. F is `config.width`, by default 4 D.
     """
 
     config: FeedForwardConfig
@@ -28,12 +28,13 @@ class FeedForward(nn.Module):
         config = self.config
         inner = config.width or 4 * self.width
         activation = ACTIVATIONS[config.activation]
-        widen = functools.partial(Dense, (self.width, inner), ("embed", "ffn"), bias=config.bias)
+        dense = functools.partial(Dense, bias=config.bias, init_scale=config.init_scale)
+        widen = functools.partial(dense, (self.width, inner), ("embed", "ffn"))
         if config.gated:
-            y, gate = fan_out(x, widen(name="in"), widen(name="gate"))
+            y, gate = project_jointly(x, widen(name="in"), widen(name="gate"))
             y = activation(gate) * y
         else:
             y = activation(widen(name="in")(x))
-        y = remat.name(constrain(y, "batch", "length", "act_ffn"), "hidden")
+        y = remat.name_activation(constrain(y, "batch", "length", "act_ffn"), "hidden")
         y = Dropout(config.dropout)(y)
-        return Dense((inner, self.width), ("ffn", "embed"), bias=config.bias, name="out")(y)
+        return dense((inner, self.width), ("ffn", "embed"), name="out")(y)

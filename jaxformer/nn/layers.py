@@ -1,10 +1,10 @@
-"""Dense, embedding, normalisation, dropout: the leaves of every model. Shapes are the true ones, nothing is fused."""
+"""Dense, dropout, normalisation and embedding: the layers that all models are made of."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Callable
+from typing import Callable, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,26 @@ from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Stream
 
 
-def activation(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """`function` in float32, of which nothing but its argument waits for the backward pass.
+def parameter(
+    module: nn.Module, name: str, init: Callable, axes: tuple[str | None, ...], shape: tuple[int, ...]
+) -> Num[Array, "..."]:
+    """Parameter `name` of `module`, of that shape, with the logical names of its axes for sharding."""
+    # Linen types a parameter as the box that holds its names, but returns the array.
+    return cast(Array, module.param(name, nn.with_logical_partitioning(init, axes), shape))
 
-    Left to autodiff, every factor of a GELU's derivative would wait, each as large as the feed-forward's hidden
-    activations; to compute them again takes less time on a CPU than to write and read them.
+
+def zeros_parameter(
+    module: nn.Module, name: str, axes: tuple[str | None, ...], shape: tuple[int, ...]
+) -> Num[Array, "..."]:
+    """`parameter` with initial value 0."""
+    return parameter(module, name, nn.initializers.zeros_init(), axes, shape)
+
+
+def in_float32(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """`function` computed in float32, with only its argument stored for the backward pass.
+
+    Autodiff would store every factor of a GELU's derivative, each as large as the hidden activations. On a CPU
+    recomputing them takes less time than writing and reading them.
     """
 
     @jax.checkpoint
@@ -35,66 +50,64 @@ def activation(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "relu": jax.nn.relu,  # this one and others without `activation`: the derivative follows from the result
-    "gelu": activation(lambda x: jax.nn.gelu(x, approximate=False)),
-    "gelu_tanh": activation(lambda x: jax.nn.gelu(x, approximate=True)),
-    "gelu_sigmoid": activation(lambda x: x * jax.nn.sigmoid(1.702 * x)),
-    "silu": activation(jax.nn.silu),
+    "relu": jax.nn.relu,  # no `in_float32`: the derivative of relu, tanh and sigmoid follows from the result
+    "gelu": in_float32(lambda x: jax.nn.gelu(x, approximate=False)),
+    "gelu_tanh": in_float32(lambda x: jax.nn.gelu(x, approximate=True)),
+    "gelu_sigmoid": in_float32(lambda x: x * jax.nn.sigmoid(1.702 * x)),
+    "silu": in_float32(jax.nn.silu),
     "tanh": jnp.tanh,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-    "mish": activation(jax.nn.mish),
+    "mish": in_float32(jax.nn.mish),
     "sigmoid": jax.nn.sigmoid,
 }
 
 
 class Dense(nn.Module):
-    """A linear map whose kernel keeps its true shape, e.g. `[D, H, K]` for a query projection.
+    """A linear map whose kernel is not flattened to two axes, e.g. `[D, H, K]` for a query projection.
 
-    A kernel of integers has a `kernel_scale` of shape `shape[inputs:]` beside it (see decode/int8.py).
+    An integer kernel has a parameter `kernel_scale` of shape `shape[inputs:]` beside it (see decode/int8.py).
 
     Attributes:
       shape: kernel shape, input axes first.
       names: logical name of each kernel axis.
-      inputs: how many leading axes are contracted with the last axes of the input.
-      bias: adds a learned `shape[inputs:]`, initially zero.
-      init: initialiser of the kernel; None: normal with variance 1 / fan-in (LeCun), truncated at two deviations.
+      inputs: number of leading kernel axes that are contracted with the last axes of the input.
+      bias: adds a learned array `shape[inputs:]`, initially zero.
+      init_scale: initial variance of the kernel times its fan-in.
     """
 
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
     inputs: int = 1
     bias: bool = True
-    init: Callable | None = None
+    init_scale: float = 1.0
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         axes = tuple(range(len(self.shape)))
-        init = self.init or nn.initializers.variance_scaling(
-            1.0, "fan_in", "truncated_normal", in_axis=axes[: self.inputs], out_axis=axes[self.inputs :]
+        init = nn.initializers.variance_scaling(
+            self.init_scale, "fan_in", "truncated_normal", in_axis=axes[: self.inputs], out_axis=axes[self.inputs :]
         )
-        kernel = self.param("kernel", nn.with_logical_partitioning(init, self.names), self.shape)
-        bias = None
-        if self.bias:
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.names[self.inputs :])
-            bias = self.param("bias", zeros, self.shape[self.inputs :])
+        kernel = parameter(self, "kernel", init, self.names, self.shape)
+        outputs = slice(self.inputs, None)
+        bias = zeros_parameter(self, "bias", self.names[outputs], self.shape[outputs]) if self.bias else None
         if not self.has_variable("params", "kernel_scale"):
             return dot(x, kernel, self.inputs, bias)
         y = dot(x, kernel, self.inputs) * self.get_variable("params", "kernel_scale").astype(x.dtype)
         return y if bias is None else y + bias.astype(y.dtype)
 
 
-def fan_out(x: Float[Array, "*batch D"], *maps: Dense) -> tuple[Float[Array, "*batch ..."], ...]:
-    """Each of `maps` of the same `x`, whose gradient devices exchange once for all of them, whatever the platform."""
-    if not cpu.exchanges_apart(*((each.names[1], each.shape[1]) for each in maps)):
-        return tuple(each(x) for each in maps)
-    ys = tuple(each(jax.lax.stop_gradient(x)) for each in maps)
-    return cpu.joined(x, tuple(nn.meta.unbox(each.variables["params"]["kernel"]) for each in maps), ys)
+def project_jointly(x: Float[Array, "*batch D"], *maps: Dense) -> tuple[Float[Array, "*batch ..."], ...]:
+    """Outputs of `maps` for the same `x`. Devices exchange the gradient of `x` once for all maps, on any platform."""
+    if not cpu.exchanges_separately(*((dense.names[1], dense.shape[1]) for dense in maps)):
+        return tuple(dense(x) for dense in maps)
+    ys = tuple(dense(jax.lax.stop_gradient(x)) for dense in maps)
+    return cpu.share_input_gradient(x, tuple(nn.meta.unbox(dense.variables["params"]["kernel"]) for dense in maps), ys)
 
 
 class Dropout(nn.Module):
-    """Zeroes entries with probability `rate` and scales the rest by 1 / (1 - rate). Active when a key is supplied.
+    """Dropout: zeroes entries with probability `rate`, scales the others by 1 / (1 - rate). Needs a dropout key.
 
-    `axes` are broadcast: with `axes=(1,)` one mask serves a whole sequence (variational dropout).
+    One mask is shared along `axes`: with `axes=(1,)` by a whole sequence (variational dropout).
     """
 
     rate: float
@@ -110,9 +123,9 @@ class Dropout(nn.Module):
 
 
 def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
-    """Of `shape`, False with probability `rate`, to a resolution of 2 ** -16.
+    """Random booleans of `shape`, False with probability `rate`, which is rounded to a multiple of 2 ** -16.
 
-    Drawing random bits is what dropout costs on a CPU; 16 of them decide an entry, so one 32-bit word decides two.
+    On a CPU dropout spends most of its time drawing random bits, so one 32-bit word decides two entries.
     """
     threshold = jnp.asarray(round(rate * 2**16), jnp.uint32)
     if shape[-1] % 2:
@@ -123,7 +136,7 @@ def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[
 
 
 class Norm(nn.Module):
-    """The normalisation that `config.kind` names, over the last axis (batch norm: over batch and time).
+    """Normalisation over the last axis, of the kind `config.kind`; batch norm averages over batch and time instead.
 
     layer: `(x - mean) / sqrt(var + eps) * scale + bias` (Ba et al. 2016). rms: `x / sqrt(mean(x^2) + eps) * scale`
     (Zhang and Sennrich 2019). batch: see `BatchNorm`. none: the identity. Statistics are float32 in any precision.
@@ -135,31 +148,28 @@ class Norm(nn.Module):
     def __call__(
         self, x: Float[Array, "*batch D"], visible: Bool[Array, "*batch"] | None = None
     ) -> Float[Array, "*batch D"]:
-        """`visible` is False at padding, which batch norm leaves out of its statistics."""
+        """Normalised `x`. `visible` is False at padding, which the statistics of batch norm leave out."""
         config, width = self.config, x.shape[-1]
         if config.kind == "none":
             return x
         if config.kind == "batch":
             return BatchNorm(config.epsilon, config.momentum, name="batch")(x, visible)
-        init = nn.with_logical_partitioning(nn.initializers.constant(1.0 - config.offset), (None,))
-        scale, bias = self.param("scale", init, (width,)) + config.offset, None
-        if config.kind == "layer" and config.bias:
-            bias = self.param("bias", nn.with_logical_partitioning(nn.initializers.zeros_init(), (None,)), (width,))
-        return normalised(x, scale, bias, config.kind == "layer", config.epsilon)
+        ones = nn.initializers.constant(1.0 - config.offset)
+        scale = parameter(self, "scale", ones, (None,), (width,)) + config.offset
+        has_bias = config.kind == "layer" and config.bias
+        bias = zeros_parameter(self, "bias", (None,), (width,)) if has_bias else None
+        return normalize(x, scale, bias, config.kind == "layer", config.epsilon)
 
 
 @functools.partial(jax.checkpoint, static_argnums=(3, 4))
-def normalised(
+def normalize(
     x: Float[Array, "*batch D"],
     scale: Float[Array, " D"],
     bias: Float[Array, " D"] | None,
     centred: bool,
     epsilon: float,
 ) -> Float[Array, "*batch D"]:
-    """`x` over its root mean square (about its mean if `centred`) x `scale` + `bias`.
-
-    Only the arguments wait for the backward pass.
-    """
+    """`x / rms(x) * scale + bias`, after subtracting the mean if `centred`. The backward pass stores only arguments."""
     y = x.astype(jnp.float32)
     if centred:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -168,11 +178,11 @@ def normalised(
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation (Ioffe and Szegedy 2015): one mean and variance a feature.
+    """Batch normalisation (Ioffe and Szegedy 2015): one mean and one variance for each feature.
 
-    Statistics run over all visible slots of the global batch, so they are the same on one device and on eight. In
-    training (a dropout key is supplied) the batch's own statistics are used and the running ones, in the collection
-    "batch_stats", move towards them; otherwise the running ones are used.
+    Statistics are over all visible slots of the global batch, whatever the number of devices. Training (a dropout key
+    is supplied) uses the statistics of the batch and moves the running ones, in the collection "batch_stats", towards
+    them. Evaluation uses the running ones.
     """
 
     epsilon: float
@@ -183,8 +193,8 @@ class BatchNorm(nn.Module):
         width = x.shape[-1]
         running_mean = self.variable("batch_stats", "mean", jnp.zeros, (width,), jnp.float32)
         running_var = self.variable("batch_stats", "var", jnp.ones, (width,), jnp.float32)
-        scale = self.param("scale", nn.with_logical_partitioning(nn.initializers.ones_init(), (None,)), (width,))
-        bias = self.param("bias", nn.with_logical_partitioning(nn.initializers.zeros_init(), (None,)), (width,))
+        scale = parameter(self, "scale", nn.initializers.ones_init(), (None,), (width,))
+        bias = zeros_parameter(self, "bias", (None,), (width,))
         y = x.astype(jnp.float32)
         if self.has_rng("dropout"):
             weight = jnp.ones(x.shape[:-1]) if visible is None else visible.astype(jnp.float32)
@@ -200,41 +210,49 @@ class BatchNorm(nn.Module):
         return y.astype(x.dtype)
 
 
-def look_up(table: Num[Array, "V E"], ids: Int[Array, "B T"], rows: str | None = None) -> Num[Array, "B T E"]:
-    """Rows of a table whose width is named "table", and whose rows `rows`; NaN where there is no such row.
+def embedding_lookup(table: Num[Array, "V E"], ids: Int[Array, "B T"], rows: str | None = None) -> Num[Array, "B T E"]:
+    """Rows `ids` of `table`: `[B, T, E]`; NaN for ids outside the table, negative ones included.
 
-    An id below 0 is no row: it does not count from the end.
+    The partitioner shards this look-up well, except inside a `shard_map` over some of the axes: there it would gather
+    the gradients of all slots before adding them into the table. Each device then looks up and adds its own rows, and
+    the sums are reduced over the devices that share a part of the table.
 
-    The partitioner divides this well, but where a `shard_map` has taken over some axes: there it would gather the
-    gradients of all slots before it adds them up into the table. So there each device looks up and adds up its own, and
-    the sums meet where the table lies.
+    Args:
+      rows: logical name of the axis V; None if it is not sharded. The axis E has the name "table".
     """
     count = table.shape[0]
     ids = jnp.where(ids < 0, count, ids)
-    if not shards.inside():
-        # Gathered over fsdp first, as a kernel is: divided in both, look-up and rows would have to be exchanged.
+    if not shards.is_inside_shard_map():
+        # Gather the table over fsdp first, like a kernel: sharded in both axes, ids and rows would be exchanged.
         return jnp.take(constrain(table, rows, None), ids, axis=0)
-    slots = PartitionSpec(shards.fitting("batch", ids.shape[0]), shards.fitting("length", ids.shape[1]))
-    divided = shards.fitting(rows, count) if rows else ()
-    width = tuple(axis for axis in shards.fitting("table", table.shape[1]) if axis in slots[0])
+    slots = PartitionSpec(shards.dividing_axes("batch", ids.shape[0]), shards.dividing_axes("length", ids.shape[1]))
+    divided = shards.dividing_axes(rows, count) if rows else ()
+    width = tuple(axis for axis in shards.dividing_axes("table", table.shape[1]) if axis in slots[0])
 
-    def own(table: Num[Array, "_ _"], ids: Int[Array, "_ _"]) -> Num[Array, "_ _ _"]:
+    def local(table: Num[Array, "_ _"], ids: Int[Array, "_ _"]) -> Num[Array, "_ _ _"]:
         table = jax.lax.all_gather(table, width, axis=1, tiled=True) if width else table
         if not divided:
             return jnp.take(table, ids, axis=0)
         index = ids - jax.lax.axis_index(divided) * table.shape[0]
-        here = (index >= 0) & (index < table.shape[0])
-        found = jnp.where(here[..., None], jnp.take(table, jnp.where(here, index, 0), axis=0), 0)
-        return jnp.where((ids < count)[..., None], jax.lax.psum(found, divided), jnp.nan)
+        present = (index >= 0) & (index < table.shape[0])
+        x = jnp.where(present[..., None], jnp.take(table, jnp.where(present, index, 0), axis=0), 0)
+        return jnp.where((ids < count)[..., None], jax.lax.psum(x, divided), jnp.nan)
 
-    return shards.shard(own, (PartitionSpec(divided, width), slots), slots)(table, ids)
+    return shards.shard(local, (PartitionSpec(divided, width), slots), slots)(table, ids)
+
+
+def _with_zero_row(init: nn.initializers.Initializer, row: int | None) -> nn.initializers.Initializer:
+    """An initializer of a table whose `row` (padding) is zero; None: `init` itself."""
+    if row is None:
+        return init
+    return lambda key, shape, dtype=jnp.float32: init(key, shape, dtype).at[row].set(0.0)
 
 
 class Embed(nn.Module):
-    """Token table `[V, E]`, with the width correction, token types, norm and dropout that `config` asks for.
+    """Token embedding table `[V, E]`, with the scaling and token types of `config`.
 
-    With `config.width` smaller than the model width a projection follows (factorised embedding, Lan et al. 2020).
-    `factors` serves a head that reads the same table (Press and Wolf 2017).
+    With `config.width` below the model width a projection follows (factorised embedding, Lan et al. 2020). A tied head
+    reads the same table through `unembedding_factors` (Press and Wolf 2017).
     """
 
     config: EmbedConfig
@@ -247,43 +265,45 @@ class Embed(nn.Module):
             raise ValueError("embed.vocab: got None, expected a size; resolve the config with a tokenizer first")
         self.inner = config.width or self.width
         deviation = self.inner**-0.5 if config.deviation is None else config.deviation
-        init = nn.with_logical_partitioning(nn.initializers.normal(deviation), ("vocab", "table"))
-        self.table = self.param("table", init, (config.vocab, self.inner))
+        normal = nn.initializers.normal(deviation)
+        table_init = _with_zero_row(normal, config.pad)
+        self.table = parameter(self, "table", table_init, ("vocab", "table"), (config.vocab, self.inner))
         if self.inner != self.width:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-            self.up = self.param("up", nn.with_logical_partitioning(init, ("table", "embed")), (self.inner, self.width))
+            self.up = parameter(self, "up", init, ("table", "embed"), (self.inner, self.width))
+            if config.projection_bias:
+                self.up_bias = zeros_parameter(self, "up_bias", ("embed",), (self.width,))
         if config.kinds:
-            init = nn.with_logical_partitioning(nn.initializers.normal(deviation), (None, "table"))
-            self.kind_table = self.param("kinds", init, (config.kinds, self.width))
+            self.token_type_table = parameter(self, "kinds", normal, (None, "table"), (config.kinds, self.width))
 
     def __call__(self, stream: Stream) -> Float[Array, "B T D"]:
-        """Embeddings of a stream, before position, norm and dropout.
+        """Embeddings `[B, T, D]` of a stream, before position, norm and dropout.
 
-        Tokens that are floating point `[B, T, E]` are taken for rows of the table already looked up.
+        Floating-point tokens `[B, T, E]` are used as rows of the table that are already looked up.
         """
         if jnp.issubdtype(stream.tokens.dtype, jnp.floating):
             x = stream.tokens.astype(self.dtype)
         else:
-            x = look_up(self.table, stream.tokens, "vocab").astype(self.dtype)
-            if (scale := self.scale()) is not None:
+            x = embedding_lookup(self.table, stream.tokens, "vocab").astype(self.dtype)
+            if (scale := self.table_scale()) is not None:
                 x = x * jnp.take(scale, stream.tokens)[..., None].astype(self.dtype)
             if self.config.pad is not None:
                 x = jnp.where((stream.tokens == self.config.pad)[..., None], jax.lax.stop_gradient(x), x)
         if self.inner != self.width:
-            x = dot(x, self.up)
+            x = dot(x, self.up, bias=self.up_bias if self.config.projection_bias else None)
         if self.config.scale:
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
         if self.config.kinds:
-            kind = jnp.zeros_like(stream.slots.segment) if stream.kind is None else stream.kind
-            x = x + look_up(self.kind_table, kind).astype(self.dtype)
+            token_type = jnp.zeros_like(stream.slots.segment) if stream.token_type is None else stream.token_type
+            x = x + embedding_lookup(self.token_type_table, token_type).astype(self.dtype)
         return constrain(x, "batch", "act_length", "act_embed")
 
-    def scale(self) -> Float32[Array, " V"] | None:
-        """What a row of a table of integers is multiplied with (see decode/int8.py); None: nothing."""
+    def table_scale(self) -> Float32[Array, " V"] | None:
+        """Factor of each row of an integer table (see decode/int8.py); None for a table of floats."""
         return self.get_variable("params", "table_scale")
 
-    def factors(self, x: Float[Array, "*batch D"]) -> tuple[Float[Array, "*batch E"], Num[Array, "V E"]]:
-        """What a tied head multiplies: hidden states (through `up.T` if factorised) and the table, see also `scale`."""
+    def unembedding_factors(self, x: Float[Array, "*batch D"]) -> tuple[Float[Array, "*batch E"], Num[Array, "V E"]]:
+        """The two factors of a tied head's logits: hidden states (times `up.T` if factorised) and the table."""
         if self.inner != self.width:
             x = jnp.einsum("...d,ed->...e", x, self.up.astype(x.dtype))
         return x, self.table

@@ -1,4 +1,4 @@
-"""Who may look at whom, as data. A mask is ids until the kernel turns it into booleans, whole or tile by tile."""
+"""Attention masks as position and segment ids. A kernel turns them into booleans, for all pairs or tile by tile."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from jaxtyping import Bool, Int
 from jaxformer.types import Array, Slots
 
 
-@flax.struct.dataclass
-class Mask:
-    """Query slot `t` sees key slot `s` iff they share a segment other than 0, and the order rules allow it.
+class Mask(flax.struct.PyTreeNode):
+    """Which key slots each query slot attends to.
 
-    `hidden` takes more away, pair by pair: what no rule expresses, such as the order of a permutation. It is a whole
-    table, so only the dense kernel honours it; the others refuse it.
+    Query slot t sees key slot s if both are in the same segment, that segment is not 0, and the order rules `causal`
+    and `window` allow the pair. `hidden_pairs` hides further single pairs, for what no rule expresses (the order of a
+    permutation). It is a full table, so only the dense kernel supports it; the other kernels raise ConfigError.
 
     Attributes:
-      query, key: the two sides' `Slots`, `[B, T]` and `[B, S]`.
+      query, key: `Slots` of the two sides, `[B, T]` and `[B, S]`.
       causal: only keys at positions up to the query's.
-      window: only keys less than `window` positions back (and, where not causal, ahead). A number or, in stacks whose
-        layers differ, an int32 scalar.
-      hidden: bool `[B, T, S]`, True: not visible; None: the rules alone.
-      own: the keys are the query slots themselves: self-attention, and not against a cache.
+      window: only keys less than `window` positions back (and, where not causal, ahead). An int, or an int32 scalar
+        in stacks whose layers differ.
+      hidden_pairs: bool `[B, T, S]`, True where the pair is not visible; None for the rules alone.
+      same_slots: the keys are the query slots themselves: self-attention without a cache.
     """
 
     query: Slots
     key: Slots
     causal: bool = flax.struct.field(pytree_node=False, default=False)
     window: Array | int | None = None
-    hidden: Array | None = None
-    own: bool = flax.struct.field(pytree_node=False, default=False)
+    hidden_pairs: Array | None = None
+    same_slots: bool = flax.struct.field(pytree_node=False, default=False)
 
     def dense(self) -> Bool[Array, "B T S"]:
-        """True where visible."""
+        """The mask as booleans, True where the query sees the key."""
         see = visible(self.query, self.key, self.causal, self.window)
-        return see if self.hidden is None else see & ~self.hidden
+        return see if self.hidden_pairs is None else see & ~self.hidden_pairs
 
 
 def visible(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] | int | None) -> Bool[Array, "B T S"]:
-    """The one predicate, for slots `[B, T]` and `[B, S]`.
+    """True where query slot t sees key slot s by segment and order.
 
-    A query of segment -n reads segment n and nobody reads it: padding whose output counts.
+    A query of segment -n sees the keys of segment n, but no query sees its slot: padding whose output is used.
     """
     see = (jnp.abs(query.segment)[:, :, None] == key.segment[:, None, :]) & (key.segment[:, None, :] > 0)
     back = query.position[:, :, None] - key.position[:, None, :]
@@ -54,11 +54,8 @@ def visible(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] | int
     return see
 
 
-def slots(segment: Int[Array, "B T"]) -> Slots:
-    """Slots whose positions count from 0 inside each run of equal segment ids.
-
-    Padding (segment 0) gets position 0.
-    """
+def slots_from_segments(segment: Int[Array, "B T"]) -> Slots:
+    """Slots whose positions count from 0 within each run of equal segment ids; padding (segment 0) has position 0."""
     index = jnp.arange(segment.shape[1])[None, :]
     starts = jnp.concatenate([jnp.ones_like(segment[:, :1], bool), segment[:, 1:] != segment[:, :-1]], axis=1)
     first = jnp.maximum.accumulate(jnp.where(starts, index, 0), axis=1)

@@ -1,4 +1,4 @@
-"""Mixture of experts: many feed-forward layers, of which every token passes the few that a router chooses."""
+"""Mixture of experts: a router sends each token through a few of many feed-forward layers."""
 
 from __future__ import annotations
 
@@ -14,48 +14,50 @@ from jaxtyping import Bool, Float, Float32, Int, Int32
 from jaxformer.config import FeedForwardConfig, MoEConfig
 from jaxformer.nn import experts
 from jaxformer.nn.ffn import FeedForward
+from jaxformer.nn.layers import parameter, zeros_parameter
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Sums
 
 COLLECTION = "router"
-"""Where layers sow their `Load`. Whoever trains makes it mutable; to all others it costs nothing."""
+"""Collection in which layers sow their `Load`. Only training makes it mutable; otherwise it costs nothing."""
 
 
-@flax.struct.dataclass
-class Load:
-    """What one router did with one batch: float32 scalars, `[L]` for a stack.
+class Load(flax.struct.PyTreeNode):
+    """Load statistics of one router for one batch: float32 scalars, `[L]` for a stack.
 
     Attributes:
-      penalty: what the training loss gets, the two losses below with their weights.
-      balance: E sum_e f_e P_e over the real tokens, f_e the share of assignments that expert e got and P_e its mean
-        probability (Fedus et al. 2021, Switch, equation 4); 1 when balanced. The gradient runs through P.
-      z: the mean of (log sum_e exp logit_e)^2 (Zoph et al. 2022, ST-MoE, equation 5).
-      dropped: share of assignments that found their expert full.
-      most: f_e of the expert with the most.
-      least: f_e of the expert with the least; 1 / E when balanced.
+      penalty: weighted sum of the two losses `balance` and `z`, which is added to the training loss.
+      balance: E sum_e f_e P_e over the tokens, with f_e the fraction of assignments to expert e and P_e its mean
+        probability (Fedus et al. 2021, Switch, equation 4); 1 when balanced. The gradient flows through P.
+      z: mean of (log sum_e exp logit_e)^2 (Zoph et al. 2022, ST-MoE, equation 5).
+      dropped: fraction of assignments that exceeded their expert's capacity.
+      max_load: largest f_e.
+      min_load: smallest f_e; 1 / E when balanced.
     """
 
     penalty: Array
     balance: Array
     z: Array
     dropped: Array
-    most: Array
-    least: Array
+    max_load: Array
+    min_load: Array
 
 
 class MoE(nn.Module):
     """`sum_i g_i expert_{e_i}(x) + shared(x)` over the k experts with the highest probability (Shazeer et al. 2017).
 
-    Probabilities are softmax(x W_r) over all experts, in float32 in any precision; the weights g are those of the
-    chosen, divided by their sum if `moe.normalise`. Without `moe.capacity` every assignment is served. With it, an
-    expert takes in training at most `ceil(capacity * k * n / E)` assignments of a row with n real tokens, in the
-    order of the tokens; those that come later are dropped, and if all of a token's are, only the residual stream
-    carries it on. The order is that of the text, not first choices before second ones as in GShard, so that no token
-    depends on what comes after it; and rows are the groups, so that neither the mesh nor microbatches change what is
-    dropped. Without a dropout key (evaluation, decoding) nothing is.
+    Probabilities are softmax(x W_r) over all experts, always in float32. The gates g are the probabilities of the
+    chosen experts, divided by their sum if `moe.normalise`.
 
-    Shared experts (Dai et al. 2024, DeepSeekMoE) serve every token; `shared` of them are one layer of so many times
-    the width. Padding is routed nowhere, and is in no statistic.
+    Without `moe.capacity` no assignment is dropped. With it, in training, an expert accepts at most
+    `ceil(capacity * k * n / E)` assignments of a row with n tokens, in the order of the tokens, and drops later ones. A
+    token whose assignments are all dropped passes through the residual only. GShard serves first choices before second
+    ones; here the order of the text decides, so that no token depends on later ones. Capacity is counted by row, so
+    neither the mesh nor microbatches change what is dropped. Nothing is dropped without a dropout key (evaluation,
+    decoding).
+
+    Shared experts (Dai et al. 2024, DeepSeekMoE) process every token; `moe.shared` of them are computed as one layer of
+    that many times the width. Padding is not routed and not counted.
     """
 
     config: FeedForwardConfig
@@ -64,112 +66,115 @@ class MoE(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], visible: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The mixture, of slots that are real where `visible`."""
+        """Output `[B, T, D]` of the mixture; `visible` is False at padding."""
         config, moe = self.config, self.moe
         init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-        init = nn.with_logical_partitioning(init, ("embed", None))
-        router = self.param("router", init, (self.width, moe.experts))
-        router = constrain(router, None, None)  # gathered: a token is not to be spread over fsdp to meet it
-        highest = jax.lax.Precision.HIGHEST  # else a TPU would multiply these in bfloat16
+        router = parameter(self, "router", init, ("embed", None), (self.width, moe.experts))
+        router = constrain(router, None, None)  # gather the router over fsdp rather than exchange tokens
+        highest = jax.lax.Precision.HIGHEST  # a TPU would multiply in bfloat16 by default
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=highest)
         self.sow("intermediates", "router_logits", logits)
         probs = jax.nn.softmax(logits)
-        chosen, gates = choose(probs, visible, moe)
-        kept, place, queue = chosen, None, 0
+        chosen, gates = choose_experts(probs, visible, moe)
+        served, queue_position, queue = chosen, None, 0
         if moe.capacity is not None and self.has_rng("dropout"):
-            place = places(chosen, moe.experts)
+            queue_position = queue_positions(chosen, moe.experts)
             share = moe.capacity * moe.top_k / moe.experts
             queue = min(math.ceil(share * x.shape[1]), x.shape[1])
             limit = jnp.minimum(jnp.ceil(share * jnp.sum(visible, axis=1)), queue)
-            kept = jnp.where(place < limit[:, None, None], chosen, moe.experts)
-            gates = jnp.where(kept < moe.experts, gates, 0.0)
+            served = jnp.where(queue_position < limit[:, None, None], chosen, moe.experts)
+            gates = jnp.where(served < moe.experts, gates, 0.0)
         if not self.is_initializing():
-            self.sow(COLLECTION, "load", measure(logits, probs, chosen, kept, visible, moe))
+            self.sow(COLLECTION, "load", router_load(logits, probs, chosen, served, visible, moe))
         inner = config.width or 4 * self.width
         shapes = {"in": (self.width, inner), "gate": (self.width, inner), "out": (inner, self.width)}
         weights = {
-            name: Kernel((moe.experts, *shapes[name]), experts.NAMES[name], config.bias, name=name)(x.dtype)
+            name: ExpertKernel(
+                (moe.experts, *shapes[name]), experts.NAMES[name], config.bias, config.init_scale, name=name
+            )(x.dtype)
             for name in (("in", "gate", "out") if config.gated else ("in", "out"))
         }
         key = self.make_rng("dropout") if config.dropout > 0.0 and self.has_rng("dropout") else None
         number = jnp.arange(chosen.size, dtype=jnp.int32).reshape(chosen.shape)
-        y = experts.run(config, weights, experts.Sent(x, kept, gates, place, number), queue, key)
+        routed = experts.RoutedTokens(x, served, gates, queue_position, number)
+        y = experts.apply_experts(config, weights, routed, queue, key)
         if moe.shared:
             wide = dataclasses.replace(config, width=moe.shared * inner)
             y = y + FeedForward(wide, self.width, name="shared")(x)
         return y
 
 
-class Kernel(nn.Module):
-    """A kernel for every expert, each initialised as `layers.Dense` would alone, and a bias if there is one."""
+class ExpertKernel(nn.Module):
+    """A kernel for each expert, each initialised like that of `layers.Dense`, and a bias for each, or None."""
 
     shape: tuple[int, int, int]
     names: tuple[str, str, str]
     bias: bool
+    init_scale: float
 
     @nn.compact
     def __call__(self, dtype: jnp.dtype) -> tuple[Float[Array, "E _ F"], Float[Array, "E F"] | None]:
-        init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
-        kernel = self.param("kernel", nn.with_logical_partitioning(init, self.names), self.shape).astype(dtype)
+        init = nn.initializers.variance_scaling(self.init_scale, "fan_in", "truncated_normal", batch_axis=(0,))
+        kernel = parameter(self, "kernel", init, self.names, self.shape).astype(dtype)
         if not self.bias:
             return kernel, None
-        zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), (self.names[0], self.names[2]))
-        return kernel, self.param("bias", zeros, (self.shape[0], self.shape[2])).astype(dtype)
+        names, shape = (self.names[0], self.names[2]), (self.shape[0], self.shape[2])
+        return kernel, zeros_parameter(self, "bias", names, shape).astype(dtype)
 
 
-def choose(
+def choose_experts(
     probs: Float32[Array, "B T E"], visible: Bool[Array, "B T"], moe: MoEConfig
 ) -> tuple[Int32[Array, "B T k"], Float32[Array, "B T k"]]:
-    """The k = `top_k` experts of every token, and their weights.
+    """The k = `top_k` most probable experts of each token, and their gates.
 
-    Padding gets expert E, which does not exist, with weight 0.
+    Padding gets expert E, which does not exist, with gate 0.
     """
     gates, chosen = jax.lax.top_k(probs, moe.top_k)
     if moe.normalise:
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
-    there = visible[..., None]
-    return jnp.where(there, chosen, moe.experts).astype(jnp.int32), jnp.where(there, gates, 0.0)
+    visible = visible[..., None]
+    return jnp.where(visible, chosen, moe.experts).astype(jnp.int32), jnp.where(visible, gates, 0.0)
 
 
-def places(chosen: Int[Array, "B T k"], experts: int) -> Int[Array, "B T k"]:
-    """How many assignments of the same row come before each of `chosen` to the same expert."""
+def queue_positions(chosen: Int[Array, "B T k"], experts: int) -> Int[Array, "B T k"]:
+    """For each assignment, the number of earlier assignments of its row to the same expert."""
     flat = chosen.reshape(chosen.shape[0], -1)
-    mine = jax.nn.one_hot(flat, experts, dtype=jnp.int32)
-    before = jnp.cumsum(mine, axis=1) - mine
-    return jnp.sum(before * mine, axis=-1).reshape(chosen.shape)
+    assigned = jax.nn.one_hot(flat, experts, dtype=jnp.int32)
+    before = jnp.cumsum(assigned, axis=1) - assigned
+    return jnp.sum(before * assigned, axis=-1).reshape(chosen.shape)
 
 
-def measure(
+def router_load(
     logits: Float32[Array, "B T E"],
     probs: Float32[Array, "B T E"],
     chosen: Int[Array, "B T k"],
-    kept: Int[Array, "B T k"],
+    served: Int[Array, "B T k"],
     visible: Bool[Array, "B T"],
     moe: MoEConfig,
 ) -> Load:
-    """The `Load` of a batch. Shares count what the router chose, whether or not it was dropped."""
+    """The `Load` of a batch. Dropped assignments count in the fractions of the experts they were meant for."""
     real = visible.astype(jnp.float32)
     tokens = jnp.maximum(jnp.sum(real), 1.0)
     share = jnp.sum(jax.nn.one_hot(chosen, moe.experts), axis=(0, 1, 2)) / (tokens * moe.top_k)
     balance = moe.experts * jnp.sum(share * jnp.einsum("bte,bt->e", probs, real) / tokens)
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * real) / tokens
-    dropped = jnp.sum(kept != chosen) / (tokens * moe.top_k)
+    dropped = jnp.sum(served != chosen) / (tokens * moe.top_k)
     penalty = moe.balance_loss * balance + moe.z_loss * z
     return Load(penalty, balance, z, dropped, jnp.max(share), jnp.min(share))
 
 
-def add(sums: Sums, sown: dict) -> Sums:
-    """`sums` of a training batch with what its layers sowed: penalties in the loss, the rest as means over layers.
+def add_router_losses(sums: Sums, sown: dict) -> Sums:
+    """`sums` of a training batch plus the sown loads: penalties in the loss, the other values as means over layers.
 
-    Every layer's penalty is added to the loss (as Switch does), and is a mean over the batch. So it enters the
-    numerator times the denominator; over microbatches the penalties are thus averaged with the weights of the loss.
+    The penalty of every layer is added to the loss (as in Switch). It is a mean over the batch, so the numerator gets
+    penalty times denominator: microbatches then average it with the weights of the loss.
     """
     loads = jax.tree.leaves(sown, is_leaf=lambda x: isinstance(x, Load))
     if not loads:
         return sums
-    every = jax.tree.map(lambda *parts: jnp.concatenate([jnp.ravel(part) for part in parts]), *loads)
+    load = jax.tree.map(lambda *parts: jnp.concatenate([jnp.ravel(part) for part in parts]), *loads)
     numerator, weight = sums["loss"]
-    shown = {"balance": every.balance, "router_z": every.z, "dropped": every.dropped,
-             "most_loaded": every.most, "least_loaded": every.least}  # fmt: skip
-    means = {name: (weight * jnp.mean(value), weight) for name, value in shown.items()}
-    return {**sums, "loss": (numerator + weight * jnp.sum(every.penalty), weight), **means}
+    values = {"balance": load.balance, "router_z": load.z, "dropped": load.dropped,
+              "most_loaded": load.max_load, "least_loaded": load.min_load}  # fmt: skip
+    means = {name: (weight * jnp.mean(value), weight) for name, value in values.items()}
+    return {**sums, "loss": (numerator + weight * jnp.sum(load.penalty), weight), **means}

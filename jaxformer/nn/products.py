@@ -1,8 +1,7 @@
-"""Matrix products with kernels: in which precision they multiply, forwards and backwards.
+"""Matrix products with kernels, and the precision of their forward and backward passes.
 
-Operands are in the compute precision. Where a result is wanted in float32 its cotangent is float32 too, and autodiff
-would multiply that as it is, at the speed of float32 and to a precision that its other factor does not have. Here it is
-rounded first.
+Operands are in the compute dtype. A product with a float32 result has a float32 cotangent. Autodiff would multiply that
+cotangent in float32: slow, and to a precision that the other factor does not have. Here it is rounded first.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from jaxformer.types import Array
 def dot(
     x: Float[Array, "..."], kernel: Num[Array, "..."], inputs: int = 1, bias: Float[Array, "..."] | None = None
 ) -> Float[Array, "..."]:
-    """Contracts the last `inputs` axes of `x` with the first `inputs` axes of `kernel`, in the dtype of `x`.
+    """Product of the last `inputs` axes of `x` with the first `inputs` axes of `kernel`, plus `bias`, in `x.dtype`.
 
-    `bias`, of the shape of the kernel's other axes, is added. A kernel of integers has no gradient.
+    The bias has the shape of the kernel's remaining axes. An integer kernel has no gradient.
     """
-    if cpu.serves(x):
+    if cpu.is_supported(x):
         return cpu.dot(x, kernel, inputs, bias)
     axes = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
     y = jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
@@ -31,7 +30,7 @@ def dot(
 
 @jax.custom_vjp
 def wide_dot(x: Float[Array, "*batch M"], kernel: Num[Array, "M N"]) -> Float32[Array, "*batch N"]:
-    """`dot` with a float32 result, whose cotangent is rounded to the dtype of `x`."""
+    """`x @ kernel` with a float32 result, whose cotangent is rounded to the dtype of `x`."""
     axes = (((x.ndim - 1,), (0,)), ((), ()))
     return jax.lax.dot_general(x, kernel.astype(x.dtype), axes, preferred_element_type=jnp.float32)
 
@@ -40,10 +39,12 @@ def _wide_forward(x: Float[Array, "*batch M"], kernel: Float[Array, "M N"]) -> t
     return wide_dot(x, kernel), (x, kernel)
 
 
-def _wide_backward(kept: tuple, dy: Float32[Array, "*batch N"]) -> tuple[Float[Array, "*batch M"], Float[Array, "M N"]]:
-    x, kernel = kept
+def _wide_backward(
+    saved: tuple, dy: Float32[Array, "*batch N"]
+) -> tuple[Float[Array, "*batch M"], Float[Array, "M N"]]:
+    x, kernel = saved
     dy, low = dy.astype(x.dtype), kernel.astype(x.dtype)
-    if cpu.serves(x):
+    if cpu.is_supported(x):
         dx = cpu.input_gradient(dy.reshape(-1, dy.shape[-1]), low).reshape(x.shape)
     else:
         dx = jnp.einsum("...n,mn->...m", dy, low)
@@ -54,7 +55,7 @@ wide_dot.defvjp(_wide_forward, _wide_backward)
 
 
 def kernel_gradient(x: Float[Array, "*batch M"], dy: Float[Array, "*batch N"]) -> Float[Array, "M N"]:
-    """The gradient of a product x kernel with respect to the kernel, where `dy` is that of the product."""
-    if cpu.serves(x):
+    """Gradient `[M, N]` of `x @ kernel` with respect to `kernel`, for the cotangent `dy` of the product."""
+    if cpu.is_supported(x):
         return cpu.kernel_gradient(x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]))
     return jnp.einsum("...m,...n->mn", x, dy)

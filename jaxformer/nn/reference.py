@@ -1,8 +1,8 @@
-"""Attention as plain functions of arrays, the way one derives it: no modules, no parameters of their own, no cache.
+"""Attention as plain functions of arrays, from the softmax to multi-head attention: no modules, no cache.
 
-They are slow and short on purpose: tests hold the real kernels against them, experiments use them to make a point.
-In all of them `mask` is True where the query row may see the key column, or None (all visible); a row that sees nothing
-returns 0. The softmax is taken over keys.
+The functions are short rather than fast. Tests compare the kernels with them; experiments and notebooks explain with
+them. In all of them `mask` is True where the query (row) sees the key (column), and None means that all is visible. A
+row that sees nothing returns 0. The softmax is over keys.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from jaxformer.types import Array
 def softmax(
     scores: Float[Array, "*batch T S"], mask: Bool[Array, "*#batch T S"] | None = None
 ) -> Float[Array, "*batch T S"]:
-    """p_ts = e^(scores_ts) / sum_s' e^(scores_ts') over the visible s; the row maximum goes first.
+    """Probabilities p_ts = exp(scores_ts) / sum_s' exp(scores_ts'), the sum over visible s'.
 
-    Hidden entries are 0, and so is a whole row without any visible entry.
+    The maximum of a row is subtracted first, which changes nothing but avoids overflow. Hidden entries are 0, as are
+    all entries of a row without a visible one.
     """
     if mask is None:
         mask = jnp.ones(scores.shape, bool)
@@ -36,10 +37,10 @@ def attend(
     mask: Bool[Array, "B T S"] | None = None,
     scale: bool = True,
 ) -> Float[Array, "B T K"]:
-    """softmax(q k^T / sqrt(K)) v (Vaswani et al. 2017, equation 1).
+    """Attention softmax(q k^T / sqrt(K)) v: `[B, T, K]` (Vaswani et al. 2017, equation 1).
 
-    With unit-variance, independent entries a dot product over K channels has variance K; dividing by sqrt(K), the head
-    width (not the model width, not the length), keeps the softmax away from saturation. `scale=False` leaves it out.
+    A dot product of K independent entries of unit variance has variance K. Dividing by sqrt(K), the root of the head
+    width (not of the model width or the length), keeps the softmax from saturating. `scale=False` omits the division.
     """
     scores = q @ k.swapaxes(-1, -2)
     if scale:
@@ -52,7 +53,7 @@ def self_attention(
 ) -> Float[Array, "B T D"]:
     """Self-attention without parameters: y = softmax(x x^T) x, each output a weighted mean of the inputs.
 
-    x is its own query, key and value, so the scores are symmetric and, with no mask, permuting the inputs permutes the
+    Queries, keys and values are all x, so the scores are symmetric. Without a mask, permuting the inputs permutes the
     outputs. With `scale` the scores are divided by sqrt(D).
     """
     return attend(x, x, x, mask, scale)
@@ -66,9 +67,9 @@ def single_head(
     mask: Bool[Array, "B T T"] | None = None,
     scale: bool = True,
 ) -> Float[Array, "B T K"]:
-    """One head with learned roles: q = x W_q, k = x W_k, v = x W_v, y = softmax(q k^T / sqrt(K)) v.
+    """One attention head with projections: q = x W_q, k = x W_k, v = x W_v, y = softmax(q k^T / sqrt(K)) v.
 
-    With identity weights and no scale it is `self_attention`.
+    With identity matrices and `scale=False` this is `self_attention`.
     """
     return attend(x @ wq, x @ wk, x @ wv, mask, scale)
 
@@ -82,10 +83,10 @@ def multi_head_loop(
     mask: Bool[Array, "B T T"] | None = None,
     scale: bool = True,
 ) -> Float[Array, "B T D"]:
-    """H heads one after the other: y = concat(head_1, ..., head_H) W_o, head_h = attend(x W_q^h, x W_k^h, x W_v^h).
+    """Multi-head attention, one head at a time: y = concat(head_1, ..., head_H) W_o.
 
-    One projection makes all heads' channels; head h is its *channels* h K to (h + 1) K at every time step. (Slicing
-    time instead gives each head a part of the sentence, a common slip.)
+    head_h = attend(x W_q^h, x W_k^h, x W_v^h). One projection computes the channels of all heads; head h has channels
+    h K to (h + 1) K at every time step. (A common mistake is to slice time instead of channels.)
     """
     width, heads, head_width = wq.shape
     q, k, v = (x @ w.reshape(width, heads * head_width) for w in (wq, wk, wv))
@@ -105,7 +106,7 @@ def multi_head(
     mask: Bool[Array, "B T T"] | None = None,
     scale: bool = True,
 ) -> Float[Array, "B T D"]:
-    """`multi_head_loop` with all heads at once: the head is one more batch axis of every product.
+    """Multi-head attention, all heads at once: the head is a batch axis of every product. Equals `multi_head_loop`.
 
     scores_bhts = sum_k q_bthk k_bshk / sqrt(K),   y_btd = sum_hk (sum_s softmax(scores)_bhts v_bshk) W_o_hkd
     """

@@ -1,6 +1,6 @@
-"""Rematerialisation: which of a layer's values wait for the backward pass, and which it computes again.
+"""Rematerialisation: which activations of a layer are stored for the backward pass, and which are recomputed.
 
-Chen et al. 2016. Values and gradients are the same under every policy; memory falls and work rises from none to full.
+Chen et al. 2016. Values and gradients are equal under every policy. From "none" to "full", memory falls and work rises.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from jaxformer.config import ConfigError, StackConfig
+from jaxformer.config import StackConfig
+from jaxformer.errors import ConfigError
 from jaxformer.types import Array
 
 NAMES = ("query", "key", "value", "attention", "cross", "hidden", "ffn")
-"""What a layer gives a name: the projections, each sub-layer's output before its residual sum, and the feed-forward's
-hidden activations."""
+"""Names of activations: the projections, each sub-layer's output before its residual sum, and the hidden activations of
+the feed-forward layer."""
 
 
-def name(x: Float[Array, "*shape"], name: str) -> Float[Array, "*shape"]:
-    """`x`, under one of `NAMES`."""
+def name_activation(x: Float[Array, "*shape"], name: str) -> Float[Array, "*shape"]:
+    """`x`, marked with one of `NAMES` for the policies "names" and "offload"."""
     return checkpoint_name(x, name)
 
 
 def policy(config: StackConfig) -> Callable | None:
-    """What `jax.checkpoint` may keep under `config.remat`; None: nothing.
+    """The policy of `jax.checkpoint` for `config.remat`; None stores nothing.
 
     Raises:
-      ConfigError: offload, and this backend's devices have no pinned host memory.
+      ConfigError: remat is "offload", but the devices have no pinned host memory.
     """
     policies = jax.checkpoint_policies
     if config.remat == "minimal":

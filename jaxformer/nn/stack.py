@@ -1,4 +1,4 @@
-"""A stack of layers: embedding side, scanned blocks, final norm."""
+"""A stack of layers: position encoding and norm of the input, scanned blocks, final norm."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Bool, Float, Int
 
-from jaxformer.config import ConfigError, StackConfig
+from jaxformer.config import StackConfig
+from jaxformer.errors import ConfigError
 from jaxformer.nn import encodings, moe, remat
-from jaxformer.nn.attention import Attention, shape
-from jaxformer.nn.block import Block, Context
-from jaxformer.nn.cache import KeyValues, precision
+from jaxformer.nn.attention import Attention, head_shape
+from jaxformer.nn.block import Block, LayerContext
+from jaxformer.nn.cache import KeyValues, StackKeyValues, cache_dtype
 from jaxformer.nn.convolution import Convolution, Convolved
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
@@ -23,24 +24,24 @@ from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree, Slots
 
 MAX_UNROLLED = 128
-"""Layers of one scan iteration at most, unless the config says more: each is compiled by itself, a second or so."""
+"""Largest number of layers in one scan iteration by default: each is compiled separately, about a second a layer."""
 
 
-class Rows(NamedTuple):
-    """What of a stack's context belongs to the rows of a batch, and is divided with them into microbatches."""
+class RowInputs(NamedTuple):
+    """The inputs of a stack that have rows, and are divided with them into microbatches."""
 
     slots: Slots
-    kind: Array | None
+    token_type: Array | None
     memory: Array | None
     memory_slots: Slots | None
     convolved: Convolved | None
 
 
 class Stack(nn.Module):
-    """The layers of an encoder or decoder, always scanned: parameters are stacked `[L, ...]`, compile time is flat.
+    """The layers of an encoder or decoder, scanned: parameters are stacked `[L, ...]`, compile time is constant in L.
 
     Attributes:
-      causal: resolved: whether a slot sees only its past.
+      causal: a slot sees only its past (`config.causal` with its default resolved).
     """
 
     config: StackConfig
@@ -56,7 +57,7 @@ class Stack(nn.Module):
         if encoding.embed is not None:
             self.position = encoding.embed(config.encoding, config.width)
         if encoding.shared is not None:
-            head_width = shape(config.attention, config.width)[2]
+            head_width = head_shape(config.attention, config.width)[2]
             self.shared = encoding.shared(config.encoding, config.attention, head_width)
         if config.embed.norm:
             self.embed_norm = Norm(config.norm)
@@ -65,21 +66,22 @@ class Stack(nn.Module):
             if self.causal:
                 raise ConfigError("conv: got a convolution in a causal stack, expected None; it reads the slots ahead")
             self.conv = Convolution(config.conv, config.norm, config.dropout)
-        block = Block
+        block: Any = Block
         if config.remat != "none":
-            # A loop keeps the compiler from merging a recomputation with the original; unrolled layers need help.
+            # In a loop the compiler cannot merge a recomputation with the original; unrolled layers need prevent_cse.
             block = nn.remat(Block, policy=remat.policy(config), prevent_cse=unroll(config) > 1)
-        # Parameters are drawn in a loop: that program runs once, and unrolled it takes long to compile.
-        at_once = 1 if self.is_initializing() else unroll(config)
-        self.blocks = nn.scan(
+        # Initialisation runs once, and an unrolled program takes long to compile.
+        layers_per_iteration = 1 if self.is_initializing() else unroll(config)
+        scanned: Any = nn.scan(
             block,
             variable_axes={"params": 0, "batch_stats": 0, "intermediates": 0, moe.COLLECTION: 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, 0, nn.broadcast),
             length=config.layers,
-            unroll=at_once,
+            unroll=layers_per_iteration,
             metadata_params={nn.PARTITION_NAME: "layers"},
-        )(config)
+        )
+        self.blocks = scanned(config)
         if has_final_norm(config):
             self.final_norm = Norm(config.norm)
 
@@ -87,106 +89,112 @@ class Stack(nn.Module):
         self,
         x: Float[Array, "B T D"],
         slots: Slots,
-        memory: Float[Array, "B S D"] | KeyValues | None = None,
+        memory: Float[Array, "B S D"] | KeyValues | tuple[KeyValues, ...] | None = None,
         memory_slots: Slots | None = None,
-        held: KeyValues | None = None,
-        held_slots: Slots | None = None,
+        cache: StackKeyValues | None = None,
+        cache_slots: Slots | None = None,
         index: Int[Array, ""] | None = None,
-        kind: Int[Array, "B T"] | None = None,
-        seen: Bool[Array, "B T _"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], KeyValues | None]:
-        """Runs the stack on embeddings that stand at `slots`.
+        token_type: Int[Array, "B T"] | None = None,
+        visible_slots: Bool[Array, "B T _"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], StackKeyValues | None]:
+        """Hidden states `[B, T, D]` after the final norm, and the updated cache.
 
         Args:
-          memory: the encoder's output, or `project`'s keys and values of it.
+          x: embeddings of the tokens at `slots`.
+          memory: the encoder's output, or its keys and values from `project_memory`.
           memory_slots: the slots of the memory.
-          held: cached keys and values; `index` says where the new ones go, and `held_slots` are the
-            slots of the cache with the new ones already in.
-          kind: token types, for encodings in which they act.
-          seen: which slots of the cache are in each new one's past, where the rules of a mask do not say.
-
-        Returns:
-          Hidden states after the final norm, and the written cache.
+          cache: cached keys and values; new ones are written from slot `index` on.
+          cache_slots: the slots of the cache, the new ones included.
+          token_type: token types, for encodings that use them.
+          visible_slots: which cache slots each new slot sees, where the rules of a mask do not say.
         """
         config = self.resolved
-        encoding = encodings.get(config.encoding.kind)
-        if encoding.embed is not None:
-            x = x + self.position(slots).astype(x.dtype)
-        visible = slots.segment != 0
-        if config.embed.norm:
-            x = self.embed_norm(x, visible)
-        if config.attention.average_padding:
-            x = jnp.where((slots.segment < 0)[..., None], jnp.zeros((), x.dtype), x)
-        x = self.embed_dropout(x)
+        x = self.prepare_input(x, slots)
         convolved = None if config.conv is None else self.conv(x, slots.segment)
         self.sow("intermediates", "input", x)
-        precomputed = isinstance(memory, KeyValues)
+        projected = memory if isinstance(memory, (KeyValues, tuple)) else None
+        encoded = None if isinstance(memory, (KeyValues, tuple)) else memory
         parts = config.microbatches or pipeline.stages()
-        if held is None and not precomputed and self.can_pipeline(x.shape[0], parts):
-            x = self.pipelined(x, Rows(slots, kind, memory, memory_slots, convolved), parts)
+        if cache is None and projected is None and self.can_pipeline(x.shape[0], parts):
+            x = self.apply_pipelined(x, RowInputs(slots, token_type, encoded, memory_slots, convolved), parts)
         else:
-            context = Context(
+            context = LayerContext(
                 mask=Mask(
                     slots,
-                    slots if held is None else held_slots,
+                    slots if cache_slots is None else cache_slots,
                     self.causal,
                     config.attention.window,
-                    hidden=None if seen is None else ~seen,
-                    own=held is None,
+                    hidden_pairs=None if visible_slots is None else ~visible_slots,
+                    same_slots=cache is None,
                 ),
-                position=self.position_of(slots, kind),
-                memory=None if precomputed else memory,
-                memory_mask=None if memory is None else cross_mask(slots, memory_slots),
+                position=self.shared_position(slots, token_type),
+                memory=encoded,
+                memory_mask=None if memory_slots is None else cross_mask(slots, memory_slots),
                 index=index,
                 convolved=convolved,
             )
-            memory = memory if precomputed else None
-            if held is not None and apart(config):
-                x, held = self.one_by_one(x, held, memory, context)
+            if isinstance(cache, tuple):
+                x, cache = self.apply_unrolled(x, cache, projected, context)
             else:
-                (x, held), _ = self.blocks((x, held), jnp.arange(config.layers), memory, context)
+                (x, cache), _ = self.blocks((x, cache), jnp.arange(config.layers), projected, context)
         if has_final_norm(config):
-            x = self.final_norm(x, visible)
+            x = self.final_norm(x, slots.segment != 0)
         x = constrain(x, "batch", "length", "act_embed")
         self.sow("intermediates", "output", x)
-        return x, held
+        return x, cache
 
-    def one_by_one(
-        self, x: Float[Array, "B T D"], held: KeyValues, memory: KeyValues | None, context: Context
-    ) -> tuple[Float[Array, "B T D"], KeyValues]:
-        """`blocks` against a cache, when decoding is unrolled: each layer with arrays of its own, see `unstack`."""
+    def prepare_input(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B T D"]:
+        """Input `[B, T, D]` of the first layer: embeddings plus positions, with norm and dropout as configured."""
+        config = self.resolved
+        if encodings.get(config.encoding.kind).embed is not None:
+            x = x + self.position(slots).astype(x.dtype)
+        if config.embed.norm:
+            x = self.embed_norm(x, slots.segment != 0)
+        if config.attention.average_padding:
+            x = jnp.where((slots.segment < 0)[..., None], jnp.zeros((), x.dtype), x)
+        return self.embed_dropout(x)
+
+    def apply_unrolled(
+        self,
+        x: Float[Array, "B T D"],
+        cache: tuple[KeyValues, ...],
+        memory: StackKeyValues | None,
+        context: LayerContext,
+    ) -> tuple[Float[Array, "B T D"], tuple[KeyValues, ...]]:
+        """`blocks` for unrolled decoding: each layer reads its own parameters and its own cache, see `unstack`."""
         block, written = Block(self.resolved, parent=None), []
-        for layer, weights in enumerate(self.each()):
-            seen = None if memory is None else memory.layer(layer)
-            (x, own), _ = block.apply(weights, (x, held.layer(layer)), jnp.int32(layer), seen, context)
-            written.append(own)
-        return x, KeyValues.of_layers(written)
+        for i, variables in enumerate(self.layer_variables()):
+            cross = memory[i] if isinstance(memory, tuple) else None
+            (x, layer_cache), _ = block.apply(variables, (x, cache[i]), jnp.int32(i), cross, context)
+            written.append(layer_cache)
+        return x, tuple(written)
 
-    def each(self) -> list[PyTree]:
-        """The variables of each layer by itself, whether `unstack` has cut them apart already or not."""
-        held = self.blocks.variables
-        parts = {name: part if "0" in part else unstack(part, self.config.layers) for name, part in held.items()}
+    def layer_variables(self) -> list[PyTree]:
+        """Variables of each layer, whether they are stacked or already separated by `unstack`."""
+        variables = self.blocks.variables
+        parts = {name: part if "0" in part else unstack(part, self.config.layers) for name, part in variables.items()}
         return [{name: part[str(i)] for name, part in parts.items()} for i in range(self.config.layers)]
 
     def can_pipeline(self, rows: int, parts: int) -> bool:
-        """Whether the mesh has stages, and `rows` of a batch can pass through them in `parts` microbatches.
+        """True if the mesh has stages, and `rows` can pass through them in `parts` microbatches.
 
-        Where they cannot (decoding with a cache, rows that do not divide, intermediate values that are asked for) the
-        layers are scanned as ever: the partitioner then brings each layer's parameters to where they are needed.
+        Otherwise (with a cache, rows that do not divide, or intermediates requested) the layers are scanned as usual,
+        and the partitioner gathers each layer's parameters.
         """
         if pipeline.stages() == 1 or self.is_initializing() or self.is_mutable_collection("intermediates"):
             return False
-        return self.config.norm.kind != "batch" and pipeline.divides(rows, self.config.layers, parts)
+        return self.config.norm.kind != "batch" and pipeline.can_pipeline(rows, self.config.layers, parts)
 
-    def pipelined(self, x: Float[Array, "B T D"], rows: Rows, parts: int) -> Float[Array, "B T D"]:
-        """`blocks` without a cache, each stage of the mesh running its own layers: see parallel/pipeline.py.
+    def apply_pipelined(self, x: Float[Array, "B T D"], rows: RowInputs, parts: int) -> Float[Array, "B T D"]:
+        """`blocks` without a cache, each stage of the mesh running its own layers (see parallel/pipeline.py).
 
-        Dropout draws from a key of its own for every layer and microbatch, so its masks are not those of the scan.
+        Dropout uses a separate key for each layer and microbatch, so its masks differ from those of the scan.
         """
         config, causal = self.resolved, self.causal
+        encoding = encodings.get(config.encoding.kind)
         block, position = Block(config, parent=None), None
         shared: dict[str, Any] = {"position": {}, "convolved": None, "key": None}
-        if encodings.get(config.encoding.kind).shared is not None:
+        if encoding.shared is not None:
             position, shared["position"] = self.shared.unbind()
         if rows.convolved is not None:
             shared["convolved"] = rows.convolved.params
@@ -194,86 +202,90 @@ class Stack(nn.Module):
         if self.has_rng("dropout"):
             shared["key"] = self.make_rng("dropout")
 
-        def prepare(rows: Rows, shared: dict[str, Any]) -> tuple[Context, Array | None]:
-            kinds = (rows.kind,) if encodings.get(config.encoding.kind).kinds else ()
-            context = Context(
-                mask=Mask(rows.slots, rows.slots, causal, config.attention.window, own=True),
-                position=None if position is None else position.apply(shared["position"], rows.slots, *kinds),
+        def prepare(rows: RowInputs, shared: dict[str, Any]) -> tuple[LayerContext, Array | None]:
+            token_types = (rows.token_type,) if encoding.uses_token_types else ()
+            convolved = rows.convolved
+            context = LayerContext(
+                mask=Mask(rows.slots, rows.slots, causal, config.attention.window, same_slots=True),
+                position=None if position is None else position.apply(shared["position"], rows.slots, *token_types),
                 memory=rows.memory,
-                memory_mask=None if rows.memory is None else cross_mask(rows.slots, rows.memory_slots),
-                convolved=rows.convolved and rows.convolved.replace(params=shared["convolved"]),
+                memory_mask=None if rows.memory_slots is None else cross_mask(rows.slots, rows.memory_slots),
+                convolved=None if convolved is None else convolved.replace(params=shared["convolved"]),
             )
             return context, shared["key"]
 
-        def layer(weights: Any, x: Array, context: tuple, number: Array, part: Array) -> tuple[Array, tuple]:
+        def apply_layer(weights: PyTree, x: Array, context: tuple, number: Array, part: Array) -> tuple[Array, PyTree]:
             context, key = context
             rngs = {} if key is None else {"dropout": jax.random.fold_in(jax.random.fold_in(key, number), part)}
-            given = ({"params": weights}, (x, None), number, None, context)
-            ((x, _), _), said = block.apply(*given, rngs=rngs, mutable=[moe.COLLECTION])
-            return x, said
+            inputs = ({"params": weights}, (x, None), number, None, context)
+            ((x, _), _), sown = block.apply(*inputs, rngs=rngs, mutable=[moe.COLLECTION])
+            return x, sown
 
+        layer = apply_layer
         if config.remat != "none":
-            layer = jax.checkpoint(layer, policy=remat.policy(config), prevent_cse=False)
-        x, said = pipeline.pipeline(prepare, layer, self.blocks.variables["params"], x, rows, shared, parts)
-        for load in jax.tree.leaves(said, is_leaf=lambda leaf: isinstance(leaf, moe.Load)):
+            layer = jax.checkpoint(apply_layer, policy=remat.policy(config), prevent_cse=False)
+        x, sown = pipeline.pipeline(prepare, layer, self.blocks.variables["params"], x, rows, shared, parts)
+        for load in jax.tree.leaves(sown, is_leaf=lambda leaf: isinstance(leaf, moe.Load)):
             self.sow(moe.COLLECTION, "load", load)
         return x
 
-    def position_of(self, slots: Slots, kind: Int[Array, "B T"] | None = None) -> Any:
-        """What all layers share of the encoding."""
+    def shared_position(self, slots: Slots, token_type: Int[Array, "B T"] | None = None) -> PyTree:
+        """Result of the encoding's `shared` hook, which all layers use; None without one."""
         encoding = encodings.get(self.config.encoding.kind)
         if encoding.shared is None:
             return None
-        return self.shared(slots, kind) if encoding.kinds else self.shared(slots)
+        return self.shared(slots, token_type) if encoding.uses_token_types else self.shared(slots)
 
-    def project(self, memory: Float[Array, "B S D"]) -> KeyValues:
-        """Cross-attention keys and values of the encoder's output, for every layer at once."""
+    def project_memory(self, memory: Float[Array, "B S D"]) -> StackKeyValues:
+        """Keys and values of the encoder's output for cross-attention, for all layers."""
         config = self.resolved
         attention = Attention(config.attention, config.encoding, config.width, parent=None)
 
-        def layer(weights: Any) -> KeyValues:
-            return KeyValues.by_head(*attention.apply({"params": weights}, memory, method=Attention.project))
+        def layer(weights: PyTree) -> KeyValues:
+            projected: Any = attention.apply({"params": weights}, memory, method=Attention.project_keys_values)
+            return KeyValues.from_kernel_layout(*projected)
 
-        if apart(config):
-            return KeyValues.of_layers([layer(variables["params"]["cross"]) for variables in self.each()])
+        if unrolls_decoding(config):
+            return tuple(layer(variables["params"]["cross"]) for variables in self.layer_variables())
         params = self.blocks.variables["params"]["cross"]
         return jax.lax.map(layer, {name: params[name] for name in ("key", "value", "key_norm") if name in params})
 
-    def empty(self, rows: int, length: int, dtype: jnp.dtype) -> KeyValues:
-        """A cache with nothing in it, for queries of `dtype`."""
-        config, dtype = self.config, precision(dtype)
-        _, kv_heads, head_width = shape(config.attention, config.width)
-        layers = () if apart(config) else (config.layers,)
-        keys = jnp.zeros((*layers, rows, kv_heads, head_width, length), dtype)
-        held = KeyValues(keys, jnp.swapaxes(keys, -1, -2))
-        return KeyValues.of_layers([held] * config.layers) if apart(config) else held
+    def empty_cache(self, rows: int, length: int, dtype: jnp.dtype) -> StackKeyValues:
+        """A cache of zeros with `length` slots for `rows` rows, for queries of `dtype`."""
+        config = self.config
+        _, kv_heads, head_width = head_shape(config.attention, config.width)
+        layers = () if unrolls_decoding(config) else (config.layers,)
+        keys = jnp.zeros((*layers, rows, kv_heads, head_width, length), cache_dtype(dtype))
+        zeros = KeyValues(keys, jnp.swapaxes(keys, -1, -2))
+        return (zeros,) * config.layers if unrolls_decoding(config) else zeros
 
 
 def cross_mask(query: Slots, memory: Slots) -> Mask:
-    """Every real query slot sees the memory slots of its own segment, whatever their positions."""
+    """Mask of cross-attention: each query slot sees the memory slots of its own segment, at any position."""
     return Mask(query, memory)
 
 
 def has_final_norm(config: StackConfig) -> bool:
-    """Pre and sandwich order leave the residual stream unnormalised, so one more norm follows the last layer."""
+    """True if a norm follows the last layer: by default in pre and sandwich order, whose residual stream has none."""
     return config.norm.order != "post" if config.norm.final is None else config.norm.final
 
 
-def apart(config: StackConfig) -> bool:
-    """Whether decoding treats each layer as a part of the program of its own."""
+def unrolls_decoding(config: StackConfig) -> bool:
+    """True if decoding compiles each layer as a separate part of the program."""
     return unroll(config) >= config.layers
 
 
 def unstack(blocks: PyTree, layers: int) -> dict[str, PyTree]:
-    """Variables `[L, ...]` of scanned layers, as those of each layer under its number.
+    """Variables of each layer by its index, from variables `[L, ...]` of scanned layers.
 
-    Decoding does this once: in a loop over tokens the CPU compiler would cut all weights out of the stack at each.
+    Decoding separates them once before its loop over tokens. Inside the loop the CPU compiler would slice all weights
+    out of the stack at each token.
     """
     return {str(i): jax.tree.map(lambda x: x[i], blocks) for i in range(layers)}  # noqa: B023
 
 
 def unroll(config: StackConfig) -> int:
-    """Layers per scan iteration. Unrolled layers run faster on CPU; elsewhere compile time matters more."""
+    """Number of layers in one scan iteration. Unrolled layers run faster on CPU; elsewhere they only compile longer."""
     if config.unroll is not None:
         return config.unroll
     return min(config.layers, MAX_UNROLLED) if mesh.platform() == "cpu" else 1

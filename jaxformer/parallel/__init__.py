@@ -1,1 +1,1 @@
-"""Where arrays live: the mesh, and the one table from logical axis names to mesh axes."""
+"""The device mesh, the table from logical axis names to mesh axes, and communication between processes."""

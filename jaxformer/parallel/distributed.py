@@ -1,11 +1,11 @@
-"""Joining the other processes of a run, and meeting them: bounded, by name, never a silent hang.
+"""Joins the processes of a run, and exchanges small host values between them, with time limits and clear errors.
 
-A launcher says so in the environment; without it a process is alone, so that a shell on a SLURM or TPU machine does
-not wait for partners that nobody started.
+The variable JAXFORMER_DISTRIBUTED, which a launcher sets, says how. Without it a process runs alone, so that a shell on
+a SLURM or TPU machine does not wait for processes that nobody started.
 
-    JAXFORMER_DISTRIBUTED=auto            address, count and index come from SLURM, the TPU VM, Kubernetes or Open MPI 4
-    JAXFORMER_DISTRIBUTED=host:port       the coordinator's address; count and index from MPI's or SLURM's variables
-    JAXFORMER_DISTRIBUTED=host:port/4/0   the coordinator's address, the number of processes, this one's index
+    JAXFORMER_DISTRIBUTED=auto            address, count and index from SLURM, the TPU VM, Kubernetes or Open MPI 4
+    JAXFORMER_DISTRIBUTED=host:port       address of the coordinator; count and index from MPI's or SLURM's variables
+    JAXFORMER_DISTRIBUTED=host:port/4/0   address of the coordinator, number of processes, index of this one
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import distributed as internal  # the key-value store of the coordinator has no public name
 
-from jaxformer.config import ConfigError
-from jaxformer.parallel import rollcall
+from jaxformer.errors import ConfigError
+from jaxformer.parallel import startup_check
 
 VARIABLE = "JAXFORMER_DISTRIBUTED"
-PATIENCE = 300.0
-"""Seconds that processes wait for each other to start, or to arrive at a barrier."""
-LISTEN = 2.0
-"""Seconds between two looks at whether another process asks for the stacks of this one."""
-STACKS = "jaxformer/stacks"
+TIMEOUT_SECONDS = 300.0
+"""Seconds that processes wait for each other at startup and at a barrier."""
+POLL_SECONDS = 2.0
+"""Seconds between polls for a request to print the stacks of this process."""
+STACK_DUMP_KEY = "jaxformer/stacks"
+"""Key in the coordinator's store that requests stacks; its value is the name of the barrier."""
 
-# The variables by which launchers tell a process its place: count, index, and the same on its machine.
+# Variables in which launchers put the number of processes, the index of this one, and both within its machine.
 LAUNCHERS = {
     "Open MPI": (
         "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -44,24 +45,32 @@ LAUNCHERS = {
 }  # fmt: skip
 
 
-class Stalled(RuntimeError):
-    """Some processes did not come to a barrier in time."""
+class Coordinator(NamedTuple):
+    """Address (host:port) of process 0, number of processes, and index of this one."""
+
+    address: str
+    count: int
+    index: int
+
+
+class BarrierTimeout(RuntimeError):
+    """Some processes did not reach a barrier in time."""
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------
 
 
-def arguments(value: str) -> dict[str, str | int]:
-    """The coordinator, count and index that a value of the variable asks for; nothing where JAX finds them itself.
+def coordinator_arguments(value: str) -> Coordinator | None:
+    """Arguments of `jax.distributed.initialize` for a value of the variable; None if JAX is to detect them ("auto").
 
     Raises:
-      ConfigError: it is none of the three forms, or the launcher has set no count and index.
+      ConfigError: the value has none of the three forms, or the launcher has not set count and index.
     """
     if value == "auto":
-        return {}
+        return None
     address, *rest = value.split("/")
     if not rest and re.fullmatch(r"\S+:\d+", address):
-        rest = list(_placed()[:2])
+        rest = list(_launcher_variables()[:2])
     if len(rest) != 2 or not re.fullmatch(r"\S+:\d+", address) or not all(number.isdecimal() for number in rest):
         raise ConfigError(
             f"{VARIABLE}: got {value!r}, expected auto, host:port or host:port/count/index; unset it to run alone"
@@ -69,63 +78,74 @@ def arguments(value: str) -> dict[str, str | int]:
     count, index = map(int, rest)
     if index >= count:
         raise ConfigError(f"{VARIABLE}: got index {index} of {count} processes, expected less than the count")
-    return {"coordinator_address": address, "num_processes": count, "process_id": index}
+    return Coordinator(address, count, index)
 
 
-def _placed() -> tuple[str, str, str, str]:
-    """Count, index, count on this machine and index on it, as a launcher says ("" where it does not).
+def _launcher_variables() -> tuple[str, str, str, str]:
+    """Count, index, count on this machine and index on it, from the launcher's variables ("" if not set).
 
     Raises:
-      ConfigError: no launcher says it.
+      ConfigError: no launcher has set count and index.
     """
-    for names in LAUNCHERS.values():
-        if names[0] in os.environ and names[1] in os.environ:
-            return tuple(os.environ.get(name, "") for name in names)
+    for count, index, local_count, local_index in LAUNCHERS.values():
+        if count in os.environ and index in os.environ:
+            local = os.environ.get(local_count, ""), os.environ.get(local_index, "")
+            return os.environ[count], os.environ[index], *local
     raise ConfigError(
         f"{VARIABLE}: got an address alone, expected the variables of mpirun or srun with it "
         f"({', '.join(' and '.join(names[:2]) for names in LAUNCHERS.values())}); or give host:port/count/index"
     )
 
 
-def visible() -> str:
-    """Which GPUs of its machine this process may use: "all", or the number of one.
+def visible_gpus() -> str:
+    """GPUs of its machine that this process may use: "all", or the number of one.
 
-    One each where a machine has several processes, unless each was given its own by CUDA_VISIBLE_DEVICES. (JAX alone
-    would take one in any case, also where a machine has one process for all of its GPUs.)
+    One GPU per process if a machine has several processes, unless CUDA_VISIBLE_DEVICES gives each process its own. (JAX
+    would always take one, even if a machine has a single process for all of its GPUs.)
     """
     try:
-        _, _, here, own = _placed()
+        _, _, local_count, local_index = _launcher_variables()
     except ConfigError:
         return "all"
-    found = re.match(r"\d+", here)  # SLURM writes 8(x2): 8 on each of two nodes
-    several = found is not None and int(found[0]) > 1
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return own if several and own and given.count(",") + bool(given) != 1 else "all"
+    match = re.match(r"\d+", local_count)  # SLURM writes 8(x2): 8 on each of two nodes
+    several = match is not None and int(match[0]) > 1
+    assigned = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return local_index if several and local_index and assigned.count(",") + bool(assigned) != 1 else "all"
 
 
-def join(seconds: float = PATIENCE) -> None:
+def join(seconds: float = TIMEOUT_SECONDS) -> None:
     """Joins the run that the environment names, if it names one.
 
     Raises:
-      ConfigError: the processes did not all come within `seconds`, or disagree about how many they are.
+      ConfigError: some processes did not start within `seconds`, or their counts differ.
     """
     value = os.environ.get(VARIABLE, "")
     if not value:
         return
-    given = arguments(value)
-    if given:
-        rollcall.call(given["coordinator_address"], given["num_processes"], given["process_id"], seconds)
-        jax.distributed.initialize(**given, cluster_detection_method="deactivate", initialization_timeout=int(seconds))
+    coordinator = coordinator_arguments(value)
+    if coordinator is not None:
+        startup_check.wait_for_processes(*coordinator, seconds)
+        jax.distributed.initialize(
+            coordinator.address,
+            coordinator.count,
+            coordinator.index,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(seconds),
+        )
     else:
-        _found(seconds)
-    if "/" not in value:  # else whoever gave each process its index has given it its devices too
-        jax.config.update("jax_cuda_visible_devices", visible())
+        _join_detected(seconds)
+    if "/" not in value:  # otherwise whoever set the index of each process has also set its devices
+        jax.config.update("jax_cuda_visible_devices", visible_gpus())
     if internal.global_state.client is not None:
-        threading.Thread(target=_listen, daemon=True).start()
+        threading.Thread(target=_dump_stacks_on_request, daemon=True).start()
 
 
-def _found(seconds: float) -> None:
-    """Joins by what JAX finds in the environment, and says in one line if it finds nothing or nobody."""
+def _join_detected(seconds: float) -> None:
+    """Joins with the values that JAX detects in the environment.
+
+    Raises:
+      ConfigError: JAX detects none. If processes are missing, the process exits with one line instead.
+    """
     done = threading.Event()
 
     def watch() -> None:
@@ -133,7 +153,7 @@ def _found(seconds: float) -> None:
             print(
                 f"error: processes: waited {seconds:.0f} s for all of them; see which do not say this", file=sys.stderr
             )
-            os._exit(2)  # what JAX would do five seconds later, with a stack trace of C++
+            os._exit(2)  # five seconds before JAX would exit with a C++ stack trace
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -148,105 +168,120 @@ def _found(seconds: float) -> None:
         done.set()
 
 
-def index() -> int:
-    """The number of this process, without asking for devices."""
+def process_index() -> int:
+    """Index of this process; does not initialize devices, unlike `jax.process_index`."""
     return internal.global_state.process_id
 
 
-def first() -> bool:
-    """Whether this process is the one that writes files and talks."""
+def is_first_process() -> bool:
+    """True in process 0, which writes files and logs."""
     return jax.process_index() == 0
 
 
 # --- meeting ----------------------------------------------------------------------------------------------------------
 
 
-def barrier(name: str, seconds: float = PATIENCE) -> None:
-    """Returns when all processes have called it with this `name`; at once in a run of one process.
+def barrier(name: str, seconds: float = TIMEOUT_SECONDS) -> None:
+    """Waits until all processes have called it with this `name`; returns at once in a run of one process.
 
     Raises:
-      Stalled: some did not come in time; says which. All processes then print where their threads stand.
+      BarrierTimeout: some did not arrive in time (names them). All processes then print the stacks of their threads.
     """
-    exchange(name, None, seconds)
+    all_gather_host_value(name, None, seconds)
 
 
-def exchange(name: str, fact: Any, seconds: float = PATIENCE) -> list[Any]:
-    """What every process gave under this `name`, in the order of their numbers. A barrier with luggage.
+def all_gather_host_value(name: str, value: Any, seconds: float = TIMEOUT_SECONDS) -> list[Any]:
+    """All-gather of a small host value across processes, in process order. Also a barrier.
 
     Args:
-      name: of its own: a second meeting of the same name would find what the first one left.
-      fact: anything that JSON takes.
+      name: name of the exchange, used once per run: a second exchange would read the values of the first.
+      value: any JSON value.
+      seconds: time limit.
+
+    Returns:
+      The value of each process; `[value]` in a run of one process.
 
     Raises:
-      Stalled: as `barrier`.
+      BarrierTimeout: as `barrier`.
     """
-    client, count, own = internal.global_state.client, internal.global_state.num_processes, index()
+    client, count, index = internal.global_state.client, internal.global_state.num_processes, process_index()
     if client is None:
-        return [fact]
+        return [value]
     folder = f"jaxformer/meeting/{name}"
-    client.key_value_set(f"{folder}/{own}", json.dumps(fact))
+    client.key_value_set(f"{folder}/{index}", json.dumps(value))
     try:
         client.wait_at_barrier(f"jaxformer/{name}", int(seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
-        came = _came(client, folder)
-        missing = [number for number in range(count) if number not in came]
-        _ask_for_stacks(client, name)
+        values = _published_values(client, folder)
+        missing = [number for number in range(count) if number not in values]
+        _request_stacks(client, name)
         who = f"number {', '.join(map(str, missing))} did not come" if missing else " ".join(str(error).split())[:160]
-        raise Stalled(
-            f"barrier {name!r}: got {len(came)} of {count} processes within {seconds:.0f} s, expected all; {who}; "
+        raise BarrierTimeout(
+            f"barrier {name!r}: got {len(values)} of {count} processes within {seconds:.0f} s, expected all; {who}; "
             "their stacks are on their standard error"
         ) from None
-    came = _came(client, folder)
-    return [came[number] for number in range(count)]
+    values = _published_values(client, folder)
+    return [values[number] for number in range(count)]
 
 
-def _came(client: Any, folder: str) -> dict[int, Any]:
+def _published_values(client: Any, folder: str) -> dict[int, Any]:
+    """Value of each process that has published one below `folder`, by process index."""
     return {int(key.rpartition("/")[2]): json.loads(value) for key, value in client.key_value_dir_get(folder)}
 
 
-def _ask_for_stacks(client: Any, name: str) -> None:
-    """Prints the stacks of this process and has the others print theirs."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it may be the coordinator that is missing
-        client.key_value_set(STACKS, name, allow_overwrite=True)
-    _dump(name)
-    time.sleep(LISTEN + 0.5)  # who asked ends now, and would take the store with it
+def _request_stacks(client: Any, name: str) -> None:
+    """Prints the stacks of this process, and requests those of the others."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the missing process may be the coordinator
+        client.key_value_set(STACK_DUMP_KEY, name, allow_overwrite=True)
+    _dump_stacks(name)
+    time.sleep(POLL_SECONDS + 0.5)  # this process ends next, and the store may end with it
 
 
-def _dump(name: str) -> None:
+def _dump_stacks(name: str) -> None:
     print(
-        f"process {index()}: a process waits at barrier {name!r}; the threads here are at:", file=sys.stderr, flush=True
+        f"process {process_index()}: a process waits at barrier {name!r}; the threads here are at:",
+        file=sys.stderr,
+        flush=True,
     )
     faulthandler.dump_traceback(all_threads=True)
 
 
-def _listen() -> None:
-    """Prints this process's stacks when another one has waited for it in vain. A thread, so that a hang has no say."""
+def _dump_stacks_on_request() -> None:
+    """Thread that prints the stacks of this process when another one requests them, even if the main thread hangs."""
     client = internal.global_state.client
-    while internal.global_state.client is client:
-        time.sleep(LISTEN)
+    while client is not None and internal.global_state.client is client:
+        time.sleep(POLL_SECONDS)
         try:
-            _dump(client.key_value_try_get(STACKS))
+            _dump_stacks(client.key_value_try_get(STACK_DUMP_KEY))
         except jax.errors.JaxRuntimeError as error:
             if "NOT_FOUND" in str(error):
                 continue
         return
 
 
-def agree(name: str, facts: Mapping[str, str], remedies: Mapping[str, str], seconds: float = PATIENCE) -> None:
+def check_agreement(
+    name: str, facts: Mapping[str, str], remedies: Mapping[str, str], seconds: float = TIMEOUT_SECONDS
+) -> None:
     """Checks that all processes have the same `facts`.
 
+    Args:
+      name: name of the exchange, used once per run.
+      facts: fact by name.
+      remedies: what to do if a fact differs, by the same names.
+      seconds: time limit.
+
     Raises:
-      ConfigError: the first fact in which they differ, who differs from process 0, and its remedy.
+      ConfigError: a fact differs between processes; says which have which value.
     """
-    everyone = exchange(name, dict(facts), seconds)
+    processes = all_gather_host_value(name, dict(facts), seconds)
     for key in facts:
-        words = differing([each[key] for each in everyone])
-        if words:
-            raise ConfigError(f"{key}: got {words}, expected one for all processes; {remedies[key]}")
+        difference = describe_differences([process[key] for process in processes])
+        if difference:
+            raise ConfigError(f"{key}: got {difference}, expected one for all processes; {remedies[key]}")
 
 
-def differing(values: list[Any]) -> str:
-    """Who has what, if not all have the same: "a on 0, 2 and b on 1"; else ""."""
+def describe_differences(values: list[Any]) -> str:
+    """The processes with each value, if the values differ: "a on 0, 2 and b on 1"; otherwise ""."""
     holders: dict[str, list[str]] = {}
     for index, value in enumerate(values):
         holders.setdefault(str(value), []).append(str(index))

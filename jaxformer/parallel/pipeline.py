@@ -1,16 +1,12 @@
-"""Pipeline parallelism: each part of the mesh's `stage` axis keeps some of the layers, and activations travel.
+"""Pipeline parallelism: the layers are divided over the mesh axis `stage`, and activations move between stages.
 
-GPipe's schedule (Huang et al. 2019): the rows of a batch are cut into M microbatches, which follow each other through
-the S stages. In tick t stage s works on microbatch t - s and then hands its output to stage s + 1 (one `ppermute`);
-the backward pass is the transpose of the same loop. Of the M + S - 1 ticks each stage works in M, so the share
+The schedule is GPipe's (Huang et al. 2019, https://arxiv.org/abs/1811.06965). The rows of a batch are split into M
+microbatches, which follow each other through the S stages. In tick t, stage s computes microbatch t - s and sends its
+output to stage s + 1 (one `ppermute`). The backward pass is the transpose of the same loop. Each stage computes in M of
+the M + S - 1 ticks. The rest, (S - 1) / (M + S - 1) of the time, is the bubble: 43 % for M = S = 4, 16 % for M = 16.
 
-    (S - 1) / (M + S - 1)
-
-of the time is the bubble: 43 % with as many microbatches as 4 stages, 16 % with four times as many.
-
-`shard_map` is manual over `stage` alone. Inside, the other axes of the mesh mean what they mean everywhere, so each
-stage may itself be split by data, FSDP and tensor parallelism. Outside the layers (embedding, head, loss) `stage` is
-one more axis over which rows are divided, so that no stage waits there for another.
+The `shard_map` is manual over `stage` only. Inside, the other mesh axes keep their meaning, so each stage may itself be
+divided by data, FSDP and tensor parallelism. Outside the layers (embedding, head, loss), `stage` divides rows.
 """
 
 from __future__ import annotations
@@ -29,20 +25,20 @@ AXIS = "stage"
 
 
 def stages() -> int:
-    """Stages of the mesh that is entered; 1 without a mesh, and inside a stage."""
+    """Number of stages of the entered mesh; 1 without a mesh, and inside a stage."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[AXIS] == AxisType.Manual:
         return 1
     return mesh.shape[AXIS]
 
 
-def divides(rows: int, layers: int, parts: int) -> bool:
-    """Whether `rows` of a batch make `parts` microbatches on the mesh that is entered, and its stages divide both."""
-    return layers % stages() == 0 and parts % stages() == 0 and rows % (_shards() * parts) == 0
+def can_pipeline(rows: int, layers: int, microbatches: int) -> bool:
+    """True if `rows` rows divide into this many microbatches, and the stages divide both layers and microbatches."""
+    return layers % stages() == 0 and microbatches % stages() == 0 and rows % (_row_shards() * microbatches) == 0
 
 
-def _shards() -> int:
-    """Over how many devices the rows of one microbatch are divided."""
+def _row_shards() -> int:
+    """Number of devices that the rows of one microbatch are divided over."""
     shape = jax.sharding.get_abstract_mesh().shape
     return shape["data"] * shape["fsdp"] * shape["expert"]
 
@@ -54,60 +50,66 @@ def pipeline(
     x: Float[Array, "B T D"],
     rows: PyTree,
     shared: PyTree,
-    parts: int,
+    microbatches: int,
 ) -> tuple[Float[Array, "B T D"], PyTree]:
-    """What a scan of `layer` over `weights` makes of `x`, and what the layers say; `divides` must hold.
+    """Runs `layer` over `weights` as a pipeline; equals a scan over the layers. Requires `can_pipeline`.
 
     Args:
-      prepare: `(rows, shared) -> context` of one microbatch; run once a tick.
-      layer: `(weights of one layer, x, context, number of the layer, number of the microbatch) -> (x, said)`. What is
-        said, any pytree of numbers, comes back as `[L, ...]`: the mean over the microbatches.
-      weights: `[L, ...]`, the layers divided over `stage`.
-      rows: arrays `[B, ...]` that belong to the rows of `x`; every stage gets them whole.
-      shared: what belongs to no row. Closures must not capture arrays: the gradient passes through the arguments.
-      parts: M, microbatches.
+      prepare: `(rows, shared) -> context` of one microbatch; called once per tick.
+      layer: `(weights of one layer, x, context, layer index, microbatch index) -> (x, aux)`; `aux` is any pytree of
+        numbers.
+      weights: weights of all layers, `[L, ...]`, divided over `stage`.
+      x: input of the first layer.
+      rows: arrays `[B, ...]` that belong to the rows of `x`; every stage gets all of them.
+      shared: arrays that belong to no row. Gradients pass only through these arguments, so closures must not capture
+        arrays.
+      microbatches: M.
+
+    Returns:
+      The output of the last layer, and the layers' `aux` as `[L, ...]`, averaged over the microbatches.
     """
-    shards, count, layers = _shards(), stages(), jax.tree.leaves(weights)[0].shape[0]
+    shards, count, layers = _row_shards(), stages(), jax.tree.leaves(weights)[0].shape[0]
 
     def split(x: Array) -> Array:
-        # Device shard outermost and microbatch next: each device's rows of a microbatch are then rows that it has.
-        x = x.reshape(shards, parts, -1, *x.shape[1:])
+        # Device shard outermost, microbatch next: so each device already holds its rows of every microbatch.
+        x = x.reshape(shards, microbatches, -1, *x.shape[1:])
         return constrain(x, "batch", "microbatches", *(None,) * (x.ndim - 2))
 
-    def whole(x: Array) -> Array:
-        """`[M, B / M, ...]` of this stage's share of the microbatches."""
-        # Not all_gather: its transpose would be a reduction, which XLA cannot compile on a CPU in bfloat16 where it is
-        # written out, as here. This one's is the same exchange, and a sum on each device. Equally many bytes travel.
+    def gather_rows(x: Array) -> Array:
+        """All microbatches `[M, B / M, ...]`, from this stage's part of them."""
+        # Not all_gather: its transpose is a reduction, which XLA cannot compile for a CPU in bfloat16 inside a
+        # shard_map. The transpose of all_to_all is an all_to_all and a local sum, with the same number of bytes.
         x = jnp.broadcast_to(x[:, None], (shards, count, *x.shape[1:]))
         x = jnp.moveaxis(jax.lax.all_to_all(x, AXIS, split_axis=1, concat_axis=1), (1, 2), (0, 1))
-        return x.reshape(parts, -1, *x.shape[4:])
+        return x.reshape(microbatches, -1, *x.shape[4:])
 
     def stage(weights: PyTree, numbers: Array, x: Array, rows: PyTree, shared: PyTree) -> tuple[Array, PyTree]:
-        place = numbers[0] // (layers // count)
-        x, rows = whole(x), jax.tree.map(whole, rows)
+        stage_index = numbers[0] // (layers // count)
+        x, rows = gather_rows(x), jax.tree.map(gather_rows, rows)
 
         def tick(received: Array, time: Array) -> tuple[Array, tuple[Array, PyTree]]:
-            part = jnp.clip(time - place, 0, parts - 1)  # in the bubble: any microbatch, whose result nobody reads
-            context = prepare(jax.tree.map(lambda x: x[part], rows), shared)
-            step = lambda x, each: layer(each[0], x, context, each[1], part)  # noqa: E731
-            y, said = jax.lax.scan(step, jnp.where(place == 0, x[part], received), (weights, numbers))
-            said = jax.tree.map(lambda x: jnp.where(part == time - place, x, 0) / parts, said)
-            return jax.lax.ppermute(y, AXIS, [(i, i + 1) for i in range(count - 1)]), (y, said)
+            # In the bubble this is any microbatch, whose result is not used.
+            microbatch = jnp.clip(time - stage_index, 0, microbatches - 1)
+            context = prepare(jax.tree.map(lambda x: x[microbatch], rows), shared)
+            step = lambda x, each: layer(each[0], x, context, each[1], microbatch)  # noqa: E731
+            y, aux = jax.lax.scan(step, jnp.where(stage_index == 0, x[microbatch], received), (weights, numbers))
+            aux = jax.tree.map(lambda x: jnp.where(microbatch == time - stage_index, x, 0) / microbatches, aux)
+            return jax.lax.ppermute(y, AXIS, [(i, i + 1) for i in range(count - 1)]), (y, aux)
 
-        _, (made, said) = jax.lax.scan(tick, jnp.zeros_like(x[0]), jnp.arange(parts + count - 1))
-        # The last stage's outputs are the result: each stage gets its share of them.
-        made = made[count - 1 :].reshape(count, parts // count, *x.shape[1:])
-        made = jax.lax.all_to_all(made, AXIS, split_axis=0, concat_axis=0)[-1]
-        made = jnp.moveaxis(made.reshape(parts // count, shards, -1, *made.shape[2:]), 0, 1)
-        return made, jax.tree.map(lambda x: x.sum(0), said)
+        _, (outputs, aux) = jax.lax.scan(tick, jnp.zeros_like(x[0]), jnp.arange(microbatches + count - 1))
+        # The outputs of the last stage are the result. Each stage gets a part of them.
+        outputs = outputs[count - 1 :].reshape(count, microbatches // count, *x.shape[1:])
+        outputs = jax.lax.all_to_all(outputs, AXIS, split_axis=0, concat_axis=0)[-1]
+        outputs = jnp.moveaxis(outputs.reshape(microbatches // count, shards, -1, *outputs.shape[2:]), 0, 1)
+        return outputs, jax.tree.map(lambda x: x.sum(0), aux)
 
-    over, cut = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
+    by_stage, by_rows = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
     run = jax.shard_map(
         stage,
-        in_specs=(over, over, cut, cut, PartitionSpec()),
-        out_specs=(cut, over),
+        in_specs=(by_stage, by_stage, by_rows, by_rows, PartitionSpec()),
+        out_specs=(by_rows, by_stage),
         axis_names={AXIS},
-        check_vma=False,  # layers start loops of their own from constants, which would each have to be marked
+        check_vma=False,  # loops inside layers start from constants, each of which would need a cast to varying
     )
-    y, said = run(weights, jnp.arange(layers), split(x), jax.tree.map(split, rows), shared)
-    return constrain(y.reshape(x.shape), "batch", "length", "act_embed"), said
+    y, aux = run(weights, jnp.arange(layers), split(x), jax.tree.map(split, rows), shared)
+    return constrain(y.reshape(x.shape), "batch", "length", "act_embed"), aux

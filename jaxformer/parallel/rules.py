@@ -1,20 +1,24 @@
-"""THE table: where each logical axis goes on the mesh. Every sharding decision of the project is a row of it."""
+"""The table from logical axis names to mesh axes: every sharding decision of the project is a row of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 from flax import linen as nn
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.types import Array, PyTree
 
-WEIGHTS: dict[str, str | tuple[str, ...] | None] = {
+Axes = str | tuple[str, ...] | None
+"""Mesh axes that an array axis is divided over: an entry of a `PartitionSpec`."""
+
+WEIGHTS: dict[str, Axes] = {
     "vocab": "tensor",
-    "table": "fsdp",  # width of an embedding table: its own name, since look-ups and matmuls want it differently
+    "table": "fsdp",  # width of an embedding table; a name of its own, since look-ups need another layout than matmuls
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
@@ -24,11 +28,11 @@ WEIGHTS: dict[str, str | tuple[str, ...] | None] = {
     "layers": "stage",
     "buckets": None,
 }
-ACTIVATIONS: dict[str, str | tuple[str, ...] | None] = {
+ACTIVATIONS: dict[str, Axes] = {
     "batch": ("data", "fsdp", "expert", "stage"),
     "microbatches": "stage",
     "length": "context",
-    "act_length": ("context", "tensor"),  # of the residual stream, where each slot is for itself (see nn/block.py)
+    "act_length": ("context", "tensor"),  # of the residual stream, where slots are independent (see nn/block.py)
     "act_embed": None,
     "act_heads": "tensor",
     "act_ffn": "tensor",
@@ -38,10 +42,10 @@ RULES = tuple((WEIGHTS | ACTIVATIONS).items())
 
 
 def spec(names: tuple[str | None, ...]) -> PartitionSpec:
-    """The mesh axes of an array whose axes have these logical names (None: replicated).
+    """Mesh axes of an array whose axes have these logical names (None: replicated).
 
     Raises:
-      ValueError: a name is not in the table. (Linen would replicate it silently.)
+      ValueError: a name is not in the table. (Linen would replicate that axis without an error.)
     """
     table = dict(RULES)
     for name in names:
@@ -51,94 +55,121 @@ def spec(names: tuple[str | None, ...]) -> PartitionSpec:
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """Asks the partitioner to lay `x` out by its axes' logical names; does nothing without a mesh of several devices.
+    """Adds a sharding constraint to `x` from its axes' logical names; no effect without a mesh of several devices.
 
-    An axis that the mesh does not divide evenly stays whole, as does one whose mesh axes have size 1.
+    An axis that its mesh axes do not divide evenly is replicated.
+
+    Raises:
+      ValueError: the number of names is not that of the axes, or a name is not in the table.
     """
-    wanted = spec(names)
+    requested = spec(names)
     if len(names) != x.ndim:
         raise ValueError(f"constrain: got {len(names)} names for shape {x.shape}, expected one name an axis")
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, fit(wanted, x.shape, mesh))
+    return jax.lax.with_sharding_constraint(x, drop_uneven_axes(requested, x.shape, mesh))
 
 
-def fit(wanted: PartitionSpec, shape: tuple[int, ...], mesh) -> PartitionSpec:
-    """`wanted` with every mesh axis dropped that does not divide its array axis.
+def auto_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Axes of `mesh` that the partitioner may divide arrays over, with sizes: no `shard_map` is manual over them."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return {name: size for name, size in mesh.shape.items() if types[name] != AxisType.Manual}
 
-    Inside a `shard_map` those that it is manual over are dropped too: there they are not the partitioner's.
+
+def dividing_axes(axes: Axes, size: int, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
+    """Those of `axes` that divide an array axis of this size evenly, together. Axes of size 1 are left out.
+
+    Args:
+      axes: mesh axes in order.
+      size: size of the array axis.
+      mesh_axes: sizes of the mesh axes that may be used.
     """
-    manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
-    axes = []
-    for size, entry in zip(shape, tuple(wanted) + (None,) * (len(shape) - len(wanted)), strict=True):
-        kept: list[str] = []
-        for axis in (entry,) if isinstance(entry, str) else entry or ():
-            if axis not in manual and mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0:
-                kept.append(axis)
-                size //= mesh.shape[axis]
-        axes.append(tuple(kept) if len(kept) > 1 else kept[0] if kept else None)
-    return PartitionSpec(*axes)
+    dividing: tuple[str, ...] = ()
+    for axis in as_tuple(axes):
+        if mesh_axes.get(axis, 1) > 1 and size % mesh_axes[axis] == 0:
+            dividing += (axis,)
+            size //= mesh_axes[axis]
+    return dividing
+
+
+def as_tuple(axes: Axes) -> tuple[str, ...]:
+    """The mesh axes of an entry of a `PartitionSpec`: `"fsdp"` -> `("fsdp",)`, `None` -> `()`."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def drop_uneven_axes(requested: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """`requested` without the mesh axes that do not divide their array axis, and without manual axes."""
+    mesh_axes = auto_axes(mesh)
+    entries = tuple(requested) + (None,) * (len(shape) - len(requested))
+    return PartitionSpec(
+        *(_entry(dividing_axes(entry, size, mesh_axes)) for size, entry in zip(shape, entries, strict=True))
+    )
+
+
+def _entry(axes: tuple[str, ...]) -> Axes:
+    """The canonical entry of a `PartitionSpec`: one name instead of a tuple of one."""
+    return axes if len(axes) > 1 else axes[0] if axes else None
 
 
 def shardings(boxed: PyTree, mesh: Mesh) -> PyTree:
     """Shardings of a tree of (boxed) abstract arrays, as `jax.eval_shape` of an `init` returns it."""
     specs = nn.get_partition_spec(boxed)
 
-    def place(names: PartitionSpec, value: jax.ShapeDtypeStruct) -> NamedSharding:
-        return NamedSharding(mesh, fit(spec(tuple(names)), value.shape, mesh))
+    def sharding(names: PartitionSpec, value: jax.ShapeDtypeStruct) -> NamedSharding:
+        return NamedSharding(mesh, drop_uneven_axes(spec(tuple(names)), value.shape, mesh))
 
-    return jax.tree.map(place, specs, nn.meta.unbox(boxed), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(sharding, specs, nn.meta.unbox(boxed), is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def spread(place: NamedSharding, shape: tuple[int, ...], axis: str) -> NamedSharding:
-    """`place` with an array of this shape divided over one more mesh axis: its first axis that divides evenly."""
-    mesh, entries = place.mesh, list(place.spec) + [None] * (len(shape) - len(place.spec))
+def shard_over_axis(sharding: NamedSharding, shape: tuple[int, ...], axis: str) -> NamedSharding:
+    """`sharding` with an array of this shape divided over one more mesh axis, at the first array axis it divides."""
+    mesh, entries = sharding.mesh, list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
     for i, entry in enumerate(entries):
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        ways = math.prod(mesh.shape[name] for name in names) * mesh.shape[axis]
-        if axis not in names and shape[i] % ways == 0:
+        names = as_tuple(entry)
+        shards = math.prod(mesh.shape[name] for name in names) * mesh.shape[axis]
+        if axis not in names and shape[i] % shards == 0:
             entries[i] = (*names, axis)
             return NamedSharding(mesh, PartitionSpec(*entries))
-    return place
+    return sharding
 
 
 def batch_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-    """Where a batch array `[B]` or `[B, T, ...]` goes: its rows over the data axes, its slots over the context axis."""
+    """Sharding of a batch array `[B]` or `[B, T, ...]`: rows over the data axes, slots over the context axis."""
     names = ("batch", "length", *(None,) * (len(shape) - 2))[: len(shape)]
-    return NamedSharding(mesh, fit(spec(names), shape, mesh))
+    return NamedSharding(mesh, drop_uneven_axes(spec(names), shape, mesh))
 
 
-def reader(mesh: Mesh) -> tuple[int, int]:
-    """Which rows of every batch this process reads: the i-th of n parts. Returns `(i, n)`.
+def process_part(mesh: Mesh) -> tuple[int, int]:
+    """The part `(i, n)` of every batch's rows that this process reads: number i of n equal parts.
 
-    Processes that hold the same rows (other slots of them, other parts of the model) read the same part.
+    Processes whose devices hold the same rows (other slots, or other parts of the model) read the same part.
 
     Raises:
-      ConfigError: two processes share some of their rows, and not all.
+      ConfigError: two processes share some of their rows, but not all.
     """
-    names = dict(RULES)["batch"]
-    places = [mesh.axis_names.index(name) for name in names]
-    devices = np.moveaxis(mesh.devices, places, range(len(places)))
+    names = as_tuple(dict(RULES)["batch"])
+    indices = [mesh.axis_names.index(name) for name in names]
+    devices = np.moveaxis(mesh.devices, indices, range(len(indices)))
     devices = devices.reshape(math.prod(mesh.shape[name] for name in names), -1)
-    held: dict[int, list[int]] = {}
-    for row, of_row in enumerate(devices):
-        for process in {device.process_index for device in of_row}:
-            held.setdefault(process, []).append(row)
-    parts = sorted({tuple(rows) for rows in held.values()})
+    rows_of: dict[int, list[int]] = {}
+    for row, row_devices in enumerate(devices):
+        for process in {device.process_index for device in row_devices}:
+            rows_of.setdefault(process, []).append(row)
+    parts = sorted({tuple(rows) for rows in rows_of.values()})
     if sum(map(len, parts)) != len(devices):
         raise ConfigError(
-            f"config.mesh: got {dict(mesh.shape)} on {len(held)} processes, some of which share a part of their rows, "
-            "expected all of them or none; make context x tensor a multiple or a divisor of a process's devices"
+            f"config.mesh: got {dict(mesh.shape)} on {len(rows_of)} processes, some of which share a part of their "
+            "rows, expected all of them or none; make context x tensor a multiple or a divisor of a process's devices"
         )
-    return parts.index(tuple(held[jax.process_index()])), len(parts)
+    return parts.index(tuple(rows_of[jax.process_index()])), len(parts)
 
 
-def zigzag(length: int, devices: int) -> np.ndarray | None:
-    """The order of slots that gives each of `devices` parts as much of a causal mask as the others: int `[T]`.
+def zigzag_order(length: int, devices: int) -> np.ndarray | None:
+    """Order of slots that gives each device an equal share of a causal mask: int `[T]`, or None if T is not divisible.
 
-    Of 2 c equal pieces, part i gets piece i and piece 2 c - 1 - i, an early one and a late one. Slots carry their
-    positions with them, so nothing else changes. None where the pieces would not be equal.
+    The row is split into 2 c equal pieces for c devices. Device i gets piece i and piece 2 c - 1 - i, an early and a
+    late one. Slots carry their positions with them, so nothing else changes.
     """
     if length % (2 * devices):
         return None

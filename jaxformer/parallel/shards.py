@@ -1,7 +1,7 @@
-"""Code that is written per device: which mesh axes it may divide arrays over, and running it there.
+"""Per-device code under `shard_map`: which mesh axes it may divide arrays over, and running it.
 
-The partitioner divides most programs by itself. What it cannot divide well (a ring of devices, a sum over chunks) is
-written for one device's part, under `shard`.
+XLA's partitioner shards most programs by itself. What it shards badly (a ring of devices, a sum over chunks) is written
+for one device's part of the arrays and run with `shard`.
 """
 
 from __future__ import annotations
@@ -10,47 +10,38 @@ import math
 from collections.abc import Callable
 
 import jax
-from jax.sharding import AxisType
 
 from jaxformer.parallel import rules
 from jaxformer.types import PyTree
 
 
-def free() -> dict[str, int]:
-    """The axes of the current mesh, with their sizes, that no surrounding `shard` has taken over; {} without a mesh."""
+def auto_axes() -> dict[str, int]:
+    """Axes of the current mesh that no surrounding `shard_map` is manual over, with sizes; {} without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return {}
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return {name: size for name, size in mesh.shape.items() if kinds[name] != AxisType.Manual}
+    return {} if mesh.empty else rules.auto_axes(mesh)
 
 
-def alone() -> bool:
-    """Whether there is nothing to divide over: no mesh, or free axes of size 1."""
-    return math.prod(free().values()) == 1
+def is_unsharded() -> bool:
+    """True if arrays cannot be divided here: there is no mesh, or its auto axes have size 1."""
+    return math.prod(auto_axes().values()) == 1
 
 
-def inside() -> bool:
-    """Whether a surrounding `shard_map` has taken over some axes of the mesh and left others."""
-    return 0 < len(free()) < len(jax.sharding.get_abstract_mesh().axis_names)
+def is_inside_shard_map() -> bool:
+    """True inside a `shard_map` that is manual over some axes of the mesh but not all."""
+    return 0 < len(auto_axes()) < len(jax.sharding.get_abstract_mesh().axis_names)
 
 
-def parts(axes: tuple[str, ...]) -> int:
-    """Into how many parts these axes divide."""
-    sizes = free()
+def shard_count(axes: tuple[str, ...]) -> int:
+    """Number of shards of an array axis that is divided over these mesh axes."""
+    sizes = auto_axes()
     return math.prod(sizes[axis] for axis in axes)
 
 
-def fitting(name: str, size: int) -> tuple[str, ...]:
-    """The mesh axes that divide an array axis of this logical name and size evenly, as `rules.constrain` divides it."""
-    wanted = (rules.WEIGHTS | rules.ACTIVATIONS)[name]
-    kept: tuple[str, ...] = ()
-    for axis in (wanted,) if isinstance(wanted, str) else wanted or ():
-        if axis in free() and free()[axis] > 1 and size % parts((*kept, axis)) == 0:
-            kept += (axis,)
-    return kept
+def dividing_axes(name: str, size: int) -> tuple[str, ...]:
+    """Mesh axes over which `rules.constrain` divides an array axis of this logical name and size."""
+    return rules.dividing_axes((rules.WEIGHTS | rules.ACTIVATIONS)[name], size, auto_axes())
 
 
 def shard(function: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
-    """`function` on every device's part. What crosses devices, sums of gradients included, is its own business."""
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=set(free()), check_vma=False)
+    """`function` under a `shard_map` over all auto axes. It must do all communication itself, also for gradients."""
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=set(auto_axes()), check_vma=False)

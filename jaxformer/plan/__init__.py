@@ -1,14 +1,14 @@
-"""What a training step will need on devices that are not here: memory, operations, traffic, time.
+"""Predicts what a training step needs on given devices: memory, FLOPs, traffic and time. No accelerator is used.
 
     chips.py     public figures of accelerators, names of TPU slices
-    program.py   a config and a mesh -> the compiled step of training
+    program.py   config and mesh -> compiled training step
     flops.py     floating-point operations, by formula and counted
-    estimate.py  a compiled step -> memory by part, traffic, a roofline, a verdict
-    search.py    the meshes of a number of devices
+    estimate.py  compiled step -> memory by part, traffic, roofline
+    search.py    candidate meshes for a number of devices
     page.py      an estimate as text
 
-Nothing is computed and no parameter exists: the step of `train/step.py` is compiled from shapes and shardings, by the
-compiler of the TPU (libtpu, from the extra `[tpu]`) for a named slice, or else for simulated devices of this CPU.
+The step of `train/step.py` is compiled from shapes and shardings, without arrays: by the TPU's compiler (libtpu, from
+the extra `[tpu]`) for a named slice, otherwise for simulated devices of this CPU.
 """
 
 from __future__ import annotations
@@ -16,50 +16,59 @@ from __future__ import annotations
 import os
 import sys
 
-from jaxformer.config import Config, ConfigError
+from jaxformer.config import Config
+from jaxformer.errors import ConfigError
 from jaxformer.plan import chips
 
-MOST = 1024
-"""Simulated devices: each costs memory and time to start."""
+MAX_SIMULATED_DEVICES = 1024
+"""Maximum number of simulated devices. Each costs memory and startup time."""
 
 
-def run(config: Config, title: str, place: chips.Place, searching: bool) -> None:
-    """Prints the plan of `config`, or a ranking of the meshes of its devices.
+def run(config: Config, title: str, hardware: chips.Hardware, searching: bool) -> None:
+    """Prints the plan of `config`, or a ranking of meshes for its devices.
+
+    Args:
+      config: the config of the run.
+      title: first line of the output.
+      hardware: the devices to plan for.
+      searching: True to rank meshes.
 
     Raises:
-      ConfigError: there is no such plan.
+      ConfigError: the config leaves sizes open, or does not fit the devices.
     """
-    simulate(config, place)
+    simulate(config, hardware)
     from jaxformer.plan import estimate, page, program, search
 
-    where = program.devices(place, config)
+    devices = program.devices(hardware, config)
     if not searching:
-        traced = program.trace(config, program.mesh_of(config, where))
-        found = estimate.estimate(traced, program.compile(traced), place)
-        print(page.page(title, traced, found))
+        traced = program.trace(config, program.build_mesh(config, devices))
+        result = estimate.estimate(traced, program.compile(traced), hardware)
+        print(page.format_page(title, traced, result))
         return
     estimates = []
-    print(f"{title}\n  {page.where(place, len(where))}\n", flush=True)
-    for found in search.search(config, place, where):
+    print(f"{title}\n  {page.describe_hardware(hardware, len(devices))}\n", flush=True)
+    for found in search.search(config, hardware, devices):
         if isinstance(found, str):
             print(f"  left out: {found}")
             continue
         estimates.append(found)
-        print(f"  {found.compiled:6.1f} s  {page.mesh_words(found.mesh)}: {page.verdict(found)}", flush=True)
+        print(f"  {found.compile_seconds:6.1f} s  {page.format_mesh(found.mesh)}: {page.verdict(found)}", flush=True)
     if estimates:
         print("\n" + page.ranking(estimates))
 
 
-def simulate(config: Config, place: chips.Place) -> None:
-    """Lets this process have the CPU devices that the plan needs, unless jax is there already.
+def simulate(config: Config, hardware: chips.Hardware) -> None:
+    """Sets the environment so that JAX has the CPU devices of the plan; no effect if JAX is imported already.
 
     Raises:
-      ConfigError: more than can be simulated.
+      ConfigError: there are more devices than can be simulated.
     """
     if "jax" in sys.modules:
         return
-    os.environ["JAX_PLATFORMS"] = "cpu"  # an accelerator, if there is one, has nothing to do with it
-    count = 1 if place.topology else place.devices or config.mesh.devices
-    if count > MOST:
-        raise ConfigError(f"--devices: got {count}, expected at most {MOST} simulated ones; use --topology")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # an accelerator of this machine is not used
+    count = 1 if hardware.topology else hardware.devices or config.mesh.devices
+    if count > MAX_SIMULATED_DEVICES:
+        raise ConfigError(
+            f"--devices: got {count}, expected at most {MAX_SIMULATED_DEVICES} simulated ones; use --topology"
+        )
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"

@@ -1,4 +1,4 @@
-"""Accelerators that a plan can be made for: public figures, and the names of TPU slices."""
+"""Accelerators that `jaxformer plan` knows: public figures, and names of TPU slices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.registry import nearest
 
 GIB = 2**30
@@ -14,17 +14,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """What the roofline needs of one device.
+    """Figures of one device for the roofline.
 
     Attributes:
-      flops: peak of bfloat16 products with float32 sums, operations/s, without sparsity.
-      memory: bytes that a program may use; of TPUs what their compiler allows, which is a little less than is sold.
-      bandwidth: of that memory, bytes/s.
-      link: bytes/s that one network link sends, in one direction.
-      dcn: bytes/s that a device sends to other slices, over the data centre's network; of GPUs, to other hosts.
-      ring: devices that a side of a TPU slice must have for its ends to be joined; None: a switched network.
-      kind: what is joined, in words.
-      source: who says so.
+      flops: peak of bfloat16 products with float32 sums, without sparsity, in FLOP/s.
+      memory: bytes that a program may use. For TPUs this is the compiler's limit, slightly less than the total.
+      bandwidth: memory bandwidth in bytes/s.
+      link: bytes/s of one network link, in one direction.
+      dcn: bytes/s of a device to other slices, over the data centre's network; for GPUs, to other hosts.
+      ring: minimum side length of a TPU slice whose sides are closed rings; None for a switched network.
+      kind: name of the device and its network.
+      source: source of the figures.
     """
 
     flops: float
@@ -37,11 +37,10 @@ class Chip:
     source: str
 
     def network(self, sides: tuple[int, ...]) -> float:
-        """Bytes/s that a device can send in a collective along one axis of the mesh.
+        """Bytes/s that a device can send in a collective along one mesh axis.
 
-        On a torus that is two links, one in each direction of the ring; where some side of the slice is an open line,
-        its last link is the bottleneck and one counts. That a mesh axis may use several sides of a torus at once is
-        left out, as is the latency of a hop.
+        On a torus these are two links, one in each direction of the ring. If a side of the slice is not a closed ring,
+        only one counts. The model ignores that a mesh axis may use several sides at once, and the latency of hops.
         """
         if self.ring is None:
             return self.link
@@ -62,12 +61,20 @@ CHIPS: dict[str, Chip] = {
     "h100": Chip(989e12, 80e9, 3350e9, 450e9, 50e9, None, "H100 SXM, one NVLink domain", f"{NVIDIA} of the H100"),
     "h200": Chip(989e12, 141e9, 4800e9, 450e9, 50e9, None, "H200 SXM, one NVLink domain", f"{NVIDIA} of the H200"),
 }
-DEFAULT = "h100"
+DEFAULT_CHIP = "h100"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a plan's program runs: `devices` chips, of TPU slices with these sides if `topology` names one."""
+class Hardware:
+    """The devices of a plan.
+
+    Attributes:
+      chip: figures of one device.
+      devices: number of devices of all slices; None: as many as the mesh has.
+      topology: name of a TPU slice, as "v5e:16x16"; "" for simulated devices.
+      sides: sides of the slice.
+      slices: number of slices.
+    """
 
     chip: Chip
     devices: int | None
@@ -77,22 +84,23 @@ class Place:
 
     @property
     def network(self) -> float:
+        """Bytes/s that a device can send along one mesh axis."""
         return self.chip.network(self.sides)
 
 
-def place(topology: str, chip: str, devices: int | None, slices: int = 1) -> Place:
-    """What `--topology` (of one slice), `--chip` and `--devices` (of all `slices`) mean together.
+def parse_hardware(topology: str, chip: str, devices: int | None, slices: int = 1) -> Hardware:
+    """The hardware of the flags `--topology` (of one slice), `--chip` and `--devices` (of all `slices`).
 
     Raises:
-      ConfigError: an unknown name, or numbers of devices that contradict each other.
+      ConfigError: a name is unknown, or the numbers of devices differ.
     """
     if not topology:
-        name = chip or DEFAULT
+        name = chip or DEFAULT_CHIP
         if name not in CHIPS:
-            raise ConfigError(f"--chip: got {name!a}, expected one of {', '.join(CHIPS)}{nearest(name, CHIPS)}")
-        return Place(CHIPS[name], devices, slices=slices)
+            raise ConfigError(f"--chip: got {name!a}, expected one of {', '.join(CHIPS)}{nearest(name, tuple(CHIPS))}")
+        return Hardware(CHIPS[name], devices, slices=slices)
     name, _, shape = topology.partition(":")
-    known = [each for each, found in CHIPS.items() if found.ring is not None]
+    known = [key for key, known_chip in CHIPS.items() if known_chip.ring is not None]
     if name not in known or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         example = "v5p:4x4x8" if name == "v5p" else "v5e:16x16"
         raise ConfigError(
@@ -105,4 +113,4 @@ def place(topology: str, chip: str, devices: int | None, slices: int = 1) -> Pla
         raise ConfigError(f"--devices: got {devices}, expected {count}, those of --topology={topology}{times}")
     if chip and chip != name:
         raise ConfigError(f"--chip: got {chip!a}, expected {name}, that of --topology={topology}; leave it out")
-    return Place(CHIPS[name], count, topology, sides, slices)
+    return Hardware(CHIPS[name], count, topology, sides, slices)

@@ -1,24 +1,23 @@
-"""Floating-point operations of a training step: by a formula, and counted in the program.
+"""Floating-point operations of a training step: by formula, and counted in the program.
 
-The formula is that of Chowdhery et al. 2022 (PaLM: Scaling Language Modeling with Pathways), appendix B: a token costs
+The formula is from Chowdhery et al. 2022 (PaLM: Scaling Language Modeling with Pathways), appendix B. A token costs
 
     6 N + 12 L H Q T
 
-with N parameters, L layers, H heads of width Q and T keys: 2 N forward and 4 N backward, and 4 H Q T a layer for the
-products of queries with keys and of weights with values, three times as much with their gradients. T is the length of
-the row: causal attention counts whole, and so do keys that a window hides. Model FLOPs and MFU count these
-(`flops_per_token`), so they can be compared with published ones.
+FLOPs, with N parameters, L layers, H heads of width Q and T keys. 2 N are forward and 4 N backward. The products of
+queries with keys and of weights with values are 4 H Q T per layer, and three times that with their gradients. T is the
+row length, with masked keys. `flops_per_token` and MFU use this formula, like published figures.
 
-N counts the parameters that a token is multiplied with: kernels, the output head (tied or not), and of experts those
-that the token is sent to. It leaves out biases, norms, tables that are looked up, and what acts on positions only.
+N counts the parameters that a token is multiplied with: kernels, the output head (tied or not), and the experts that
+the token is routed to. It leaves out biases, norms, embedding look-ups, and kernels that act on positions only.
 
-`flops_per_token_visible` has the same N, and of the keys only those that the mask leaves visible.
+`flops_per_token_visible` has the same N, and counts only the keys that the mask leaves visible.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.extend import core
@@ -30,19 +29,20 @@ FORMULA_VISIBLE = "the same over visible keys only: not what MFU counts"
 
 
 def matmul_parameters(config: Config, params: Any, names: Any) -> float:
-    """N: the parameters that one token is multiplied with, each as often as it is.
+    """N: the parameters that one token is multiplied with, times the number of multiplications.
 
-    Kernels count, and a table that a tied head multiplies with. Biases, norms, looked-up tables and what acts on
-    positions only do not. Of experts those count that a token is sent to. A layer that runs once a sequence counts
-    1 / length, one that runs for both segments of a pair 2 / length.
+    Kernels count, and the embedding table of a tied head. Biases, norms, embedding look-ups and kernels on positions do
+    not. Only the experts that a token is routed to count. A layer that runs once per sequence counts 1 / length, one
+    that runs for both segments of a pair 2 / length.
 
     Args:
+      config: the config of the run.
       params: tree of shapes.
       names: tree of the logical names of their axes.
     """
     total = 0.0
     head = config.model.head
-    times = {"classes": 1, "pooled": 1, "pair": 2}  # a row
+    times = {"classes": 1, "pooled": 1, "pair": 2}  # per row
     once = times[head.kind] / config.data.length if head.kind in times else 1.0
     leaves = jax.tree.leaves_with_path(params)
     for (path, leaf), axes in zip(leaves, jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple)), strict=True):
@@ -75,17 +75,19 @@ def _is_head(config: Config, words: list[str]) -> bool:
     """True if a tied head multiplies with this part of an embedding: the one of the side that predicts, or shared."""
     if config.model.head.kind != "tokens" or not config.model.head.tied:
         return False
-    decodes = config.model.decoder is not None or config.model.recurrent_decoder is not None
+    decodes = config.model.has_decoder
     return words[0] == ("target_embed" if decodes and _embedded_sides(config) == 1 else "source_embed")
 
 
-def attention(config: Config, length: int, visible: bool = False) -> float:
+def attention_flops(config: Config, length: int, visible: bool = False) -> float:
     """12 x layers x heads x head width x keys, summed over stacks: forward once, backward twice.
 
-    Keys are all of the row, masked or not. Cross-attention counts the keys of the source. Recurrent stacks count 0.
+    Masked keys count too. Cross-attention counts the keys of the source. Recurrent stacks count 0.
 
     Args:
-      visible: count visible keys only: half of them where attention is causal, the window where there is one.
+      config: the config of the run.
+      length: row length.
+      visible: True to count visible keys only: half of them if attention is causal, the window if there is one.
     """
     model, total = config.model, 0.0
     for name in ("encoder", "decoder"):
@@ -101,7 +103,7 @@ def attention(config: Config, length: int, visible: bool = False) -> float:
 
 
 def _visible_keys(stack: StackConfig, decodes: bool, length: int) -> float:
-    """Keys of self-attention that a query sees, on average over the row and the layers."""
+    """Visible keys of self-attention per query, on average over the row and the layers."""
     own = stack.attention
     causal = decodes if stack.causal is None else stack.causal
     whole = (length + 1) / 2 if causal else length
@@ -112,38 +114,38 @@ def _visible_keys(stack: StackConfig, decodes: bool, length: int) -> float:
 
 
 def flops_per_token(config: Config, params: Any, names: Any, length: int) -> float:
-    """Model FLOPs of one token in a row of `length`, as PaLM counts them: causal attention counts whole.
+    """Model FLOPs of one token in a row of `length` as PaLM counts them, with masked keys; used for MFU.
 
-    MFU counts these. With an encoder and a decoder, a token is one position of each.
+    With an encoder and a decoder, a token is one position of each.
     """
-    return 6 * matmul_parameters(config, params, names) + attention(config, length)
+    return 6 * matmul_parameters(config, params, names) + attention_flops(config, length)
 
 
 def flops_per_token_visible(config: Config, params: Any, names: Any, length: int) -> float:
     """Model FLOPs of one token over visible keys only: at most `flops_per_token`. MFU does not count these."""
-    return 6 * matmul_parameters(config, params, names) + attention(config, length, visible=True)
+    return 6 * matmul_parameters(config, params, names) + attention_flops(config, length, visible=True)
 
 
-def counted(jaxpr: core.Jaxpr) -> float:
-    """FLOPs of all products in a program, recomputation included: 2 x (entries of the result) x (terms of a sum).
+def count_flops(jaxpr: core.Jaxpr) -> float:
+    """FLOPs of all matrix products in a program, with recomputation: 2 x (elements of the result) x (terms of a sum).
 
-    Loops count as often as they run, a branch as the longest one, what a Pallas kernel does as often as its grid has
-    points, and what runs in a `shard_map` once a device. Elementwise operations are left out.
+    The body of a loop counts once per iteration, of a Pallas kernel once per grid point, and of a `shard_map` once per
+    device. Of branches the largest counts. Elementwise operations are left out.
     """
-    return sum(_equation(each) for each in jaxpr.eqns)
+    return sum(_equation_flops(equation) for equation in jaxpr.eqns)
 
 
-def _equation(eqn: core.JaxprEqn) -> float:
+def _equation_flops(eqn: core.JaxprEqn) -> float:
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        lhs = eqn.invars[0].aval.shape
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[axis] for axis in contracted)
+        lhs = _shape(eqn.invars[0])
+        return 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(lhs[axis] for axis in contracted)
     if name.startswith("ragged_dot"):
-        m, k = eqn.invars[0].aval.shape[-2:]
-        return 2.0 * m * k * math.prod(eqn.outvars[0].aval.shape) / max(m, 1)
+        m, k = _shape(eqn.invars[0])[-2:]
+        return 2.0 * m * k * math.prod(_shape(eqn.outvars[0])) / max(m, 1)
     if name == "cond":
-        return max(counted(branch.jaxpr) for branch in params["branches"])
+        return max(count_flops(branch.jaxpr) for branch in params["branches"])
     times = 1
     if name == "scan":
         times = params["length"]
@@ -151,12 +153,17 @@ def _equation(eqn: core.JaxprEqn) -> float:
         times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     elif name == "pallas_call":
         times = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
-    return times * sum(counted(inner) for value in params.values() for inner in _jaxprs(value))
+    return times * sum(count_flops(inner) for value in params.values() for inner in _jaxprs(value))
+
+
+def _shape(variable: core.Var | core.Literal) -> tuple[int, ...]:
+    return cast(jax.ShapeDtypeStruct, variable.aval).shape  # operands of a product are arrays
 
 
 def _jaxprs(value: Any) -> list[core.Jaxpr]:
+    """The programs in a parameter of an equation."""
     if isinstance(value, core.ClosedJaxpr):
         return [value.jaxpr]
     if isinstance(value, core.Jaxpr):
         return [value]
-    return [inner for each in value for inner in _jaxprs(each)] if isinstance(value, (tuple, list)) else []
+    return [inner for item in value for inner in _jaxprs(item)] if isinstance(value, (tuple, list)) else []

@@ -1,4 +1,4 @@
-"""The step of training for devices that are not here: from a config and a mesh to a compiled program."""
+"""The compiled training step of a config on a mesh, without arrays: only shapes and shardings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +15,36 @@ from flax import linen as nn
 from jax.sharding import Mesh
 
 from jaxformer import tasks
-from jaxformer.config import Config, ConfigError
+from jaxformer.config import Config
 from jaxformer.data import packing
 from jaxformer.data.packing import Shape
+from jaxformer.errors import ConfigError
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.plan import flops
-from jaxformer.plan.chips import Place
+from jaxformer.plan.chips import Hardware
 from jaxformer.train import optim
 from jaxformer.train import step as steps
-from jaxformer.types import Batch, PyTree, Slots, Stream, TrainState
+from jaxformer.types import Array, Batch, PyTree, Slots, Stream, TrainState
 
-LEARNED = ("word", "bpe", "unigram")
-"""Tokenizers whose size is a number of the config."""
+LEARNED_TOKENIZERS = ("word", "bpe", "unigram")
+"""Kinds of tokenizer whose vocabulary size is set in the config."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A step of training, not yet compiled: shapes with their shardings, and the trace.
+    """A traced training step: shapes with their shardings, and the trace.
 
     Attributes:
-      shapes: batch shapes of the run; `shape` is the longest, for which the program is.
+      config: the config, with all sizes resolved.
+      mesh: the mesh.
+      shapes: batch shapes of the run; the program is for the last one, `shape`.
+      state: the train state, as shapes.
+      batch: the batch, as shapes.
       names: logical names of the parameters' axes.
-      counted: FLOPs of the products in it.
+      trace: the traced step, which `compile` lowers.
+      counted_flops: FLOPs of the matrix products in the program.
     """
 
     config: Config
@@ -48,7 +54,7 @@ class Program:
     batch: Batch
     names: PyTree
     trace: Any
-    counted: float
+    counted_flops: float
 
     @property
     def shape(self) -> Shape:
@@ -57,28 +63,30 @@ class Program:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says.
+    """Result of compiling a program.
 
     Attributes:
-      executable: None: the program does not fit.
-      seconds: that it took, of a core (all threads added), which other programs on the machine hardly change.
-      need: bytes, where there is no executable and the compiler says how many.
+      executable: the compiled program; None if it does not fit into the memory.
+      seconds: CPU time of the compilation over all threads, which other programs on the machine hardly change.
+      needed_bytes: memory that a program without executable would need, if the compiler reports it.
     """
 
     executable: Any
     seconds: float
-    need: float | None = None
+    needed_bytes: float | None = None
 
 
-def devices(place: Place, config: Config) -> list[jax.Device]:
-    """The chips of the slices, or simulated ones: as many as `place` or the mesh says (a -1 in it counts as 1).
+def devices(hardware: Hardware, config: Config) -> list[jax.Device]:
+    """Devices to compile for: TPU chips of the slices, or simulated devices.
+
+    Their number is that of `hardware`, or else of the mesh, in which -1 counts as 1.
 
     Raises:
-      ConfigError: there are not so many, or the TPU's compiler is not installed.
+      ConfigError: there are too few simulated devices, or the TPU's compiler is not installed.
     """
-    if place.topology:
-        return _slices(place.topology, place.slices)
-    count = place.devices or config.mesh.devices
+    if hardware.topology:
+        return _slices(hardware.topology, hardware.slices)
+    count = hardware.devices or config.mesh.devices
     simulated = jax.devices("cpu")
     if len(simulated) < count:
         raise ConfigError(f"plan: got {len(simulated)} simulated devices, expected {count}; start a fresh process")
@@ -88,16 +96,16 @@ def devices(place: Place, config: Config) -> list[jax.Device]:
 def _slices(topology: str, count: int) -> list[jax.Device]:
     from jax.experimental import topologies
 
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is taken, so no lock on it either
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is used, so none needs a lock
     for name in ("TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL", "TF_CPP_MIN_LOG_LEVEL"):
         os.environ.setdefault(name, "3")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")  # asked for, and then not used
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")  # required, but not used
     try:
         several = {"num_slices": count} if count > 1 else {}
         return list(topologies.get_topology_desc(topology, platform="tpu", **several).devices)
-    except Exception as error:  # whatever libtpu throws: that it is missing, or that it knows no such slice
+    except Exception as error:  # libtpu is missing, or does not know the slice
         words = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"--topology: got {topology!a} ({words}), expected a slice that libtpu knows; "
@@ -107,15 +115,15 @@ def _slices(topology: str, count: int) -> list[jax.Device]:
 
 
 def resolve(config: Config) -> Config:
-    """The config with the sizes that only data and tokenizer decide, as far as the config bounds them.
+    """The config with vocabulary size and number of classes filled in, without reading data.
 
     Raises:
-      ConfigError: it does not; says which option to set.
+      ConfigError: only the data decides such a size; says which field to set.
     """
     tokenizer = config.data.tokenizer
     missing = [part for part in config.model.parts if getattr(config.model, part).embed.vocab is None]
     vocab = -(-tokenizer.vocab // tokenizer.multiple) * tokenizer.multiple
-    if missing and tokenizer.kind not in LEARNED:
+    if missing and tokenizer.kind not in LEARNED_TOKENIZERS:
         raise ConfigError(
             f"config.model.{missing[0]}.embed.vocab: got None, expected a number, since only the data decides how many "
             f"tokens a {tokenizer.kind} tokenizer has; set --config.model.{missing[0]}.embed.vocab=N"
@@ -133,8 +141,8 @@ def resolve(config: Config) -> Config:
     return dataclasses.replace(config, model=model, task=task)
 
 
-def scanned(config: Config) -> Config:
-    """The config with one layer an iteration, as an accelerator runs it (simulated devices would unroll)."""
+def with_scanned_layers(config: Config) -> Config:
+    """The config with layers as a loop, as accelerators run them (the default on CPUs is unrolled)."""
     parts = {
         name: dataclasses.replace(getattr(config.model, name), unroll=1)
         for name in ("encoder", "decoder")
@@ -143,19 +151,20 @@ def scanned(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **parts))
 
 
-def shapes_of(config: Config, mesh: Mesh) -> list[Shape]:
-    """The batch shapes that the pipeline will make, shortest first."""
+def batch_shapes(config: Config, mesh: Mesh) -> list[Shape]:
+    """The batch shapes of the run's pipeline, shortest first."""
     data = config.data
     lengths = {data.length, *(data.buckets if data.packing == "none" else ())}
     multiple = meshes.row_multiple(mesh.shape, config.model) * config.train.accumulation
     return packing.shapes(lengths, data.batch, data.tokens, multiple)
 
 
-def batch_of(config: Config, mesh: Mesh, shape: Shape) -> Batch:
-    """A batch without values: what `step.place` puts on the mesh."""
+def abstract_batch(config: Config, mesh: Mesh, shape: Shape) -> Batch:
+    """A batch as shapes with shardings, like those of `step.shard_batch`."""
 
-    def array(size: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(size, dtype, sharding=rules.batch_sharding(mesh, size))
+    def array(size: tuple[int, ...], dtype: Any) -> Array:
+        shape = jax.ShapeDtypeStruct(size, dtype, sharding=rules.batch_sharding(mesh, size))
+        return cast(Array, shape)  # a batch of shapes, as tracing takes it
 
     ids = array(tuple(shape), jnp.int32)
     stream = Stream(ids, Slots(ids, ids))
@@ -171,27 +180,27 @@ def batch_of(config: Config, mesh: Mesh, shape: Shape) -> Batch:
 
 
 def trace(config: Config, mesh: Mesh) -> Program:
-    """The step of training, traced for `mesh`, at the longest batch shape.
+    """Traces the training step for `mesh`, at the longest batch shape.
 
     Raises:
-      ConfigError: the config leaves a size open, or does not fit the mesh.
+      ConfigError: a size of the config is open, or the config does not fit the mesh.
     """
-    config = scanned(resolve(config))
+    config = with_scanned_layers(resolve(config))
     task = tasks.get(config.task.name)
-    shapes = shapes_of(config, mesh)
+    shapes = batch_shapes(config, mesh)
     with jax.set_mesh(mesh):
         module = build.build(config.model)
-        schedule = optim.schedule(config.schedule, config.train.steps, build.width(config.model))
+        schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
         params, names = nn.meta.unbox(build.shapes(module))["params"], build.logical_names(module)
         optimizer = optim.optimizer(config.optimizer, schedule, params, names)
-        state = steps.abstract(config, module, optimizer, mesh)
-        batch = batch_of(config, mesh, shapes[-1])
-        traced = steps.make(config, module, task, optimizer, schedule, mesh).trace(state, batch)
-    return Program(config, mesh, shapes, state, batch, names, traced, flops.counted(traced.jaxpr.jaxpr))
+        state = steps.abstract_state(config, module, optimizer, mesh)
+        batch = abstract_batch(config, mesh, shapes[-1])
+        traced = steps.make_train_step(config, module, task, optimizer, schedule, mesh).trace(state, batch)
+    return Program(config, mesh, shapes, state, batch, names, traced, flops.count_flops(traced.jaxpr.jaxpr))
 
 
 def compile(program: Program) -> Compiled:
-    """Compiles a program; one that the compiler refuses for lack of memory has no executable."""
+    """Compiles a program. The result has no executable if the program does not fit into the memory."""
     begun = time.process_time()
     try:
         with jax.set_mesh(program.mesh):
@@ -199,16 +208,16 @@ def compile(program: Program) -> Compiled:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Compiled(None, time.process_time() - begun, needed(str(error)))
+        return Compiled(None, time.process_time() - begun, parse_needed_bytes(str(error)))
     return Compiled(executable, time.process_time() - begun)
 
 
-def needed(message: str) -> float | None:
-    """Bytes that a program would need, from the TPU compiler's refusal, in either of its wordings."""
-    found = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT]?)(?: of|\) exceeds)", message)
-    return float(found[1]) * 1024 ** " KMGT".index(found[2] or " ") if found else None
+def parse_needed_bytes(message: str) -> float | None:
+    """Bytes that a program needs, from the TPU compiler's out-of-memory error, in either of its wordings."""
+    match = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT]?)(?: of|\) exceeds)", message)
+    return float(match[1]) * 1024 ** " KMGT".index(match[2] or " ") if match else None
 
 
-def mesh_of(config: Config, where: list[jax.Device]) -> Mesh:
-    """The mesh. One slice, and simulated devices, which know of none, stand in for as many as the config has."""
-    return meshes.make(config.mesh if meshes.slices(where) > 1 else meshes.joined(config.mesh), where)
+def build_mesh(config: Config, chips: list[jax.Device]) -> Mesh:
+    """The mesh of `config` on these devices. Simulated devices have no slices: axes are at full length."""
+    return meshes.make(config.mesh if meshes.count_slices(chips) > 1 else meshes.merge_slices(config.mesh), chips)

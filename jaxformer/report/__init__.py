@@ -1,72 +1,72 @@
-"""Metrics and results as something to look at: `report.html`, one page that needs nothing else, and `loss.png`.
+"""Reports of runs: `report.html`, one page that loads nothing, and `loss.png`; and a run as text (`inspection`).
 
-Both are made from the files of a workdir alone, so a page can be written while the run goes on, after it was killed,
-or on another machine. What is missing or damaged is said on the page.
+They are made from the files of a workdir, so a page can be written while the run continues, after it was killed, or on
+another machine. The page names missing and damaged files.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
-from jaxformer import files, redaction
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.report import figures, page, runs
+from jaxformer.runtime import files, secrets
 
-__all__ = ["finish", "write"]
+__all__ = ["write", "write_after_training"]
 
 
 def write(workdirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str] = "") -> Path:
-    """Writes a page, and the picture of the losses beside it.
+    """Writes a page, and a figure of the losses beside it.
 
-    Of one run they are `report.html` and `loss.png` in its workdir. Of several they compare the runs, and are
-    `comparison.html` and `comparison.png` in the folder that holds them all: no run's own page is replaced.
+    One run gets `report.html` and `loss.png` in its workdir. Several runs get `comparison.html` and `comparison.png`
+    in the nearest common parent directory, so that no run's own page is replaced.
 
     Args:
-      output: another place for the page, a file that ends in .html; the picture has the same name with .png.
+      output: another path for the page, which ends in .html; the figure has the same name with .png.
 
     Returns:
       The path of the page.
 
     Raises:
-      ConfigError: no workdir is given, one of them is not a folder, or the page cannot be written there.
+      ConfigError: there is no workdir, one of them is not a directory, or the page cannot be written.
     """
     if not workdirs:
         raise ConfigError("report: got no workdir, expected at least one; give --workdir=DIR")
-    found = runs.read(workdirs)
-    target, picture = _places(found, output)
+    read_runs = runs.read(workdirs)
+    target, picture = _output_paths(read_runs, output)
     try:
-        files.write(picture, figures.png(figures.loss(found, figures.PRINT)))
-        files.write(target, page.render(found))
+        files.write_atomic(picture, figures.png(figures.loss(read_runs, figures.PRINT_INK)))
+        files.write_atomic(target, page.render(read_runs))
     except OSError as error:
         got = f"{target}: got {error.strerror or error}"
         raise ConfigError(f"{got}, expected to write the page there; give --output=FILE.html") from error
     return target
 
 
-def _places(found: Sequence[runs.Run], output: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Where the page and the picture go."""
+def _output_paths(read_runs: Sequence[runs.Run], output: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Paths of the page and of the figure."""
     if output:
         target = Path(output)
         if target.suffix != ".html" or target.is_dir():
             raise ConfigError(f"--output: got {str(output)!a}, expected a file that ends in .html")
         return target, target.with_suffix(".png")
-    if len(found) == 1:
-        return found[0].workdir / "report.html", found[0].workdir / "loss.png"
-    folder = Path(os.path.commonpath([run.workdir.parent for run in found]))
+    if len(read_runs) == 1:
+        return read_runs[0].workdir / "report.html", read_runs[0].workdir / "loss.png"
+    folder = Path(os.path.commonpath([run.workdir.parent for run in read_runs]))
     return folder / "comparison.html", folder / "comparison.png"
 
 
-def finish(workdir: str | os.PathLike[str]) -> None:
-    """`write` at the end of a training: by its first process only, and never the reason that a finished run fails."""
-    from jaxformer.parallel import distributed  # brings in jax, which the rest of a report does without
+def write_after_training(workdir: str | os.PathLike[str]) -> None:
+    """Writes the page of a finished run, in its first process only. A failure is a warning: the run itself is saved."""
+    from jaxformer.parallel import distributed  # imports jax, which the rest of a report does not need
 
-    if not distributed.first():
+    if not distributed.is_first_process():
         return
     try:
         print(f"report in {write([workdir])}", file=sys.stderr)
-    except Exception as error:  # whatever goes wrong with pictures: the run itself is done and saved
-        words = redaction.text(" ".join(str(error).split()))
+    except Exception as error:  # figures and pages may fail in many ways, and none may fail the run
+        words = secrets.redact(" ".join(str(error).split()))
         print(f"warning: no report ({type(error).__name__}: {words}); see jaxformer report", file=sys.stderr)

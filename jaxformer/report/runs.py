@@ -1,4 +1,4 @@
-"""A workdir read back, whatever of it there is."""
+"""Runs read from the files of their workdirs; missing and damaged files become notes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from jaxformer import files, overrides, redaction, results
-from jaxformer.config import Config, ConfigError
+from jaxformer.config import Config, overrides
+from jaxformer.errors import ConfigError
+from jaxformer.runtime import files, secrets
+from jaxformer.train import results
 
 
 @dataclass
@@ -20,20 +22,23 @@ class Run:
     """One run, from its files.
 
     Attributes:
-      name: the folder's name, longer where two would be the same.
-      config: what `config.json` says; empty if unreadable. `typed` is the same past the door, where it still fits.
-      rows: of `metrics.jsonl`, by split, in the order of their steps.
-      result: the last measures, from `result.json`; empty while the run goes on.
-      evaluations: content of `eval-<split>.json`, by split.
-      samples: decoded examples by what they are of: "step 400", "test".
+      name: of the directory, with parents if two runs would have the same name.
+      workdir: the directory.
+      raw_config: content of `config.json`; empty if unreadable.
+      config: the same as a checked `Config`; None if it does not fit this version.
+      environment: content of `environment.json`.
+      rows: of `metrics.jsonl` by split, in the order of their steps.
+      result: the last measures, from `result.json`; empty while the run continues.
+      evaluations: content of `eval-<split>.json` by split.
+      samples: decoded examples by source: "step 400", "test".
       parameters: text of `parameters.txt`.
-      notes: what is missing or could not be read, a line each.
+      notes: a line for each missing or unreadable file.
     """
 
     name: str
     workdir: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    typed: Config | None = None
+    raw_config: dict[str, Any] = field(default_factory=dict)
+    config: Config | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
@@ -43,9 +48,10 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def series(self, split: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps [n] and values [n] of a measure; NaN where it was not a finite number, nothing where not measured."""
-        found = [(row["step"], number(row[name])) for row in self.rows.get(split, []) if name in row]
-        return np.array([step for step, _ in found], np.float64), np.array([value for _, value in found], np.float64)
+        """Steps [n] and values [n] of a measure where it was measured; NaN if it was not a finite number."""
+        rows = [row for row in self.rows.get(split, []) if name in row]
+        steps = np.array([row["step"] for row in rows], np.float64)
+        return steps, np.array([as_float(row[name]) for row in rows], np.float64)
 
     def measures(self, split: str) -> list[str]:
         """Names of the measures of a split, in the order of their first appearance."""
@@ -54,26 +60,26 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that anything is known of."""
+        """The last step of any row."""
         return max((row["step"] for rows in self.rows.values() for row in rows), default=0)
 
     @property
     def parameter_count(self) -> int | None:
-        """Entries of all parameters, from the last line of `parameters.txt`."""
-        found = re.search(r"of ([\d,]+) entries decay\s*$", self.parameters)
-        return int(found[1].replace(",", "")) if found else None
+        """Number of parameter entries, from the last line of `parameters.txt`."""
+        match = re.search(r"of ([\d,]+) entries decay\s*$", self.parameters)
+        return int(match[1].replace(",", "")) if match else None
 
     @property
     def training_seconds(self) -> float:
-        """About how long the steps took, evaluation and saving left out: steps of each report over their rate."""
+        """Approximate time of all steps without evaluation and saving: steps of each report over their rate."""
         steps, rates = self.series("train", "steps_per_second")
         done = np.diff(steps, prepend=0.0)
         usable = np.isfinite(rates) & (rates > 0)
         return float(np.sum(done[usable] / rates[usable]))
 
     def best(self) -> tuple[str, float, int] | None:
-        """The validation measure that the best checkpoint is chosen by: its name, best value and step."""
-        keep = self.typed.checkpoint if self.typed else None
+        """Name, best value and step of the validation measure by which the best checkpoint is chosen."""
+        keep = self.config.checkpoint if self.config else None
         name, mode = (keep.metric, keep.mode) if keep else ("loss", "min")
         steps, values = self.series("validation", name)
         if not np.isfinite(values).any():
@@ -82,28 +88,28 @@ class Run:
         return name, float(values[index]), int(steps[index])
 
     def last(self, split: str, name: str) -> float:
-        """The last value of a measure; NaN where there is none."""
+        """The last value of a measure; NaN if there is none."""
         _, values = self.series(split, name)
         return float(values[-1]) if values.size else math.nan
 
 
-def number(value: Any) -> float:
-    """A JSON value as a number; NaN if it is none (`null` is how a value that is not finite is written)."""
+def as_float(value: Any) -> float:
+    """A JSON value as a number; NaN if it is none (values that are not finite are written as `null`)."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 
 def read(workdirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
-    """The runs in `workdirs`, each once, with names that differ.
+    """The runs in `workdirs`, without duplicates, with distinct names.
 
     Raises:
       ConfigError: one of them is not a folder.
     """
-    paths = list(dict.fromkeys(Path(each).absolute().resolve() for each in workdirs))
+    paths = list(dict.fromkeys(Path(workdir).absolute().resolve() for workdir in workdirs))
     for path in paths:
         if not path.is_dir():
-            what = "a file" if path.exists() else "nothing there"
-            raise ConfigError(f"{path}: got {what}, expected the workdir of a run; check --workdir")
-    return [_run(path, redaction.text(name)) for path, name in zip(paths, _names(paths), strict=True)]
+            got = "a file" if path.exists() else "nothing there"
+            raise ConfigError(f"{path}: got {got}, expected the workdir of a run; check --workdir")
+    return [_read_run(path, secrets.redact(name)) for path, name in zip(paths, _names(paths), strict=True)]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -114,27 +120,27 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _run(workdir: Path, name: str) -> Run:
+def _read_run(workdir: Path, name: str) -> Run:
     run = Run(name, workdir)
-    run.config = _json(run, "config.json", dict)
-    if run.config:
+    run.raw_config = _read_json(run, "config.json", dict)
+    if run.raw_config:
         try:
-            run.typed = overrides.read(workdir)
+            run.config = overrides.read(workdir)
         except ConfigError as error:
-            run.notes.append(f"config.json does not fit this version: {redaction.text(str(error))}")
-    run.environment = _json(run, "environment.json", dict)
-    _metrics(run)
-    if (workdir / results.NAME).exists():
-        _result(run)
+            run.notes.append(f"config.json does not fit this version: {secrets.redact(str(error))}")
+    run.environment = _read_json(run, "environment.json", dict)
+    _read_metrics(run)
+    if (workdir / results.FILE_NAME).exists():
+        _read_result(run)
     else:
         run.notes.append("no result.json: the run is not finished")
     for path in sorted(workdir.glob("eval-*.json")):
-        run.evaluations[path.stem.removeprefix("eval-")] = _json(run, path.name, dict)
+        run.evaluations[path.stem.removeprefix("eval-")] = _read_json(run, path.name, dict)
     if not run.evaluations:
         run.notes.append("no eval-<split>.json: evaluated on no split since; see jaxformer evaluate")
     for path in sorted((workdir / "samples").glob("*.json"), key=_sample_order):
-        records = _json(run, f"samples/{path.name}", list)
-        run.samples[path.stem.replace("step-", "step ")] = [each for each in records if isinstance(each, dict)]
+        records = _read_json(run, f"samples/{path.name}", list)
+        run.samples[path.stem.replace("step-", "step ")] = [record for record in records if isinstance(record, dict)]
     try:
         run.parameters = (workdir / "parameters.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -142,14 +148,14 @@ def _run(workdir: Path, name: str) -> Run:
     return run
 
 
-def _result(run: Run) -> None:
-    """Fills in `result`, if it is that of the run's config at its last step."""
-    found = _json(run, results.NAME, dict)
-    stale = results.problem(found, run.typed) if found and run.typed else ""
-    if stale:
-        run.notes.append(f"{results.NAME} is out of date ({stale}), left out: the run is not finished")
+def _read_result(run: Run) -> None:
+    """Fills in `result` if it belongs to the last step of the run's config."""
+    result = _read_json(run, results.FILE_NAME, dict)
+    mismatch = results.mismatch(result, run.config) if result and run.config else ""
+    if mismatch:
+        run.notes.append(f"{results.FILE_NAME} is out of date ({mismatch}), left out: the run is not finished")
     else:
-        run.result = found
+        run.result = result
 
 
 def _sample_order(path: Path) -> tuple[bool, int, str]:
@@ -158,59 +164,59 @@ def _sample_order(path: Path) -> tuple[bool, int, str]:
     return (True, -int(step), "") if step != path.stem and step.isdecimal() else (False, 0, path.stem)
 
 
-def _json(run: Run, name: str, kind: type) -> Any:
-    """The content of a file without its secrets; an empty `kind`, and a note, where that cannot be had."""
+def _read_json(run: Run, name: str, value_type: type) -> Any:
+    """The content of a file without its secrets; an empty `value_type` and a note if it cannot be read."""
     try:
-        return redaction.tree(files.read_json(run.workdir / name, kind))
+        return secrets.redact_json(files.read_json(run.workdir / name, value_type))
     except FileNotFoundError:
         run.notes.append(f"no {name}")
     except ConfigError as error:
-        run.notes.append(f"{name} cannot be read: {redaction.text(str(error))}")
-    return kind()
+        run.notes.append(f"{name} cannot be read: {secrets.redact(str(error))}")
+    return value_type()
 
 
-def _metrics(run: Run) -> None:
-    """Fills in `rows`. The last line may be torn: the run may be writing it, or was killed while it did."""
+def _read_metrics(run: Run) -> None:
+    """Fills in `rows`. The last line may be incomplete: the run is writing it, or was killed."""
     try:
         lines = (run.workdir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         run.notes.append("no metrics.jsonl: no curves")
         return
-    held: dict[tuple[str, int], dict[str, Any]] = {}
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
     torn = []
     for index, line in enumerate(lines):
-        row = files.metrics_row(line)
+        row = files.parse_metrics_row(line)
         if row is None:
             torn.append(index)
         else:
-            held[row["split"], row["step"]] = row  # a step that comes twice counts as it came last
-    for (split, _), row in sorted(held.items()):
+            rows[row["split"], row["step"]] = row  # the last row of a step that was repeated
+    for (split, _), row in sorted(rows.items()):
         run.rows.setdefault(split, []).append(row)
     if torn == [len(lines) - 1]:
         run.notes.append("metrics.jsonl: the last line is torn, left out")
     elif torn:
         which = f"the first is line {torn[0] + 1}"
         run.notes.append(f"metrics.jsonl: {len(torn)} of {len(lines)} lines cannot be read, left out; {which}")
-    if not held:
+    if not rows:
         run.notes.append("metrics.jsonl: nothing in it, no curves")
 
 
 def signatures(run: Run, split: str) -> dict[str, str]:
-    """What exactly the scores of a split are: as the evaluation says, else as this installation would score."""
+    """Exact definitions of the scores of a split: those of the evaluation, else those of this installation."""
     written = run.evaluations[split].get("signatures")
     if isinstance(written, dict):
         return {str(name): str(text) for name, text in written.items()}
-    if run.typed is None:
+    if run.config is None:
         return {}
-    from jaxformer import tasks  # brings in jax, which the rest of a report does without
+    from jaxformer import tasks  # imports jax, which the rest of a report does not need
 
-    return tasks.get(run.typed.task.name).signatures(run.typed)
+    return tasks.get(run.config.task.name).score_signatures(run.config)
 
 
-def flat(config: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """A nested dict by dotted paths; an empty dict is a value."""
-    out: dict[str, Any] = {}
-    for name, value in config.items():
-        here = f"{path}.{name}" if path else name
-        out.update(flat(value, here) if isinstance(value, dict) and value else {here: value})
-    return out
+def flatten(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """The values of a nested dict by dotted path; an empty dict is a value."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        full_path = f"{path}.{name}" if path else name
+        values.update(flatten(value, full_path) if isinstance(value, dict) and value else {full_path: value})
+    return values

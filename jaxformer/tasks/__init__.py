@@ -1,78 +1,154 @@
-"""What a model is trained to do. One file a task, each defining `TASK`."""
+"""Tasks: what a model is trained to do, and how it is used afterwards. Each file of this folder defines one `TASK`.
+
+A task is one file. It holds the fields of its examples, the features made of them, loss and metrics, the prediction
+from lines of text, scores, and the head and sides that a model needs for it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxformer import registry
-from jaxformer.config import Config, ConfigError
-from jaxformer.types import Array, Batch, Sums
-
-if TYPE_CHECKING:
-    from jaxformer.data.sources import Example
+from jaxformer.config import Config, DecodeConfig
+from jaxformer.data.sources import Example
+from jaxformer.data.tokenizers import PairTemplate, Tokenizers
+from jaxformer.decode.runner import Runner
+from jaxformer.errors import ConfigError
+from jaxformer.types import Batch, Sums
 
 Features = Mapping[str, np.ndarray]
-"""One encoded example. int32 `source` [n] and `target` [m] (decoder input), optional `kind` [n] (source token types),
-`segment` [n] (1 and up, ascending; without it all of an example is one), `labels` [m] or [n] or [] (float32 if they are
-scores) and float32 `weights` of the same shape. The pipeline pads and stacks these into a `Batch`.
+"""An encoded example or prompt: arrays by name. The pipeline pads and stacks them into a `Batch`.
 
-Two more are counted and never stacked: `cut` [], how many tokens `data.length` cut off (absent where none), and
-`unread` [k], the labels that no slot carries (tags of words that were cut off)."""
+int32 "source" [n] and "target" [m] (the decoder's input), optional "token_type" [n] of the source, and "segment" [n]:
+1 and up, ascending; without it the example is one segment. "labels" are [m], [n] or [], float32 if they are scores, and
+"weights" are float32 of the same shape.
+
+Two more are counted and never stacked: "cut" [] is the number of tokens beyond `data.length`, absent if there are none.
+"unread" [k] holds the labels that no slot carries (tags of words that were cut off)."""
+
+
+class Framing(Protocol):
+    """Text to features: tokenizers, and the special tokens that the model was trained with.
+
+    `jaxformer.framing` has the framing of runs, `jaxformer.hf.framing` that of imported models.
+    """
+
+    @property
+    def tokenizers(self) -> Tokenizers:
+        """Tokenizers of source and target."""
+        ...
+
+    @property
+    def pairing(self) -> PairTemplate:
+        """Special tokens and token types around two texts, such as a question and its context."""
+        ...
+
+    def prompt(self, line: str) -> Features:
+        """Features of an input line, without labels. "cut" is the number of tokens that were truncated."""
+        ...
+
+    def word_slots(self, line: str) -> list[int | None]:
+        """Slot in `prompt(line)` of the first token of each word (`tagging.split_words`); None: it has no token."""
+        ...
+
+    def add_decoder_input(self, features: Features) -> Features:
+        """`features` of a source, with the target that an encoder-decoder reads beside it when it does not generate."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A model that is ready for text, as tasks use it.
+
+    Attributes:
+      config: the resolved config; `config.task.classes` names the head's classes, () where only numbers are known.
+      runner: runs the module over prompts.
+      framing: makes prompts from text.
+    """
+
+    config: Config
+    runner: Runner
+    framing: Framing
+
+    def prompts(self, lines: Sequence[str]) -> list[Features]:
+        """The prompt of each line."""
+        return [self.framing.prompt(line) for line in lines]
+
+
+def _no_derived_metrics(config: Config, values: Mapping[str, float], size: Mapping[str, float]) -> dict[str, float]:
+    return dict(values)
+
+
+def _first_text(example: Example) -> str:
+    return example["source" if "source" in example else "text"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A record; functions only.
+    """Everything that distinguishes one task from another: functions and names, no state.
 
     Attributes:
-      roles: what an example must have ("source", "target", "text", "pair", "label", "tags", "question", ...).
+      roles: fields that every example has ("source", "target", "text", "pair", "label", "tags", "question", ...).
+      head: `config.model.head.kind` that the task needs.
+      sides: parts that a model may have: "encoder", "decoder", "encoder, decoder".
+      method: name of the method of `jaxformer.Model` that predicts.
+      needs: head and sides in words, for errors.
       encode: `(config, tokenizers, example, rng) -> Features`. `rng` is a numpy Generator that depends on the run's
-        seed, the epoch and the example only. Cuts to `config.data.length`, and says how much.
-      windows: `(config, tokenizers, example, rng) -> list of Features`: all of an example in as many pieces as
-        `config.data.length` needs, which evaluation measures in place of `encode`'s; None: an example is one piece.
+        seed, the epoch and the example only. Truncates to `config.data.length` and counts the truncated tokens.
+      encode_windows: `(config, tokenizers, example, rng) -> list of Features`: the complete example in as many pieces
+        as `config.data.length` needs. Evaluation measures these in place of `encode`'s; None: one piece per example.
       loss: `(config, logits, batch) -> Sums` with at least "loss", whose quotient is minimised.
       metrics: `(config, logits, batch) -> Sums`, added over the whole split in evaluation; includes "loss" without
         smoothing or regularisers, so that it compares between runs.
-      finish: `(config, values, size) -> values`: adds measures derived from the divided ones (perplexity, bits per
-        byte). `size` has the "examples", "lines", "bytes" and "words" of the text that was measured, and "labels", the
-        evaluation's sum of weights.
-      unread: `(config, labels) -> Sums` that labels without a slot add to the measures: an answer that is not given is
-        judged as well.
-      input: `(example) -> str`: the line that `prompt` and `decode` read, made of an example.
-      reference: `(config, example) -> str`: what the line made of a result is compared with by whoever looks at it.
-      prompt: `(config, tokenizers, line) -> Features` of an input line without labels, for decoding.
-      decode: `(model, lines, config.decode) -> list of results`, one a line; `model` is a `jaxformer.Model`.
-      line: `(result) -> str`: a result as one line of text output.
-      score: `(config, results, examples) -> values`: corpus measures of decoded results (BLEU, exact match).
-      scores: names of the measures that `score` may make.
-      classes: what the head's classes are, where the task says it and not the data.
-      signatures: `(config) -> name -> str`: what exactly a score is (sacreBLEU's signature), to print beside it.
-      couples: `(config) -> bool`: whether a row's loss depends on the other rows of its microbatch.
-      refuse: `(config) -> None`: raises a ConfigError where the measures cannot be made of the data's classes, which
-        the resolved config has.
+      derived_metrics: `(config, values, size) -> values`: adds metrics derived from the divided ones (perplexity, bits
+        per byte). `size` has "examples", "lines", "bytes" and "words" of the measured text, and "labels", the sum of
+        label weights.
+      unread_label_metrics: `(config, labels) -> Sums` that labels without a slot add to the metrics, so that a missing
+        answer counts as a wrong one.
+      prompt: `(config, tokenizers, line) -> Features` of an input line without labels, framed as in training.
+      predict: `(predictor, lines, options) -> results`, one per line.
+      input_line: `(example) -> str`: the line that `prompt` and `predict` read.
+      output_line: `(result) -> str`: a result as one line of text.
+      reference_line: `(config, example) -> str`: the expected output line, for people who compare.
+      score: `(config, results, examples) -> values`: corpus scores of results (BLEU, exact match).
+      score_names: names of the values that `score` may return.
+      score_signatures: `(config) -> name -> str`: exact definition of each score (sacreBLEU's signature).
+      classes: names of the head's classes, where the task fixes them; None: the data has them.
+      couples_rows: `(config) -> bool`: True if a row's loss depends on the other rows of its microbatch.
+      check: `(config) -> None`: raises a ConfigError where the metrics cannot be computed from the data's classes,
+        which the resolved config has.
+      options: frozen dataclass of the task's own settings, the type of `config.task.options`; None: it has none.
     """
 
     roles: tuple[str, ...]
-    encode: Callable[..., Features]
-    loss: Callable[[Config, Array, Batch], Sums]
-    metrics: Callable[[Config, Array, Batch], Sums]
-    finish: Callable[[Config, dict[str, float], Mapping[str, float]], dict[str, float]]
-    prompt: Callable[..., Features] | None = None
-    decode: Callable[..., list[Any]] | None = None
-    input: Callable[[Example], str] = lambda example: example["source" if "source" in example else "text"]
-    line: Callable[[Any], str] = str
-    reference: Callable[[Config, Example], str] = lambda config, example: example["target"]
-    score: Callable[..., dict[str, float]] | None = None
-    scores: tuple[str, ...] = ()
-    windows: Callable[..., list[Features]] | None = None
-    unread: Callable[[Config, np.ndarray], Sums] = lambda config, labels: {}
+    head: str
+    sides: tuple[str, ...]
+    method: str
+    needs: str
+    encode: Callable[[Config, Tokenizers, Example, np.random.Generator], Features]
+    loss: Callable[[Config, Any, Batch], Sums]
+    metrics: Callable[[Config, Any, Batch], Sums]
+    prompt: Callable[[Config, Tokenizers, str], Features]
+    predict: Callable[[Predictor, Sequence[str], DecodeConfig], Sequence[Any]]
+    derived_metrics: Callable[[Config, Mapping[str, float], Mapping[str, float]], dict[str, float]] = (
+        _no_derived_metrics
+    )
+    input_line: Callable[[Example], str] = _first_text
+    output_line: Callable[[Any], str] = str
+    reference_line: Callable[[Config, Example], str] = lambda config, example: example["target"]
+    score: Callable[[Config, Sequence[Any], Sequence[Example]], dict[str, float]] | None = None
+    score_names: tuple[str, ...] = ()
+    encode_windows: Callable[[Config, Tokenizers, Example, np.random.Generator], list[Features]] | None = None
+    unread_label_metrics: Callable[[Config, np.ndarray], Sums] = lambda config, labels: {}
     classes: tuple[str, ...] | None = None
-    signatures: Callable[[Config], dict[str, str]] = lambda config: {}
-    couples: Callable[[Config], bool] = lambda config: False
-    refuse: Callable[[Config], None] = lambda config: None
+    score_signatures: Callable[[Config], dict[str, str]] = lambda config: {}
+    couples_rows: Callable[[Config], bool] = lambda config: False
+    check: Callable[[Config], None] = lambda config: None
+    options: type | None = None
 
 
 def get(name: str) -> Task:
@@ -85,3 +161,37 @@ def get(name: str) -> Task:
         known = ", ".join(registry.names(__name__))
         raise ConfigError(f"config.task.name: got none, expected one of {known}; this model can only be called")
     return registry.member(__name__, name, "TASK")
+
+
+def fitting(config: Config) -> Task | None:
+    """The task that a model can be used for: its own, else the first with its head and sides, else with its head.
+
+    None if no task has such a head: the model only embeds text, or is only called.
+    """
+    names = [name for name in (config.task.name, *registry.names(__name__)) if name != "none"]
+    candidates = [task for task in map(get, names) if task.head == config.model.head.kind]
+    sides = ", ".join(side for side in ("encoder", "decoder") if getattr(config.model, f"has_{side}"))
+    return next((task for task in candidates if sides in task.sides), candidates[0] if candidates else None)
+
+
+def require(config: Config, *methods: str) -> None:
+    """Raises a ConfigError that names the fitting method of `jaxformer.Model`, if it is none of `methods`."""
+    task = fitting(config)
+    if task is not None and task.method in methods:
+        return
+    by_method = {task.method: task.needs for task in map(get, registry.names(__name__))}
+    expected = " or ".join(by_method[method] for method in methods)
+    got, use = ("no head for a task", "embed") if task is None else (task.needs, task.method)
+    raise ConfigError(f"model: got {got}, expected {expected} for this method; use model.{use}")
+
+
+def text_lines(lines: Sequence[str]) -> list[str]:
+    """The input as a list of strings.
+
+    Raises:
+      ConfigError: it is one string, or holds something else.
+    """
+    if isinstance(lines, (str, bytes)) or not all(isinstance(line, str) for line in lines):
+        got = type(lines).__name__ if isinstance(lines, (str, bytes)) else "other things than strings in it"
+        raise ConfigError(f"lines: got {got}, expected a list of strings; write [line]")
+    return list(lines)

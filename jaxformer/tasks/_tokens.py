@@ -1,21 +1,20 @@
-"""What the token-level tasks share: frames, shifted labels, and the sums of their loss and measures."""
+"""Shared by token-level tasks: special tokens, next-token labels, and the sums of loss and metrics."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxformer import losses, metrics
-from jaxformer.config import Config, ConfigError
+from jaxformer.config import Config
+from jaxformer.data.tokenizers import Tokenizer
+from jaxformer.errors import ConfigError
 from jaxformer.tasks import Features
-from jaxformer.types import Array, Batch, Projection, Sums
-
-if TYPE_CHECKING:
-    from jaxformer.data.tokenizers import Tokenizer
+from jaxformer.types import Array, Batch, DeferredLogits, Stream, Sums
 
 
-def required(tokenizer: Tokenizer, task: str, *roles: str) -> int:
+def required_token(tokenizer: Tokenizer, task: str, *roles: str) -> int:
     """The id of the first of these special tokens that the vocabulary has.
 
     Raises:
@@ -28,66 +27,62 @@ def required(tokenizer: Tokenizer, task: str, *roles: str) -> int:
     raise ConfigError(f"task {task}: got a tokenizer without {' or '.join(roles)} token, expected one; use another")
 
 
-def start(tokenizer: Tokenizer, task: str) -> int:
+def start_token(tokenizer: Tokenizer, task: str) -> int:
     """The token before the first: <bos>, or <eos> where a vocabulary has no other (GPT-2's)."""
-    return required(tokenizer, task, "bos", "eos")
+    return required_token(tokenizer, task, "bos", "eos")
 
 
-def known(token: int | None) -> list[int]:
-    """A special token where the vocabulary has it."""
+def existing(token: int | None) -> list[int]:
+    """A special token as a list, empty if the vocabulary lacks it."""
     return [] if token is None else [token]
 
 
-def side(config: Config) -> str:
-    """The stream that a model of one side reads: "source" of an encoder, "target" of a decoder."""
-    model = config.model
-    return "target" if model.encoder is None and model.recurrent_encoder is None else "source"
+def truncate(config: Config, tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
+    """The first `ids`, as many as fit into `config.data.length` beside <cls> and <sep>."""
+    return ids[: config.data.length - len(existing(tokenizer.cls)) - len(existing(tokenizer.sep))]
 
 
-def cut(config: Config, tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
-    """As many of `ids` as there is room for beside <cls> and <sep>."""
-    return ids[: config.data.length - len(known(tokenizer.cls)) - len(known(tokenizer.sep))]
+def input_stream(config: Config, tokens: Sequence[int], token_types: Sequence[int]) -> Features:
+    """Tokens as the stream that the model reads, with their types if the model has an embedding of types."""
+    features: dict[str, np.ndarray] = {config.model.input_side: np.asarray(tokens, np.int32)}
+    encoder = config.model.encoder_part
+    type_count = 0 if encoder is None else encoder.embed.kinds
+    if type_count:
+        features["token_type"] = np.minimum(np.asarray(token_types, np.int32), type_count - 1)
+    return features
 
 
-def streamed(config: Config, tokens: Sequence[int], kinds: Sequence[int]) -> Features:
-    """Tokens as the stream that the model reads, and their types where it tells types apart."""
-    stream, model = side(config), config.model
-    features = {stream: np.asarray(tokens, np.int32)}
-    known_kinds = 0 if stream == "target" else (model.encoder or model.recurrent_encoder).embed.kinds
-    return {**features, "kind": np.minimum(np.asarray(kinds, np.int32), known_kinds - 1)} if known_kinds else features
+def truncation(count: int) -> Features:
+    """The number of truncated tokens as the feature "cut"; no feature if it is not above 0."""
+    return {"cut": np.asarray(count, np.int32)} if count > 0 else {}
 
 
-def left_out(count: int) -> Features:
-    """How many tokens of an example were cut off, for whoever counts them; nothing where none were."""
-    return {"cut": np.int32(count)} if count > 0 else {}
+def add_special_tokens(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """`<cls> ids <sep>`, int32, leaving out special tokens that the vocabulary lacks."""
+    return np.array([*existing(tokenizer.cls), *ids, *existing(tokenizer.sep)], np.int32)
 
 
-def framed(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """`<cls> ids <sep>`, of these what the vocabulary has."""
-    return np.array([*known(tokenizer.cls), *ids, *known(tokenizer.sep)], np.int32)
-
-
-def ends(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What begins and ends a text: <cls> and <sep>, or <bos> and <eos> in their places, of these what there is."""
+def special_tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Tokens that begin and end a text: <cls> and <sep>, else <bos> and <eos>; none that the vocabulary lacks."""
     first = tokenizer.bos if tokenizer.cls is None else tokenizer.cls
     last = tokenizer.eos if tokenizer.sep is None else tokenizer.sep
-    return known(first), known(last)
+    return existing(first), existing(last)
 
 
-def shifted(ids: Sequence[int], first: int, last: int, length: int) -> Features:
-    """A decoder's input and what it has to say: `labels[t]` is the token after `target[t]`.
+def next_token_features(ids: Sequence[int], first: int, last: int, length: int) -> Features:
+    """A decoder's input with its labels: `labels[t]` is the token after `target[t]`.
 
         target   <first> ids[0] ids[1] ...  ids[n-1]
         labels   ids[0]  ids[1] ...  ids[n-1] <last>
 
-    A text of more than `length` slots is cut without `last`: the model must not learn that it ends there.
+    A text of more than `length` slots is truncated without `last`: the model must not learn that it ends there.
     """
     tokens = np.array([first, *ids[:length], last], np.int32)[: length + 1]
-    return {**_next(tokens), **left_out(len(ids) + 1 - length)}
+    return {**_next(tokens), **truncation(len(ids) + 1 - length)}
 
 
-def shifted_windows(ids: Sequence[int], first: int, last: int, length: int) -> list[Features]:
-    """The same of a whole text, in pieces of at most `length` slots: every label is in one of them, none in two."""
+def next_token_windows(ids: Sequence[int], first: int, last: int, length: int) -> list[Features]:
+    """`next_token_features` of a complete text in pieces of at most `length` slots; each label is in exactly one."""
     tokens = np.array([first, *ids, last], np.int32)
     return [_next(tokens[begin : begin + length + 1]) for begin in range(0, len(tokens) - 1, length)]
 
@@ -96,19 +91,41 @@ def _next(tokens: np.ndarray) -> Features:
     return {"target": tokens[:-1], "labels": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
 
 
-def loss(config: Config, logits: Array | Projection, batch: Batch) -> Sums:
+def labels_and_weights(batch: Batch) -> tuple[Array, Array]:
+    """The labels and weights of a batch.
+
+    Raises:
+      ConfigError: it has none: its examples were encoded as prompts.
+    """
+    if batch.labels is None or batch.weights is None:
+        raise ConfigError("batch: got no labels or no weights, expected both for a loss; encode examples, not prompts")
+    return batch.labels, batch.weights
+
+
+def read_stream(batch: Batch, side: str) -> Stream:
+    """The stream "source" or "target" of a batch.
+
+    Raises:
+      ConfigError: the batch does not have it.
+    """
+    stream = batch.source if side == "source" else batch.target
+    if stream is None:
+        raise ConfigError(f"batch: got no {side}, expected one for this model; encode its text")
+    return stream
+
+
+def token_loss(config: Config, logits: Array | DeferredLogits, batch: Batch) -> Sums:
     """The cross-entropy that training minimises, smoothing and z-loss included."""
-    task = config.task
+    task, (labels, weights) = config.task, labels_and_weights(batch)
     return {
-        "loss": losses.cross_entropy(
-            logits, batch.labels, batch.weights, task.label_smoothing, task.z_loss, classes=task.vocab
-        )
+        "loss": losses.cross_entropy(logits, labels, weights, task.label_smoothing, task.z_loss, classes=task.vocab)
     }
 
 
-def measures(config: Config, logits: Array | Projection, batch: Batch) -> Sums:
-    """The negative log likelihood (nats a token) and the share of tokens that are the likeliest."""
+def token_metrics(config: Config, logits: Array | DeferredLogits, batch: Batch) -> Sums:
+    """The negative log likelihood (nats per token) and the accuracy of the likeliest token."""
+    labels, weights = labels_and_weights(batch)
     return {
-        "loss": losses.cross_entropy(logits, batch.labels, batch.weights),
-        "accuracy": metrics.accuracy(logits, batch.labels, batch.weights),
+        "loss": losses.cross_entropy(logits, labels, weights),
+        "accuracy": metrics.accuracy(logits, labels, weights),
     }

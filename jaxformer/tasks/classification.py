@@ -2,100 +2,114 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxformer import losses, metrics
 from jaxformer.config import Config, DecodeConfig
-from jaxformer.tasks import Features, Task, _tokens
+from jaxformer.data.sources import Example
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.tasks import Features, Predictor, Task, _tokens, text_lines
 from jaxformer.types import Array, Batch, Sums
-
-if TYPE_CHECKING:
-    from jaxformer.data.sources import Example
-    from jaxformer.data.tokenizers import Tokenizers
-    from jaxformer.model import Model
 
 
 def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Features:
     """`<cls> text <sep>` (and `pair <sep>`), and the label."""
     pair = example.get("pair")
-    return {**_inputs(config, tokenizers, example["text"], pair), "labels": np.array(example["label"], np.int32)}
+    return {**_encode_texts(config, tokenizers, example["text"], pair), "labels": np.array(example["label"], np.int32)}
 
 
 def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
     """A text; after a tab, its pair."""
     text, tab, pair = line.partition("\t")
-    return _inputs(config, tokenizers, text, pair if tab else None)
+    return _encode_texts(config, tokenizers, text, pair if tab else None)
 
 
-def _inputs(config: Config, tokenizers: Tokenizers, text: str, pair: str | None) -> Features:
-    """The stream that the model has."""
+def _encode_texts(config: Config, tokenizers: Tokenizers, text: str, pair: str | None) -> Features:
+    """The framed stream of one or two texts."""
     tokenizer = tokenizers.source
-    first, last = _tokens.ends(tokenizer)
-    parts = [tokenizer.encode(part) for part in (text, pair) if part is not None]
-    room = max(config.data.length - len(first) - len(last) * len(parts), 0)
-    cut = _tokens.left_out(sum(map(len, parts)) - room)
-    parts = [[*part, *last] for part in shorten(parts, room)]
-    parts[0] = [*first, *parts[0]]
-    kinds = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    return {**_tokens.streamed(config, [token for part in parts for token in part], kinds), **cut}
+    first, last = _tokens.special_tokens_around(tokenizer)
+    parts: list[Sequence[int]] = [tokenizer.encode(part) for part in (text, pair) if part is not None]
+    max_length = max(config.data.length - len(first) - len(last) * len(parts), 0)
+    cut = _tokens.truncation(sum(map(len, parts)) - max_length)
+    framed = [[*part, *last] for part in truncate_parts(parts, max_length)]
+    framed[0] = [*first, *framed[0]]
+    token_types = np.repeat(np.arange(len(framed)), [len(part) for part in framed])
+    return {**_tokens.input_stream(config, [token for part in framed for token in part], token_types.tolist()), **cut}
 
 
-def shorten(parts: Sequence[Sequence[int]], room: int) -> list[Sequence[int]]:
-    """One or two parts cut at their ends to `room` tokens together; of two, the longer one gives way first."""
+def truncate_parts(parts: Sequence[Sequence[int]], max_length: int) -> list[Sequence[int]]:
+    """One or two parts, truncated to `max_length` tokens together; of two, the longer one loses tokens first."""
     if len(parts) == 1:
-        return [parts[0][:room]]
+        return [parts[0][:max_length]]
     first, second = parts
-    second = second[: max(room // 2, room - len(first))]
-    return [first[: room - len(second)], second]
+    second = second[: max(max_length // 2, max_length - len(first))]
+    return [first[: max_length - len(second)], second]
 
 
 def loss(config: Config, logits: Array, batch: Batch) -> Sums:
     """The cross-entropy that training minimises, smoothing and z-loss included."""
-    task = config.task
-    return {"loss": losses.cross_entropy(logits, batch.labels, batch.weights, task.label_smoothing, task.z_loss)}
+    task, (labels, weights) = config.task, _tokens.labels_and_weights(batch)
+    return {"loss": losses.cross_entropy(logits, labels, weights, task.label_smoothing, task.z_loss)}
 
 
-def measures(config: Config, logits: Array, batch: Batch) -> Sums:
-    """The negative log likelihood (nats an example), accuracy, and F1 averaged over the classes."""
-    given = (logits, batch.labels, batch.weights)
+def classification_metrics(config: Config, logits: Array, batch: Batch) -> Sums:
+    """The negative log likelihood (nats per example), accuracy, and F1 averaged over the classes."""
+    labels, weights = _tokens.labels_and_weights(batch)
     return {
-        "loss": losses.cross_entropy(*given),
-        "accuracy": metrics.accuracy(*given),
-        "macro_f1": metrics.f1(*given),
+        "loss": losses.cross_entropy(logits, labels, weights),
+        "accuracy": metrics.accuracy(logits, labels, weights),
+        "macro_f1": metrics.f1(logits, labels, weights),
     }
 
 
-def finish(config: Config, values: dict[str, float], size: Mapping[str, float]) -> dict[str, float]:
-    """Nothing to add."""
-    return values
-
-
-def text(example: Example) -> str:
+def input_line(example: Example) -> str:
     """The text, and after a tab its pair, if it has one. Tabs inside the text become blanks."""
     pair = example.get("pair")
     return example["text"].replace("\t", " ") + ("" if pair is None else "\t" + pair)
 
 
-def decode(model: Model, lines: Sequence[str], config: DecodeConfig) -> list[dict[str, Any]]:
-    """For each line `{"label", "probability", "probabilities"}`."""
-    return model.classify(lines)
+def class_names(config: Config, count: int) -> tuple[str, ...]:
+    """Names of the head's `count` classes; numbers if the config has no names."""
+    return config.task.classes or tuple(map(str, range(count)))
 
 
-def line(result: Mapping[str, Any]) -> str:
+def probabilities(logits: Array, batch: Batch) -> Array:
+    """The softmax over classes, part of the compiled forward pass."""
+    return jax.nn.softmax(logits, axis=-1)
+
+
+def predict(predictor: Predictor, lines: Sequence[str], options: DecodeConfig) -> list[dict[str, Any]]:
+    """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels."""
+    prompts = predictor.prompts(text_lines(lines))
+    results: list[dict[str, Any]] = [{} for _ in prompts]
+    for indices, _, outputs in predictor.runner.forward(prompts, finish=probabilities):
+        for index, probs in zip(indices, outputs, strict=True):
+            names, best = class_names(predictor.config, len(probs)), int(probs.argmax())
+            by_name = dict(zip(names, map(float, probs), strict=True))
+            results[index] = {"label": names[best], "probability": float(probs[best]), "probabilities": by_name}
+    return results
+
+
+def output_line(result: Mapping[str, Any]) -> str:
     """The likeliest class and its probability, with a tab between them."""
     return f"{result['label']}\t{result['probability']:.4f}"
 
 
 TASK = Task(
     roles=("text", "label"),
+    head="classes",
+    sides=("encoder", "decoder"),
+    method="classify",
+    needs="a head of classes",
     encode=encode,
     loss=loss,
-    metrics=measures,
-    finish=finish,
-    input=text,
+    metrics=classification_metrics,
+    input_line=input_line,
     prompt=prompt,
-    decode=decode,
-    line=line,
+    predict=predict,
+    output_line=output_line,
 )

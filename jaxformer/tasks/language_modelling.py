@@ -1,19 +1,16 @@
-"""Text, one token after the other: p(text) = prod_t p(token t | the tokens before it)."""
+"""Language modelling, one token after the other: p(text) = prod_t p(token t | tokens before it)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from jaxformer import metrics
-from jaxformer.config import Config, DecodeConfig
-from jaxformer.tasks import Features, Task, _tokens
-
-if TYPE_CHECKING:
-    from jaxformer.data.sources import Example
-    from jaxformer.data.tokenizers import Tokenizers
-    from jaxformer.model import Model
+from jaxformer.config import Config
+from jaxformer.data.sources import Example
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.tasks import Features, Task, _generation, _tokens
 
 NAME = "language_modelling"
 
@@ -23,35 +20,37 @@ def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.ran
 
     With packing "concat" the pipeline cuts the same labels, those of all texts in a row, into rows itself.
     """
-    return _tokens.shifted(*_labelled(tokenizers, example), config.data.length)
+    return _tokens.next_token_features(*_ids_and_ends(tokenizers, example), config.data.length)
 
 
-def windows(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> list[Features]:
-    """One text as many rows as it takes: what is measured is the likelihood of all of it.
+def encode_windows(
+    config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator
+) -> list[Features]:
+    """One text as many rows as it takes, so that the likelihood of the complete text is measured.
 
     A row sees nothing of the row before, as with packing "concat".
     """
-    return _tokens.shifted_windows(*_labelled(tokenizers, example), config.data.length)
+    return _tokens.next_token_windows(*_ids_and_ends(tokenizers, example), config.data.length)
 
 
-def _labelled(tokenizers: Tokenizers, example: Example) -> tuple[list[int], int, int]:
+def _ids_and_ends(tokenizers: Tokenizers, example: Example) -> tuple[list[int], int, int]:
     """The ids of a text, the token before it and the one after it."""
     tokenizer = tokenizers.target
-    first, last = _tokens.start(tokenizer, NAME), _tokens.required(tokenizer, NAME, "eos", "sep")
+    first, last = _tokens.start_token(tokenizer, NAME), _tokens.required_token(tokenizer, NAME, "eos", "sep")
     return tokenizer.encode(example["text"]), first, last
 
 
 def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
-    """`<bos> ids`: what the model continues."""
+    """`<bos> ids`, which the model continues."""
     tokenizer = tokenizers.target
-    return {"target": np.array([_tokens.start(tokenizer, NAME), *tokenizer.encode(line)], np.int32)}
+    return {"target": np.array([_tokens.start_token(tokenizer, NAME), *tokenizer.encode(line)], np.int32)}
 
 
-def finish(config: Config, values: dict[str, float], size: Mapping[str, float]) -> dict[str, float]:
-    """Adds three perplexities of the same likelihood, that of all the text, which differ by what they are divided by.
+def derived_metrics(config: Config, values: Mapping[str, float], size: Mapping[str, float]) -> dict[str, float]:
+    """Adds three perplexities of the complete text, which differ by the unit that they are averaged over.
 
-    `perplexity` is per token; `word_perplexity` per word, line ends counted as words, as the literature on WikiText
-    and Penn Treebank does; `bits_per_byte` per UTF-8 byte, the only one that compares between tokenizers.
+    `perplexity` is per token. `word_perplexity` is per word, line ends counted as words, as in the literature on
+    WikiText and Penn Treebank. `bits_per_byte` is per UTF-8 byte, the only one that compares between tokenizers.
     """
     nats = values["loss"] * size["labels"]
     return {
@@ -62,24 +61,23 @@ def finish(config: Config, values: dict[str, float], size: Mapping[str, float]) 
     }
 
 
-def decode(model: Model, lines: Sequence[str], config: DecodeConfig) -> list[str]:
-    """A continuation of each line, without the line."""
-    return model.generate(lines, config)
-
-
-def line(result: str) -> str:
+def output_line(result: str) -> str:
     """The continuation with its line ends written `\\n`, so that it stays one line."""
     return result.replace("\r", "\\r").replace("\n", "\\n")
 
 
 TASK = Task(
     roles=("text",),
+    head="tokens",
+    sides=("decoder",),
+    method="generate",
+    needs="a decoder with a head of tokens",
     encode=encode,
-    loss=_tokens.loss,
-    metrics=_tokens.measures,
-    finish=finish,
-    windows=windows,
+    encode_windows=encode_windows,
+    loss=_tokens.token_loss,
+    metrics=_tokens.token_metrics,
+    derived_metrics=derived_metrics,
     prompt=prompt,
-    decode=decode,
-    line=line,
+    predict=_generation.best_texts,
+    output_line=output_line,
 )

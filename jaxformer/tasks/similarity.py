@@ -1,4 +1,5 @@
-"""How alike two sentences mean: the cosine of their vectors, both made by one model (Reimers and Gurevych 2019, SBERT).
+"""Similarity in meaning of two sentences: the cosine of their vectors, both from one model (SBERT, Reimers and Gurevych
+2019).
 
 The sentences of a pair are two segments of one row, each with positions from 0, so that neither sees the other and any
 model reads them as it would alone. The head `pair` makes a vector of each. Two objectives:
@@ -16,21 +17,19 @@ only between runs that agree in these.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Mapping, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxformer import losses, metrics
-from jaxformer.config import Config, ConfigError, DecodeConfig
-from jaxformer.tasks import Features, Task, _tokens
+from jaxformer.config import Config, DecodeConfig
+from jaxformer.data.sources import Example
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.errors import ConfigError
+from jaxformer.tasks import Features, Predictor, Task, _embedding, _tokens
 from jaxformer.types import Array, Batch, Sums
-
-if TYPE_CHECKING:
-    from jaxformer.data.sources import Example
-    from jaxformer.data.tokenizers import Tokenizers
-    from jaxformer.model import Model
 
 
 def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Features:
@@ -39,79 +38,80 @@ def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.ran
     Raises:
       ConfigError: there is no score to regress to.
     """
-    features = _inputs(config, tokenizers, (example["text"], example["pair"]))
+    features = _encode_sentences(config, tokenizers, (example["text"], example["pair"]))
     if config.task.objective == "contrastive":
         score = example.get("score", 1.0)
-        return {**features, "labels": np.float32(score), "weights": np.float32(score >= config.task.positive)}
+        is_partner = np.asarray(score >= config.task.positive, np.float32)
+        return {**features, "labels": np.asarray(score, np.float32), "weights": is_partner}
     if "score" not in example:
         got = f"got an example without a score ({', '.join(example)}), expected one for the objective regression"
         raise ConfigError(f"similarity: {got}; set data.columns.score, or task.objective=contrastive")
-    return {**features, "labels": np.float32(example["score"])}
+    return {**features, "labels": np.asarray(example["score"], np.float32)}
 
 
 def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
     """A sentence; after a tab, its partner."""
-    return _inputs(config, tokenizers, line.split("\t", 1))
+    return _encode_sentences(config, tokenizers, line.split("\t", 1))
 
 
-def _inputs(config: Config, tokenizers: Tokenizers, sentences: Sequence[str]) -> Features:
-    """The stream that the model has. A sentence has half of a row, whatever its partner: its vector is its own."""
+def _encode_sentences(config: Config, tokenizers: Tokenizers, sentences: Sequence[str]) -> Features:
+    """The framed stream. Each sentence has half of a row, whatever its partner, so that its vector is its own."""
     tokenizer = tokenizers.source
-    first, last = _tokens.ends(tokenizer)
-    room = max(config.data.length // 2 - len(first) - len(last), 0)
+    first, last = _tokens.special_tokens_around(tokenizer)
+    max_length = max(config.data.length // 2 - len(first) - len(last), 0)
     ids = [tokenizer.encode(sentence) for sentence in sentences]
-    cut = _tokens.left_out(sum(max(len(part) - room, 0) for part in ids))
-    parts = [[*first, *part[:room], *last] for part in ids]
+    cut = _tokens.truncation(sum(max(len(part) - max_length, 0) for part in ids))
+    parts = [[*first, *part[:max_length], *last] for part in ids]
     tokens = [token for part in parts for token in part]
     segment = np.repeat(np.arange(1, len(parts) + 1, dtype=np.int32), [len(part) for part in parts])
-    return {**_tokens.streamed(config, tokens, [0] * len(tokens)), "segment": segment, **cut}
+    return {**_tokens.input_stream(config, tokens, [0] * len(tokens)), "segment": segment, **cut}
 
 
 def loss(config: Config, vectors: Float[Array, "B 2 D"], batch: Batch) -> Sums:
-    """What training minimises."""
-    return {"loss": _contrast(config, vectors, batch)["loss"] if couples(config) else _error(vectors, batch)}
+    """The loss of the objective, which training minimises."""
+    sums = _contrastive_sums(config, vectors, batch)["loss"] if couples_rows(config) else _squared_error(vectors, batch)
+    return {"loss": sums}
 
 
-def measures(config: Config, vectors: Float[Array, "B 2 D"], batch: Batch) -> Sums:
-    """The loss; contrastive: and the share of sentences whose partner is the nearest of the batch."""
-    return _contrast(config, vectors, batch) if couples(config) else {"loss": _error(vectors, batch)}
+def similarity_metrics(config: Config, vectors: Float[Array, "B 2 D"], batch: Batch) -> Sums:
+    """The loss; if contrastive, also the fraction of sentences whose partner is the nearest of the batch."""
+    return (
+        _contrastive_sums(config, vectors, batch) if couples_rows(config) else {"loss": _squared_error(vectors, batch)}
+    )
 
 
-def couples(config: Config) -> bool:
-    """Whether rows are each other's negatives."""
+def couples_rows(config: Config) -> bool:
+    """True if rows are each other's negatives."""
     return config.task.objective == "contrastive"
 
 
-def _error(vectors: Float[Array, "B 2 D"], batch: Batch) -> tuple[Array, Array]:
-    return losses.squared_error(losses.cosine(vectors[:, 0], vectors[:, 1]), batch.labels, batch.weights)
+def _squared_error(vectors: Float[Array, "B 2 D"], batch: Batch) -> tuple[Array, Array]:
+    labels, weights = _tokens.labels_and_weights(batch)
+    return losses.squared_error(losses.cosine(vectors[:, 0], vectors[:, 1]), labels, weights)
 
 
-def _contrast(config: Config, vectors: Float[Array, "B 2 D"], batch: Batch) -> Sums:
-    scores = losses.cosines(vectors[:, 0], vectors[:, 1]) / config.task.temperature
-    real, own = _real(batch), jnp.arange(len(vectors))
+def _contrastive_sums(config: Config, vectors: Float[Array, "B 2 D"], batch: Batch) -> Sums:
+    scores = losses.cosine_matrix(vectors[:, 0], vectors[:, 1]) / config.task.temperature
+    has_pair, partner = _rows_with_pair(batch), jnp.arange(len(vectors))
+    _, weights = _tokens.labels_and_weights(batch)
     return {
-        "loss": losses.contrastive(scores, real, batch.weights),
-        "accuracy": metrics.accuracy(losses.among(scores, real), own, batch.weights),
+        "loss": losses.contrastive(scores, has_pair, weights),
+        "accuracy": metrics.accuracy(losses.mask_scores(scores, has_pair), partner, weights),
     }
 
 
-def _real(batch: Batch) -> Bool[Array, " B"]:
-    """Rows that hold a pair: a weight of 0 may also be that of a pair that is no partners."""
-    stream = batch.target if batch.source is None else batch.source
+def _rows_with_pair(batch: Batch) -> Bool[Array, " B"]:
+    """True for rows that hold a pair. A weight of 0 does not tell: pairs that are no partners have it too."""
+    stream = _tokens.read_stream(batch, "target" if batch.source is None else "source")
     return jnp.any(stream.slots.segment != 0, axis=1)
 
 
-def finish(config: Config, values: dict[str, float], size: Mapping[str, float]) -> dict[str, float]:
-    """Nothing to add."""
-    return values
-
-
-def text(example: Example) -> str:
+def input_line(example: Example) -> str:
     """Both sentences with a tab between them. Tabs inside of them become blanks."""
     return "\t".join(example[role].replace("\t", " ") for role in ("text", "pair"))
 
 
-def decode(model: Model, lines: Sequence[str], config: DecodeConfig) -> list[float]:
+def predict(predictor: Predictor, lines: Sequence[str], options: DecodeConfig) -> list[float]:
     """The cosine of each line's two sentences.
 
     Raises:
@@ -124,38 +124,42 @@ def decode(model: Model, lines: Sequence[str], config: DecodeConfig) -> list[flo
             raise ConfigError(
                 f"similarity: got {shown!a}, expected two sentences with a tab between them; mend the line"
             )
-    return model.similarity(pairs)
+    return _embedding.cosines(predictor, pairs)
 
 
-def reference(config: Config, example: Example) -> str:
-    """The score, between 0 and 1, if there is one."""
-    return line(example["score"]) if "score" in example else ""
-
-
-def line(result: float) -> str:
+def output_line(result: float) -> str:
+    """The cosine with four decimals."""
     return f"{result:.4f}"
+
+
+def reference_line(config: Config, example: Example) -> str:
+    """The score, between 0 and 1, if there is one."""
+    return output_line(example["score"]) if "score" in example else ""
 
 
 def score(config: Config, results: Sequence[float], examples: Sequence[Example]) -> dict[str, float]:
     """The correlation of cosines and scores, of ranks (Spearman) and of values (Pearson); nothing without scores."""
     if not all("score" in example for example in examples):
         return {}
-    found, true = np.array(results), np.array([example["score"] for example in examples])
-    return {"spearman": metrics.spearman(found, true), "pearson": metrics.pearson(found, true)}
+    predicted, true = np.array(results), np.array([example["score"] for example in examples])
+    return {"spearman": metrics.spearman(predicted, true), "pearson": metrics.pearson(predicted, true)}
 
 
 TASK = Task(
     roles=("text", "pair"),
+    head="pair",
+    sides=("encoder", "decoder"),
+    method="embed",
+    needs="a head of vectors of sentences",
     encode=encode,
     loss=loss,
-    metrics=measures,
-    finish=finish,
-    input=text,
+    metrics=similarity_metrics,
+    input_line=input_line,
     prompt=prompt,
-    decode=decode,
-    line=line,
-    reference=reference,
+    predict=predict,
+    output_line=output_line,
+    reference_line=reference_line,
     score=score,
-    scores=("spearman", "pearson"),
-    couples=couples,
+    score_names=("spearman", "pearson"),
+    couples_rows=couples_rows,
 )

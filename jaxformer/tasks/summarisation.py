@@ -1,16 +1,14 @@
-"""A short text that says what a long one says: learned as a translation is, judged by ROUGE (Lin 2004)."""
+"""A short text that summarises a long one: trained like translation, scored by ROUGE (Lin 2004)."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Sequence
+from collections.abc import Sequence
 
 from jaxformer import metrics
 from jaxformer.config import Config
+from jaxformer.data.sources import Example
 from jaxformer.tasks import translation
-
-if TYPE_CHECKING:
-    from jaxformer.data.sources import Example
 
 
 def score(config: Config, results: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
@@ -19,9 +17,14 @@ def score(config: Config, results: Sequence[str], examples: Sequence[Example]) -
     return {name: score.value for name, score in scores.items()}
 
 
-def signatures(config: Config) -> dict[str, str]:
-    """What exactly each score of `score` is. It does not depend on the text."""
+def score_signatures(config: Config) -> dict[str, str]:
+    """The signature of each score of `score`. It does not depend on the text."""
     return {name: score.signature for name, score in metrics.rouge(["a"], ["a"]).items()}
 
 
-TASK = dataclasses.replace(translation.TASK, score=score, scores=("rouge1", "rouge2", "rouge_l"), signatures=signatures)
+TASK = dataclasses.replace(
+    translation.TASK,
+    score=score,
+    score_names=("rouge1", "rouge2", "rouge_l"),
+    score_signatures=score_signatures,
+)

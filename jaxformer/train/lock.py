@@ -1,7 +1,7 @@
-"""One run at a time in a workdir: a lock file that says whose it is.
+"""Lock of a workdir: one run at a time trains there.
 
-The kernel holds the lock (`flock`), so a process that dies, however, leaves none behind on its host. Between hosts a
-file system need not honour it: there the file's time stamp counts, which the owner renews for as long as it lives.
+On one host the kernel holds the lock (`flock`), so a process that dies in any way releases it. Between hosts a file
+system need not support that. There the lock is a lease: the owner renews the file's time stamp as long as it lives.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from typing import Any
 
 import jax
 
-from jaxformer import files
-from jaxformer.checkpoint import every_process
-from jaxformer.config import ConfigError
+from jaxformer.checkpoint import allgather_text
+from jaxformer.errors import ConfigError
+from jaxformer.runtime import files
 
-NAME = "lock"
-BEAT = 20.0
-"""Seconds between two signs of life."""
-DEAD = 120.0
-"""Seconds without one after which the owner on another host counts as dead."""
-POLL = 1.0
-"""Seconds between two looks at the lock of an owner that may be dead."""
+FILE_NAME = "lock"
+RENEW_SECONDS = 20.0
+"""Seconds between two renewals of the time stamp."""
+LEASE_SECONDS = 120.0
+"""Seconds without renewal after which an owner on another host counts as dead."""
+POLL_SECONDS = 1.0
+"""Seconds between two checks of a lock whose owner may be dead."""
 
 
-class Lock:
-    """Holds the lock of a workdir while it is entered. The first process of a run takes it for all.
+class WorkdirLock:
+    """Context manager that holds the lock of a workdir. The first process of a run acquires it for all of them.
 
     Raises:
-      ConfigError: another run has it; on every process.
+      ConfigError: another run holds it, or the hosts see different folders; on every process.
     """
 
     def __init__(self, workdir: Path) -> None:
-        self.path = workdir / NAME
+        self.path = workdir / FILE_NAME
         self.handle = -1
         self.ended = threading.Event()
 
-    def __enter__(self) -> Lock:
-        problem = self._take() if jax.process_index() == 0 else ""
-        problem = every_process(problem)[0]
+    def __enter__(self) -> WorkdirLock:
+        problem = self._acquire() if jax.process_index() == 0 else ""
+        problem = allgather_text(problem)[0]
         if not problem:
-            without = [host for host in every_process("" if self.path.exists() else socket.gethostname()) if host]
+            without = [host for host in allgather_text("" if self.path.exists() else socket.gethostname()) if host]
             if without:
                 hosts = ", ".join(sorted(set(without)))
                 problem = (
@@ -67,83 +67,83 @@ class Lock:
             os.close(self.handle)
             self.handle = -1
 
-    def _take(self) -> str:
-        """Takes the lock, or says who has it."""
+    def _acquire(self) -> str:
+        """Acquires the lock. Returns the error message, empty on success."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        here = False
+        is_local = False
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            here = True
-        except OSError:  # a file system without locks: the time stamp alone has to do
+            is_local = True
+        except OSError:  # a file system without locks: only the time stamp protects
             pass
-        owner = _owner(handle)
-        elsewhere = not here and owner.get("host", socket.gethostname()) != socket.gethostname()
-        if here or (elsewhere and not self._outlives(handle, owner)):
+        owner = _read_owner(handle)
+        is_remote = not is_local and owner.get("host", socket.gethostname()) != socket.gethostname()
+        if is_local or (is_remote and not self._wait_for_lease(handle, owner)):
             os.close(handle)
-            who = f"{_words(owner)} since {owner.get('started', '?')}"
+            who = f"{_describe_owner(owner)} since {owner.get('started', '?')}"
             return (
                 f"workdir {self.path.parent}: got a run that is training in it ({who}), expected none; wait for it or "
                 "stop it, or use another --workdir"
             )
-        if not self.path.exists():  # deleted while this process waited: what it has open is nobody's lock any more
+        if not self.path.exists():  # deleted while this process waited: the open file is no longer the lock
             os.close(handle)
-            return self._take()
-        own = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            return self._acquire()
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(own).encode() + b"\n", 0)
+        os.pwrite(handle, json.dumps(owner).encode() + b"\n", 0)
         self.handle = handle
-        threading.Thread(target=self._live, name="lock", daemon=True).start()
+        threading.Thread(target=self._renew, name="lock", daemon=True).start()
         return ""
 
-    def _outlives(self, handle: int, owner: dict[str, Any]) -> bool:
-        """Waits until the owner on another host counts as dead, or has ended; False at a sign of its life.
+    def _wait_for_lease(self, handle: int, owner: dict[str, Any]) -> bool:
+        """Waits until the owner on another host has ended or its lease has expired; False if it renews the lease.
 
-        A job that was put back into the queue may start on another host before the lease of its dead self has ended.
+        A job that was requeued may start on another host before the lease of its killed predecessor has expired.
         """
         seen = os.fstat(handle).st_mtime
-        quiet = _now(self.path.parent) - seen
-        if quiet < DEAD:
+        quiet = _disk_time(self.path.parent) - seen
+        if quiet < LEASE_SECONDS:
             print(
-                f"workdir {self.path.parent}: {_words(owner)} gave a sign of life {max(quiet, 0):.0f} s ago; waiting "
-                f"{DEAD - max(quiet, 0):.0f} s for another (delete {self.path} if it is dead)",
+                f"workdir {self.path.parent}: {_describe_owner(owner)} renewed its lock {max(quiet, 0):.0f} s ago; "
+                f"waiting {LEASE_SECONDS - max(quiet, 0):.0f} s for the next time (delete {self.path} if it is dead)",
                 file=sys.stderr,
                 flush=True,
             )
-        while _now(self.path.parent) - seen < DEAD:
-            time.sleep(POLL)
-            if not self.path.exists() or not _owner(handle):
+        while _disk_time(self.path.parent) - seen < LEASE_SECONDS:
+            time.sleep(POLL_SECONDS)
+            if not self.path.exists() or not _read_owner(handle):
                 return True
             if os.fstat(handle).st_mtime != seen:
                 return False
         return True
 
-    def _live(self) -> None:
-        while not self.ended.wait(BEAT):
-            with contextlib.suppress(OSError):  # saving will say what is wrong with the disk
+    def _renew(self) -> None:
+        while not self.ended.wait(RENEW_SECONDS):
+            with contextlib.suppress(OSError):  # saving reports problems of the disk
                 os.utime(self.path)
 
 
-def _words(owner: dict[str, Any]) -> str:
+def _describe_owner(owner: dict[str, Any]) -> str:
     return f"process {owner.get('pid', '?')} on {owner.get('host', 'this host')}"
 
 
-def _owner(handle: int) -> dict[str, Any]:
-    """What the owner wrote; empty if nobody has it. Text that cannot be read is somebody's, and not of this host."""
+def _read_owner(handle: int) -> dict[str, Any]:
+    """The owner in the lock file; empty if it is free. Unreadable text counts as an owner on another host."""
     text = os.pread(handle, 4096, 0)
     if not text.strip():
         return {}
     try:
-        owner = files.parse(text.decode("utf-8", "replace"))
+        owner = files.parse_json(text.decode("utf-8", "replace"))
     except ValueError:
         owner = None
     return owner if isinstance(owner, dict) else {"host": "?"}
 
 
-def _now(directory: Path) -> float:
-    """The time by the clock of the disk, which need not be this host's."""
-    probe = directory / f".{NAME}-{os.getpid()}"
+def _disk_time(directory: Path) -> float:
+    """The time by the clock of the file system, which may differ from this host's."""
+    probe = directory / f".{FILE_NAME}-{os.getpid()}"
     probe.touch()
     try:
         return probe.stat().st_mtime

@@ -1,9 +1,12 @@
-"""The training step: gradients of summed losses, one division, one optimizer update. One of three places with `jit`."""
+"""The compiled steps of training and evaluation.
+
+The training step accumulates gradients over microbatches, updates once, and returns summed measures. Also here: the
+state that a step changes (fresh, or as shapes and shardings) and the sharding of its batch.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,168 +17,137 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxformer import tasks
 from jaxformer.config import Config
 from jaxformer.models import build
-from jaxformer.nn import moe
+from jaxformer.nn import cpu, moe
 from jaxformer.parallel import rules, shards
 from jaxformer.tasks import Task
-from jaxformer.train import optim, spikes
-from jaxformer.types import Array, Batch, PyTree, Sums, TrainState
-
-Step = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
+from jaxformer.train import ema, optim, skip_guard
+from jaxformer.types import EMA, Array, Batch, PyTree, Sums, TrainState
 
 
-def create(config: Config, module: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A fresh state, made on the mesh. `config.train.seed` decides parameters and all later randomness."""
-    root = jax.random.key(config.train.seed)
-    variables = build.create(module, jax.random.fold_in(root, 0), mesh)
-    params = variables.pop("params")
-    if config.train.ema is not None:
-        variables["ema"] = jax.tree.map(jnp.copy, params)
-    layout = layout_of(config, module, optimizer, mesh)
-    opt_state = jax.jit(optimizer.init, out_shardings=layout.opt_state)(params)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    step, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.fold_in(root, 1)), everywhere)
-    return TrainState(step, params, opt_state, key, variables)
-
-
-def layout_of(config: Config, module: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The sharding of every leaf of a state. Moments and the average lie where their parameters do."""
-    boxed = build.shapes(module)
-    layout = rules.shardings(boxed, mesh)
-    params = layout.pop("params")
-    if config.train.ema is not None:
-        layout["ema"] = params
-    opt_state = optim.state_shardings(optimizer, nn.meta.unbox(boxed["params"]), updated(config, boxed, params), mesh)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return TrainState(everywhere, params, opt_state, everywhere, layout)
-
-
-def updated(config: Config, boxed: PyTree, params: PyTree) -> PyTree:
-    """Where an update of the parameters is computed: where they lie, or with ZeRO-1 in parts, divided over data.
-
-    Each device then holds the optimizer state of its part alone (Rajbhandari et al. 2020, section 5.1).
-    """
-    if not config.mesh.zero1:
-        return params
-    shapes = nn.meta.unbox(boxed["params"])
-    return jax.tree.map(lambda place, x: rules.spread(place, x.shape, "data"), params, shapes)
-
-
-def abstract(config: Config, module: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of a state, computing nothing: what a checkpoint is restored into."""
-    boxed = nn.meta.unbox(build.shapes(module))
-    params = boxed.pop("params")
-    if config.train.ema is not None:
-        boxed["ema"] = params
-    shapes = TrainState(
-        jax.ShapeDtypeStruct((), jnp.int32),
-        params,
-        jax.eval_shape(optimizer.init, params),
-        jax.eval_shape(lambda: jax.random.key(0)),
-        boxed,
-    )
-    place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
-    return jax.tree.map(place, shapes, layout_of(config, module, optimizer, mesh))
-
-
-def make(
+def make_train_step(
     config: Config,
     module: nn.Module,
     task: Task,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
+    optimizer: optim.Transform,
+    schedule: optim.Schedule,
     mesh: Mesh,
-) -> Step:
+) -> jax.stages.Wrapped:
     """The compiled step `(state, batch) -> (state, sums)`; the state passed in is donated.
 
-    The batch is split into `config.train.accumulation` microbatches. Their summed losses' gradients are added and
-    divided once by the summed weights, so k microbatches equal one batch whatever their token counts. Not so for what
-    is no sum over rows, and sees those of one microbatch (on all devices): batch norm's statistics, the loss that
-    balances experts, router losses where labels are not the tokens that were routed, and a task that `couples` rows.
-    Dropout draws other masks.
+    The gradient is that of the summed loss divided once by the summed weights (`batch_gradients`). The sums are the
+    task's, with "gradient_norm" (before clipping) and "learning_rate".
 
-    Where the loss or the gradient's norm is not finite, or the norm beyond `config.optimizer.spike`, the step changes
-    the step number only: parameters, optimizer (with the count that the learning rate goes by) and all other variables
-    stay. Its sums are 0, but for "skipped" and "spiked".
+    A step is skipped if its loss or gradient norm is not finite, or if the norm is a spike (`config.optimizer.spike`,
+    see `skip_guard`). It changes the step number only: parameters, optimizer state (with the count that the learning
+    rate goes by) and all other variables stay. Its sums are 0, except "skipped" and "spiked".
     """
+    shardings = state_shardings(config, module, optimizer, mesh)
+    update_at = update_shardings(config, build.shapes(module), shardings.params)
+    replicated = NamedSharding(mesh, PartitionSpec())
 
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         key = jax.random.fold_in(state.key, state.step)
-        variables = {name: value for name, value in state.variables.items() if name != "ema"}
-        grads, variables, sums = accumulate(config, module, task, state.params, variables, batch, key)
-        grads, old = jax.lax.with_sharding_constraint((grads, state.params), (where, where))
+        grads, variables, sums = batch_gradients(config, module, task, state.params, state.collections(), batch, key)
+        grads, old_params = jax.lax.with_sharding_constraint((grads, state.params), (update_at, update_at))
         norm = optax.global_norm(grads)
-        good, spiked = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0]), None
+        is_good, is_spike = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0]), None
         if config.optimizer.spike is not None:
-            spiked = good & spikes.beyond(state.opt_state, norm, config.optimizer.spike)
-            good &= ~spiked
-        if config.optimizer.clip is not None:
-            grads = optim.clip_by_norm(grads, norm, config.optimizer.clip)
-        updates, opt_state = optimizer.update(grads, state.opt_state, old, norm=norm)
-        params = optax.apply_updates(old, updates)
+            is_spike = is_good & skip_guard.is_spike(state.opt_state, norm, config.optimizer.spike)
+            is_good &= ~is_spike
+
+        grads = optim.clip_by_norm(grads, norm, config.optimizer.clip)
+        updates, opt_state = optimizer.update(grads, state.opt_state, old_params, norm=norm)
+        params = optax.apply_updates(old_params, updates)
+        update_count = optim.update_count(state.opt_state)
         if config.train.ema is not None:
-            decay = optim.average_decay(config.train, optim.updates(state.opt_state))
-            average = lambda old, new: decay * old + (1.0 - decay) * new  # noqa: E731
-            variables["ema"] = jax.tree.map(average, state.variables["ema"], params)
-        one = jnp.ones(())
-        rate = jnp.asarray(schedule(optim.updates(state.opt_state)))
-        sums = sums | {"gradient_norm": (norm, one), "learning_rate": (rate, one)}
-        sums = jax.tree.map(lambda x: jnp.where(good, x, jnp.zeros_like(x)), sums)
-        sums["skipped"] = (jnp.float32(~good), one)
-        if spiked is not None:
-            sums["spiked"] = (jnp.float32(spiked), one)
-        before = (state.params, state.opt_state, dict(state.variables))
-        after = (params, opt_state, variables)
-        params, opt_state, variables = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
+            decay = ema.decay_at(config.train, update_count)
+            variables = {**variables, EMA: ema.updated(state.variables[EMA], params, decay)}
+
+        rate = jnp.asarray(schedule(update_count))
+        sums = {**sums, "gradient_norm": (norm, jnp.ones(())), "learning_rate": (rate, jnp.ones(()))}
+        sums = jax.tree.map(lambda x: jnp.where(is_good, x, jnp.zeros_like(x)), sums)
+        sums["skipped"] = (jnp.float32(~is_good), jnp.ones(()))
+        if is_spike is not None:
+            sums["spiked"] = (jnp.float32(is_spike), jnp.ones(()))
+
+        old = (state.params, state.opt_state, dict(state.variables))
+        new = (params, opt_state, variables)
+        params, opt_state, variables = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), new, old)
         return TrainState(state.step + 1, params, opt_state, state.key, variables), sums
 
-    layout = layout_of(config, module, optimizer, mesh)
-    where = updated(config, build.shapes(module), layout.params)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(update, donate_argnums=0, out_shardings=(layout, everywhere))
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated))
 
 
-def accumulate(
+def make_eval_step(config: Config, module: nn.Module) -> jax.stages.Wrapped:
+    """The compiled function `(variables, batch) -> sums`. It supplies no dropout key, so nothing is random."""
+    task = tasks.get(config.task.name)
+
+    def eval_step(variables: PyTree, batch: Batch) -> Sums:
+        logits: PyTree = module.apply(variables, batch, full_logits=False)
+        return task.metrics(config, logits, batch)
+
+    return jax.jit(eval_step)
+
+
+# Gradients.
+
+
+def batch_gradients(
     config: Config, module: nn.Module, task: Task, params: PyTree, variables: PyTree, batch: Batch, key: Array
 ) -> tuple[PyTree, PyTree, Sums]:
-    """Gradients of the mean loss over the whole batch, the updated other variables, and the step's sums."""
-    total = functools.partial(summed, config, module, task)
-    if sums_apart(config, variables, batch):
+    """Gradients of the mean loss over the whole batch, the updated other variables, and the step's sums.
 
-        def own(params: PyTree, batch: Batch, key: Array) -> tuple[PyTree, Sums]:
-            grads, _, sums = total(params, {}, batch, jax.random.fold_in(key, jax.lax.axis_index("data")))
+    The batch is split into `config.train.accumulation` microbatches, and their gradients are added. k microbatches
+    equal one batch, whatever their token counts, with these exceptions. They see one microbatch (on all devices),
+    because they are no sums over rows: batch norm's statistics, the loss that balances experts, router losses where
+    labels are not the routed tokens, and a task that `couples_rows` rows. Dropout draws other masks.
+    """
+    accumulate = functools.partial(accumulate_gradients, config, module, task)
+    if can_reduce_once(config, variables, batch):
+
+        def device_gradients(params: PyTree, batch: Batch, key: Array) -> tuple[PyTree, Sums]:
+            grads, _, sums = accumulate(params, {}, batch, jax.random.fold_in(key, jax.lax.axis_index("data")))
             return jax.lax.psum((grads, sums), "data")
 
-        whole, rows = PartitionSpec(), PartitionSpec("data")
-        specs = {"in_specs": (whole, rows, whole), "out_specs": whole}
-        grads, sums = jax.shard_map(own, **specs, axis_names={"data"}, check_vma=False)(params, batch, key)
+        replicated, by_row = PartitionSpec(), PartitionSpec("data")
+        grads, sums = jax.shard_map(
+            device_gradients,
+            in_specs=(replicated, by_row, replicated),
+            out_specs=replicated,
+            axis_names={"data"},
+            check_vma=False,
+        )(params, batch, key)
     else:
-        grads, variables, sums = total(params, variables, batch, key)
+        grads, variables, sums = accumulate(params, variables, batch, key)
     weight = jnp.maximum(sums["loss"][1], 1e-8)
     return jax.tree.map(lambda g: g / weight, grads), variables, sums
 
 
-def sums_apart(config: Config, variables: PyTree, batch: Batch) -> bool:
-    """Whether the parts of the axis `data` add up their gradients alone, and meet once a step.
+def can_reduce_once(config: Config, variables: PyTree, batch: Batch) -> bool:
+    """True if gradients can be all-reduced over the mesh axis `data` once per step instead of once per microbatch.
 
-    The partitioner has them meet wherever a gradient arises: once a microbatch. Not where rows see each other: batch
-    norm's statistics, the loss that balances experts, and the loss of a task that `couples` rows are of the whole
-    batch. Not where `data` and `fsdp` share a slice: the TPU's compiler then sends more along `fsdp` than is saved. And
-    not what XLA's partitioner breaks off at within a `shard_map` over some axes: a pipeline (jax 0.12), and picking one
-    slot of sequences that are divided.
+    XLA's partitioner all-reduces wherever a gradient arises, so in every microbatch; reducing once needs a `shard_map`.
+    Not possible or not useful:
+
+    * where rows see each other: batch norm's statistics, the loss that balances experts, and a task that `couples_rows`
+      rows are functions of the whole batch;
+    * where `data` and `fsdp` share a slice: the TPU's compiler then sends more along `fsdp` than is saved;
+    * where the partitioner fails inside a `shard_map` over some axes: pipelines (jax 0.12), and heads that pick one
+      slot of sequences that are sharded.
     """
-    sizes, parts, model = shards.free(), config.train.accumulation, config.model
-    if parts == 1 or "data" not in shards.fitting("batch", jax.tree.leaves(batch)[0].shape[0] // parts):
+    sizes, parts, model = shards.auto_axes(), config.train.accumulation, config.model
+    if parts == 1 or "data" not in shards.dividing_axes("batch", jax.tree.leaves(batch)[0].shape[0] // parts):
         return False
     gains = sizes["fsdp"] == 1 or config.mesh.dcn.data != 1
     breaks = sizes["stage"] > 1 or (sizes["context"] > 1 and model.head.kind != "tokens")
     together = variables or any(side and side.moe for side in (model.encoder, model.decoder))
-    return gains and not breaks and not together and not tasks.get(config.task.name).couples(config)
+    return gains and not breaks and not together and not tasks.get(config.task.name).couples_rows(config)
 
 
-def summed(
+def accumulate_gradients(
     config: Config, module: nn.Module, task: Task, params: PyTree, variables: PyTree, batch: Batch, key: Array
 ) -> tuple[PyTree, PyTree, Sums]:
-    """Gradients of the summed loss, microbatch by microbatch, the updated other variables, and all sums."""
+    """Gradients of the summed loss, added over the microbatches, the updated other variables, and all sums."""
     parts = config.train.accumulation
 
     def gradients(variables: PyTree, batch: Batch, key: Array) -> tuple[PyTree, PyTree, Sums]:
@@ -189,9 +161,9 @@ def summed(
     split = lambda x: jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)  # noqa: E731
     batches = jax.tree.map(split, batch)
 
-    def add(carry: tuple, each: tuple) -> tuple[tuple, None]:
+    def add(carry: tuple, microbatch: tuple) -> tuple[tuple, None]:
         total, variables, sums = carry
-        batch, index = each
+        batch, index = microbatch
         grads, variables, more = gradients(variables, batch, jax.random.fold_in(key, index))
         return (jax.tree.map(jnp.add, total, grads), variables, jax.tree.map(jnp.add, sums, more)), None
 
@@ -204,31 +176,103 @@ def summed(
 def summed_loss(
     config: Config, module: nn.Module, task: Task, params: PyTree, variables: PyTree, batch: Batch, key: Array
 ) -> tuple[Array, tuple[PyTree, Sums]]:
-    """The loss's numerator, with the updated variables and all sums beside it."""
+    """The loss's numerator; beside it the updated variables and all sums."""
     inputs = {"params": params, **variables}
     collections = [*variables, moe.COLLECTION]
-    logits, changed = module.apply(inputs, batch, whole=False, rngs={"dropout": key}, mutable=collections)
+    logits, changed = module.apply(inputs, batch, full_logits=False, rngs={"dropout": key}, mutable=collections)
     changed = dict(changed)
     sown = changed.pop(moe.COLLECTION, {})
-    sums = dict(moe.add(task.loss(config, logits, batch), sown))
-    return sums["loss"][0], (changed, sums)
+    sums = dict(moe.add_router_losses(task.loss(config, logits, batch), sown))
+    return jnp.asarray(sums["loss"][0]), (changed, sums)
 
 
-def place(batch: Batch, mesh: Mesh, balanced: bool = False) -> Batch:
-    """Puts this host's rows of a batch on its devices, as part of one global batch.
+# The state.
+
+
+def init_state(config: Config, module: nn.Module, optimizer: optim.Transform, mesh: Mesh) -> TrainState:
+    """A fresh state, computed on the mesh. `config.train.seed` decides parameters and all later randomness."""
+    root = jax.random.key(config.train.seed)
+    variables = build.create(module, jax.random.fold_in(root, 0), mesh)
+    params = variables.pop("params")
+    if config.train.ema is not None:
+        variables[EMA] = jax.tree.map(jnp.copy, params)
+    shardings = state_shardings(config, module, optimizer, mesh)
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    step, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.fold_in(root, 1)), replicated)
+    return TrainState(step, params, opt_state, key, variables)
+
+
+def make_init(config: Config, module: nn.Module, optimizer: optim.Transform, mesh: Mesh) -> jax.stages.Wrapped:
+    """The compiled function `seed -> state`: a fresh state from a uint32 seed, for training from several seeds."""
+
+    def init(seed: Array) -> TrainState:
+        root = jax.random.key(seed)
+        variables = nn.meta.unbox(build.init_variables(module, jax.random.fold_in(root, 0)))
+        params = variables.pop("params")
+        variables = ema.with_average(config.train, variables, params)
+        key = jax.random.fold_in(root, 1)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key, variables)
+
+    shardings = state_shardings(config, module, optimizer, mesh)
+    return jax.jit(init, out_shardings=shardings, compiler_options=cpu.one_off_compiler_options())
+
+
+def abstract_state(config: Config, module: nn.Module, optimizer: optim.Transform, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of a state, computing nothing. A checkpoint is restored into it."""
+    variables = nn.meta.unbox(build.shapes(module))
+    params = variables.pop("params")
+    opt_state = jax.eval_shape(optimizer.init, params)
+    step: PyTree = jax.ShapeDtypeStruct((), jnp.int32)
+    key: PyTree = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = TrainState(step, params, opt_state, key, ema.with_average(config.train, variables, params))
+    with_sharding = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+    return jax.tree.map(with_sharding, shapes, state_shardings(config, module, optimizer, mesh))
+
+
+def state_shardings(config: Config, module: nn.Module, optimizer: optim.Transform, mesh: Mesh) -> TrainState:
+    """A state whose leaves are shardings. Moments and the average are sharded as their parameters."""
+    boxed = build.shapes(module)
+    variables = rules.shardings(boxed, mesh)
+    params = variables.pop("params")
+    shapes = nn.meta.unbox(boxed["params"])
+    opt_state = optim.optimizer_state_shardings(optimizer, shapes, update_shardings(config, boxed, params), mesh)
+    replicated: PyTree = NamedSharding(mesh, PartitionSpec())
+    return TrainState(replicated, params, opt_state, replicated, ema.with_average(config.train, variables, params))
+
+
+def update_shardings(config: Config, boxed: PyTree, params: PyTree) -> PyTree:
+    """Shardings in which the parameters are updated: their own, or with ZeRO-1 further sharded over `data`.
+
+    With ZeRO-1 each device holds the optimizer state of its shard only (Rajbhandari et al. 2020, "ZeRO: Memory
+    optimizations toward training trillion parameter models", section 5.1).
 
     Args:
-      balanced: sequences are divided and attended to in a ring: slots go in the order that gives causal attention
-        equally much to do everywhere (`build.ring` says when). No sum over slots depends on it.
+      boxed: abstract variables with their logical axis names.
+      params: shardings of the parameters.
     """
+    if not config.mesh.zero1:
+        return params
+    shapes = nn.meta.unbox(boxed["params"])
+    return jax.tree.map(lambda sharding, x: rules.shard_over_axis(sharding, x.shape, "data"), params, shapes)
 
-    parts = rules.reader(mesh)[1]
 
-    def put(x: Array) -> Array:
-        order = rules.zigzag(x.shape[1], mesh.shape["context"]) if balanced and x.ndim > 1 else None
+# The batch.
+
+
+def shard_batch(batch: Batch, mesh: Mesh, balanced: bool = False) -> Batch:
+    """Moves this process's rows of a batch to its devices, as part of one global batch.
+
+    Args:
+      balanced: reorder the slots of sequences sharded over `context` so that causal ring attention does equal work on
+        every device (`build.uses_causal_ring`). No sum over slots depends on their order.
+    """
+    processes = rules.process_part(mesh)[1]
+
+    def shard(x: Array) -> Array:
+        order = rules.zigzag_order(x.shape[1], mesh.shape["context"]) if balanced and x.ndim > 1 else None
         x = x if order is None else x[:, order]
-        rows = x.shape[0] * parts
-        shape = (rows, *x.shape[1:])
+        shape = (x.shape[0] * processes, *x.shape[1:])
         return jax.make_array_from_process_local_data(rules.batch_sharding(mesh, shape), x, shape)
 
-    return jax.tree.map(put, batch)
+    return jax.tree.map(shard, batch)

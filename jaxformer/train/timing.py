@@ -1,4 +1,7 @@
-"""How long a run will still take: its steps, evaluations and saves by what each took so far, compilation left out."""
+"""Estimate of the remaining time of a run: steps, evaluations and saves at their measured durations.
+
+Compilation is left out of them.
+"""
 
 from __future__ import annotations
 
@@ -12,74 +15,82 @@ import jax
 from jaxformer.config import TrainConfig
 from jaxformer.types import Batch
 
-MAX_STEPS = 200
-"""So many of the last steps are the rate that the time left is estimated from: batches of all shapes are among them."""
+MAX_TIMED_STEPS = 200
+"""Number of latest steps whose mean is the time of a step: enough to include batches of all shapes."""
 
 
 class Clock:
-    """Measures the parts of a run.
+    """Measures the durations of steps, evaluations and saves.
 
     Args:
-      config: says how many steps, evaluations and saves there are.
-      now: seconds; another clock in tests.
+      config: says how many of them there are.
+      now: the time in seconds; tests replace it.
     """
 
     def __init__(self, config: TrainConfig, now: Callable[[], float] = time.monotonic) -> None:
         self.config, self.now = config, now
-        self.steps: deque[float] = deque(maxlen=MAX_STEPS)
+        self.steps: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
         self.parts = {"evaluation": 0.0, "save": 0.0}
         self.last = now()
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
+        """Seconds since the last lap, and starts a new one."""
         before, self.last = self.last, self.now()
         return self.last - before
 
-    def step(self, compiled: bool) -> None:
-        """A step is done. One that was compiled first says nothing of those to come."""
+    def record_step(self, compiled: bool) -> None:
+        """Ends the lap of a step. A step that compiled first is not representative and does not count."""
         seconds = self.lap()
         if not compiled:
             self.steps.append(seconds)
 
-    def part(self, name: str, compiling: float = 0.0) -> None:
-        """An "evaluation" or a "save" is done, of which `compiling` seconds will not come again."""
-        self.parts[name] = max(self.lap() - compiling, 0.0)
+    def record_part(self, name: str, compile_seconds: float = 0.0) -> None:
+        """Ends the lap of an "evaluation" or a "save", of which `compile_seconds` will not recur."""
+        self.parts[name] = max(self.lap() - compile_seconds, 0.0)
 
-    def left(self, step: int) -> float:
-        """Seconds from `step` to the end; NaN before any step has been timed. A kind of part that has not happened yet
-        counts nothing."""
+    def remaining(self, step: int) -> float:
+        """Seconds from `step` to the end of the run; NaN before any step has been timed.
+
+        Evaluations and saves count 0 until the first of them has been measured.
+        """
         if not self.steps:
             return math.nan
         config = self.config
-        every = {"evaluation": config.evaluate_every, "save": config.checkpoint_every}
-        parts = sum(self.parts[name] * _times(step, config.steps, often) for name, often in every.items())
+        intervals = {"evaluation": config.evaluate_every, "save": config.checkpoint_every}
+        parts = sum(self.parts[name] * _remaining_count(step, config.steps, every) for name, every in intervals.items())
         return (config.steps - step) * sum(self.steps) / len(self.steps) + parts
 
 
-def _times(step: int, steps: int, every: int) -> int:
-    """How often something that happens every so many steps (0: never) and at the last one happens after `step`."""
+def is_due(step: int, every: int) -> bool:
+    """True if something that happens every `every` steps (0: never) happens at `step`."""
+    return every > 0 and step % every == 0
+
+
+def _remaining_count(step: int, steps: int, every: int) -> int:
+    """Number of times after `step` that something happens every `every` steps (0: never) and at the last step."""
     regular = (steps - 1) // every - step // every if every else 0
     return max(regular, 0) + (step < steps)
 
 
-class Shapes:
-    """The shapes of batches that a program has been compiled for.
+class CompiledShapes:
+    """The batch shapes that a program has been compiled for.
 
     Args:
-      what: the program, in the line that says that it is being compiled.
-      say: prints a line.
+      program: its name in the log.
+      log: logs a line.
     """
 
-    def __init__(self, what: str, say: Callable[[str], None]) -> None:
-        self.what, self.say = what, say
-        self.seen: set[tuple[tuple[int, ...], ...]] = set()
+    def __init__(self, program: str, log: Callable[[str], None]) -> None:
+        self.program, self.log = program, log
+        self.shapes: set[tuple[tuple[int, ...], ...]] = set()
 
     def is_new(self, batch: Batch) -> bool:
-        """True, and said, at the first batch of its shape: the next call with it compiles, which may take minutes."""
+        """True for the first batch of its shape, whose call compiles and may take minutes. Logs that."""
         shapes = tuple(x.shape for x in jax.tree.leaves(batch))
-        if shapes in self.seen:
+        if shapes in self.shapes:
             return False
-        self.seen.add(shapes)
+        self.shapes.add(shapes)
         sides = [stream.tokens.shape for stream in (batch.source, batch.target) if stream is not None]
-        self.say(f"compiling {self.what} for batch {' -> '.join(' x '.join(map(str, side)) for side in sides)}")
+        text = " -> ".join(" x ".join(map(str, side)) for side in sides)
+        self.log(f"compiling {self.program} for batch {text}")
         return True

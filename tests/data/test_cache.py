@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
-from jaxformer.data import cache, concat
+from jaxformer.data import cache, concatenation
 from jaxformer.data.sources import build
 from jaxformer.data.tokenizers import Tokenizers
 
@@ -94,10 +94,10 @@ def test_a_killed_build_leaves_nothing_that_counts(tmp_path, monkeypatch):
 
 def test_where_the_cache_is(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "variable"))
-    assert cache.root(DataConfig()) == tmp_path / "variable"
-    assert cache.root(DataConfig(cache=str(tmp_path / "field"))) == tmp_path / "field"
+    assert cache.cache_directory(DataConfig()) == tmp_path / "variable"
+    assert cache.cache_directory(DataConfig(cache=str(tmp_path / "field"))) == tmp_path / "field"
     monkeypatch.delenv("JAXFORMER_CACHE")
-    assert cache.root(DataConfig()) == Path.home() / ".cache" / "jaxformer"
+    assert cache.cache_directory(DataConfig()) == Path.home() / ".cache" / "jaxformer"
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path):
@@ -109,7 +109,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path):
 
 @pytest.mark.parametrize("kept", [0, 1 << 20], ids=["from disk", "from memory"])
 def test_records_read_the_same_from_disk_and_memory_and_after_pickling(tmp_path, monkeypatch, kept):
-    monkeypatch.setattr(cache, "KEPT", kept)
+    monkeypatch.setattr(cache, "MAX_IN_MEMORY_BYTES", kept)
     lines = [f"line {i} ü" for i in range(50)]
     (tmp_path / "a.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     train = build(text_config(tmp_path)).splits["train"]
@@ -122,9 +122,14 @@ def test_records_read_the_same_from_disk_and_memory_and_after_pickling(tmp_path,
 
 def test_size_counts_line_ends_and_all_roles():
     examples = [{"source": "a dog", "target": "ein Hünd"}, {"source": "", "target": "x"}]
-    assert cache.size(examples, ("source",)) == {"examples": 2, "lines": 2, "bytes": 7, "words": 2}
-    assert cache.size(examples, ("source", "target")) == {"examples": 2, "lines": 4, "bytes": 19, "words": 5}
-    assert cache.size([{"text": "a\nb c\n"}], document="file") == {"examples": 1, "lines": 2, "bytes": 6, "words": 3}
+    assert cache.text_size(examples, ("source",)) == {"examples": 2, "lines": 2, "bytes": 7, "words": 2}
+    assert cache.text_size(examples, ("source", "target")) == {"examples": 2, "lines": 4, "bytes": 19, "words": 5}
+    assert cache.text_size([{"text": "a\nb c\n"}], document="file") == {
+        "examples": 1,
+        "lines": 2,
+        "bytes": 6,
+        "words": 3,
+    }
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -158,7 +163,7 @@ def test_a_damaged_entry_is_named_and_made_again(how, tmp_path, caplog):
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     key = build(text_config(tmp_path)).key
     place = tmp_path / "cache" / "sources" / key
-    assert cache.problem(place) == "" and cache.problem(place.with_name("none")) is None
+    assert cache.entry_problem(place) == "" and cache.entry_problem(place.with_name("none")) is None
     damaged(place, how)
     data = build(text_config(tmp_path))
     assert [row["text"] for row in data.splits["train"].__getitems__([0, 1])] == ["one", "two"]
@@ -178,9 +183,9 @@ def test_an_entry_without_a_list_is_of_an_earlier_version_and_made_again(kept, t
         if not kept or path.name == cache.MANIFEST:
             path.unlink()
     assert build(text_config(tmp_path)).splits["train"][1]["text"] == "two"
-    said = f"prepared data {place} is made again: {cache.EARLIER}"
+    said = f"prepared data {place} is made again: {cache.NO_MANIFEST}"
     assert [record.getMessage() for record in caplog.records if "again" in record.getMessage()] == [said]
-    assert cache.problem(place) == "" and "damaged" not in caplog.text
+    assert cache.entry_problem(place) == "" and "damaged" not in caplog.text
 
 
 def test_two_processes_that_find_damage_make_the_entry_again_once(tmp_path, monkeypatch):
@@ -189,7 +194,7 @@ def test_two_processes_that_find_damage_make_the_entry_again_once(tmp_path, monk
     reader = build(text_config(tmp_path)).splits["train"]
     damaged(place, "truncated")
     written, write = [], cache._write
-    found = cache.problem
+    found = cache.entry_problem
 
     def other_process(path):
         reason = found(path)
@@ -204,7 +209,7 @@ def test_two_processes_that_find_damage_make_the_entry_again_once(tmp_path, monk
 
         return {"text": tfds.features.Text()}, {"train": [{"text": "one"}]}
 
-    monkeypatch.setattr(cache, "problem", other_process)
+    monkeypatch.setattr(cache, "entry_problem", other_process)
     assert build(text_config(tmp_path)).splits["train"][0] == {"text": "one"}
     assert written == ["other"]
     assert reader[0] == {"text": "one"}
@@ -214,14 +219,16 @@ def test_two_processes_that_find_damage_make_the_entry_again_once(tmp_path, monk
 def test_damaged_tokens_are_named_and_made_again(damage, tmp_path, caplog):
     tokenizer = Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind="byte")), [{"text": "x"}], ("text",)).target
     examples = [{"text": "the cat"}, {"text": "sat"}]
-    whole = np.array(concat.stream(tmp_path, "key", examples, tokenizer))
+    whole = np.array(concatenation.token_stream(tmp_path, "key", examples, tokenizer))
     (path,) = tmp_path.glob("*.tokens")
     content = path.read_bytes()
     changed = bytes([content[0] ^ 1]) + content[1:]
     path.write_bytes({"truncated": content[:-4], "a changed byte": changed, "empty": b""}.get(damage, content + b"12"))
-    assert np.array_equal(concat.stream(tmp_path, "key", examples, tokenizer), whole)
+    assert np.array_equal(concatenation.token_stream(tmp_path, "key", examples, tokenizer), whole)
     assert f"tokens {path} are damaged (they differ from their checksum): made again" in caplog.text
     assert path.read_bytes() == content
     caplog.clear()
-    assert len(concat.stream(tmp_path, "key", [], tokenizer)) == len(whole) == 1 + 8 + 4, "read, not made again"
+    assert len(concatenation.token_stream(tmp_path, "key", [], tokenizer)) == len(whole) == 1 + 8 + 4, (
+        "read, not made again"
+    )
     assert not caplog.text

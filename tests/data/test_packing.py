@@ -96,13 +96,13 @@ def test_collate_packed_rows():
 def test_collate_source_only_with_kinds_and_weights():
     example = {
         "source": np.array([4, 5]),
-        "kind": np.array([0, 1]),
+        "token_type": np.array([0, 1]),
         "labels": np.array([8, 9]),
         "weights": np.array([0.0, 0.5]),
     }
     batch = packing.collate([[example]], 3)
     assert batch.target is None
-    np.testing.assert_array_equal(batch.source.kind, [[0, 1, 0]])
+    np.testing.assert_array_equal(batch.source.token_type, [[0, 1, 0]])
     np.testing.assert_array_equal(batch.weights, [[0, 0.5, 0]])
 
 
@@ -123,7 +123,7 @@ def test_collate_without_labels_or_rows():
     assert batch.labels is None
     assert batch.weights is None
     assert batch.source is None
-    empty = packing.collate([[], []], 2, like=features(1))
+    empty = packing.collate([[], []], 2, template=features(1))
     assert empty.target.tokens.shape == (2, 2)
     assert empty.weights.sum() == 0
     assert not empty.target.slots.segment.any()
@@ -136,5 +136,5 @@ def test_an_example_that_does_not_fit_is_an_error():
 
 def test_padding_counts_both_streams():
     batch = packing.collate([[features(5, 6, source=[1])], []], 4)
-    assert packing.padding(batch) == (13, 16)
-    assert packing.padding(batch._replace(source=None)) == (6, 8)
+    assert packing.padding_counts(batch) == (13, 16)
+    assert packing.padding_counts(batch._replace(source=None)) == (6, 8)

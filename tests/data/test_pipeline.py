@@ -1,5 +1,6 @@
 """The pipeline: every example once an epoch, the same global batches on any number of hosts, exact resuming."""
 
+import dataclasses
 import json
 
 import chex
@@ -8,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxformer import tasks
 from jaxformer.config import Config, ConfigError, DataConfig, EvaluateConfig, TokenizerConfig, TrainConfig
-from jaxformer.data import packing, pipeline
+from jaxformer.data import packing, planning
 from jaxformer.data.pipeline import Pipeline
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.tasks import Task
 
 BYTES = Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind="byte")), [], ("text",))
 LENGTH = 12
@@ -25,7 +26,8 @@ def names(count, split="t", longest=9):
 
 
 def record(encode, roles=("text",)):
-    return Task(roles=roles, encode=encode, loss=dict, metrics=dict, finish=dict)
+    task = tasks.get("language_modelling")
+    return dataclasses.replace(task, roles=roles, encode=encode, encode_windows=None)
 
 
 def encode_text(config, tokenizers, example, rng):
@@ -90,8 +92,8 @@ def texts(batch):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(pipeline, "WHOLE", 16)
-    monkeypatch.setattr(pipeline, "BLOCK", 16)
+    monkeypatch.setattr(planning, "MAX_SINGLE_BLOCK", 16)
+    monkeypatch.setattr(planning, "BLOCK_EXAMPLES", 16)
 
 
 SETTINGS = {
@@ -105,8 +107,8 @@ SETTINGS = {
 @pytest.mark.parametrize("whole", [16, 2**16])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_example_once_an_epoch(name, whole, monkeypatch):
-    monkeypatch.setattr(pipeline, "WHOLE", whole)
-    monkeypatch.setattr(pipeline, "BLOCK", 16)
+    monkeypatch.setattr(planning, "MAX_SINGLE_BLOCK", whole)
+    monkeypatch.setattr(planning, "BLOCK_EXAMPLES", 16)
     expected = sorted(example["text"] for example in names(37))
     pipe = made(SETTINGS[name])
     orders = []
@@ -198,7 +200,7 @@ def test_other_devices_go_on_with_the_batches_that_the_run_began_with(small_bloc
     begun = pipe.train()
     for _ in range(5):
         next(begun)
-    place = json.loads(json.dumps(pipe.place(begun)))
+    place = json.loads(json.dumps(pipe.data_state(begun)))
     rest = take(begun, 9)
     for multiple in (1, 2, 3, 6):
         chex.assert_trees_all_equal(take(made(data, multiple=multiple).resume(dict(place)), 9), rest)
@@ -210,7 +212,7 @@ def test_other_devices_go_on_with_the_batches_that_the_run_began_with(small_bloc
         {"epoch": 0, "block": -1, "batch": 0},
         place | {"shapes": []},
     ):
-        with pytest.raises(ConfigError, match="as the place in the data"):
+        with pytest.raises(ConfigError, match="as the state of the data"):
             made(data, multiple=2).resume(wrong)
 
 
@@ -239,7 +241,7 @@ def test_token_budget_and_multiple():
 def test_first_fit_fills_rows():
     pipe = made(SETTINGS["first_fit"], count=200)
     (batches,) = epochs(pipe, 1)
-    empty, slots = map(sum, zip(*map(packing.padding, batches), strict=True))
+    empty, slots = map(sum, zip(*map(packing.padding_counts, batches), strict=True))
     assert empty / slots < 0.1
     for batch in batches:
         segment, position = batch.target.slots.segment, batch.target.slots.position
@@ -378,7 +380,7 @@ def test_long_examples_are_dropped_in_training_only():
     pipe = made({"skip_long": True}, splits=splits)
     (batches,) = epochs(pipe, 1)
     assert sorted(text for batch in batches for text in texts(batch)) == sorted(e["text"] for e in names(9))
-    assert pipe.dropped == 2
+    assert pipe.skipped_examples == 2
     assert pipe.epoch_batches is None
     (batch,) = pipe.evaluate("validation")
     assert texts(batch) == ["z" * (LENGTH - 1), "q" * (LENGTH - 1)]

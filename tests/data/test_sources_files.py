@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig
-from jaxformer.data.cache import size
-from jaxformer.data.sources import _files, build, numbered_as
+from jaxformer.data.cache import text_size
+from jaxformer.data.sources import _files, build, with_classes
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -121,7 +121,7 @@ def test_text_lines_keep_empty_lines_and_order(write, config):
     assert [row["text"] for row in rows(data)] == [" = Title = ", "", "word word", "last"]
     assert [row["text"] for row in rows(data, "validation")] == ["", "word word"]
     assert [row["text"] for row in rows(data, "test")] == [" = Title = "]
-    assert size(data.splits["train"]) == {"examples": 4, "lines": 4, "bytes": 28, "words": 6}
+    assert text_size(data.splits["train"]) == {"examples": 4, "lines": 4, "bytes": 28, "words": 6}
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -133,7 +133,7 @@ def test_cuts_of_a_file_meet_without_gap_or_overlap(write, config, text, percent
     data = build(config("text", document="file", **splits))
     assert rows(data) == [{"text": text[:cut]}]
     assert rows(data, "validation") == [{"text": text[cut:]}]
-    assert size(data.splits["train"], document="file")["bytes"] == len(text[:cut].encode())
+    assert text_size(data.splits["train"], document="file")["bytes"] == len(text[:cut].encode())
 
 
 def test_one_file_one_example(write, config):
@@ -148,9 +148,9 @@ def test_text_errors(write, config):
     fails(config("text", train=("*.none",)), r"got '\*.none', which matches no file")
     fails(
         config("text", train=("a[5:]",), document="file"),
-        r"a\[5:\]: got a cut that leaves none of 2 characters, expected",
+        r"a\[5:\]: got a slice that leaves none of 2 characters, expected",
     )
-    fails(config("text", train=("a[5:]",)), r"a\[5:\]: got a cut that leaves none of 1 lines, expected some")
+    fails(config("text", train=("a[5:]",)), r"a\[5:\]: got a slice that leaves none of 1 lines, expected some")
     fails(config("text", train=("a[:-5]",)), r"data.splits: got 'a\[:-5\]', expected FILE\[:90%\], FILE")
     fails(config("text", train=("a",), document="page"), r"data.document: got 'page', expected one of line, file")
 
@@ -395,7 +395,7 @@ def test_what_is_no_file_is_named_and_not_opened(source, kind, config, tmp_path)
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_lines_without_an_end_are_refused_with_their_number(name, write, config, monkeypatch):
-    monkeypatch.setattr(_files, "MAX_LINE", 2**20)
+    monkeypatch.setattr(_files, "MAX_LINE_BYTES", 2**20)
     write(name, b"fine\n" + b"x" * 2**20 + b"\n")  # as long as a line may be
     build(config("text", train=[name]))
     write(name, b"fine\n" + b"x" * (2**20 + 1) + b"\n")
@@ -404,12 +404,12 @@ def test_lines_without_an_end_are_refused_with_their_number(name, write, config,
 
 def test_lines_end_at_newlines_only(tmp_path):
     (tmp_path / "a").write_bytes("a\x0bb\x85c\u2028d\r e\nf\r\n\r\ng".encode())
-    assert list(_files.lines(tmp_path / "a")) == [(1, "a\x0bb\x85c\u2028d\r e"), (2, "f"), (3, ""), (4, "g")]
+    assert list(_files.read_lines(tmp_path / "a")) == [(1, "a\x0bb\x85c\u2028d\r e"), (2, "f"), (3, ""), (4, "g")]
 
 
 def test_lines_of_old_mac_files(write, config, tmp_path):
     (tmp_path / "a").write_bytes(b"a b\rc\r\rd\r")
-    assert list(_files.lines(tmp_path / "a")) == [(1, "a b"), (2, "c"), (3, ""), (4, "d")]
+    assert list(_files.read_lines(tmp_path / "a")) == [(1, "a b"), (2, "c"), (3, ""), (4, "d")]
     write("t.tsv.gz", "s\tl\rone\tx\rtwo\ty")
     assert rows(build(config("table", {"text": "s", "label": "l"}, train=("t.tsv.gz",))))[1] == {
         "text": "two",
@@ -442,7 +442,7 @@ def test_one_file_serves_all_splits(write, config, source):
     assert len(rows(other)) == 6, "another cut is another entry of the cache"
     assert other.key != data.key
     none = config(source, columns, **{**splits, "test": ("a.tsv[10:]",) * files})
-    fails(none, r"a.tsv\[10:\]: got a cut that leaves none of 10 (lines|rows|sentences), expected some")
+    fails(none, r"a.tsv\[10:\]: got a slice that leaves none of 10 (lines|rows|sentences), expected some")
     if files == 1:
         both = build(config(source, columns, train=("*.tsv",)))
         assert len(rows(both)) == 12
@@ -451,9 +451,7 @@ def test_one_file_serves_all_splits(write, config, source):
 def test_both_sides_of_pairs_are_cut_alike(write, config):
     write("a", "1\n2\n3\n")
     cut = config("parallel", train=("a[:2]", "a[1:]"))
-    fails(
-        cut, r"data.splits.train: got .*a\[:2\] and .*a\[1:\], which are cut differently, expected the same cut of both"
-    )
+    fails(cut, r"data.splits.train: got different slices, .*a\[:2\] and .*a\[1:\], expected the same slice of both")
 
 
 def test_packed_and_unpacked_files_stand_for_each_other(write, config):
@@ -516,15 +514,15 @@ def test_one_split_is_read_alone_and_numbered_as_the_model(write, config):
     settings = config("table", columns, train=("gone.tsv",), test=("test.tsv",))
     alone = build(settings, ("text", "label"), "test")
     assert (list(alone.splits), alone.classes) == (["test"], ("a", "c"))
-    data = numbered_as(alone, ("a", "b", "c"))
+    data = with_classes(alone, ("a", "b", "c"))
     assert [(row["text"], row["label"]) for row in rows(data, "test")] == [("four", 2), ("five", 0)]
     with pytest.raises(ConfigError, match="got the classes 'c', expected those of the model: a, b; mend the files"):
-        numbered_as(alone, ("a", "b"))
+        with_classes(alone, ("a", "b"))
     with pytest.raises(ConfigError, match="split: got 'tset', expected one of train, test; did you mean 'test'"):
         build(settings, (), "tset")
     write("t.conll", "x\tB-q\n")
     tagged = build(config("conll", test=("t.conll",)), ("text", "tags"), "test")
-    assert rows(numbered_as(tagged, ("O", "B-p", "I-p", "B-q", "I-q")), "test") == [{"text": "x", "tags": (3,)}]
+    assert rows(with_classes(tagged, ("O", "B-p", "I-p", "B-q", "I-q")), "test") == [{"text": "x", "tags": (3,)}]
 
 
 @pytest.mark.skipif(not (SHARED / "multi30k_en_de").is_dir(), reason="no example data")
@@ -550,7 +548,7 @@ def test_tiny_shakespeare_is_cut_where_others_cut_it(tmp_path):
 def test_wikitext2_has_the_published_number_of_words(tmp_path):
     splits = {"train": ("valid.txt",)}
     data = build(DataConfig(source="text", dir=str(SHARED / "wikitext2"), cache=str(tmp_path), splits=splits))
-    counted = size(data.splits["train"])
+    counted = text_size(data.splits["train"])
     assert counted["words"] + counted["lines"] == 217_646
     assert counted["bytes"] == 1_121_681
 

@@ -69,7 +69,7 @@ def test_held_out_examples_never_occur_in_training(config):
     assert all(len(data.splits[split]) == len(sources) == 1000 for split, sources in held_out.items())
     assert not held_out["validation"] & held_out["test"]
     train = data.splits["train"]
-    assert len(train) == _generated.TRAIN
+    assert len(train) == _generated.TRAIN_EXAMPLES
     assert not {train[i]["source"] for i in range(3000)} & (held_out["validation"] | held_out["test"])
     # The proof: whatever the index, training only shows items that belong to it.
     generator = train.generator
@@ -82,7 +82,7 @@ def test_an_index_always_gives_the_same_example(config):
     assert [train[i] for i in (0, 7, 999_999)] == [again[i] for i in (0, 7, 999_999)]
     assert len({train[i]["source"] for i in range(100)}) > 90
     with pytest.raises(IndexError):
-        train[_generated.TRAIN]
+        train[_generated.TRAIN_EXAMPLES]
 
 
 def test_examples_of_an_index_do_not_change_between_versions():

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import ConfigError, DataConfig, TokenizerConfig
-from jaxformer.data import tokenizers as tokenizers_module
+from jaxformer.data import tokenizer_files
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
-from jaxformer.data.vocabularies import Fast, Sentences
+from jaxformer.data.vocabularies import LibraryVocabulary, SentencePieceVocabulary
 
 TEXTS = [
     "A dog is running through the green grass.",
@@ -57,9 +57,9 @@ def test_every_token_knows_its_characters(trained, kind, lowercase):
     """Composed letters, capitals that become two letters, several bytes a letter, white space of any kind."""
     tokenizer = build(kind, lowercase=True) if lowercase else trained[kind]
     text = "  A dog,  cafe\u0301 \u0130 \u039f\u0394\u039f\u03a3\tna\u00efve \u6771\u4eac 1973-74. "
-    for each in (tokenizer, tokenizer.remembering(2**20), tokenizer.remembering(0)):
+    for each in (tokenizer, tokenizer.cached(2**20), tokenizer.cached(0)):
         for _ in range(2):
-            ids, places = each.located(text)
+            ids, places = each.encode_with_spans(text)
             assert ids == tokenizer.encode(text)
             assert len(places) == len(ids)
     parts = [text[begin:end] for begin, end in places]
@@ -78,8 +78,11 @@ def test_a_sentencepiece_token_knows_its_characters():
     texts = (text for text in [*TEXTS, "fine caf\u00e9"] * 4)
     options = dict(vocab_size=60, hard_vocab_limit=False, minloglevel=2, num_threads=1)
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=texts, model_writer=model, **options)
-    tokenizer, text = Tokenizer(Sentences(model.getvalue())), "A  dog \ufb01ne \u6771\u4eac"  # with a ligature
-    ids, places = tokenizer.located(text)
+    tokenizer, text = (
+        Tokenizer(SentencePieceVocabulary(model.getvalue())),
+        "A  dog \ufb01ne \u6771\u4eac",
+    )  # with a ligature
+    ids, places = tokenizer.encode_with_spans(text)
     assert ids == tokenizer.encode(text)
     words = [text[begin:end] for begin, end in places if begin < end]
     assert "".join(words) in ("Adog\ufb01ne\u6771\u4eac", "Adog\ufb01\ufb01ne\u6771\u4eac")
@@ -118,7 +121,7 @@ def test_word_by_word_is_as_the_whole_text(kind, lowercase):
     """The same model without the table of words is the other side; spaces, marks and accents meet in all ways."""
     blocks = ["def a:\n  \t  b = a\n  \t  c"] * 9  # runs of white space become pieces
     learnt = build(kind, TEXTS + blocks, lowercase=lowercase).vocabulary
-    whole = Fast("file", learnt.model)
+    whole = LibraryVocabulary("file", learnt.model)
     pieces = st.sampled_from(
         [" ", " ", "a", "dog", "It's", "\u0308", "é", "Gras.", "ΟΔΟΣ", "1²", "\u00a0", "\n", "<s>", "日本"]
     )
@@ -350,14 +353,14 @@ def test_exported_file_is_a_plain_tokenizer_json(tmp_path, trained):
 
 
 def test_memory_returns_the_same_ids(trained):
-    memory = trained["bpe"].remembering(10_000)
+    memory = trained["bpe"].cached(10_000)
     for _ in range(3):
         ids = memory.encode(TEXTS[0])
         assert ids == trained["bpe"].encode(TEXTS[0])
         ids.clear()  # the caller's own list
     assert memory.vocab == trained["bpe"].vocab
     assert memory.decode(memory.encode("a dog")) == "a dog"
-    small = trained["bpe"].remembering(0)
+    small = trained["bpe"].cached(0)
     assert small.encode("a dog") == trained["bpe"].encode("a dog")
 
 
@@ -463,7 +466,7 @@ def test_devices_pipes_and_folders_are_no_tokenizers(name, tmp_path, monkeypatch
         with pytest.raises(ConfigError, match="which is no file, expected a tokenizer.json or a .model file"):
             Tokenizer.load(path)
         path.rmdir() if path.is_dir() else path.unlink()
-    monkeypatch.setattr(tokenizers_module, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(tokenizer_files, "MAX_FILE_BYTES", 2**20)
     path.write_bytes(bytes(2**20 + 1))
     with pytest.raises(ConfigError, match="of 1 MiB, expected at most 1"):
         Tokenizer.load(path)
@@ -475,7 +478,7 @@ def test_a_text_that_a_loaded_tokenizer_cannot_split_is_named(tmp_path):
     )
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     assert tokenizer.encode("a") == [0]
-    for split in (tokenizer.encode, tokenizer.located):
+    for split in (tokenizer.encode, tokenizer.encode_with_spans):
         with pytest.raises(
             ConfigError, match=r"^tokenizer: got a text that it cannot split \('xyz': .*UNK.*\), expected"
         ):
@@ -488,8 +491,8 @@ def test_ids_may_have_gaps_and_roles_may_say_none(tmp_path):
     assert tokenizer.size == len(tokenizer.vocabulary.pieces) == 1000
     assert tokenizer.vocabulary.pieces[1:999] == ("",) * 998
     assert tokenizer.encode("ab") == [0, 999]
-    assert tokenizer.choosing(bos=-1).bos == tokenizer.bos  # published configs say -1 for no token
-    assert tokenizer.choosing(bos=999).bos == 999
+    assert tokenizer.with_special_tokens(bos=-1).bos == tokenizer.bos  # published configs say -1 for no token
+    assert tokenizer.with_special_tokens(bos=999).bos == 999
 
 
 def test_a_whole_number_that_is_none_is_refused_when_the_file_is_read(tmp_path):

@@ -1,4 +1,4 @@
-"""Models small enough to know everything about: their probabilities can be enumerated."""
+"""Toy models whose output probabilities can be enumerated."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jaxformer.decode import growing
-from jaxformer.decode.batching import stack
-from jaxformer.decode.programs import METHODS
+from jaxformer.decode.batching import pad_batch
+from jaxformer.decode.cache_schedule import prefill, schedule_for
+from jaxformer.decode.compiled import SEARCHES
+from jaxformer.decode.search.base import RowSettings, decode_loop
 from jaxformer.types import Array
 
 
 @flax.struct.dataclass
 class Prefix:
-    """The state of `PrefixModel`: a running hash of all tokens so far, per row."""
+    """The state of `PrefixModel`: a rolling hash of each row's tokens so far."""
 
     code: Array
 
@@ -27,18 +28,18 @@ class Prefix:
 
 
 class PrefixModel:
-    """Logits depend on the whole prefix: a table row chosen by a rolling hash of every real token so far."""
+    """Logits depend on the whole prefix: they are a table's row, chosen by a rolling hash of the tokens so far."""
 
     def __init__(self, vocab: int, seed: int = 0, scale: float = 2.0, buckets: int = 997) -> None:
         self.buckets = buckets
-        self.known = (np.random.default_rng(seed).normal(size=(buckets, vocab)) * scale).astype(np.float32)
-        self.table = jnp.asarray(self.known)
+        self.logits = (np.random.default_rng(seed).normal(size=(buckets, vocab)) * scale).astype(np.float32)
+        self.table = jnp.asarray(self.logits)
 
     def start(self, batch, length):
         code = jnp.zeros(batch.target.tokens.shape[0], jnp.int32)
         for slot in range(batch.target.tokens.shape[1]):
-            real = batch.target.slots.segment[:, slot] != 0
-            code = jnp.where(real, self.mix(code, batch.target.tokens[:, slot]), code)
+            valid = batch.target.slots.segment[:, slot] != 0
+            code = jnp.where(valid, self.mix(code, batch.target.tokens[:, slot]), code)
         return self.table[code], Prefix(code)
 
     def step(self, tokens, state):
@@ -49,22 +50,22 @@ class PrefixModel:
         return (code * 31 + token + 7) % self.buckets
 
     def log_probs(self, prompt, output) -> list[np.ndarray]:
-        """The log-probability vectors before each token of `output`, computed without any decoding."""
-        code, rows = 0, []
+        """The log-probability vectors of each token of `output`, computed without any decoding."""
+        code, vectors = 0, []
         for token in prompt:
             code = (code * 31 + int(token) + 7) % self.buckets
         for token in output:
-            row = self.known[code].astype(np.float64)
-            rows.append(row - np.log(np.exp(row).sum()))
+            logits = self.logits[code].astype(np.float64)
+            vectors.append(logits - np.log(np.exp(logits).sum()))
             code = (code * 31 + int(token) + 7) % self.buckets
-        return rows
+        return vectors
 
     def score(self, prompt, output) -> float:
-        return float(sum(row[token] for row, token in zip(self.log_probs(prompt, output), output, strict=True)))
+        return float(sum(vector[token] for vector, token in zip(self.log_probs(prompt, output), output, strict=True)))
 
 
-class Seeded(PrefixModel):
-    """The same model with its table as an argument, so that one compilation serves many tables."""
+class TableModel(PrefixModel):
+    """`PrefixModel` with its table as an argument, so that one compilation serves many tables."""
 
     def __init__(self, table):
         self.buckets, self.table = table.shape[0], table
@@ -90,9 +91,9 @@ class PrefixModule(nn.Module):
 
 def outputs(vocab: int, length: int, eos: tuple[int, ...]):
     """All outputs: those that end with their first end token, and those cut off at `length`."""
-    others = [token for token in range(vocab) if token not in eos]
+    inner = [token for token in range(vocab) if token not in eos]
     for size in range(1, length + 1):
-        for body in itertools.product(others, repeat=size - 1):
+        for body in itertools.product(inner, repeat=size - 1):
             for last in range(vocab) if size == length else eos:
                 yield (*body, last)
 
@@ -100,25 +101,21 @@ def outputs(vocab: int, length: int, eos: tuple[int, ...]):
 def batch_of(*prompts, rows: int | None = None, buckets: tuple[int, ...] = ()):
     """A decoder-only batch of prompts."""
     features = [{"target": np.asarray(prompt, np.int32)} for prompt in prompts]
-    return jax.tree.map(jnp.asarray, stack(features, rows or len(prompts), (0, 0), buckets or (4,)))
+    return jax.tree.map(jnp.asarray, pad_batch(features, rows or len(prompts), (0, 0), buckets or (4,)))
 
 
-def decode(model, batch, config, eos, pad, limit=None, rows=None, key=None):
-    """A batch from its prompts to its end in one program: what the engine does in pieces, for any `Decodable`."""
-    method, (count, prompt) = METHODS[config.method], batch.target.tokens.shape
-    limit = jnp.full(count, config.max_length) if limit is None else limit
-    rows = jnp.arange(count) if rows is None else rows
-    key = jax.random.key(config.seed) if key is None else key
-    logits, state = growing.start(model, batch, config.max_length, method.outputs(config), method.branches(config))
-    search = method.begin(logits, batch, config, eos, pad, limit, rows, key)
-    room = growing.room(state, prompt, config.max_length, method.branches(config))
-    for before, size in zip((0, *room.sizes), room.sizes, strict=False):
-        state = room.grow(state, size) if before else state
-        search, state, _ = growing.loop(
-            lambda search, state: method.advance(model, search, state, config, eos, pad),
-            search,
-            state,
-            size - before,
-            lambda search: search.done.all(),
-        )
-    return method.found(search, config)
+def decode(model, batch, config, eos, pad, max_lengths=None, row_indices=None, key=None):
+    """Decodes a batch to its end in one program, for any `Decodable`; `generate` does it in several programs."""
+    search, (count, prompt_slots) = SEARCHES[config.method](config, eos, pad), batch.target.tokens.shape
+    rows = RowSettings(
+        max_lengths=jnp.full(count, config.max_length) if max_lengths is None else max_lengths,
+        row_indices=jnp.arange(count) if row_indices is None else row_indices,
+        key=jax.random.key(config.seed) if key is None else key,
+    )
+    logits, model_state = prefill(model, batch, config.max_length, search)
+    state = search.init(logits, batch.target, rows)
+    schedule = schedule_for(model_state, prompt_slots, config.max_length, search.branches)
+    for before, capacity in zip((0, *schedule.capacities), schedule.capacities, strict=False):
+        model_state = schedule.grow(model_state, capacity) if before else model_state
+        state, model_state, _ = decode_loop(search, model, state, model_state, capacity - before, count)
+    return search.hypotheses(state)

@@ -18,11 +18,11 @@ SAMPLE = DecodeConfig(method="sample", max_length=6, hypotheses=1)
 
 @functools.lru_cache
 def compiled(config, eos):
-    return jax.jit(lambda batch, limit, rows, key: decode(MODEL, batch, config, eos, PAD, limit, rows, key))
+    return jax.jit(lambda batch, lengths, indices, key: decode(MODEL, batch, config, eos, PAD, lengths, indices, key))
 
 
-def run(batch, config, limit=None, rows=None, eos=EOS, seed=0):
-    return jax.device_get(compiled(config, eos)(batch, limit, rows, jax.random.key(seed)))
+def run(batch, config, max_lengths=None, row_indices=None, eos=EOS, seed=0):
+    return jax.device_get(compiled(config, eos)(batch, max_lengths, row_indices, jax.random.key(seed)))
 
 
 def by_hand(prompt, length, eos=EOS):
@@ -33,13 +33,13 @@ def by_hand(prompt, length, eos=EOS):
 
 
 def test_greedy_takes_the_most_probable_token_each_time():
-    found = run(batch_of(*PROMPTS), GREEDY)
+    result = run(batch_of(*PROMPTS), GREEDY)
     for row, prompt in enumerate(PROMPTS):
-        wanted = by_hand(prompt, 8)
-        assert found.lengths[row, 0] == len(wanted)
-        assert found.tokens[row, 0].tolist() == wanted + [PAD] * (8 - len(wanted))
-        assert found.scores[row, 0] == pytest.approx(MODEL.score(prompt, wanted), abs=1e-4)
-    assert len(set(found.lengths[:, 0])) > 1  # otherwise nothing was shown about rows that end early
+        expected = by_hand(prompt, 8)
+        assert result.lengths[row, 0] == len(expected)
+        assert result.tokens[row, 0].tolist() == expected + [PAD] * (8 - len(expected))
+        assert result.scores[row, 0] == pytest.approx(MODEL.score(prompt, expected), abs=1e-4)
+    assert len(set(result.lengths[:, 0])) > 1  # some rows end early
 
 
 def test_ties_go_to_the_lowest_id():
@@ -48,92 +48,92 @@ def test_ties_go_to_the_lowest_id():
             super().__init__(vocab=5)
             self.table = jnp.zeros_like(self.table)
 
-    found = decode(Flat(), batch_of([1]), GREEDY, (4,), PAD)
-    assert found.tokens[0, 0].tolist() == [0] * 8
+    result = decode(Flat(), batch_of([1]), GREEDY, (4,), PAD)
+    assert result.tokens[0, 0].tolist() == [0] * 8
 
 
-def test_limits_are_per_row_and_an_empty_row_gets_nothing():
-    found = run(batch_of([1], [1], [1], [1]), GREEDY, limit=jnp.array([0, 1, 3, 99]), eos=())
-    assert found.lengths[:, 0].tolist() == [0, 1, 3, 8]
+def test_maximum_lengths_are_per_row_and_an_empty_row_gets_no_tokens():
+    result = run(batch_of([1], [1], [1], [1]), GREEDY, max_lengths=jnp.array([0, 1, 3, 99]), eos=())
+    assert result.lengths[:, 0].tolist() == [0, 1, 3, 8]
     for row in range(4):
-        size = found.lengths[row, 0]
-        assert found.tokens[row, 0, :size].tolist() == found.tokens[3, 0, :size].tolist()
-        assert (found.tokens[row, 0, size:] == PAD).all()
-    assert found.scores[0, 0] == 0.0
+        size = result.lengths[row, 0]
+        assert result.tokens[row, 0, :size].tolist() == result.tokens[3, 0, :size].tolist()
+        assert (result.tokens[row, 0, size:] == PAD).all()
+    assert result.scores[0, 0] == 0.0
 
 
 def test_any_of_several_end_tokens_ends_a_row():
-    found = run(batch_of([1], [2, 3], [3]), GREEDY, eos=(0, 2))
+    result = run(batch_of([1], [2, 3], [3]), GREEDY, eos=(0, 2))
     for row, prompt in enumerate(([1], [2, 3], [3])):
-        wanted = by_hand(prompt, 8, eos=(0, 2))
-        assert found.tokens[row, 0, : found.lengths[row, 0]].tolist() == wanted
+        expected = by_hand(prompt, 8, eos=(0, 2))
+        assert result.tokens[row, 0, : result.lengths[row, 0]].tolist() == expected
 
 
 def test_draws_follow_the_distribution():
     config = dataclasses.replace(SAMPLE, max_length=1, hypotheses=4000)
-    found = run(batch_of([1], [2, 3]), config)
+    result = run(batch_of([1], [2, 3]), config)
     for row, prompt in enumerate(([1], [2, 3])):
         probs = np.exp(MODEL.log_probs(prompt, [0])[0])
-        counts = np.bincount(found.tokens[row, :, 0], minlength=5)
+        counts = np.bincount(result.tokens[row, :, 0], minlength=5)
         chi_square = ((counts - 4000 * probs) ** 2 / (4000 * probs)).sum()
         assert chi_square < 18.5  # 4 degrees of freedom: exceeded once in a thousand
-        scores = np.log(probs)[found.tokens[row, :, 0]]
-        np.testing.assert_allclose(found.scores[row], scores, atol=1e-4)
+        scores = np.log(probs)[result.tokens[row, :, 0]]
+        np.testing.assert_allclose(result.scores[row], scores, atol=1e-4)
 
 
-def test_every_step_draws_anew():
-    level = PrefixModel(vocab=5)
-    level.table = jnp.zeros_like(level.table)
-    found = decode(level, batch_of([1]), dataclasses.replace(SAMPLE, max_length=2, hypotheses=2000), (), PAD)
-    assert np.mean(found.tokens[0, :, 0] == found.tokens[0, :, 1]) == pytest.approx(1 / 5, abs=0.04)
+def test_steps_draw_independently():
+    uniform = PrefixModel(vocab=5)
+    uniform.table = jnp.zeros_like(uniform.table)
+    result = decode(uniform, batch_of([1]), dataclasses.replace(SAMPLE, max_length=2, hypotheses=2000), (), PAD)
+    assert np.mean(result.tokens[0, :, 0] == result.tokens[0, :, 1]) == pytest.approx(1 / 5, abs=0.04)
 
 
-def test_draws_follow_the_warped_distribution_but_are_scored_by_the_model():
+def test_draws_follow_the_truncated_distribution_but_are_scored_by_the_model():
     config = dataclasses.replace(SAMPLE, max_length=1, hypotheses=4000, temperature=0.7, top_k=3)
-    found = run(batch_of([1]), config)
+    result = run(batch_of([1]), config)
     log_probs = MODEL.log_probs([1], [0])[0]
     order = np.argsort(-log_probs)[:3]
     probs = np.exp(log_probs[order] / 0.7)
     probs /= probs.sum()
-    counts = np.bincount(found.tokens[0, :, 0], minlength=5)
+    counts = np.bincount(result.tokens[0, :, 0], minlength=5)
     assert counts.sum() == counts[order].sum()
     chi_square = ((counts[order] - 4000 * probs) ** 2 / (4000 * probs)).sum()
     assert chi_square < 13.8  # 2 degrees of freedom
-    np.testing.assert_allclose(found.scores[0], log_probs[found.tokens[0, :, 0]], atol=1e-4)
+    np.testing.assert_allclose(result.scores[0], log_probs[result.tokens[0, :, 0]], atol=1e-4)
 
 
 def test_a_draw_does_not_depend_on_the_batch():
     prompts = PROMPTS
-    together = run(batch_of(*prompts), SAMPLE, rows=jnp.array([10, 11, 12, 13]))
-    shuffled = run(batch_of(*(prompts[i] for i in (3, 1, 0, 2))), SAMPLE, rows=jnp.array([13, 11, 10, 12]))
-    alone = run(batch_of(prompts[2]), SAMPLE, rows=jnp.array([12]))
-    padded = run(batch_of(prompts[2], rows=4, buckets=(5,)), SAMPLE, rows=jnp.array([12, 0, 0, 0]))
-    for place, i in enumerate((3, 1, 0, 2)):
-        assert shuffled.tokens[place].tolist() == together.tokens[i].tolist()
-    for other in (alone, padded):
-        assert other.tokens[0].tolist() == together.tokens[2].tolist()
-        assert other.scores[0] == pytest.approx(together.scores[2])
-    renamed = run(batch_of(*prompts), SAMPLE, rows=jnp.array([20, 21, 22, 23]))
-    reseeded = run(batch_of(*prompts), SAMPLE, rows=jnp.array([10, 11, 12, 13]), seed=1)
+    together = run(batch_of(*prompts), SAMPLE, row_indices=jnp.array([10, 11, 12, 13]))
+    shuffled = run(batch_of(*(prompts[i] for i in (3, 1, 0, 2))), SAMPLE, row_indices=jnp.array([13, 11, 10, 12]))
+    alone = run(batch_of(prompts[2]), SAMPLE, row_indices=jnp.array([12]))
+    padded = run(batch_of(prompts[2], rows=4, buckets=(5,)), SAMPLE, row_indices=jnp.array([12, 0, 0, 0]))
+    for row, i in enumerate((3, 1, 0, 2)):
+        assert shuffled.tokens[row].tolist() == together.tokens[i].tolist()
+    for result in (alone, padded):
+        assert result.tokens[0].tolist() == together.tokens[2].tolist()
+        assert result.scores[0] == pytest.approx(together.scores[2])
+    renamed = run(batch_of(*prompts), SAMPLE, row_indices=jnp.array([20, 21, 22, 23]))
+    reseeded = run(batch_of(*prompts), SAMPLE, row_indices=jnp.array([10, 11, 12, 13]), seed=1)
     assert renamed.tokens.tolist() != together.tokens.tolist()
     assert reseeded.tokens.tolist() != together.tokens.tolist()
 
 
 def test_more_draws_keep_the_first_ones():
-    rows = jnp.arange(4)
-    one = run(batch_of(*PROMPTS), SAMPLE, rows=rows)
-    four = run(batch_of(*PROMPTS), dataclasses.replace(SAMPLE, hypotheses=4), rows=rows)
+    indices = jnp.arange(4)
+    one = run(batch_of(*PROMPTS), SAMPLE, row_indices=indices)
+    four = run(batch_of(*PROMPTS), dataclasses.replace(SAMPLE, hypotheses=4), row_indices=indices)
     assert four.tokens.shape == (4, 4, 6)
     assert four.tokens[:, 0].tolist() == one.tokens[:, 0].tolist()
     assert len({tuple(tokens) for tokens in four.tokens[0].tolist()}) > 1
 
 
-def test_a_strong_repetition_penalty_forbids_what_was_said_in_prompt_and_output():
+def test_a_strong_repetition_penalty_forbids_tokens_of_prompt_and_output():
     positive = PrefixModel(vocab=5, seed=3)
     positive.table = jnp.abs(positive.table) + 1.0
     config = dataclasses.replace(GREEDY, repetition_penalty=1e6, max_length=3)
-    found = decode(positive, batch_of([1, 4]), config, (), PAD)
-    assert sorted(found.tokens[0, 0].tolist()) == [0, 2, 3]
+    result = decode(positive, batch_of([1, 4]), config, (), PAD)
+    assert sorted(result.tokens[0, 0].tolist()) == [0, 2, 3]
 
 
 def test_nearly_zero_temperature_is_greedy():

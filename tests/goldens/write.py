@@ -36,7 +36,7 @@ def goldens() -> dict[str, str]:
 
 
 def config(recipe: str) -> str:
-    from jaxformer import overrides
+    from jaxformer.config import overrides
 
     return overrides.to_json(overrides.freeze(overrides.load(recipe)))
 
@@ -99,10 +99,10 @@ def digests(tree: Any) -> dict[str, str]:
     import jax
     import numpy as np
 
-    from jaxformer.train.optim import path_of
+    from jaxformer.types import leaf_path
 
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {"/".join(path_of(keys)): hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for keys, x in leaves}
+    return {"/".join(leaf_path(keys)): hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for keys, x in leaves}
 
 
 def checkpoint() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import jaxformer
 from jaxformer.config import ConfigError
-from jaxformer.hf import files, writing
+from jaxformer.hf import reading, writing
 
 GOLDENS = Path(__file__).with_name("goldens")
 CASES = json.loads((GOLDENS / "cases.json").read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ VALUES = weights()
 def loaded(name, place):
     case = CASES[name]
     tensors = {key: VALUES(key, tuple(shape)) for key, shape in case["tensors"].items()}
-    writing.write(place, case["config"], tensors)
+    writing.write_checkpoint(place, case["config"], tensors)
     return jaxformer.from_pretrained(place)
 
 
@@ -62,7 +62,7 @@ def test_an_untied_head_is_written_with_both_names_of_its_bias(tmp_path):
     """The other library reads the decoder's alone, and zeros where it is missing."""
     model = loaded("bert_both_biases", tmp_path / "in")
     model.save_pretrained(tmp_path / "out")
-    before, after = (files.open_tensors(tmp_path / name) for name in ("in", "out"))
+    before, after = (reading.open_tensors(tmp_path / name) for name in ("in", "out"))
     for name in ("cls.predictions.bias", "cls.predictions.decoder.bias"):
         np.testing.assert_array_equal(after[name].array(), before["cls.predictions.decoder.bias"].array())
 
@@ -78,7 +78,7 @@ def test_two_tables_are_written_as_two(tmp_path):
 def test_a_tied_head_over_two_tables_is_refused(tmp_path):
     case = CASES["bart_two_tables"]
     tensors = {key: VALUES(key, tuple(shape)) for key, shape in case["tensors"].items() if key != "lm_head.weight"}
-    writing.write(tmp_path / "in", case["config"] | {"tie_word_embeddings": True}, tensors)
+    writing.write_checkpoint(tmp_path / "in", case["config"] | {"tie_word_embeddings": True}, tensors)
     with pytest.raises(ConfigError, match=r"decoder.embed_tokens.weight, which differ, under a tied head"):
         jaxformer.from_pretrained(tmp_path / "in")
 
@@ -92,7 +92,7 @@ def test_several_rows_without_a_padding_token_are_refused(tmp_path):
 def test_positions_of_roberta_leave_out_padding_on_either_side(tmp_path):
     """Position ids count the tokens that are not padding: what padding stands where changes no real token's output."""
     model = loaded("roberta_both_biases", tmp_path / "roberta")
-    pad = model.settings("pad_token_id")
+    pad = model.hf.settings("pad_token_id")
     text = [5, 9, 7]
     alone = np.asarray(model(input_ids=np.array([text])).logits)[0]
     for ids in ([pad, pad, *text], [*text, pad, pad]):

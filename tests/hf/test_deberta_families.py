@@ -34,26 +34,27 @@ VARIANTS = [
 @pytest.mark.parametrize(("family", "head", "values"), VARIANTS)
 def test_configs_read_back_and_rows_fill_every_parameter(family, head, values):
     family = family.FAMILY
-    model = family.read(Settings(values), head)
-    written = {**family.write(model, head), "id2label": values.get("id2label")}
-    assert family.read(Settings(written), head) == model
+    model = family.read_config(Settings(values), head)
+    written = {**family.write_config(model, head), "id2label": values.get("id2label")}
+    assert family.read_config(Settings(written), head) == model
     module = build.build(model)
-    shapes = nn.meta.unbox(jax.eval_shape(lambda key: build.initialise(module, key), jax.random.key(0)))["params"]
-    paths = [path for row in family.rows(model, head) for path in row.paths]
+    shapes = nn.meta.unbox(jax.eval_shape(lambda key: build.init_variables(module, key), jax.random.key(0)))["params"]
+    paths = [path for row in family.rows(model, head) for path in row.param_paths]
     assert sorted(paths) == sorted(flax.traverse_util.flatten_dict(shapes, sep="/"))
 
 
 def test_settings_become_the_fields_that_compute_them():
-    model = deberta_v2.read(Settings({**RELATIVE, "position_buckets": 6, "conv_kernel_size": 3}), "model")
+    model = deberta_v2.read_config(Settings({**RELATIVE, "position_buckets": 6, "conv_kernel_size": 3}), "model")
     stack = model.encoder
     assert (stack.conv.kernel, stack.conv.groups, stack.conv.activation) == (3, 1, "tanh")
     assert (stack.encoding.buckets, stack.encoding.max_distance, stack.encoding.norm) == (6, 16, None)
     assert stack.encoding.content_to_position and stack.encoding.position_to_content
     assert not stack.encoding.share_projections and not stack.encoding.absolute
-    assert deberta.read(Settings(RELATIVE), "model").encoder.attention.key_bias is False
-    assert deberta.read(Settings({**RELATIVE, "max_relative_positions": 5}), "model").encoder.encoding.max_distance == 5
-    assert deberta.read(Settings(SIZES), "model").encoder.encoding.kind == "learned"
-    assert deberta.read(Settings({**SIZES, "position_biased_input": False}), "model").encoder.encoding.kind == "none"
+    assert deberta.read_config(Settings(RELATIVE), "model").encoder.attention.key_bias is False
+    encoding = lambda values: deberta.read_config(Settings(values), "model").encoder.encoding  # noqa: E731
+    assert encoding({**RELATIVE, "max_relative_positions": 5}).max_distance == 5
+    assert encoding(SIZES).kind == "learned"
+    assert encoding({**SIZES, "position_biased_input": False}).kind == "none"
 
 
 @pytest.mark.parametrize(
@@ -71,11 +72,11 @@ def test_settings_become_the_fields_that_compute_them():
 def test_variants_that_are_not_computed_are_refused(head, values, message):
     for family in (deberta, deberta_v2):
         with pytest.raises(ConfigError, match=message):
-            family.read(Settings(values), head)
+            family.read_config(Settings(values), head)
 
 
 def test_the_newer_head_has_the_older_names():
     name = "lm_predictions.lm_head.LayerNorm.weight"
-    for old, new in deberta.FAMILY.renamed:
+    for old, new in deberta.FAMILY.renamed_tensors:
         name = re.sub(old, new, name)
     assert name == "cls.predictions.transform.LayerNorm.weight"

@@ -13,7 +13,7 @@ import pytest
 
 import jaxformer
 from jaxformer.config import ConfigError
-from jaxformer.hf import generation, workdirs
+from jaxformer.hf import generation, generation_options, workdirs
 
 PLACE = Path(__file__).parent / "generation"
 FEW = {
@@ -106,8 +106,8 @@ def test_arguments_become_decoding_options():
         "num_beams": 3, "early_stopping": "never", "length_penalty": 2, "forced_bos_token_id": 4,
         "forced_eos_token_id": [2, 5], "bad_words_ids": [[7, 8], [2]], "suppress_tokens": np.asarray([9]),
     }  # fmt: skip
-    settings = {**generation.DEFAULTS, **given}
-    config = generation._decoding(settings, generation.Lengths(6, 2), 1, (2, 3), 28)
+    settings = {**generation_options.DEFAULTS, **given}
+    config = generation_options.decode_config(settings, generation_options.TokenLimits(6, 2), 1, (2, 3), 28)
     assert (config.method, config.stopping, config.length_norm, config.length_penalty) == (
         "beam",
         "exact",
@@ -116,9 +116,12 @@ def test_arguments_become_decoding_options():
     )
     assert (config.max_length, config.min_length, config.forced_first, config.forced_last) == (6, 2, 4, (2, 5))
     assert (config.bad_words, config.suppress) == (((7, 8),), (9,))  # an end token alone is never bad
-    assert generation._decoding(settings, generation.Lengths(6, 2), 2, (2, 3), 28).forced_first is None
+    assert (
+        generation_options.decode_config(settings, generation_options.TokenLimits(6, 2), 2, (2, 3), 28).forced_first
+        is None
+    )
     for early, stopping in ((False, "estimate"), (True, "first")):
-        assert generation._stopping(early) == stopping
+        assert generation_options._stopping_rule(early) == stopping
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------
@@ -142,7 +145,7 @@ def test_arguments_become_decoding_options():
     ],
 )
 def test_lengths_count_what_theirs_count(given, prompt, positions, expected):
-    assert generation.lengths({**generation.DEFAULTS, **given}, prompt, positions) == expected
+    assert generation_options.new_token_limits({**generation_options.DEFAULTS, **given}, prompt, positions) == expected
 
 
 @pytest.mark.parametrize(
@@ -158,13 +161,13 @@ def test_lengths_count_what_theirs_count(given, prompt, positions, expected):
 )
 def test_lengths_without_room_are_refused(given, prompt, message):
     with pytest.raises(ConfigError, match=message):
-        generation.lengths({**generation.DEFAULTS, **given}, prompt, 40)
+        generation_options.new_token_limits({**generation_options.DEFAULTS, **given}, prompt, 40)
 
 
 def test_two_lengths_are_said_to_be_one_too_many(caplog):
-    generation.lengths({**generation.DEFAULTS, "max_length": 9, "max_new_tokens": 4}, 1, None)
-    generation.lengths({**generation.DEFAULTS, "min_length": 9, "min_new_tokens": 4}, 1, None)
-    generation.lengths({**generation.DEFAULTS, "min_length": 9, "max_new_tokens": 4}, 1, None)
+    generation_options.new_token_limits({**generation_options.DEFAULTS, "max_length": 9, "max_new_tokens": 4}, 1, None)
+    generation_options.new_token_limits({**generation_options.DEFAULTS, "min_length": 9, "min_new_tokens": 4}, 1, None)
+    generation_options.new_token_limits({**generation_options.DEFAULTS, "min_length": 9, "max_new_tokens": 4}, 1, None)
     said = [record.getMessage() for record in caplog.records]
     assert [text.partition(": ")[2] for text in said] == [
         "both max_length and max_new_tokens are set; max_new_tokens counts",
@@ -185,17 +188,17 @@ def test_outputs_that_the_positions_cut_are_said_to_be(models, caplog):
 def test_generation_config_replaces_the_options_of_config_json(models, caplog):
     old = {"num_beams": 2, "max_length": 9, "encoder_no_repeat_ngram_size": 3, "num_beam_groups": 1}
     stored = {"decoder_start_token_id": 3, "typical_p": 0.9}
-    assert models("bart", {"config": old}).defaults == {
+    assert models("bart", {"config": old}).hf.defaults == {
         "num_beams": 2, "max_length": 9, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2,
         "decoder_start_token_id": 2, "use_cache": True,
     }  # fmt: skip
     assert "config.json: generation here knows no encoder_no_repeat_ngram_size, and" in caplog.text
-    assert models("bart", {"config": old, "generation": stored}).defaults == stored
+    assert models("bart", {"config": old, "generation": stored}).hf.defaults == stored
     assert "generation_config.json: generation here knows no typical_p, and" in caplog.text
 
 
 def test_a_forced_start_of_the_oldest_files_is_read():
-    assert generation.of_config({"force_bos_token_to_be_generated": True, "bos_token_id": 4}) == {
+    assert generation_options.config_defaults({"force_bos_token_to_be_generated": True, "bos_token_id": 4}) == {
         "bos_token_id": 4,
         "forced_bos_token_id": 4,
     }
@@ -205,19 +208,22 @@ def test_none_switches_a_stored_option_off(models):
     stored = {"suppress_tokens": [3], "top_k": 5, "num_beams": 4, "max_new_tokens": 3}
     model = models("gpt2", {"generation": stored})
     none = dict.fromkeys(stored)
-    found = generation._settings(model, none)
+    found = generation_options.resolve_options(model.hf.defaults, none)
     assert [found[name] for name in stored] == [None, 0, 1, None]
-    assert [generation._settings(model, {})[name] for name in stored] == list(stored.values())
+    assert [generation_options.resolve_options(model.hf.defaults, {})[name] for name in stored] == list(stored.values())
 
 
 def test_an_imported_workdir_keeps_the_stored_options(models, tmp_path):
     shutil.copytree(PLACE / "gpt2", tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").write_text('{"max_new_tokens": 3, "pad_token_id": 1}')
-    model = workdirs.bring(tmp_path / "hf", tmp_path / "run")
-    assert workdirs.named(model, tmp_path / "run").defaults == {"max_new_tokens": 3, "pad_token_id": 1}
-    path = tmp_path / "run" / workdirs.SETTINGS  # as earlier versions imported a directory without that file
+    model = workdirs.import_checkpoint(tmp_path / "hf", tmp_path / "run")
+    assert workdirs.origin_of_run(model.config, model.tokenizers, tmp_path / "run").defaults == {
+        "max_new_tokens": 3,
+        "pad_token_id": 1,
+    }
+    path = tmp_path / "run" / workdirs.SETTINGS_FILE  # as earlier versions imported a directory without that file
     path.write_text(json.dumps(json.loads(path.read_text()) | {"generation": {}}))
-    assert workdirs.named(model, tmp_path / "run").defaults["eos_token_id"] == 2
+    assert workdirs.origin_of_run(model.config, model.tokenizers, tmp_path / "run").defaults["eos_token_id"] == 2
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -304,6 +310,6 @@ def test_a_padding_token_outside_the_vocabulary_only_fills(models):
 
 
 def test_padding_that_is_read_is_named(models, caplog):
-    real = generation._mask({}, np.asarray([[1, 9], [5, 6]]), 1, (2,), both=True)
+    real = generation._real_tokens({}, np.asarray([[1, 9], [5, 6]]), 1, (2,), seq2seq=True)
     assert real.all()
     assert "input_ids hold the padding token 1, which is read: give an attention_mask" in caplog.text

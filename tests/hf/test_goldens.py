@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import jaxformer
-from jaxformer.hf import convert
+from jaxformer.hf import convert, reading
 from jaxformer.models import build
 
 GOLDENS = Path(__file__).resolve().parents[2].parent / "shared" / "hf_goldens"
@@ -123,7 +123,7 @@ def with_gradients(name, arrays):
 def test_gradients(golden, case):
     model, inputs = golden.model, golden.part(f"{case}/in/")
     grads = jax.jit(jax.grad(lambda params: model(**inputs, params=params).loss))(model.params)
-    theirs = convert.gradients(model.family.rows(model.config.model, model.head), grads)
+    theirs = convert.export_gradients(model.hf.family.rows(model.config.model, model.hf.head), grads)
     norms = golden.part(f"{case}/grad_norm/")
     for name, value in norms.items():
         # A key bias has a gradient of zero but for rounding: it shifts all scores of a query alike.
@@ -170,7 +170,7 @@ def test_training_trace(golden, case):
         norms.append(float(norm))
     np.testing.assert_allclose(losses, arrays["train/loss"], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(norms, arrays["train/grad_norm_global"], rtol=2e-4, atol=1e-4)
-    theirs = convert.gradients(model.family.rows(model.config.model, model.head), params)
+    theirs = convert.export_gradients(model.hf.family.rows(model.config.model, model.hf.head), params)
     for name, value in golden.part("train/final_param/").items():
         if not name.endswith(("key.bias", "c_attn.bias")):
             close(theirs[name], value, rtol=1e-3, what=name)
@@ -178,20 +178,21 @@ def test_training_trace(golden, case):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_written_back_byte_for_byte(name, tmp_path):
-    from jaxformer.hf import files
 
     model = jaxformer.from_pretrained(GOLDENS / name)
-    before, after = files.open_tensors(GOLDENS / name), tmp_path / "out"
+    before, after = reading.open_tensors(GOLDENS / name), tmp_path / "out"
     stored = {tensor.dtype for tensor in before.values() if tensor.dtype.kind not in "iub"}
     model.save_pretrained(after, dtype=stored.pop() if len(stored) == 1 else None)
-    again = files.open_tensors(after)
-    kept = convert.canonical(model.family, before)
-    for new, tensor in convert.canonical(model.family, again).items():
+    again = reading.open_tensors(after)
+    kept = convert.canonical_tensors(model.hf.family, before)
+    for new, tensor in convert.canonical_tensors(model.hf.family, again).items():
         if new in kept:
             assert tensor.array().tobytes() == kept[new].array().tobytes(), new
-    assert set(kept) - set(convert.canonical(model.family, again)) <= {model.family.output and model.family.output[0]}
-    config = {k: v for k, v in files.read_config(after).items()}
-    for key, value in files.read_config(GOLDENS / name).items():
+    assert set(kept) - set(convert.canonical_tensors(model.hf.family, again)) <= {
+        model.hf.family.tied_tensors and model.hf.family.tied_tensors[0]
+    }
+    config = {k: v for k, v in reading.read_config(after).items()}
+    for key, value in reading.read_config(GOLDENS / name).items():
         assert config[key] == value, key
     second = jaxformer.from_pretrained(after)
     assert second.config.model == model.config.model

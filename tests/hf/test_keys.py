@@ -1,5 +1,6 @@
 """Every key of every family's config class is read, refused where it would act, or free for a reason."""
 
+import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import pytest
 
 import jaxformer
 from jaxformer.config import ConfigError
-from jaxformer.hf import calling, keys, table
+from jaxformer.hf import arguments, keys, table
 from jaxformer.hf.table import Settings
 
 FAMILIES = dict(table.families())
@@ -67,7 +68,7 @@ OTHERS = {
 
 
 def model(family, head, values):
-    return keys.read_model(family, keys.named(family, Settings(values)), head)
+    return keys.read_model(family, keys.with_defaults(family, Settings(values)), head)
 
 
 def another(name, default):
@@ -97,16 +98,16 @@ def state(family, head, values):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_key_is_ignored(name):
     family, silent, acting = FAMILIES[name], [], []
-    base = BASE.get(family.types[0], {})
+    base = BASE.get(family.model_types[0], {})
     before = {head: model(family, head, base) for head in family.heads}
-    for key, default in keys.known(family).items():
-        if key in {*keys.READ_ELSEWHERE, *keys.FREE} and key != "pad_token_id":
+    for key, default in keys.default_values(family).items():
+        if key in {*keys.KEYS_READ_LATER, *keys.IGNORED_KEYS} and key != "pad_token_id":
             continue
         value = another(key, base.get(key, default))
         after = {head: state(family, head, {**base, key: value}) for head in family.heads}
-        if key in family.free:
+        if key in family.ignored_keys:
             acting += [key] if after != before else []
-        elif after == before and key not in keys.READ_ELSEWHERE:
+        elif after == before and key not in keys.KEYS_READ_LATER:
             silent.append(key)
     assert (silent, acting) == ([], [])
 
@@ -114,20 +115,20 @@ def test_no_key_is_ignored(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_silent_file_says_what_the_librarys_defaults_say(name):
     family = FAMILIES[name]
-    written = {key: value for key, value in keys.lists()["families"][family.types[0]]["defaults"].items()}
+    written = {key: value for key, value in keys.key_lists()["families"][family.model_types[0]]["defaults"].items()}
     for head in family.heads:
         assert model(family, head, {}) == model(family, head, written), head
 
 
 def test_lists_and_families_are_of_the_same_types():
-    listed = set(keys.lists()["families"])
-    assert {family.types[0] for family in FAMILIES.values()} == listed
+    listed = set(keys.key_lists()["families"])
+    assert {family.model_types[0] for family in FAMILIES.values()} == listed
 
 
 def test_what_is_read_elsewhere_is_named_there():
-    assert [name for name in keys.READ_ELSEWHERE if f'"{name}"' not in SOURCES.replace('": "', "")] == []
-    reasons = [*keys.READ_ELSEWHERE.values(), *keys.FREE.values()]
-    reasons += [reason for family in FAMILIES.values() for reason in family.free.values()]
+    assert [name for name in keys.KEYS_READ_LATER if f'"{name}"' not in SOURCES.replace('": "', "")] == []
+    reasons = [*keys.KEYS_READ_LATER.values(), *keys.IGNORED_KEYS.values()]
+    reasons += [reason for family in FAMILIES.values() for reason in family.ignored_keys.values()]
     assert all(len(reason) > 7 for reason in reasons)
 
 
@@ -159,10 +160,18 @@ def test_keys_that_nobody_knows_are_named_in_one_line(caplog):
     values = {"rotary_flavour": 3, "sparkle": None, "transformers_version": "4.0", "n_ctx": 9, "pruned_heads": {}}
     model(FAMILIES["gpt2"], "causal_lm", values)
     (record,) = caplog.records
-    assert "nothing reads rotary_flavour, sparkle, here or in the other library" in record.getMessage()
+    assert "got rotary_flavour, sparkle, which nothing reads" in record.getMessage()
     caplog.clear()
     model(FAMILIES["llama"], "causal_lm", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}})
     assert "rope_parameters.mscale" in caplog.text
+
+
+def test_a_family_that_is_not_listed_is_read_and_its_other_keys_named(caplog, monkeypatch):
+    outside = dataclasses.replace(FAMILIES["gpt2"], model_types=("of_another_package",))
+    monkeypatch.setattr(table, "families", lambda: [*FAMILIES.items(), ("outside", outside)])
+    values = {"n_embd": 24, "n_layer": 3, "sparkle": 1}
+    assert model(outside, "causal_lm", values) == model(FAMILIES["gpt2"], "causal_lm", values)
+    assert "got sparkle, which nothing reads" in caplog.text
 
 
 def test_a_rotations_base_is_found_where_it_stands():
@@ -197,27 +206,27 @@ def test_a_rotations_base_is_found_where_it_stands():
 def test_dropouts_of_heads(name, head, values, dropouts):
     top = model(FAMILIES[name], head, values).head
     assert (top.input_dropout, top.dropout) == pytest.approx(dropouts)
-    again = FAMILIES[name].write(model(FAMILIES[name], head, values), head)
+    again = FAMILIES[name].write_config(model(FAMILIES[name], head, values), head)
     assert model(FAMILIES[name], head, again).head.dropout == top.dropout
 
 
 def test_special_tokens_beyond_the_vocabulary_are_named_and_no_numbers_refused(caplog):
-    keys.check_tokens({"eos_token_id": [3, 99], "pad_token_id": -1, "bos_token_id": 0}, "config.json", 24)
+    keys.check_special_tokens({"eos_token_id": [3, 99], "pad_token_id": -1, "bos_token_id": 0}, "config.json", 24)
     assert "got eos_token_id 99, pad_token_id -1, which the vocabulary of 24 does not have" in caplog.text
     for token in (10**12, "2", True, 1.5):
         with pytest.raises(ConfigError, match="got eos_token_id"):
-            keys.check_tokens({"eos_token_id": token}, "config.json", 24)
+            keys.check_special_tokens({"eos_token_id": token}, "config.json", 24)
 
 
 def test_the_factor_of_linear_scaling_is_read():
     values = {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}, "vocab_size": 32}
     family = table.family_of(Settings(values))
-    model = keys.read_model(family, keys.named(family, Settings(values)), "causal_lm")
+    model = keys.read_model(family, keys.with_defaults(family, Settings(values)), "causal_lm")
     assert model.decoder.encoding.scaling.kind == "linear" and model.decoder.encoding.scaling.factor == 4.0
 
 
 def test_a_decoders_input_is_its_start_token_and_the_labels_before():
     settings = Settings({"decoder_start_token_id": 2, "pad_token_id": 1})
     labels = jnp.asarray([[5, 6, 7], [8, -100, -100]])
-    moved = calling.shift_right(table.Convention(), settings, labels)
+    moved = arguments.shift_right(table.CallConvention(), settings, labels)
     assert moved.tolist() == [[2, 5, 6], [2, 8, 1]]

@@ -31,10 +31,12 @@ from jaxformer.config import (
     TaskConfig,
     TokenizerConfig,
 )
-from jaxformer.data import learning
+from jaxformer.data import vocabulary_learning
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
-from jaxformer.data.vocabularies import Fast
-from jaxformer.hf import convert, files, pretrained, table, workdirs, writing
+from jaxformer.data.vocabularies import LibraryVocabulary
+from jaxformer.hf import comparison, convert, origin, reading, table, workdirs, writing
+from jaxformer.hf.pretrained import HuggingFace
+from jaxformer.model import Model
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 
@@ -54,10 +56,10 @@ def write_tokenizer(directory):
 def write_directory(directory, model_type, head, settings):
     """A directory as the other library writes it, with random weights."""
     family = dict(table.families())[model_type]
-    settings = {"model_type": family.types[0], "architectures": [family.heads[head]], **settings}
-    model = family.read(table.Settings(settings), head)
+    settings = {"model_type": family.model_types[0], "architectures": [family.heads[head]], **settings}
+    model = family.read_config(table.Settings(settings), head)
     params = builders.make(model)[1]["params"]
-    writing.write(directory, settings, convert.write(family.rows(model, head), params))
+    writing.write_checkpoint(directory, settings, convert.export_tensors(family.rows(model, head), params))
     write_tokenizer(directory)
     return model, params
 
@@ -229,8 +231,10 @@ def test_call_refuses(bert, arguments, message):
 
 def edited(directory, place, tensors=None, **settings):
     """A copy of a directory with other settings or tensors."""
-    config = files.read_config(directory) | settings
-    writing.write(place, config, {n: t.array() for n, t in files.open_tensors(directory).items()} | (tensors or {}))
+    config = reading.read_config(directory) | settings
+    writing.write_checkpoint(
+        place, config, {n: t.array() for n, t in reading.open_tensors(directory).items()} | (tensors or {})
+    )
     return place
 
 
@@ -260,14 +264,14 @@ def test_extra_and_missing_tensors_are_refused(gpt2, tmp_path):
 def test_every_family_reads_what_it_writes():
     for name, family in table.families():
         for head, architecture in family.heads.items():
-            settings = table.Settings({"model_type": family.types[0], "architectures": [architecture]})
-            model = family.read(settings, head)
-            again = family.read(table.Settings(family.write(model, head) | {"num_labels": 2}), head)
-            assert not table.same(model, again), f"{name} {head}"
+            settings = table.Settings({"model_type": family.model_types[0], "architectures": [architecture]})
+            model = family.read_config(settings, head)
+            again = family.read_config(table.Settings(family.write_config(model, head) | {"num_labels": 2}), head)
+            assert not comparison.config_differences(model, again), f"{name} {head}"
 
 
 def test_a_window_of_null_is_none_and_a_missing_one_the_default():
-    read = dict(table.families())["mistral"].read
+    read = dict(table.families())["mistral"].read_config
     windows = [
         read(table.Settings(settings), "causal_lm").decoder.attention.window
         for settings in ({"sliding_window": None}, {}, {"sliding_window": 7})
@@ -279,12 +283,12 @@ def test_a_window_of_null_is_none_and_a_missing_one_the_default():
 
 
 def ours(model):
-    """A `Pretrained` of a model of ours with random parameters."""
+    """A model of ours with random parameters."""
     module, variables = builders.make(model)
     params = variables["params"]
     config = Config(model=model, task=TaskConfig(name="translation"))
-    head = pretrained.head_of_model(config)
-    return pretrained.Pretrained(module, params, {}, config, None, head=head, settings=table.Settings({}))
+    head = origin.head_of_model(config)
+    return Model(module, params, {}, config, None, hf=HuggingFace(head, settings=table.Settings({})))
 
 
 def stack(**fields):
@@ -331,7 +335,7 @@ EXPORTS = {
 def test_a_model_of_ours_is_exported_and_computes_the_same(family, tmp_path):
     model = ours(EXPORTS[family])
     model.save_pretrained(tmp_path / "out")
-    assert files.read_config(tmp_path / "out")["model_type"] == family
+    assert reading.read_config(tmp_path / "out")["model_type"] == family
     again = jaxformer.from_pretrained(tmp_path / "out")
     ids = np.asarray([[3, 4, 5, 9], [5, 6, 7, 1]])
     given = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :3]} if model.config.model.encoder else {})
@@ -341,7 +345,7 @@ def test_a_model_of_ours_is_exported_and_computes_the_same(family, tmp_path):
 def test_experts_are_read_one_by_one_each_device_its_own(tmp_path):
     model = ours(EXPORTS["mixtral"])
     model.save_pretrained(tmp_path / "out")
-    settings, opened = files.read_config(tmp_path / "out"), files.open_tensors(tmp_path / "out")
+    settings, opened = reading.read_config(tmp_path / "out"), reading.open_tensors(tmp_path / "out")
     assert (settings["num_local_experts"], settings["num_experts_per_tok"], settings["intermediate_size"]) == (4, 2, 12)
     mesh = meshes.make(MeshConfig(data=1, expert=2, fsdp=2, tensor=2))
     spread = jaxformer.from_pretrained(tmp_path / "out", mesh=mesh)
@@ -358,14 +362,14 @@ def test_experts_are_read_one_by_one_each_device_its_own(tmp_path):
     np.testing.assert_allclose(spread(input_ids=ids).logits, model(input_ids=ids).logits, rtol=2e-5, atol=2e-5)
     missing = f"{theirs}.experts.3.w2.weight"
     left = {name: tensor.array() for name, tensor in opened.items() if name != missing}
-    writing.write(tmp_path / "left", settings, left)
+    writing.write_checkpoint(tmp_path / "left", settings, left)
     with pytest.raises(ConfigError, match=f"got no tensor {missing}, expected it"):
         jaxformer.from_pretrained(tmp_path / "left")
 
 
 def test_a_tokenizer_of_ours_goes_with_its_model(tmp_path):
     """With the class to load it by: the other library would take that of the family it is exported to."""
-    target = Tokenizer(Fast("bpe", learning.bpe(["der Hund und die Katze"] * 3, 300, False)))
+    target = Tokenizer(LibraryVocabulary("bpe", vocabulary_learning.bpe(["der Hund und die Katze"] * 3, 300, False)))
     model = dataclasses.replace(ours(EXPORTS["pegasus"]), tokenizers=Tokenizers(target, target))
     model.save_pretrained(tmp_path / "out")
     says = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -395,7 +399,7 @@ def test_import_then_export_gives_the_tensors_back(gpt2, tmp_path, capsys):
     ids = np.asarray([[7, 8, 9]])
     np.testing.assert_array_equal(model(input_ids=ids).logits, jaxformer.from_pretrained(gpt2)(input_ids=ids).logits)
     assert cli.main(["export", f"--workdir={workdir}", f"--target={target}"]) == 0
-    before, after = files.open_tensors(gpt2), files.open_tensors(target)
+    before, after = reading.open_tensors(gpt2), reading.open_tensors(target)
     assert {n: t.array().tobytes() for n, t in before.items()} == {n: t.array().tobytes() for n, t in after.items()}
     assert json.loads((target / "tokenizer.json").read_text())["model"]["vocab"]["cat"] == 8
     assert cli.main(["import", f"--source={gpt2}", f"--workdir={workdir}"]) == 2
@@ -427,21 +431,20 @@ def test_a_reader_of_ours_answers_the_same_as_what_it_is_exported_to(kind, bert,
         model.post_processor = tokenizers.processors.TemplateProcessing(
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
-        both = Tokenizers(*[Tokenizer(Fast("file", model))] * 2)
+        both = Tokenizers(*[Tokenizer(LibraryVocabulary("file", model))] * 2)
         example = {"question": "the cat", "context": "a dog", "answers": ("dog",), "starts": (2,)}
         features = tasks.get("answering").encode(Config(model=ModelConfig(encoder=stack())), both, example, None)
         assert features["source"].tolist() == [2, 7, 8, 3, 3, 11, 13, 3]
         assert features["labels"].tolist() == [0, 0, 0, 0, 0, 0, 3, 0]
         assert features["weights"].tolist() == [1, 0, 0, 0, 0, 1, 1, 0]
     family = dict(table.families())["bert"]
-    model = family.read(table.Settings({**BERT, "vocab_size": both.source.vocab}), "qa")
+    model = family.read_config(table.Settings({**BERT, "vocab_size": both.source.vocab}), "qa")
     module, variables = builders.make(model)
     config = Config(model=model, data=DataConfig(length=24), task=TaskConfig(name="answering"))
     config = dataclasses.replace(config, decode=DecodeConfig(max_length=30))
-    head = pretrained.head_of_model(config)
-    one = pretrained.Pretrained(
-        module, variables["params"], {}, config, both, head=head, settings=table.Settings({"pad_token_id": 0})
-    )
+    head = origin.head_of_model(config)
+    hf = HuggingFace(head, settings=table.Settings({"pad_token_id": 0}))
+    one = Model(module, variables["params"], {}, config, both, hf=hf)
     one.save_pretrained(tmp_path / "out")
     ours_, theirs = one.answer(*asked), jaxformer.from_pretrained(tmp_path / "out").answer(*asked)
     assert [{**answer, "score": None} for answer in ours_] == [{**answer, "score": None} for answer in theirs]
@@ -490,35 +493,34 @@ def test_any_task_takes_a_directory_s_body_with_a_head_of_its_own(bert):
     """A number of classes is the data's to say."""
     for task, kind in {"classification": "classes", "tagging": "slots"}.items():
         config = Config(init=InitConfig(directory=str(bert)), task=TaskConfig(name=task))
-        model, tokenizers = workdirs.ORIGIN.model(config)
+        model, tokenizers = workdirs.ORIGIN.read_model(config)
         assert (model.head.kind, model.head.classes, model.encoder.width) == (kind, None, 8)
         assert tokenizers.source.encode("cat") == [8]
     config = Config(init=InitConfig(directory=str(bert)), task=TaskConfig(name="answering"))
-    assert workdirs.ORIGIN.model(config)[0].head == table.SPANS
+    assert workdirs.ORIGIN.read_model(config)[0].head == table.SPAN_HEAD
 
 
 @pytest.mark.parametrize("task", ["translation", "summarisation"])
 def test_text_to_text_begins_with_all_of_a_directory(task, tmp_path):
     write_directory(tmp_path / "bart", "bart", "seq2seq", BART)
     config = Config(init=InitConfig(directory=str(tmp_path / "bart")), task=TaskConfig(name=task))
-    model = workdirs.ORIGIN.model(config)[0]
+    model = workdirs.ORIGIN.read_model(config)[0]
     assert (model.head.kind, model.decoder.width) == ("tokens", model.encoder.width)
 
 
 def test_a_model_of_sentences_begins_and_is_exported_as_a_body(bert, tmp_path, caplog):
     head = HeadConfig(kind="pair", pooling="mean")
     config = Config(model=ModelConfig(head=head), init=InitConfig(directory=str(bert)), task=TaskConfig("similarity"))
-    model, tokenizers = workdirs.ORIGIN.model(config)
+    model, tokenizers = workdirs.ORIGIN.read_model(config)
     assert model.head == head
     config = dataclasses.replace(config, model=model)
-    params = workdirs.ORIGIN.params(config, jax.tree.map(jnp.zeros_like, builders.make(model)[1]["params"]))
-    trained = pretrained.Pretrained(
-        build.build(model), params, {}, config, tokenizers, head=pretrained.head_of_model(config)
-    )
+    params = workdirs.ORIGIN.read_params(config, jax.tree.map(jnp.zeros_like, builders.make(model)[1]["params"]))
+    hf = HuggingFace(origin.head_of_model(config))
+    trained = Model(build.build(model), params, {}, config, tokenizers, hf=hf)
     trained.save_pretrained(tmp_path / "out")
     assert "the mean pooling of its last hidden states" in caplog.text
     body, ids = jaxformer.from_pretrained(tmp_path / "out"), np.asarray([[2, 7, 8, 3]])
-    assert (body.head, body.config.model.head.kind) == ("bare", "none")
+    assert (body.hf.head, body.config.model.head.kind) == ("bare", "none")
     hidden = body(input_ids=ids).last_hidden_state
     np.testing.assert_allclose(trained.embed(["the cat"])[0], hidden[0].mean(axis=0), rtol=1e-5, atol=1e-6)
     original = jaxformer.from_pretrained(bert, head="model")(input_ids=ids).last_hidden_state
@@ -539,7 +541,7 @@ def test_a_directory_is_fine_tuned(bert, tmp_path, capsys, monkeypatch):
         (data / f"{split}.tsv").write_text("sentence\tlabel\n" + "\n".join(rows) + "\n", encoding="utf-8")
     recipe = tmp_path / "recipe.py"
     recipe.write_text(
-        "from jaxformer.overrides import defaults\n"
+        "from jaxformer.config.overrides import defaults\n"
         "def get_config():\n"
         "    config = defaults()\n"
         f"    config.data.source, config.data.dir = 'table', {str(data)!r}\n"

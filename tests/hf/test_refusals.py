@@ -15,7 +15,7 @@ import tokenizers
 import jaxformer
 from jaxformer.config import ConfigError
 from jaxformer.data.vocabularies import MAX_IDS
-from jaxformer.hf import files, writing
+from jaxformer.hf import reading, writing
 
 SIZES = {
     "vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -47,7 +47,7 @@ def tensors():
 
 
 def written(place, changed=None, **settings):
-    writing.write(place, CONFIG | settings, tensors() | (changed or {}))
+    writing.write_checkpoint(place, CONFIG | settings, tensors() | (changed or {}))
     return place
 
 
@@ -202,4 +202,4 @@ def test_a_pattern_that_gives_up_is_one_line(tmp_path):
 
 def test_ids_up_to_the_most_are_a_vocabulary():
     assert MAX_IDS > 10 * 262144  # Gemma's
-    assert files.MAX_CONFIG < 2**28
+    assert reading.MAX_CONFIG_BYTES < 2**28

@@ -42,7 +42,7 @@ def test_wordpiece_from_vocab_txt(tmp_path):
     assert frame(tokenizer, convention("bert"), "The cats sat").ids == [2, 5, 6, 7, 8, 3]
     assert frame(tokenizer, convention("bert"), "sat [MASK]").ids == [2, 8, 4, 3]
     assert pairing(tokenizer, convention("bert")) == ([2], [3], [3], ([0], 0, [0], 1, [1]))
-    assert tokenizer.says_pairing
+    assert tokenizer.has_pair_template
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     assert opened(tmp_path).source.encode("The") == [1]
 
@@ -67,7 +67,7 @@ def test_sentencepiece_is_framed_as_its_architecture_wants(tmp_path, model_type,
     framed = frame(tokenizer, convention(model_type), "the cat")
     pieces = [tokenizer.vocabulary.pieces[i] for i in framed.ids]
     assert pieces[-len(tail) :] == tail
-    assert framed.kinds[-len(kinds) :] == kinds
+    assert framed.token_types[-len(kinds) :] == kinds
     assert tokenizer.decode(framed.ids).strip().startswith("the cat")
     if model_type == "xlnet":
         names = {piece: i for i, piece in enumerate(tokenizer.vocabulary.pieces)}
@@ -87,7 +87,7 @@ def test_marian_has_two_models_and_one_table_of_ids(tmp_path):
     expected = [ids[piece] for piece in processor.encode("the cat sat", out_type=str)]
     assert frame(tokenizer, convention("marian"), "the cat sat").ids == [*expected, 0]
     assert tokenizer.decode([*expected, 0, 2 + len(pieces)]) == "the cat sat"
-    found, places = tokenizer.located("the cat")
+    found, places = tokenizer.encode_with_spans("the cat")
     assert found == tokenizer.encode("the cat")
     assert "".join("the cat"[begin:end] for begin, end in places) == "thecat"
 
@@ -108,5 +108,5 @@ def test_the_config_decides_which_tokens_start_end_and_pad(tmp_path):
     assert (both.target.bos, both.target.pad, both.target.eos) == (3, 3, 2)
     both.save(tmp_path)
     again = Tokenizers.load(tmp_path)
-    assert (again.target.bos, again.remembering(1000).target.bos) == (3, 3)
+    assert (again.target.bos, again.cached(1000).target.bos) == (3, 3)
     assert again.target.decode([3, *again.target.encode("the cat"), 2]) == "the cat"

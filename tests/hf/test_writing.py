@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -10,22 +11,25 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from test_files import CONFIG, entry, random_array
+from safetensors.numpy import save_file
+from test_reading import CONFIG, entry, random_array
 
 from jaxformer.config import ConfigError
-from jaxformer.hf import files, writing
+from jaxformer.hf import reading, writing
 
 # Round trips
 
 
 def test_every_element_type_comes_back_to_the_byte(tmp_path):
     shapes = [(3, 5), (), (0, 4), (1,)]
-    arrays = {f"{name} {shape}": random_array(dtype, shape) for name, dtype in files.DTYPES.items() for shape in shapes}
+    arrays = {
+        f"{name} {shape}": random_array(dtype, shape) for name, dtype in reading.DTYPES.items() for shape in shapes
+    }
     assert len(arrays) == 19 * 4
     calls = {name: array if len(array.shape) == 1 else lambda array=array: array for name, array in arrays.items()}
-    writing.write(tmp_path / "out", CONFIG, calls)
-    assert files.read_config(tmp_path / "out") == CONFIG
-    opened = files.open_tensors(tmp_path / "out")
+    writing.write_checkpoint(tmp_path / "out", CONFIG, calls)
+    assert reading.read_config(tmp_path / "out") == CONFIG
+    opened = reading.open_tensors(tmp_path / "out")
     assert set(opened) == set(arrays)
     for name, tensor in opened.items():
         array, back = arrays[name], tensor.array()
@@ -41,7 +45,7 @@ def test_the_bytes_of_a_file_are_the_formats(tmp_path):
         "c": np.array([3], ">f4"),  # the file is little-endian whatever the array is
         "d": np.array(-1.0, ml_dtypes.bfloat16),
     }
-    writing.write(tmp_path / "out", {"z": 1, "a": "é"}, tensors)
+    writing.write_checkpoint(tmp_path / "out", {"z": 1, "a": "é"}, tensors)
     assert (tmp_path / "out" / "config.json").read_text() == '{\n  "a": "\\u00e9",\n  "z": 1\n}\n'
     content = (tmp_path / "out" / "model.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -56,6 +60,8 @@ def test_the_bytes_of_a_file_are_the_formats(tmp_path):
     assert content[8 + length :] == bytes.fromhex("0000803f 00000040 00004040 80bf 01")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o777 & ~umask()
+    for path in (tmp_path / "out").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask(), path
 
 
 def umask() -> int:
@@ -66,57 +72,66 @@ def umask() -> int:
 
 def test_shards_and_their_index(tmp_path):
     tensors = {f"t{n}": np.full(n + 1, n, np.float32) for n in range(5)}  # 4, 8, 12, 16, 20 bytes
-    writing.write(tmp_path, CONFIG, tensors, shard_bytes=24)  # an empty directory may be there
+    writing.write_checkpoint(tmp_path, CONFIG, tensors, shard_bytes=24)  # an empty directory may be there
     names = [f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["config.json", files.INDEX, *names])
-    index = json.loads((tmp_path / files.INDEX).read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["config.json", reading.INDEX_FILE, *names])
+    index = json.loads((tmp_path / reading.INDEX_FILE).read_text())
     assert index["metadata"] == {"total_size": 60}
     assert index["weight_map"] == dict(zip(tensors, [names[n] for n in (0, 0, 0, 1, 2)]))
-    opened = files.open_tensors(tmp_path)
+    opened = reading.open_tensors(tmp_path)
     assert {name: tensor.file for name, tensor in opened.items()} == index["weight_map"]
     for name, array in tensors.items():
         np.testing.assert_array_equal(opened[name].array(), array)
-    assert repr(opened) == "Tensors(5 tensors, 60 bytes)"
     with pytest.raises(KeyError):
         opened["t5"]
 
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path):
-    writing.write(tmp_path / "out", {}, {"a": np.zeros(9, "u1"), "b": np.zeros(1, "u1"), "c": np.zeros(2, "u1")}, {}, 3)
-    assert [t.file[:11] for t in files.open_tensors(tmp_path / "out").values()] == [
+    writing.write_checkpoint(
+        tmp_path / "out", {}, {"a": np.zeros(9, "u1"), "b": np.zeros(1, "u1"), "c": np.zeros(2, "u1")}, {}, 3
+    )
+    assert [t.file[:11] for t in reading.open_tensors(tmp_path / "out").values()] == [
         "model-00001", "model-00002", "model-00002",
     ]  # fmt: skip
 
 
 def test_shards_may_be_links_out_of_the_directory(tmp_path):
     """Download caches keep the content elsewhere, under its hash."""
-    writing.write(tmp_path / "out", {}, {"a": np.zeros(9, "u1"), "b": np.ones(1, "u1")}, shard_bytes=1)
+    writing.write_checkpoint(tmp_path / "out", {}, {"a": np.zeros(9, "u1"), "b": np.ones(1, "u1")}, shard_bytes=1)
     (tmp_path / "blobs").mkdir()
     for path in (tmp_path / "out").iterdir():
         path.rename(tmp_path / "blobs" / path.name)
         path.symlink_to(f"../blobs/{path.name}")
-    assert files.open_tensors(tmp_path / "out")["b"].array().tolist() == [1]
+    assert reading.open_tensors(tmp_path / "out")["b"].array().tolist() == [1]
 
 
-# Writing is all or nothing, one tensor at a time
+# Writing is all or nothing, one shard at a time
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path):
-    made: list[weakref.ref] = []
+def test_one_shard_is_in_memory_at_a_time(tmp_path):
+    arrays: list[weakref.ref] = []
 
     def make(n: int):
         def call() -> np.ndarray:
-            assert not [ref for ref in made if ref() is not None]
+            assert len([ref for ref in arrays if ref() is not None]) <= 2, "400 bytes each, of shards of 900"
             array = np.full(100, n, np.float32)
-            made.append(weakref.ref(array))
+            arrays.append(weakref.ref(array))
             return array
 
         return call
 
-    writing.write(tmp_path / "out", {}, {f"t{n}": make(n) for n in range(6)}, shard_bytes=900)
-    assert len(made) == 6  # every function is called once
-    opened = files.open_tensors(tmp_path / "out")
+    writing.write_checkpoint(tmp_path / "out", {}, {f"t{n}": make(n) for n in range(6)}, shard_bytes=900)
+    assert len(arrays) == 6  # every function is called once
+    opened = reading.open_tensors(tmp_path / "out")
     assert all((opened[f"t{n}"].array() == n).all() for n in range(6))
+
+
+def test_what_the_system_refuses_is_an_os_error_with_its_number(tmp_path, monkeypatch):
+    absent = tmp_path / "absent" / "file"
+    monkeypatch.setattr(writing, "save_file", lambda tensors, path, metadata: save_file(tensors, absent, metadata))
+    with pytest.raises(OSError) as error:
+        writing.write_checkpoint(tmp_path / "out", {}, {"a": np.zeros(3)})
+    assert error.value.errno == errno.ENOENT and not list(tmp_path.iterdir())
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
@@ -124,7 +139,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
-        writing.write(tmp_path / "out", {}, {"a": np.zeros(3), "b": fail})
+        writing.write_checkpoint(tmp_path / "out", {}, {"a": np.zeros(3), "b": fail})
     assert not list(tmp_path.iterdir())
 
 
@@ -137,7 +152,7 @@ def test_nothing_is_overwritten(tmp_path, content):
     else:
         place.write_text("mine")
     with pytest.raises(ConfigError, match="expected no such directory or an empty one; name another one"):
-        writing.write(place, {}, {"a": lambda: pytest.fail("evaluated")})
+        writing.write_checkpoint(place, {}, {"a": lambda: pytest.fail("evaluated")})
     assert (place / "mine" if content == "directory" else place).read_text() == "mine"
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -149,7 +164,7 @@ def test_somebody_faster_is_not_overwritten(tmp_path):
         return np.zeros(1)
 
     with pytest.raises(ConfigError, match="name another one"):
-        writing.write(tmp_path / "out", {}, {"a": meanwhile})
+        writing.write_checkpoint(tmp_path / "out", {}, {"a": meanwhile})
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
 
@@ -167,11 +182,11 @@ def test_somebody_faster_is_not_overwritten(tmp_path):
 )
 def test_what_cannot_be_written_is_refused(tmp_path, config, tensors, words):
     with pytest.raises(ConfigError) as caught:
-        writing.write(tmp_path / "out", config, tensors)
+        writing.write_checkpoint(tmp_path / "out", config, tensors)
     assert words in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_shard_has_a_size(tmp_path):
     with pytest.raises(ConfigError, match="shard_bytes: got 0, expected at least 1"):
-        writing.write(tmp_path / "out", {}, {}, shard_bytes=0)
+        writing.write_checkpoint(tmp_path / "out", {}, {}, shard_bytes=0)

@@ -15,7 +15,7 @@ import pytest
 
 from jaxformer import registry, testing
 from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig
-from jaxformer.nn.block import Block, Context
+from jaxformer.nn.block import Block, LayerContext
 from jaxformer.nn.layers import Norm
 from jaxformer.nn.masks import Mask
 from jaxformer.types import Batch, Slots, Stream
@@ -105,13 +105,13 @@ def test_branches_share_a_row_and_compute_as_if_alone(family, kind):
     first, parents = state.grow(3 + 3 * 4).branch(3), np.array([[1, 1, 0], [2, 0, 2]])
     tokens = rng.integers(1, 13, (3, 2, 3)).astype(np.int32)
     _, state = step(variables, tokens[0], first)
-    _, state = step(variables, tokens[1], state.follow(parents))
-    followed = state.follow(parents)
-    needed = int(followed.needed(np.ones(2, bool)))
+    _, state = step(variables, tokens[1], state.select_branches(parents))
+    followed = state.select_branches(parents)
+    needed = int(followed.max_used_slots(np.ones(2, bool)))
     assert needed < int(followed.index)  # there is what nobody reads any more
     logits, _ = step(variables, tokens[2], followed)
     for length in (needed + 3, 3 + 3 * 5):  # fewer slots than there are, and more
-        dropped = jax.jit(lambda state: state.collect(np.ones(2, bool), length))(followed)  # noqa: B023
+        dropped = jax.jit(lambda state: state.compact(np.ones(2, bool), length))(followed)  # noqa: B023
         assert int(dropped.index) == needed and dropped.slots.segment.shape[1] == length
         chex.assert_trees_all_close(logits, step(variables, tokens[2], dropped)[0], rtol=2e-5, atol=2e-6)
     again = np.take_along_axis(parents, parents, axis=1)
@@ -150,7 +150,7 @@ def test_another_prompt_takes_the_place_of_a_row_while_the_rest_go_on(family):
     state, other = start(rows), start(others)
     one, two = np.array([[1], [2], [3]], np.int32), np.array([[4], [5], [6]], np.int32)
     _, state = step(variables, one, state)
-    mixed = jax.jit(lambda state, other: state.put(np.array([7, 1]), other))(state, other)  # 7: left out
+    mixed = jax.jit(lambda state, other: state.replace_rows(np.array([7, 1]), other))(state, other)  # 7: left out
     after, alone = step(variables, two, mixed)[0], step(variables, two[:2], other)[0]
     wanted = step(variables, two, state)[0]
     chex.assert_trees_all_close(after[np.array([0, 2])], wanted[np.array([0, 2])], rtol=1e-5, atol=1e-6)
@@ -168,7 +168,7 @@ def test_scanned_layers_equal_a_loop_over_layers(order):
         encoder = params["encoder"]
         embedded = module.apply({"params": params}, method=lambda m: m.source_embed(batch.source))
         position = module.apply({"params": params}, method=lambda m: m.encoder.shared(slots))
-        context, x = Context(mask=Mask(slots, slots), position=position), embedded
+        context, x = LayerContext(mask=Mask(slots, slots), position=position), embedded
         for layer in range(3):
             weights = jax.tree.map(lambda a, layer=layer: a[layer], encoder["blocks"])
             (x, _), _ = Block(config.encoder).apply({"params": weights}, (x, None), jnp.int32(0), None, context)

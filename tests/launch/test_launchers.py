@@ -1,4 +1,4 @@
-"""Launchers against stand-ins for sbatch, srun, scontrol, gcloud and python: the exact commands, and their ends."""
+"""Launchers with stand-ins for sbatch, srun, scontrol, gcloud and python: exact commands and exit codes."""
 
 import os
 import shlex

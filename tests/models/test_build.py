@@ -37,7 +37,7 @@ def test_values_are_the_same_on_every_mesh():
 def test_the_program_is_as_long_for_many_layers_as_for_two(family):
     def program(layers: int) -> list[str]:
         module = build.build(builders.FAMILIES[family](layers=layers, unroll=None))  # on a CPU: all layers at once
-        return jax.jit(lambda key: build.initialise(module, key)).lower(jax.random.key(0)).as_text().splitlines()
+        return jax.jit(lambda key: build.init_variables(module, key)).lower(jax.random.key(0)).as_text().splitlines()
 
     assert len(program(7)) == len(program(2)) > 100
 
@@ -45,8 +45,8 @@ def test_the_program_is_as_long_for_many_layers_as_for_two(family):
 def test_asking_for_shapes_traces_what_making_them_runs(monkeypatch):
     module = build.build(builders.decoder())
     calls = []
-    draw = build.initialise
-    monkeypatch.setattr(build, "initialise", lambda *given: calls.append(1) or draw(*given))
+    draw = build.init_variables
+    monkeypatch.setattr(build, "init_variables", lambda *given: calls.append(1) or draw(*given))
     mesh = meshes.make(MeshConfig(data=1), jax.devices()[:1])
     with jax.set_mesh(mesh):
         build.create(module, jax.random.key(0), mesh)

@@ -227,7 +227,7 @@ def test_a_few_steps_learn_one_batch_by_heart():
         updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(variables, updates), state, value
 
-    variables = jax.jit(lambda key: nn.meta.unbox(build.initialise(module, key)))(jax.random.key(0))
+    variables = jax.jit(lambda key: nn.meta.unbox(build.init_variables(module, key)))(jax.random.key(0))
     state, losses = jax.jit(optimizer.init)(variables), []
     for _ in range(80):
         variables, state, value = step(variables, state)
@@ -261,12 +261,11 @@ def test_alike_parts_hand_their_states_over_and_others_build_a_bridge():
 
     def begin(model, batch):
         encoded = model.encode(batch.source)
-        return model.decoder.first(encoded, batch.target.slots.segment), encoded.states
+        return model.decoder.initial_states(encoded, batch.target.slots.segment), encoded.states
 
     ((h, c),), (((h_all, c_all),),) = jax.jit(lambda b: module.apply(variables, b, method=begin))(batch)
     for row, length in enumerate((2, 3)):
-        np.testing.assert_array_equal(h[row, 0], h_all[row, length - 1])
-        np.testing.assert_array_equal(c[row, 0], c_all[row, length - 1])
+        chex.assert_trees_all_equal((h[row, 0], c[row, 0]), (h_all[row, length - 1], c_all[row, length - 1]))
     for other in (seq2seq("lstm", "none"), seq2seq("lstm", "none", bidirectional=False, layers=2)):
         bridge = make(other)[1]["params"]["decoder"]["bridge"]
         assert bridge["kernel"].shape == (8, 2, 8)
@@ -276,7 +275,7 @@ def test_shared_embeddings_are_one_table():
     shared = dataclasses.replace(seq2seq(), share_embeddings=True)
     parameters = make(shared)[1]["params"]
     assert "target_embed" not in parameters
-    assert build.count(make(seq2seq())[1]) - build.count(parameters) == VOCAB * 8
+    assert build.count_params(make(seq2seq())[1]) - build.count_params(parameters) == VOCAB * 8
 
 
 def test_a_mesh_of_eight_devices_computes_the_same():
@@ -346,7 +345,7 @@ def test_a_bridge_makes_states_between_minus_one_and_one():
 
     def begin(model, batch):
         encoded = model.encode(batch.source)
-        return model.decoder.first(encoded, batch.target.slots.segment)
+        return model.decoder.initial_states(encoded, batch.target.slots.segment)
 
     large = jax.tree.map(lambda x: 40.0 * x, bridge)
     params = {**variables["params"], "decoder": {**variables["params"]["decoder"], "bridge": large}}

@@ -13,7 +13,7 @@ import pytest
 
 from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, ModelConfig, NormConfig, PermutationConfig
 from jaxformer.models import build
-from jaxformer.models.xlnet import XLNet, remember
+from jaxformer.models.xlnet import XLNet, next_memory
 from jaxformer.types import Batch, Slots, Stream
 
 T, WIDTH, LAYERS = 5, 8, 2
@@ -65,7 +65,7 @@ def slow(params, source, hidden, targets, memory):
         content, query = np.zeros_like(h), np.zeros_like(g)
         for b in range(rows):
             apart = hidden[b] | (source.slots.segment[b] == 0)[None]
-            kind = np.concatenate([np.zeros(held), source.kind[b]])
+            kind = np.concatenate([np.zeros(held), source.token_type[b]])
             for t in range(length):
                 own = apart[t] & (np.arange(length) != t)
                 q = np.einsum("d,dhk->hk", h[b, t], weights["attention"]["query"]["kernel"])
@@ -184,12 +184,12 @@ def test_causal_texts_with_memories_are_one_text():
 
 def test_memories_are_cut_and_have_no_gradient():
     inputs, old = jnp.arange(6.0).reshape(1, 1, 6, 1), -jnp.ones((1, 1, 2, 1))
-    values = lambda *given: remember(*given)[0, 0, :, 0].tolist()  # noqa: E731
+    values = lambda *given: next_memory(*given)[0, 0, :, 0].tolist()  # noqa: E731
     assert values(None, inputs, old) == [-1, -1, 0, 1, 2, 3, 4, 5]
     assert values(PermutationConfig(memory=3), inputs, old) == [3, 4, 5]
     assert values(PermutationConfig(memory=3, reuse=2), inputs, old) == [-1, 0, 1]
     assert values(PermutationConfig(reuse=2), inputs, None) == [0, 1]
-    assert (jax.grad(lambda x: remember(None, x, old).sum())(inputs) == 0).all()
+    assert (jax.grad(lambda x: next_memory(None, x, old).sum())(inputs) == 0).all()
 
 
 def test_generation_reads_the_whole_text_for_every_token():

@@ -10,13 +10,13 @@ from flax import linen as nn
 from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig
 from jaxformer.nn import reference
 from jaxformer.nn.attention import Attention
-from jaxformer.nn.block import Block, Context
+from jaxformer.nn.block import Block, LayerContext
 from jaxformer.nn.ffn import FeedForward
 from jaxformer.nn.layers import Norm
-from jaxformer.nn.masks import Mask, slots
+from jaxformer.nn.masks import Mask, slots_from_segments
 
 LENGTH, WIDTH = 4, 8
-SLOTS = slots(jnp.ones((1, LENGTH), jnp.int32))
+SLOTS = slots_from_segments(jnp.ones((1, LENGTH), jnp.int32))
 X = jnp.asarray(np.random.default_rng(0).standard_normal((1, LENGTH, WIDTH)), jnp.float32)
 
 
@@ -37,7 +37,7 @@ def test_the_last_layer_of_every_so_many_is_banded(every, banded):
     """By gradient: with a window of 1 a banded layer's slots see themselves alone."""
     attention = AttentionConfig(heads=2, window=1, window_every=every)
     block = Block(builders.stack(attention=attention, encoding=EncodingConfig(kind="none")))
-    context = Context(Mask(SLOTS, SLOTS, causal=True, window=1))
+    context = LayerContext(Mask(SLOTS, SLOTS, causal=True, window=1))
     params = nn.meta.unbox(block.init(jax.random.key(0), (X, None), jnp.int32(0), None, context))
 
     def last(x, layer):
@@ -62,7 +62,7 @@ def test_scores_are_divided_by_the_root_of_a_head_width_of_its_own():
 @pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
 def test_norms_and_residual_sums_stand_where_the_order_says(order):
     config = builders.stack(norm=NormConfig(order=order), encoding=EncodingConfig(kind="none"))
-    block, context = Block(config), Context(Mask(SLOTS, SLOTS))
+    block, context = Block(config), LayerContext(Mask(SLOTS, SLOTS))
     drawn = nn.meta.unbox(block.init(jax.random.key(0), (X, None), jnp.int32(0), None, context))["params"]
     noise = np.random.default_rng(1).standard_normal  # so that no norm is as any other
     params = jax.tree.map(lambda x: x + 0.3 * noise(x.shape).astype(np.float32), drawn)

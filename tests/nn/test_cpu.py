@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from jaxformer.config import MeshConfig
 from jaxformer.nn import cpu, products
-from jaxformer.nn.layers import Dense, fan_out
+from jaxformer.nn.layers import Dense, project_jointly
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.parallel.collectives import collectives
@@ -38,7 +38,7 @@ def test_value_and_gradient_are_the_plain_ones(monkeypatch, dtype, kernel, input
 
     fast = jax.jit(pulled)(*given)
     assert used
-    monkeypatch.setattr(cpu, "serves", lambda x: False)
+    monkeypatch.setattr(cpu, "is_supported", lambda x: False)
     exact = pulled(*(None if a is None else a.astype(jnp.float32) for a in given))
     plain = jax.jit(lambda *args: pulled(*args))(*given)
     for a, b, c in zip(*map(jax.tree.leaves, (fast, plain, exact)), strict=True):
@@ -52,11 +52,11 @@ def test_value_and_gradient_are_the_plain_ones(monkeypatch, dtype, kernel, input
 
 def test_only_one_cpu_uses_them():
     x = jnp.ones((2, 4))
-    assert cpu.serves(x) and not cpu.serves(x.astype(jnp.float16))
+    assert cpu.is_supported(x) and not cpu.is_supported(x.astype(jnp.float16))
     with jax.set_mesh(meshes.make(MeshConfig(data=1), jax.devices()[:1])):
-        assert jax.jit(lambda x: x if cpu.serves(x) else None)(x) is not None
+        assert jax.jit(lambda x: x if cpu.is_supported(x) else None)(x) is not None
     with jax.set_mesh(meshes.make(MeshConfig(data=-1))):
-        assert not cpu.serves(x)
+        assert not cpu.is_supported(x)
 
 
 class Projections(nn.Module):
@@ -66,7 +66,7 @@ class Projections(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return fan_out(
+        return project_jointly(
             x, *(Dense((8, each, 3), ("embed", "heads", "head"), name=f"{i}") for i, each in enumerate(self.heads))
         )
 
@@ -86,7 +86,7 @@ def test_maps_of_one_input_exchange_the_sum_of_its_gradients(dtype, heads):
     alone = jax.jit(pulled)(params, x)
     mesh = meshes.make(MeshConfig(data=2, tensor=4))
     with jax.set_mesh(mesh):
-        assert cpu.exchanges_apart(*(("heads", size) for size in heads)) == (min(heads) > 2)
+        assert cpu.exchanges_separately(*(("heads", size) for size in heads)) == (min(heads) > 2)
         places = rules.shardings(jax.eval_shape(lambda: boxed), mesh), rules.batch_sharding(mesh, x.shape)
         program = jax.jit(lambda *given: pulled(*given)).lower(*jax.device_put((params, x), places)).compile()
         divided = program(*jax.device_put((params, x), places))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxformer.checks import check
 from jaxformer.config import (
     AttentionConfig,
     Config,
@@ -22,10 +21,11 @@ from jaxformer.config import (
     NormConfig,
     TaskConfig,
 )
+from jaxformer.config.checks import check
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.convolution import Convolution
 from jaxformer.nn.encodings import deberta
-from jaxformer.nn.masks import Mask, slots
+from jaxformer.nn.masks import Mask, slots_from_segments
 from jaxformer.types import Slots
 
 WIDTH, HEADS, HEAD_WIDTH = 8, 2, 4
@@ -89,14 +89,14 @@ def test_score_without_buckets_reads_the_span_of_the_sequence(length):
         row = np.clip(i - j + reach, 0, 2 * reach - 1)
         expected[0, h, i, j] = q[0, i, h] @ key[near][row, h] + k[0, j, h] @ query[near][row, h]
     position, shared = side_of(length).position, deberta.Projected(jnp.asarray(key), jnp.asarray(query))
-    got = jax.jit(lambda q, k: deberta.score(config, shared, q, k, position, position))(q, k)
+    got = jax.jit(lambda q, k: deberta.bias(config, shared, q, k, position, position))(q, k)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_is_the_equation_with_the_contents_projections():
     """v3's flags: shared projections with biases, a normalised table, buckets; grouped keys; padding; both kernels."""
     encoding = config_of(buckets=4, max_distance=6, share_projections=True, norm=NormConfig(epsilon=1e-7))
-    side, x = slots(jnp.array([[1] * 7, [1] * 5 + [0] * 2])), jnp.asarray(draw(0, 2, 7, WIDTH))
+    side, x = slots_from_segments(jnp.array([[1] * 7, [1] * 5 + [0] * 2])), jnp.asarray(draw(0, 2, 7, WIDTH))
     mask = Mask(side, side)
 
     def parts(kernel):

@@ -17,7 +17,7 @@ from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig
 from jaxformer.nn import encodings
 from jaxformer.nn.encodings import alibi, rope, sinusoidal, t5
 from jaxformer.nn.layers import Dense
-from jaxformer.nn.masks import slots
+from jaxformer.nn.masks import slots_from_segments
 from jaxformer.types import Slots
 
 NAMES = registry.names("jaxformer.nn.encodings")
@@ -34,7 +34,7 @@ def made(module, side):
 
 
 class Shared(nn.Module):
-    """What an attention layer gives to `rotate` and `score`, with projections that some layers share."""
+    """What an attention layer gives to `rotate` and `bias`, with projections that some layers share."""
 
     config: EncodingConfig
 
@@ -63,7 +63,7 @@ def positions(*rows):
 @pytest.mark.parametrize("kind", NAMES)
 def test_hooks_keep_the_contract(kind):
     encoding, config = encodings.get(kind), config_of(kind)
-    side = slots(jnp.array([[1, 1, 1, 2, 2], [1, 1, 1, 0, 0]]))
+    side = slots_from_segments(jnp.array([[1, 1, 1, 2, 2], [1, 1, 1, 0, 0]]))
     q, k = normal(2, 5, 4, HEAD_WIDTH), normal(2, 5, 2, HEAD_WIDTH)
     if encoding.embed is not None:
         chex.assert_shape(made(encoding.embed(config, WIDTH), side), (2, 5, WIDTH))
@@ -73,15 +73,15 @@ def test_hooks_keep_the_contract(kind):
             turned = encoding.rotate(config, x, shared)
             chex.assert_equal_shape_prefix([turned, x], 4)
             assert turned.dtype == x.dtype
-    if encoding.score is not None:
-        one = jax.jit(functools.partial(encoding.score, config))(
+    if encoding.bias is not None:
+        one = jax.jit(functools.partial(encoding.bias, config))(
             shared, q[:, :3], k, side.position[:, :3], side.position
         )
         assert one.shape in ((1, 4, 3, 5), (2, 4, 3, 5))
         assert one.dtype == jnp.float32
 
         def total(shared, q, k):
-            whole = encoding.score(config, shared, q, k, side.position, side.position)
+            whole = encoding.bias(config, shared, q, k, side.position, side.position)
             return jnp.sum(whole), whole
 
         (_, whole), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(shared, q, k)
@@ -101,13 +101,13 @@ def test_only_relative_position_matters_to_scores(kind):
         shared = made(Shared(config), side)
         turn = (lambda x: encoding.rotate(config, x, shared)) if encoding.rotate is not None else (lambda x: x)
         total = jnp.einsum("bthk,bshk->bhts", turn(q), jnp.repeat(turn(k), 2, axis=2))
-        if encoding.score is not None:
-            total += encoding.score(config, shared, q, k, side.position, side.position)
+        if encoding.bias is not None:
+            total += encoding.bias(config, shared, q, k, side.position, side.position)
         return total
 
     near = scores(positions([0, 1, 2, 3, 9]))
     chex.assert_trees_all_close(near, scores(positions([7, 8, 9, 10, 16])), rtol=1e-4, atol=1e-4)
-    if encoding.rotate is not None or encoding.score is not None:
+    if encoding.rotate is not None or encoding.bias is not None:
         assert jnp.max(jnp.abs(near - scores(positions([0, 1, 2, 5, 9])))) > 1e-2
 
 
@@ -156,7 +156,7 @@ def test_learned_reads_rows_and_refuses_more_slots_than_rows():
     chex.assert_trees_all_equal(module.apply(variables, side)[0], table[jnp.array([3, 0, 3])])
     assert jnp.isnan(module.apply(variables, positions([16]))).all()
     with pytest.raises(ConfigError, match=r"max_length: got 16, expected at least the sequence length 17"):
-        module.apply(variables, slots(jnp.ones((1, 17), jnp.int32)))
+        module.apply(variables, slots_from_segments(jnp.ones((1, 17), jnp.int32)))
 
 
 # RoPE
@@ -221,9 +221,9 @@ def test_alibi_slopes(heads, expected):
 def test_alibi_scores_are_straight_lines_on_both_sides():
     position = jnp.array([[0, 1, 5]])
     q = jnp.zeros((1, 3, 2, 4))
-    score = alibi.score(config_of("alibi"), jnp.array([0.5, 0.25]), q, q, position, position)
+    bias = alibi.bias(config_of("alibi"), jnp.array([0.5, 0.25]), q, q, position, position)
     distance = np.array([[0, 1, 5], [1, 0, 4], [5, 4, 0]])
-    np.testing.assert_allclose(score, -np.array([0.5, 0.25])[None, :, None, None] * distance)
+    np.testing.assert_allclose(bias, -np.array([0.5, 0.25])[None, :, None, None] * distance)
 
 
 # T5
@@ -260,10 +260,10 @@ def test_t5_scores_look_up_the_table_and_saturate():
     table = jnp.arange(64.0).reshape(32, 2)
     query, key = jnp.array([[300]]), jnp.array([[300, 299, 301, 290, 310, 0, 900]])
     q, k = jnp.zeros((1, 1, 2, 4)), jnp.zeros((1, 7, 2, 4))
-    score = t5.score(config, table, q, k, query, key)
+    bias = t5.bias(config, table, q, k, query, key)
     buckets = np.array([0, 1, 17, 8, 24, 15, 31])  # Raffel et al.'s code, 32 buckets, bidirectional
-    np.testing.assert_array_equal(score[0, :, 0], [2 * buckets, 2 * buckets + 1])
-    causal = t5.score(EncodingConfig(bidirectional=False), table, q, k, query, key)
+    np.testing.assert_array_equal(bias[0, :, 0], [2 * buckets, 2 * buckets + 1])
+    causal = t5.bias(EncodingConfig(bidirectional=False), table, q, k, query, key)
     np.testing.assert_array_equal(causal[0, 0, 0] / 2, [0, 1, 0, 10, 0, 31, 0])
 
 
@@ -279,4 +279,6 @@ def test_t5_refuses_what_makes_no_sense():
 def test_rows_of_the_offset_are_no_positions():
     config = EncodingConfig(kind="learned", max_length=6, offset=2)
     with pytest.raises(ConfigError, match="got 4, expected at least the sequence length 5"):
-        encodings.get("learned").embed(config, 8).init(jax.random.key(0), slots(jnp.ones((1, 5), jnp.int32)))
+        encodings.get("learned").embed(config, 8).init(
+            jax.random.key(0), slots_from_segments(jnp.ones((1, 5), jnp.int32))
+        )

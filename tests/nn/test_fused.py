@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import checks
 from jaxformer.config import (
     AttentionConfig,
     Config,
@@ -22,14 +21,15 @@ from jaxformer.config import (
     ModelConfig,
     RecurrentConfig,
     StackConfig,
+    checks,
 )
 from jaxformer.models import build
 from jaxformer.nn import kernels
-from jaxformer.nn.kernels import Site, splash
-from jaxformer.nn.masks import Mask, slots
+from jaxformer.nn.kernels import CallSite, splash
+from jaxformer.nn.masks import Mask, slots_from_segments
 from jaxformer.parallel import mesh as meshes
 
-SITE = Site("cpu", "bfloat16", heads=8, kv_heads=4, head_width=64, queries=512, keys=512, causal=True)
+SITE = CallSite("cpu", "bfloat16", heads=8, kv_heads=4, head_width=64, queries=512, keys=512, causal=True)
 LONG = {"queries": 4096, "keys": 4096}
 
 
@@ -39,19 +39,19 @@ LONG = {"queries": 4096, "keys": 4096}
         ({}, "dense", "512 x 512 scores are few; splash needs a TPU; cudnn needs an NVIDIA GPU"),
         (LONG, "blockwise", "are many"),
         ({"platform": "tpu"}, "splash", "tpu"),
-        ({"platform": "tpu", "score": True}, "dense", "splash needs an encoding that adds no score"),
+        ({"platform": "tpu", "bias": True}, "dense", "splash needs an encoding that adds no bias"),
         ({"platform": "tpu", "dropout": True, **LONG}, "blockwise", "splash needs attention.dropout 0"),
-        ({"platform": "tpu", "own": False}, "dense", "splash needs queries that are not read against a cache"),
+        ({"platform": "tpu", "same_slots": False}, "dense", "splash needs queries that are not read against a cache"),
         ({"platform": "gpu", "dtype": "float32"}, "dense", "cudnn needs model.dtype bfloat16, not float32"),
         ({"platform": "gpu"}, "dense", "cudnn needs compute capability 8.0 or more, not 0.0"),
         ({"context": 4}, "ulysses", "context 4 x tensor 1 divides 4 key heads"),
         ({"context": 4, "tensor": 2}, "ring", "context 4 x tensor 2 does not divide 4 heads"),
         ({"context": 4, "queries": 1, "keys": 64}, "dense", "1 x 64"),
-        ({"context": 4, "table": True}, "dense", "a table"),
+        ({"context": 4, "hidden_pairs": True}, "dense", "a table"),
     ],
 )
 def test_auto_says_what_it_takes_and_why(edits, name, reason):
-    got, why = kernels.choose(AttentionConfig(heads=8), SITE._replace(**edits))
+    got, why = kernels.choose_kernel(AttentionConfig(heads=8), SITE._replace(**edits))
     assert got == name
     assert reason in why
 
@@ -68,7 +68,7 @@ def test_auto_says_what_it_takes_and_why(edits, name, reason):
 )
 def test_cudnn_is_taken_where_the_gpu_can(monkeypatch, capability, edits, reason):
     monkeypatch.setattr("jaxformer.nn.kernels.cudnn._capability", lambda: capability)
-    name, why = kernels.choose(AttentionConfig(heads=8), SITE._replace(platform="gpu", **edits))
+    name, why = kernels.choose_kernel(AttentionConfig(heads=8), SITE._replace(platform="gpu", **edits))
     assert (name == "cudnn") == (reason is None)
     assert reason is None or reason in why
 
@@ -84,36 +84,38 @@ def test_cudnn_is_taken_where_the_gpu_can(monkeypatch, capability, edits, reason
 )
 def test_a_named_kernel_that_cannot_work_is_refused_in_one_line(name, edits, lacking):
     with pytest.raises(ConfigError, match="expected a kernel that works here; set it to auto") as error:
-        kernels.choose(AttentionConfig(heads=8, kernel=name), SITE._replace(**edits))
+        kernels.choose_kernel(AttentionConfig(heads=8, kernel=name), SITE._replace(**edits))
     assert lacking in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_against_a_cache_a_kernel_for_whole_sequences_gives_way():
-    cached = SITE._replace(own=False, causal=True, queries=1)
-    assert kernels.choose(AttentionConfig(heads=8, kernel="splash"), cached)[0] == "dense"
-    assert kernels.choose(AttentionConfig(heads=8, kernel="dense"), cached._replace(keys=2**21))[0] == "dense"
+    cached = SITE._replace(same_slots=False, causal=True, queries=1)
+    assert kernels.choose_kernel(AttentionConfig(heads=8, kernel="splash"), cached)[0] == "dense"
+    assert kernels.choose_kernel(AttentionConfig(heads=8, kernel="dense"), cached._replace(keys=2**21))[0] == "dense"
 
 
 def test_a_model_says_its_kernels_before_it_is_built():
     stack = StackConfig(width=64, attention=AttentionConfig(heads=4))
     model = ModelConfig(encoder=stack, decoder=stack)
-    assert {side: name for side, (name, _) in build.attentions(model, 64).items()} == dict.fromkeys(
+    assert {side: name for side, (name, _) in build.chosen_kernels(model, 64).items()} == dict.fromkeys(
         ("encoder", "decoder"), "dense"
     )
-    assert not build.ring(model, 64)
+    assert not build.uses_causal_ring(model, 64)
     with jax.set_mesh(meshes.make(MeshConfig(data=1, context=8))):
-        assert build.ring(model, 64)
-        assert not build.ring(dataclasses.replace(model, decoder=None), 64)  # nothing is causal: nothing to balance
+        assert build.uses_causal_ring(model, 64)
+        assert not build.uses_causal_ring(
+            dataclasses.replace(model, decoder=None), 64
+        )  # nothing is causal: nothing to balance
     named = dataclasses.replace(stack, attention=AttentionConfig(heads=4, kernel="splash"))
     with pytest.raises(ConfigError, match="needs a TPU"):
-        build.attentions(ModelConfig(decoder=named), 64)
+        build.chosen_kernels(ModelConfig(decoder=named), 64)
 
 
 @pytest.mark.parametrize("kernel", ["splash", "cudnn", "ring", "ulysses", "blockwise"])
 def test_a_table_of_pairs_is_refused(kernel):
-    side, x = slots(jnp.ones((1, 4), jnp.int32)), jnp.zeros((1, 4, 2, 8))
-    mask = Mask(side, side, hidden=jnp.zeros((1, 4, 4), bool))
+    side, x = slots_from_segments(jnp.ones((1, 4), jnp.int32)), jnp.zeros((1, 4, 2, 8))
+    mask = Mask(side, side, hidden_pairs=jnp.zeros((1, 4, 4), bool))
     with pytest.raises(ConfigError, match="single pairs"):
         kernels.get(kernel).apply(x, x, x, mask, None, None, AttentionConfig(heads=2))
 
@@ -130,10 +132,12 @@ def test_a_table_of_pairs_is_refused(kernel):
     ],
 )
 def test_splash_knows_when_slots_do_not_stand_for_positions(position, segment, fine):
-    side = slots(jnp.ones((1, 5), jnp.int32))._replace(position=jnp.array([position]), segment=jnp.array([segment]))
-    assert bool(splash._by_slot(side, side)[0]) == fine
+    side = slots_from_segments(jnp.ones((1, 5), jnp.int32))._replace(
+        position=jnp.array([position]), segment=jnp.array([segment])
+    )
+    assert bool(splash._slots_are_positions(side, side)[0]) == fine
     later = side._replace(position=side.position + 2)  # of a cache: the same slots, further on
-    assert not bool(splash._by_slot(later, side)[0])
+    assert not bool(splash._slots_are_positions(later, side)[0])
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN needs a GPU")
@@ -143,8 +147,8 @@ def test_cudnn_is_dense(mask):
     q, do = (jnp.asarray(rng.standard_normal((2, 128, 4, 64)), jnp.bfloat16) for _ in range(2))
     k, v = (jnp.asarray(rng.standard_normal((2, 128, 2, 64)), jnp.bfloat16) for _ in range(2))
     segment = jnp.repeat(jnp.array([[1, 2, 3, 0], [1, 1, 1, 1]]), 32, axis=1)
-    side = slots(segment)
-    see = Mask(side, side, causal=mask != "packed", window=9 if mask == "window" else None, own=True)
+    side = slots_from_segments(segment)
+    see = Mask(side, side, causal=mask != "packed", window=9 if mask == "window" else None, same_slots=True)
 
     @functools.partial(jax.jit, static_argnames="name")
     def run(q, k, v, name):
@@ -176,12 +180,12 @@ def config_of(**parts) -> Config:
 )
 def test_what_needs_slots_in_order_is_refused_where_sequences_are_divided(parts, expected):
     with pytest.raises(ConfigError, match="config.mesh.context: got 4, expected 1 with") as error:
-        checks.mesh.context(config_of(**parts), 4)
+        checks.mesh.check_context(config_of(**parts), 4)
     assert expected in str(error.value)
 
 
 def test_lengths_that_the_context_axis_does_not_divide_are_refused():
     config = dataclasses.replace(config_of(), data=DataConfig(length=66))
     with pytest.raises(ConfigError, match=r"config.data.length: got 66, expected a multiple of mesh.context \(4\)"):
-        checks.mesh.context(config, 4)
-    checks.mesh.context(config_of(decoder=StackConfig(encoding=EncodingConfig(kind="alibi"))), 4)
+        checks.mesh.check_context(config, 4)
+    checks.mesh.check_context(config_of(decoder=StackConfig(encoding=EncodingConfig(kind="alibi"))), 4)

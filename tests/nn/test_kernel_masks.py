@@ -49,7 +49,7 @@ def side(segments=tuple(SEGMENTS)) -> Slots:
 
 def mask_of(rule: str) -> Mask:
     causal, window = RULES[rule]
-    return Mask(side(), side(), causal, window, own=True)
+    return Mask(side(), side(), causal, window, same_slots=True)
 
 
 def across() -> Mask:
@@ -130,7 +130,7 @@ def sees(mask: Mask, b: int, t: int, s: int, causal: bool, window: int | None) -
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_table_of_pairs_is_refused(name):
-    mask = mask_of("").replace(hidden=jnp.zeros((len(SEGMENTS), LENGTH, LENGTH), bool))
+    mask = mask_of("").replace(hidden_pairs=jnp.zeros((len(SEGMENTS), LENGTH, LENGTH), bool))
     with pytest.raises(ConfigError, match="single pairs"):
         run(name, mask)
 
@@ -140,8 +140,8 @@ def test_exactly_the_tiles_within_a_window_are_read(causal):
     """At every width of the window and of the tiles, the edge of either on the other's included."""
     full = side(("full",))
     for size in (2, 4):
-        tiles = Slots(*(blockwise.tiles(ids, size) for ids in full))
+        tiles = Slots(*(blockwise.tile(ids, size) for ids in full))
         for window in range(1, LENGTH + 2):
             see = np.asarray(visible(full, full, causal, window)).reshape(LENGTH // size, size, LENGTH // size, size)
-            active = blockwise.active(tiles, tiles, causal, window)
+            active = blockwise.active_tiles(tiles, tiles, causal, window)
             np.testing.assert_array_equal(active, see.any(axis=(1, 3)), err_msg=f"tiles of {size}, window {window}")

@@ -12,9 +12,9 @@ from flax import linen as nn
 from jaxformer import registry
 from jaxformer.config import AttentionConfig, EncodingConfig, MeshConfig
 from jaxformer.nn import encodings, kernels, reference
-from jaxformer.nn.kernels import Noise, Score, blockwise, dense
+from jaxformer.nn.kernels import AttentionBias, AttentionDropout, blockwise, dense
 from jaxformer.nn.layers import Dense
-from jaxformer.nn.masks import Mask, slots
+from jaxformer.nn.masks import Mask, slots_from_segments
 from jaxformer.parallel import mesh as meshes
 from jaxformer.types import Slots
 
@@ -24,17 +24,17 @@ DIVIDED = {  # kernels of a mesh that divides sequences; on one device they are 
     "ulysses": (MeshConfig(data=2, context=4), MeshConfig(data=2, context=2, tensor=2)),
 }
 LOCAL = [name for name in KERNELS if name not in DIVIDED and name != "cudnn"]  # cuDNN: tests/nn/test_fused.py
-SCORES = [kind for kind in registry.names("jaxformer.nn.encodings") if encodings.get(kind).score is not None]
+BIASES = [kind for kind in registry.names("jaxformer.nn.encodings") if encodings.get(kind).bias is not None]
 BATCH, HEADS, HEAD_WIDTH = 2, 4, 4
 LONG = [[1, 1, 1, 1, 2, 2, 2, 0, 0], [0] * 9]  # packed and padded; the second row sees nothing at all
 
 
 def mask_of(name: str, rows: int = 7, columns: int = 9) -> Mask:
-    ones = slots(jnp.ones((BATCH, max(rows, columns)), jnp.int32))
-    segments = slots(jnp.array(LONG))
+    ones = slots_from_segments(jnp.ones((BATCH, max(rows, columns)), jnp.int32))
+    segments = slots_from_segments(jnp.array(LONG))
     side = segments if name in ("packed", "packed causal") else ones
     if name == "padded":
-        side = slots(jnp.array([[1] * 6 + [0] * 3, [1] * 2 + [0] * 7]))
+        side = slots_from_segments(jnp.array([[1] * 6 + [0] * 3, [1] * 2 + [0] * 7]))
     query, key = (Slots(*(ids[:, :length] for ids in side)) for length in (rows, columns))
     if name == "step":  # late queries against a longer cache
         query = query._replace(position=query.position + 2)
@@ -53,7 +53,7 @@ def inputs(rows=7, columns=9, groups=2, dtype=jnp.float32):
 
 
 def general(args, q, k, query_position, key_position):
-    """A score that depends on everything a score may depend on, with an integer argument that has no gradient."""
+    """A bias that depends on everything a bias may depend on, with an integer argument that has no gradient."""
     near = jnp.abs(query_position[:, None, :, None] - key_position[:, None, None, :]) < args["near"]
     by_query = jnp.einsum("bthk,hk->bht", q, args["weight"])[..., None]
     by_key = jnp.einsum("bshk,hk->bhs", jnp.tanh(jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)), args["weight"])
@@ -62,13 +62,13 @@ def general(args, q, k, query_position, key_position):
 
 
 @functools.cache
-def score_of(kind: str | None) -> Score:
-    """The score of that encoding, with the real-valued part of its arguments."""
+def bias_of(kind: str | None) -> AttentionBias:
+    """The bias of that encoding, with the real-valued part of its arguments."""
     if kind is None:
-        return Score(None, {})
+        return AttentionBias(None, {})
     if kind == "general":
         weight = jnp.linspace(-1, 1, HEADS * HEAD_WIDTH).reshape(HEADS, -1)
-        return Score(general, {"weight": weight, "near": jnp.int32(4)}, {"weight": 0, "near": -1})
+        return AttentionBias(general, {"weight": weight, "near": jnp.int32(4)}, {"weight": 0, "near": -1})
     encoding, config = encodings.get(kind), EncodingConfig(kind=kind, buckets=6, max_distance=8, bidirectional=True)
     attention, width = AttentionConfig(heads=HEADS, kv_heads=2), HEADS * HEAD_WIDTH
 
@@ -83,15 +83,15 @@ def score_of(kind: str | None) -> Score:
             return encoding.layer(config, attention, width)(shared, query, key)
 
     shared = nn.meta.unbox(jax.jit(Shared().init_with_output)(jax.random.key(3), mask_of("full").query)[0])
-    return Score(functools.partial(encoding.score, config), shared, encoding.heads(shared))
+    return AttentionBias(functools.partial(encoding.bias, config), shared, encoding.heads(shared))
 
 
 @functools.partial(jax.jit, static_argnames=("name", "kind", "config"))
 def compiled(name, kind, config, q, k, v, do, mask, args):
     def forward(q, k, v, args):
-        score = score_of(kind)
-        score = score._replace(args=jax.tree.map(lambda a, b: a if b is None else b, score.args, args, is_leaf=none))
-        o = kernels.get(name).apply(q, k, v, mask, score if kind else None, None, config)
+        bias = bias_of(kind)
+        bias = bias._replace(args=jax.tree.map(lambda a, b: a if b is None else b, bias.args, args, is_leaf=none))
+        o = kernels.get(name).apply(q, k, v, mask, bias if kind else None, None, config)
         assert o.dtype == q.dtype
         return jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32)), o
 
@@ -103,25 +103,25 @@ def none(leaf):
     return leaf is None
 
 
-def run(name, mask, score=None, block=4, change=lambda *tensors: tensors, **shapes):
-    """Output, and gradients with respect to q, k, v and the score's arguments."""
-    real = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, score_of(score).args)
+def run(name, mask, bias=None, block=4, change=lambda *tensors: tensors, **shapes):
+    """Output, and gradients with respect to q, k, v and the bias's arguments."""
+    real = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, bias_of(bias).args)
     config = AttentionConfig(heads=HEADS, block=block, window=mask.window)
-    return compiled(name, score, config, *change(*inputs(**shapes)), mask, real)
+    return compiled(name, bias, config, *change(*inputs(**shapes)), mask, real)
 
 
 @functools.cache
-def expected(mask, score=None, groups=2, rows=7, columns=9):
-    return run("dense", mask_of(mask, rows, columns), score, groups=groups, rows=rows, columns=columns)
+def expected(mask, bias=None, groups=2, rows=7, columns=9):
+    return run("dense", mask_of(mask, rows, columns), bias, groups=groups, rows=rows, columns=columns)
 
 
-def compare(name, mask, score=None, block=4, groups=2, rows=7, columns=9):
+def compare(name, mask, bias=None, block=4, groups=2, rows=7, columns=9):
     if name == "splash" and mask not in ("packed causal", "window", "padded"):
         pytest.skip("one rule of each kind: it compiles slowly here; 'step' is in tests/nn/test_fused.py")
-    if kernels.get(name).refuse(AttentionConfig(), score is not None, False) is not None:
+    if kernels.get(name).refuse(AttentionConfig(), bias is not None, False) is not None:
         pytest.skip("the kernel refuses this")
-    got = run(name, mask_of(mask, rows, columns), score, block, groups=groups, rows=rows, columns=columns)
-    chex.assert_trees_all_close(got, expected(mask, score, groups, rows, columns), rtol=1e-4, atol=2e-5)
+    got = run(name, mask_of(mask, rows, columns), bias, block, groups=groups, rows=rows, columns=columns)
+    chex.assert_trees_all_close(got, expected(mask, bias, groups, rows, columns), rtol=1e-4, atol=2e-5)
 
 
 OTHERS = [name for name in LOCAL if name != "dense"]
@@ -134,17 +134,17 @@ def test_kernel_is_dense_under_masks(name, mask):
 
 
 @pytest.mark.parametrize(
-    ("mask", "score", "groups", "rows", "columns"),
+    ("mask", "bias", "groups", "rows", "columns"),
     [("packed causal", "general", 2, 7, 9), ("causal window", "deberta", 2, 8, 8), ("padded", None, 1, 8, 5)],
 )
 @pytest.mark.parametrize("name", DIVIDED)
-def test_kernel_is_dense_over_divided_sequences(name, mask, score, groups, rows, columns):
-    """Every case on another mesh: what the mask, the score and the heads are divided over varies with it."""
+def test_kernel_is_dense_over_divided_sequences(name, mask, bias, groups, rows, columns):
+    """Every case on another mesh: what the mask, the bias and the heads are divided over varies with it."""
     places = DIVIDED[name]
     case = ["packed causal", "causal window", "padded"].index(mask)
     with jax.set_mesh(meshes.make(places[case % len(places)])):
-        got = run(name, mask_of(mask, rows, columns), score, 2, groups=groups, rows=rows, columns=columns)
-    wanted = expected(mask, score, groups, rows, columns)
+        got = run(name, mask_of(mask, rows, columns), bias, 2, groups=groups, rows=rows, columns=columns)
+    wanted = expected(mask, bias, groups, rows, columns)
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(wanted), rtol=1e-4, atol=2e-5)
 
 
@@ -154,7 +154,9 @@ def test_dropout_over_divided_sequences_keeps_the_mean_and_differs_between_devic
     q, k, _, _ = inputs(8, 8, groups=4)
     ones = jnp.ones_like(k)
     with jax.set_mesh(meshes.make(DIVIDED[name][0])):
-        attend = jax.jit(lambda key: kernels.get(name).apply(q, k, ones, mask, None, Noise(0.5, key), config))
+        attend = jax.jit(
+            lambda key: kernels.get(name).apply(q, k, ones, mask, None, AttentionDropout(0.5, key), config)
+        )
         # One at a time: simulated devices share threads, and programs in flight can starve one another's exchanges.
         many = np.stack([np.asarray(attend(jax.random.key(seed))) for seed in range(60)])
     sums = many[..., 0]  # each the sum of its kept probabilities, 1 on average
@@ -162,10 +164,10 @@ def test_dropout_over_divided_sequences_keeps_the_mean_and_differs_between_devic
     assert len(np.unique(sums[0])) == sums[0].size
 
 
-@pytest.mark.parametrize("score", ["general", *SCORES])
+@pytest.mark.parametrize("bias", ["general", *BIASES])
 @pytest.mark.parametrize("name", OTHERS)
-def test_kernel_is_dense_with_scores(name, score):
-    compare(name, "packed causal", score)
+def test_kernel_is_dense_with_scores(name, bias):
+    compare(name, "packed causal", bias)
 
 
 @pytest.mark.parametrize(("groups", "block", "rows", "columns"), [(1, 3, 8, 4), (4, 128, 1, 9)])
@@ -245,7 +247,7 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_the_same_draw(name):
     (q, k, v, do), key = inputs(), jax.random.key(5)
 
     def total(k, v, key):
-        o = kernels.get(name).apply(q, k, v, mask, None, Noise(0.3, key), config)
+        o = kernels.get(name).apply(q, k, v, mask, None, AttentionDropout(0.3, key), config)
         return jnp.sum(o * do), o
 
     forward = jax.jit(lambda k, v, key: jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(k, v, key))
@@ -282,12 +284,12 @@ def test_probabilities_are_what_the_dense_kernel_sums_with():
 
 def test_noise_rate_and_scale():
     x = jnp.ones((200, 201))
-    y = Noise(0.25, jax.random.key(0)).drop(x)
+    y = AttentionDropout(0.25, jax.random.key(0)).drop(x)
     np.testing.assert_allclose(jnp.mean(y == 0), 0.25, atol=0.01)
     np.testing.assert_allclose(y[y != 0], 4 / 3, rtol=1e-5)
     neighbours = np.asarray((y[:, :-1] == 0) & (y[:, 1:] == 0))  # entries of one random word are independent
     np.testing.assert_allclose([neighbours[:, 0::2].mean(), neighbours[:, 1::2].mean()], 1 / 16, atol=0.01)
-    chex.assert_trees_all_equal(Noise(0.0, jax.random.key(0)).drop(x), x)
+    chex.assert_trees_all_equal(AttentionDropout(0.0, jax.random.key(0)).drop(x), x)
 
 
 # Memory, and tiles that are skipped
@@ -316,8 +318,8 @@ def test_blockwise_memory_is_linear_in_length_and_dense_memory_quadratic():
 @pytest.mark.parametrize("name", MASKS)
 def test_skipped_tiles_are_empty_ones(name):
     mask, size = mask_of(name, 9, 9), 3
-    query, key = (Slots(*(blockwise.tiles(ids, size) for ids in side)) for side in (mask.query, mask.key))
-    active = blockwise.active(query, key, mask.causal, mask.window)
+    query, key = (Slots(*(blockwise.tile(ids, size) for ids in side)) for side in (mask.query, mask.key))
+    active = blockwise.active_tiles(query, key, mask.causal, mask.window)
     seen = mask.dense().reshape(BATCH, 3, size, 3, size).any(axis=(0, 2, 4))
     assert (active | ~seen).all()
     if name in ("causal", "causal window", "window", "padded", "full"):

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxformer.config import MeshConfig, NormConfig
-from jaxformer.nn.layers import ACTIVATIONS, Norm, look_up
+from jaxformer.nn.layers import ACTIVATIONS, Norm, embedding_lookup
 from jaxformer.parallel import mesh as meshes
 
 LEAN = ("gelu", "gelu_tanh", "gelu_sigmoid", "silu", "mish")
@@ -62,9 +62,9 @@ def test_a_norm_keeps_its_argument(kind, dtype):
 def test_ids_without_a_row_are_nan_and_do_not_count_from_the_end():
     table = jnp.arange(6.0).reshape(3, 2)
     ids = jnp.asarray([[-1, 0, 2, 3, -4]])
-    for found in (look_up(table, ids), jax.jit(look_up)(table, ids)):
+    for found in (embedding_lookup(table, ids), jax.jit(embedding_lookup)(table, ids)):
         assert np.isnan(found[0]).all(axis=-1).tolist() == [True, False, False, True, True]
-    gradient = jax.grad(lambda table: jnp.nansum(look_up(table, ids)))(table)
+    gradient = jax.grad(lambda table: jnp.nansum(embedding_lookup(table, ids)))(table)
     np.testing.assert_array_equal(gradient, [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
 
 
@@ -77,7 +77,7 @@ def test_rows_of_a_divided_table_are_looked_up_and_added_up_where_they_lie(rows)
     mesh = meshes.make(MeshConfig(data=2, fsdp=2, tensor=2))
 
     def both(table, ids, gradient):
-        found, pull = jax.vjp(lambda table: look_up(table, ids, rows), table)
+        found, pull = jax.vjp(lambda table: embedding_lookup(table, ids, rows), table)
         return found, jax.lax.psum(pull(gradient)[0], "data")
 
     with jax.set_mesh(mesh):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.nn.masks import Mask, slots, visible
+from jaxformer.nn.masks import Mask, slots_from_segments, visible
 from jaxformer.types import Slots
 
 
@@ -53,25 +53,25 @@ def test_visible_is_the_loop(data, causal, window):
     ],
 )
 def test_slots_count_from_zero_in_each_run(segment, position):
-    made = slots(jnp.array([segment], jnp.int32))
+    made = slots_from_segments(jnp.array([segment], jnp.int32))
     assert made.position.tolist() == [position]
     assert made.segment.tolist() == [segment]
     chex.assert_type([made.position, made.segment], jnp.int32)
 
 
 def test_rows_are_independent_under_jit():
-    made = jax.jit(slots)(jnp.array([[1, 2, 2], [3, 3, 0]], jnp.int32))
+    made = jax.jit(slots_from_segments)(jnp.array([[1, 2, 2], [3, 3, 0]], jnp.int32))
     np.testing.assert_array_equal(made.position, [[0, 0, 1], [0, 1, 0]])
 
 
 def test_packed_causal_mask_is_block_triangular():
-    side = slots(jnp.array([[1, 1, 2, 2, 0]]))
+    side = slots_from_segments(jnp.array([[1, 1, 2, 2, 0]]))
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
     np.testing.assert_array_equal(Mask(side, side, causal=True).dense()[0], np.array(expected, bool))
 
 
 def test_window_counts_positions_and_includes_the_query_itself():
-    side = slots(jnp.ones((1, 4), jnp.int32))
+    side = slots_from_segments(jnp.ones((1, 4), jnp.int32))
     band = np.abs(np.subtract.outer(np.arange(4), np.arange(4))) < 2
     np.testing.assert_array_equal(Mask(side, side, window=2).dense()[0], band)
     np.testing.assert_array_equal(Mask(side, side, causal=True, window=2).dense()[0], np.tril(band))
@@ -85,7 +85,7 @@ def test_one_query_against_a_cache_sees_all_earlier_keys():
 
 
 def test_mask_crosses_jit_with_its_rules_static():
-    side = slots(jnp.array([[1, 1, 0]]))
+    side = slots_from_segments(jnp.array([[1, 1, 0]]))
     mask = Mask(side, side, causal=True, window=1)
     np.testing.assert_array_equal(jax.jit(lambda m: m.dense())(mask), mask.dense())
     assert len(jax.tree.leaves(mask)) == 5  # two sides' ids, and the window, which may differ from layer to layer

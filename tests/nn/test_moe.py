@@ -125,9 +125,9 @@ def test_losses_equal_their_formulas():
     best = np.argsort(-logits, axis=-1)[:, : moe.top_k]
     share = np.bincount(best.ravel(), minlength=EXPERTS) / best.size
     balance, z = EXPERTS * np.sum(share * probs.mean(0)), np.mean(np.log(np.exp(logits).sum(-1)) ** 2)
-    np.testing.assert_allclose([load.balance, load.z], [balance, z], rtol=1e-5)
-    np.testing.assert_allclose([load.most, load.least], [share.max(), share.min()], rtol=1e-6)
-    np.testing.assert_allclose(load.penalty, moe.balance_loss * balance + moe.z_loss * z, rtol=1e-5)
+    got = (load.balance, load.z, load.max_load, load.min_load, load.penalty)
+    expected = (balance, z, share.max(), share.min(), moe.balance_loss * balance + moe.z_loss * z)
+    chex.assert_trees_all_close(got, jax.tree.map(np.float32, expected), rtol=1e-5)
     even = jax.tree.map(jnp.zeros_like, params)
     assert float(apply(module, even, x, visible)[1].balance) == pytest.approx(1.0)
 

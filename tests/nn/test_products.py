@@ -35,7 +35,7 @@ def given(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wide_product_has_a_float32_result_and_the_gradients_of_the_plain_one(monkeypatch, dtype, fast):
     if not fast:
-        monkeypatch.setattr(cpu, "serves", lambda x: False)
+        monkeypatch.setattr(cpu, "is_supported", lambda x: False)
     x, kernel, dy = given(dtype)
     y, pull = jax.vjp(products.wide_dot, x, kernel)
     assert y.dtype == jnp.float32
@@ -61,7 +61,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_in_bfloat16_multiplies_no_kernel_in_float32(monkeypatch, name):
-    monkeypatch.setattr(cpu, "serves", lambda x: False)
+    monkeypatch.setattr(cpu, "is_supported", lambda x: False)
     task, model = MODELS[name]
     model = replace(model, dtype="bfloat16")
     module, variables = builders.make(model)

@@ -69,7 +69,7 @@ class CellTest(chex.TestCase):
     def test_a_layer_is_its_equations_step_by_step(self, cell, reverse):
         module, x = Layer(cell, W, reverse=reverse), draw(1, B, T, D)
         segment = np.ones((B, T), np.int32)
-        marks = cells.marks(jnp.asarray(segment), reverse)
+        marks = cells.segment_boundaries(jnp.asarray(segment), reverse)
         variables = filled(module, x, marks)
         y, states, last = self.variant(module.apply)(variables, x, marks)
         chex.assert_shape([y, *states], (B, T, W))
@@ -90,7 +90,7 @@ class CellTest(chex.TestCase):
         x, memory = draw(1, B, T, D), Memory(draw(2, B, S, W), draw(3, B, S, E))
         visible = np.ones((B, T, S), bool)
         visible[0, :, 3] = visible[1, :, 1:] = False
-        marks = cells.marks(jnp.ones((B, T), jnp.int32))
+        marks = cells.segment_boundaries(jnp.ones((B, T), jnp.int32))
         variables = filled(module, x, marks, memory, visible)
         (y, _), sown = self.variant(lambda *a: module.apply(*a, mutable=["intermediates"]))(
             variables, x, marks, memory, visible
@@ -129,7 +129,7 @@ def test_attention_weights_sum_to_one_on_visible_slots_and_are_zero_elsewhere():
     [("rnn", D * W + W * W + W), ("lstm", 4 * (D * W + W * W + W)), ("gru", 3 * (D * W + W * W + 2 * W))],
 )
 def test_the_number_of_parameters_is_the_textbook_one(cell, count):
-    marks = cells.marks(jnp.ones((B, T), jnp.int32))
+    marks = cells.segment_boundaries(jnp.ones((B, T), jnp.int32))
     variables = filled(Layer(cell, W), draw(0, B, T, D), marks)
     assert sum(x.size for x in jax.tree.leaves(variables)) == count
 
@@ -140,22 +140,21 @@ def test_every_gate_starts_with_an_orthogonal_recurrent_kernel():
     assert np.abs(kernel[:, 0] - kernel[:, 1]).max() > 0.1
 
 
-def test_marks_say_what_is_real_and_where_segments_start():
+def test_boundaries_say_what_is_real_and_where_segments_start():
     segment = jnp.asarray([[0, 1, 1, 0, 1, 2, 2, 0]])
-    forward, backward = cells.marks(segment), cells.marks(segment, reverse=True)
-    np.testing.assert_array_equal(forward.real[0], [0, 1, 1, 0, 1, 1, 1, 0])
-    np.testing.assert_array_equal(forward.fresh[0], [0, 1, 0, 0, 0, 1, 0, 0])
-    np.testing.assert_array_equal(backward.real, forward.real)
-    np.testing.assert_array_equal(backward.fresh[0], [0, 0, 0, 0, 1, 0, 1, 0])
+    forward, backward = cells.segment_boundaries(segment), cells.segment_boundaries(segment, reverse=True)
+    real = np.array([[0, 1, 1, 0, 1, 1, 1, 0]], bool)
+    chex.assert_trees_all_equal(forward, cells.Boundaries(real, np.array([[0, 1, 0, 0, 0, 1, 0, 0]], bool)))
+    chex.assert_trees_all_equal(backward, cells.Boundaries(real, np.array([[0, 0, 0, 0, 1, 0, 1, 0]], bool)))
 
 
-def test_ends_finds_the_first_and_last_slot_of_the_same_segment():
+def test_segment_edges_are_the_first_and_last_slot_of_the_same_segment():
     x = draw(0, 1, 6, 2)
     source, target = jnp.asarray([[0, 1, 1, 2, 0, 0]]), jnp.asarray([[2, 1, 0, 3]])
     zero = np.zeros(2)
-    last, first = (cells.ends(jnp.asarray(x), source, target, last=last)[0] for last in (True, False))
-    np.testing.assert_array_equal(last, [x[0, 3], x[0, 2], zero, zero])
-    np.testing.assert_array_equal(first, [x[0, 3], x[0, 1], zero, zero])
+    last, first = (cells.at_segment_edge(jnp.asarray(x), source, target, last=last)[0] for last in (True, False))
+    expected = np.stack([x[0, 3], x[0, 2], zero, zero]), np.stack([x[0, 3], x[0, 1], zero, zero])
+    chex.assert_trees_all_equal((last, first), expected)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -178,8 +177,8 @@ def test_the_hoisted_gradient_is_the_ordinary_one(reverse):
         return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2, 3)))
 
     args = jax.tree.map(jnp.asarray, (kernels, draw(2, 3), (draw(7, B, W),), xs["value"]))
-    hoisted, ordinary = loss(cells.scan)(*args), loss(cells.ordinary_scan)(*args)
-    chex.assert_trees_all_close(hoisted, ordinary, rtol=1e-5, atol=1e-6)
+    hoisted, plain = loss(cells.scan)(*args), loss(cells.plain_scan)(*args)
+    chex.assert_trees_all_close(hoisted, plain, rtol=1e-5, atol=1e-6)
     assert min(float(jnp.abs(x).max()) for x in jax.tree.leaves(hoisted[1])) > 1e-3
 
 
@@ -235,7 +234,7 @@ def test_packed_examples_are_encoded_as_if_alone(lengths, gaps):
 
 def test_one_direction_is_causal_and_two_are_not():
     x, segment = jnp.asarray(draw(0, 1, 4, 8)), jnp.ones((1, 4), jnp.int32)
-    slots = masks.slots(segment)
+    slots = masks.slots_from_segments(segment)
 
     def influence(config: RecurrentConfig) -> np.ndarray:
         variables = filled(Encoder(config), x, slots)
@@ -260,7 +259,7 @@ def test_recurrent_dropout_draws_one_mask_a_sequence_and_only_with_a_key():
 
 def test_bfloat16_keeps_float32_states_and_stays_close():
     module, x = Layer("lstm", W), jnp.asarray(draw(0, B, T, D))
-    marks = cells.marks(jnp.ones((B, T), jnp.int32))
+    marks = cells.segment_boundaries(jnp.ones((B, T), jnp.int32))
     variables = filled(module, x, marks)
     run = jax.jit(lambda x: module.apply(variables, x, marks))
     exact, (y, states, last) = run(x), run(x.astype(jnp.bfloat16))

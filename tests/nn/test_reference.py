@@ -8,7 +8,7 @@ import pytest
 
 from jaxformer.config import AttentionConfig
 from jaxformer.nn import kernels, reference
-from jaxformer.nn.masks import Mask, slots
+from jaxformer.nn.masks import Mask, slots_from_segments
 
 WIDTH, HEADS, HEAD_WIDTH, LENGTH = 6, 2, 3, 5
 
@@ -25,7 +25,7 @@ def setup():
 
 def mask_of(name):
     segment = {"padded": [[1, 1, 1, 0, 0], [1] * 5], "packed": [[1, 1, 2, 2, 2], [1] * 5]}
-    side = slots(jnp.array(segment.get(name, [[1] * 5] * 2)))
+    side = slots_from_segments(jnp.array(segment.get(name, [[1] * 5] * 2)))
     return Mask(side, side, causal=name in ("causal", "packed"))
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.config import AttentionConfig, ConfigError, FeedForwardConfig
+from jaxformer.config import AttentionConfig, ConfigError, FeedForwardConfig, NormConfig
 from jaxformer.models import build
 from jaxformer.nn import remat
 
@@ -21,7 +21,12 @@ def gradient(policy: str, batch):
     Deep enough that what waits for the backward pass outweighs what one layer needs at a time.
     """
     config = builders.decoder(
-        remat=policy, layers=24, attention=AttentionConfig(heads=2), ffn=FeedForwardConfig(width=64), width=16
+        remat=policy,
+        layers=24,
+        width=16,
+        norm=NormConfig(kind="rms"),
+        attention=AttentionConfig(heads=2, bias=False),
+        ffn=FeedForwardConfig(width=64, bias=False),
     )
     variables = builders.make(config)[1]
     module = build.build(config)

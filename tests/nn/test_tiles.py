@@ -8,7 +8,7 @@ import pytest
 from jaxformer.config import AttentionConfig
 from jaxformer.nn import kernels
 from jaxformer.nn.kernels import blockwise
-from jaxformer.nn.masks import Mask, slots, visible
+from jaxformer.nn.masks import Mask, slots_from_segments, visible
 
 LENGTH, COLUMNS = 12, 3
 
@@ -17,19 +17,21 @@ LENGTH, COLUMNS = 12, 3
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_tile_is_read_if_and_only_if_a_pair_in_it_is_visible(causal, rows):
     """In one text, for windows of every width: also where a tile's only visible pair is in its corner."""
-    side = slots(jnp.ones((1, LENGTH), jnp.int32))
-    query, key = (jax.tree.map(lambda ids: blockwise.tiles(ids, size), side) for size in (rows, COLUMNS))  # noqa: B023
+    side = slots_from_segments(jnp.ones((1, LENGTH), jnp.int32))
+    query, key = (jax.tree.map(lambda ids: blockwise.tile(ids, size), side) for size in (rows, COLUMNS))  # noqa: B023
     for window in (None, *range(1, LENGTH + 1)):
         see = np.asarray(visible(side, side, causal, window))[0].reshape(LENGTH // rows, rows, -1, COLUMNS)
-        np.testing.assert_array_equal(blockwise.active(query, key, causal, window), see.any(axis=(1, 3)), str(window))
+        np.testing.assert_array_equal(
+            blockwise.active_tiles(query, key, causal, window), see.any(axis=(1, 3)), str(window)
+        )
 
 
 def test_tiles_of_other_rows_and_columns_draw_other_dropout_masks():
     """Tile (0, 1) beside tile (1, 0) of uniform attention, whose values name the keys that were kept."""
     length, block = 8, 4
-    slot = slots(jnp.ones((1, length), jnp.int32))
+    slot = slots_from_segments(jnp.ones((1, length), jnp.int32))
     q, v = jnp.zeros((1, length, 1, length)), jnp.eye(length)[None, :, None]
     config = AttentionConfig(heads=1, kernel="blockwise", block=block)
-    noise = kernels.Noise(0.5, jax.random.key(3))
+    noise = kernels.AttentionDropout(0.5, jax.random.key(3))
     kept = kernels.get("blockwise").apply(q, q, v, Mask(slot, slot), None, noise, config)[0, :, 0] > 0
     assert (kept[:block, block:] != kept[block:, :block]).any()

@@ -10,9 +10,9 @@ import pytest
 
 from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig
 from jaxformer.nn.encodings import transformer_xl
-from jaxformer.nn.encodings.transformer_xl import Kinds, Weights
+from jaxformer.nn.encodings.transformer_xl import TokenTypes, Weights
 from jaxformer.nn.kernels import blockwise, dense
-from jaxformer.nn.masks import Mask, slots
+from jaxformer.nn.masks import Mask, slots_from_segments
 
 HEADS, HEAD_WIDTH, WIDTH = 2, 3, 8
 
@@ -21,10 +21,10 @@ def draw(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def weights(kinds=None):
-    shapes = {"content": (), "position": (), "kind": (), "kernel": (WIDTH,), "relation": (2,)}
+def weights(token_types=None):
+    shapes = {"content": (), "position": (), "token_type": (), "kernel": (WIDTH,), "relation": (2,)}
     made = {name: draw(i, *shape, HEADS, HEAD_WIDTH) for i, (name, shape) in enumerate(shapes.items())}
-    return Weights(**made, kinds=kinds)
+    return Weights(**made, token_types=token_types)
 
 
 def shifted(layer, q, k, clamp=None, same=None):
@@ -39,14 +39,14 @@ def shifted(layer, q, k, clamp=None, same=None):
     moved = by_position.reshape(*shape[:2], shape[3], shape[2])[:, :, 1:].reshape(*shape[:3], shape[3] - 1)
     total = moved[..., :slots] + np.einsum("hk,bjhk->bhj", layer.content, k)[:, :, None]
     if same is not None:
-        either = np.einsum("bihk,rhk->rbhi", q + layer.kind, layer.relation)[..., None]
+        either = np.einsum("bihk,rhk->rbhi", q + layer.token_type, layer.relation)[..., None]
         total = total + np.where(same[:, None], either[0], either[1])
     return total
 
 
 @functools.partial(jax.jit, static_argnames="clamp")
 def score(layer, q, k, i, j, clamp=None):
-    return transformer_xl.score(EncodingConfig("transformer_xl", clamp=clamp), layer, q, k, i, j)
+    return transformer_xl.bias(EncodingConfig("transformer_xl", clamp=clamp), layer, q, k, i, j)
 
 
 @pytest.mark.parametrize("clamp", [None, 3])
@@ -56,7 +56,7 @@ def test_scores_are_the_papers_shift(clamp, memory):
     kind = np.array([[0, 0, 1, 1, 2], [3, 3, 0, 1, 1]])
     key_kind = np.concatenate([np.zeros((2, memory), int), kind], axis=1)
     i, j = np.tile(np.arange(5), (2, 1)), np.tile(np.arange(-memory, 5), (2, 1))
-    layer = weights(Kinds(kind, key_kind))
+    layer = weights(TokenTypes(kind, key_kind))
     expected = shifted(layer, q, k, clamp, kind[:, :, None] == key_kind[:, None, :])
     np.testing.assert_allclose(score(layer, q, k, i, j, clamp), expected, rtol=1e-4, atol=1e-4)
 
@@ -75,14 +75,14 @@ def test_token_types_are_refused_for_a_part_of_the_slots():
     q = draw(7, 1, 5, HEADS, HEAD_WIDTH)
     here = np.arange(5)[None]
     with pytest.raises(ConfigError, match="set attention.kernel to dense"):
-        score(weights(Kinds(kind, kind)), q[:, :2], q, here[:, :2], here)
+        score(weights(TokenTypes(kind, kind)), q[:, :2], q, here[:, :2], here)
 
 
 def test_hidden_pairs_are_honoured_or_refused():
-    side = slots(jnp.array([[1, 1, 1, 0]]))
+    side = slots_from_segments(jnp.array([[1, 1, 1, 0]]))
     hidden = np.zeros((1, 4, 4), bool)
     hidden[0, 0, 1] = hidden[0, 2, 2] = True
-    mask = Mask(side, side, hidden=hidden)
+    mask = Mask(side, side, hidden_pairs=hidden)
     expected = [[1, 0, 1, 0], [1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]]
     np.testing.assert_array_equal(mask.dense()[0], np.array(expected, bool))
     q, config = draw(1, 1, 4, HEADS, HEAD_WIDTH), AttentionConfig(heads=HEADS)

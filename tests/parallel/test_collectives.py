@@ -71,21 +71,21 @@ ENTRY %main (x: f32[16], y: bf16[8,2]) -> f32[16] {
 def test_groups_loops_and_slices_are_read(groups, expected):
     found = {c.name: c for c in collectives(PROGRAM.replace("GROUPS", groups))}
     gather = found["whole"]
-    assert (gather.kind, gather.payload, gather.group, gather.times) == ("all-gather", 64, expected, 5)
+    assert (gather.kind, gather.payload, gather.group, gather.executions) == ("all-gather", 64, expected, 5)
     assert gather.bytes == 5 * 64 * 3 / 4
     assert (found["kept"].kind, found["kept"].group, found["kept"].bytes) == ("all-reduce", (0, 2), 5 * 64)
     assert (found["mine"].kind, found["mine"].bytes) == ("reduce-scatter", 5 * 64 * 3 / 4)
     moved = found["start"]
-    assert (moved.kind, moved.group, moved.bytes, moved.bounded) == ("collective-permute", (1, 3), 32, True)
+    assert (moved.kind, moved.group, moved.bytes, moved.is_count_known) == ("collective-permute", (1, 3), 32, True)
     assert gather.axes({"a": 2, "b": 1, "c": 8}) == (("a", "c") if 8 in expected else ("c",))
 
 
 def test_trip_counts_come_from_the_condition_or_are_said_to_be_unknown():
     program = PROGRAM.replace("known_trip", "unknown").replace("GROUPS", "[1,4]<=[4]")
     found = {c.name: c for c in collectives(program)}
-    assert (found["whole"].times, found["whole"].bounded) == (5, True)
+    assert (found["whole"].executions, found["whole"].is_count_known) == (5, True)
     found = {c.name: c for c in collectives(program.replace("direction=LT", "direction=NE"))}
-    assert (found["whole"].times, found["whole"].bounded, found["start"].bounded) == (1, False, True)
+    assert (found["whole"].executions, found["whole"].is_count_known, found["start"].is_count_known) == (1, False, True)
 
 
 def test_the_parts_of_a_collective_that_is_cut_into_fusions_count_once():
@@ -98,7 +98,7 @@ def test_the_parts_of_a_collective_that_is_cut_into_fusions_count_once():
     )
     program = program.replace(whole, f"{whole}\n  {again}\n  {again.replace('again', 'more').replace('begin', 'end')}")
     found = [c for c in collectives(program) if c.name == "a"]
-    assert [(c.kind, c.times, c.payload) for c in found] == [("all-gather", 5, 256)]
+    assert [(c.kind, c.executions, c.payload) for c in found] == [("all-gather", 5, 256)]
 
 
 SLICES = """
@@ -138,9 +138,9 @@ def test_what_a_slice_hands_to_others_is_read_from_its_program(kind, target, gro
     devices = [100_000, 100_001, 200_000, 200_001, 100_002, 100_003, 200_002, 200_003]  # fsdp 4 lies in two slices
     found = {c.name: c for c in collectives(SLICES.replace("TARGET", target), devices, [0, 0, 1, 1] * 2)}
     assert set(found) == {"inside", "send"}
-    assert (found["inside"].group, found["inside"].slices, found["inside"].between) == ((0, 4), 1, 0)
+    assert (found["inside"].group, found["inside"].slices, found["inside"].cross_slice_bytes) == ((0, 4), 1, 0)
     assert (found["send"].group, found["send"].slices) == (group, 2)
-    assert found["send"].bytes == found["send"].between == bytes_
+    assert found["send"].bytes == found["send"].cross_slice_bytes == bytes_
 
 
 def test_what_leaves_a_slice_is_sent_by_those_who_meet_there():
@@ -148,17 +148,17 @@ def test_what_leaves_a_slice_is_sent_by_those_who_meet_there():
         return Collective(kind, 64.0, group, 3, True, "a", slices=2)
 
     sums = {"all-reduce": 2 * 64 / 4 / 2, "all-gather": 64 / 4 / 2, "reduce-scatter": 64 / 4 / 2, "all-to-all": 64 / 2}
-    assert {kind: of(kind).between for kind in sums} == {kind: 3 * size for kind, size in sums.items()}
-    assert of("collective-permute", (3, 4)).between == 3 * 64
+    assert {kind: of(kind).cross_slice_bytes for kind in sums} == {kind: 3 * size for kind, size in sums.items()}
+    assert of("collective-permute", (3, 4)).cross_slice_bytes == 3 * 64
     # One device of each slice: all of it leaves. One slice: none.
-    assert all(of(kind, (0, 4)).between == of(kind, (0, 4)).bytes for kind in (*sums, "collective-permute"))
-    assert not Collective("collective-permute", 64.0, (0, 1), 1, True, "a").between
+    assert all(of(kind, (0, 4)).cross_slice_bytes == of(kind, (0, 4)).bytes for kind in (*sums, "collective-permute"))
+    assert not Collective("collective-permute", 64.0, (0, 1), 1, True, "a").cross_slice_bytes
 
 
 def test_of_a_permutation_the_pair_that_leaves_its_slice_counts():
     program = PROGRAM.replace("GROUPS", "[1,4]<=[4]").replace("{{0,0},{1,3},{3,1}}", "{{0,1},{1,2},{2,3},{3,0}}")
     (moved,) = (c for c in collectives(program, range(4), [0, 0, 1, 1]) if c.name == "start")
-    assert (moved.group, moved.slices, moved.between) == ((1, 2), 2, moved.bytes)
+    assert (moved.group, moved.slices, moved.cross_slice_bytes) == ((1, 2), 2, moved.bytes)
 
 
 def test_a_compiled_loop_over_sharded_layers_gathers_each_once_a_direction():

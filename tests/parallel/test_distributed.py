@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxformer.config import ConfigError
-from jaxformer.parallel import distributed, rollcall
+from jaxformer.parallel import distributed, startup_check
 from launch.local import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,16 +38,16 @@ PLACES = {
 def test_an_address_alone_takes_count_and_index_from_the_launcher(place, bare):
     for name, value in PLACES[place].items():
         bare.setenv(name, value)
-    expected = {"coordinator_address": "node1:7000", "num_processes": 16, "process_id": 9}
-    assert distributed.arguments("node1:7000") == expected
-    assert distributed.arguments("node1:7000/4/2") == expected | {"num_processes": 4, "process_id": 2}
-    assert distributed.arguments("auto") == {}
+    expected = distributed.Coordinator("node1:7000", 16, 9)
+    assert distributed.coordinator_arguments("node1:7000") == expected
+    assert distributed.coordinator_arguments("node1:7000/4/2") == expected._replace(count=4, index=2)
+    assert distributed.coordinator_arguments("auto") is None
 
 
 @pytest.mark.parametrize("value", ["node1:7000", "node1", "node1:x/2/0", "node1:7000/2", "node1:7000/2/2", "a:1/b/0"])
 def test_values_that_say_nothing_are_refused_in_one_line(value, bare):
     with pytest.raises(ConfigError, match=r"JAXFORMER_DISTRIBUTED: got .*, expected") as caught:
-        distributed.arguments(value)
+        distributed.coordinator_arguments(value)
     assert "\n" not in str(caught.value)
 
 
@@ -66,7 +66,7 @@ def test_which_gpus_a_process_may_use(here, own, given, expected, bare):
         bare.setenv(name, value)
     if given:
         bare.setenv("CUDA_VISIBLE_DEVICES", given)
-    assert distributed.visible() == expected
+    assert distributed.visible_gpus() == expected
 
 
 def roll(members: list[tuple[int, int]], seconds: float) -> dict[tuple[int, int, int], str]:
@@ -75,7 +75,7 @@ def roll(members: list[tuple[int, int]], seconds: float) -> dict[tuple[int, int,
 
     def member(place: int, index: int, count: int) -> None:
         try:
-            rollcall.call(address, count, index, seconds)
+            startup_check.wait_for_processes(address, count, index, seconds)
             heard[place, index, count] = ""
         except ConfigError as error:
             heard[place, index, count] = str(error)
@@ -111,7 +111,7 @@ def test_an_occupied_port_is_told():
     import socket
 
     with socket.create_server(("", 0)) as taken, pytest.raises(ConfigError, match="expected it free"):
-        rollcall.call(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0, 1)
+        startup_check.wait_for_processes(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0, 1)
 
 
 MEMBER = """
@@ -120,17 +120,17 @@ from jaxformer.config import ConfigError
 from jaxformer.parallel import distributed
 
 distributed.join(60)
-own = distributed.index()
-print(distributed.exchange("facts", {"own": own}, 60))
+own = distributed.process_index()
+print(distributed.all_gather_host_value("facts", {"own": own}, 60))
 try:
-    distributed.agree("same", {"code": f"v{own}"}, {"code": "bring the same"}, 60)
+    distributed.check_agreement("same", {"code": f"v{own}"}, {"code": "bring the same"}, 60)
 except ConfigError as error:
     print(error)
 distributed.barrier("all", 60)
 if own == 0:
     try:
         distributed.barrier("late", 1)
-    except distributed.Stalled as error:
+    except distributed.BarrierTimeout as error:
         print(error)
 else:
     def dawdling():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxformer import checks
 from jaxformer.config import (
     AttentionConfig,
     Config,
@@ -23,6 +22,7 @@ from jaxformer.config import (
     RecurrentConfig,
     StackConfig,
     TaskConfig,
+    checks,
 )
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
@@ -55,7 +55,7 @@ def devices(slices: int, processes: int, each: int) -> list[Device]:
 
 def test_an_axis_across_slices_is_the_only_one_that_leaves_a_slice():
     config = MeshConfig(data=2, fsdp=-1, dcn=DcnConfig(data=-1))
-    found = meshes.hybrid(config, devices(slices=4, processes=2, each=2))
+    found = meshes.multi_slice_devices(config, devices(slices=4, processes=2, each=2))
     assert found.shape == (1, 8, 2, 1, 1, 1)
     slice_of = np.vectorize(lambda device: device.slice_index)(found)[0, :, :, 0, 0, 0]
     assert (slice_of == slice_of[:, :1]).all(), "fsdp stays within a slice"
@@ -71,11 +71,11 @@ def test_an_axis_across_slices_is_the_only_one_that_leaves_a_slice():
     ],
 )
 def test_the_slice_of_every_device_follows_from_the_sizes(config):
-    found = meshes.hybrid(config, devices(slices=4, processes=1, each=4))
+    found = meshes.multi_slice_devices(config, devices(slices=4, processes=1, each=4))
     slice_of = np.vectorize(lambda device: device.slice_index)(found).reshape(-1)
     assert meshes.slice_numbers(config, found.shape).tolist() == slice_of.tolist()
-    assert config.slices == 4 and meshes.joined(config).slices == 1
-    assert tuple(meshes.sizes(meshes.joined(config), 16).values()) == found.shape
+    assert config.slices == 4 and meshes.merge_slices(config).slices == 1
+    assert tuple(meshes.axis_sizes(meshes.merge_slices(config), 16).values()) == found.shape
 
 
 def test_a_mesh_that_does_not_follow_the_torus_is_laid_out_all_the_same():
@@ -88,7 +88,7 @@ def test_a_mesh_that_does_not_follow_the_torus_is_laid_out_all_the_same():
 
 def test_without_slices_a_process_is_taken_for_one():
     config = MeshConfig(data=1, tensor=4, dcn=DcnConfig(data=2))
-    found = meshes.hybrid(config, devices(slices=1, processes=2, each=4))
+    found = meshes.multi_slice_devices(config, devices(slices=1, processes=2, each=4))
     process = np.vectorize(lambda device: device.process_index)(found)[0, :, 0, 0, 0, :]
     assert process.tolist() == [[0] * 4, [1] * 4]
 
@@ -162,7 +162,7 @@ def test_key_heads_fewer_than_the_axis_may_stay_whole():
 def test_an_array_is_spread_over_one_more_axis_where_it_divides():
     mesh = meshes.make(MeshConfig(data=2, fsdp=2, tensor=2))
     place = NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
-    spread = lambda *shape: rules.spread(place, shape, "data").spec  # noqa: E731
+    spread = lambda *shape: rules.shard_over_axis(place, shape, "data").spec  # noqa: E731
     assert spread(4, 8, 8) == PartitionSpec("data", "fsdp", "tensor")
     assert spread(3, 8, 8) == PartitionSpec(None, ("fsdp", "data"), "tensor")
     assert spread(3, 2, 2) == PartitionSpec(None, "fsdp", "tensor")
@@ -181,7 +181,7 @@ def test_an_array_is_spread_over_one_more_axis_where_it_divides():
     ],
 )
 def test_other_work_than_training_takes_the_smallest_mesh(config, shape):
-    assert {axis: size for axis, size in meshes.smallest(config).shape.items() if size > 1} == shape
+    assert {axis: size for axis, size in meshes.smallest_mesh(config).shape.items() if size > 1} == shape
 
 
 def test_vocabularies_are_divided_over_the_tensor_axis():

@@ -47,7 +47,11 @@ def test_every_microbatch_passes_every_layer_in_order(mesh, parts):
     arguments = weights, x, offset, jnp.float32(2.0)
     pull = lambda f: jax.jit(lambda *a: jax.vjp(f, *a)[1]((jnp.sin(x), jnp.ones((4, 2)))))(*arguments)  # noqa: E731
     with jax.set_mesh(mesh):
-        assert pipeline.divides(8, 4, parts) and not pipeline.divides(7, 4, parts) and not pipeline.divides(8, 3, parts)
+        assert (
+            pipeline.can_pipeline(8, 4, parts)
+            and not pipeline.can_pipeline(7, 4, parts)
+            and not pipeline.can_pipeline(8, 3, parts)
+        )
         compiled = jax.jit(run).lower(*arguments).compile()
         assert "collective-permute" in {found.kind for found in collectives(compiled.as_text())}
         chex.assert_trees_all_close(compiled(*arguments), jax.jit(loop)(*arguments), rtol=1e-6)
@@ -59,15 +63,17 @@ def test_a_kernel_within_a_stage_takes_over_the_axes_of_size_1(mesh):
     found = []
 
     def stage(x):
-        found.append((shards.inside(), _sharding.layout(2, 2)))
-        kernel = shards.shard(lambda x: found.append((shards.inside(), _sharding.layout(2, 2))) or x, P(), P())
+        found.append((shards.is_inside_shard_map(), _sharding.layout(2, 2)))
+        kernel = shards.shard(
+            lambda x: found.append((shards.is_inside_shard_map(), _sharding.layout(2, 2))) or x, P(), P()
+        )
         return kernel(x)
 
     with jax.set_mesh(mesh):
         jax.jit(jax.shard_map(stage, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=False))(jnp.ones(2))
         assert found == [(True, _sharding.Layout((), (), ())), (False, None)]
-        assert not shards.inside() and _sharding.layout(2, 2) is not None
-    assert not shards.inside() and _sharding.layout(2, 2) is None
+        assert not shards.is_inside_shard_map() and _sharding.layout(2, 2) is not None
+    assert not shards.is_inside_shard_map() and _sharding.layout(2, 2) is None
 
 
 def test_dropout_is_drawn_anew_for_every_microbatch_and_the_same_for_a_key(mesh):

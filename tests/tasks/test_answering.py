@@ -51,7 +51,7 @@ def test_an_answer_inside_of_a_word_is_that_word():
 
 def test_kinds_tell_question_and_context_apart():
     features = encoded(config("answering", kinds=2), words(), **example("cat"))
-    assert features["kind"].tolist() == [0] * 4 + [1] * (len(features["source"]) - 4)
+    assert features["token_type"].tolist() == [0] * 4 + [1] * (len(features["source"]) - 4)
     assert set(encoded(config("answering", side="decoder"), words(), **example("cat"))) == {
         "target",
         "labels",
@@ -90,8 +90,10 @@ def test_training_sees_every_window_of_a_long_context():
                 assert both.source.decode(features["source"][begin[0] : end[0] + 1]) == "some other cats"
             else:
                 assert begin == end == none
-        reading = answering.read(settings, both.source, LONG["question"], LONG["context"])
-        every = [both.source.decode(reading.context[w.start : w.stop]) for w in answering.windows(settings, reading)]
+        reading = answering.encode_question(settings, both.source, LONG["question"], LONG["context"])
+        every = [
+            both.source.decode(reading.context[w.start : w.stop]) for w in answering.context_windows(settings, reading)
+        ]
         assert seen == set(every)
         assert any("some other cats" in text for text in every)
 
@@ -99,45 +101,47 @@ def test_training_sees_every_window_of_a_long_context():
 @pytest.mark.parametrize(("length", "stride"), [(12, 3), (12, 128), (9, 1), (6, 2)])
 def test_windows_cover_the_context_and_overlap_by_half(length, stride):
     settings = config("answering", length=length, stride=stride)
-    reading = answering.read(settings, words().source, "a dog", CONTEXT)
-    found = list(answering.windows(settings, reading))
-    room = length - len(reading.before) - len(reading.after)
+    reading = answering.encode_question(settings, words().source, "a dog", CONTEXT)
+    found = list(answering.context_windows(settings, reading))
+    room = length - len(reading.prefix) - len(reading.suffix)
     assert {slot for window in found for slot in window} == set(range(17))
     assert all(len(window) <= room for window in found)
     steps = np.diff([window.start for window in found])
     assert (steps == min(stride, max(room // 2, 1))).all()
     assert all(begin.stop - end.start >= room // 2 for begin, end in itertools.pairwise(found))
     whole = config("answering", length=100)
-    assert list(answering.windows(whole, answering.read(whole, words().source, "a dog", CONTEXT))) == [range(17)]
+    assert list(
+        answering.context_windows(whole, answering.encode_question(whole, words().source, "a dog", CONTEXT))
+    ) == [range(17)]
 
 
 def test_a_question_gives_way_to_its_context_or_is_refused():
     settings = config("answering", length=12)
-    reading = answering.read(settings, words().source, CONTEXT, CONTEXT)
-    assert len(reading.before) == 2 + 4
+    reading = answering.encode_question(settings, words().source, CONTEXT, CONTEXT)
+    assert len(reading.prefix) == 2 + 4
     with pytest.raises(ConfigError, match=r"got a question of 6 tokens.* expected fewer than data.length \(7\)"):
-        list(answering.windows(config("answering", length=7), reading))
+        list(answering.context_windows(config("answering", length=7), reading))
 
 
 def test_a_prompt_is_read_as_in_training():
     settings = config("answering", kinds=2)
     trained = encoded(settings, words(), **example("cat"))
-    prompt = TASK.prompt(settings, words(), TASK.input(example("cat")))
+    prompt = TASK.prompt(settings, words(), TASK.input_line(example("cat")))
     for name in prompt:
         np.testing.assert_array_equal(prompt[name], trained[name])
     side = words().source
     assert TASK.prompt(settings, words(), "a cat")["source"].tolist() == [side.cls, *side.encode("a cat"), side.sep]
     with pytest.raises(ConfigError, match="got a line without a tab, 'who', expected question, tab, context"):
-        TASK.decode(None, ["who"], settings.decode)
+        TASK.predict(None, ["who"], settings.decode)
 
 
 def test_a_line_is_one_line_with_the_same_characters():
     context = "two\nlines\tand\r\na tab"
-    line = TASK.input(example("cat", context=context, question="what\tis?"))
-    question, context_ = answering.parts(line)
+    line = TASK.input_line(example("cat", context=context, question="what\tis?"))
+    question, context_ = answering.split_line(line)
     assert (question, context_) == ("what is?", "two lines and  a tab")
-    assert TASK.line({"answer": "a\nb"}) == "a b"
-    assert TASK.reference(config("answering"), example("", answers=("a", "b", "a"))) == "a | b"
+    assert TASK.output_line({"answer": "a\nb"}) == "a b"
+    assert TASK.reference_line(config("answering"), example("", answers=("a", "b", "a"))) == "a | b"
 
 
 def test_measures_of_parts_add_up_and_are_means_of_start_and_end():
@@ -166,15 +170,15 @@ def test_measures_of_parts_add_up_and_are_means_of_start_and_end():
     np.testing.assert_allclose(bare["accuracy"], np.mean(right))
     wanted = 0.8 * np.mean(nll) + 0.2 * np.mean(even) + 0.1 * np.mean(normaliser)
     np.testing.assert_allclose(smooth["loss"], wanted, rtol=1e-5)
-    assert TASK.finish(settings, bare, {}) == bare
+    assert TASK.derived_metrics(settings, bare, {}) == bare
 
 
 def brute(reading, window, logits, longest):
     """All spans, one after the other."""
-    first, none = len(reading.before), reading.none
+    first, none = len(reading.prefix), reading.no_answer_slot
     allowed = [*range(first, first + len(window)), *([] if none is None else [none % len(logits)])]
     gains = logits - np.log(np.exp(logits[allowed]).sum(0))
-    places = reading.places[window.start : window.stop]
+    places = reading.spans[window.start : window.stop]
     found = [
         (gains[first + a, 0] + gains[first + b, 1], places[a][0], places[b][1])
         for a in range(len(window))
@@ -186,26 +190,28 @@ def brute(reading, window, logits, longest):
 @pytest.mark.parametrize("none", [0, -1, None])
 def test_the_best_span_of_a_window_is_that_of_all_spans(none):
     settings, rng = config("answering", length=14, stride=4), np.random.default_rng(1)
-    reading = answering.read(settings, words().source, "a dog", CONTEXT)._replace(none=none)
-    for window in answering.windows(settings, reading):
-        size = len(reading.before) + len(window) + len(reading.after)
+    reading = answering.encode_question(settings, words().source, "a dog", CONTEXT)._replace(no_answer_slot=none)
+    for window in answering.context_windows(settings, reading):
+        size = len(reading.prefix) + len(window) + len(reading.suffix)
         for longest in (1, 3, 99):
             logits = 2 * rng.standard_normal((size, 2))
-            best, absent = answering.span(reading, window, logits.astype(np.float32), longest)
+            best, absent = answering.best_span(reading, window, logits.astype(np.float32), longest)
             wanted, nothing = brute(reading, window, logits, longest)
             np.testing.assert_allclose(best, wanted, rtol=1e-5)
             np.testing.assert_allclose(absent, nothing, rtol=1e-5)
 
 
 def test_the_answer_is_the_best_of_all_windows_and_may_be_none():
-    spans = [(answering.Found(-2.0, 4, 7), -0.5), (answering.Found(-1.0, 8, 11), -1.5)]
-    best = answering.choose(spans, CONTEXT, unanswerable=False)
+    spans = [(answering.Span(-2.0, 4, 7), -0.5), (answering.Span(-1.0, 8, 11), -1.5)]
+    best = answering.best_answer(spans, CONTEXT, unanswerable=False)
     assert (best["answer"], best["start"], best["end"]) == ("sat", 8, 11)
     assert best["score"] == pytest.approx(np.exp(-1.0))
-    assert answering.choose(spans, CONTEXT, unanswerable=True) == best, "one window does not say that there is none"
+    assert answering.best_answer(spans, CONTEXT, unanswerable=True) == best, (
+        "one window does not say that there is none"
+    )
     sure = [(span, -0.5) for span, _ in spans]
-    assert answering.choose(sure, CONTEXT, unanswerable=True)["answer"] == ""
-    assert answering.choose(sure, CONTEXT, unanswerable=False)["answer"] == "sat"
+    assert answering.best_answer(sure, CONTEXT, unanswerable=True)["answer"] == ""
+    assert answering.best_answer(sure, CONTEXT, unanswerable=False)["answer"] == "sat"
 
 
 def test_a_score_is_exact_match_and_f1():

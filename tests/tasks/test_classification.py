@@ -30,18 +30,18 @@ def test_a_pair_has_two_kinds():
     features = encoded(config("classification", kinds=2), both, text="a cat", pair="the dog ran", label=0)
     first, second = tokenizer.encode("a cat"), tokenizer.encode("the dog ran")
     assert features["source"].tolist() == [tokenizer.cls, *first, tokenizer.sep, *second, tokenizer.sep]
-    assert features["kind"].tolist() == [0] * 4 + [1] * 4
+    assert features["token_type"].tolist() == [0] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize(("kinds", "last"), [(0, None), (1, 0), (2, 1)])
 def test_kinds_fit_the_model(kinds, last):
     features = encoded(config("classification", kinds=kinds), words(), text="a", pair="cat", label=0)
-    assert (features["kind"][-1] if "kind" in features else None) == last
+    assert (features["token_type"][-1] if "token_type" in features else None) == last
 
 
 def test_a_single_text_has_kinds_too_so_that_a_batch_is_alike():
     features = encoded(config("classification", kinds=2), words(), text="a cat", label=0)
-    assert features["kind"].tolist() == [0] * 4
+    assert features["token_type"].tolist() == [0] * 4
 
 
 def test_a_decoder_reads_the_text_as_its_target():
@@ -70,7 +70,7 @@ def test_the_longer_of_a_pair_gives_way(first, second, room):
     expected = [first, second]
     while sum(expected) > room:  # BERT's rule, one token at a time
         expected[0 if expected[0] > expected[1] else 1] -= 1
-    cut = classification.shorten([range(first), range(second)], room)
+    cut = classification.truncate_parts([range(first), range(second)], room)
     assert [len(part) for part in cut] == expected
     assert all(list(part) == list(range(len(part))) for part in cut)
 
@@ -78,13 +78,13 @@ def test_the_longer_of_a_pair_gives_way(first, second, room):
 def test_a_tab_separates_a_pair_in_and_out_of_a_line():
     both, settings_ = words(), config("classification", kinds=2)
     example = {"text": "a\tcat", "pair": "the dog", "label": 0}
-    line = TASK.input(example)
+    line = TASK.input_line(example)
     assert line == "a cat\tthe dog"
     prompt = TASK.prompt(settings_, both, line)
     trained = encoded(settings_, both, text="a cat", pair="the dog", label=0)
     np.testing.assert_array_equal(prompt["source"], trained["source"])
-    np.testing.assert_array_equal(prompt["kind"], trained["kind"])
-    assert TASK.input({"text": "a cat", "label": 0}) == "a cat"
+    np.testing.assert_array_equal(prompt["token_type"], trained["token_type"])
+    assert TASK.input_line({"text": "a cat", "label": 0}) == "a cat"
 
 
 def test_measures_of_a_batch_with_an_empty_row():

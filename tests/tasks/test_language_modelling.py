@@ -7,7 +7,7 @@ import pytest
 from task_toys import config, encoded, words
 
 from jaxformer import tasks
-from jaxformer.data import concat
+from jaxformer.data import concatenation
 
 TASK = tasks.get("language_modelling")
 
@@ -29,7 +29,9 @@ def test_labels_are_the_tokens_after_the_targets():
 def test_one_text_is_the_same_row_whole_or_cut_from_the_stream(tmp_path):
     both = words()
     features = encoded(settings(), both, text="the cat sat")
-    rows = concat.Rows(concat.stream(tmp_path, "key", [{"text": "the cat sat"}], both.target), 32)
+    rows = concatenation.ConcatenatedRows(
+        concatenation.token_stream(tmp_path, "key", [{"text": "the cat sat"}], both.target), 32
+    )
     assert len(rows) == 1
     for name in ("target", "labels"):
         np.testing.assert_array_equal(rows([0], 0)[0][name], features[name])
@@ -50,7 +52,7 @@ def test_a_prompt_starts_a_text():
 def test_three_perplexities_of_one_likelihood():
     # 12 labels of ln 4 nats: 24 bits over 6 bytes; 3 words and 1 line end.
     size = {"examples": 1, "lines": 1, "words": 3, "bytes": 6, "labels": 12}
-    values = TASK.finish(settings(), {"loss": math.log(4.0), "accuracy": 0.5}, size)
+    values = TASK.derived_metrics(settings(), {"loss": math.log(4.0), "accuracy": 0.5}, size)
     assert values["perplexity"] == pytest.approx(4.0)
     assert values["word_perplexity"] == pytest.approx(4.0**3)
     assert values["bits_per_byte"] == pytest.approx(4.0)

@@ -27,7 +27,7 @@ def test_eighty_ten_ten_of_fifteen_percent():
     assert abs(masked - 0.8) < 4 * np.sqrt(0.8 * 0.2 / 15_000)
     assert abs(same - 0.1) < 4 * np.sqrt(0.1 * 0.9 / 15_000) + 0.1 / 400
     others = source[chosen & (source != tokenizer.mask) & (source != labels)]
-    ordinary = set(range(tokenizer.size)) - {getattr(tokenizer, role) for role in masked_lm.SPECIALS}
+    ordinary = set(range(tokenizer.size)) - {getattr(tokenizer, role) for role in masked_lm.SPECIAL_ROLES}
     assert set(others.tolist()) <= ordinary
     assert len(set(others.tolist())) > 0.9 * len(ordinary)  # 1500 draws of 400: 98 % are expected
     places = np.flatnonzero(chosen)

@@ -49,22 +49,22 @@ def test_a_sentence_has_half_of_a_row_whatever_its_partner():
     for partner in ("a", "a dog ran after some other cats"):
         features = encoded(settings, both, text="the cat sat on the mat", pair=partner, score=1.0)
         np.testing.assert_array_equal(features["source"][features["segment"] == 1], alone["source"])
-        assert not features["kind"].any()
+        assert not features["token_type"].any()
     bare = without(words(), "cls", "sep", "bos", "eos")
     assert len(TASK.prompt(settings, bare, "the cat sat on the mat")["source"]) == 4
 
 
 def test_a_line_holds_two_sentences_as_training_reads_them():
     settings, both = config("similarity"), words()
-    line = TASK.input({**PAIR, "text": "the\tcat sat"})
+    line = TASK.input_line({**PAIR, "text": "the\tcat sat"})
     assert line == "the cat sat\ta dog"
     prompt, trained = TASK.prompt(settings, both, line), encoded(settings, both, **PAIR)
     for name in ("source", "segment"):
         np.testing.assert_array_equal(prompt[name], trained[name])
-    assert TASK.reference(settings, PAIR) == "0.2500"
+    assert TASK.reference_line(settings, PAIR) == "0.2500"
     for wrong in ("the cat", "a\tb\tc"):
         with pytest.raises(ConfigError, match="expected two sentences with a tab between them"):
-            TASK.decode(None, ["a\tb", wrong], settings.decode)
+            TASK.predict(None, ["a\tb", wrong], settings.decode)
 
 
 def test_partners_are_pairs_of_a_high_score_or_of_none():
@@ -84,7 +84,7 @@ def test_segments_reach_the_batch_with_positions_of_their_own():
     assert batch.source.slots.position.tolist() == expected
     assert (batch.labels.tolist(), batch.labels.dtype) == ([0.25, 0.0, 1.0], np.float32)
     assert batch.weights.tolist() == [1.0, 0.0, 1.0]
-    prompted = batching.stack([features[0], features[1]], 2, (0, 0), (12,))
+    prompted = batching.pad_batch([features[0], features[1]], 2, (0, 0), (12,))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[[0, 2]]), prompted.source, batch.source)
 
 
@@ -165,8 +165,8 @@ def test_sentences_that_share_a_row_have_the_vectors_of_sentences_alone(name, mo
         for both in (sentences[:2], sentences[2:])
     ]
     run = builders.apply(module)
-    packed = run(variables, batching.stack(rows, 4, (0, 0), (16,)))
-    alone = run(variables, batching.stack([{side: sentence} for sentence in sentences], 4, (0, 0), (8,)))
+    packed = run(variables, batching.pad_batch(rows, 4, (0, 0), (16,)))
+    alone = run(variables, batching.pad_batch([{side: sentence} for sentence in sentences], 4, (0, 0), (8,)))
     assert packed.shape == (4, 2, 8)
     np.testing.assert_allclose(packed[:2].reshape(4, 8), alone[:, 0], rtol=1e-5, atol=1e-6)
     assert not np.asarray(packed[2:]).any() and not np.asarray(alone[:, 1]).any()

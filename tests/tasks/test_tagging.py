@@ -54,12 +54,12 @@ def test_a_prompt_is_read_as_in_training():
 
 def test_a_word_that_is_cut_off_or_unknown_to_a_vocabulary_has_no_slot():
     both = words()
-    ids, places, cut = tagging.read(config("tagging", length=4), both.source, TEXT)
+    ids, places, cut = tagging.encode_words(config("tagging", length=4), both.source, TEXT)
     assert len(ids) == 4
     assert (places, cut) == ([1, 2, None], 1)
-    assert tagging.read(config("tagging"), both.source, "the zebra")[1] == [1, 2], "<unk> stands for it"
+    assert tagging.encode_words(config("tagging"), both.source, "the zebra")[1] == [1, 2], "<unk> stands for it"
     nothing = types.SimpleNamespace(encode=lambda word: [] if "?" in word else [7, 8], unk=None, cls=None, sep=None)
-    ids, places, cut = tagging.read(config("tagging"), nothing, "the ? cat")
+    ids, places, cut = tagging.encode_words(config("tagging"), nothing, "the ? cat")
     assert (ids.tolist(), places, cut) == ([7, 8, 7, 8], [0, None, 2], 0)
 
 
@@ -71,7 +71,7 @@ def test_as_many_tags_as_words():
 
 def refused(classes, metric="loss"):
     settings = named(*classes)
-    TASK.refuse(dataclasses.replace(settings, checkpoint=CheckpointConfig(metric=metric)))
+    TASK.check(dataclasses.replace(settings, checkpoint=CheckpointConfig(metric=metric)))
 
 
 @pytest.mark.parametrize("metric", ["f1", "precision", "recall", "loss", "accuracy"])
@@ -92,7 +92,7 @@ def test_tags_that_cannot_be_judged_are_refused_before_training():
 
 
 def test_blanks_in_a_row_make_no_words():
-    assert tagging.words("  the   cat\u00a0s ") == ["the", "cat\u00a0s"]
+    assert tagging.split_words("  the   cat\u00a0s ") == ["the", "cat\u00a0s"]
 
 
 def test_a_score_counts_entities_of_all_sentences_together():
@@ -101,7 +101,7 @@ def test_a_score_counts_entities_of_all_sentences_together():
     examples = [{"text": "a b c", "tags": (1, 2, 1)}, {"text": "d", "tags": (1,)}]
     score = TASK.score(settings, answer, examples)
     assert score == {"precision": 1.0, "recall": 2 / 3, "f1": 0.8}
-    assert TASK.reference(settings, examples[0]) == "B-x I-x B-x"
+    assert TASK.reference_line(settings, examples[0]) == "B-x I-x B-x"
 
 
 def test_tags_that_are_no_spans_are_counted_word_by_word():

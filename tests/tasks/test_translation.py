@@ -70,11 +70,11 @@ def test_scores_and_their_signatures():
     scores = TASK.score(settings, ["Ein Hund läuft im Park .", "zwei"], examples)
     assert scores["bleu_lc_tok"] == pytest.approx(100.0)
     assert scores["bleu"] == plain["bleu"] < 100.0
-    signatures = TASK.signatures(settings)
+    signatures = TASK.score_signatures(settings)
     assert set(signatures) == {"bleu", "chrf", "bleu_lc_tok"}
     assert "tok:13a" in signatures["bleu"]
     assert "tok:none" in signatures["bleu_lc_tok"]
 
 
 def test_perplexity_is_of_the_bare_loss():
-    assert TASK.finish(config("translation"), {"loss": np.log(4.0)}, {})["perplexity"] == pytest.approx(4.0)
+    assert TASK.derived_metrics(config("translation"), {"loss": np.log(4.0)}, {})["perplexity"] == pytest.approx(4.0)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import linen as nn
-from test_step import begin
+from test_step import SMALL, begin
 
 from jaxformer import tasks
 from jaxformer.config import (
@@ -51,8 +51,8 @@ def batches() -> list[Batch]:
 
 def train(kernel: str, mesh: jax.sharding.Mesh, chunk: int | None) -> tuple[np.ndarray, tuple[int, ...]]:
     """The losses of the steps, and the shape of a device's part of the tokens."""
-    attention = AttentionConfig(heads=4, kv_heads=2, kernel=kernel, block=4)
-    model = builders.decoder(width=16, attention=attention, embed=EmbedConfig(vocab=16))
+    attention = AttentionConfig(heads=4, kv_heads=2, kernel=kernel, block=4, bias=False)
+    model = builders.decoder(**SMALL | {"width": 16, "attention": attention, "embed": EmbedConfig(vocab=16)})
     config = Config(
         model=dataclasses.replace(model, head=HeadConfig(chunk=chunk)),
         data=DataConfig(length=LENGTH),
@@ -65,12 +65,12 @@ def train(kernel: str, mesh: jax.sharding.Mesh, chunk: int | None) -> tuple[np.n
     schedule = optim.schedule(config.schedule, STEPS, 16)
     losses = []
     with jax.set_mesh(mesh):
-        balanced = build.ring(config.model, LENGTH)
+        balanced = build.uses_causal_ring(config.model, LENGTH)
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
         state = begin(config, module, optimizer, mesh)
-        update = step.make(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
+        update = step.make_train_step(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
         for batch in batches():
-            placed = step.place(batch, mesh, balanced)
+            placed = step.shard_batch(batch, mesh, balanced)
             state, sums = update(state, placed)
             losses.append(float(sums["loss"][0] / sums["loss"][1]))
     return np.array(losses), placed.target.tokens.addressable_shards[0].data.shape
@@ -95,16 +95,16 @@ def test_losses_on_divided_sequences_are_those_of_one_device(kernel, mesh, alone
 
 
 def test_zigzag_gives_every_part_as_much_of_a_causal_mask():
-    order = rules.zigzag(16, 4)
+    order = rules.zigzag_order(16, 4)
     assert sorted(order) == list(range(16))
     seen = (order + 1).reshape(4, -1).sum(axis=1)  # slot i sees i + 1 slots
     assert len(set(seen)) == 1
     assert order[0] == 0  # the first slot stays the first: what "first" pooling reads
-    assert rules.zigzag(12, 4) is None
+    assert rules.zigzag_order(12, 4) is None
 
 
 class Grid:
-    """As much of a mesh of several processes as `rules.reader` looks at."""
+    """As much of a mesh of several processes as `rules.process_part` looks at."""
 
     def __init__(self, processes: int, **sizes: int) -> None:
         self.axis_names = ("stage", "data", "fsdp", "expert", "context", "tensor")
@@ -125,9 +125,9 @@ class Grid:
 def test_processes_that_hold_the_same_rows_read_the_same(monkeypatch, processes, sizes, readers):
     for process, wanted in enumerate(readers):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        assert rules.reader(Grid(processes, **sizes)) == wanted
+        assert rules.process_part(Grid(processes, **sizes)) == wanted
 
 
 def test_processes_that_share_some_rows_are_refused():
     with pytest.raises(ConfigError, match="some of which share a part of their rows"):
-        rules.reader(Grid(2, data=3, context=2))
+        rules.process_part(Grid(2, data=3, context=2))

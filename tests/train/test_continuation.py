@@ -20,7 +20,9 @@ import write  # noqa: E402
 
 from jaxformer.config import ConfigError, MeshConfig  # noqa: E402
 from jaxformer.parallel import mesh as meshes  # noqa: E402
-from jaxformer.train import loop, spikes  # noqa: E402
+from jaxformer.train import evaluate as evaluation  # noqa: E402
+from jaxformer.train import loop, skip_guard  # noqa: E402
+from jaxformer.train.metric_window import MetricWindow  # noqa: E402
 
 RATES = ("tokens_per_second", "steps_per_second", "wall_time")
 NAMES = ("packed", "masked", "classes")
@@ -80,7 +82,7 @@ def test_losses_are_the_committed_ones(name, folder):
 
 def stopped(monkeypatch, at: int) -> None:
     """SIGTERM in the middle of a step."""
-    add, calls = loop.Window.add, []
+    add, calls = MetricWindow.add, []
 
     def interrupt(self, sums, batch):
         calls.append(None)
@@ -88,21 +90,23 @@ def stopped(monkeypatch, at: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         add(self, sums, batch)
 
-    monkeypatch.setattr(loop.Window, "add", interrupt)
+    monkeypatch.setattr(MetricWindow, "add", interrupt)
 
 
 def test_stopped_and_broken_again_and_again_it_is_the_uninterrupted_run(folder, tmp_path, monkeypatch):
     config = tiny_runs.config("masked", folder / "files")
     with monkeypatch.context() as patch:
         stopped(patch, 7)  # between two reports, inside the second epoch
-        assert loop.train(config, tmp_path) == loop.PREEMPTED
+        assert loop.train(config, tmp_path) == loop.EXIT_PREEMPTED
     with monkeypatch.context() as patch:
         stopped(patch, 1)  # step 8, where an evaluation is due, which has to wait
-        assert loop.train(config, tmp_path) == loop.PREEMPTED
+        assert loop.train(config, tmp_path) == loop.EXIT_PREEMPTED
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 3, 6]
     with monkeypatch.context() as patch:
-        patch.setattr(loop.evaluation, "measure", broken(loop.evaluation.measure, at=2))  # step 16, not the one owed
+        patch.setattr(
+            evaluation, "evaluate_batches", broken(evaluation.evaluate_batches, at=2)
+        )  # step 16, not the one owed
         with pytest.raises(RuntimeError, match="plug"):
             loop.train(config, tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -138,7 +142,7 @@ def test_too_many_bad_steps_end_the_run_and_name_the_last_good_checkpoint(folder
 
 
 def test_a_run_leaves_out_spikes_and_counts_them(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(spikes, "beyond", lambda state, norm, sigma: (state[0].count >= 1) & (norm > sigma))
+    monkeypatch.setattr(skip_guard, "is_spike", lambda state, norm, sigma: (state[0].count >= 1) & (norm > sigma))
     config = tiny_runs.config("packed", folder / "files", optimizer__spike=1e-6, train__skip_limit=2)
     with pytest.raises(ConfigError, match="got 2 steps in a row .* or a spike"):
         loop.train(config, tmp_path)

@@ -28,7 +28,8 @@ from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.parallel import mesh as meshes
 from jaxformer.train import evaluate as evaluation
-from jaxformer.train import loop
+from jaxformer.train.run import Run
+from jaxformer.types import TrainState
 
 BYTES = Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind="byte")), [], ("text",))
 TEXTS = [
@@ -62,7 +63,7 @@ def uniform(variables, batch):
 
 def measured(config, batches, size, cut=None):
     mesh = meshes.make(MeshConfig(), jax.devices()[:1])
-    return evaluation.measure(config, uniform, {}, batches, size, mesh, cut)
+    return evaluation.evaluate_batches(config, uniform, {}, batches, size, mesh, cut)
 
 
 PACKINGS = [
@@ -80,7 +81,7 @@ def test_a_uniform_model_needs_eight_bits_a_byte_however_rows_are_made(data, exa
     config, make = text_pipeline(examples, cache=str(tmp_path), **data)
     pipeline = make()
     part = ("validation", examples)
-    values = measured(config, pipeline.evaluate(*part), pipeline.size(*part), pipeline.cut(*part))
+    values = measured(config, pipeline.evaluate(*part), pipeline.size(*part), pipeline.truncated(*part))
     texts = TEXTS[:examples]
     size = sum(len(text.encode()) + 1 for text in texts)
     words = sum(len(text.split()) + 1 for text in texts)
@@ -102,7 +103,7 @@ def test_windows_are_the_rows_of_the_text_and_a_text_that_fits_is_one():
     task, rng = tasks.get("language_modelling"), np.random.default_rng(0)
     for text in ("seven..", "eight...", "more than eight"):
         example = {"text": text}
-        parts = task.windows(config, BYTES, example, rng)
+        parts = task.encode_windows(config, BYTES, example, rng)
         assert len(parts) == (1 if len(text) < 8 else 2)
         labels = np.concatenate([part["labels"] for part in parts]).tolist()
         assert labels == [*BYTES.target.encode(text), BYTES.target.eos]
@@ -120,18 +121,19 @@ def a_run(config, pipeline, seen):
         seen.append(variables)
         return uniform(variables, batch)
 
+    averaged = {} if config.train.ema is None else {"ema": "average"}
     return types.SimpleNamespace(
         config=config,
         dataset=pipeline.dataset,
         pipeline=pipeline,
         task=pipeline.task,
         mesh=meshes.make(MeshConfig(), jax.devices()[:1]),
-        state=types.SimpleNamespace(params="now", variables={"ema": "average", "statistics": 3}),
-        measure=function,
-        watched=lambda batches: batches,
-        clock=types.SimpleNamespace(lap=lambda: None, part=lambda name, compiling: None),
-        compiling=0.0,
-        reports=types.SimpleNamespace(write=lambda *row: None),
+        state=TrainState(0, "now", None, None, averaged | {"statistics": 3}),
+        eval_step=function,
+        timed_batches=lambda batches: batches,
+        clock=types.SimpleNamespace(lap=lambda: None, record_part=lambda name, compiling: None),
+        compile_seconds=0.0,
+        reporter=types.SimpleNamespace(write=lambda *row: None),
         step=5,
     )
 
@@ -139,17 +141,17 @@ def a_run(config, pipeline, seen):
 def test_part_of_a_split_is_measured_by_its_own_bytes_during_training():
     config, make = text_pipeline(examples=3, packing="first_fit")
     run, counts = a_run(config, make(), []), []
-    run.watched = lambda batches: (counts.append(batch.weights.sum()) or batch for batch in batches)
-    assert loop.Run.evaluate(run)["bits_per_byte"] == pytest.approx(8.0)
+    run.timed_batches = lambda batches: (counts.append(batch.weights.sum()) or batch for batch in batches)
+    assert Run.evaluate(run)["bits_per_byte"] == pytest.approx(8.0)
     assert sum(counts) == sum(len(text.encode()) + 1 for text in TEXTS[:3])
-    assert run.values["loss"] == pytest.approx(math.log(256)) and run.measured_at == 5
+    assert run.values["loss"] == pytest.approx(math.log(256)) and run.evaluated_at == 5
 
 
 @pytest.mark.parametrize(("ema", "expected"), [(None, "now"), (0.9, "average")])
 def test_evaluation_during_training_reads_the_average_where_there_is_one(ema, expected):
     config, make = text_pipeline()
     config, seen = dataclasses.replace(config, train=TrainConfig(ema=ema)), []
-    loop.Run.evaluate(a_run(config, make(), seen))
+    Run.evaluate(a_run(config, make(), seen))
     assert seen and all(each == {"params": expected, "statistics": 3} for each in seen)
 
 
@@ -182,8 +184,8 @@ def tagged(config, pipeline, answer):
 
     mesh = meshes.make(MeshConfig(), jax.devices()[:1])
     split = ("validation", None)
-    batches, size, cut = pipeline.evaluate(*split), pipeline.size(*split), pipeline.cut(*split)
-    return evaluation.measure(config, function, {}, batches, size, mesh, cut)
+    batches, size, cut = pipeline.evaluate(*split), pipeline.size(*split), pipeline.truncated(*split)
+    return evaluation.evaluate_batches(config, function, {}, batches, size, mesh, cut)
 
 
 def by_hand(found, true, classes):
@@ -201,7 +203,7 @@ def by_hand(found, true, classes):
 )
 def test_words_that_were_cut_off_count_as_outside(length, classes):
     config, pipeline = tagging(length, classes)
-    cut = pipeline.cut("validation")
+    cut = pipeline.truncated("validation")
     found, true = [], [classes[tag] for tag in (1, 2, 0, 0, 0, 1)]
     answer = [1, 1, 0, 2, 0, 1]
     kept = [place is not None for text in ("aa bb cc dd", "ee ff") for place in places(config, text)]
@@ -209,11 +211,11 @@ def test_words_that_were_cut_off_count_as_outside(length, classes):
     values = tagged(config, pipeline, [guess for guess, there in zip(answer, kept, strict=True) if there])
     accuracy, macro = by_hand(found, true, classes)
     assert (values["accuracy"], values["macro_f1"]) == pytest.approx((accuracy, macro))
-    assert (len(cut.unread), cut.words) == (kept.count(False), 6)
+    assert (len(cut.unread_labels), cut.words) == (kept.count(False), 6)
     assert values.get("cut_words", 0) == kept.count(False) and (length == 32) == (kept.count(False) == 0)
 
 
 def places(config, text):
     from jaxformer.tasks import tagging as task
 
-    return task.read(config, BYTES.source, text)[1]
+    return task.encode_words(config, BYTES.source, text)[1]

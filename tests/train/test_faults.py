@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from test_step import begin
+from test_step import SMALL, begin
 
-from jaxformer import overrides, redaction, tasks
+from jaxformer import tasks
 from jaxformer.config import (
     Config,
     ConfigError,
@@ -33,30 +33,32 @@ from jaxformer.config import (
     StorageError,
     TaskConfig,
     TrainConfig,
+    overrides,
 )
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
-from jaxformer.train import lock, loop, optim, spikes, step, stopping
-from jaxformer.train.hooks import MetricsFile, Progress
-from jaxformer.train.lock import Lock
-from jaxformer.train.stopping import Stop, Watchdog
+from jaxformer.runtime import secrets
+from jaxformer.train import lock, loop, optim, preemption, skip_guard, step
+from jaxformer.train.lock import WorkdirLock
+from jaxformer.train.preemption import PreemptionListener, Watchdog
+from jaxformer.train.reporting import MetricsFile, ProgressLine
 from jaxformer.train.timing import Clock
-from jaxformer.train.workdir import changes_since, environment
+from jaxformer.train.workdir import describe_changes, environment
 
 # --- the lock
 
 
 def test_a_second_run_is_refused_and_told_whose_the_first_is(tmp_path):
     owner = rf"process {os.getpid()} on {socket.gethostname()} since \d.*wait for it"
-    with Lock(tmp_path), pytest.raises(ConfigError, match=owner), Lock(tmp_path):
+    with WorkdirLock(tmp_path), pytest.raises(ConfigError, match=owner), WorkdirLock(tmp_path):
         pass
-    with Lock(tmp_path):  # freed
+    with WorkdirLock(tmp_path):  # freed
         pass
 
 
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
     (tmp_path / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22, "started": "then"}))
-    with Lock(tmp_path):
+    with WorkdirLock(tmp_path):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
@@ -65,8 +67,8 @@ OTHERS = ['{"host": "elsewhere", "pid": 1, "started": "then"}', "torn"]
 
 @pytest.fixture
 def short_lease(monkeypatch):
-    monkeypatch.setattr(lock, "DEAD", 0.4)
-    monkeypatch.setattr(lock, "POLL", 0.02)
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 0.4)
+    monkeypatch.setattr(lock, "POLL_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize("text", OTHERS)
@@ -74,13 +76,13 @@ def test_the_lease_of_the_dead_on_another_host_is_waited_for(tmp_path, short_lea
     path = tmp_path / "lock"
     path.write_text(text)
     begun = time.monotonic()
-    with Lock(tmp_path):
+    with WorkdirLock(tmp_path):
         assert 0.3 < time.monotonic() - begun < 5
         assert json.loads(path.read_text())["pid"] == os.getpid()
-    assert f"waiting 0 s for another (delete {path} if it is dead)" in capsys.readouterr().err
+    assert f"waiting 0 s for the next time (delete {path} if it is dead)" in capsys.readouterr().err
     path.write_text(text)
-    os.utime(path, (time.time() - 2 * lock.DEAD,) * 2)
-    with Lock(tmp_path):
+    os.utime(path, (time.time() - 2 * lock.LEASE_SECONDS,) * 2)
+    with WorkdirLock(tmp_path):
         assert capsys.readouterr().err == ""
 
 
@@ -91,7 +93,7 @@ def test_a_sign_of_life_on_another_host_refuses_the_second_run(tmp_path, monkeyp
     monkeypatch.setattr(lock.time, "sleep", lambda _: os.utime(path, (time.time() + 1,) * 2))
     with (
         pytest.raises(ConfigError, match="got a run that is training in it .*; wait for it or stop it"),
-        Lock(tmp_path),
+        WorkdirLock(tmp_path),
     ):
         pass
     assert path.read_text() == text
@@ -100,31 +102,31 @@ def test_a_sign_of_life_on_another_host_refuses_the_second_run(tmp_path, monkeyp
 @pytest.mark.parametrize("end", [lambda path: os.truncate(path, 0), os.unlink], ids=["emptied", "deleted"])
 def test_a_run_on_another_host_that_ends_makes_room_at_once(tmp_path, monkeypatch, short_lease, end):
     path = tmp_path / "lock"
-    monkeypatch.setattr(lock, "DEAD", 1000.0)
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 1000.0)
     path.write_text(OTHERS[0])
     monkeypatch.setattr(lock.time, "sleep", lambda _: end(path))
-    with Lock(tmp_path):
+    with WorkdirLock(tmp_path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_every_host_must_see_the_same_workdir(tmp_path, monkeypatch):
     said = iter([["", ""], ["", "host2"]])  # nobody else trains there; the second host does not find the lock
-    monkeypatch.setattr(lock, "every_process", lambda text: next(said))
-    with pytest.raises(ConfigError, match="not the same on host2, expected one that all hosts"), Lock(tmp_path):
+    monkeypatch.setattr(lock, "allgather_text", lambda text: next(said))
+    with pytest.raises(ConfigError, match="not the same on host2, expected one that all hosts"), WorkdirLock(tmp_path):
         pass
 
 
 # --- stopping
 
 
-@pytest.mark.parametrize("number", stopping.SIGNALS)
+@pytest.mark.parametrize("number", preemption.SIGNALS)
 def test_the_first_signal_asks_and_the_second_ends(monkeypatch, number):
     ended = []
-    monkeypatch.setattr(stopping.os, "_exit", ended.append)
-    with Stop(None) as stop:
-        assert not stop.agreed(1)
+    monkeypatch.setattr(preemption.os, "_exit", ended.append)
+    with PreemptionListener(None) as stop:
+        assert not stop.should_stop(1)
         signal.raise_signal(number)
-        assert stop.agreed(2)
+        assert stop.should_stop(2)
         assert not ended
         signal.raise_signal(signal.SIGINT)
         assert ended == [130]
@@ -134,9 +136,9 @@ def test_a_terminal_that_is_gone_is_ignored_where_it_was_before():
     """nohup starts a command with SIGHUP ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Stop(None) as stop:
+        with PreemptionListener(None) as stop:
             signal.raise_signal(signal.SIGHUP)
-            assert not stop.agreed(1)
+            assert not stop.should_stop(1)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -145,14 +147,14 @@ def test_a_terminal_that_is_gone_is_ignored_where_it_was_before():
 @pytest.mark.parametrize("session", ["prompt", "notebook"])
 def test_a_second_interrupt_ends_the_run_and_not_an_interactive_session(monkeypatch, session):
     ended, shell = [], types.SimpleNamespace(get_ipython=object)
-    monkeypatch.setattr(stopping.os, "_exit", ended.append)
+    monkeypatch.setattr(preemption.os, "_exit", ended.append)
     if session == "prompt":
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     else:
         monkeypatch.setitem(sys.modules, "IPython", shell)
-    with Stop(None) as stop:
+    with PreemptionListener(None) as stop:
         signal.raise_signal(signal.SIGINT)
-        assert stop.agreed(1)
+        assert stop.should_stop(1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
@@ -166,34 +168,34 @@ def test_a_reader_that_is_gone_does_not_end_the_run():
 
     (closed := io.StringIO()).close()
     for stream in (Gone(), closed):
-        progress = Progress(Clock(TrainConfig(steps=10)), stream)
-        progress.say("resumed")
+        progress = ProgressLine(Clock(TrainConfig(steps=10)), stream)
+        progress.log("resumed")
         progress.write(1, "validation", {"loss": 1.0})
         progress.close()
 
 
 def test_the_deadline_asks_too():
-    with Stop(0.001) as stop:
-        assert not stop.agreed(1)
+    with PreemptionListener(0.001) as stop:
+        assert not stop.should_stop(1)
         time.sleep(0.07)
-        assert stop.agreed(2)
+        assert stop.should_stop(2)
 
 
 def test_processes_ask_each_other_at_steps_agreed_on(monkeypatch):
     """Two processes, of which the other is asked to stop after step 40; the first's clock sets the pace."""
-    monkeypatch.setattr(stopping.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(preemption.jax, "process_count", lambda: 2)
     asked = []
 
     def gather(mine):
         asked.append(at)
         return np.array([mine, [at >= 40, 1]])
 
-    monkeypatch.setattr(stopping.multihost_utils, "process_allgather", gather)
-    monkeypatch.setattr(stopping, "AGREE", 0.05)
-    with Stop(None) as stop:
+    monkeypatch.setattr(preemption.multihost_utils, "process_allgather", gather)
+    monkeypatch.setattr(preemption, "AGREEMENT_SECONDS", 0.05)
+    with PreemptionListener(None) as stop:
         for at in range(1, 500):
             time.sleep(0.002)
-            if stop.agreed(at):
+            if stop.should_stop(at):
                 break
     assert at >= 40
     assert 2 < len(asked) < at
@@ -202,10 +204,10 @@ def test_processes_ask_each_other_at_steps_agreed_on(monkeypatch):
 
 def test_the_watchdog_writes_stacks_and_ends_with_75(tmp_path, monkeypatch):
     ended = []
-    monkeypatch.setattr(stopping.os, "_exit", ended.append)
+    monkeypatch.setattr(preemption.os, "_exit", ended.append)
     with Watchdog(0.1 / 60, tmp_path) as watchdog:
         for _ in range(8):
-            watchdog.beat()
+            watchdog.heartbeat()
             time.sleep(0.02)
         assert not ended
         deadline = time.monotonic() + 5
@@ -223,7 +225,7 @@ def averaged(old, params, decay):
 
 
 def test_a_step_that_is_not_finite_changes_the_step_number_only():
-    model = builders.seq2seq()
+    model = builders.seq2seq(**SMALL)
     config = Config(
         model=model,
         task=TaskConfig(name="translation"),
@@ -239,14 +241,14 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
     with jax.set_mesh(mesh):
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
         state = begin(config, module, optimizer, mesh)
-        update = step.make(config, module, tasks.get("translation"), optimizer, schedule, mesh)
+        update = step.make_train_step(config, module, tasks.get("translation"), optimizer, schedule, mesh)
         average = jax.device_get(state.variables["ema"])
-        state, first = update(state, step.place(good, mesh))
+        state, first = update(state, step.shard_batch(good, mesh))
         average = averaged(average, state.params, 1 / 10)
         before = jax.device_get(state.replace(key=0))
-        state, second = update(state, step.place(bad, mesh))
+        state, second = update(state, step.shard_batch(bad, mesh))
         after = jax.device_get(state.replace(key=0))
-        state, third = update(state, step.place(good, mesh))
+        state, third = update(state, step.shard_batch(good, mesh))
     assert (before.step, after.step) == (1, 2)
     chex.assert_trees_all_equal(after.replace(step=1), before.replace(step=1))
     assert [float(each["skipped"][0]) for each in (first, second, third)] == [0.0, 1.0, 0.0]
@@ -259,15 +261,18 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
 
 
 def test_a_spike_is_told_once_there_are_norms_to_compare_with():
-    rule = spikes.track()
+    rule = skip_guard.track_gradient_norm()
     state, norms = rule.init({}), 1.0 + np.random.default_rng(0).random(130)
     for norm in norms[:99]:
         _, state = rule.update({}, state, norm=jnp.float32(norm))
-    assert not spikes.beyond((state,), jnp.float32(1e9), 3.0)
+    assert not skip_guard.is_spike((state,), jnp.float32(1e9), 3.0)
     _, state = rule.update({}, state, norm=jnp.float32(norms[99]))
     np.testing.assert_allclose([state.mean, state.variance], [norms[:100].mean(), norms[:100].var()], rtol=1e-5)
     bound = norms[:100].mean() + 3.0 * norms[:100].std()
-    assert [bool(spikes.beyond((state,), jnp.float32(bound * share), 3.0)) for share in (0.999, 1.001)] == [False, True]
+    assert [bool(skip_guard.is_spike((state,), jnp.float32(bound * share), 3.0)) for share in (0.999, 1.001)] == [
+        False,
+        True,
+    ]
     for norm in norms[100:]:
         _, state = rule.update({}, state, norm=jnp.float32(norm))
     weights = np.r_[np.full(100, 0.01 * 0.99**30), 0.01 * 0.99 ** np.arange(29, -1, -1)]
@@ -278,10 +283,10 @@ def test_a_spike_is_told_once_there_are_norms_to_compare_with():
 @pytest.mark.parametrize(("spike", "words"), [(0, "loss or gradient is not finite"), (1, "gradient is a spike")])
 def test_a_step_left_out_is_said_with_its_reason_and_its_batch(spike, words):
     stream = io.StringIO()
-    Progress(Clock(TrainConfig(steps=10)), stream).write(
+    ProgressLine(Clock(TrainConfig(steps=10)), stream).write(
         3, "skipped", {"epoch": 0, "block": 1, "batch": 2, "in_a_row": 1, "spike": spike}
     )
-    assert stream.getvalue().strip() == f"step 3  left out: its {words} (epoch 0, block 1, batch 2)"
+    assert stream.getvalue().strip() == f"step 3  skipped: its {words} (epoch 0, block 1, batch 2)"
 
 
 # --- rows
@@ -309,7 +314,7 @@ def changes(kind, steps, updates=60, **train):
         train=TrainConfig(steps=100),
     )
     new = dataclasses.replace(old, train=TrainConfig(steps=steps, **train))
-    return changes_since(json.loads(overrides.to_json(old)), new, updates, 8)
+    return describe_changes(json.loads(overrides.to_json(old)), new, updates, 8)
 
 
 def test_a_rate_that_another_number_of_steps_moves_is_said_with_both_values():
@@ -325,7 +330,7 @@ def test_a_rate_that_another_number_of_steps_moves_is_said_with_both_values():
         assert changes(kind, 200) == said[:1]
     assert changes("linear", 100) == []
     assert changes("linear", 100, log_every=3) == ["changed since the checkpoint: train.log_every 20 -> 3"]
-    assert changes_since({"model": 3}, Config(), 0, 8) == changes_since(None, Config(), 0, 8) == []
+    assert describe_changes({"model": 3}, Config(), 0, 8) == describe_changes(None, Config(), 0, 8) == []
 
 
 # --- the disk, and secrets
@@ -333,7 +338,9 @@ def test_a_rate_that_another_number_of_steps_moves_is_said_with_both_values():
 
 def test_a_disk_that_refuses_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_train", lambda *_: (tmp_path / "none" / "file").write_text(""))
-    with pytest.raises(StorageError, match=r"got No such file or directory \(.*none/file\), expected to .* are whole"):
+    with pytest.raises(
+        StorageError, match=r"got No such file or directory \(.*none/file\), expected to .* are complete"
+    ):
         loop.train(Config(), tmp_path)
 
 
@@ -355,7 +362,7 @@ def test_secrets_stay_out_of_the_recorded_command():
         "jaxformer", "train", "--config.data.tokens=4096", "--config.data.tokenizer.kind=byte", "--api-key", "mine",
         "--token=abc", "--config.data.dir=https://me:pass@host/x", "--note=hf_abcdefgh/usr/bin", "--x=sesame-open",
     ]  # fmt: skip
-    assert redaction.command(command, variables) == [
+    assert secrets.redact_command(command, variables) == [
         "jaxformer", "train", "--config.data.tokens=4096", "--config.data.tokenizer.kind=byte", "--api-key", "***",
         "--token=***", "--config.data.dir=https://***@host/x", "--note=***/usr/bin", "--x=***",
     ]  # fmt: skip

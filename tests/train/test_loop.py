@@ -15,14 +15,23 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer import checkpoint, cli, overrides, results
-from jaxformer.config import ConfigError, DecodeConfig, EmbedConfig, HeadConfig, RecurrentConfig, StackConfig
+from jaxformer import checkpoint, cli
+from jaxformer.config import ConfigError, DecodeConfig, EmbedConfig, HeadConfig, RecurrentConfig, StackConfig, overrides
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.train import loop
-from jaxformer.train.evaluate import evaluate
+from jaxformer.evaluation import evaluate
+from jaxformer.train import loop, metric_window, results
 
-TINY = dict(layers=1, width=16, attention=dict(heads=2), ffn=dict(width=16), embed=dict(dropout=0.1), unroll=1)
+# Without biases: compiling takes time by the parameter.
+TINY = dict(
+    layers=1,
+    width=16,
+    attention=dict(heads=2, bias=False),
+    ffn=dict(width=16, bias=False),
+    norm=dict(kind="rms"),
+    embed=dict(dropout=0.1),
+    unroll=1,
+)
 
 
 def recipe(**edits):
@@ -74,7 +83,7 @@ def test_a_run_leaves_a_complete_workdir(finished):
 def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkeypatch, capsys):
     config, whole = finished
     calls = []
-    add = loop.Window.add
+    add = metric_window.MetricWindow.add
 
     def interrupt(self, sums, batch):
         calls.append(None)
@@ -82,8 +91,8 @@ def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkey
             os.kill(os.getpid(), signal.SIGTERM)
         add(self, sums, batch)
 
-    monkeypatch.setattr(loop.Window, "add", interrupt)
-    assert loop.train(config, tmp_path) == loop.PREEMPTED
+    monkeypatch.setattr(metric_window.MetricWindow, "add", interrupt)
+    assert loop.train(config, tmp_path) == loop.EXIT_PREEMPTED
     assert rows(tmp_path)[-1]["step"] == 7
     assert not (tmp_path / "result.json").exists()
     build = loop.sources.build
@@ -91,9 +100,9 @@ def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkey
     monkeypatch.setattr(loop.sources, "build", renamed)
     assert loop.train(dataclasses.replace(config, decode=DecodeConfig(max_length=7)), tmp_path) == 0
     said = capsys.readouterr().err
-    assert "measured otherwise from here on, config.decode.max_length: 7, was 8" in said
-    assert "the data is not what the run began with" in said
-    mine, theirs = checkpoint.load(tmp_path), checkpoint.load(whole)
+    assert "validation changes from here on, config.decode.max_length: 7, was 8" in said
+    assert "the data changed since the run started" in said
+    mine, theirs = checkpoint.load_run(tmp_path), checkpoint.load_run(whole)
     chex.assert_trees_all_equal(jax.device_get(mine.params), jax.device_get(theirs.params))
     measured = [(r["step"], r["split"], r["loss"]) for r in rows(tmp_path)]
     assert measured == [(r["step"], r["split"], r["loss"]) for r in rows(whole)]
@@ -151,8 +160,8 @@ def test_a_result_of_other_measuring_settings_is_measured_again(finished, tmp_pa
     )
     old, new = (json.loads((path / "result.json").read_text()) for path in (workdir, copy))
     assert old["step"] == new["step"] and old["loss"] == new["loss"] and old["config"] != new["config"]
-    assert results.finished(copy, other) == new
-    assert results.finished(copy, config) is None
+    assert results.finished_result(copy, other) == new
+    assert results.finished_result(copy, config) is None
 
 
 def test_fewer_steps_than_were_done_are_refused_untouched(finished):
@@ -187,9 +196,9 @@ def test_a_run_can_start_from_another_ones_parameters(finished, tmp_path, monkey
         sums = dict.fromkeys(("loss", "learning_rate", "gradient_norm"), (np.ones(()), np.ones(())))
         return state.replace(step=state.step + 1), sums | {"skipped": (np.zeros(()), np.ones(()))}
 
-    monkeypatch.setattr(loop.steps, "make", lambda *parts: still)
+    monkeypatch.setattr(loop.steps, "make_train_step", lambda *parts: still)
     assert loop.train(edited, tmp_path / "second") == 0
-    mine, theirs = checkpoint.load(tmp_path / "second"), checkpoint.load(workdir)
+    mine, theirs = checkpoint.load_run(tmp_path / "second"), checkpoint.load_run(workdir)
     chex.assert_trees_all_equal(jax.device_get(mine.params), jax.device_get(theirs.params))
 
 
@@ -262,7 +271,7 @@ def test_a_reader_learns_a_handful_of_questions(tmp_path, monkeypatch):
     config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 250, 250, 20, 0.01
     config.train.evaluate_every = config.train.checkpoint_every = 250
     assert loop.train(overrides.freeze(config), tmp_path / "run") == 0
-    model = checkpoint.load(tmp_path / "run")
+    model = checkpoint.load_run(tmp_path / "run")
     assert (model.config.model.head.classes, model.config.task.classes) == (2, ("start", "end"))
     result = evaluate(tmp_path / "run", "validation")
     assert (result["exact_match"], result["f1"]) == (1.0, 1.0)
@@ -331,9 +340,9 @@ def test_a_head_has_as_many_classes_as_the_data():
     tokenizers = Tokenizers.build(config.data, [{"text": "ab"}], ("text",))
     dataset = Dataset({}, "", ("good", "bad"))
     with pytest.raises(ConfigError, match="config.model.head.classes: got 3, expected 2 .the data"):
-        loop.resolve(config, dataset, tokenizers)
+        loop.resolve_config(config, dataset, tokenizers)
     three = Dataset({}, "", ("a", "b", "c"))
-    assert loop.resolve(config, three, tokenizers).model.head.classes == 3
+    assert loop.resolve_config(config, three, tokenizers).model.head.classes == 3
 
 
 def test_what_cannot_be_judged_is_refused_before_anything_is_written():
@@ -343,11 +352,11 @@ def test_what_cannot_be_judged_is_refused_before_anything_is_written():
     tokenizers = Tokenizers.build(overrides.freeze(config).data, [{"text": "a b"}], ("text",))
     splits = {"train": [], "validation": []}
     with pytest.raises(ConfigError, match="got the tags U-x among tags of entities"):
-        loop.resolve(overrides.freeze(config), Dataset(splits, "", ("O", "B-x", "U-x")), tokenizers)
+        loop.resolve_config(overrides.freeze(config), Dataset(splits, "", ("O", "B-x", "U-x")), tokenizers)
     config.checkpoint.metric = "f1"
     with pytest.raises(ConfigError, match="got 'f1', a measure of decoded text, and config.evaluate.decode_examples 0"):
-        loop.resolve(overrides.freeze(config), Dataset(splits, "", ("O", "B-x")), tokenizers)
-    loop.resolve(overrides.freeze(config), Dataset({"train": []}, "", ("O", "B-x")), tokenizers)
+        loop.resolve_config(overrides.freeze(config), Dataset(splits, "", ("O", "B-x")), tokenizers)
+    loop.resolve_config(overrides.freeze(config), Dataset({"train": []}, "", ("O", "B-x")), tokenizers)
 
 
 def test_a_table_has_a_row_for_every_token():
@@ -358,20 +367,20 @@ def test_a_table_has_a_row_for_every_token():
         encoder = dataclasses.replace(config.model.encoder, embed=EmbedConfig(vocab=count))
         return dataclasses.replace(config, model=dataclasses.replace(config.model, encoder=encoder))
 
-    assert loop.resolve(with_rows(size), Dataset({}, ""), tokenizers).model.encoder.embed.vocab == size
+    assert loop.resolve_config(with_rows(size), Dataset({}, ""), tokenizers).model.encoder.embed.vocab == size
     message = f"config.model.encoder.embed.vocab: got {size - 1}, expected at least {size}, the tokenizer's tokens"
     with pytest.raises(ConfigError, match=message):
-        loop.resolve(with_rows(size - 1), Dataset({}, ""), tokenizers)
+        loop.resolve_config(with_rows(size - 1), Dataset({}, ""), tokenizers)
 
 
 def test_the_rate_leaves_out_what_is_not_training(monkeypatch):
     clock = iter([0.0, 10.0, 110.0, 115.0, 115.0])  # begun, paused, going on, read, begun anew
-    monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(loop.packing, "padding", lambda batch: (1.0, 4.0))
-    window = loop.Window(parts=10)  # processes that fill as many rows each
+    monkeypatch.setattr(metric_window.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(metric_window.packing, "padding_counts", lambda batch: (1.0, 4.0))
+    window = metric_window.MetricWindow(processes=10)  # processes that fill as many rows each
     window.add({"loss": (2.0, 30.0), "skipped": (0.0, 1.0)}, None)
     window.pause()
-    window.go_on()
+    window.resume()
     window.add({"loss": (1.0, 30.0), "skipped": (0.0, 1.0)}, None)
-    values = window.take()
+    values = window.flush()
     assert (values["tokens_per_second"], values["loss"], values["padding"]) == (4.0, 0.05, 0.25)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from jaxformer.config import CheckpointConfig, Config, ConfigError, DecodeConfig, EvaluateConfig, TaskConfig
-from jaxformer.train import measuring
+from jaxformer.train import metric_settings
 
 
 def config(metric="loss", task="translation", keep_best=1, evaluate=None, decode=None, **fields):
@@ -35,13 +35,13 @@ REFUSED = [
 @pytest.mark.parametrize(("base", "edit", "what"), REFUSED)
 def test_what_decides_the_best_may_not_change(base, edit, what, tmp_path):
     with pytest.raises(ConfigError, match="expected those that its best checkpoints were chosen by") as error:
-        measuring.refuse_other(config(**base, **edit), config(**base), tmp_path)
+        metric_settings.check_unchanged(config(**base, **edit), config(**base), tmp_path)
     assert what in str(error.value) and "\n" not in str(error.value)
     free = {**base, "keep_best": 0}
-    assert measuring.refuse_other(config(**free, **edit), config(**free), tmp_path) != []
+    assert metric_settings.check_unchanged(config(**free, **edit), config(**free), tmp_path) != []
     (tmp_path / "checkpoints" / "best" / "10").mkdir(parents=True)
     with pytest.raises(ConfigError, match="use another --workdir"):
-        measuring.refuse_other(config(**free, **edit), config(**free), tmp_path)
+        metric_settings.check_unchanged(config(**free, **edit), config(**free), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,18 @@ def test_what_decides_the_best_may_not_change(base, edit, what, tmp_path):
     ],
 )
 def test_other_changes_are_said_and_decide_nothing(base, edit, said, tmp_path):
-    lines = measuring.refuse_other(config(**base, **edit), config(**base), tmp_path)
+    lines = metric_settings.check_unchanged(config(**base, **edit), config(**base), tmp_path)
     assert [line.partition("from here on, ")[2] for line in lines] == said
 
 
 def test_a_score_of_decoded_text_needs_decoded_text():
-    measuring.refuse_unknown(config("bleu"))
+    metric_settings.check_metric_is_measured(config("bleu"))
     none = dataclasses.replace(config("bleu"), evaluate=EvaluateConfig())
     with pytest.raises(
         ConfigError, match="got 'bleu', a measure of decoded text, and config.evaluate.decode_examples 0"
     ):
-        measuring.refuse_unknown(none)
-    measuring.refuse_unknown(dataclasses.replace(none, checkpoint=CheckpointConfig(metric="bleu", keep_best=0)))
-    measuring.refuse_unknown(dataclasses.replace(none, checkpoint=CheckpointConfig()))
+        metric_settings.check_metric_is_measured(none)
+    metric_settings.check_metric_is_measured(
+        dataclasses.replace(none, checkpoint=CheckpointConfig(metric="bleu", keep_best=0))
+    )
+    metric_settings.check_metric_is_measured(dataclasses.replace(none, checkpoint=CheckpointConfig()))

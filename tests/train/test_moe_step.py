@@ -10,7 +10,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from test_step import config_of, losses, one_device, run
+from test_step import SMALL, config_of, losses, one_device, run
 
 from jaxformer import tasks
 from jaxformer.config import FeedForwardConfig, MeshConfig, MoEConfig
@@ -43,7 +43,7 @@ def test_penalties_enter_the_training_loss_for_every_layer_of_both_sides_and_no_
 
 
 def test_microbatches_with_the_same_tokens_equal_one_batch_of_them_all():
-    model = builders.decoder(moe=MoEConfig(4, 2, capacity=0.7), remat="full")
+    model = builders.decoder(**SMALL | {"moe": MoEConfig(4, 2, capacity=0.7), "remat": "full"})
     half = builders.batch(model, [5, 2, 4, 3])
     batch = jax.tree.map(lambda x: np.repeat(x, 2, axis=0), half)  # row i goes to microbatch i % 2
     module, variables = builders.make(model)
@@ -52,7 +52,7 @@ def test_microbatches_with_the_same_tokens_equal_one_batch_of_them_all():
     for parts in (1, 2):
         config = config_of(model, "language_modelling", accumulation=parts)
         found.append(
-            jax.jit(lambda p, c=config: step.accumulate(c, module, task, p, {}, batch, key))(variables["params"])
+            jax.jit(lambda p, c=config: step.batch_gradients(c, module, task, p, {}, batch, key))(variables["params"])
         )
     chex.assert_trees_all_close(found[0], found[1], rtol=1e-5, atol=1e-6)
     assert found[0][2]["dropped"][0] > 0 and np.abs(found[0][0]["decoder"]["blocks"]["ffn"]["router"]).max() > 0
@@ -60,13 +60,14 @@ def test_microbatches_with_the_same_tokens_equal_one_batch_of_them_all():
 
 @pytest.mark.parametrize(("balance", "equal"), [(0.0, True), (0.1, False)])
 def test_microbatches_equal_one_batch_but_for_the_loss_that_balances_experts(balance, equal):
-    model = builders.decoder(moe=MoEConfig(4, 2, capacity=0.7, balance_loss=balance, z_loss=0.2))
+    moe = MoEConfig(4, 2, capacity=0.7, balance_loss=balance, z_loss=0.2)
+    model = builders.decoder(**SMALL | {"moe": moe})
     batch = builders.batch(model, [5, 2, 4, 1, 3, 5, 2, 4])
-    module, variables = builders.make(model)
+    module, variables = builders.make(model, seed=2)
     task, found = tasks.get("language_modelling"), []
     for parts in (1, 4):
         config = config_of(model, "language_modelling", accumulation=parts)
-        accumulate = functools.partial(step.accumulate, config, module, task)
+        accumulate = functools.partial(step.batch_gradients, config, module, task)
         grads, _, sums = jax.jit(accumulate)(variables["params"], {}, batch, jax.random.key(0))
         values = {name: float(pair[0] / pair[1]) for name, pair in sums.items()}
         layers = model.decoder.layers
@@ -84,7 +85,7 @@ def test_microbatches_equal_one_batch_but_for_the_loss_that_balances_experts(bal
 
 def test_five_losses_on_a_mesh_equal_those_on_one_device():
     ffn = FeedForwardConfig(width=16, gated=True, dropout=0.1)
-    model = builders.decoder(moe=MoEConfig(4, 2, capacity=0.7, shared=1), ffn=ffn, dropout=0.1)
+    model = builders.decoder(layers=1, moe=MoEConfig(4, 2, capacity=0.7, shared=1), ffn=ffn, dropout=0.1)
     model = dataclasses.replace(
         model, decoder=dataclasses.replace(model.decoder, embed=dataclasses.replace(model.decoder.embed, vocab=16))
     )
@@ -94,8 +95,8 @@ def test_five_losses_on_a_mesh_equal_those_on_one_device():
     ((state, spread),) = run(config, meshes.make(MeshConfig(data=1, fsdp=2, expert=2, tensor=2)), batches)
     np.testing.assert_allclose(losses(spread), losses(alone), rtol=2e-5)
     kernel = state.params["decoder"]["blocks"]["ffn"]["in"]["kernel"]
-    assert kernel.shape == (2, 4, 8, 16) and kernel.addressable_shards[0].data.shape == (2, 2, 4, 8)
+    assert kernel.shape == (1, 4, 8, 16) and kernel.addressable_shards[0].data.shape == (1, 2, 4, 8)
     moment = next(x for x in jax.tree.leaves(state.opt_state) if x.shape == kernel.shape)
     assert moment.sharding.is_equivalent_to(kernel.sharding, kernel.ndim)
     assert spread[-1]["dropped"][0] > 0
-    assert build.count(state.params["decoder"]["blocks"]["ffn"]) == 2 * (8 * 4 + (4 + 1) * (3 * 8 * 16 + 16 + 16 + 8))
+    assert build.count_params(state.params["decoder"]["blocks"]["ffn"]) == 8 * 4 + (4 + 1) * (3 * 8 * 16 + 16 + 16 + 8)

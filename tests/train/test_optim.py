@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.config import ConfigError, MeshConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from jaxformer.parallel import mesh as meshes
-from jaxformer.train import optim
+from jaxformer.train import ema, optim
+from jaxformer.types import leaf_path
 
 PARAMS = {
     "encoder": {
@@ -223,13 +224,13 @@ def test_muon_is_the_update_that_its_description_says(shape):
 def test_the_weight_average_may_warm_up():
     plain, warm = TrainConfig(ema=0.9), TrainConfig(ema=0.9, ema_warmup=True)
     counts = np.array([0, 1, 8, 79, 80, 81, 1000])
-    assert optim.average_decay(plain, counts) == 0.9
+    assert ema.decay_at(plain, counts) == 0.9
     by_hand = [1 / 10, 2 / 11, 9 / 18, 80 / 89, 81 / 90, 0.9, 0.9]
-    np.testing.assert_allclose(optim.average_decay(warm, counts), by_hand, rtol=1e-6)
+    np.testing.assert_allclose(ema.decay_at(warm, counts), by_hand, rtol=1e-6)
 
 
 def test_muon_leaves_tables_norms_biases_and_the_head_to_adam():
-    table = optim.decay_table(PARAMS, OptimizerConfig(name="muon"), NAMES)
+    table = optim.parameter_table(PARAMS, OptimizerConfig(name="muon"), NAMES)
     rules = {line.split()[0]: line.split()[-1] for line in table.splitlines()}
     muon = {path for path, rule in rules.items() if rule == "muon"}
     assert muon == {f"encoder/blocks/{part}/kernel" for part in ("attention/query", "attention/out", "ffn/in")}
@@ -263,7 +264,7 @@ def test_muon_axes(path, names, expected):
 
 
 def test_muon_refuses_to_guess():
-    with pytest.raises(ValueError, match=r"encoder/blocks/attention/out/kernel of shape.*pass `names`"):
+    with pytest.raises(ValueError, match=r"encoder/blocks/attention/out/kernel of shape.*pass `axis_names`"):
         optim.optimizer(OptimizerConfig(name="muon"), lambda n: 0.1, PARAMS)
 
 
@@ -280,7 +281,7 @@ def test_moments_are_float32_for_bfloat16_parameters():
 def test_decay_mask_and_its_table():
     config = OptimizerConfig(weight_decay=0.1)
     mask = optim.decay_mask(PARAMS, config)
-    decayed = {"/".join(optim.path_of(k)) for k, v in jax.tree_util.tree_leaves_with_path(mask) if v}
+    decayed = {"/".join(leaf_path(k)) for k, v in jax.tree_util.tree_leaves_with_path(mask) if v}
     prefix = "encoder/blocks"
     assert decayed == {
         f"{prefix}/attention/query/kernel",
@@ -288,10 +289,10 @@ def test_decay_mask_and_its_table():
         f"{prefix}/ffn/in/kernel",
         "head/decision/kernel",
     }
-    rows = {line.split()[0]: line.split() for line in optim.decay_table(PARAMS, config).splitlines()}
+    rows = {line.split()[0]: line.split() for line in optim.parameter_table(PARAMS, config).splitlines()}
     assert rows["source_embed/table"] == ["source_embed/table", "24", "x", "8", "-"]
     assert rows["head/decision/kernel"][-1] == "0.1"
-    assert optim.decay_table(PARAMS, config).endswith("536 of 760 entries decay")
+    assert optim.parameter_table(PARAMS, config).endswith("536 of 760 entries decay")
 
 
 def test_clip_by_norm():
@@ -323,7 +324,7 @@ def test_state_lies_as_its_parameters(name):
     spec["norm"] = {"scale": (None,)}
     places = jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec(*s)), spec, is_leaf=is_leaf)
     rule = optim.optimizer(OptimizerConfig(name=name, weight_decay=0.1), lambda n: 0.1, shapes, names)
-    layout = optim.state_shardings(rule, shapes, places, mesh)
+    layout = optim.optimizer_state_shardings(rule, shapes, places, mesh)
     state = jax.eval_shape(rule.init, shapes)
     chex.assert_trees_all_equal_structs(layout, state)
     full = {x.shape: y for x, y in zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True)}

@@ -8,10 +8,10 @@ import json
 import builders
 import pytest
 
-from jaxformer import checkpoint, cli, overrides, reuse
-from jaxformer.config import ConfigError, StackConfig
+from jaxformer import checkpoint, cli
+from jaxformer.config import ConfigError, StackConfig, overrides, saved_edits
+from jaxformer.evaluation import evaluate
 from jaxformer.train import loop
-from jaxformer.train.evaluate import evaluate
 
 WORDS = {"a": "red", "b": "green", "c": "blue"}
 
@@ -28,7 +28,13 @@ def run(tmp_path_factory):
     config.data.columns = {"label": "#1", "text": "#2"}
     config.data.tokenizer.kind, config.data.batch, config.data.length = "word", 6, 16
     config.model.encoder = overrides.section(
-        StackConfig, layers=1, width=16, attention=dict(heads=2), ffn=dict(width=16), encoding=dict(kind="rope")
+        StackConfig,
+        layers=1,
+        width=16,
+        attention=dict(heads=2, bias=False),
+        ffn=dict(width=16, bias=False),
+        norm=dict(kind="rms"),
+        encoding=dict(kind="rope"),
     )
     config.model.head.kind, config.model.head.pooling = "classes", "mean"
     config.task.name = "classification"
@@ -133,9 +139,10 @@ def test_a_part_of_a_split_is_measured_where_that_is_asked_for_and_the_result_sa
 
 
 def test_rows_may_be_longer_than_the_token_budget_of_training(run):
-    config = checkpoint.load(run).config
+    config = checkpoint.load_run(run).config
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokens=64))
-    found = reuse.edited(config, ["--config.data.length=100", "--config.data.skip_long=true"], ("data.length",), "x")
-    assert found.config.data.length == 100 and found.unread == ("data.skip_long",)
+    given = ["--config.data.length=100", "--config.data.skip_long=true"]
+    found = saved_edits.apply_edits(config, given, ("data.length",), "x")
+    assert found.config.data.length == 100 and found.unused == ("data.skip_long",)
     assert found.changed == {"data.length": {"run": 16, "here": 100}}
-    assert found.given == {"data.length"}
+    assert found.used == {"data.length"}

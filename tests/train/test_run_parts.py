@@ -14,38 +14,39 @@ from jaxformer import tasks
 from jaxformer.config import Config, DataConfig, MeshConfig, TaskConfig, TrainConfig
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
-from jaxformer.train import evaluate, loop, optim, step
+from jaxformer.train import evaluate, optim, step
+from jaxformer.train.run import Run
 
 TASK = TaskConfig(name="language_modelling", vocab=builders.VOCAB)
 
 
-def saved(measured_at: int, step_number: int = 5) -> tuple:
+def saved(evaluated_at: int, step_number: int = 5) -> tuple:
     """The measures and the progress that `Run.save` hands to the checkpoints."""
     kept = []
     run = types.SimpleNamespace(
         values={"loss": 1.5},
-        measured_at=measured_at,
+        evaluated_at=evaluated_at,
         step=step_number,
         window=types.SimpleNamespace(state=dict),
-        guard=types.SimpleNamespace(row=3),
+        guard=types.SimpleNamespace(consecutive=3),
         dataset=types.SimpleNamespace(key="key"),
         state=None,
         batches=None,
-        pipeline=types.SimpleNamespace(place=lambda batches: {}),
+        pipeline=types.SimpleNamespace(data_state=lambda batches: {}),
         checkpoints=types.SimpleNamespace(save=lambda *given: kept.append(given)),
     )
-    loop.Run.save(run)
+    Run.save(run)
     _, _, values, progress, _ = kept[0]
     return values, progress
 
 
 def test_a_checkpoint_competes_with_measures_of_its_own_step_only():
-    assert saved(measured_at=5)[0] == {"loss": 1.5}
-    assert saved(measured_at=4)[0] == {}
+    assert saved(evaluated_at=5)[0] == {"loss": 1.5}
+    assert saved(evaluated_at=4)[0] == {}
 
 
 def test_bad_steps_in_a_row_are_counted_on_when_a_run_goes_on():
-    assert saved(measured_at=5)[1]["skipped_in_a_row"] == 3
+    assert saved(evaluated_at=5)[1]["skipped_in_a_row"] == 3
 
 
 def model(dropout: float = 0.0):
@@ -61,9 +62,9 @@ def test_an_evaluation_adds_the_sums_of_all_batches():
     mesh = meshes.make(config.mesh, jax.devices()[:1])
     batches = [builders.batch(config.model, lengths, width=6, seed=i) for i, lengths in enumerate(([6, 2], [3, 1]))]
     with jax.set_mesh(mesh):
-        measure = evaluate.make(config, module)
+        measure = step.make_eval_step(config, module)
         size = {"examples": 4.0, "lines": 4.0, "bytes": 12.0, "words": 4.0}
-        values = evaluate.measure(config, measure, variables, batches, size, mesh)
+        values = evaluate.evaluate_batches(config, measure, variables, batches, size, mesh)
         sums = [jax.device_get(measure(variables, batch)["loss"]) for batch in batches]
     expected = sum(total for total, _ in sums) / sum(count for _, count in sums)
     np.testing.assert_allclose(values["loss"], expected, rtol=1e-5)
@@ -72,7 +73,7 @@ def test_an_evaluation_adds_the_sums_of_all_batches():
 def test_an_evaluation_drops_nothing():
     config, module, variables = model(dropout=0.5)
     batch = builders.batch(config.model, [6, 4])
-    got = evaluate.make(config, module)(variables, batch)
+    got = step.make_eval_step(config, module)(variables, batch)
     plain = dataclasses.replace(config.model, decoder=dataclasses.replace(config.model.decoder, dropout=0.0))
     logits = builders.apply(build.build(plain))(variables, batch)
     chex.assert_trees_all_close(got, tasks.get("language_modelling").metrics(config, logits, batch), rtol=1e-5)
@@ -82,7 +83,7 @@ def test_the_weight_average_begins_as_the_parameters():
     config = Config(model=builders.decoder(layers=1), task=TASK, train=TrainConfig(ema=0.9), mesh=MeshConfig(data=1))
     mesh = meshes.make(config.mesh, jax.devices()[:1])
     with jax.set_mesh(mesh):
-        state = step.create(config, build.build(config.model), optax.sgd(0.1), mesh)
+        state = step.init_state(config, build.build(config.model), optax.sgd(0.1), mesh)
     chex.assert_trees_all_equal(state.variables["ema"], state.params)
 
 

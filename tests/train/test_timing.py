@@ -9,9 +9,10 @@ import builders
 import pytest
 
 from jaxformer.config import TrainConfig
-from jaxformer.train import loop
-from jaxformer.train.hooks import Progress
-from jaxformer.train.timing import Clock, Shapes, _times
+from jaxformer.train.preemption import Watchdog
+from jaxformer.train.reporting import ProgressLine
+from jaxformer.train.run import Run
+from jaxformer.train.timing import Clock, CompiledShapes, _remaining_count, is_due
 
 
 class Time:
@@ -37,54 +38,54 @@ def passing():
 
 def test_compilation_is_not_in_the_time_left(passing):
     clock, go = passing
-    go(60.0, clock.step, True)
-    assert clock.left(1) != clock.left(1), "nothing is known after the compiled step"
-    go(0.5, clock.step, False)
-    assert clock.left(2) == 98 * 0.5
-    go(45.0, clock.step, True)  # the next bucket
-    go(1.5, clock.step, False)
-    assert clock.left(4) == 96 * 1.0
+    go(60.0, clock.record_step, True)
+    assert clock.remaining(1) != clock.remaining(1), "nothing is known after the compiled step"
+    go(0.5, clock.record_step, False)
+    assert clock.remaining(2) == 98 * 0.5
+    go(45.0, clock.record_step, True)  # the next bucket
+    go(1.5, clock.record_step, False)
+    assert clock.remaining(4) == 96 * 1.0
 
 
 def test_evaluations_and_saves_count_as_often_as_they_are_still_to_come(passing):
     clock, go = passing
     for _ in range(10):
-        go(1.0, clock.step, False)
-    assert clock.left(10) == 90
+        go(1.0, clock.record_step, False)
+    assert clock.remaining(10) == 90
     go(0.25, clock.lap)  # reports and the like are in nothing
-    go(30.0, clock.part, "evaluation", 24.0)
-    assert clock.left(10) == 90 + 9 * 6.0
+    go(30.0, clock.record_part, "evaluation", 24.0)
+    assert clock.remaining(10) == 90 + 9 * 6.0
     for _ in range(15):
-        go(1.0, clock.step, False)
-    go(2.0, clock.part, "save")
-    assert clock.left(25) == 75 + 8 * 6.0 + 3 * 2.0
-    assert clock.left(100) == 0
+        go(1.0, clock.record_step, False)
+    go(2.0, clock.record_part, "save")
+    assert clock.remaining(25) == 75 + 8 * 6.0 + 3 * 2.0
+    assert clock.remaining(100) == 0
 
 
 @pytest.mark.parametrize("every", [0, 1, 3, 10, 12, 50])
 @pytest.mark.parametrize("step", [0, 1, 3, 9, 10, 11, 12])
 def test_how_often_something_happens_is_what_the_loop_does(step, every):
-    happened = sum(each == 12 or loop.due(each, every) for each in range(step + 1, 13))
-    assert _times(step, 12, every) == happened
+    happened = sum(each == 12 or is_due(each, every) for each in range(step + 1, 13))
+    assert _remaining_count(step, 12, every) == happened
 
 
 def test_the_line_says_what_the_clock_says(passing):
     clock, go = passing
     stream = io.StringIO()
     values = {"loss": 1.0, "learning_rate": 1e-3, "gradient_norm": 1.0, "tokens_per_second": 5.0, "padding": 0.0}
-    progress = Progress(clock, stream)
-    go(300.0, clock.step, True)
+    progress = ProgressLine(clock, stream)
+    go(300.0, clock.record_step, True)
     progress.write(1, "train", values)
-    go(2.0, clock.step, False)
+    go(2.0, clock.record_step, False)
     progress.write(2, "train", values)
     first, second = stream.getvalue().splitlines()
     assert first.startswith("step 1/100 ") and first.endswith("left ?")
-    assert second.endswith("left 3m 16s")
+    assert second.endswith("left 3 min 16 s")
 
 
 def test_what_is_compiled_is_said_once_a_shape():
     said = []
-    shapes = Shapes("step", said.append)
+    shapes = CompiledShapes("step", said.append)
     both, one = builders.batch(builders.seq2seq(), [3, 5]), builders.batch(builders.decoder(), [3, 5, 4])
     assert [shapes.is_new(each) for each in (both, both, one, both)] == [True, False, True, False]
     sides = [" x ".join(map(str, each.tokens.shape)) for each in (both.source, both.target, one.target)]
@@ -94,19 +95,19 @@ def test_what_is_compiled_is_said_once_a_shape():
 def test_an_evaluation_leaves_out_what_its_first_batches_compiled():
     """Of three shapes of 10, 8 and 1 seconds more than the usual one, in an evaluation of 5 batches."""
     time = Time()
-    run = loop.Run.__new__(loop.Run)
+    run = Run.__new__(Run)
     run.clock, said = Clock(TrainConfig(), time), []
-    run.evaluated = Shapes("evaluation", said.append)
-    run.watchdog = loop.Watchdog(None, Path())
+    run.eval_shapes = CompiledShapes("evaluation", said.append)
+    run.watchdog = Watchdog(None, Path())
     batches = [builders.batch(builders.decoder(), [3] * rows) for rows in (1, 2, 1, 2, 3)]
-    for _, seconds in zip(run.watched(batches), (12.0, 10.0, 2.0, 2.0, 3.0), strict=True):
+    for _, seconds in zip(run.timed_batches(batches), (12.0, 10.0, 2.0, 2.0, 3.0), strict=True):
         time.seconds += seconds
-    assert run.compiling == 19.0
+    assert run.compile_seconds == 19.0
     assert len(said) == 3
-    for _ in run.watched(batches):
+    for _ in run.timed_batches(batches):
         time.seconds += 2.0
-    assert run.compiling == 0.0
-    run.evaluated = Shapes("evaluation", said.append)
-    for _ in run.watched(batches[:1]):  # nothing to compare it with
+    assert run.compile_seconds == 0.0
+    run.eval_shapes = CompiledShapes("evaluation", said.append)
+    for _ in run.timed_batches(batches[:1]):  # nothing to compare it with
         time.seconds += 2.0
-    assert run.compiling == 2.0
+    assert run.compile_seconds == 2.0

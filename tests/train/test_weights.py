@@ -1,11 +1,12 @@
-"""Which weights evaluation and decoding apply."""
+"""The weights that evaluation and decoding apply."""
 
-from jaxformer.config import Config, TrainConfig
-from jaxformer.train import evaluate
+from jaxformer.types import TrainState
 
 
 def test_the_average_takes_the_place_of_the_parameters_where_a_run_keeps_one():
     others = {"batch_stats": {"mean": 3}}
-    kept = evaluate.weights(Config(train=TrainConfig(ema=0.9)), {"a": 1}, {"ema": {"a": 2}, **others})
-    assert kept == {"params": {"a": 2}, **others}
-    assert evaluate.weights(Config(), {"a": 1}, others) == {"params": {"a": 1}, **others}
+    averaged = TrainState(0, {"a": 1}, None, None, {"ema": {"a": 2}, **others})
+    assert averaged.evaluation_variables() == {"params": {"a": 2}, **others}
+    assert averaged.collections() == others
+    plain = TrainState(0, {"a": 1}, None, None, others)
+    assert plain.evaluation_variables() == {"params": {"a": 1}, **others}

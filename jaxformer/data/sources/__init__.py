@@ -1,4 +1,4 @@
-"""Where text comes from. One file a source, each defining `SOURCE`, a function from `DataConfig` to a `Dataset`."""
+"""Sources of text, one module each. A module defines `SOURCE`, a function from `DataConfig` to a `Dataset`."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ from dataclasses import dataclass
 from typing import Any, Iterable, Mapping, Protocol, Sequence
 
 from jaxformer import registry
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config import DataConfig
+from jaxformer.errors import ConfigError
 
 Example = Mapping[str, Any]
-"""Roles to values: "source" and "target", "text" (and "pair") as str, "label" as int, "score" as float from 0 to 1,
-"tags" as a tuple of int, one for every part of "text" between blanks; "question" and "context" as str with "answers", a
-tuple of str (empty: there is none), and "starts", for each the character of the context where it begins (-1: not
-known)."""
+"""Values by role.
+
+"source", "target", "text", "pair", "question", "context": str. "label": int. "score": float from 0 to 1. "tags": tuple
+of int, one per part of "text" between blanks. "answers": tuple of str, empty if there is none. "starts": tuple of int,
+the character of the context where each answer begins (-1: unknown)."""
 
 
 class Examples(Protocol):
-    """One split: random access, so that order, slices and resuming are arithmetic on indices."""
+    """The examples of a split, with random access: shuffling, slicing and resuming are arithmetic on indices."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Example: ...
+    def __getitem__(self, index: int, /) -> Example: ...
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The splits of a source (at least "train"; usually "validation" and "test") and the names of its classes.
+    """The splits of a source, and the names of its classes.
 
-    `key` changes when the content does: derived files (token caches, length indices) carry it in their names.
+    Attributes:
+      splits: examples by split: "train", usually "validation" and "test".
+      key: a hash of the content, part of the names of derived files (token streams).
+      classes: class names, or None.
     """
 
     splits: Mapping[str, Examples]
@@ -36,29 +41,55 @@ class Dataset:
     classes: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True)
+class FirstExamples:
+    """The first `count` examples of a split."""
+
+    examples: Examples
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Example]:
+        return examples_at(self.examples, indices)
+
+
+def examples_at(examples: Examples, indices: Sequence[int]) -> Sequence[Example]:
+    """The examples at `indices`, read with one call of `__getitems__` if the split has that method."""
+    read_many = getattr(examples, "__getitems__", None)
+    if read_many is not None:
+        return read_many(list(indices))
+    return [examples[index] for index in indices]
+
+
 def build(config: DataConfig, roles: Sequence[str] = (), split: str | None = None) -> Dataset:
-    """The data set that `config` describes.
+    """Builds the data set that `config` describes.
 
     Args:
-      roles: what its examples must have.
-      split: the only one whose files are read, to measure a trained model; None: all, among them "train". The classes
-        are then this split's own: see `numbered_as`.
+      config: the data section.
+      roles: roles that the examples must have.
+      split: the only split to read, to evaluate a trained model; its classes are then the split's own (see
+        `with_classes`). None reads all splits, which must include "train".
 
     Raises:
-      ConfigError: the source is unknown, its files are missing or malformed (the message names file and line), or its
-        examples lack a role; there is no such split, or none to train on.
+      ConfigError: the source is unknown, its files are missing or malformed (the message names file and line), its
+        examples lack a role, or there is no such split.
     """
     if split is None:
-        _with_training(config.splits or ("train",))
+        _check_has_train(config.splits or ("train",))
     elif config.splits:
         if split not in config.splits:
-            raise unknown(split, config.splits)
+            raise unknown_split(split, config.splits)
         config = dataclasses.replace(config, splits={split: config.splits[split]})
     dataset = registry.member(__name__, config.source, "SOURCE")(config)
     if split is None:
-        _with_training(dataset.splits)
+        _check_has_train(dataset.splits)
     elif split not in dataset.splits:
-        raise unknown(split, dataset.splits)
+        raise unknown_split(split, dataset.splits)
     examples = dataset.splits[split or "train"]
     if roles and len(examples) and not examples[0].keys() >= set(roles):
         got = f"got {config.source!r}, whose examples have {', '.join(examples[0])}"
@@ -67,38 +98,38 @@ def build(config: DataConfig, roles: Sequence[str] = (), split: str | None = Non
     return dataset
 
 
-def _with_training(splits: Iterable[str]) -> None:
+def _check_has_train(splits: Iterable[str]) -> None:
     if "train" not in splits:
         got = ", ".join(splits)
         raise ConfigError(f"data.splits: got {got}, expected files for at least 'train'; say which part trains")
 
 
-def unknown(split: str, known: Iterable[str]) -> ConfigError:
-    """The error for a split that the data does not have."""
+def unknown_split(split: str, known: Iterable[str]) -> ConfigError:
+    """The error for a split that does not exist."""
     known = tuple(known)
     return ConfigError(f"split: got {split!r}, expected one of {', '.join(known)}{registry.nearest(split, known)}")
 
 
-def numbered_as(dataset: Dataset, classes: Sequence[str]) -> Dataset:
-    """`dataset` with labels and tags that count in `classes`, those of a trained model.
+def with_classes(dataset: Dataset, classes: Sequence[str]) -> Dataset:
+    """`dataset` with labels and tags as indices into `classes`, the classes of a trained model.
 
     Raises:
-      ConfigError: it has a class that is not among them.
+      ConfigError: the data set has a class that is not in `classes`.
     """
     if dataset.classes is None or not classes or tuple(dataset.classes) == tuple(classes):
         return dataset
-    strange = [name for name in dataset.classes if name not in classes]
-    if strange:
+    unknown = [name for name in dataset.classes if name not in classes]
+    if unknown:
         expected = f"expected those of the model: {', '.join(classes)}"
-        raise ConfigError(f"data: got the classes {', '.join(map(repr, strange[:5]))}, {expected}; mend the files")
+        raise ConfigError(f"data: got the classes {', '.join(map(repr, unknown[:5]))}, {expected}; mend the files")
     ids = tuple(list(classes).index(name) for name in dataset.classes)
-    splits = {name: Numbered(examples, ids) for name, examples in dataset.splits.items()}
+    splits = {name: RelabelledExamples(examples, ids) for name, examples in dataset.splits.items()}
     return Dataset(splits, dataset.key, tuple(classes))
 
 
 @dataclass(frozen=True)
-class Numbered:
-    """Examples whose class `i` is `ids[i]`."""
+class RelabelledExamples:
+    """Examples in which class `i` is replaced by class `ids[i]`."""
 
     examples: Examples
     ids: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""What the sources of local files share: finding them, cutting them, reading lines, and saying what is wrong where.
+"""Shared code of sources that read local files: finding and slicing files, reading lines, errors with file and line.
 
-An entry of `data.splits` is the name of a file, which may lie there plain or as .gz, or a pattern with "*"; either may
-end in a cut: "all.tsv[:90%]", "all.tsv[5000:]". A cut counts what the source makes examples of.
+An entry of `data.splits` is the name of a file (plain or .gz) or a pattern with "*". Either may end in a slice:
+"all.tsv[:90%]", "all.tsv[5000:]". A slice counts the units that become examples, such as lines or rows.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import gzip
 import logging
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from jaxformer import places
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config import DataConfig
 from jaxformer.data import cache
 from jaxformer.data.sources import Dataset
+from jaxformer.errors import ConfigError
+from jaxformer.runtime import directories
 
-VERSION = 2  # of how files are read: part of every key, raised when the same bytes would give other examples
+READER_VERSION = 2
+"""Part of every cache key; increased when the same bytes are parsed to other examples."""
 
-MAX_LINE = 128 << 20
-"""Bytes of a line: text8 is one of 100 MB, and what is longer has lost its newlines."""
+MAX_LINE_BYTES = 128 << 20
+"""Longest line. text8 is a line of 100 MB; a longer one is a file that has lost its newlines."""
 
-CUT = re.compile(r"(?P<name>.+)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]")
+SLICE = re.compile(r"(?P<name>.+)\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]")
 
 logger = logging.getLogger(__name__)
 
@@ -34,104 +36,112 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Part:
-    """A file, or the part of it from `start` to `stop`: "90%", "5000" or None."""
+class FileSlice:
+    """A file, or the slice of it from `start` to `stop`: "90%", "5000" or None."""
 
     path: Path
     start: str | None = None
     stop: str | None = None
 
     def bounds(self, length: int) -> slice:
-        """The part of `length` units. Percentages round down, so [:p%] and [p%:] meet without gap or overlap."""
-        return slice(_units(self.start, length), _units(self.stop, length))
+        """The slice of `length` units. Percentages round down, so [:p%] and [p%:] have no gap and no overlap."""
+        return slice(_bound(self.start, length), _bound(self.stop, length))
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.start is None and self.stop is None
 
     def __str__(self) -> str:
-        return str(self.path) if self.is_whole else f"{self.path}[{self.start or ''}:{self.stop or ''}]"
+        return str(self.path) if self.is_complete else f"{self.path}[{self.start or ''}:{self.stop or ''}]"
 
 
-def cut(name: str) -> tuple[str, str | None, str | None]:
-    """The name of a file, and what is cut of it: ("input.txt", None, "90%") of "input.txt[:90%]".
+def parse_slice(name: str) -> tuple[str, str | None, str | None]:
+    """Splits a file name from its slice: "input.txt[:90%]" -> ("input.txt", None, "90%").
 
     Raises:
-      ConfigError: it ends in brackets with a colon that are no cut.
+      ConfigError: the name ends in brackets with a colon that are no slice.
     """
-    match = CUT.fullmatch(name)
+    match = SLICE.fullmatch(name)
     if match is None and re.search(r"\[[^\[\]=]*:[^\[\]=]*\]$", name):
         raise ConfigError(
-            f"data.splits: got {name!r}, expected FILE[:90%], FILE[90%:] or FILE[1000:2000]; mend the cut"
+            f"data.splits: got {name!r}, expected FILE[:90%], FILE[90%:] or FILE[1000:2000]; correct the slice"
         )
     return (match["name"], match["start"], match["stop"]) if match else (name, None, None)
 
 
-def part(folder: Path, name: str) -> Part:
-    """The one file that an entry of `data.splits` names, with its cut."""
-    name, start, stop = cut(name)
-    return Part(existing(folder / name), start, stop)
+def file_slice(folder: Path, name: str) -> FileSlice:
+    """The file that an entry of `data.splits` names, with its slice."""
+    name, start, stop = parse_slice(name)
+    return FileSlice(find_file(folder / name), start, stop)
 
 
-def parts(folder: Path, name: str) -> list[Part]:
-    """The files that an entry of `data.splits` names, sorted where it is a pattern, each with the entry's cut."""
-    pattern, start, stop = cut(name)
+def file_slices(folder: Path, name: str) -> list[FileSlice]:
+    """The files that an entry of `data.splits` names, each with the entry's slice; sorted if it is a pattern."""
+    pattern, start, stop = parse_slice(name)
     if "*" not in pattern:
-        return [part(folder, name)]
+        return [file_slice(folder, name)]
     found = sorted(path for path in folder.glob(pattern) if path.is_file())
     if not found:
         raise ConfigError(f"data.splits: got {pattern!r}, which matches no file in {folder}; set --config.data.dir=DIR")
-    return [Part(path, start, stop) for path in found]
+    return [FileSlice(path, start, stop) for path in found]
 
 
-def by_split(config: DataConfig) -> dict[str, list[Part]]:
+def slices_by_split(config: DataConfig) -> dict[str, list[FileSlice]]:
     """The files of each split, in order."""
-    place = folder(config)
-    return {split: [each for name in names for each in parts(place, name)] for split, names in config.splits.items()}
+    directory = data_directory(config)
+    return {
+        split: [part for name in names for part in file_slices(directory, name)]
+        for split, names in config.splits.items()
+    }
 
 
-def chosen(each: Part, items: Iterable[T], noun: str) -> Iterator[T]:
-    """What the cut of a file keeps of its `items`, in order. Every source of local files cuts with this.
+def sliced_items(part: FileSlice, items: Iterable[T], noun: str) -> Iterator[T]:
+    """The `items` of a file that its slice selects, in order.
+
+    Args:
+      part: the file and its slice.
+      items: all items of the file.
+      noun: plural name of the items, for errors.
 
     Raises:
-      ConfigError: the file has no item, or its cut leaves none.
+      ConfigError: the file has no items, or its slice selects none.
     """
     empty = True
-    for item in items if each.is_whole else kept(each, list(items), noun):
+    for item in items if part.is_complete else slice_sequence(part, list(items), noun):
         empty = False
         yield item
     if empty:
-        raise ConfigError(f"{each.path}: got a file without {noun}, expected some; fill it or name another")
+        raise ConfigError(f"{part.path}: got a file without {noun}, expected some; fill it or name another")
 
 
-def kept(each: Part, items: Sequence[T], noun: str) -> Sequence[T]:
-    """As `chosen`, of items that are all at hand; a file without any is the caller's to refuse."""
-    left = items[each.bounds(len(items))]
+def slice_sequence(part: FileSlice, items: Sequence[T], noun: str) -> Sequence[T]:
+    """`sliced_items` for a sequence. Returns an empty one if the file has no items."""
+    left = items[part.bounds(len(items))]
     if items and not left:
-        raise ConfigError(f"{each}: got a cut that leaves none of {len(items)} {noun}, expected some; widen it")
+        raise ConfigError(f"{part}: got a slice that leaves none of {len(items)} {noun}, expected some; widen it")
     return left
 
 
-def key_of_cuts(splits: Mapping[str, Sequence[Part]]) -> dict[str, list[tuple[str | None, str | None]]]:
-    """What of a key says how many files each split has, and what is cut of them."""
-    return {split: [(each.start, each.stop) for each in found] for split, found in splits.items()}
+def slices_key(splits: Mapping[str, Sequence[FileSlice]]) -> dict[str, list[tuple[str | None, str | None]]]:
+    """The part of a cache key that contains the number of files of each split, and their slices."""
+    return {split: [(part.start, part.stop) for part in parts] for split, parts in splits.items()}
 
 
-def _units(bound: str | None, length: int) -> int | None:
+def _bound(bound: str | None, length: int) -> int | None:
     if bound is None:
         return None
     return length * int(bound[:-1]) // 100 if bound.endswith("%") else int(bound)
 
 
-def folder(config: DataConfig) -> Path:
-    """The folder of the files.
+def data_directory(config: DataConfig) -> Path:
+    """The directory `data.dir`.
 
     Raises:
-      ConfigError: `data.dir` is empty or no folder, or `data.splits` is empty or has a name that tfds cannot store.
+      ConfigError: `data.dir` is empty or no directory, or `data.splits` is empty or has a name that tfds cannot store.
     """
     if not config.dir:
         raise ConfigError("data.dir: got '', expected the folder of the data files; set --config.data.dir=DIR")
-    path = places.expanded(config.dir, "data.dir")
+    path = directories.expand_user(config.dir, "data.dir")
     if not path.is_dir():
         raise ConfigError(f"data.dir: got {config.dir!r}, which is no folder; set --config.data.dir=DIR to the data")
     if not config.splits:
@@ -142,8 +152,8 @@ def folder(config: DataConfig) -> Path:
     return path
 
 
-def existing(path: Path) -> Path:
-    """`path`, or the same file packed (.gz added) or unpacked (.gz taken off) where only that is there."""
+def find_file(path: Path) -> Path:
+    """`path`, or the same file with .gz added or removed if only that one exists."""
     other = path.with_suffix("") if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
     if not path.is_file() and path.name and other.is_file():
         return other
@@ -157,20 +167,20 @@ def existing(path: Path) -> Path:
     return path
 
 
-def whole(path: Path) -> str:
-    """The text of a file, plain or .gz, newlines as they are.
+def read_text(path: Path) -> str:
+    """The complete text of a file, plain or .gz, with its line ends.
 
     Raises:
       ConfigError: it is empty, damaged or not UTF-8 (with file and line).
     """
-    with _opened(path) as file:
-        data = _guarded(path, file.read)
+    with _open(path) as file:
+        data = _read_checked(path, file.read)
     if not data:
         raise ConfigError(f"{path}: got an empty file, expected text")
-    return _decoded(data, path, 1)
+    return _decode_utf8(data, path, 1)
 
 
-def lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(line number from 1, line without its end) of a file, plain or .gz.
 
     Lines end at "\\n" or "\\r\\n", and in a file that has neither at "\\r" (old Mac files). Nothing else ends a line.
@@ -179,27 +189,34 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
       ConfigError: it is empty, damaged or not UTF-8, or a line has no end (with file and line).
     """
     number = 0
-    with _opened(path) as file:
-        while line := _guarded(path, functools.partial(file.readline, MAX_LINE + 1)):
-            # The first line is all of the file where "\n" does not occur.
+    with _open(path) as file:
+        while line := _read_checked(path, functools.partial(file.readline, MAX_LINE_BYTES + 1)):
+            # Without "\n", the first line is the complete file.
             for text in line.removesuffix(b"\r").split(b"\r") if not number and b"\n" not in line else [line]:
                 number += 1
-                if len(text) > MAX_LINE and not text.endswith(b"\n"):
-                    got = f"{path}:{number}: got a line of more than {MAX_LINE >> 20} MiB"
+                if len(text) > MAX_LINE_BYTES and not text.endswith(b"\n"):
+                    got = f"{path}:{number}: got a line of more than {MAX_LINE_BYTES >> 20} MiB"
                     raise ConfigError(f"{got}, expected a text with newlines; cut it, or set data.document=file")
-                yield number, _decoded(text.removesuffix(b"\n").removesuffix(b"\r"), path, number)
+                yield number, _decode_utf8(text.removesuffix(b"\n").removesuffix(b"\r"), path, number)
     if not number:
         raise ConfigError(f"{path}: got an empty file, expected at least one line")
 
 
-def complete(rows: Iterable[tuple[str, dict[str, Any]]], split: str, roles: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Rows of (where, row) whose texts all say something.
+def nonempty_rows(
+    rows: Iterable[tuple[str, dict[str, Any]]], split: str, roles: Iterable[str]
+) -> Iterator[dict[str, Any]]:
+    """Drops rows with an empty text from the training split, and refuses them in others.
 
-    Nothing can be learned from an example with an empty side, so training drops it. In any other split that would
-    change what a score is measured on, unseen.
+    Nothing can be learned from an example with an empty side. In other splits, dropping it would silently change what
+    is measured.
+
+    Args:
+      rows: (file and line, values by role).
+      split: name of the split.
+      roles: the roles of the rows.
 
     Raises:
-      ConfigError: an empty text in a split that is not "train".
+      ConfigError: a row of a split other than "train" has an empty text.
     """
     texts = [role for role in roles if role not in ("label", "score")]
     dropped, first = 0, ""
@@ -215,34 +232,38 @@ def complete(rows: Iterable[tuple[str, dict[str, Any]]], split: str, roles: Iter
         logger.warning("dropped %d training examples with an empty side, the first at %s", dropped, first)
 
 
-def prepared(config: DataConfig, kind: str, paths: Iterable[Path], settings: object, parse: cache.Parse) -> Dataset:
-    """The data set that `parse` reads from `paths`, through the cache."""
+def prepared_dataset(
+    config: DataConfig, kind: str, paths: Iterable[Path], settings: object, parse: cache.ParseFiles
+) -> Dataset:
+    """The data set that `parse` reads from `paths`, from the cache if possible."""
     import tensorflow_datasets as tfds
 
     paths = list(paths)
-    key = cache.content_key(paths, kind, VERSION, [path.suffix == ".gz" for path in paths], settings)
-    directory = cache.entry(config, kind, key, parse)
+    key = cache.content_key(paths, kind, READER_VERSION, [path.suffix == ".gz" for path in paths], settings)
+    directory = cache.ensure_entry(config, kind, key, parse)
     info = tfds.builder_from_directory(directory).info
     columns = {role: role for role in sorted(info.features)}
     splits = {
-        name: cache.Records(str(directory), name, columns, split.num_examples) for name, split in info.splits.items()
+        name: cache.PreparedSplit(str(directory), name, columns, split.num_examples)
+        for name, split in info.splits.items()
     }
-    return Dataset(splits=splits, key=f"{kind}-{key}", classes=cache.classes(info.features))
+    return Dataset(splits=splits, key=f"{kind}-{key}", classes=cache.class_names(info.features))
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open(path: Path) -> gzip.GzipFile | BinaryIO:
     return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
 
 
-def _guarded(path: Path, read: Any) -> bytes:
+def _read_checked(path: Path, read: Callable[[], bytes]) -> bytes:
+    """`read()`, with damage of a gzip file as a ConfigError."""
     try:
         return read()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: got {error}, expected a whole gzip file; fetch it again") from error
 
 
-def _decoded(data: bytes, path: Path, line: int) -> str:
-    """UTF-8 text that begins at `line` of `path`; a byte order mark at the very beginning is no text."""
+def _decode_utf8(data: bytes, path: Path, line: int) -> str:
+    """Decodes UTF-8 text that begins at `line` of `path`, without a byte order mark at the beginning of the file."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

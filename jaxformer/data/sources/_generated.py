@@ -1,8 +1,8 @@
-"""What sources that make their own examples share: drawing by index, and held-out sets that training cannot reach.
+"""Shared code of sources that generate examples: drawing by index, and disjoint splits.
 
-An example is drawn from a hash of its index, so any index can be asked for at any time and always gives the same
-example. Which split an example may appear in is a function of the example alone, never of the index: a training draw
-that lands on a held-out example is drawn again. So no held-out example occurs in training, however long it lasts.
+An example is drawn from a hash of its index, so each index always gives the same example. The split of an example is a
+function of the example itself: a training draw that hits a held-out example is drawn again. So no held-out example
+occurs in training, however long it runs.
 """
 
 from __future__ import annotations
@@ -17,41 +17,46 @@ from jaxformer.data.sources import Dataset, Example
 
 Item = TypeVar("Item", bound=Hashable)
 
-TRAIN = 1_000_000  # training indices: an epoch, as far as anybody counts them here
-HELD_OUT = 1_000  # distinct examples of the validation and of the test split
-PATIENCE = 50_000  # draws after which a split is taken to have no more distinct examples
+TRAIN_EXAMPLES = 1_000_000
+"""Examples of the training split, by which epochs are counted."""
+MAX_HELD_OUT_EXAMPLES = 1_000
+"""Distinct examples of the validation split and of the test split."""
+MAX_DRAWS = 50_000
+"""Draws for the held-out splits, after which they are taken to have no more distinct examples."""
 
 
 class Generator(Protocol[Item]):
-    """A family of examples. Instances must be picklable, for loader processes."""
+    """Generates examples from items (the text or number that identifies an example). Instances must be picklable."""
 
-    def draw(self, seed: int) -> Item:
-        """The item of a seed, uniform in 0..2**64-1."""
+    def draw(self, seed: int, /) -> Item:
+        """The item of a seed, which is uniform in 0..2**64-1."""
         ...
 
-    def split(self, item: Item) -> str:
+    def split(self, item: Item, /) -> str:
         """The only split in which `item` may appear: "train", "validation" or "test"."""
         ...
 
-    def example(self, item: Item) -> Example: ...
+    def example(self, item: Item, /) -> Example:
+        """The example of an item."""
+        ...
 
 
-def digest(text: str) -> int:
-    """A hash of `text` in 0..2**64-1: the same in every process, version and machine."""
+def hash64(text: str) -> int:
+    """A hash of `text` in 0..2**64-1, equal in every process and version and on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def tenths(text: str) -> str:
-    """The split of whatever `text` identifies: eight tenths train, a tenth validation, a tenth test."""
-    return ("test", "validation")[tenth] if (tenth := digest(f"split {text}") % 10) < 2 else "train"
+def split_by_hash(text: str) -> str:
+    """Split of the item that `text` identifies: 8/10 train, 1/10 validation, 1/10 test."""
+    return ("test", "validation")[tenth] if (tenth := hash64(f"split {text}") % 10) < 2 else "train"
 
 
 @dataclass(frozen=True)
-class Drawn(Generic[Item]):
-    """The training split: index -> example, computed when asked for."""
+class DrawnExamples(Generic[Item]):
+    """The training split: index -> example, computed on demand."""
 
     generator: Generator[Item]
-    length: int = TRAIN
+    length: int = TRAIN_EXAMPLES
 
     def __len__(self) -> int:
         return self.length
@@ -64,7 +69,7 @@ class Drawn(Generic[Item]):
 
 
 @dataclass(frozen=True)
-class Listed(Generic[Item]):
+class HeldOutExamples(Generic[Item]):
     """A held-out split: a fixed list of distinct items."""
 
     generator: Generator[Item]
@@ -77,18 +82,18 @@ class Listed(Generic[Item]):
         return self.generator.example(self.items[index])
 
 
-def dataset(generator: Generator, key: str) -> Dataset:
-    """Train, validation and test of `generator`. The held-out splits are shorter where fewer examples exist."""
-    wanted: dict[str, dict] = {"validation": {}, "test": {}}
-    for item in itertools.islice(_draws(generator, "held out"), PATIENCE):
-        chosen = wanted.get(generator.split(item))
-        if chosen is not None and len(chosen) < HELD_OUT:
-            chosen[item] = None
-        elif all(len(items) == HELD_OUT for items in wanted.values()):
+def build_dataset(generator: Generator[Item], key: str) -> Dataset:
+    """Train, validation and test split of `generator`. The held-out splits are smaller if fewer examples exist."""
+    found: dict[str, dict[Item, None]] = {"validation": {}, "test": {}}  # dict as an ordered set
+    for item in itertools.islice(_draws(generator, "held out"), MAX_DRAWS):
+        items = found.get(generator.split(item))
+        if items is not None and len(items) < MAX_HELD_OUT_EXAMPLES:
+            items[item] = None
+        elif all(len(items) == MAX_HELD_OUT_EXAMPLES for items in found.values()):
             break
-    held_out = {split: Listed(generator, tuple(items)) for split, items in wanted.items() if items}
-    return Dataset(splits={"train": Drawn(generator), **held_out}, key=key)
+    held_out = {split: HeldOutExamples(generator, tuple(items)) for split, items in found.items() if items}
+    return Dataset(splits={"train": DrawnExamples(generator), **held_out}, key=key)
 
 
 def _draws(generator: Generator[Item], name: str) -> Iterator[Item]:
-    return (generator.draw(digest(f"{name} {attempt}")) for attempt in itertools.count())
+    return (generator.draw(hash64(f"{name} {attempt}")) for attempt in itertools.count())

@@ -1,8 +1,8 @@
-"""Number words, English to German, French or Spanish: "twenty-one" -> "einundzwanzig". Made here, nothing to fetch.
+"""Number words, English to German, French or Spanish: "twenty-one" -> "einundzwanzig". Generated; needs no files.
 
-Numbers from 0 to 999,999. One of k digits is drawn with probability k/21, so that short numbers are not lost among the
-long ones that uniform drawing would give. A tenth of the numbers of three digits and more is the test set's alone and
-a tenth the validation set's; numbers below 100, which hold the words that all others are made of, only train.
+Numbers are from 0 to 999,999. A number of k digits is drawn with probability k/21; uniform drawing would give hardly
+any short ones. A tenth of the numbers of three digits and more is the test split's and a tenth the validation split's.
+Numbers below 100, which contain the words that all others are made of, are in the training split only.
 
 `config.name` is the language of the target: "de" (also when empty), "fr" or "es".
 """
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from jaxformer import registry
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config import DataConfig
 from jaxformer.data.sources import Dataset, Example, _generated
+from jaxformer.errors import ConfigError
 
 LANGUAGES = ("de", "fr", "es")
 DIGITS = 6
@@ -30,10 +31,10 @@ def _part(number: int, language: str) -> str:
 
 
 def words(number: int, language: str) -> str:
-    """The words of a number below a million, as num2words says them.
+    """The words of a number below a million, as in num2words.
 
-    The library takes about 100 microseconds a number, more than a training step can wait for; thousands and rest are
-    two of the 2,000 parts that it is asked for once, and only the joint between them depends on the language.
+    The library takes about 100 microseconds per number, which is too slow for training. So thousands and rest are
+    looked up among 2,000 cached parts, and joined as the language does it.
     """
     rest = number % 1000
     if number < 1000 or rest == 0:
@@ -44,33 +45,33 @@ def words(number: int, language: str) -> str:
 
 @dataclass(frozen=True)
 class Numerals:
-    """English number words and those of `language`."""
+    """Generator of English number words and those of `language`."""
 
     language: str
 
     def draw(self, seed: int) -> int:
         seed, ticket = divmod(seed, DIGITS * (DIGITS + 1) // 2)
         digits = 1
-        while ticket >= digits:  # `digits` of the tickets belong to numbers of that many digits
+        while ticket >= digits:  # numbers of k digits have k tickets
             ticket -= digits
             digits += 1
         low = 0 if digits == 1 else 10 ** (digits - 1)
         return low + seed % (10**digits - low)
 
     def split(self, number: int) -> str:
-        return "train" if number < FIRST_HELD_OUT else _generated.tenths(f"number {number}")
+        return "train" if number < FIRST_HELD_OUT else _generated.split_by_hash(f"number {number}")
 
     def example(self, number: int) -> Example:
         return {"source": words(number, "en"), "target": words(number, self.language)}
 
 
 def build(config: DataConfig) -> Dataset:
-    """The data set in the language `config.name`: a million training draws, 1000 validation and 1000 test numbers."""
+    """The data set in the language `config.name`: a million training examples, 1000 validation and test numbers."""
     language = config.name or "de"
     if language not in LANGUAGES:
         expected = f"expected one of {', '.join(LANGUAGES)}{registry.nearest(language, LANGUAGES)}"
         raise ConfigError(f"data.name: got {config.name!r}, {expected}")
-    return _generated.dataset(Numerals(language), key=f"numerals-1-{language}-num2words-{version('num2words')}")
+    return _generated.build_dataset(Numerals(language), key=f"numerals-1-{language}-num2words-{version('num2words')}")
 
 
 SOURCE = build

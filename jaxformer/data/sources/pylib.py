@@ -1,8 +1,8 @@
-"""The source text of the running Python's standard library: about nine million characters that are always there.
+"""The source text of the running Python's standard library: about nine million characters, without any download.
 
-One file is one example. Tests, vendored packages, generated tables and what is not UTF-8 are left out. A twentieth of
-the files is the validation set and a twentieth the test set, chosen by the hash of the file's path, so that the split
-survives a new patch release; a file whose text occurred before is left out, so that no text is on both sides.
+An example is a file. Tests, vendored packages, generated tables and files that are not UTF-8 are left out. The hash of
+its path puts a file into the validation split (1/20), the test split (1/20) or the training split, so a patch release
+keeps the splits. A second file with the same text is left out, so that no text is in two splits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config import DataConfig
 from jaxformer.data.sources import Dataset, Example, _generated
+from jaxformer.errors import ConfigError
 
 SKIPPED = {
     "__pycache__",
@@ -35,18 +36,18 @@ SPLITS = {0: "test", 1: "validation"}  # twentieths of the files; the others tra
 
 
 def files(root: Path) -> Iterator[Path]:
-    """The .py files below `root` that count as library source, folder by folder in sorted order."""
+    """The .py files of the library below `root`, directory by directory in sorted order."""
     for folder, folders, names in os.walk(root):
-        # Pruned in place: site-packages alone may hold more files than the library itself.
+        # Pruned in place: site-packages may have more files than the library itself.
         folders[:] = sorted(f for f in folders if f not in SKIPPED and not f.startswith("config-"))
         for name in sorted(names):
-            if name.endswith(".py") and not name.startswith("_sysconfigdata"):  # that one differs from build to build
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):  # differs between builds
                 yield Path(folder, name)
 
 
 def build(config: DataConfig) -> Dataset:
-    """The library's text, read into memory; `key` is a hash of all of it."""
-    del config  # nothing to choose
+    """The text of the library, in memory; `key` is a hash of all of it."""
+    del config  # no settings
     root = Path(sysconfig.get_path("stdlib"))
     splits: dict[str, list[Example]] = {"train": [], "validation": [], "test": []}
     seen: set[bytes] = set()
@@ -63,7 +64,7 @@ def build(config: DataConfig) -> Dataset:
         seen.add(text_hash)
         name = path.relative_to(root).as_posix()
         content.update(name.encode() + text_hash)
-        splits[SPLITS.get(_generated.digest(f"pylib {name}") % 20, "train")].append({"text": text})
+        splits[SPLITS.get(_generated.hash64(f"pylib {name}") % 20, "train")].append({"text": text})
     if not all(splits.values()):
         expected = "expected the standard library's source; use another data.source"
         raise ConfigError(f"{root}: got {len(seen)} Python files, {expected}")

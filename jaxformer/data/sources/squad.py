@@ -1,15 +1,13 @@
-"""Questions with answers that stand in a context, as SQuAD 1.1 and 2.0 write them (Rajpurkar et al. 2016, 2018): JSON,
-plain or .gz.
+"""Questions with answers in a context, in the JSON format of SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016, 2018).
 
     config.splits = {"train": ("train-v2.0.json",), "validation": ("dev-v2.0.json",)}
-    config.splits = {"train": ("train-v1.1.json[:95%]",), "validation": ("train-v1.1.json[95%:]",)}     cut by articles
+    config.splits = {"train": ("train-v1.1.json[:95%]",), "validation": ("train-v1.1.json[95%:]",)}   slices of articles
     config.splits = {"train": ("all.json[split.tsv=train]",), "test": ("all.json[split.tsv=test]",)}
 
-The last form takes the articles whose row in a table (TSV with the columns title and split) says so; a cut may follow
-it and then counts these. An example has a "question", its "context", the "answers" (in 2.0 none where the context has
-none), their "starts", and the "id". An answer with `"start_inferred": true` was placed by whoever made the file, not by
-an annotator: it is judged by, and its start is -1, not known. Training leaves out questions all of whose answers are
-such.
+The last form takes the articles that a table (TSV with the columns title and split) assigns to a split; a slice may
+follow. Files are plain or .gz. An example has a "question", its "context", the "answers" (2.0: empty if the context has
+none), their "starts", and the "id". `"start_inferred": true` marks an answer whose position no annotator has given:
+scores accept it, and its start is -1. Training leaves out questions that have only such answers.
 """
 
 from __future__ import annotations
@@ -21,21 +19,22 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config import DataConfig
 from jaxformer.data import cache
 from jaxformer.data.sources import Dataset, _files
-from jaxformer.data.sources._files import Part, cut
+from jaxformer.data.sources._files import FileSlice, parse_slice
+from jaxformer.errors import ConfigError
 
 UNKNOWN = -1
-"""The start of an answer whose place nobody annotated."""
+"""Start of an answer whose position was not annotated."""
 
 logger = logging.getLogger(__name__)
 
 
 class Articles(NamedTuple):
-    """A file, or part of its articles: those to which `table` gives the split `name`, and of these a cut."""
+    """A slice of the articles of a file; with a `table`, only of those that it assigns to the split `name`."""
 
-    part: Part
+    part: FileSlice
     table: Path | None
     name: str
 
@@ -48,18 +47,18 @@ def build(config: DataConfig) -> Dataset:
     """The questions of `config.splits`.
 
     Raises:
-      ConfigError: files missing, empty, damaged or not UTF-8; JSON of another form (with file and place); an answer
-        that does not stand where it says; a question twice in a split; a table without such a split, or with an
+      ConfigError: a file is missing, empty, damaged or not UTF-8; the JSON has another form (names file and path); an
+        answer is not at its stated start; a question id occurs twice in a split; a table lacks the split, or names an
         article that the file does not have.
     """
-    folder = _files.folder(config)
+    folder = _files.data_directory(config)
     splits = {split: [_articles(folder, name) for name in names] for split, names in config.splits.items()}
 
-    def parse() -> tuple[dict[str, Any], dict[str, cache.Rows]]:
+    def parse() -> tuple[dict[str, Any], dict[str, cache.ParsedRows]]:
         import numpy as np
         import tensorflow_datasets as tfds
 
-        features = {role: tfds.features.Text() for role in ("id", "question", "context")}
+        features: dict[str, Any] = {role: tfds.features.Text() for role in ("id", "question", "context")}
         features["answers"] = tfds.features.Sequence(tfds.features.Text())
         features["starts"] = tfds.features.Sequence(tfds.features.Scalar(np.int32))
         return features, {split: _chosen(split, _questions(parts)) for split, parts in splits.items()}
@@ -69,24 +68,24 @@ def build(config: DataConfig) -> Dataset:
         split: [(each.name, len(each.files), each.part.start, each.part.stop) for each in parts]
         for split, parts in splits.items()
     }
-    return _files.prepared(config, "squad", paths, settings, parse)
+    return _files.prepared_dataset(config, "squad", paths, settings, parse)
 
 
 def _articles(folder: Path, name: str) -> Articles:
-    """What one entry of `data.splits` names."""
-    name, start, stop = cut(name)
+    """The articles that an entry of `data.splits` names."""
+    name, start, stop = parse_slice(name)
     file, bracket, rest = name.removesuffix("]").partition("[")
     table, equals, split = rest.partition("=")
     if not bracket:
-        return Articles(Part(_files.existing(folder / name), start, stop), None, "")
+        return Articles(FileSlice(_files.find_file(folder / name), start, stop), None, "")
     if not (name.endswith("]") and table and equals and split):
         raise ConfigError(f"data.splits: got {name!r}, expected FILE, FILE[:90%] or FILE[TABLE.tsv=SPLIT]")
-    return Articles(Part(_files.existing(folder / file), start, stop), _files.existing(folder / table), split)
+    return Articles(FileSlice(_files.find_file(folder / file), start, stop), _files.find_file(folder / table), split)
 
 
 def _titles(table: Path, name: str) -> dict[str, int]:
-    """The titles of a split, and the lines where they stand."""
-    rows = ((number, line.split("\t")) for number, line in _files.lines(table) if line.strip())
+    """The titles of a split in a table, and their line numbers."""
+    rows = ((number, line.split("\t")) for number, line in _files.read_lines(table) if line.strip())
     number, header = next(rows, (1, []))
     if not {"title", "split"} <= set(header):
         raise ConfigError(f"{table}:{number}: got columns {', '.join(header)}, expected title and split among them")
@@ -104,42 +103,42 @@ def _titles(table: Path, name: str) -> dict[str, int]:
 
 
 def _questions(parts: Iterable[Articles]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, the example) of every question of all these articles."""
+    """(file and path, example) of every question of these articles."""
     seen: dict[str, str] = {}
-    for where, row in itertools.chain.from_iterable(map(_of_part, parts)):
+    for where, row in itertools.chain.from_iterable(map(_questions_of_part, parts)):
         first = seen.setdefault(row["id"], where)
         if first != where:
             raise ConfigError(f"{where}: got id {row['id']!r} a second time (first at {first}), expected others")
         yield where, row
 
 
-def _of_part(each: Articles) -> Iterator[tuple[str, dict[str, Any]]]:
-    path = each.part.path
+def _questions_of_part(selection: Articles) -> Iterator[tuple[str, dict[str, Any]]]:
+    path = selection.part.path
     articles = list(enumerate(_field(_json(path), "data", list, f"{path}: ")))
-    if each.table is not None:
-        titles = _titles(each.table, each.name)
+    if selection.table is not None:
+        titles = _titles(selection.table, selection.name)
         articles = [(n, a) for n, a in articles if _field(a, "title", str, f"{path}: data[{n}].") in titles]
         missing = titles.keys() - {article["title"] for _, article in articles}
         if missing:
             title = min(missing, key=titles.__getitem__)
-            what = f"{each.table}:{titles[title]}: got the title {title!r}"
+            what = f"{selection.table}:{titles[title]}: got the title {title!r}"
             raise ConfigError(f"{what}, expected one that an article of {path} has")
-    for number, article in _files.chosen(each.part, articles, "articles"):
-        yield from _of_article(article, f"{path}: data[{number}].")
+    for number, article in _files.sliced_items(selection.part, articles, "articles"):
+        yield from _questions_of_article(article, f"{path}: data[{number}].")
 
 
-def _of_article(article: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _questions_of_article(article: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for p, paragraph in enumerate(_field(article, "paragraphs", list, where)):
-        here = f"{where}paragraphs[{p}]."
-        context = _text(paragraph, "context", here)
-        for q, question in enumerate(_field(paragraph, "qas", list, here)):
-            place = f"{here}qas[{q}]."
-            answers, starts = _answers(question, context, place)
+        prefix = f"{where}paragraphs[{p}]."
+        context = _text(paragraph, "context", prefix)
+        for q, question in enumerate(_field(paragraph, "qas", list, prefix)):
+            position = f"{prefix}qas[{q}]."
+            answers, starts = _answers(question, context, position)
             yield (
-                place.removesuffix("."),
+                position.removesuffix("."),
                 {
-                    "id": _text(question, "id", place),
-                    "question": _text(question, "question", place),
+                    "id": _text(question, "id", position),
+                    "question": _text(question, "question", position),
                     "context": context,
                     "answers": answers,
                     "starts": starts,
@@ -148,26 +147,26 @@ def _of_article(article: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def _answers(question: Any, context: str, where: str) -> tuple[list[str], list[int]]:
-    """The texts, and where each begins in the context."""
-    given = _field(question, "answers", list, where)
+    """The answers of a question, and the start of each in the context."""
+    annotated = _field(question, "answers", list, where)
     impossible = question.get("is_impossible", False)
-    if bool(given) == (impossible is True):
-        got = f"{len(given)} answers and is_impossible {impossible}"
+    if bool(annotated) == (impossible is True):
+        got = f"{len(annotated)} answers and is_impossible {impossible}"
         raise ConfigError(f"{where}answers: got {got}, expected answers, or none and is_impossible true")
     texts, starts = [], []
-    for number, answer in enumerate(given):
-        here = f"{where}answers[{number}]."
-        text, start = _text(answer, "text", here), _field(answer, "answer_start", int, here)
-        found = context[max(start, 0) : max(start, 0) + len(text)]
-        if start < 0 or found != text:
-            raise ConfigError(f"{here}answer_start: got {start}, where the context has {found!r}, expected {text!r}")
+    for number, answer in enumerate(annotated):
+        prefix = f"{where}answers[{number}]."
+        text, start = _text(answer, "text", prefix), _field(answer, "answer_start", int, prefix)
+        actual = context[max(start, 0) : max(start, 0) + len(text)]
+        if start < 0 or actual != text:
+            raise ConfigError(f"{prefix}answer_start: got {start}, where the context has {actual!r}, expected {text!r}")
         texts.append(text)
         starts.append(UNKNOWN if answer.get("start_inferred", False) else start)
     return texts, starts
 
 
 def _chosen(split: str, questions: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """What training can learn from; of any other split all, or its scores would be of other questions, unseen."""
+    """Leaves questions without an annotated answer position out of training. Other splits keep all questions."""
     dropped = 0
     for _, row in questions:
         if split == "train" and row["answers"] and max(row["starts"]) == UNKNOWN:
@@ -180,7 +179,7 @@ def _chosen(split: str, questions: Iterable[tuple[str, dict[str, Any]]]) -> Iter
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(_files.whole(path))
+        return json.loads(_files.read_text(path))
     except RecursionError as error:
         raise ConfigError(f"{path}: got JSON of too many levels, expected SQuAD's form") from error
     except json.JSONDecodeError as error:
@@ -189,7 +188,7 @@ def _json(path: Path) -> Any:
 
 
 def _field(part: Any, name: str, kind: type, where: str) -> Any:
-    """A field of an object, of the type it must have."""
+    """The field `name` of a JSON object, which must have this type."""
     if not isinstance(part, dict) or name not in part:
         got = f"an object without {name!r}" if isinstance(part, dict) else type(part).__name__
         raise ConfigError(f"{where.rstrip('.: ')}: got {got}, expected an object with {name!r}, as SQuAD's files have")
@@ -200,7 +199,7 @@ def _field(part: Any, name: str, kind: type, where: str) -> Any:
 
 
 def _text(part: Any, name: str, where: str) -> str:
-    """A text that says something."""
+    """The text field `name` of a JSON object, which must not be empty."""
     text = _field(part, name, str, where)
     if not text.strip():
         raise ConfigError(f"{where}{name}: got an empty text, expected some; mend or remove it")

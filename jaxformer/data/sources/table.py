@@ -1,18 +1,17 @@
-"""Tables: TSV or CSV with a header line, JSONL, or a label before each text; plain or .gz. `config.columns` names the
-column of each role.
+"""Tables: TSV, CSV, JSONL, or lines that begin with a label; plain or .gz. `config.columns` names a column per role.
 
     config.splits = {"train": ("train.tsv.gz",), "validation": ("dev.tsv",), "test": ("test.tsv",)}
-    config.splits = {"train": ("all.tsv[:90%]",), "validation": ("all.tsv[90%:]",)}        a cut counts rows, no header
+    config.splits = {"train": ("all.tsv[:90%]",), "validation": ("all.tsv[90%:]",)}    a slice counts rows, no header
     config.columns = {"text": "sentence", "label": "label"}
 
 Roles are source, target, text, pair (str), label and score. Labels are integers or strings; they become class ids in
 the order of the training split's sorted names (numbers by value). Scores are numbers from `config.score_range`, whose
-ends become 0 and 1. Columns "#1", "#2" say that the file has no header line. `config.format` says how a file is read:
+ends become 0 and 1. Columns "#1", "#2" mean that the file has no header line. `config.format` is the file's format:
 
-    tsv          a cell is what stands between two tabs; quotes are text like any other
-    tsv_quoted   between tabs, where a cell in double quotes may hold tabs, line ends and doubled quotes
-    csv          the same between commas (RFC 4180)
-    jsonl        one JSON object a line
+    tsv          cells between tabs; quotes are ordinary characters
+    tsv_quoted   cells between tabs; a cell in double quotes may contain tabs, line ends and doubled quotes
+    csv          the same with commas (RFC 4180)
+    jsonl        one JSON object per line
     labelled     a word, a blank, the rest of the line: columns "#1" and "#2" ("POS a fine film")
     ""           by the file's name: .tsv, .csv, .jsonl or .json, and .txt for labelled
 
@@ -32,20 +31,22 @@ from typing import Any, Callable
 import numpy as np
 
 from jaxformer import registry
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config import DataConfig
 from jaxformer.data import cache
 from jaxformer.data.sources import Dataset, _files
+from jaxformer.errors import ConfigError
 
 ROLES = ("source", "target", "text", "pair", "label", "score")
-Row = tuple[str, dict[str, Any]]  # where it stands ("file:line"), and its fields by role
+Row = tuple[str, dict[str, Any]]
+"""Position of a row ("file:line"), and its fields by role."""
 
 
 def build(config: DataConfig) -> Dataset:
     """The rows of `config.splits` under the roles of `config.columns`.
 
     Raises:
-      ConfigError: files missing, empty, damaged or not UTF-8; a column missing; malformed JSON or rows; an empty text
-        outside training; a label that training does not have; a score outside of the range.
+      ConfigError: a file is missing, empty, damaged or not UTF-8; a column is missing; JSON or rows are malformed; a
+        text is empty outside of training; a label does not occur in training; a score is outside of the range.
     """
     columns = dict(config.columns)
     if not columns:
@@ -54,17 +55,17 @@ def build(config: DataConfig) -> Dataset:
         if role not in ROLES:
             expected = f"expected roles among {', '.join(ROLES)}{registry.nearest(role, ROLES)}"
             raise ConfigError(f"data.columns: got {role!r}, {expected}")
-    splits = _files.by_split(config)
+    splits = _files.slices_by_split(config)
     kinds = {part.path: _format(part.path, config.format) for part in itertools.chain(*splits.values())}
 
     def rows(split: str) -> Iterator[Row]:
         for part in splits[split]:
-            yield from _files.chosen(part, FORMATS[kinds[part.path]](part.path, columns), "rows")
+            yield from _files.sliced_items(part, FORMATS[kinds[part.path]](part.path, columns), "rows")
 
     def judged(split: str, classes: tuple[str, ...]) -> Iterator[Row]:
         return _scored(_labelled(rows(split), classes), config.score_range)
 
-    def parse() -> tuple[dict[str, Any], dict[str, cache.Rows]]:
+    def parse() -> tuple[dict[str, Any], dict[str, cache.ParsedRows]]:
         import tensorflow_datasets as tfds
 
         features: dict[str, Any] = {role: tfds.features.Text() for role in columns if role not in ("label", "score")}
@@ -75,16 +76,16 @@ def build(config: DataConfig) -> Dataset:
             named = [split for split in splits if split == "train" or "train" not in splits]
             classes = _classes(row["label"] for split in named for _, row in rows(split))
             features["label"] = tfds.features.ClassLabel(names=list(classes))
-        return features, {split: _files.complete(judged(split, classes), split, columns) for split in splits}
+        return features, {split: _files.nonempty_rows(judged(split, classes), split, columns) for split in splits}
 
-    settings = (sorted(columns.items()), _files.key_of_cuts(splits))
+    settings = (sorted(columns.items()), _files.slices_key(splits))
     settings += (config.score_range,) if "score" in columns else ()
     paths = [part.path for part in itertools.chain(*splits.values())]
-    return _files.prepared(config, "table", paths, (settings, [kinds[path] for path in paths]), parse)
+    return _files.prepared_dataset(config, "table", paths, (settings, [kinds[path] for path in paths]), parse)
 
 
 def _format(path: Path, name: str) -> str:
-    """The format that `data.format` or the file's name says."""
+    """Format of a file: `data.format`, or by the file's name."""
     if name:
         if name not in FORMATS:
             expected = f"expected one of {', '.join(FORMATS)}, or '' for what the name says"
@@ -98,7 +99,7 @@ def _format(path: Path, name: str) -> str:
 
 
 def _tsv(path: Path, columns: dict[str, str]) -> Iterator[Row]:
-    cells = ((n, line.split("\t")) for n, line in _files.lines(path) if line.strip())
+    cells = ((n, line.split("\t")) for n, line in _files.read_lines(path) if line.strip())
     return _cells(path, columns, cells, "a tab")
 
 
@@ -107,8 +108,8 @@ def _quoted(delimiter: str, word: str, path: Path, columns: dict[str, str]) -> I
 
 
 def _unquoted(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """(line where it ends, cells) of each row; a cell in quotes may go over several lines."""
-    reader = csv.reader((line + "\n" for _, line in _files.lines(path)), delimiter=delimiter, strict=True)
+    """(last line, cells) of each row; a cell in quotes may span several lines."""
+    reader = csv.reader((line + "\n" for _, line in _files.read_lines(path)), delimiter=delimiter, strict=True)
     while True:
         try:
             cells = next(reader, None)
@@ -122,13 +123,13 @@ def _unquoted(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _labelled_lines(path: Path, columns: dict[str, str]) -> Iterator[Row]:
-    """The first word of each line, and the rest."""
+    """Rows of the first word of each line and the rest."""
     named = {role: column for role, column in columns.items() if column not in ("#1", "#2")}
     if named:
         got = ", ".join(f"{role}={column}" for role, column in named.items())
         expected = "expected label=#1, the first word of a line, and text=#2, the rest; set data.columns or data.format"
         raise ConfigError(f"{path}: got data.columns {got} for a file of labelled lines, {expected}")
-    for number, line in _files.lines(path):
+    for number, line in _files.read_lines(path):
         if "\t" in line:
             expected = "expected a label, a blank and the text; set data.format=tsv for cells between tabs"
             raise ConfigError(f"{path}:{number}: got a tab in a labelled line, {expected}")
@@ -139,7 +140,7 @@ def _labelled_lines(path: Path, columns: dict[str, str]) -> Iterator[Row]:
 
 
 def _cells(path: Path, columns: dict[str, str], rows: Iterator[tuple[int, list[str]]], separator: str) -> Iterator[Row]:
-    """Rows of cells by the names in the first one, or by number."""
+    """Rows of cells by the names in the header, or by number."""
     numbered = all(column.startswith("#") for column in columns.values())
     first = next(rows, None)
     if first is None:
@@ -154,7 +155,7 @@ def _cells(path: Path, columns: dict[str, str], rows: Iterator[tuple[int, list[s
 
 
 def _jsonl(path: Path, columns: dict[str, str]) -> Iterator[Row]:
-    for number, line in _files.lines(path):
+    for number, line in _files.read_lines(path):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -174,10 +175,10 @@ FORMATS: dict[str, Callable[[Path, dict[str, str]], Iterator[Row]]] = {
     "jsonl": _jsonl,
     "labelled": _labelled_lines,
 }
-"""How a file's rows are read: `data.format`."""
+"""Reader of each `data.format`."""
 
 ENDINGS = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "labelled"}
-"""What a file's name says of its format."""
+"""Format of each file name ending."""
 
 
 def _value(record: dict[str, Any], role: str, column: str, where: str) -> str:
@@ -206,14 +207,14 @@ def _known(column: str, header: list[str], where: str) -> str:
 
 
 def _classes(labels: Iterator[str]) -> tuple[str, ...]:
-    """The distinct labels, sorted: by value when all are integers, by name otherwise."""
+    """The distinct labels, sorted by value if all are integers, otherwise by name."""
     found = {label for label in labels if label.strip()}
     numbers = all(label.removeprefix("-").isdecimal() for label in found)
     return tuple(sorted(found, key=int if numbers else None))
 
 
 def _labelled(rows: Iterator[Row], classes: tuple[str, ...]) -> Iterator[Row]:
-    """Rows whose labels are known. They stay names: the feature turns them into ids."""
+    """Rows, with a check that their labels occur in training. Labels stay names: the tfds feature maps them to ids."""
     known = frozenset(classes)
     for where, row in rows:
         if "label" in row and row["label"] not in known:
@@ -223,14 +224,14 @@ def _labelled(rows: Iterator[Row], classes: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _scored(rows: Iterator[Row], score_range: tuple[float, ...]) -> Iterator[Row]:
-    """Rows whose scores are numbers of the range, as shares of it."""
+    """Rows with scores scaled from `score_range` to 0 to 1."""
     for where, row in rows:
         if "score" in row:
             try:
                 score = float(row["score"])
             except ValueError:
                 raise ConfigError(f"{where}: got score {row['score']!r}, expected a number; mend the data") from None
-            row["score"] = cache.scaled(score, score_range, where)
+            row["score"] = cache.scale_score(score, score_range, where)
         yield where, row
 
 

@@ -1,15 +1,15 @@
-"""Stock tfds data sets by name, read from a folder where they lie prepared as array_record.
+"""Stock tfds data sets by name, read from a directory in which they are prepared as array_record.
 
     config.name = "wmt14_translate/de-en"       as tfds spells it: data set, configuration, optionally ":version"
     config.dir = "/data/tfds"                   tfds' data_dir
-    config.splits = {"train": ("train[:90%]",), "validation": ("train[90%:]",)}     empty: the data set's own splits
-    config.splits = {"train": ("train[:90%]", "validation")}          several parts follow each other, as with tfds' "+"
-    config.columns = {"source": "en", "target": "de"}                                 empty: what follows
+    config.splits = {"train": ("train[:90%]",), "validation": ("train[90%:]",)}     default: the data set's own splits
+    config.splits = {"train": ("train[:90%]", "validation")}          several parts, concatenated (tfds' "+")
+    config.columns = {"source": "en", "target": "de"}                                 default: see below
 
-Without `columns`, a translation is read in the direction of its configuration's name ("de-en": German is the source),
-and the only text feature of another data set is the role text; a class feature named label is the label. The role score
-is a number from `config.score_range`; one outside is refused when it is read. "a/b" is feature b inside feature a.
-Preparing most stock data sets needs TensorFlow once (see `jaxformer.data.prepare`); reading never does.
+Without `columns`, the name of a translation's configuration gives the direction ("de-en": German is the source). Of
+another data set, the only text feature has the role text, and a class feature named label is the label. A score outside
+of `config.score_range` is an error when it is read. "a/b" is feature b of feature a. Preparing most stock data sets
+needs TensorFlow (see `jaxformer.data.prepare`); reading does not.
 """
 
 from __future__ import annotations
@@ -21,40 +21,43 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from jaxformer import registry
-from jaxformer.config import ConfigError, DataConfig
+from jaxformer.config import DataConfig
 from jaxformer.data import cache
 from jaxformer.data.sources import Dataset
+from jaxformer.errors import ConfigError
 
 
 def build(config: DataConfig) -> Dataset:
     """The data set `config.name` below `config.dir`.
 
     Raises:
-      ConfigError: it is not prepared there, or has no such split or column.
+      ConfigError: the data set is not prepared there, or has no such split or column.
     """
     builder = _opened(config)
     columns = dict(config.columns) or _default_columns(builder, config)
     for role, column in columns.items():
         _check(builder, role, column, config.name)
-    own = tuple(builder.info.splits)
-    expressions = {split: "+".join(parts) for split, parts in config.splits.items()} or {split: split for split in own}
+    names = tuple(builder.info.splits)
+    expressions = {split: "+".join(parts) for split, parts in config.splits.items()} or {
+        split: split for split in names
+    }
     splits = {}
     for split, expression in expressions.items():
         try:
             length = len(builder.as_data_source(expression))
         except ValueError as error:
             name = expression.split("[")[0]
-            expected = f"expected one of {', '.join(own)} or a part, as train[:90%]{registry.nearest(name, own)}"
+            expected = f"expected one of {', '.join(names)} or a part, as train[:90%]{registry.nearest(name, names)}"
             raise ConfigError(f"data.splits.{split}: got {expression!r}, {expected}") from error
-        splits[split] = cache.Records(str(builder.data_path), expression, columns, length, config.score_range)
-    classes = cache.classes({role: _feature(builder, column) for role, column in columns.items()})
+        splits[split] = cache.PreparedSplit(str(builder.data_path), expression, columns, length, config.score_range)
+    classes = cache.class_names({role: _feature(builder, column) for role, column in columns.items()})
     counts = {name: (split.num_examples, split.num_bytes) for name, split in builder.info.splits.items()}
     content = repr((builder.info.full_name, counts, expressions, sorted(columns.items())))
     return Dataset(splits=splits, key=f"tfds-{hashlib.sha256(content.encode()).hexdigest()[:16]}", classes=classes)
 
 
 def _opened(config: DataConfig) -> tfds.core.DatasetBuilder:
-    """The builder, from the prepared files alone: tfds' own `data_source` would begin to download."""
+    """The builder, from the prepared files only: tfds' own `data_source` would start a download."""
     if not config.name:
         raise ConfigError("data.name: got '', expected a tfds data set; set --config.data.name=lm1b, for example")
     if not config.dir:
@@ -73,7 +76,7 @@ def _opened(config: DataConfig) -> tfds.core.DatasetBuilder:
 
 
 def _default_columns(builder: tfds.core.DatasetBuilder, config: DataConfig) -> dict[str, str]:
-    """Roles that are clear from the features: a translation's two languages, or the only text, and the label."""
+    """Columns that follow from the features: a translation's two languages, or the only text, and the label."""
     features = builder.info.features
     languages = config.name.split(":")[0].partition("/")[2].split("-")
     if isinstance(features, tfds.features.FeaturesDict) and len(languages) == 2 and set(languages) <= set(features):
@@ -89,7 +92,7 @@ def _default_columns(builder: tfds.core.DatasetBuilder, config: DataConfig) -> d
 
 
 def _feature(builder: tfds.core.DatasetBuilder, column: str) -> Any:
-    """The feature at "a/b". Raises KeyError with the names that exist where the path breaks."""
+    """The feature at the path "a/b". Raises KeyError with the names that exist if there is none."""
     feature: Any = builder.info.features
     for name in column.split("/"):
         known = tuple(sorted(feature)) if isinstance(feature, tfds.features.FeaturesDict) else ()
@@ -112,11 +115,11 @@ def _check(builder: tfds.core.DatasetBuilder, role: str, column: str, name: str)
             expected = "expected a number"
             raise ConfigError(f"data.columns.score: got {column!r}, a {type(feature).__name__} in {name}, {expected}")
         return
-    wanted = tfds.features.ClassLabel if role in ("label", "tags") else tfds.features.Text
-    single = isinstance(feature, wanted) and role != "tags"
-    several = isinstance(feature, tfds.features.Sequence) and isinstance(feature.feature, wanted)
+    expected_class = tfds.features.ClassLabel if role in ("label", "tags") else tfds.features.Text
+    single = isinstance(feature, expected_class) and role != "tags"
+    several = isinstance(feature, tfds.features.Sequence) and isinstance(feature.feature, expected_class)
     if not single and not (several and role in ("text", "tags")):
-        expected = f"expected a {'Sequence of ' if role == 'tags' else ''}{wanted.__name__} feature"
+        expected = f"expected a {'Sequence of ' if role == 'tags' else ''}{expected_class.__name__} feature"
         raise ConfigError(f"data.columns.{role}: got {column!r}, a {type(feature).__name__} in {name}, {expected}")
 
 

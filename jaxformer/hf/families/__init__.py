@@ -1,1 +1,1 @@
-"""One architecture of the other library a file, as data: each defines `FAMILY`."""
+"""Families of the transformers library, one file each, as data: each file defines `FAMILY`."""

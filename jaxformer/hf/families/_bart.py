@@ -1,12 +1,11 @@
-"""What BART and Marian share: post-norm encoder and decoder with separate biased projections."""
+"""Shared by BART, Marian and Pegasus: encoder and decoder with learned or sinusoidal positions and biases."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from jaxformer.config import (
     AttentionConfig,
-    ConfigError,
     EmbedConfig,
     EncodingConfig,
     FeedForwardConfig,
@@ -14,21 +13,30 @@ from jaxformer.config import (
     NormConfig,
     StackConfig,
 )
-from jaxformer.hf.table import Row, Settings, linear, norm, projections, side, their_activation
+from jaxformer.hf.table import (
+    Row,
+    Settings,
+    attention_rows,
+    hf_activation,
+    linear_rows,
+    norm_rows,
+    require_ffn,
+    require_stack,
+)
 
-TABLES = ("model.shared.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+EMBEDDING_TABLES = ("model.shared.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
-def stack(
+def stack_config(
     settings: Settings,
     name: str,
     encoding: EncodingConfig,
     vocab: int,
     embed_norm: bool = False,
-    order: str = "post",
+    order: Literal["pre", "post"] = "post",
 ) -> StackConfig:
-    """The encoder or decoder of a config.json."""
+    """The encoder or the decoder of a config.json; `name` is "encoder" or "decoder"."""
     dropout = settings("dropout", 0.1)
     settings.expect(f"{name}_layerdrop", 0.0)
     return StackConfig(
@@ -50,13 +58,13 @@ def stack(
             activation=settings.activation("activation_function", "gelu"),
             dropout=settings("activation_dropout", 0.0),
         ),
-        norm=NormConfig(order=order),  # their layer norms have epsilon 1e-5, whatever the config says
+        norm=NormConfig(order=order),  # the library's layer norms have epsilon 1e-5, whatever the config says
         dropout=dropout,
     )
 
 
-def write(model: ModelConfig, head: str) -> dict[str, Any]:
-    encoder, decoder = side(model, "encoder"), side(model, "decoder")
+def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
+    encoder, decoder = require_stack(model, "encoder"), require_stack(model, "decoder")
     settings: dict[str, Any] = {
         "d_model": encoder.width,
         "vocab_size": encoder.embed.vocab,
@@ -67,52 +75,58 @@ def write(model: ModelConfig, head: str) -> dict[str, Any]:
         "is_encoder_decoder": True,
     }
     for name, part in (("encoder", encoder), ("decoder", decoder)):
-        if part.ffn is None:
-            raise ConfigError(f"export: got a {name} without feed-forward layers, expected them for this family")
+        ffn = require_ffn(part)
         settings |= {
             f"{name}_layers": part.layers,
             f"{name}_attention_heads": part.attention.heads,
-            f"{name}_ffn_dim": part.ffn.width or 4 * part.width,
-            "activation_function": their_activation(part.ffn.activation),
-            "activation_dropout": part.ffn.dropout,
+            f"{name}_ffn_dim": ffn.width or 4 * part.width,
+            "activation_function": hf_activation(ffn.activation),
+            "activation_dropout": ffn.dropout,
         }
     return settings
 
 
-def rows(model: ModelConfig, name: str) -> list[Row]:
-    """Rows of one stack, without embeddings."""
-    part = side(model, name)
-    theirs, ours = f"model.{name}.layers.{{layer}}", f"{name}/blocks"
-    found = [
-        *projections(f"{theirs}.self_attn", f"{ours}/attention", part.attention, part.width, PROJECTIONS),
-        *norm(f"{theirs}.self_attn_layer_norm", f"{ours}/attention_norm"),
-        *linear(f"{theirs}.fc1", f"{ours}/ffn/in"),
-        *linear(f"{theirs}.fc2", f"{ours}/ffn/out"),
-        *norm(f"{theirs}.final_layer_norm", f"{ours}/ffn_norm"),
+def stack_rows(model: ModelConfig, name: str) -> list[Row]:
+    """Rows of the encoder or the decoder, without token embeddings."""
+    part = require_stack(model, name)
+    hf_layer, param_layer = f"model.{name}.layers.{{layer}}", f"{name}/blocks"
+    rows = [
+        *attention_rows(f"{hf_layer}.self_attn", f"{param_layer}/attention", part.attention, part.width, PROJECTIONS),
+        *norm_rows(f"{hf_layer}.self_attn_layer_norm", f"{param_layer}/attention_norm"),
+        *linear_rows(f"{hf_layer}.fc1", f"{param_layer}/ffn/in"),
+        *linear_rows(f"{hf_layer}.fc2", f"{param_layer}/ffn/out"),
+        *norm_rows(f"{hf_layer}.final_layer_norm", f"{param_layer}/ffn_norm"),
     ]
     if part.norm.order == "pre":
-        found += norm(f"model.{name}.layer_norm", f"{name}/final_norm")
+        rows += norm_rows(f"model.{name}.layer_norm", f"{name}/final_norm")
     if part.embed.norm:
-        found += norm(f"model.{name}.layernorm_embedding", f"{name}/embed_norm")
+        rows += norm_rows(f"model.{name}.layernorm_embedding", f"{name}/embed_norm")
     if part.encoding.kind == "learned":
-        found.append(Row(f"model.{name}.embed_positions.weight", f"{name}/position/table"))
+        rows.append(Row(f"model.{name}.embed_positions.weight", f"{name}/position/table"))
     if name == "decoder":
-        found += projections(f"{theirs}.encoder_attn", f"{ours}/cross", part.attention, part.width, PROJECTIONS)
-        found += norm(f"{theirs}.encoder_attn_layer_norm", f"{ours}/cross_norm")
-    return found
+        rows += attention_rows(
+            f"{hf_layer}.encoder_attn", f"{param_layer}/cross", part.attention, part.width, PROJECTIONS
+        )
+        rows += norm_rows(f"{hf_layer}.encoder_attn_layer_norm", f"{param_layer}/cross_norm")
+    return rows
 
 
-def embeddings(model: ModelConfig) -> list[Row]:
-    """One table for both sides, or one each."""
+def body_rows(model: ModelConfig) -> list[Row]:
+    """Rows of embeddings, encoder and decoder."""
+    return [*embedding_rows(model), *stack_rows(model, "encoder"), *stack_rows(model, "decoder")]
+
+
+def embedding_rows(model: ModelConfig) -> list[Row]:
+    """Rows of the shared embedding, or of the encoder's and the decoder's."""
     if model.share_embeddings:
-        return [Row(TABLES[0], "source_embed/table")]
+        return [Row(EMBEDDING_TABLES[0], "source_embed/table")]
     return [
-        Row(TABLES[1], "source_embed/table"),
-        Row(TABLES[2], "target_embed/table"),
+        Row(EMBEDDING_TABLES[1], "source_embed/table"),
+        Row(EMBEDDING_TABLES[2], "target_embed/table"),
     ]
 
 
-def output(model: ModelConfig) -> list[Row]:
-    """The head's bias, which is a buffer of theirs (absent from some files), and its own table if it has one."""
+def output_rows(model: ModelConfig) -> list[Row]:
+    """Rows of the output bias, a buffer that some files lack, and of the output projection if it is not tied."""
     bias = Row("final_logits_bias", "head/bias", "1 V -> V", optional=True)
     return [bias] if model.head.tied else [bias, Row("lm_head.weight", "head/kernel", "V D -> D V")]

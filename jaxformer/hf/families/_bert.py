@@ -1,4 +1,4 @@
-"""What BERT and RoBERTa share: post-norm encoder, learned positions, a norm over the embedding sum."""
+"""Shared by BERT and RoBERTa: post-norm encoder, learned positions, a norm over the embedding sum."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from jaxformer.config import (
     NormConfig,
     StackConfig,
 )
+from jaxformer.config.schema import Activation
 from jaxformer.hf.table import (
-    HIDDEN,
-    SPANS,
+    NO_HEAD,
+    SPAN_HEAD,
     Row,
     Settings,
-    classifier,
-    linear,
-    norm,
-    projections,
-    side,
-    their_activation,
+    attention_rows,
+    classifier_head,
+    hf_activation,
+    linear_rows,
+    norm_rows,
+    require_stack,
 )
 
 PROJECTIONS = (
@@ -35,7 +36,7 @@ PROJECTIONS = (
 )
 
 
-def encoder(settings: Settings, offset: int = 0, kinds: int = 2) -> StackConfig:
+def encoder_config(settings: Settings, offset: int = 0, kinds: int = 2) -> StackConfig:
     settings.expect("position_embedding_type", "absolute")
     settings.expect("is_decoder", False)
     settings.expect("add_cross_attention", False)
@@ -62,12 +63,14 @@ def encoder(settings: Settings, offset: int = 0, kinds: int = 2) -> StackConfig:
     )
 
 
-def top(settings: Settings, head: str, stack: StackConfig, activation: str, before: bool = False) -> HeadConfig:
-    """The head of that name on an encoder.
+def head_config(
+    settings: Settings, head: str, stack: StackConfig, activation: Activation, input_dropout: bool = False
+) -> HeadConfig:
+    """The head config of an encoder.
 
     Args:
-      activation: of the masked language model.
-      before: a sequence classifier's dropout acts before its hidden layer too.
+      activation: activation function of the masked language model's transform.
+      input_dropout: a sequence classifier has dropout before its hidden layer, too (RoBERTa).
     """
     dropout = settings("classifier_dropout", None)
     dropout = stack.dropout if dropout is None else settings("classifier_dropout", 0.0)
@@ -79,19 +82,19 @@ def top(settings: Settings, head: str, stack: StackConfig, activation: str, befo
             activation=activation,
             epsilon=stack.norm.epsilon,
         ),
-        "sequence": lambda: classifier(
-            settings, "classes", width=stack.width, dropout=dropout, input_dropout=dropout if before else 0.0
+        "sequence": lambda: classifier_head(
+            settings, "classes", width=stack.width, dropout=dropout, input_dropout=dropout if input_dropout else 0.0
         ),
-        "token": lambda: classifier(settings, "slots", dropout=dropout),
-        "qa": lambda: SPANS,
+        "token": lambda: classifier_head(settings, "slots", dropout=dropout),
+        "qa": lambda: SPAN_HEAD,
         "model": lambda: HeadConfig(kind="pooled", tied=False, width=stack.width),
-        "bare": lambda: HIDDEN,
+        "bare": lambda: NO_HEAD,
     }
     return heads[head]()
 
 
-def architectures(name: str) -> dict[str, str]:
-    """Our word for a head -> their class, of the family whose classes begin with `name`."""
+def head_classes(name: str) -> dict[str, str]:
+    """Head -> class name, for a family whose class names begin with `name`."""
     heads = {
         "masked_lm": "ForMaskedLM",
         "sequence": "ForSequenceClassification",
@@ -103,14 +106,14 @@ def architectures(name: str) -> dict[str, str]:
     return {head: name + ending for head, ending in heads.items()}
 
 
-def write(model: ModelConfig, head: str) -> dict[str, Any]:
-    stack = side(model, "encoder")
+def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
+    stack = require_stack(model, "encoder")
     return {
         "hidden_size": stack.width,
         "num_hidden_layers": stack.layers,
         "num_attention_heads": stack.attention.heads,
         "intermediate_size": 4 * stack.width if stack.ffn is None else stack.ffn.width or 4 * stack.width,
-        "hidden_act": "gelu" if stack.ffn is None else their_activation(stack.ffn.activation),
+        "hidden_act": "gelu" if stack.ffn is None else hf_activation(stack.ffn.activation),
         "hidden_dropout_prob": stack.dropout,
         "attention_probs_dropout_prob": stack.attention.dropout,
         "layer_norm_eps": stack.norm.epsilon,
@@ -123,10 +126,10 @@ def write(model: ModelConfig, head: str) -> dict[str, Any]:
     }
 
 
-def body(model: ModelConfig, prefix: str) -> list[Row]:
+def body_rows(model: ModelConfig, prefix: str) -> list[Row]:
     """Rows of embeddings and layers."""
-    stack = side(model, "encoder")
-    theirs, ours = prefix + ".encoder.layer.{layer}", "encoder/blocks"
+    stack = require_stack(model, "encoder")
+    hf_layer, param_layer = prefix + ".encoder.layer.{layer}", "encoder/blocks"
     kinds = (
         [Row(f"{prefix}.embeddings.token_type_embeddings.weight", "source_embed/kinds")] if stack.embed.kinds else []
     )
@@ -134,10 +137,10 @@ def body(model: ModelConfig, prefix: str) -> list[Row]:
         Row(f"{prefix}.embeddings.word_embeddings.weight", "source_embed/table"),
         Row(f"{prefix}.embeddings.position_embeddings.weight", "encoder/position/table"),
         *kinds,
-        *norm(f"{prefix}.embeddings.LayerNorm", "encoder/embed_norm"),
-        *projections(theirs, f"{ours}/attention", stack.attention, stack.width, PROJECTIONS),
-        *norm(f"{theirs}.attention.output.LayerNorm", f"{ours}/attention_norm"),
-        *linear(f"{theirs}.intermediate.dense", f"{ours}/ffn/in"),
-        *linear(f"{theirs}.output.dense", f"{ours}/ffn/out"),
-        *norm(f"{theirs}.output.LayerNorm", f"{ours}/ffn_norm"),
+        *norm_rows(f"{prefix}.embeddings.LayerNorm", "encoder/embed_norm"),
+        *attention_rows(hf_layer, f"{param_layer}/attention", stack.attention, stack.width, PROJECTIONS),
+        *norm_rows(f"{hf_layer}.attention.output.LayerNorm", f"{param_layer}/attention_norm"),
+        *linear_rows(f"{hf_layer}.intermediate.dense", f"{param_layer}/ffn/in"),
+        *linear_rows(f"{hf_layer}.output.dense", f"{param_layer}/ffn/out"),
+        *norm_rows(f"{hf_layer}.output.LayerNorm", f"{param_layer}/ffn_norm"),
     ]

@@ -1,4 +1,4 @@
-"""What LLaMA and its relatives share: pre-norm decoder, RMS norm, rotations, gated feed-forward, grouped queries."""
+"""LLaMA and its variants: pre-norm decoder with RMS norm, RoPE, gated feed-forward and grouped queries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxformer.config import (
     AttentionConfig,
-    ConfigError,
     EmbedConfig,
     EncodingConfig,
     FeedForwardConfig,
@@ -20,31 +19,34 @@ from jaxformer.config import (
     RopeScalingConfig,
     StackConfig,
 )
+from jaxformer.errors import ConfigError
 from jaxformer.hf.table import (
-    HIDDEN,
-    Convention,
+    NO_HEAD,
+    CallConvention,
     Family,
     Row,
     Settings,
-    classifier,
-    linear,
-    norm,
-    projections,
-    side,
-    their_activation,
-    token_dropout,
+    attention_rows,
+    classifier_head,
+    hf_activation,
+    linear_rows,
+    norm_rows,
+    require_ffn,
+    require_stack,
+    token_classifier_dropout,
 )
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """Where a relative with experts keeps them.
+class ExpertLayout:
+    """Names and defaults of a mixture of experts.
 
     Attributes:
-      block: what holds router and experts, in names of tensors.
-      parts: gate, up and down projection of an expert, in names of tensors.
-      count, width: settings of the number of experts and of their inner width.
-      experts, top_k, normalise: defaults; `normalise` None: always, and there is no setting.
+      block: module that holds router and experts.
+      parts: modules of an expert's gate, up and down projection.
+      count, width: config.json keys of the number of experts and of their inner width.
+      experts, top_k: default values.
+      normalise: default of `norm_topk_prob`; None: there is no such key, and weights are always normalised.
     """
 
     block: str
@@ -58,30 +60,32 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Variant:
-    """Where a relative differs from LLaMA, or what its config.json is silent about.
+    """Differences of a variant from LLaMA, and its default values.
 
     Attributes:
-      type, name: `model_type`, and what class names begin with.
-      bias: "setting": `attention_bias` decides for all four projections; "inputs": query, key and value have biases;
-        "none": nothing has.
-      mlp_bias: there is a setting of that name.
-      has_window: there is a setting `sliding_window`, whose default is `window`.
-      head_norm: queries and keys are normalised.
-      offset: RMS scales are stored as differences from 1, and embeddings multiplied by sqrt(width).
-      mixture: the feed-forward layers are mixtures of experts.
-      tied, kv_heads, head_width, theta, positions, activation, epsilon: defaults; `kv_heads` None: as many as heads.
-      before: special tokens before a text, where no tokenizer.json says it.
+      model_type: the value in config.json.
+      class_prefix: start of its class names.
+      bias: biases of attention. "setting": `attention_bias` decides for all four projections; "inputs": query, key and
+        value have them; "none": no projection has.
+      has_mlp_bias: config.json has the key `mlp_bias`.
+      has_window: config.json has the key `sliding_window`, whose default is `window`.
+      has_query_key_norm: queries and keys are normalised.
+      has_offset_norm: RMS scales are stored as differences from 1, and embeddings multiplied by sqrt(width) (Gemma).
+      mixture: the mixture of experts in place of feed-forward layers.
+      tied, kv_heads, head_width, theta, positions, activation, epsilon: default values. `kv_heads` None: as many as
+        query heads.
+      prefix_tokens: special tokens before a text if no tokenizer.json says it.
     """
 
-    type: str
-    name: str
+    model_type: str
+    class_prefix: str
     bias: str = "setting"
-    mlp_bias: bool = False
+    has_mlp_bias: bool = False
     window: int | None = None
     has_window: bool = False
-    head_norm: bool = False
-    offset: bool = False
-    mixture: Mixture | None = None
+    has_query_key_norm: bool = False
+    has_offset_norm: bool = False
+    mixture: ExpertLayout | None = None
     tied: bool = False
     kv_heads: int | None = None
     head_width: int | None = None
@@ -89,42 +93,42 @@ class Variant:
     positions: int = 2048
     activation: str = "silu"
     epsilon: float = 1e-6
-    before: tuple[str, ...] = ()
+    prefix_tokens: tuple[str, ...] = ()
 
 
-def free(variant: Variant) -> dict[str, str]:
-    """Keys that change nothing, with the reason."""
-    found = {"pretraining_tp": "into how many parts products were split, which their sums do not show"}
+def ignored_keys(variant: Variant) -> dict[str, str]:
+    """config.json keys that change nothing, with the reason."""
+    keys = {"pretraining_tp": "number of parts of a matrix product, whose sum is the same"}
     if not variant.has_window:
         names = ("sliding_window", "max_window_layers")
-        found |= dict.fromkeys(names, "of use_sliding_window, which is refused")
+        keys |= dict.fromkeys(names, "of use_sliding_window, which is refused")
     if variant.mixture and variant.mixture.width != "intermediate_size":
-        found["intermediate_size"] = "of layers without experts, which are refused"
-    return found
+        keys["intermediate_size"] = "of layers without experts, which are refused"
+    return keys
 
 
-def rotation(settings: Settings, positions: int, theta: float) -> EncodingConfig:
-    """The rotary encoding of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    found = settings("rope_scaling", None) or settings("rope_parameters", None) or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{settings.where}: got rope_parameters {found!r}, expected an object; fix the file")
-    rope = Settings(found, settings.where)
+def rope_encoding(settings: Settings, positions: int, theta: float) -> EncodingConfig:
+    """The rotary encoding of `rope_parameters`, or of `rope_theta` and `rope_scaling` in files of transformers 4."""
+    values = settings("rope_scaling", None) or settings("rope_parameters", None) or {}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{settings.path}: got rope_parameters {values!r}, expected an object; fix the file")
+    rope = Settings(values, settings.path)
     kind = rope("rope_type", "default", "type")
     for holder in (settings, rope):
-        holder.expect("partial_rotary_factor", 1.0)  # of other families; the library reads and does not apply it here
+        holder.expect("partial_rotary_factor", 1.0)  # the library reads it, but does not apply it in these families
     base = rope("rope_theta", settings("rope_theta", theta))
     encoding = EncodingConfig("rope", max_length=positions, base=base, scaling=_scaling(rope, kind, positions))
-    settings.unread |= {f"rope_parameters.{name}" for name in found if name not in rope.asked}
+    settings.unread_keys |= {f"rope_parameters.{name}" for name in values if name not in rope.read_keys}
     return encoding
 
 
 def _scaling(rope: Settings, kind: str, positions: int) -> RopeScalingConfig | None:
-    """How the frequencies of a `rope_type` are stretched."""
+    """The frequency scaling of a `rope_type`; None: no scaling."""
     if kind == "default":
         return None
     if kind not in ("linear", "dynamic", "llama3", "yarn"):
         expected = "default, linear, dynamic, llama3 or yarn"
-        raise ConfigError(f"{rope.where}: got rope_type {kind!r}, expected {expected}; this variant is not supported")
+        raise ConfigError(f"{rope.path}: got rope_type {kind!r}, expected {expected}; this variant is not supported")
     if kind == "linear":
         return RopeScalingConfig("linear", factor=rope("factor", 1.0))
     original = positions if kind == "dynamic" else rope.size("original_max_position_embeddings", positions)
@@ -137,13 +141,13 @@ def _scaling(rope: Settings, kind: str, positions: int) -> RopeScalingConfig | N
             slow=rope("beta_slow", 1.0) or 1.0,
             fast=rope("beta_fast", 32.0) or 32.0,
             whole=rope("truncate", True),
-            magnitude=_magnitude(rope),
+            magnitude=_attention_factor(rope),
         )
     return scaling
 
 
-def _magnitude(rope: Settings) -> float | None:
-    """YaRN's factor on cosines and sines, where it is given, or its two-part form (DeepSeek's mscale)."""
+def _attention_factor(rope: Settings) -> float | None:
+    """YaRN's factor on cosines and sines, also from its two-part form (DeepSeek's mscale); None: computed."""
     if rope("attention_factor", None) is not None:
         return rope("attention_factor", 1.0)
     parts = rope("mscale", None), rope("mscale_all_dim", None)
@@ -153,11 +157,11 @@ def _magnitude(rope: Settings) -> float | None:
     return scale(parts[0]) / scale(parts[1])
 
 
-def their_rotation(encoding: EncodingConfig) -> dict[str, Any]:
+def rope_parameters(encoding: EncodingConfig) -> dict[str, Any]:
     """`rope_parameters` of an encoding."""
     rope: dict[str, Any] = {"rope_theta": encoding.base, "rope_type": "default"}
     if encoding.fraction != 1.0:
-        rope["partial_rotary_factor"] = encoding.fraction  # which reading it again refuses
+        rope["partial_rotary_factor"] = encoding.fraction  # which `rope_encoding` refuses
     scaling = encoding.scaling
     if scaling is None:
         return rope
@@ -173,22 +177,22 @@ def their_rotation(encoding: EncodingConfig) -> dict[str, Any]:
     return rope
 
 
-def _pad(settings: Settings, vocab: int) -> int | None:
-    """The row that gets no gradient; -1 is the last one, as in the other library."""
+def _pad_token(settings: Settings, vocab: int) -> int | None:
+    """The padding token, whose embedding gets no gradient. Negative ids count from the end, as in the library."""
     pad = settings("pad_token_id", None)
     if pad is None:
         return None
     if isinstance(pad, bool) or not isinstance(pad, int) or not -vocab <= pad < vocab:
-        raise ConfigError(f"{settings.where}: got pad_token_id {pad!r}, expected a token of {vocab}; fix the file")
+        raise ConfigError(f"{settings.path}: got pad_token_id {pad!r}, expected a token of {vocab}; fix the file")
     return pad % vocab
 
 
-def _mixture(settings: Settings, mixture: Mixture) -> MoEConfig:
-    """The experts that a config.json says. Its load-balance loss keeps its weight, in the form of `nn/moe.py`."""
+def _moe_config(settings: Settings, mixture: ExpertLayout) -> MoEConfig:
+    """The mixture of experts of a config.json. The load-balance loss of `nn/moe.py` takes its weight."""
     settings.expect("router_jitter_noise", 0.0)
     settings.expect("decoder_sparse_step", 1)
     settings.expect("mlp_only_layers", [])
-    settings("output_router_logits", False)  # read at a call: `calling.router_outputs`
+    settings("output_router_logits", False)  # read at a call: `forward.add_router_outputs`
     return MoEConfig(
         experts=settings.size(mixture.count, mixture.experts, "num_local_experts"),
         top_k=settings.size("num_experts_per_tok", mixture.top_k),
@@ -198,7 +202,7 @@ def _mixture(settings: Settings, mixture: Mixture) -> MoEConfig:
     )
 
 
-def _their_mixture(moe: MoEConfig, mixture: Mixture) -> dict[str, Any]:
+def _moe_settings(moe: MoEConfig, mixture: ExpertLayout) -> dict[str, Any]:
     settings = {
         mixture.count: moe.experts,
         "num_experts_per_tok": moe.top_k,
@@ -208,9 +212,9 @@ def _their_mixture(moe: MoEConfig, mixture: Mixture) -> dict[str, Any]:
 
 
 def family(variant: Variant) -> Family:
-    """The family of a relative."""
+    """The family of a variant of LLaMA."""
 
-    def read(settings: Settings, head: str) -> ModelConfig:
+    def read_config(settings: Settings, head: str) -> ModelConfig:
         heads, width = settings.size("num_attention_heads", 32), settings.size("hidden_size", 4096)
         positions = settings.size("max_position_embeddings", variant.positions)
         epsilon = settings("rms_norm_eps", variant.epsilon)
@@ -218,28 +222,28 @@ def family(variant: Variant) -> Family:
         bias = settings("attention_bias", False) if variant.bias == "setting" else variant.bias == "inputs"
         settings.expect("use_sliding_window", False)
         window = variant.window
-        if variant.has_window and settings.given("sliding_window", window) is None:
-            window = None  # null: none, which is not the default
+        if variant.has_window and settings.raw("sliding_window", window) is None:
+            window = None  # null means no window, an absent key the default
         elif variant.has_window:
             window = settings.size("sliding_window", window)
         if any(kind != "full_attention" for kind in settings("layer_types", None) or ()):
             raise ConfigError(
-                f"{settings.where}: got layer_types other than full_attention, expected no other; this variant is not "
+                f"{settings.path}: got layer_types other than full_attention, expected no other; this variant is not "
                 "supported"
             )
-        both_ways = settings("use_bidirectional_attention", None)
+        bidirectional = settings("use_bidirectional_attention", None)
         decoder = StackConfig(
             layers=settings.size("num_hidden_layers", 32),
             width=width,
-            embed=EmbedConfig(vocab=vocab, scale=variant.offset, pad=_pad(settings, vocab)),
-            encoding=rotation(settings, positions, variant.theta),
+            embed=EmbedConfig(vocab=vocab, scale=variant.has_offset_norm, pad=_pad_token(settings, vocab)),
+            encoding=rope_encoding(settings, positions, variant.theta),
             attention=AttentionConfig(
                 heads=heads,
                 kv_heads=settings.size("num_key_value_heads", variant.kv_heads or heads),
                 head_width=settings.size("head_dim", variant.head_width or max(width // heads, 1)),
                 bias=bias,
                 output_bias=False if variant.bias == "inputs" else None,
-                norm=NormConfig("rms", epsilon=epsilon) if variant.head_norm else None,
+                norm=NormConfig("rms", epsilon=epsilon) if variant.has_query_key_norm else None,
                 window=window,
                 dropout=settings("attention_dropout", 0.0),
             ),
@@ -247,32 +251,28 @@ def family(variant: Variant) -> Family:
                 width=settings.size(variant.mixture.width if variant.mixture else "intermediate_size", 11008),
                 activation=settings.activation("hidden_act", variant.activation),
                 gated=True,
-                bias=variant.mlp_bias and settings("mlp_bias", False),
+                bias=variant.has_mlp_bias and settings("mlp_bias", False),
             ),
-            moe=variant.mixture and _mixture(settings, variant.mixture),
-            norm=NormConfig("rms", epsilon=epsilon, offset=1.0 if variant.offset else 0.0),
-            causal=False if both_ways else None,
+            moe=None if variant.mixture is None else _moe_config(settings, variant.mixture),
+            norm=NormConfig("rms", epsilon=epsilon, offset=1.0 if variant.has_offset_norm else 0.0),
+            causal=False if bidirectional else None,
         )
-        tops = {
+        by_head = {
             "causal_lm": lambda: HeadConfig(tied=settings("tie_word_embeddings", variant.tied)),
-            "sequence": lambda: classifier(settings, "classes", pooling="last", decision_bias=False),
-            "token": lambda: classifier(
+            "sequence": lambda: classifier_head(settings, "classes", pooling="last", decision_bias=False),
+            "token": lambda: classifier_head(
                 settings,
                 "slots",
-                dropout=token_dropout(settings),
+                dropout=token_classifier_dropout(settings),
                 decision_bias=settings("token_classification_bias", True),
             ),
-            "model": lambda: HIDDEN,
+            "model": lambda: NO_HEAD,
         }
-        return ModelConfig(decoder=decoder, head=tops[head]())
+        return ModelConfig(decoder=decoder, head=by_head[head]())
 
-    def write(model: ModelConfig, head: str) -> dict[str, Any]:
-        decoder = side(model, "decoder")
-        attention, ffn = decoder.attention, decoder.ffn
-        if ffn is None:
-            raise ConfigError("export: got a decoder without feed-forward layers, expected them for this family")
-        if variant.mixture and decoder.moe is None:
-            raise ConfigError("export: got a decoder without experts, expected them for this family")
+    def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
+        decoder = require_stack(model, "decoder")
+        attention, ffn = decoder.attention, require_ffn(decoder)
         head_width = attention.head_width or decoder.width // attention.heads
         settings = {
             "hidden_size": decoder.width,
@@ -284,10 +284,10 @@ def family(variant: Variant) -> Family:
             "max_position_embeddings": decoder.encoding.max_length,
             "vocab_size": decoder.embed.vocab,
             "rms_norm_eps": decoder.norm.epsilon,
-            "rope_parameters": their_rotation(decoder.encoding),
+            "rope_parameters": rope_parameters(decoder.encoding),
             "attention_dropout": attention.dropout,
             "tie_word_embeddings": (model.head.tied and head == "causal_lm") or (variant.tied and head != "causal_lm"),
-            "hidden_act": their_activation(ffn.activation),
+            "hidden_act": hf_activation(ffn.activation),
         }
         if decoder.causal is False:
             settings["use_bidirectional_attention"] = True
@@ -300,57 +300,62 @@ def family(variant: Variant) -> Family:
             }
         if variant.bias == "setting":
             settings["attention_bias"] = attention.bias
-        if variant.mlp_bias:
+        if variant.has_mlp_bias:
             settings["mlp_bias"] = ffn.bias
         if variant.has_window:
             settings["sliding_window"] = attention.window
         if variant.mixture:
-            settings |= _their_mixture(decoder.moe, variant.mixture)
+            if decoder.moe is None:
+                raise ConfigError("export: got a decoder without experts, expected them for this family")
+            settings |= _moe_settings(decoder.moe, variant.mixture)
         return settings
 
     def rows(model: ModelConfig, head: str) -> list[Row]:
-        decoder = side(model, "decoder")
-        theirs, ours = "model.layers.{layer}", "decoder/blocks"
+        decoder = require_stack(model, "decoder")
+        ffn = require_ffn(decoder)
+        hf_layer, param_layer = "model.layers.{layer}", "decoder/blocks"
         names = ("q_proj", "k_proj", "v_proj", "o_proj")
         body = [
             Row("model.embed_tokens.weight", "target_embed/table"),
-            *norm(f"{theirs}.input_layernorm", f"{ours}/attention_norm", bias=False),
-            *projections(f"{theirs}.self_attn", f"{ours}/attention", decoder.attention, decoder.width, names),
-            *norm(f"{theirs}.post_attention_layernorm", f"{ours}/ffn_norm", bias=False),
-            *norm("model.norm", "decoder/final_norm", bias=False),
+            *norm_rows(f"{hf_layer}.input_layernorm", f"{param_layer}/attention_norm", has_bias=False),
+            *attention_rows(
+                f"{hf_layer}.self_attn", f"{param_layer}/attention", decoder.attention, decoder.width, names
+            ),
+            *norm_rows(f"{hf_layer}.post_attention_layernorm", f"{param_layer}/ffn_norm", has_bias=False),
+            *norm_rows("model.norm", "decoder/final_norm", has_bias=False),
         ]
-        mixture, where, parts = variant.mixture, f"{theirs}.mlp", ("gate_proj", "up_proj", "down_proj")
+        mixture, where, parts = variant.mixture, f"{hf_layer}.mlp", ("gate_proj", "up_proj", "down_proj")
         if mixture:
-            body.append(Row(f"{theirs}.{mixture.block}.gate.weight", f"{ours}/ffn/router", "E D -> D E"))
-            where, parts = f"{theirs}.{mixture.block}.experts.{{expert}}", mixture.parts
+            body.append(Row(f"{hf_layer}.{mixture.block}.gate.weight", f"{param_layer}/ffn/router", "E D -> D E"))
+            where, parts = f"{hf_layer}.{mixture.block}.experts.{{expert}}", mixture.parts
         for name, part in zip(parts, ("gate", "in", "out"), strict=True):
-            body += linear(f"{where}.{name}", f"{ours}/ffn/{part}")[: 2 if decoder.ffn.bias else 1]
-        if variant.head_norm:
-            body += norm(f"{theirs}.self_attn.q_norm", f"{ours}/attention/query_norm", bias=False)
-            body += norm(f"{theirs}.self_attn.k_norm", f"{ours}/attention/key_norm", bias=False)
-        tops = {
+            body += linear_rows(f"{where}.{name}", f"{param_layer}/ffn/{part}", has_bias=ffn.bias)
+        if variant.has_query_key_norm:
+            body += norm_rows(f"{hf_layer}.self_attn.q_norm", f"{param_layer}/attention/query_norm", has_bias=False)
+            body += norm_rows(f"{hf_layer}.self_attn.k_norm", f"{param_layer}/attention/key_norm", has_bias=False)
+        by_head = {
             "causal_lm": [] if model.head.tied else [Row("lm_head.weight", "head/kernel", "V D -> D V")],
             "sequence": [Row("score.weight", "head/decision/kernel", "C D -> D C")],
-            "token": linear("score", "head/decision")[: 2 if model.head.decision_bias else 1],
+            "token": linear_rows("score", "head/decision", has_bias=model.head.decision_bias),
             "model": [],
         }
-        return body + tops[head]
+        return body + by_head[head]
 
     return Family(
-        types=(variant.type,),
+        model_types=(variant.model_type,),
         heads={
-            "causal_lm": f"{variant.name}ForCausalLM",
-            "sequence": f"{variant.name}ForSequenceClassification",
-            "token": f"{variant.name}ForTokenClassification",
-            "model": f"{variant.name}Model",
+            "causal_lm": f"{variant.class_prefix}ForCausalLM",
+            "sequence": f"{variant.class_prefix}ForSequenceClassification",
+            "token": f"{variant.class_prefix}ForTokenClassification",
+            "model": f"{variant.class_prefix}Model",
         },
-        read=read,
-        write=write,
+        read_config=read_config,
+        write_config=write_config,
         rows=rows,
         prefix="model.",
-        spare=(r"lm_head\..*", r"score\..*"),
-        free=free(variant),
-        ignored=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq"),
-        output=("lm_head.weight", "model.embed_tokens.weight"),
-        convention=Convention(before=variant.before),
+        droppable_tensors=(r"lm_head\..*", r"score\..*"),
+        ignored_keys=ignored_keys(variant),
+        ignored_tensors=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq"),
+        tied_tensors=("lm_head.weight", "model.embed_tokens.weight"),
+        convention=CallConvention(prefix_tokens=variant.prefix_tokens),
     )

@@ -4,46 +4,46 @@ from __future__ import annotations
 
 from jaxformer.config import ModelConfig
 from jaxformer.hf.families import _bert
-from jaxformer.hf.table import Convention, Family, Row, Settings, linear, norm
+from jaxformer.hf.table import CallConvention, Family, Row, Settings, linear_rows, norm_rows
 
 
-def read(settings: Settings, head: str) -> ModelConfig:
-    encoder = _bert.encoder(settings)
+def read_config(settings: Settings, head: str) -> ModelConfig:
+    encoder = _bert.encoder_config(settings)
     return ModelConfig(
-        encoder=encoder, head=_bert.top(settings, head, encoder, settings.activation("hidden_act", "gelu"))
+        encoder=encoder, head=_bert.head_config(settings, head, encoder, settings.activation("hidden_act", "gelu"))
     )
 
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
-    pooler = linear("bert.pooler.dense", "head/hidden")
+    pooler = linear_rows("bert.pooler.dense", "head/hidden")
     untied = [] if model.head.tied else [Row("cls.predictions.decoder.weight", "head/kernel", "V D -> D V")]
-    tops = {
+    by_head = {
         "masked_lm": [
-            *linear("cls.predictions.transform.dense", "head/transform"),
-            *norm("cls.predictions.transform.LayerNorm", "head/transform_norm"),
+            *linear_rows("cls.predictions.transform.dense", "head/transform"),
+            *norm_rows("cls.predictions.transform.LayerNorm", "head/transform_norm"),
             Row("cls.predictions.bias", "head/bias"),
             *untied,
         ],
-        "sequence": [*pooler, *linear("classifier", "head/decision")],
-        "token": linear("classifier", "head/decision"),
-        "qa": linear("qa_outputs", "head/decision"),
+        "sequence": [*pooler, *linear_rows("classifier", "head/decision")],
+        "token": linear_rows("classifier", "head/decision"),
+        "qa": linear_rows("qa_outputs", "head/decision"),
         "model": pooler,
         "bare": [],
     }
-    return _bert.body(model, "bert") + tops[head]
+    return _bert.body_rows(model, "bert") + by_head[head]
 
 
 FAMILY = Family(
-    types=("bert",),
-    heads=_bert.architectures("Bert"),
-    read=read,
-    write=_bert.write,
+    model_types=("bert",),
+    heads=_bert.head_classes("Bert"),
+    read_config=read_config,
+    write_config=_bert.write_config,
     rows=rows,
     prefix="bert.",
-    spare=(r"cls\..*", r"bert\.pooler\..*", r"classifier\..*", r"qa_outputs\..*"),
-    ignored=(r"bert\.embeddings\.position_ids",),
-    twins=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
-    renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
-    output=("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
-    convention=Convention(before=("[CLS]",), between=("[SEP]",), after=("[SEP]",)),
+    droppable_tensors=(r"cls\..*", r"bert\.pooler\..*", r"classifier\..*", r"qa_outputs\..*"),
+    ignored_tensors=(r"bert\.embeddings\.position_ids",),
+    duplicate_tensors=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
+    renamed_tensors=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+    tied_tensors=("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    convention=CallConvention(prefix_tokens=("[CLS]",), separator_tokens=("[SEP]",), suffix_tokens=("[SEP]",)),
 )

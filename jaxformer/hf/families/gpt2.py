@@ -15,22 +15,22 @@ from jaxformer.config import (
     StackConfig,
 )
 from jaxformer.hf.table import (
-    HIDDEN,
-    SPANS,
+    NO_HEAD,
+    SPAN_HEAD,
     Family,
     Row,
     Settings,
     attention_sizes,
-    classifier,
-    linear,
-    norm,
-    side,
-    their_activation,
-    token_dropout,
+    classifier_head,
+    hf_activation,
+    linear_rows,
+    norm_rows,
+    require_stack,
+    token_classifier_dropout,
 )
 
 
-def read(settings: Settings, head: str) -> ModelConfig:
+def read_config(settings: Settings, head: str) -> ModelConfig:
     settings.expect("add_cross_attention", False)
     width = settings.size("n_embd", 768)
     decoder = StackConfig(
@@ -53,16 +53,16 @@ def read(settings: Settings, head: str) -> ModelConfig:
     )
     heads = {
         "causal_lm": lambda: HeadConfig(tied=settings("tie_word_embeddings", True)),
-        "sequence": lambda: classifier(settings, "classes", pooling="last", decision_bias=False),
-        "token": lambda: classifier(settings, "slots", dropout=token_dropout(settings)),
-        "qa": lambda: SPANS,
-        "model": lambda: HIDDEN,
+        "sequence": lambda: classifier_head(settings, "classes", pooling="last", decision_bias=False),
+        "token": lambda: classifier_head(settings, "slots", dropout=token_classifier_dropout(settings)),
+        "qa": lambda: SPAN_HEAD,
+        "model": lambda: NO_HEAD,
     }
     return ModelConfig(decoder=decoder, head=heads[head]())
 
 
-def write(model: ModelConfig, head: str) -> dict[str, Any]:
-    decoder = side(model, "decoder")
+def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
+    decoder = require_stack(model, "decoder")
     return {
         "n_embd": decoder.width,
         "n_layer": decoder.layers,
@@ -70,7 +70,7 @@ def write(model: ModelConfig, head: str) -> dict[str, Any]:
         "n_inner": None if decoder.ffn is None else decoder.ffn.width,
         "n_positions": decoder.encoding.max_length,
         "vocab_size": decoder.embed.vocab,
-        "activation_function": "gelu" if decoder.ffn is None else their_activation(decoder.ffn.activation),
+        "activation_function": "gelu" if decoder.ffn is None else hf_activation(decoder.ffn.activation),
         "layer_norm_epsilon": decoder.norm.epsilon,
         "scale_attn_weights": decoder.attention.scale,
         "scale_attn_by_inverse_layer_idx": decoder.attention.scale_by_layer,
@@ -83,34 +83,38 @@ def write(model: ModelConfig, head: str) -> dict[str, Any]:
 
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
-    decoder = side(model, "decoder")
-    sizes, theirs, ours = attention_sizes(decoder.attention, decoder.width), "transformer.h.{layer}", "decoder/blocks"
-    heads = {"H": sizes["H"], "K": sizes["K"]}
-    three = lambda leaf: tuple(f"{ours}/attention/{part}/{leaf}" for part in ("query", "key", "value"))  # noqa: E731
+    decoder = require_stack(model, "decoder")
+    sizes, hf_layer, param_layer = (
+        attention_sizes(decoder.attention, decoder.width),
+        "transformer.h.{layer}",
+        "decoder/blocks",
+    )
+    axes = {"H": sizes["H"], "K": sizes["K"]}
+    fused = lambda leaf: tuple(f"{param_layer}/attention/{part}/{leaf}" for part in ("query", "key", "value"))  # noqa: E731
     body = [
         Row("transformer.wte.weight", "target_embed/table"),
         Row("transformer.wpe.weight", "decoder/position/table"),
-        *norm(f"{theirs}.ln_1", f"{ours}/attention_norm"),
-        Row(f"{theirs}.attn.c_attn.weight", three("kernel"), "D (n H K) -> n D H K", heads),
-        Row(f"{theirs}.attn.c_attn.bias", three("bias"), "(n H K) -> n H K", heads),
-        *linear(f"{theirs}.attn.c_proj", f"{ours}/attention/out", "(H K) D -> H K D", **heads),
-        *norm(f"{theirs}.ln_2", f"{ours}/ffn_norm"),
-        *linear(f"{theirs}.mlp.c_fc", f"{ours}/ffn/in", ""),
-        *linear(f"{theirs}.mlp.c_proj", f"{ours}/ffn/out", ""),
-        *norm("transformer.ln_f", "decoder/final_norm"),
+        *norm_rows(f"{hf_layer}.ln_1", f"{param_layer}/attention_norm"),
+        Row(f"{hf_layer}.attn.c_attn.weight", fused("kernel"), "D (n H K) -> n D H K", axes),
+        Row(f"{hf_layer}.attn.c_attn.bias", fused("bias"), "(n H K) -> n H K", axes),
+        *linear_rows(f"{hf_layer}.attn.c_proj", f"{param_layer}/attention/out", "(H K) D -> H K D", sizes=axes),
+        *norm_rows(f"{hf_layer}.ln_2", f"{param_layer}/ffn_norm"),
+        *linear_rows(f"{hf_layer}.mlp.c_fc", f"{param_layer}/ffn/in", ""),
+        *linear_rows(f"{hf_layer}.mlp.c_proj", f"{param_layer}/ffn/out", ""),
+        *norm_rows("transformer.ln_f", "decoder/final_norm"),
     ]
-    tops = {
+    by_head = {
         "causal_lm": [] if model.head.tied else [Row("lm_head.weight", "head/kernel", "V D -> D V")],
         "sequence": [Row("score.weight", "head/decision/kernel", "C D -> D C")],
-        "token": linear("classifier", "head/decision"),
-        "qa": linear("qa_outputs", "head/decision"),
+        "token": linear_rows("classifier", "head/decision"),
+        "qa": linear_rows("qa_outputs", "head/decision"),
         "model": [],
     }
-    return body + tops[head]
+    return body + by_head[head]
 
 
 FAMILY = Family(
-    types=("gpt2",),
+    model_types=("gpt2",),
     heads={
         "causal_lm": "GPT2LMHeadModel",
         "sequence": "GPT2ForSequenceClassification",
@@ -118,12 +122,12 @@ FAMILY = Family(
         "qa": "GPT2ForQuestionAnswering",
         "model": "GPT2Model",
     },
-    read=read,
-    write=write,
+    read_config=read_config,
+    write_config=write_config,
     rows=rows,
     prefix="transformer.",
-    spare=(r"lm_head\..*", r"score\..*", r"classifier\..*", r"qa_outputs\..*"),
-    free={
+    droppable_tensors=(r"lm_head\..*", r"score\..*", r"classifier\..*", r"qa_outputs\..*"),
+    ignored_keys={
         "reorder_and_upcast_attn": "scores are in float32 here in any precision",
         **dict.fromkeys(
             (
@@ -137,6 +141,6 @@ FAMILY = Family(
             "of a head that is not read (GPT2DoubleHeadsModel)",
         ),
     },
-    ignored=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
-    output=("lm_head.weight", "transformer.wte.weight"),
+    ignored_tensors=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
+    tied_tensors=("lm_head.weight", "transformer.wte.weight"),
 )

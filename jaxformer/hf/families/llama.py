@@ -2,4 +2,4 @@
 
 from jaxformer.hf.families._llama import Variant, family
 
-FAMILY = family(Variant(type="llama", name="Llama", mlp_bias=True, before=("<s>",)))
+FAMILY = family(Variant(model_type="llama", class_prefix="Llama", has_mlp_bias=True, prefix_tokens=("<s>",)))

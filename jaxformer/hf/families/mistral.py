@@ -4,13 +4,13 @@ from jaxformer.hf.families._llama import Variant, family
 
 FAMILY = family(
     Variant(
-        type="mistral",
-        name="Mistral",
+        model_type="mistral",
+        class_prefix="Mistral",
         bias="none",
         has_window=True,
         window=4096,
         kv_heads=8,
         positions=131072,
-        before=("<s>",),
+        prefix_tokens=("<s>",),
     )
 )

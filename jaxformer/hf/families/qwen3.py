@@ -2,4 +2,8 @@
 
 from jaxformer.hf.families._llama import Variant, family
 
-FAMILY = family(Variant(type="qwen3", name="Qwen3", head_norm=True, kv_heads=32, head_width=128, positions=32768))
+FAMILY = family(
+    Variant(
+        model_type="qwen3", class_prefix="Qwen3", has_query_key_norm=True, kv_heads=32, head_width=128, positions=32768
+    )
+)

@@ -1,13 +1,13 @@
-"""Qwen3 with experts (Yang et al. 2025): many small ones, whose weights need not be normalised."""
+"""Qwen3 with experts (Yang et al. 2025): many small experts, with weights that may be left unnormalised."""
 
-from jaxformer.hf.families._llama import Mixture, Variant, family
+from jaxformer.hf.families._llama import ExpertLayout, Variant, family
 
 FAMILY = family(
     Variant(
-        type="qwen3_moe",
-        name="Qwen3Moe",
-        head_norm=True,
-        mixture=Mixture(
+        model_type="qwen3_moe",
+        class_prefix="Qwen3Moe",
+        has_query_key_norm=True,
+        mixture=ExpertLayout(
             block="mlp",
             parts=("gate_proj", "up_proj", "down_proj"),
             count="num_experts",

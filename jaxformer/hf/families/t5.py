@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2020), v1.1 and T0 (Sanh et al. 2022): pre-norm, relative buckets, no score scale, no biases."""
+"""T5 (Raffel et al. 2020), v1.1 and T0 (Sanh et al. 2022): pre-norm, relative buckets, unscaled scores, no biases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 from jaxformer.config import (
     AttentionConfig,
-    ConfigError,
     EmbedConfig,
     EncodingConfig,
     FeedForwardConfig,
@@ -15,14 +14,26 @@ from jaxformer.config import (
     NormConfig,
     StackConfig,
 )
-from jaxformer.hf.table import HIDDEN, Convention, Family, Row, Settings, norm, projections, side, their_activation
+from jaxformer.config.schema import Activation
+from jaxformer.hf.table import (
+    NO_HEAD,
+    CallConvention,
+    Family,
+    Row,
+    Settings,
+    attention_rows,
+    hf_activation,
+    norm_rows,
+    require_ffn,
+    require_stack,
+)
 
-TABLES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+EMBEDDING_TABLES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
-def read(settings: Settings, head: str) -> ModelConfig:
+def read_config(settings: Settings, head: str) -> ModelConfig:
     if head == "encoder":
-        settings("is_encoder_decoder", False)  # of one side, whatever it says
+        settings("is_encoder_decoder", False)  # an encoder alone, whatever the file says
     else:
         settings.expect("is_encoder_decoder", True)
     dropout, width = settings("dropout_rate", 0.1), settings.size("d_model", 512)
@@ -54,35 +65,33 @@ def read(settings: Settings, head: str) -> ModelConfig:
         )
 
     if head == "encoder":
-        return ModelConfig(encoder=stack(layers), head=HIDDEN)
+        return ModelConfig(encoder=stack(layers), head=NO_HEAD)
     tied = settings("tie_word_embeddings", True)
     top = HeadConfig(tied=tied, scale=settings("scale_decoder_outputs", tied))
     return ModelConfig(
         encoder=stack(layers),
         decoder=stack(settings.size("num_decoder_layers", layers)),
         share_embeddings=True,
-        head=top if head == "seq2seq" else HIDDEN,
+        head=top if head == "seq2seq" else NO_HEAD,
     )
 
 
-def _feed_forward(settings: Settings) -> tuple[str, bool]:
-    """Activation and gate of `feed_forward_proj`: "relu", "gated-gelu" (the tanh form), "gated-silu", ..."""
+def _feed_forward(settings: Settings) -> tuple[Activation, bool]:
+    """Activation function of `feed_forward_proj` ("relu", "gated-gelu", "gated-silu", ...), and True if it is gated."""
     named = settings("feed_forward_proj", "relu")
     gated = named.startswith("gated-")
     name = named.removeprefix("gated-")
-    if named == "gated-gelu":
+    if named == "gated-gelu":  # the tanh form
         name = "gelu_new"
-    settings.expect("dense_act_fn", name)  # what the library derives of the first and writes beside it
+    settings.expect("dense_act_fn", name)  # derived from feed_forward_proj and written beside it
     settings.expect("is_gated_act", gated)
-    return Settings({"feed_forward_proj": name}, settings.where).activation("feed_forward_proj", "relu"), gated
+    return Settings({"feed_forward_proj": name}, settings.path).activation("feed_forward_proj", "relu"), gated
 
 
-def write(model: ModelConfig, head: str) -> dict[str, Any]:
-    encoder = side(model, "encoder")
-    decoder, ffn = model.decoder or encoder, encoder.ffn
-    if ffn is None:
-        raise ConfigError("export: got an encoder without feed-forward layers, expected them for this family")
-    activation = their_activation(ffn.activation)
+def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
+    encoder = require_stack(model, "encoder")
+    decoder, ffn = model.decoder or encoder, require_ffn(encoder)
+    activation = hf_activation(ffn.activation)
     if ffn.gated:
         activation = "gated-gelu" if ffn.activation == "gelu_tanh" else f"gated-{activation}"
     return {
@@ -105,48 +114,50 @@ def write(model: ModelConfig, head: str) -> dict[str, Any]:
 
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
-    one = head == "encoder" or model.share_embeddings
-    tables = (
-        (TABLES[:1], ("source_embed/table",)) if one else (TABLES[1:], ("source_embed/table", "target_embed/table"))
-    )
-    found = [*map(Row, *tables), *_stack(side(model, "encoder"), "encoder", False)]
+    if head == "encoder" or model.share_embeddings:
+        rows = [Row(EMBEDDING_TABLES[0], "source_embed/table")]
+    else:
+        rows = [Row(EMBEDDING_TABLES[1], "source_embed/table"), Row(EMBEDDING_TABLES[2], "target_embed/table")]
+    rows += _stack(require_stack(model, "encoder"), "encoder", False)
     if head != "encoder":
-        found += _stack(side(model, "decoder"), "decoder", True)
+        rows += _stack(require_stack(model, "decoder"), "decoder", True)
     if head == "seq2seq" and not model.head.tied:
-        found.append(Row("lm_head.weight", "head/kernel", "V D -> D V"))
-    return found
+        rows.append(Row("lm_head.weight", "head/kernel", "V D -> D V"))
+    return rows
 
 
 def _stack(stack: StackConfig, name: str, cross: bool) -> list[Row]:
-    layer, ours = f"{name}.block.{{layer}}.layer", f"{name}/blocks"
+    layer, param_layer = f"{name}.block.{{layer}}.layer", f"{name}/blocks"
     last = 2 if cross else 1
-    found = [
+    rows = [
         Row(f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", f"{name}/shared/table"),
-        *norm(f"{layer}.0.layer_norm", f"{ours}/attention_norm", bias=False),
-        *projections(f"{layer}.0.SelfAttention", f"{ours}/attention", stack.attention, stack.width),
-        *norm(f"{layer}.{last}.layer_norm", f"{ours}/ffn_norm", bias=False),
-        Row(f"{layer}.{last}.DenseReluDense.wo.weight", f"{ours}/ffn/out/kernel", "D F -> F D"),
-        *norm(f"{name}.final_layer_norm", f"{name}/final_norm", bias=False),
+        *norm_rows(f"{layer}.0.layer_norm", f"{param_layer}/attention_norm", has_bias=False),
+        *attention_rows(f"{layer}.0.SelfAttention", f"{param_layer}/attention", stack.attention, stack.width),
+        *norm_rows(f"{layer}.{last}.layer_norm", f"{param_layer}/ffn_norm", has_bias=False),
+        Row(f"{layer}.{last}.DenseReluDense.wo.weight", f"{param_layer}/ffn/out/kernel", "D F -> F D"),
+        *norm_rows(f"{name}.final_layer_norm", f"{name}/final_norm", has_bias=False),
     ]
-    inputs = (("wi_0", "gate"), ("wi_1", "in")) if stack.ffn.gated else (("wi", "in"),)
-    for theirs, part in inputs:
-        found.append(Row(f"{layer}.{last}.DenseReluDense.{theirs}.weight", f"{ours}/ffn/{part}/kernel", "F D -> D F"))
+    inputs = (("wi_0", "gate"), ("wi_1", "in")) if require_ffn(stack).gated else (("wi", "in"),)
+    for module, part in inputs:
+        rows.append(
+            Row(f"{layer}.{last}.DenseReluDense.{module}.weight", f"{param_layer}/ffn/{part}/kernel", "F D -> D F")
+        )
     if cross:
-        found += norm(f"{layer}.1.layer_norm", f"{ours}/cross_norm", bias=False)
-        found += projections(f"{layer}.1.EncDecAttention", f"{ours}/cross", stack.attention, stack.width)
-    return found
+        rows += norm_rows(f"{layer}.1.layer_norm", f"{param_layer}/cross_norm", has_bias=False)
+        rows += attention_rows(f"{layer}.1.EncDecAttention", f"{param_layer}/cross", stack.attention, stack.width)
+    return rows
 
 
 FAMILY = Family(
-    types=("t5",),
+    model_types=("t5",),
     heads={"seq2seq": "T5ForConditionalGeneration", "model": "T5Model", "encoder": "T5EncoderModel"},
-    read=read,
-    write=write,
+    read_config=read_config,
+    write_config=write_config,
     rows=rows,
-    spare=(r"lm_head\..*", r"decoder\..*"),
-    free={"classifier_dropout": "of a head that is not read (T5ForSequenceClassification)"},
-    ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
-    output=("lm_head.weight", "shared.weight"),
-    tables=TABLES,
-    convention=Convention(between=("</s>",), after=("</s>",)),
+    droppable_tensors=(r"lm_head\..*", r"decoder\..*"),
+    ignored_keys={"classifier_dropout": "of a head that is not read (T5ForSequenceClassification)"},
+    ignored_tensors=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+    tied_tensors=("lm_head.weight", "shared.weight"),
+    embedding_tables=EMBEDDING_TABLES,
+    convention=CallConvention(separator_tokens=("</s>",), suffix_tokens=("</s>",)),
 )

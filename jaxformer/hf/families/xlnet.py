@@ -6,7 +6,6 @@ from typing import Any
 
 from jaxformer.config import (
     AttentionConfig,
-    ConfigError,
     EmbedConfig,
     EncodingConfig,
     FeedForwardConfig,
@@ -16,21 +15,23 @@ from jaxformer.config import (
     PermutationConfig,
     StackConfig,
 )
-from jaxformer.hf import permuted
+from jaxformer.errors import ConfigError
+from jaxformer.hf import xlnet_call
 from jaxformer.hf.table import (
-    Convention,
+    CallConvention,
     Family,
     Row,
     Settings,
-    classifier,
-    linear,
-    norm,
-    side,
-    their_activation,
+    classifier_head,
+    hf_activation,
+    linear_rows,
+    norm_rows,
+    require_ffn,
+    require_stack,
 )
 
 
-def read(settings: Settings, head: str) -> ModelConfig:
+def read_config(settings: Settings, head: str) -> ModelConfig:
     settings.expect("same_length", False)
     settings.expect("bi_data", False)
     settings.expect("attn_type", "bi", "uni")
@@ -54,57 +55,55 @@ def read(settings: Settings, head: str) -> ModelConfig:
         dropout=dropout,
         causal=True if settings("attn_type", "bi") == "uni" else None,
     )
-    tops = {
+    by_head = {
         "causal_lm": lambda: HeadConfig(tied=settings("tie_word_embeddings", True), bias=True, dropout=dropout),
         "sequence": lambda: _summary(settings, width, dropout),
-        "token": lambda: classifier(settings, "slots", dropout=dropout),
+        "token": lambda: classifier_head(settings, "slots", dropout=dropout),
         "qa": lambda: HeadConfig(kind="slots", tied=False, classes=2, dropout=dropout),
         "model": lambda: HeadConfig(kind="none", tied=False, dropout=dropout),
     }
     memories = PermutationConfig(memory=_slots(settings, "mem_len", 512), reuse=_slots(settings, "reuse_len", None))
-    return ModelConfig(encoder=encoder, permutation=memories, head=tops[head]())
+    return ModelConfig(encoder=encoder, permutation=memories, head=by_head[head]())
 
 
 def _slots(settings: Settings, name: str, default: int | None) -> int | None:
-    """A number of slots; null and 0 both say "all", and only a file that is silent has the default."""
-    value = settings.given(name, default)
+    """A number of slots; null and 0 both mean all, and only an absent key means the default."""
+    value = settings.raw(name, default)
     return None if value in (None, 0) else settings.size(name, value)
 
 
 def _summary(settings: Settings, width: int, dropout: float) -> HeadConfig:
-    """Their SequenceSummary: one slot or the mean of all, a dense layer with tanh, and the decision."""
+    """The library's SequenceSummary: one slot or the mean of all, a dense layer with tanh, and the decision."""
     settings.expect("summary_type", "last", "first", "mean")
-    projected, activation = settings("summary_use_proj", True), settings.given("summary_activation", "tanh")
+    projected, activation = settings("summary_use_proj", True), settings.raw("summary_activation", "tanh")
     settings.expect("summary_proj_to_labels", False)
     if not projected and activation:
         raise ConfigError(
-            f"{settings.where}: got summary_activation {activation!r} with summary_use_proj False, expected null; "
+            f"{settings.path}: got summary_activation {activation!r} with summary_use_proj False, expected null; "
             "this variant is not supported"
         )
     first = settings("summary_first_dropout", 0.0)
-    return classifier(
+    return classifier_head(
         settings,
         "classes",
         pooling=settings("summary_type", "last"),
         width=width if projected else None,
         hidden=settings.activation("summary_activation", "tanh") if projected else "tanh",
-        input_dropout=1.0 - (1.0 - dropout) * (1.0 - first),  # one after the other: of the model, of the summary
+        input_dropout=1.0 - (1.0 - dropout) * (1.0 - first),  # the model's dropout, then the summary's
         dropout=settings("summary_last_dropout", 0.1),
     )
 
 
-def write(model: ModelConfig, head: str) -> dict[str, Any]:
-    encoder, memories = side(model, "encoder"), model.permutation or PermutationConfig()
-    if encoder.ffn is None:
-        raise ConfigError("export: got an encoder without feed-forward layers, expected them for this family")
-    attention = encoder.attention
+def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
+    encoder, memories = require_stack(model, "encoder"), model.permutation or PermutationConfig()
+    attention, ffn = encoder.attention, require_ffn(encoder)
     settings = {
         "d_model": encoder.width,
         "n_layer": encoder.layers,
         "n_head": attention.heads,
         "d_head": attention.head_width or encoder.width // attention.heads,
-        "d_inner": encoder.ffn.width or 4 * encoder.width,
-        "ff_activation": their_activation(encoder.ffn.activation),
+        "d_inner": ffn.width or 4 * encoder.width,
+        "ff_activation": hf_activation(ffn.activation),
         "attn_type": "uni" if encoder.causal else "bi",
         "clamp_len": -1 if encoder.encoding.clamp is None else encoder.encoding.clamp,
         "dropout": encoder.dropout,
@@ -119,14 +118,14 @@ def write(model: ModelConfig, head: str) -> dict[str, Any]:
         settings |= {
             "summary_type": model.head.pooling,
             "summary_use_proj": projected,
-            "summary_activation": their_activation(model.head.hidden) if projected else None,
+            "summary_activation": hf_activation(model.head.hidden) if projected else None,
             "summary_last_dropout": model.head.dropout,
         }
     return settings
 
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
-    theirs, ours = "transformer.layer.{layer}", "encoder/blocks"
+    hf_layer, param_layer = "transformer.layer.{layer}", "encoder/blocks"
     attention = {
         "q": "query/kernel",
         "k": "key/kernel",
@@ -140,27 +139,27 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
     body = [
         Row("transformer.word_embedding.weight", "source_embed/table"),
         Row("transformer.mask_emb", "mask_embed", "1 1 D -> D"),
-        *(Row(f"{theirs}.rel_attn.{name}", f"{ours}/attention/{path}") for name, path in attention.items()),
-        Row(f"{theirs}.rel_attn.o", f"{ours}/attention/out/kernel", "D H K -> H K D"),
-        *norm(f"{theirs}.rel_attn.layer_norm", f"{ours}/attention_norm"),
-        *linear(f"{theirs}.ff.layer_1", f"{ours}/ffn/in"),
-        *linear(f"{theirs}.ff.layer_2", f"{ours}/ffn/out"),
-        *norm(f"{theirs}.ff.layer_norm", f"{ours}/ffn_norm"),
+        *(Row(f"{hf_layer}.rel_attn.{name}", f"{param_layer}/attention/{path}") for name, path in attention.items()),
+        Row(f"{hf_layer}.rel_attn.o", f"{param_layer}/attention/out/kernel", "D H K -> H K D"),
+        *norm_rows(f"{hf_layer}.rel_attn.layer_norm", f"{param_layer}/attention_norm"),
+        *linear_rows(f"{hf_layer}.ff.layer_1", f"{param_layer}/ffn/in"),
+        *linear_rows(f"{hf_layer}.ff.layer_2", f"{param_layer}/ffn/out"),
+        *norm_rows(f"{hf_layer}.ff.layer_norm", f"{param_layer}/ffn_norm"),
     ]
     untied = [] if model.head.tied else [Row("lm_loss.weight", "head/kernel", "V D -> D V")]
-    summary = linear("sequence_summary.summary", "head/hidden") if model.head.width is not None else []
-    tops = {
+    summary = linear_rows("sequence_summary.summary", "head/hidden") if model.head.width is not None else []
+    by_head = {
         "causal_lm": [Row("lm_loss.bias", "head/bias"), *untied],
-        "sequence": [*summary, *linear("logits_proj", "head/decision")],
-        "token": linear("classifier", "head/decision"),
-        "qa": linear("qa_outputs", "head/decision"),
+        "sequence": [*summary, *linear_rows("logits_proj", "head/decision")],
+        "token": linear_rows("classifier", "head/decision"),
+        "qa": linear_rows("qa_outputs", "head/decision"),
         "model": [],
     }
-    return body + tops[head]
+    return body + by_head[head]
 
 
 FAMILY = Family(
-    types=("xlnet",),
+    model_types=("xlnet",),
     heads={
         "causal_lm": "XLNetLMHeadModel",
         "sequence": "XLNetForSequenceClassification",
@@ -168,11 +167,11 @@ FAMILY = Family(
         "qa": "XLNetForQuestionAnsweringSimple",
         "model": "XLNetModel",
     },
-    read=read,
-    write=write,
+    read_config=read_config,
+    write_config=write_config,
     rows=rows,
     prefix="transformer.",
-    spare=(
+    droppable_tensors=(
         r"lm_loss\..*",
         r"sequence_summary\..*",
         r"logits_proj\..*",
@@ -180,7 +179,9 @@ FAMILY = Family(
         r"qa_outputs\..*",
         r"(start_logits|end_logits|answer_class)\..*",
     ),
-    free=dict.fromkeys(("start_n_top", "end_n_top"), "of a head that is not read (XLNetForQuestionAnswering)"),
-    output=("lm_loss.weight", "transformer.word_embedding.weight"),
-    convention=Convention(between=("<sep>",), after=("<sep>", "<cls>"), last_kind=2, call=permuted.call),
+    ignored_keys=dict.fromkeys(("start_n_top", "end_n_top"), "of a head that is not read (XLNetForQuestionAnswering)"),
+    tied_tensors=("lm_loss.weight", "transformer.word_embedding.weight"),
+    convention=CallConvention(
+        separator_tokens=("<sep>",), suffix_tokens=("<sep>", "<cls>"), last_token_type=2, call=xlnet_call.call
+    ),
 )

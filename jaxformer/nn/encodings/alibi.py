@@ -1,4 +1,4 @@
-"""Attention with linear biases: scores fall off in a straight line with distance (Press et al. 2022)."""
+"""ALiBi: scores decrease linearly with distance, with a fixed slope for each head (Press et al. 2022)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxformer.types import Array, Slots
 
 
 def slopes(heads: int) -> Float32[np.ndarray, " H"]:
-    """The penalty of one step for every head.
+    """Slope of each head: the decrease of its scores for one position of distance.
 
     For H a power of two, slope h = 2^(-8 (h + 1) / H). Otherwise the slopes of the next lower power P of two are
     followed by every other slope of 2 P, starting with the first, as in the authors' code.
@@ -25,7 +25,7 @@ def slopes(heads: int) -> Float32[np.ndarray, " H"]:
 
 
 class Slopes(nn.Module):
-    """The heads' slopes: constants, no parameters."""
+    """Slopes of the heads as constants; no parameters."""
 
     config: EncodingConfig
     attention: AttentionConfig
@@ -36,7 +36,7 @@ class Slopes(nn.Module):
         return jnp.asarray(slopes(self.attention.heads))
 
 
-def score(
+def bias(
     config: EncodingConfig,
     shared: Float32[Array, " H"],
     q: Float[Array, "B T H K"],
@@ -44,12 +44,12 @@ def score(
     query_position: Int[Array, "B T"],
     key_position: Int[Array, "B S"],
 ) -> Float32[Array, "#B H T S"]:
-    """-slope_h |i - j|. Symmetric, so that it serves encoders as well as decoders.
+    """Bias -slope_h |i - j| for query position i and key position j: `[B, H, T, S]`.
 
-    For keys at or before the query this is the paper's slope_h (j - i).
+    It is symmetric and so suits encoders too. For keys at or before the query it is the paper's slope_h (j - i).
     """
     distance = jnp.abs(query_position[:, None, :, None] - key_position[:, None, None, :])
     return -shared[:, None, None] * distance.astype(jnp.float32)
 
 
-ENCODING = Encoding(shared=Slopes, score=score, heads=lambda slopes: 0)
+ENCODING = Encoding(shared=Slopes, bias=bias, heads=lambda slopes: 0)

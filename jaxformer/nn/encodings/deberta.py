@@ -1,9 +1,11 @@
-"""Disentangled attention: content meets content, content meets distance, distance meets content (He et al. 2021).
+"""DeBERTa's disentangled attention: scores of content and content, content and distance, distance and content.
+
+He et al. 2021, equation 4:
 
     score_ts = (q_t . k_s + q_t . a(i_t - j_s) + b(i_t - j_s) . k_s) / sqrt(terms K)
 
-with a(r) = W_k P[row(r)] and b(r) = W_q P[row(r)] for a table P of distances that all layers of a stack share.
-Distances are differences of positions, so permuted and packed slots need nothing of their own.
+with a(r) = W_k P[row(r)] and b(r) = W_q P[row(r)], for a table P of distances that all layers of a stack share.
+Distances are differences of position ids, so permuted and packed slots need no special case.
 """
 
 from __future__ import annotations
@@ -16,31 +18,32 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Float, Float32, Int, Int32
 
-from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig
+from jaxformer.config import AttentionConfig, EncodingConfig
+from jaxformer.errors import ConfigError
 from jaxformer.nn.encodings import Encoding
 from jaxformer.nn.encodings.learned import Learned
-from jaxformer.nn.layers import Dense, Dropout, Norm
+from jaxformer.nn.layers import Dense, Dropout, Norm, parameter
 from jaxformer.types import Array, Slots
 
 
 def span(config: EncodingConfig) -> int:
-    """Half of the table's rows: those of one direction."""
+    """Number of table rows for one direction: half of all rows."""
     return config.max_distance if config.buckets is None else config.buckets
 
 
 def row_of_distance(config: EncodingConfig) -> Int32[np.ndarray, " distances"]:
-    """The row, `[2 N + 1]` with N = max_distance, for query position - key position r = -N ... N.
+    """Table row for each query position - key position r = -N ... N, `[2 N + 1]`, with N = max_distance.
 
-    Without buckets every distance has its row, clip(r + N, 0, 2 N - 1). With B buckets a direction, r becomes
+    Without buckets each distance has its own row, clip(r + N, 0, 2 N - 1). With B buckets a direction, r becomes
 
         r                                                              for |r| <= M = B // 2
         sign(r) (M + ceil((M - 1) log(|r| / M) / log((N - 1) / M)))    beyond
 
-    and the row is clip(r + B, 0, 2 B - 1) (DeBERTa v2's code). The logarithms are single precision, as in the code that
-    such tables are trained with: the ceiling of a whole number may otherwise be the next one.
+    and the row is clip(r + B, 0, 2 B - 1) (DeBERTa v2's code). Logarithms are in single precision as in that code:
+    double precision can round up to the next bucket.
 
     Raises:
-      ConfigError: B is odd, or the exact buckets already reach N - 1.
+      ConfigError: B is odd, or the buckets of single distances reach N - 1.
     """
     longest, middle = config.max_distance, span(config) // 2
     distance = np.arange(-longest, longest + 1)
@@ -57,7 +60,7 @@ def row_of_distance(config: EncodingConfig) -> Int32[np.ndarray, " distances"]:
 
 
 class Absolute(nn.Module):
-    """A learned vector for every position besides, where `config.absolute` asks for it; else zeros."""
+    """Learned absolute positions `[B, T, D]` if `config.absolute`, else zeros."""
 
     config: EncodingConfig
     width: int
@@ -70,7 +73,7 @@ class Absolute(nn.Module):
 
 
 class Table(nn.Module):
-    """P, R = 2 max_distance or 2 buckets rows as wide as all heads together, normalised if `config.norm` says so."""
+    """The table P `[R, H K]`, normalised if `config.norm` is set. R is 2 max_distance, or 2 buckets if they are set."""
 
     config: EncodingConfig
     attention: AttentionConfig
@@ -78,17 +81,17 @@ class Table(nn.Module):
 
     @nn.compact
     def __call__(self, slots: Slots) -> Float32[Array, "R D"]:
-        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("buckets", "table"))
-        table = self.param("table", init, (2 * span(self.config), self.attention.heads * self.head_width))
+        shape = (2 * span(self.config), self.attention.heads * self.head_width)
+        table = parameter(self, "table", nn.initializers.normal(0.02), ("buckets", "table"), shape)
         return table if self.config.norm is None else Norm(self.config.norm, name="norm")(table)
 
 
 class Projected(NamedTuple):
-    """The table as one layer sees it; a term that the config lacks is None.
+    """The table projected by one layer; a term that the config disables is None.
 
     Attributes:
-      key: a, `[R, G, K]`, what queries meet.
-      query: b, `[R, H, K]`, what keys meet, divided like the queries.
+      key: a, `[R, G, K]`, multiplied with queries.
+      query: b, `[R, H, K]`, multiplied with keys and scaled like the queries.
     """
 
     key: Array | None
@@ -96,10 +99,10 @@ class Projected(NamedTuple):
 
 
 class Projections(nn.Module):
-    """W_k and W_q: a layer's own, with biases where the content's have them, or the content's themselves.
+    """The projections W_k and W_q of the table: separate ones, or those of the content (`share_projections`).
 
     Raises:
-      ConfigError: the table, as wide as all heads together, is not as wide as the model.
+      ConfigError: the table's width H K differs from the model width.
     """
 
     config: EncodingConfig
@@ -129,11 +132,11 @@ class Projections(nn.Module):
 
 
 def terms(config: EncodingConfig) -> int:
-    """How many of the three products the score sums."""
+    """Number of products that a score sums, 1 to 3."""
     return 1 + config.content_to_position + config.position_to_content
 
 
-def score(
+def bias(
     config: EncodingConfig,
     shared: Projected,
     q: Float[Array, "B T H K"],
@@ -141,9 +144,10 @@ def score(
     query_position: Int[Array, "B T"],
     key_position: Int[Array, "B S"],
 ) -> Float32[Array, "B H T S"]:
-    """The last two terms of the equation; `q` is already divided by sqrt(terms K).
+    """The last two terms of the scores: `[B, H, T, S]`. `q` is already divided by sqrt(terms K).
 
-    Every query meets all R rows of a, every key all rows of b; a pair of slots then reads the row of its distance.
+    Queries are multiplied with all R rows of a and keys with all rows of b; each pair of slots then gathers the row of
+    its distance.
     """
     batch, length, heads, width = q.shape
     slots, groups = k.shape[1:3]
@@ -153,19 +157,19 @@ def score(
     total = jnp.zeros((batch, heads, length, slots), jnp.float32)
     if shared.key is not None:
         by_group, rows = q.reshape(batch, length, groups, -1, width), shared.key.astype(q.dtype)
-        met = jnp.einsum("btgmk,rgk->bgmtr", by_group, rows, preferred_element_type=jnp.float32)
-        total += jnp.take_along_axis(met.reshape(batch, heads, length, -1), row, axis=-1)
+        products = jnp.einsum("btgmk,rgk->bgmtr", by_group, rows, preferred_element_type=jnp.float32)
+        total += jnp.take_along_axis(products.reshape(batch, heads, length, -1), row, axis=-1)
     if shared.query is not None:
         rows = shared.query.astype(k.dtype).reshape(-1, groups, heads // groups, width)
-        met = jnp.einsum("bsgk,rgmk->bgmsr", k, rows, preferred_element_type=jnp.float32)
-        met = jnp.take_along_axis(met.reshape(batch, heads, slots, -1), jnp.swapaxes(row, 2, 3), axis=-1)
-        total += jnp.swapaxes(met, 2, 3)
+        products = jnp.einsum("bsgk,rgmk->bgmsr", k, rows, preferred_element_type=jnp.float32)
+        products = products.reshape(batch, heads, slots, -1)
+        total += jnp.swapaxes(jnp.take_along_axis(products, jnp.swapaxes(row, 2, 3), axis=-1), 2, 3)
     return total
 
 
 def heads(shared: Projected) -> Projected:
-    """The axes of heads."""
+    """Index of the axis of heads of each leaf."""
     return jax.tree.map(lambda leaf: 1, shared)
 
 
-ENCODING = Encoding(embed=Absolute, shared=Table, layer=Projections, score=score, heads=heads, terms=terms)
+ENCODING = Encoding(embed=Absolute, shared=Table, layer=Projections, bias=bias, heads=heads, terms=terms)

@@ -1,4 +1,4 @@
-"""No position at all: without a mask that orders the slots, the model then sees a set."""
+"""No position encoding: unless the mask orders the slots, the model treats them as a set."""
 
 from jaxformer.nn.encodings import Encoding
 

@@ -1,7 +1,7 @@
-"""Rotary position embedding: queries and keys are turned by an angle proportional to their position (Su et al. 2021).
+"""Rotary position embedding: queries and keys are rotated by angles proportional to their position (Su et al. 2021).
 
-Channels are taken in pairs; pair i of a head at position p is rotated by p * theta_i, theta_i = base^(-2i / R), with
-R rotated channels in all. Since rotations compose, q_m . k_n depends on positions through m - n only.
+The first R channels of a head form pairs. Pair i at position p is rotated by p * theta_i, theta_i = base^(-2i / R)
+(equation 15). Since rotations compose, q_m . k_n depends on the positions only through m - n.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Float, Float32
 
-from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, RopeScalingConfig
+from jaxformer.config import AttentionConfig, EncodingConfig, RopeScalingConfig
+from jaxformer.errors import ConfigError
 from jaxformer.nn.encodings import Encoding
 from jaxformer.types import Array, Slots
 
 
 class Angles(nn.Module):
-    """Cosines and sines of every slot's angles; P = R / 2 pairs, R = fraction * head width.
+    """Cosines and sines of the angles of each slot, `[B, T, P]`; P = R / 2 pairs, R = fraction * head width.
 
     Raises:
       ConfigError: R is not a positive even number of at most the head width.
@@ -41,32 +42,32 @@ class Angles(nn.Module):
 
 
 def frequencies(config: EncodingConfig, rotated: int, slots: Slots) -> tuple[Float32[Array, "*rows P"], float]:
-    """theta of P = R / 2 pairs (dynamic: `[B, 1, P]`) as `config.scaling` says, and the factor on cosines and sines.
+    """theta of the P = R / 2 pairs (dynamic: `[B, 1, P]`) under `config.scaling`, and a factor for cosines and sines.
 
-    linear: theta / factor (Chen et al. 2023). dynamic: the base grows with a row's length, once that is beyond the
-    original one ("dynamic NTK"); padding does not count, so a row does not depend on those beside it. llama3: long
-    waves divided by the factor, short ones kept, blended between (Llama 3.1). yarn: the same over channels, with a
-    magnitude (Peng et al. 2024, YaRN, section 3).
+    linear: theta / factor (Chen et al. 2023). dynamic: the base grows with the length of a row, beyond the original
+    length ("dynamic NTK"); padding is not counted, so a row is independent of the other rows. llama3: low frequencies
+    are divided by the factor, high ones kept, those between interpolated (Llama 3.1). yarn: the same with a ramp over
+    channels, and a magnitude (Peng et al. 2024, YaRN, section 3).
     """
     scaling, exponent = config.scaling, np.arange(rotated // 2) * 2.0 / rotated
     theta = config.base**-exponent
     if scaling is None:
         return jnp.asarray(theta, jnp.float32), 1.0
     if scaling.kind == "dynamic":
-        if rotated == 2:  # one pair, whose theta is base^0
+        if rotated == 2:  # a single pair, whose theta is base^0 = 1
             return jnp.ones(1, jnp.float32), 1.0
         last = jnp.max(jnp.where(slots.segment > 0, slots.position, -1), axis=1)
         longest = jnp.maximum(last + 1, scaling.original).astype(jnp.float32)[:, None, None]
         growth = scaling.factor * longest / scaling.original - (scaling.factor - 1.0)
         return 1.0 / (config.base * growth ** (rotated / (rotated - 2.0))) ** jnp.asarray(exponent, jnp.float32), 1.0
     if scaling.kind == "linear":
-        kept = np.zeros_like(theta)
+        unscaled = np.zeros_like(theta)
     elif scaling.kind == "llama3":
         turns = scaling.original * theta / (2.0 * np.pi)
-        kept = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
+        unscaled = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
     else:
-        kept = 1.0 - _yarn_ramp(config.base, scaling, rotated)
-    theta = theta * kept + theta / scaling.factor * (1.0 - kept)
+        unscaled = 1.0 - _yarn_ramp(config.base, scaling, rotated)
+    theta = theta * unscaled + theta / scaling.factor * (1.0 - unscaled)
     magnitude = 1.0
     if scaling.kind == "yarn":
         usual = 0.1 * np.log(max(scaling.factor, 1.0)) + 1.0
@@ -75,7 +76,7 @@ def frequencies(config: EncodingConfig, rotated: int, slots: Slots) -> tuple[Flo
 
 
 def _yarn_ramp(base: float, scaling: RopeScalingConfig, rotated: int) -> Float[np.ndarray, " P"]:
-    """0 for channels that turn over `fast` times in the original length, 1 under `slow`, linear between."""
+    """Ramp over pairs: 0 above `fast` rotations in the original length, 1 below `slow`, linear between."""
 
     def channel(turns: float) -> float:
         return rotated * np.log(scaling.original / (turns * 2.0 * np.pi)) / (2.0 * np.log(base))
@@ -90,10 +91,10 @@ def _yarn_ramp(base: float, scaling: RopeScalingConfig, rotated: int) -> Float[n
 def rotate(
     config: EncodingConfig, x: Float[Array, "B T H K"], shared: tuple[Float32[Array, "B T P"], Float32[Array, "B T P"]]
 ) -> Float[Array, "B T H K"]:
-    """Turns the first R = 2 P channels of every head, in float32; the others pass.
+    """`x` with the first R = 2 P channels of each head rotated, in float32; the others are unchanged.
 
-    Pairs are channels (2i, 2i + 1) when `config.interleaved` (the paper), else (i, i + R/2) (GPT-NeoX, Llama). The two
-    differ by a fixed permutation of the channels, which matters only for reading weights trained with the other.
+    Pairs are channels (2i, 2i + 1) if `config.interleaved` (the paper), else (i, i + R/2) (GPT-NeoX, Llama). The two
+    differ by a permutation of channels, which matters only when weights are exchanged between them.
     """
     cos, sin = (table[:, :, None, :] for table in shared)
     half = cos.shape[-1]

@@ -1,4 +1,4 @@
-"""Fixed sines and cosines added to the input (Vaswani et al. 2017, section 3.5)."""
+"""Sinusoidal positions: fixed sines and cosines, added to the input (Vaswani et al. 2017, section 3.5)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxformer.types import Array, Slots
 def sinusoids(
     position: Int[Array, "*batch"], width: int, base: float = 10000.0, concatenated: bool = False
 ) -> Float32[Array, "*batch D"]:
-    """Codes of positions:
+    """Position codes `[..., D]` (Vaswani et al. 2017, section 3.5):
 
         PE(p, 2i) = sin(p / base^(2i / D)),   PE(p, 2i + 1) = cos(p / base^(2i / D))
 
-    The sine and the cosine of a pair share one exponent: only then is PE(p + n) a rotation of PE(p). An odd width
-    drops the last cosine. With `concatenated` all sines come first and then all cosines.
+    Sine and cosine of a pair share their frequency: only then is PE(p + n) a rotation of PE(p). An odd width drops the
+    last cosine. With `concatenated`, all sines come first and then all cosines.
     """
     pairs = (width + 1) // 2
     frequency = jnp.asarray(base ** (-2.0 * np.arange(pairs) / width), jnp.float32)
@@ -32,7 +32,7 @@ def sinusoids(
 
 
 class Sinusoidal(nn.Module):
-    """`sinusoids` of the slots' positions. No parameters, any length."""
+    """`sinusoids` of the positions `[B, T, D]`, without parameters and for any length."""
 
     config: EncodingConfig
     width: int

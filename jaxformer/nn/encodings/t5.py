@@ -1,4 +1,4 @@
-"""T5's relative bias: a learned number for each head and bucket of distances (Raffel et al. 2020, section 2.1)."""
+"""T5's relative position bias: a learned scalar for each head and distance bucket (Raffel et al. 2020, section 2.1)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Float, Float32, Int, Int32
 
-from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig
+from jaxformer.config import AttentionConfig, EncodingConfig
+from jaxformer.errors import ConfigError
 from jaxformer.nn.encodings import Encoding
+from jaxformer.nn.layers import parameter
 from jaxformer.types import Array, Slots
 
 
 def bucket_of_distance(buckets: int, max_distance: int) -> Int32[np.ndarray, " distances"]:
-    """The bucket, `[max_distance + 1]`, of each distance n >= 0 in one direction; the last serves all beyond.
+    """Bucket of each distance n = 0 ... max_distance in one direction: `[max_distance + 1]`. The last has all beyond.
 
-    Half of the buckets hold one distance each; in the other half a bucket's width grows geometrically:
+    Half of the buckets hold one distance each; the width of the other buckets grows geometrically:
 
         bucket(n) = n                                                        for n < E = buckets // 2
         bucket(n) = E + floor((buckets - E) log(n / E) / log(max_distance / E))     up to buckets - 1
 
-    Computed in double precision with a little added, since the floor falls on whole numbers for such n as powers of 2.
+    In double precision with a small number added, since for powers of 2 the argument of the floor is an integer.
 
     Raises:
-      ConfigError: there are too few buckets, or the exact ones already reach `max_distance`.
+      ConfigError: there are fewer than 2 buckets, or those of single distances reach `max_distance`.
     """
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:
@@ -40,15 +42,17 @@ def bucket_of_distance(buckets: int, max_distance: int) -> Int32[np.ndarray, " d
 
 
 def bucket_of_offset(config: EncodingConfig) -> Int32[np.ndarray, " offsets"]:
-    """The bucket, `[2 N + 1]` with N = max_distance, of key position - query position = -N ... N.
+    """Bucket of each key position - query position = -N ... N: `[2 N + 1]`, with N = max_distance.
 
-    Bidirectional: keys ahead have the upper half of the buckets. Otherwise keys ahead share bucket 0 with distance 0.
+    If bidirectional, later keys use the upper half of the buckets; otherwise they share bucket 0 with distance 0.
 
     Raises:
-      ConfigError: `config.bidirectional` is still None, or see `bucket_of_distance`.
+      ConfigError: `config.bidirectional` or `config.buckets` is None, or see `bucket_of_distance`.
     """
     if config.bidirectional is None:
         raise ConfigError("encoding.bidirectional: got None, expected True or False; resolve it from the stack's order")
+    if config.buckets is None:
+        raise ConfigError("encoding.buckets: got None, expected a number; set it")
     buckets = config.buckets // 2 if config.bidirectional else config.buckets
     back = bucket_of_distance(buckets, config.max_distance)
     ahead = back[1:] + buckets if config.bidirectional else np.zeros_like(back[1:])
@@ -56,11 +60,7 @@ def bucket_of_offset(config: EncodingConfig) -> Int32[np.ndarray, " offsets"]:
 
 
 class Table(nn.Module):
-    """The learned biases, shared by all layers of a stack. Initial variance 1 / (H K).
-
-    Raises:
-      ConfigError: the buckets make no sense; see `bucket_of_distance`.
-    """
+    """The learned biases `[R, H]`, shared by all layers of a stack; initial variance 1 / (H K)."""
 
     config: EncodingConfig
     attention: AttentionConfig
@@ -68,13 +68,14 @@ class Table(nn.Module):
 
     @nn.compact
     def __call__(self, slots: Slots) -> Float32[Array, "R H"]:
+        if self.config.buckets is None:
+            raise ConfigError("encoding.buckets: got None, expected a number; set it")
         heads = self.attention.heads
         init = nn.initializers.normal((heads * self.head_width) ** -0.5)
-        init = nn.with_logical_partitioning(init, ("buckets", "heads"))
-        return self.param("table", init, (self.config.buckets, heads))
+        return parameter(self, "table", init, ("buckets", "heads"), (self.config.buckets, heads))
 
 
-def score(
+def bias(
     config: EncodingConfig,
     shared: Float32[Array, "R H"],
     q: Float[Array, "B T H K"],
@@ -82,11 +83,11 @@ def score(
     query_position: Int[Array, "B T"],
     key_position: Int[Array, "B S"],
 ) -> Float32[Array, "#B H T S"]:
-    """The table's entry for the bucket of each key position - query position."""
+    """Bias `[B, H, T, S]`: the table's entry for the bucket of key position - query position."""
     offset = key_position[:, None, :] - query_position[:, :, None]
     by_offset = shared[bucket_of_offset(config)]  # [2 N + 1, H]
     index = jnp.clip(offset, -config.max_distance, config.max_distance) + config.max_distance
     return jnp.moveaxis(by_offset[index], -1, 1).astype(jnp.float32)
 
 
-ENCODING = Encoding(shared=Table, score=score, heads=lambda table: 1)
+ENCODING = Encoding(shared=Table, bias=bias, heads=lambda table: 1)

@@ -1,4 +1,7 @@
-"""How the weighted sum is computed. One file a way, each defining `KERNEL`; all equal in value and in gradient."""
+"""Attention kernels: implementations of softmax(q k^T + bias) v that are equal in value and gradient.
+
+Each file of this folder defines one, as `KERNEL`.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,25 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
 from jaxformer import registry
-from jaxformer.config import AttentionConfig, ConfigError
+from jaxformer.config import AttentionConfig
+from jaxformer.errors import ConfigError
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel import mesh, shards
 from jaxformer.types import Array, PyTree
 
 Queries = Float[Array, "B T H K"]
 Keys = Float[Array, "B S G K"]
-"""What a kernel gets, values as keys, and what it returns as queries."""
+"""Shapes of a kernel's arguments: values have the shape of the keys, outputs that of the queries."""
 
 
-class Score(NamedTuple):
-    """An additive score as a function of a tile, so that no kernel needs the whole `[T, S]` table.
+class AttentionBias(NamedTuple):
+    """An additive bias of the scores, as a function of a tile, so that no kernel needs the full `[T, S]` table.
 
-    `function(args, q, k, query_position, key_position) -> [b, H, T, S]` float32 (b = B or 1); `args` is the pytree it
-    is differentiable in. `heads` has, for each leaf of `args`, the number of its axis of heads (-1: it has none), or is
-    None where nobody says; a leaf with as many as there are key heads is one of those.
+    Attributes:
+      function: `function(args, q, k, query_position, key_position) -> [b, H, T, S]`, float32, with b = B or 1.
+      args: pytree that the function is differentiable in.
+      heads: index of the axis of heads for each leaf of `args` (-1 for none); None if unknown. A leaf with G heads has
+        the key heads.
     """
 
     function: Callable[..., Array]
@@ -34,17 +40,17 @@ class Score(NamedTuple):
     heads: PyTree | None = None
 
 
-class Noise(NamedTuple):
-    """Dropout of the attention probabilities with probability `rate`, a static number, drawn from `key`."""
+class AttentionDropout(NamedTuple):
+    """Dropout of the attention probabilities at the static `rate`, drawn from `key`."""
 
     rate: float
     key: Array
 
     def drop(self, probs: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        """Zeroes entries with probability `rate` and scales the rest so that the mean stays.
+        """`probs` with entries set to zero with probability `rate`, and the others scaled to preserve the mean.
 
-        Every random word of 32 bits decides two entries: drawing bits is the larger part of attention dropout on a
-        CPU. The scale is that of the rate rounded to 1/65536, so there is no bias.
+        Each random 32-bit word decides two entries, since drawing bits is most of the cost on a CPU. The rate, rounded
+        to a multiple of 1/65536, also determines the scale, so the mean is exact.
         """
         threshold = min(round(self.rate * 65536), 65535)
         *outer, last = probs.shape
@@ -53,15 +59,18 @@ class Noise(NamedTuple):
         return jnp.where(halves >= threshold, probs * (65536 / (65536 - threshold)), 0.0)
 
 
-class Site(NamedTuple):
-    """What is known of one attention when its program is built.
+class CallSite(NamedTuple):
+    """Static properties of one attention call, by which a kernel is chosen.
 
     Attributes:
-      platform: cpu, gpu, tpu: that of the mesh, which need not be this machine's.
-      dtype: of queries and keys.
-      own: the keys are those of the query slots themselves: self-attention, and not against a cache.
-      table: the mask hides single pairs.
-      context, tensor: over how many devices the mesh divides sequences, and heads.
+      platform: cpu, gpu or tpu: the platform of the mesh, which may differ from this machine's.
+      dtype: dtype of queries and keys.
+      heads, kv_heads, head_width: H, G and K.
+      queries, keys: numbers of slots T and S.
+      same_slots: the keys are those of the query slots: self-attention without a cache.
+      hidden_pairs: the mask hides single pairs.
+      bias, dropout: the call has a bias, dropout.
+      context, tensor: number of devices over which the mesh shards sequences, and heads.
     """
 
     platform: str
@@ -72,9 +81,9 @@ class Site(NamedTuple):
     queries: int
     keys: int
     causal: bool = False
-    own: bool = True
-    table: bool = False
-    score: bool = False
+    same_slots: bool = True
+    hidden_pairs: bool = False
+    bias: bool = False
     dropout: bool = False
     context: int = 1
     tensor: int = 1
@@ -82,22 +91,24 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """`apply(q [B,T,H,K], k [B,S,G,K], v [B,S,G,K], mask, score, noise, config) -> [B,T,H,K]`.
+    """An attention kernel.
 
-    `q` is already scaled. H is a multiple of G: query head h reads key head h // (H // G). The softmax is float32; a
-    query that sees nothing returns 0. `refuse(config, score, noise)` returns why the kernel can't honour these
-    arguments, or None. A kernel that needs no whole table raises ConfigError at a mask with `hidden`.
-
-    `lacks(site)` returns what the place lacks (a device, a precision, a shape), or None.
+    Attributes:
+      apply: `apply(q [B,T,H,K], k [B,S,G,K], v [B,S,G,K], mask, bias, dropout, config) -> [B,T,H,K]`. `q` is already
+        scaled. H is a multiple of G: query head h reads key head h // (H // G). The softmax is float32; a query that
+        sees nothing returns 0. Kernels that never build the full mask raise ConfigError for `hidden_pairs`.
+      refuse: `refuse(config, bias, dropout)` returns what the kernel needs of these arguments, or None if it supports
+        them.
+      missing: `missing(site)` returns what the call lacks for the kernel (a device, a dtype, a shape), or None.
     """
 
-    apply: Callable[[Array, Array, Array, Mask, Score | None, Noise | None, AttentionConfig], Array]
-    refuse: Callable[[AttentionConfig, bool, bool], str | None] = lambda config, score, noise: None
-    lacks: Callable[[Site], str | None] = lambda site: None
+    apply: Callable[[Array, Array, Array, Mask, AttentionBias | None, AttentionDropout | None, AttentionConfig], Array]
+    refuse: Callable[[AttentionConfig, bool, bool], str | None] = lambda config, bias, dropout: None
+    missing: Callable[[CallSite], str | None] = lambda site: None
 
 
 def get(kind: str) -> Kernel:
-    """The kernel defined by the file `kind` of this folder."""
+    """The kernel that the file `kind` of this folder defines."""
     return registry.member(__name__, kind, "KERNEL")
 
 
@@ -106,12 +117,12 @@ def apply(
     k: Keys,
     v: Keys,
     mask: Mask,
-    score: Score | None,
-    noise: Noise | None,
+    bias: AttentionBias | None,
+    dropout: AttentionDropout | None,
     config: AttentionConfig,
 ) -> Queries:
-    """`Kernel.apply` of the kernel that `config` names, or that "auto" takes here."""
-    site = Site(
+    """Attention output `[B, T, H, K]` by the kernel of `config`, or the one that "auto" chooses."""
+    site = CallSite(
         platform=mesh.platform(),
         dtype=q.dtype.name,
         heads=q.shape[2],
@@ -120,26 +131,26 @@ def apply(
         queries=q.shape[1],
         keys=k.shape[1],
         causal=mask.causal,
-        own=mask.own,
-        table=mask.hidden is not None,
-        score=score is not None,
-        dropout=noise is not None,
-        **devices(),
+        same_slots=mask.same_slots,
+        hidden_pairs=mask.hidden_pairs is not None,
+        bias=bias is not None,
+        dropout=dropout is not None,
+        **shard_counts(),
     )
-    return get(choose(config, site)[0]).apply(q, k, v, mask, score, noise, config)
+    return get(choose_kernel(config, site)[0]).apply(q, k, v, mask, bias, dropout, config)
 
 
-def choose(config: AttentionConfig, site: Site) -> tuple[str, str]:
-    """The kernel's name, and why it is that one.
+def choose_kernel(config: AttentionConfig, site: CallSite) -> tuple[str, str]:
+    """Name of the kernel for `site`, and the reason for the choice.
 
-    What the config names serves whole sequences. Against a cache, where a few queries see all keys, "dense" stays and
-    any other means "auto". "auto": dense where the mask is itself a table; ulysses or ring where sequences are divided;
-    the fused kernel of the device; else dense while the `[T, S]` table is small, and blockwise beyond 1024 x 1024.
+    The kernel of the config is used for full sequences. Against a cache, where few queries see all keys, any kernel but
+    "dense" means "auto". "auto" takes dense if the mask has `hidden_pairs`; ulysses or ring if sequences are sharded;
+    the fused kernel of the device; else dense up to 1024 x 1024 scores and blockwise beyond.
 
     Raises:
-      ConfigError: the kernel that the config names cannot work here.
+      ConfigError: the kernel of the config does not support `site`.
     """
-    cached = site.causal and not site.own
+    cached = site.causal and not site.same_slots
     if config.kernel == "dense" or (config.kernel != "auto" and not cached):
         lacking = _unable(config.kernel, config, site)
         if lacking:
@@ -148,7 +159,7 @@ def choose(config: AttentionConfig, site: Site) -> tuple[str, str]:
                 "set it to auto"
             )
         return config.kernel, "as the config says"
-    if site.table:
+    if site.hidden_pairs:
         return "dense", "the mask is a table of pairs"
     if site.context > 1 and site.queries % site.context == 0 and site.keys % site.context == 0:
         ways = f"context {site.context} x tensor {site.tensor}"
@@ -165,12 +176,12 @@ def choose(config: AttentionConfig, site: Site) -> tuple[str, str]:
     return "dense" if small else "blockwise", "; ".join([size, *(f"{n} needs {why}" for n, why in lacking.items())])
 
 
-def _unable(name: str, config: AttentionConfig, site: Site) -> str | None:
+def _unable(name: str, config: AttentionConfig, site: CallSite) -> str | None:
     kernel = get(name)
-    return kernel.lacks(site) or kernel.refuse(config, site.score, site.dropout)
+    return kernel.missing(site) or kernel.refuse(config, site.bias, site.dropout)
 
 
-def devices() -> dict[str, int]:
-    """Over how many devices sequences and heads are divided here: `Site`'s `context` and `tensor`."""
-    sizes = shards.free()
+def shard_counts() -> dict[str, int]:
+    """Number of devices over which the mesh shards sequences and heads: `context` and `tensor` of `CallSite`."""
+    sizes = shards.auto_axes()
     return {name: sizes.get(name, 1) for name in ("context", "tensor")}

@@ -1,4 +1,4 @@
-"""Running a kernel on each device's own part: rows over the data axes, heads over `tensor`, length over `context`."""
+"""Running a kernel on shards: rows over the data axes, heads over `tensor`, slots over `context`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Key, Shaped
 
-from jaxformer.config import ConfigError
-from jaxformer.nn.kernels import Keys, Queries, Score
+from jaxformer.errors import ConfigError
+from jaxformer.nn.kernels import AttentionBias, Keys, Queries
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel import shards
 from jaxformer.types import Array, PyTree, Slots
 
 
 class Layout(NamedTuple):
-    """Mesh axes of size > 1, by what they divide: rows, heads, slots."""
+    """Mesh axes of size > 1 that shard rows, heads and slots."""
 
     batch: tuple[str, ...]
     heads: tuple[str, ...]
@@ -27,105 +27,110 @@ class Layout(NamedTuple):
 
     @property
     def divides(self) -> tuple[str, ...]:
-        """Every axis over which parts of one attention lie."""
+        """All axes that shard the attention."""
         return (*self.batch, *self.heads, *self.length)
 
     @property
     def tensor(self) -> PartitionSpec:
-        """Of `[B, T, H, K]`."""
+        """Spec of `[B, T, H, K]`."""
         return PartitionSpec(self.batch, self.length, self.heads, None)
 
     @property
     def ids(self) -> PartitionSpec:
-        """Of `[B, T]`."""
+        """Spec of `[B, T]`."""
         return PartitionSpec(self.batch, self.length)
 
     @property
     def sums(self) -> PartitionSpec:
-        """Of `[B, H, T]`."""
+        """Spec of `[B, H, T]`."""
         return PartitionSpec(self.batch, self.heads, self.length)
 
 
 def layout(batch: int, heads: int) -> Layout | None:
-    """Where `[B, T, H, K]` lies on the current mesh; None where there is nothing to divide.
+    """Sharding of `[B, T, H, K]` on the current mesh; None on a single device outside a `shard_map`.
 
-    Among axes of which some are taken over, those of size 1 are too: the partitioner refuses a kernel of the TPU even
-    where it would have nothing to divide.
+    Inside a `shard_map` over some axes the others are taken too, even if their size is 1: the partitioner rejects a TPU
+    kernel although there is nothing to shard.
     """
-    if shards.alone() and not shards.inside():
+    if shards.is_unsharded() and not shards.is_inside_shard_map():
         return None
-    return Layout(shards.fitting("batch", batch), shards.fitting("act_heads", heads), shards.fitting("length", 0))
+    return Layout(
+        shards.dividing_axes("batch", batch),
+        shards.dividing_axes("act_heads", heads),
+        shards.dividing_axes("length", 0),
+    )
 
 
-def spread(
-    k: Keys, v: Keys, score: Score | None, heads: int, ways: int
-) -> tuple[Float[Array, "B S _ K"], Float[Array, "B S _ K"], Score | None]:
-    """Keys and values whose heads `ways` devices can divide: repeated where they are fewer, or do not come out even.
+def repeat_key_heads(
+    k: Keys, v: Keys, bias: AttentionBias | None, heads: int, ways: int
+) -> tuple[Float[Array, "B S _ K"], Float[Array, "B S _ K"], AttentionBias | None]:
+    """Keys, values and bias with key heads repeated until `ways` devices divide them.
 
-    `heads` is that of the queries, a multiple of `ways`; each device's queries then meet the keys they belong to.
+    `heads`, the number of query heads, is a multiple of `ways`. Each device then has the key heads of its query heads.
     """
     groups = k.shape[2]
     times = math.lcm(groups, ways) // groups
     if times == 1:
-        return k, v, score
+        return k, v, bias
 
     def repeat(x: Array, axis: int) -> Array:
         return jnp.repeat(x, times, axis=axis) if axis >= 0 and x.shape[axis] == groups else x
 
-    if score is not None and score.heads is not None and groups < heads:
-        score = score._replace(args=jax.tree.map(repeat, score.args, score.heads))
-    return jnp.repeat(k, times, axis=2), jnp.repeat(v, times, axis=2), score
+    if bias is not None and bias.heads is not None and groups < heads:
+        bias = bias._replace(args=jax.tree.map(repeat, bias.args, bias.heads))
+    return jnp.repeat(k, times, axis=2), jnp.repeat(v, times, axis=2), bias
 
 
-def score_specs(score: Score | None, axes: tuple[str, ...]) -> PyTree:
-    """How `axes`, which divide the heads, divide the score's arguments.
+def bias_specs(bias: AttentionBias | None, axes: tuple[str, ...]) -> PyTree:
+    """Specs of the bias arguments where `axes` shard the heads; None without a bias.
 
     Raises:
-      ConfigError: the encoding does not say which of its arguments' axes are heads.
+      ConfigError: the encoding does not say which axes of its arguments are heads.
     """
-    if score is None:
+    if bias is None:
         return None
     if not axes:
-        return jax.tree.map(lambda leaf: PartitionSpec(), score.args)
-    if score.heads is None:
+        return jax.tree.map(lambda leaf: PartitionSpec(), bias.args)
+    if bias.heads is None:
         raise ConfigError(
-            "encoding.kind: got a score that does not name its axes of heads, expected one that does where the mesh "
+            "encoding.kind: got a bias that does not name its axes of heads, expected one that does where the mesh "
             "divides heads; set config.mesh.tensor to 1, or attention.kernel to dense or blockwise"
         )
     spec = lambda leaf, axis: PartitionSpec(*(None,) * axis, axes) if axis >= 0 else PartitionSpec()  # noqa: E731
-    return jax.tree.map(spec, score.args, score.heads)
+    return jax.tree.map(spec, bias.args, bias.heads)
 
 
 def pad(x: Shaped[Array, "B T *rest"], multiple: int) -> Shaped[Array, "B _ *rest"]:
-    """`x` filled up with zeros (for ids: segment 0, nothing there) to a multiple of so many slots."""
+    """`x` padded with zeros to a multiple of `multiple` slots; for ids that is segment 0, padding."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2))
 
 
 def pad_slots(slots: Slots, multiple: int) -> Slots:
+    """`slots` padded to a multiple of `multiple`."""
     return Slots(*(pad(ids, multiple) for ids in slots))
 
 
-def rows_and_heads(function: Callable, q: Queries, k: Keys, v: Keys, query: Slots, key: Slots) -> Queries:
-    """`function(q, k, v, query, key)` on each device's rows and heads, of whole sequences.
+def shard_rows_and_heads(function: Callable, q: Queries, k: Keys, v: Keys, query: Slots, key: Slots) -> Queries:
+    """`function(q, k, v, query, key)` run on each device's rows and heads, with full sequences.
 
-    For kernels that the partitioner cannot divide. What the function closes over must be the same on all devices.
+    For kernels that the partitioner cannot shard. Values that the function closes over must be equal on all devices.
     """
     where = layout(q.shape[0], q.shape[2])
     if where is None:
         return function(q, k, v, query, key)
-    k, v, _ = spread(k, v, None, q.shape[2], shards.parts(where.heads))
+    k, v, _ = repeat_key_heads(k, v, None, q.shape[2], shards.shard_count(where.heads))
     where = where._replace(length=())
     return shards.shard(function, (*(where.tensor,) * 3, where.ids, where.ids), where.tensor)(q, k, v, query, key)
 
 
-def own(where: Layout, key: Key[Array, ""] | None) -> Key[Array, ""] | None:
-    """A random key that differs between the devices that hold different parts."""
+def shard_key(where: Layout, key: Key[Array, ""] | None) -> Key[Array, ""] | None:
+    """`key` folded with the device's index, so that shards draw differently; None without a key."""
     if key is None or not where.divides:
         return key
     return jax.random.fold_in(key, jax.lax.axis_index(where.divides))
 
 
-def refuse_table(name: str, mask: Mask) -> None:
-    """Raises ConfigError at a mask that hides single pairs: a table of all of them, which this kernel never makes."""
-    if mask.hidden is not None:
+def refuse_hidden_pairs(name: str, mask: Mask) -> None:
+    """Raises ConfigError if `mask` hides single pairs: this kernel never builds the full table."""
+    if mask.hidden_pairs is not None:
         raise ConfigError(f"attention.kernel: got {name} with a mask of single pairs, expected dense; set it to auto")

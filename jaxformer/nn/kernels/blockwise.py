@@ -1,21 +1,22 @@
-"""Exact attention in memory linear in length: tiles, an online softmax, and a backward that recomputes its tiles.
+"""Blockwise attention: exact, in memory linear in length, with an online softmax over tiles.
 
-The method of FlashAttention-2 (Dao 2023) in plain JAX. For query rows i and key tiles j = 1, 2, ...
+FlashAttention-2 (Dao 2023, algorithms 1 and 2) in plain JAX. For query tiles i and key tiles j = 1, 2, ...
 
-    S_ij = q_i k_j^T + score_ij
+    S_ij = q_i k_j^T + bias_ij
     m' = max(m, rowmax S_ij),  l' = e^(m - m') l + rowsum e^(S_ij - m'),  o' = e^(m - m') o + e^(S_ij - m') v_j
 
-and at the end o / l. Only o and the rows' L = m + log l are kept for the backward, which needs no more than
+and finally o / l. Only o and the log-sums L = m + log l of the rows are stored for the backward pass, which computes
 
     P_ij = e^(S_ij - L_i),   dP_ij = do_i v_j^T,   dS_ij = P_ij (dP_ij - rowsum(do_i o_i)),   dv_j = sum_i P_ij^T do_i
 
-and pulls dS back through the tile's S to q, k and the arguments of the score. Dropout multiplies P_ij in o and dP_ij in
-the backward by one and the same random factor, drawn from the key folded with the tile's number.
+and propagates dS_ij to q, k and the arguments of the bias. Dropout multiplies P_ij in o, and dP_ij in the backward
+pass, by the same random factor, drawn from the key folded with the index of the tile.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -23,45 +24,59 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Float32, Int, Shaped
 
 from jaxformer.config import AttentionConfig
-from jaxformer.nn.kernels import Kernel, Keys, Noise, Queries, Score, _sharding
+from jaxformer.nn.kernels import AttentionBias, AttentionDropout, Kernel, Keys, Queries, _sharding
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.types import Array, PyTree, Slots
 
-HIDDEN = -1e30
+MASKED_SCORE = -1e30
 
 QueryTiles = Float[Array, "I B T H K"]
 KeyTiles = Float[Array, "J B S G K"]
 
 
-class Rule(NamedTuple):
-    """What is fixed when the program is traced: the mask's rules, the score function, the dropout rate."""
+class StaticArgs(NamedTuple):
+    """Static properties of a traced call: mask rule, bias function and dropout rate."""
 
     causal: bool
-    score: object | None
+    bias: Callable[..., Array] | None
     rate: float
 
 
-class Ids(NamedTuple):
-    """Integer data of the tiles: slots `[tiles, B, rows]` of both sides, which tiles matter, the score's integers."""
+class TileIds(NamedTuple):
+    """Data of the tiles without a gradient.
+
+    Attributes:
+      query, key: slots `[tiles, B, slots]`.
+      window: the mask's window, or None.
+      active: bool `[query tiles, key tiles]`, False where nothing is visible.
+      int_args: the bias arguments without a gradient; None in place of the others.
+      dropout: the dropout key, or None.
+    """
 
     query: Slots
     key: Slots
     window: Array | None
-    active: Array  # bool [query tiles, key tiles]
-    score: PyTree  # leaves of the score's arguments that have no gradient (None where the leaf has one)
-    noise: Array | None
+    active: Array
+    int_args: PyTree
+    dropout: Array | None
 
 
-class Running(NamedTuple):
-    """An online softmax that has read some of the keys: m and l `[tiles, B, H, rows]`, o `[tiles, B, H, rows, K]`."""
+class OnlineSoftmax(NamedTuple):
+    """State of the online softmax after some of the keys.
 
-    top: Array
+    Attributes:
+      max: the row maxima m, `[tiles, B, H, slots]`.
+      total: the sums l of exponentials, `[tiles, B, H, slots]`.
+      o: the unnormalised outputs, `[tiles, B, H, slots, K]`.
+    """
+
+    max: Array
     total: Array
     o: Array
 
 
-class Given(NamedTuple):
-    """What the backward knows of a query tile besides q: do, L and rowsum(do o), with leading axis tiles."""
+class OutputGradient(NamedTuple):
+    """Inputs of the backward pass for each query tile: do, the log-sums L, and delta = rowsum(do o)."""
 
     do: Array
     log_sum: Array
@@ -69,12 +84,12 @@ class Given(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Float32 sums so far: dq, dk and dv in tiles, and those of the score's real arguments."""
+    """Float32 sums of the gradients of q, k and v (in tiles), and of the bias arguments."""
 
     q: Array
     k: Array
     v: Array
-    real: PyTree
+    float_args: PyTree
 
 
 def attend(
@@ -82,74 +97,83 @@ def attend(
     k: Keys,
     v: Keys,
     mask: Mask,
-    score: Score | None,
-    noise: Noise | None,
+    bias: AttentionBias | None,
+    dropout: AttentionDropout | None,
     config: AttentionConfig,
 ) -> Queries:
-    """Equals the dense kernel. Tiles are `config.block` rows by as many columns; lengths are padded up to whole tiles.
+    """Attention output `[B, T, H, K]`, equal to the dense kernel's.
 
-    Tiles in which nothing can be visible (above the diagonal of a causal mask, beyond a window, between different
-    documents) are skipped at run time.
+    Tiles are `config.block` by `config.block` slots; lengths are padded to full tiles. Tiles with no visible pair
+    (above the diagonal of a causal mask, beyond a window, between different documents) are skipped at run time.
 
     Raises:
       ConfigError: the mask hides single pairs.
     """
-    _sharding.refuse_table("blockwise", mask)
+    _sharding.refuse_hidden_pairs("blockwise", mask)
     rows, columns = min(config.block, q.shape[1]), min(config.block, k.shape[1])
-    query = Slots(*(tiles(ids, rows) for ids in mask.query))
-    key = Slots(*(tiles(ids, columns) for ids in mask.key))
-    rule, real, fixed = split(mask, score, noise)
+    query = Slots(*(tile(ids, rows) for ids in mask.query))
+    key = Slots(*(tile(ids, columns) for ids in mask.key))
+    static, float_args, int_args = split_args(mask, bias, dropout)
     window = None if mask.window is None else jnp.asarray(mask.window, jnp.int32)
-    ids = Ids(query, key, window, active(query, key, mask.causal, window), fixed, None if noise is None else noise.key)
-    o = _attention(rule, tiles(q, rows), tiles(k, columns), tiles(v, columns), real, ids)
-    return whole(o, q.shape[1])
+    ids = TileIds(
+        query,
+        key,
+        window,
+        active_tiles(query, key, mask.causal, window),
+        int_args,
+        None if dropout is None else dropout.key,
+    )
+    o = _attention(static, tile(q, rows), tile(k, columns), tile(v, columns), float_args, ids)
+    return untile(o, q.shape[1])
 
 
-def split(mask: Mask, score: Score | None, noise: Noise | None) -> tuple[Rule, PyTree, PyTree]:
-    """The static rule, and the score's arguments apart: those with a gradient, and the others (None elsewhere)."""
-    rule = Rule(mask.causal, None if score is None else score.function, 0.0 if noise is None else noise.rate)
-    args = None if score is None else score.args
-    real = jax.tree.map(lambda leaf: leaf if _has_gradient(leaf) else None, args)
-    return rule, real, jax.tree.map(lambda leaf: None if _has_gradient(leaf) else leaf, args)
+def split_args(
+    mask: Mask, bias: AttentionBias | None, dropout: AttentionDropout | None
+) -> tuple[StaticArgs, PyTree, PyTree]:
+    """Static properties, the bias arguments with a gradient, and those without; None in place of the others."""
+    static = StaticArgs(mask.causal, None if bias is None else bias.function, 0.0 if dropout is None else dropout.rate)
+    args = None if bias is None else bias.args
+    float_args = jax.tree.map(lambda leaf: leaf if _has_gradient(leaf) else None, args)
+    return static, float_args, jax.tree.map(lambda leaf: None if _has_gradient(leaf) else leaf, args)
 
 
 def _has_gradient(leaf: Shaped[Array, "..."]) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-def tiles(x: Shaped[Array, "B T *rest"], size: int) -> Shaped[Array, "I B _ *rest"]:
-    """Tiles of `size` slots, filled up with zeros (for ids: segment 0, nothing there)."""
+def tile(x: Shaped[Array, "B T *rest"], size: int) -> Shaped[Array, "I B _ *rest"]:
+    """`x` as I tiles of `size` slots, padded with zeros; for ids that is segment 0, padding."""
     batch, length = x.shape[:2]
     count = -(-length // size)
     x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
 
-def whole(x: Shaped[Array, "I B _ *rest"], length: int) -> Shaped[Array, "B T *rest"]:
-    """The inverse of `tiles`."""
+def untile(x: Shaped[Array, "I B _ *rest"], length: int) -> Shaped[Array, "B T *rest"]:
+    """The inverse of `tile`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def active(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] | int | None) -> Bool[Array, "I J"]:
-    """For each tile of queries and tile of keys, False only where no row of the batch has a visible pair in it.
+def active_tiles(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] | int | None) -> Bool[Array, "I J"]:
+    """False for pairs of query tile and key tile without a visible pair of slots in any row of the batch: `[I, J]`.
 
-    Compares the ranges of segments and positions that occur in the tiles, so it costs next to nothing; where segment
-    ids or positions are not monotonic it may call an empty tile active, which wastes time and changes nothing.
+    Compares ranges of segments and positions in the tiles, which is cheap. If ids or positions are not monotonic, an
+    empty pair of tiles may be called active, which costs time but changes no result.
     """
 
     def ranges(slots: Slots) -> tuple[Array, ...]:
-        there = slots.segment != 0
+        real = slots.segment != 0
         return tuple(
             edge
             for ids in (jnp.abs(slots.segment), slots.position)
             for edge in (
-                jnp.min(jnp.where(there, ids, jnp.iinfo(jnp.int32).max), axis=-1),
-                jnp.max(jnp.where(there, ids, -1), axis=-1),
+                jnp.min(jnp.where(real, ids, jnp.iinfo(jnp.int32).max), axis=-1),
+                jnp.max(jnp.where(real, ids, -1), axis=-1),
             )
         )
 
-    # An empty tile has an empty range of segments (from the largest integer to -1), which overlaps with none.
+    # The range of segments of an empty tile is empty (from the largest integer to -1) and overlaps with no other.
     segment_from, segment_to, position_from, position_to = (edge[:, None] for edge in ranges(query))
     key_segment_from, key_segment_to, key_from, key_to = (edge[None] for edge in ranges(key))
     see = (segment_from <= key_segment_to) & (key_segment_from <= segment_to)
@@ -163,55 +187,63 @@ def active(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] | int 
 
 
 def _logits(
-    rule: Rule, q: Queries, k: Keys, real: PyTree, fixed: PyTree, query: Slots, key: Slots
+    static: StaticArgs, q: Queries, k: Keys, float_args: PyTree, int_args: PyTree, query: Slots, key: Slots
 ) -> Float32[Array, "B H T S"]:
-    """Scores of one tile, before the mask. The backward differentiates this function."""
+    """Scores `[B, H, T, S]` of one tile before the mask. The backward pass differentiates this function."""
     batch, rows, heads, _ = q.shape
-    scores = jnp.einsum("bgrk,bsgk->bgrs", _fold(q, k.shape[2]), k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bgrk,bsgk->bgrs", _fold_queries(q, k.shape[2]), k, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, heads, rows, -1)
-    if rule.score is not None:
-        args = jax.tree.map(lambda a, b: b if a is None else a, real, fixed, is_leaf=lambda leaf: leaf is None)
-        scores = scores + rule.score(args, q, k, query.position, key.position)
+    if static.bias is not None:
+        args = jax.tree.map(lambda a, b: b if a is None else a, float_args, int_args, is_leaf=lambda leaf: leaf is None)
+        scores = scores + static.bias(args, q, k, query.position, key.position)
     return scores
 
 
-def _fold(x: Queries, groups: int) -> Float[Array, "B G _ K"]:
-    """As `[B, G, H/G * T, K]`: the rows of all query heads that read one key head."""
+def _fold_queries(x: Queries, groups: int) -> Float[Array, "B G _ K"]:
+    """`x` as `[B, G, H/G * T, K]`: the query heads of one key head are rows of one product."""
     return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], groups, -1, x.shape[-1])
 
 
 def _fold_scores(x: Float[Array, "B H T S"], groups: int) -> Float[Array, "B G _ S"]:
-    """As `[B, G, H/G * T, S]`, the same rows."""
+    """`x` as `[B, G, H/G * T, S]`, in the order of `_fold_queries`."""
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 
-def _visible(rule: Rule, ids: Ids, query: Slots, key: Slots) -> Bool[Array, "B 1 T S"]:
-    return visible(query, key, rule.causal, ids.window)[:, None]
+def _visible(static: StaticArgs, ids: TileIds, query: Slots, key: Slots) -> Bool[Array, "B 1 T S"]:
+    return visible(query, key, static.causal, ids.window)[:, None]
 
 
-def _drop(
-    rule: Rule, ids: Ids, i: Int[Array, ""], j: Int[Array, ""], x: Float32[Array, "B H T S"]
+def _drop_tile(
+    static: StaticArgs, ids: TileIds, i: Int[Array, ""], j: Int[Array, ""], x: Float32[Array, "B H T S"]
 ) -> Float32[Array, "B H T S"]:
-    """Dropout of one tile: the same draw in forward and backward."""
-    if ids.noise is None:
+    """Dropout of tile (i, j), equal in the forward and the backward pass."""
+    if ids.dropout is None:
         return x
-    return Noise(rule.rate, jax.random.fold_in(ids.noise, i * ids.active.shape[1] + j)).drop(x)
+    return AttentionDropout(static.rate, jax.random.fold_in(ids.dropout, i * ids.active.shape[1] + j)).drop(x)
 
 
-def _numbered(tiles: PyTree) -> PyTree:
-    """`(number, tile)` to scan over."""
+def _enumerate(tiles: PyTree) -> PyTree:
+    """`(index, tile)` pairs to scan over."""
     return jnp.arange(jax.tree.leaves(tiles)[0].shape[0]), tiles
 
 
-def start(q: QueryTiles, width: int) -> Running:
-    """Nothing read yet, for query tiles and values of that width."""
+def init(q: QueryTiles, width: int) -> OnlineSoftmax:
+    """Initial state of the online softmax, for values of width `width`."""
     count, batch, rows, heads, _ = q.shape
     shape = (count, batch, heads, rows)
-    return Running(jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    return OnlineSoftmax(jnp.full(shape, MASKED_SCORE), jnp.zeros(shape), jnp.zeros((*shape, width)))
 
 
-def read(rule: Rule, q: QueryTiles, k: KeyTiles, v: KeyTiles, real: PyTree, ids: Ids, running: Running) -> Running:
-    """`running` after all key tiles have been read by all query tiles."""
+def accumulate(
+    static: StaticArgs,
+    q: QueryTiles,
+    k: KeyTiles,
+    v: KeyTiles,
+    float_args: PyTree,
+    ids: TileIds,
+    running: OnlineSoftmax,
+) -> OnlineSoftmax:
+    """`running` after all query tiles have attended to all key tiles."""
     groups = k.shape[3]
 
     def row(args):
@@ -220,103 +252,114 @@ def read(rule: Rule, q: QueryTiles, k: KeyTiles, v: KeyTiles, real: PyTree, ids:
         def column(carry, xs):
             j, (k_j, v_j, key) = xs
 
-            def add(top, total, o):
-                see = _visible(rule, ids, query, key)
-                scores = jnp.where(see, _logits(rule, q_i, k_j, real, ids.score, query, key), HIDDEN)
-                higher = jnp.maximum(top, jnp.max(scores, axis=-1))
-                # `see` once more: in a row that has seen nothing yet, hidden scores equal the maximum.
-                probs = jnp.where(see, jnp.exp(scores - higher[..., None]), 0.0)
-                shrink = jnp.exp(top - higher)
-                dropped = _drop(rule, ids, i, j, probs).astype(v_j.dtype)
+            def add(old_max, total, o):
+                see = _visible(static, ids, query, key)
+                scores = jnp.where(see, _logits(static, q_i, k_j, float_args, ids.int_args, query, key), MASKED_SCORE)
+                new_max = jnp.maximum(old_max, jnp.max(scores, axis=-1))
+                # Mask again: in a row that has seen nothing so far, masked scores equal the maximum.
+                probs = jnp.where(see, jnp.exp(scores - new_max[..., None]), 0.0)
+                shrink = jnp.exp(old_max - new_max)
+                dropped = _drop_tile(static, ids, i, j, probs).astype(v_j.dtype)
                 dropped = _fold_scores(dropped, groups)
                 new = jnp.einsum("bgrs,bsgk->bgrk", dropped, v_j, preferred_element_type=jnp.float32)
                 o = o * shrink[..., None] + new.reshape(o.shape)
-                return Running(higher, total * shrink + jnp.sum(probs, axis=-1), o)
+                return OnlineSoftmax(new_max, total * shrink + jnp.sum(probs, axis=-1), o)
 
-            return jax.lax.cond(ids.active[i, j], add, Running, *carry), None
+            return jax.lax.cond(ids.active[i, j], add, OnlineSoftmax, *carry), None
 
-        return jax.lax.scan(column, before, _numbered((k, v, ids.key)))[0]
+        return jax.lax.scan(column, before, _enumerate((k, v, ids.key)))[0]
 
-    return jax.lax.map(row, _numbered((q, ids.query, running)))
+    return jax.lax.map(row, _enumerate((q, ids.query, running)))
 
 
-def finish(running: Running, dtype: jnp.dtype) -> tuple[QueryTiles, Float32[Array, "I B H T"]]:
-    """Outputs and log-sums L."""
-    total = jnp.where(running.total == 0.0, 1.0, running.total)  # a row that sees nothing: o is 0 already
+def finalize(running: OnlineSoftmax, dtype: jnp.dtype) -> tuple[QueryTiles, Float32[Array, "I B H T"]]:
+    """Output tiles, and the log-sums L `[I, B, H, T]`."""
+    total = jnp.where(running.total == 0.0, 1.0, running.total)  # in a row that sees nothing o is 0 already
     o = jnp.moveaxis(running.o / total[..., None], 3, 2)
-    return o.astype(dtype), running.top + jnp.log(total)
+    return o.astype(dtype), running.max + jnp.log(total)
 
 
-def given(do: QueryTiles, o: QueryTiles, log_sum: Float32[Array, "I B H T"]) -> Given:
-    """Of tiles of the output, its cotangent and the log-sums."""
-    return Given(do, log_sum, jnp.moveaxis(jnp.sum(_float(do) * _float(o), axis=-1), 3, 2))
+def output_gradient(do: QueryTiles, o: QueryTiles, log_sum: Float32[Array, "I B H T"]) -> OutputGradient:
+    """Inputs of the backward pass, from tiles of the cotangent, of the output and of the log-sums."""
+    return OutputGradient(do, log_sum, jnp.moveaxis(jnp.sum(_float(do) * _float(o), axis=-1), 3, 2))
 
 
-def no_gradients(q: QueryTiles, k: KeyTiles, v: KeyTiles, real: PyTree) -> Gradients:
-    """Zeros of their shapes."""
-    return jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf)), Gradients(q, k, v, real))
+def zero_gradients(q: QueryTiles, k: KeyTiles, v: KeyTiles, float_args: PyTree) -> Gradients:
+    """Gradients of zero."""
+    return jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf)), Gradients(q, k, v, float_args))
 
 
-def pull(
-    rule: Rule, q: QueryTiles, k: KeyTiles, v: KeyTiles, real: PyTree, ids: Ids, known: Given, sums: Gradients
+def backward(
+    static: StaticArgs,
+    q: QueryTiles,
+    k: KeyTiles,
+    v: KeyTiles,
+    float_args: PyTree,
+    ids: TileIds,
+    known: OutputGradient,
+    sums: Gradients,
 ) -> Gradients:
-    """`sums` with what these query and key tiles add.
+    """`sums` plus the gradients for these query and key tiles.
 
-    One pass over key tiles j, and for each over query tiles i. dq is carried along: it gathers from every j.
+    The outer loop is over key tiles j, the inner one over query tiles i; dq is carried, since it sums over all j.
     """
     groups = k.shape[3]
 
     def column(carry, xs):
-        dq, dreal = carry
+        dq, dargs = carry
         j, (k_j, v_j, key, dk_j, dv_j) = xs
 
         def row(carry, xs):
             i, (q_i, known_i, query, dq_i) = xs
 
-            def add(dk_j, dv_j, dreal, dq_i):
-                scores, back = jax.vjp(
-                    lambda q, k, real: _logits(rule, q, k, real, ids.score, query, key), q_i, k_j, real
-                )
-                see = _visible(rule, ids, query, key)
+            def add(dk_j, dv_j, dargs, dq_i):
+                logits = lambda q, k, args: _logits(static, q, k, args, ids.int_args, query, key)  # noqa: E731
+                scores, scores_vjp = jax.vjp(logits, q_i, k_j, float_args)
+                see = _visible(static, ids, query, key)
                 probs = jnp.where(see, jnp.exp(scores - known_i.log_sum[..., None]), 0.0)
-                rows = _fold(known_i.do, groups)
-                dropped = _fold_scores(_drop(rule, ids, i, j, probs).astype(known_i.do.dtype), groups)
+                rows = _fold_queries(known_i.do, groups)
+                dropped = _fold_scores(_drop_tile(static, ids, i, j, probs).astype(known_i.do.dtype), groups)
                 dv = jnp.einsum("bgrs,bgrk->bsgk", dropped, rows, preferred_element_type=jnp.float32)
                 dprobs = jnp.einsum("bgrk,bsgk->bgrs", rows, v_j, preferred_element_type=jnp.float32)
-                dscores = probs * (_drop(rule, ids, i, j, dprobs.reshape(probs.shape)) - known_i.delta[..., None])
-                added = (dv, *back(dscores))
-                before = (dv_j, dq_i, dk_j, dreal)
-                dv_j, dq_i, dk_j, dreal = jax.tree.map(lambda a, b: a + _float(b), before, added)
-                return dk_j, dv_j, dreal, dq_i
+                dprobs = _drop_tile(static, ids, i, j, dprobs.reshape(probs.shape))
+                dscores = probs * (dprobs - known_i.delta[..., None])
+                added = (dv, *scores_vjp(dscores))
+                before = (dv_j, dq_i, dk_j, dargs)
+                dv_j, dq_i, dk_j, dargs = jax.tree.map(lambda a, b: a + _float(b), before, added)
+                return dk_j, dv_j, dargs, dq_i
 
             carry = jax.lax.cond(ids.active[i, j], add, lambda *carry: carry, *carry, dq_i)
             return carry[:-1], carry[-1]
 
-        (dk_j, dv_j, dreal), dq = jax.lax.scan(row, (dk_j, dv_j, dreal), _numbered((q, known, ids.query, dq)))
-        return (dq, dreal), (dk_j, dv_j)
+        (dk_j, dv_j, dargs), dq = jax.lax.scan(row, (dk_j, dv_j, dargs), _enumerate((q, known, ids.query, dq)))
+        return (dq, dargs), (dk_j, dv_j)
 
-    (dq, dreal), (dk, dv) = jax.lax.scan(column, (sums.q, sums.real), _numbered((k, v, ids.key, sums.k, sums.v)))
-    return Gradients(dq, dk, dv, dreal)
+    key_tiles = _enumerate((k, v, ids.key, sums.k, sums.v))
+    (dq, dargs), (dk, dv) = jax.lax.scan(column, (sums.q, sums.float_args), key_tiles)
+    return Gradients(dq, dk, dv, dargs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(rule: Rule, q: QueryTiles, k: KeyTiles, v: KeyTiles, real: PyTree, ids: Ids) -> QueryTiles:
-    return _attention_forward(rule, q, k, v, real, ids)[0]
+def _attention(
+    static: StaticArgs, q: QueryTiles, k: KeyTiles, v: KeyTiles, float_args: PyTree, ids: TileIds
+) -> QueryTiles:
+    return _attention_forward(static, q, k, v, float_args, ids)[0]
 
 
-def _attention_forward(rule: Rule, q: QueryTiles, k: KeyTiles, v: KeyTiles, real: PyTree, ids: Ids):
-    o, log_sum = finish(read(rule, q, k, v, real, ids, start(q, v.shape[-1])), q.dtype)
-    return o, (q, k, v, real, ids, o, log_sum)
+def _attention_forward(static: StaticArgs, q: QueryTiles, k: KeyTiles, v: KeyTiles, float_args: PyTree, ids: TileIds):
+    o, log_sum = finalize(accumulate(static, q, k, v, float_args, ids, init(q, v.shape[-1])), q.dtype)
+    return o, (q, k, v, float_args, ids, o, log_sum)
 
 
-def _attention_backward(rule: Rule, saved, do: QueryTiles):
-    q, k, v, real, ids, o, log_sum = saved
-    sums = pull(rule, q, k, v, real, ids, given(do, o, log_sum), no_gradients(q, k, v, real))
-    return *like(sums, Gradients(q, k, v, real)), None
+def _attention_backward(static: StaticArgs, saved, do: QueryTiles):
+    q, k, v, float_args, ids, o, log_sum = saved
+    known, zeros = output_gradient(do, o, log_sum), zero_gradients(q, k, v, float_args)
+    sums = backward(static, q, k, v, float_args, ids, known, zeros)
+    return *cast_like(sums, Gradients(q, k, v, float_args)), None
 
 
-def like(sums: Gradients, inputs: Gradients) -> Gradients:
-    """The sums in the inputs' precision."""
+def cast_like(sums: Gradients, inputs: Gradients) -> Gradients:
+    """`sums` in the dtypes of `inputs`."""
     return jax.tree.map(lambda d, x: d.astype(jnp.result_type(x)), sums, inputs)
 
 

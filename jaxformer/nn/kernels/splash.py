@@ -1,8 +1,8 @@
-"""Attention fused into one TPU kernel: JAX's Pallas "splash" attention, with a blocked backward of its own.
+"""Fused TPU attention: JAX's Pallas "splash" attention, with a blocked backward pass.
 
-It knows masks as rules over slot numbers and segment ids. Slot numbers stand for positions, which is exact where
-positions count up by one within a segment, slot by slot, as all batches of `data` have it. Slots of another order (of
-a balanced ring, of a cache's queries) give NaN and not a wrong number.
+The kernel expresses masks by slot indices and segment ids. Slot indices replace positions, which is exact if positions
+increase by one from slot to slot within a segment, as in all batches of `data`. In any other order (a balanced ring,
+queries against a cache) the result is NaN rather than wrong.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Bool
 
 from jaxformer.config import AttentionConfig
-from jaxformer.nn.kernels import Kernel, Keys, Noise, Queries, Score, Site, _sharding
+from jaxformer.nn.kernels import AttentionBias, AttentionDropout, CallSite, Kernel, Keys, Queries, _sharding
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.parallel import mesh
 from jaxformer.types import Array, Slots
 
-LANES = 128  # of the chip: blocks are multiples of it
-NOTHING_QUERIES, NOTHING_KEYS = -2, -1  # segments of empty slots: they match nothing, themselves included
+LANES = 128  # lanes of a TPU's vector unit: block sizes are multiples
+EMPTY_QUERY_SEGMENT, EMPTY_KEY_SEGMENT = -2, -1  # segment ids of padding, which match no other id
 
 
 def attend(
@@ -28,18 +28,18 @@ def attend(
     k: Keys,
     v: Keys,
     mask: Mask,
-    score: Score | None,
-    noise: Noise | None,
+    bias: AttentionBias | None,
+    dropout: AttentionDropout | None,
     config: AttentionConfig,
 ) -> Queries:
-    """Equals the dense kernel. Lengths are filled up to multiples of 128. Without a TPU it is interpreted, slowly.
+    """Attention output `[B, T, H, K]`, equal to the dense kernel's. Without a TPU it is interpreted, slowly.
 
-    A window is the config's, a number: the mask's own may be one that the program computes.
+    Lengths are padded to multiples of 128. The window is that of the config, since the mask's may be a traced value.
     """
-    _sharding.refuse_table("splash", mask)
+    _sharding.refuse_hidden_pairs("splash", mask)
     window = None if mask.window is None else config.window
     local = functools.partial(_local, mask.causal, window)
-    return _sharding.rows_and_heads(local, q, k, v, mask.query, mask.key)
+    return _sharding.shard_rows_and_heads(local, q, k, v, mask.query, mask.key)
 
 
 def _local(causal: bool, window: int | None, q: Queries, k: Keys, v: Keys, query: Slots, key: Slots) -> Queries:
@@ -49,19 +49,19 @@ def _local(causal: bool, window: int | None, q: Queries, k: Keys, v: Keys, query
     seen = jnp.any(visible(query, key, causal, window), axis=-1)
     q, k, v = (jnp.swapaxes(_sharding.pad(x, LANES), 1, 2) for x in (q, k, v))
     segments = splash.SegmentIds(
-        q=_sharding.pad(jnp.where(query.segment == 0, NOTHING_QUERIES, jnp.abs(query.segment)), LANES),
-        kv=_sharding.pad(jnp.where(key.segment > 0, key.segment, NOTHING_KEYS), LANES),
+        q=_sharding.pad(jnp.where(query.segment == 0, EMPTY_QUERY_SEGMENT, jnp.abs(query.segment)), LANES),
+        kv=_sharding.pad(jnp.where(key.segment > 0, key.segment, EMPTY_KEY_SEGMENT), LANES),
     )
     kernel = _kernel(q.shape[1], q.shape[2], k.shape[2], causal, window, mesh.platform() != "tpu")
     o = jnp.swapaxes(jax.vmap(kernel)(q, k, v, segments), 1, 2)[:, :length]
     o = jnp.where(seen[:, :, None, None], o, 0.0).astype(q.dtype)
     if causal or window is not None:
-        o = jnp.where(_by_slot(query, key)[:, None, None, None], o, jnp.nan)
+        o = jnp.where(_slots_are_positions(query, key)[:, None, None, None], o, jnp.nan)
     return o
 
 
 def _kernel(heads: int, queries: int, keys: int, causal: bool, window: int | None, interpret: bool):
-    """The kernel of `[H, T, K]` inputs."""
+    """The splash kernel for inputs `[H, T, K]`."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (queries, keys)
@@ -84,17 +84,17 @@ def _kernel(heads: int, queries: int, keys: int, causal: bool, window: int | Non
     return splash.make_splash_mha(every, head_shards=1, q_seq_shards=1, block_sizes=blocks, interpret=interpret)
 
 
-def _by_slot(query: Slots, key: Slots) -> Bool[Array, " B"]:
-    """Whether slot numbers may stand for positions: queries and keys are numbered alike, and count up."""
+def _slots_are_positions(query: Slots, key: Slots) -> Bool[Array, " B"]:
+    """True for rows in which slot indices can replace positions: equal for queries and keys, and consecutive."""
     length = min(query.segment.shape[1], key.segment.shape[1])
-    alike = [jnp.all(a[:, :length] == b[:, :length], axis=1) for a, b in zip(query, key, strict=True)]
-    return alike[0] & alike[1] & _counts(query) & _counts(key)
+    equal = [jnp.all(a[:, :length] == b[:, :length], axis=1) for a, b in zip(query, key, strict=True)]
+    return equal[0] & equal[1] & _positions_are_consecutive(query) & _positions_are_consecutive(key)
 
 
-def _counts(slots: Slots) -> Bool[Array, " B"]:
-    """Whether positions rise by one from slot to slot of a segment, and a segment is one run of slots.
+def _positions_are_consecutive(slots: Slots) -> Bool[Array, " B"]:
+    """True for rows in which positions rise by one within a segment, and each segment is one run of slots.
 
-    Padding that reads a segment (its negative) counts as a part of it.
+    Padding that sees a segment (negative ids) counts as a part of it.
     """
     position, segment = slots.position, jnp.abs(slots.segment)
     real, again = segment[:, 1:] != 0, segment[:, 1:] == segment[:, :-1]
@@ -103,20 +103,20 @@ def _counts(slots: Slots) -> Bool[Array, " B"]:
     return jnp.all(steps & runs, axis=1)
 
 
-def _refuse(config: AttentionConfig, score: bool, noise: bool) -> str | None:
-    if score:
-        return "an encoding that adds no score"
-    if noise:
+def _refuse(config: AttentionConfig, bias: bool, dropout: bool) -> str | None:
+    if bias:
+        return "an encoding that adds no bias"
+    if dropout:
         return "attention.dropout 0"
     return "attention.window_every 1" if config.window is not None and config.window_every > 1 else None
 
 
-def _lacks(site: Site) -> str | None:
+def _missing(site: CallSite) -> str | None:
     if site.platform != "tpu":
         return "a TPU"
     if site.context > 1:
         return "whole sequences (mesh context 1, or ulysses)"
-    return None if site.own or not site.causal else "queries that are not read against a cache"
+    return None if site.same_slots or not site.causal else "queries that are not read against a cache"
 
 
-KERNEL = Kernel(attend, _refuse, _lacks)
+KERNEL = Kernel(attend, _refuse, _missing)

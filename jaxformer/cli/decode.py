@@ -1,0 +1,67 @@
+"""`jaxformer decode`: the output of a run for each line of input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from argparse import Namespace
+
+from jaxformer.cli import lines
+from jaxformer.cli.arguments import CHECKPOINT, Command, Flag
+from jaxformer.config import saved_edits
+
+BATCHES_PER_CHUNK = 32
+"""Batches of lines read at a time: enough to sort lines by length, few enough to see output soon."""
+
+
+def run(arguments: Namespace) -> int:
+    saved_edits.refuse_uneditable(arguments.config, "decode")
+    with lines.open_input(arguments.input) as source, lines.open_output(arguments.output) as output:
+        from jaxformer import tasks
+        from jaxformer.hf import workdirs
+
+        model = workdirs.load(arguments.workdir, arguments.checkpoint)
+        if model.weights is not None:
+            print(f"weights: {model.weights.describe()}", file=sys.stderr)
+        task = tasks.get(model.config.task.name)
+        edited = saved_edits.apply_edits(model.config, arguments.config, saved_edits.DECODE_FIELDS, "decode")
+        _print_edits(edited)
+        if edited.config.data != model.config.data:
+            model = dataclasses.replace(model, config=edited.config)
+        config = edited.config.decode
+        size = 1 if source.isatty() else BATCHES_PER_CHUNK * config.batch
+        truncated = 0
+        for chunk in lines.read_chunks(source, size, arguments.input or "stdin"):
+            truncated += model.too_long(chunk)
+            for result in task.predict(model.predictor, chunk, config):
+                output.write(lines.escape_line_ends(task.output_line(result)) + "\n")
+            output.flush()
+    if truncated:
+        length = model.config.data.length
+        print(
+            f"warning: {truncated:,} lines are longer than data.length ({length}), their ends not read", file=sys.stderr
+        )
+    return 0
+
+
+def _print_edits(edited: saved_edits.AppliedEdits) -> None:
+    """Prints to stderr which settings differ from the run's, and which edits have no effect."""
+    words = [f"changed: {json.dumps(edited.changed)}"] if edited.changed else []
+    words += [edited.warning("decode")] if edited.unused else []
+    if words:
+        print("; ".join(words), file=sys.stderr)
+
+
+COMMAND = Command(
+    "one line in, one line out",
+    run,
+    {
+        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read"),
+        "input": Flag("text file; without it stdin", default=""),
+        "output": Flag("text file, written completely or not at all; without it stdout", default=""),
+        "checkpoint": CHECKPOINT,
+    },
+    config="edits",
+    prints=True,
+)

@@ -1,0 +1,31 @@
+"""`jaxformer report`: one HTML page of one run, or of several compared."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from jaxformer.cli.arguments import Command, Flag
+from jaxformer.config import overrides
+
+
+def run(arguments: Namespace) -> int:
+    for workdir in arguments.workdir:
+        overrides.read(workdir)
+    from jaxformer import report
+
+    print(f"written to {report.write(arguments.workdir, arguments.output)}")
+    return 0
+
+
+COMMAND = Command(
+    "one HTML page of one run, or of several compared",
+    run,
+    {
+        "workdir": Flag("folder of a run; may be repeated", repeats=True, directory="write"),
+        "output": Flag(
+            "page to write, FILE.html; without it report.html of one run, and of several comparison.html in the "
+            "folder that holds them",
+            default="",
+        ),
+    },
+)

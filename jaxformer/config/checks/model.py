@@ -1,0 +1,164 @@
+"""Checks that the fields of a model section agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxformer import registry
+from jaxformer.config.checks.fields import invalid
+from jaxformer.config.schema import (
+    Config,
+    EmbedConfig,
+    FeedForwardConfig,
+    ModelConfig,
+    MoEConfig,
+    RecurrentConfig,
+    StackConfig,
+)
+
+
+def check_stack(stack: StackConfig, path: str, config: Config) -> None:
+    """Checks a transformer stack.
+
+    Raises:
+      ConfigError: widths, heads, positions, experts or the kernel contradict each other or `data.length`.
+    """
+    attention, encoding = stack.attention, stack.encoding
+    if attention.head_width is None and stack.width % attention.heads:
+        raise invalid(
+            f"{path}.width", stack.width, f"a multiple of attention.heads ({attention.heads})",
+            "change one of them, or set attention.head_width",
+        )  # fmt: skip
+    kv_heads = attention.heads if attention.kv_heads is None else attention.kv_heads
+    if attention.heads % kv_heads:
+        raise invalid(f"{path}.attention.kv_heads", kv_heads, f"a divisor of heads ({attention.heads})")
+    head_width = stack.width // attention.heads if attention.head_width is None else attention.head_width
+    if not attention.output and attention.heads * head_width != stack.width:
+        raise invalid(
+            f"{path}.attention.output", "False",
+            f"heads * head_width ({attention.heads} * {head_width}) to equal the width ({stack.width})",
+            "set output=True or change the head width",
+        )  # fmt: skip
+    if encoding.kind == "rope":
+        rotated = int(head_width * encoding.fraction)
+        if rotated % 2 or rotated < 2:
+            raise invalid(
+                f"{path}.encoding.fraction", encoding.fraction,
+                f"an even rotated width (head width {head_width} * fraction = {rotated})",
+            )  # fmt: skip
+    has_table = encoding.kind == "learned" or (encoding.kind == "deberta" and encoding.absolute)
+    if has_table and encoding.max_length - encoding.offset < config.data.length:
+        expected = f"at least data.length ({config.data.length})" + (" and the offset" if encoding.offset else "")
+        raise invalid(f"{path}.encoding.max_length", encoding.max_length, expected)
+    if encoding.kind == "transformer_xl" and stack.width % 2:
+        raise invalid(f"{path}.width", stack.width, "an even width: sines and as many cosines", "change it")
+    if encoding.kind == "t5" and encoding.buckets is None:
+        raise invalid(f"{path}.encoding.buckets", None, "a number for t5")
+    if encoding.kind == "deberta" and attention.heads * head_width != stack.width:
+        expected = f"heads * head_width to equal the width ({stack.width}) with encoding.kind deberta"
+        raise invalid(f"{path}.attention.head_width", head_width, expected)
+    if stack.conv is not None and stack.conv.kernel % 2 == 0:
+        raise invalid(f"{path}.conv.kernel", stack.conv.kernel, "an odd number, with a slot in the middle")
+    if stack.conv is not None and stack.width % stack.conv.groups:
+        raise invalid(f"{path}.conv.groups", stack.conv.groups, f"a divisor of the width ({stack.width})")
+    if stack.moe is not None:
+        _check_moe(stack.moe, stack.ffn, f"{path}.moe")
+    if stack.norm.order == "sandwich" and stack.norm.kind == "none":
+        raise invalid(f"{path}.norm.kind", "none", "a norm, since norm.order is sandwich")
+    _check_embedding(stack.embed, stack.width, path)
+    if attention.kernel != "auto":
+        kernel = registry.member("jaxformer.nn.kernels", attention.kernel, "KERNEL")
+        bias = registry.member("jaxformer.nn.encodings", encoding.kind, "ENCODING").bias is not None
+        reason = kernel.refuse(attention, bias, attention.dropout > 0)
+        if reason:
+            raise invalid(f"{path}.attention.kernel", attention.kernel, "a kernel for this layer", reason)
+
+
+def _check_moe(moe: MoEConfig, ffn: FeedForwardConfig | None, path: str) -> None:
+    if ffn is None:
+        raise invalid(path, "a section", "None where there is no feed-forward layer", "set ffn too")
+    if moe.top_k > moe.experts:
+        raise invalid(f"{path}.top_k", moe.top_k, f"at most the experts ({moe.experts})")
+    if moe.top_k == 1 and moe.normalise and moe.experts > 1:
+        raise invalid(f"{path}.normalise", "True", "False with top_k 1: the only weight would always be 1")
+
+
+def check_recurrent(stack: RecurrentConfig, path: str) -> None:
+    """Raises ConfigError if the widths of a recurrent stack contradict each other."""
+    if stack.bidirectional and stack.width % 2:
+        raise invalid(f"{path}.width", stack.width, "an even width, half for each direction")
+    _check_embedding(stack.embed, stack.width, path)
+
+
+def _check_embedding(embed: EmbedConfig, width: int, path: str) -> None:
+    if embed.width is not None and embed.width > width:
+        raise invalid(f"{path}.embed.width", embed.width, f"at most the model width ({width})")
+    if embed.projection_bias and embed.width in (None, width):
+        raise invalid(f"{path}.embed.projection_bias", True, f"embed.width below the model width ({width}), or False")
+
+
+def check_model(model: ModelConfig) -> None:
+    """Checks that the sections of a model fit together.
+
+    Raises:
+      ConfigError: there are none, or of two families; attention without an encoder; embeddings that cannot be shared; a
+        pooling that the encoder does not allow.
+    """
+    recurrent = [part for part in model.parts if part.startswith("recurrent_")]
+    transformer = [part for part in model.parts if part not in recurrent]
+    if not model.parts:
+        raise invalid(
+            "config.model", "no encoder and no decoder", "at least one", "add one in the recipe with section()"
+        )
+    if transformer and recurrent:
+        raise invalid(
+            "config.model", " and ".join(transformer + recurrent), "parts of one family",
+            "set the transformer parts or the recurrent ones to None",
+        )  # fmt: skip
+    encoder, decoder = model.encoder_part, model.decoder_part
+    if model.recurrent_decoder is not None:
+        if model.recurrent_decoder.bidirectional:
+            raise invalid("config.model.recurrent_decoder.bidirectional", "True", "False: a decoder reads forwards")
+        if model.recurrent_decoder.attention != "none" and encoder is None:
+            raise invalid(
+                "config.model.recurrent_decoder.attention", model.recurrent_decoder.attention,
+                "none where there is no encoder",
+            )  # fmt: skip
+    if model.recurrent_encoder is not None and model.recurrent_encoder.attention != "none":
+        attention = model.recurrent_encoder.attention
+        raise invalid("config.model.recurrent_encoder.attention", attention, "none: it is the decoder that attends")
+    if model.decoder is not None and model.decoder.causal is False and encoder is not None:
+        raise invalid("config.model.decoder.causal", "False", "True or None: a decoder cannot see what it predicts")
+    if model.share_embeddings:
+        _check_shared_embeddings(encoder, decoder)
+    if model.permutation is not None:
+        _check_permutation(model)
+    pools_last = model.head.pooling == "last" and model.head.kind in ("classes", "pair")
+    bidirectional = model.recurrent_encoder is not None and model.recurrent_encoder.bidirectional
+    if pools_last and bidirectional and model.head.kind == "pair":  # the backward direction has read one token there
+        raise invalid("config.model.head.pooling", "last", "first or mean for pairs that are read in both directions")
+    if (
+        pools_last and model.encoder is not None and model.encoder.encoding.kind != "transformer_xl"
+    ):  # XLNet's is the last
+        raise invalid("config.model.head.pooling", "last", "first or mean for a transformer encoder")
+
+
+def _check_permutation(model: ModelConfig) -> None:
+    path, encoder = "config.model.permutation", model.encoder
+    if encoder is None or model.decoder is not None:
+        raise invalid(path, "a section", "None unless the model is a transformer encoder alone")
+    if encoder.encoding.kind != "transformer_xl":
+        raise invalid(path, "a section", f"encoding.kind transformer_xl (it is {encoder.encoding.kind})")
+    if encoder.norm.order != "post" or encoder.ffn is None or encoder.moe is not None:
+        raise invalid(path, "a section", "layers with a dense feed-forward part, and norm.order post")
+
+
+def _check_shared_embeddings(encoder: Any, decoder: Any) -> None:
+    path = "config.model.share_embeddings"
+    if encoder is None or decoder is None:
+        raise invalid(path, "True", "False where there is only one side")
+    widths = [side.embed.width or side.width for side in (encoder, decoder)]
+    if widths[0] != widths[1] or encoder.width != decoder.width:
+        raise invalid(path, "True", f"equal widths of both sides (they are {widths[0]} and {widths[1]})")
+    if encoder.embed.vocab != decoder.embed.vocab:
+        raise invalid(path, "True", f"equal vocabularies (they are {encoder.embed.vocab} and {decoder.embed.vocab})")

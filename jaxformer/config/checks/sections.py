@@ -1,0 +1,121 @@
+"""Checks that the sections of a config agree."""
+
+from __future__ import annotations
+
+from jaxformer.config.checks.fields import invalid
+from jaxformer.config.schema import Config, DecodeConfig
+
+TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
+    "translation": (("encoder, decoder",), "tokens"),
+    "summarisation": (("encoder, decoder",), "tokens"),
+    "language_modelling": (("decoder",), "tokens"),
+    "masked_lm": (("encoder",), "tokens"),
+    "classification": (("encoder", "decoder"), "classes"),
+    "tagging": (("encoder", "decoder"), "slots"),
+    "answering": (("encoder", "decoder"), "slots"),
+    "similarity": (("encoder", "decoder"), "pair"),
+}
+"""Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
+
+SIDES_IN_WORDS = {
+    ("encoder, decoder",): "an encoder and a decoder",
+    ("encoder",): "an encoder alone",
+    ("decoder",): "a decoder alone",
+    ("encoder", "decoder"): "an encoder or a decoder, not both",
+}
+
+
+def check_task(config: Config) -> None:
+    """Checks that the task, the model's sides and head, and the packing fit together.
+
+    Raises:
+      ConfigError: they do not.
+    """
+    model, task = config.model, config.task.name
+    sides = ", ".join(name for name in ("encoder", "decoder") if getattr(model, f"has_{name}"))
+    if task in TASK_MODELS:
+        allowed, head = TASK_MODELS[task]
+        if sides not in allowed:
+            expected = f"{SIDES_IN_WORDS[allowed]} for this task (the model has: {sides})"
+            raise invalid("config.task.name", task, expected)
+        if model.head.kind != head:
+            raise invalid("config.model.head.kind", model.head.kind, f"{head} for the task {task}")
+        if head in ("classes", "slots") and model.head.classes == 1:
+            raise invalid("config.model.head.classes", 1, f"at least 2 for the task {task}")
+        if task == "answering" and model.head.classes not in (None, 2):
+            raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
+        if config.data.packing != "none" and task != "language_modelling":
+            raise invalid("config.data.packing", config.data.packing, f"none for the task {task}")
+    if task == "similarity":
+        for name in ("label_smoothing", "z_loss"):
+            if getattr(config.task, name):
+                raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
+    decoder = model.decoder
+    if task == "language_modelling" and not model.has_encoder and decoder is not None and decoder.causal is False:
+        expected = "True or None: a language model cannot see what it predicts"
+        raise invalid("config.model.decoder.causal", "False", expected)
+    if model.share_embeddings and not config.data.tokenizer.joint:
+        raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def check_data(config: Config) -> None:
+    """Raises ConfigError if lengths, the tokenizer, scores, the format or the splits contradict each other."""
+    data = config.data
+    if list(data.buckets) != sorted(set(data.buckets)) or (data.buckets and data.buckets[0] < 2):
+        raise invalid("config.data.buckets", data.buckets, "ascending lengths of at least 2")
+    if data.buckets and data.buckets[-1] > data.length:
+        raise invalid("config.data.buckets", data.buckets, f"lengths of at most data.length ({data.length})")
+    if data.tokens is not None and data.tokens < data.length:
+        raise invalid("config.data.tokens", data.tokens, f"at least data.length ({data.length})")
+    if data.tokenizer.kind == "file" and not data.tokenizer.path:
+        raise invalid("config.data.tokenizer.path", data.tokenizer.path, "a file, since tokenizer.kind is file")
+    if len(data.score_range) != 2 or data.score_range[0] >= data.score_range[1]:
+        raise invalid("config.data.score_range", data.score_range, "the lowest and the highest score, as 0,5")
+    if data.format and data.source != "table":
+        raise invalid("config.data.format", data.format, f"'' for data.source {data.source}, which has one format")
+    for split, files in data.splits.items():
+        if not split.replace("-", "").replace("_", "").isalnum():  # it becomes part of file names in the workdir
+            raise invalid("config.data.splits", split, "names of letters, digits, - and _", "rename it")
+        if not files:
+            raise invalid(f"config.data.splits.{split}", files, "at least one file or split expression")
+
+
+def check_train(config: Config) -> None:
+    """Raises ConfigError if the weight average, the accumulation or the averaged checkpoints make no sense."""
+    train, checkpoint = config.train, config.checkpoint
+    if train.ema_warmup and train.ema is None:
+        raise invalid("config.train.ema_warmup", True, "false without config.train.ema, the decay that it warms up to")
+    if config.data.tokens is None and config.data.batch % train.accumulation:
+        raise invalid("config.train.accumulation", train.accumulation, f"a divisor of data.batch ({config.data.batch})")
+    if config.data.tokens is not None and config.data.tokens // config.data.length < train.accumulation:
+        rows = config.data.tokens // config.data.length
+        raise invalid(
+            "config.train.accumulation", train.accumulation, f"at most the rows of the longest batch ({rows})"
+        )
+    checkpoints = checkpoint.keep_last if checkpoint.average_of == "last" else checkpoint.keep_best
+    if checkpoint.average > checkpoints:
+        raise invalid(
+            "config.checkpoint.average", checkpoint.average, f"at most keep_{checkpoint.average_of} ({checkpoints})"
+        )
+
+
+def check_decode(decode: DecodeConfig) -> None:
+    """Raises ConfigError if lengths, hypotheses or token ids of decoding contradict each other."""
+    if decode.length_penalty < 0 and decode.length_norm == "gnmt":
+        raise invalid("config.decode.length_penalty", decode.length_penalty, "at least 0 for length_norm gnmt")
+    if decode.method == "beam" and decode.hypotheses > decode.beams:
+        raise invalid("config.decode.hypotheses", decode.hypotheses, f"at most decode.beams ({decode.beams})")
+    if decode.method == "greedy" and decode.hypotheses > 1:
+        raise invalid("config.decode.hypotheses", decode.hypotheses, "1 for greedy decoding", "use beam or sample")
+    if decode.min_length > decode.max_length:
+        raise invalid("config.decode.min_length", decode.min_length, f"at most decode.max_length ({decode.max_length})")
+    if any(not word or min(word) < 0 for word in decode.bad_words):
+        raise invalid("config.decode.bad_words", decode.bad_words, "sequences of token ids, none of them empty")
+    if any(token < 0 for token in decode.suppress):
+        raise invalid("config.decode.suppress", decode.suppress, "token ids, from 0")
+    if any(token < 0 for token in decode.forced_last):
+        raise invalid("config.decode.forced_last", decode.forced_last, "token ids, from 0")
+    if decode.forced_first in decode.suppress:
+        raise invalid("config.decode.forced_first", decode.forced_first, "a token that decode.suppress does not hold")
+    if decode.forced_last and set(decode.forced_last) <= set(decode.suppress):
+        raise invalid("config.decode.forced_last", decode.forced_last, "a token that decode.suppress does not hold")

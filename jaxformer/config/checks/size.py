@@ -1,0 +1,158 @@
+"""Checks of sizes by arithmetic on the config, before anything is traced or read.
+
+All figures are lower bounds. They leave out biases, norms, gradients and nearly all activations, so a run that is
+refused here cannot run, and one that passes may still not fit. `jaxformer plan` estimates the memory it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jaxformer.config.schema import Config, EncodingConfig, ModelConfig, RecurrentConfig, StackConfig
+from jaxformer.errors import ConfigError
+from jaxformer.runtime.units import format_size
+
+MAX_PARAMETERS = 10**14
+"""Larger models are refused as typing errors. The largest published models have about 10^12 parameters."""
+
+MAX_BATCH_TOKENS = 10**11
+"""Larger batches are refused as typing errors. This is about a thousand times the largest published batches."""
+
+FLOAT32, INT32 = 4, 4  # bytes
+BATCH_ARRAYS = 5  # tokens, positions, segments, labels, weights
+MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "muon": 1, "adafactor": 0, "sgd": 0}
+"""Optimizer -> minimum number of float32 values that it keeps per parameter."""
+GATES = {"rnn": 1, "gru": 3, "lstm": 4}
+"""Recurrent cell -> number of its gates, each with its own matrices."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def check_limits(config: Config) -> None:
+    """Refuses sizes that no number of devices could hold.
+
+    Raises:
+      ConfigError: more than `MAX_PARAMETERS`, or a batch of more than `MAX_BATCH_TOKENS`.
+    """
+    count = min_parameters(config)
+    if count > MAX_PARAMETERS:
+        raise ConfigError(
+            f"config.model: got at least {count:.3g} parameters, expected at most {MAX_PARAMETERS:.0e}; look at "
+            "layers, width, vocab and experts"
+        )
+    for path, (rows, length) in _batches(config).items():
+        if rows * length > MAX_BATCH_TOKENS:
+            raise ConfigError(
+                f"{path}: got {rows:,} rows of {length:,} tokens, expected at most {MAX_BATCH_TOKENS:.0e} tokens in a "
+                "batch; lower it, or config.data.length"
+            )
+
+
+def check_memory(config: Config, mesh: Mapping[str, int], memory: int | None) -> None:
+    """Refuses a run whose state, or whose batch, exceeds the memory of the devices it would train on.
+
+    Args:
+      mesh: sizes of the axes.
+      memory: bytes of one device; None: unknown, and nothing is refused.
+
+    Raises:
+      ConfigError: parameters and optimizer state, or a batch, need more memory than a device has.
+    """
+    if memory is None:
+        return
+    ways = mesh["fsdp"] * mesh["tensor"] * mesh["expert"] * mesh["stage"]  # shards of the parameters
+    copies = (1 + (config.train.ema is not None)) / ways
+    copies += MOMENTS[config.optimizer.name] / (ways * (mesh["data"] if config.mesh.zero1 else 1))
+    count = min_parameters(config)
+    if count * FLOAT32 * copies > memory:
+        needed = format_size(count * FLOAT32 * copies)
+        raise ConfigError(
+            f"config.model: got at least {count:.3g} parameters, which take {needed} a device with "
+            f"{config.optimizer.name}, expected at most the {format_size(memory)} that it has; make the model "
+            "smaller, or divide it by config.mesh.fsdp or tensor"
+        )
+    devices = math.prod(mesh.values())
+    sides = [getattr(config.model, name) for name in config.model.parts]
+    width = max((side.width for side in sides), default=0) * DTYPE_BYTES[config.model.dtype]
+    for path, (rows, length) in _batches(config).items():
+        hidden = width / (config.train.accumulation if path == "config.data.batch" else 1)
+        need = rows * length * (BATCH_ARRAYS * INT32 + hidden) / devices
+        if need > memory:
+            raise ConfigError(
+                f"{path}: got {rows:,} rows of {length:,} tokens, which take at least {format_size(need)} a device, "
+                f"expected at most the {format_size(memory)} that it has; lower it, or config.data.length"
+            )
+
+
+def min_parameters(config: Config) -> int:
+    """Lower bound of the number of parameters: tables and matrices, in the smallest sizes that the data may set."""
+    model, total = config.model, 0
+    for name in model.parts:
+        part = getattr(model, name)
+        has_embedding = "encoder" in name or not model.share_embeddings or len(model.parts) == 1
+        total += _embedding(part, _vocab(part, config)) if has_embedding else 0
+        if isinstance(part, RecurrentConfig):
+            state = part.width // 2 if part.bidirectional else part.width  # of one direction
+            total += part.layers * GATES[part.cell] * part.width * (part.width + state)
+        else:
+            total += _stack(part, crosses=name == "decoder" and model.encoder is not None)
+    return total + _head(model, config)
+
+
+def _vocab(part: StackConfig | RecurrentConfig, config: Config) -> int:
+    """Minimum rows of the embedding table. A tokenizer not yet built has at least one token, and is padded."""
+    return config.data.tokenizer.multiple if part.embed.vocab is None else part.embed.vocab
+
+
+def _embedding(part: StackConfig | RecurrentConfig, vocab: int) -> int:
+    inner = part.embed.width or part.width
+    up = inner * part.width if inner != part.width else 0
+    bias = part.width if part.embed.projection_bias else 0
+    return vocab * inner + up + bias + part.embed.kinds * part.width
+
+
+def _stack(stack: StackConfig, crosses: bool) -> int:
+    width, own = stack.width, stack.attention
+    head_width = own.head_width or width // own.heads
+    keys = own.kv_heads or own.heads
+    attention = width * head_width * (own.heads + 2 * keys + (own.heads if own.output else 0))
+    layer = attention * (2 if crosses else 1)
+    if stack.ffn is not None:
+        ffn = (3 if stack.ffn.gated else 2) * width * (stack.ffn.width or 4 * width)
+        layer += ffn if stack.moe is None else (stack.moe.experts + stack.moe.shared) * ffn + width * stack.moe.experts
+    conv = 0 if stack.conv is None else stack.conv.kernel * (width // stack.conv.groups) * width
+    return stack.layers * layer + conv + _encoding(stack.encoding, width, own.heads)
+
+
+def _encoding(encoding: EncodingConfig, width: int, heads: int) -> int:
+    """Parameters of the tables of positions and distances."""
+    if encoding.kind == "learned":
+        return encoding.max_length * width
+    if encoding.kind == "t5":
+        return (encoding.buckets or 0) * heads
+    if encoding.kind == "deberta":
+        absolute = encoding.max_length * width if encoding.absolute else 0
+        return absolute + 2 * (encoding.max_distance if encoding.buckets is None else encoding.buckets) * width
+    return 0
+
+
+def _head(model: ModelConfig, config: Config) -> int:
+    head = model.head
+    side = model.decoder_part or model.encoder_part
+    if side is None or head.kind == "none":
+        return 0
+    if head.kind == "tokens":
+        return 0 if head.tied else side.width * _vocab(side, config)
+    hidden = 0 if head.width is None or head.kind == "slots" else side.width * head.width
+    if head.kind not in ("classes", "slots"):
+        return hidden
+    width = side.width if head.width is None or head.kind == "slots" else head.width
+    return hidden + width * (head.classes or 1)
+
+
+def _batches(config: Config) -> dict[str, tuple[int, int]]:
+    """Field -> rows and length of the longest batch that it sets."""
+    data = config.data
+    rows = data.batch if data.tokens is None else min(data.batch, max(data.tokens // data.length, 1))
+    return {"config.data.batch": (rows, data.length), "config.evaluate.batch": (config.evaluate.batch, data.length)}

@@ -1,0 +1,529 @@
+"""The schema of a run's config: every field with its type, its allowed values, its default and its meaning.
+
+A field is one line. Its type says which values are allowed (`constraints.py` has the named ranges and folders), and the
+comment beside it is its text in docs/config.md. Recipes in `configs/` edit an `ml_collections.ConfigDict` generated
+from these dataclasses, and `overrides.freeze` turns that back into them. A section whose value is None is a part that
+the run does not have: a model without `decoder` is an encoder, a recipe without `ema` averages no weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from jaxformer.config.constraints import (
+    AtLeastOne,
+    Beams,
+    CellLayers,
+    Count,
+    EncodingName,
+    KernelName,
+    Layers,
+    Length,
+    MoreThanOne,
+    NotNegative,
+    OptionsOf,
+    Positive,
+    PositiveInt,
+    PositiveShare,
+    Probability,
+    ProperShare,
+    Range,
+    Rate,
+    Seed,
+    SourceName,
+    TaskName,
+)
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "gelu_sigmoid", "silu", "tanh", "relu_squared", "mish", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class EmbedConfig:
+    """Token embedding of the encoder or the decoder."""
+
+    vocab: PositiveInt | None = None  # rows of the table; None: the tokenizer's vocabulary, padded
+    width: PositiveInt | None = None  # width of the table; None: the model width; smaller: factorised (ALBERT)
+    projection_bias: bool = False  # bias of the projection from the table's width to the model width
+    scale: bool = False  # multiply by sqrt(model width) (Vaswani et al. 2017, section 3.4)
+    kinds: Count = 0  # number of token types (BERT's segments A and B); 0: none
+    norm: bool = False  # normalise the sum of the embeddings, as BERT does
+    dropout: Rate = 0.0  # dropout rate of the embeddings
+    deviation: Positive | None = None  # standard deviation of the initial table; None: width ** -0.5
+    pad: Count | None = None  # token id whose row starts at zero and gets no gradient from look-ups; None: none
+
+
+@dataclass(frozen=True)
+class RopeScalingConfig:
+    """Scaling of rotary frequencies for texts longer than those of the original training."""
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn"] = "linear"  # method
+    factor: AtLeastOne = 1.0  # ratio of the new length to the original one
+    original: PositiveInt = 2048  # dynamic, llama3, yarn: maximum length of the original training
+    low: Positive = 1.0  # llama3: frequencies of fewer turns over the original length are divided by `factor`
+    high: Positive = 4.0  # llama3: frequencies of more turns stay unchanged
+    slow: Positive = 1.0  # yarn: as `low`; between the two bounds the channels are interpolated linearly
+    fast: Positive = 32.0  # yarn: as `high`
+    magnitude: Positive | None = None  # yarn: factor on cosines and sines; None: 0.1 ln(factor) + 1
+    whole: bool = True  # yarn: round the two bounds outwards to integer channels
+
+
+@dataclass(frozen=True)
+class EncodingConfig:
+    """Position encoding. `kind` names a file of `jaxformer/nn/encodings/`."""
+
+    kind: EncodingName = "sinusoidal"  # how positions enter the model
+    max_length: PositiveInt = 512  # learned: rows of the table, including those before `offset`
+    offset: Count = 0  # learned: row of position 0 (BART: 2; RoBERTa: padding token id + 1)
+    base: MoreThanOne = 10000.0  # sinusoidal, rope, transformer_xl: base of the geometric series of wavelengths
+    concatenated: bool = False  # sinusoidal: all sines, then all cosines (Marian); False: sine and cosine alternate
+    scaling: RopeScalingConfig | None = None  # rope: scaling for longer texts; None: no scaling
+    fraction: PositiveShare = 1.0  # rope: fraction of the head width that is rotated
+    interleaved: bool = False  # rope: a rotated pair is two neighbouring channels; False: one of each half
+    buckets: Annotated[int, Range(2)] | None = 32  # t5: number of relative buckets; deberta: per direction; None:
+    # one bucket per distance (deberta only)
+    max_distance: PositiveInt = 128  # t5, deberta: larger distances share the last bucket
+    content_to_position: bool = True  # deberta: add the score of queries with distance vectors
+    position_to_content: bool = True  # deberta: add the score of keys with distance vectors
+    share_projections: bool = False  # deberta: project distances with the query and key weights; False: own weights
+    norm: NormConfig | None = None  # deberta: normalisation of the table of distances; None: none
+    dropout: Rate = 0.0  # deberta: dropout rate of the table of distances, drawn anew in every layer
+    absolute: bool = False  # deberta: also add a learned vector per position (`max_length` rows) to the embeddings
+    bidirectional: bool | None = None  # t5: separate buckets for later keys; None: where the stack is not causal
+    clamp: PositiveInt | None = None  # transformer_xl: maximum distance, larger ones count as this; None: no maximum
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """Normalisation."""
+
+    kind: Literal["layer", "rms", "batch", "none"] = "layer"  # layer norm, RMS norm, batch norm, or none
+    order: Literal["pre", "post", "sandwich"] = "pre"  # before or after each sub-layer; sandwich: before and after
+    epsilon: Positive = 1e-5  # added to the variance (rms: to the mean square)
+    bias: bool = True  # layer: add a learned bias
+    offset: Probability = 0.0  # rms: constant added to the learned scale, which starts at 1 - offset (Gemma: 1)
+    momentum: Rate = 0.99  # batch: decay of the running statistics per training step
+    final: bool | None = None  # normalise after the last layer; None: exactly where the order is not post
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Multi-head attention. Multi-head, grouped-query and multi-query attention differ by `kv_heads` only."""
+
+    heads: PositiveInt = 4  # number of query heads
+    kv_heads: PositiveInt | None = None  # number of key and value heads, a divisor of `heads`; None: equal to `heads`
+    head_width: PositiveInt | None = None  # width of one head; None: model width // heads
+    scale: bool = True  # divide scores by sqrt(head_width)
+    output: bool = True  # output projection; without it heads * head_width must equal the model width
+    bias: bool = True  # biases of the projections
+    key_bias: bool | None = None  # bias of the key projection; None: as `bias`
+    output_bias: bool | None = None  # bias of the output projection; None: as `bias`
+    norm: NormConfig | None = None  # normalisation of each query and key head, before positions (Qwen3); None: none
+    scale_by_layer: bool = False  # also divide scores by the layer number, counted from 1
+    window: PositiveInt | None = None  # visible positions up to the query's own (not causal: as many ahead); None: all
+    window_every: PositiveInt = 1  # every n-th layer has the window, the others see all keys (GPT-3: 2)
+    kernel: KernelName = "auto"  # implementation, a file of `jaxformer/nn/kernels/`; auto: the fastest that applies
+    block: PositiveInt = 128  # blockwise: rows and columns of a tile
+    dropout: Rate = 0.0  # dropout rate of the attention probabilities
+    init_scale: Positive = 1.0  # initial variance of the kernels times their fan-in (PyTorch's Linear: 1/3)
+    average_padding: bool = False  # padding slots whose output is read enter as zeros and attend to all slots equally
+    # (DeBERTa); False: they attend to the text
+
+
+@dataclass(frozen=True)
+class FeedForwardConfig:
+    """Feed-forward layer."""
+
+    width: PositiveInt | None = None  # hidden width; None: 4 * model width
+    activation: Activation = "gelu"  # activation of the hidden layer; gelu is the exact one
+    gated: bool = False  # act(x W_gate) * (x W_in), a GLU variant (Shazeer 2020)
+    bias: bool = True  # biases of the projections
+    dropout: Rate = 0.0  # dropout rate of the hidden activations
+    init_scale: Positive = 1.0  # initial variance of the kernels times their fan-in (PyTorch's Linear: 1/3)
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts in place of every feed-forward layer. `ffn` is the config of one expert."""
+
+    experts: PositiveInt = 8  # routed experts per layer
+    top_k: PositiveInt = 2  # experts per token
+    normalise: bool = True  # divide the weights of a token's experts by their sum; False: probabilities
+    capacity: Positive | None = None  # training: maximum load of an expert as a multiple of the mean load of a row;
+    # further assignments are dropped; None: none is dropped
+    shared: Count = 0  # experts that process every token, beside the routed ones (DeepSeekMoE)
+    balance_loss: NotNegative = 0.01  # weight of the load-balancing loss of each layer (Switch Transformer)
+    z_loss: NotNegative = 0.001  # weight of the router's z-loss of each layer (ST-MoE)
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """Convolution of the stack's input over neighbouring slots, added and normalised after the first layer."""
+
+    kernel: PositiveInt = 3  # kernel size in slots, odd
+    groups: PositiveInt = 1  # channel groups that do not mix
+    activation: Activation = "tanh"  # activation of its output
+
+
+@dataclass(frozen=True)
+class StackConfig:
+    """Transformer encoder or decoder."""
+
+    layers: Layers = 4  # number of layers, each attention and feed-forward
+    width: PositiveInt = 128  # channels of the residual stream
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
+    encoding: EncodingConfig = field(default_factory=EncodingConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    ffn: FeedForwardConfig | None = field(default_factory=FeedForwardConfig)  # dense layers; None: attention only
+    moe: MoEConfig | None = None  # mixture of experts in place of the feed-forward layers; None: dense layers
+    norm: NormConfig = field(default_factory=NormConfig)
+    conv: ConvConfig | None = None  # encoders only: convolution beside the first layer (DeBERTa v2); None: none
+    dropout: Rate = 0.0  # dropout rate of every sub-layer's output, before it is added to the residual stream
+    residual_attention: bool = True  # residual connection around self-attention
+    residual_cross: bool = True  # residual connection around cross-attention
+    residual_ffn: bool = True  # residual connection around the feed-forward layer
+    causal: bool | None = None  # slots attend to earlier slots only; None: decoders are causal, encoders are not
+    unroll: PositiveInt | None = None  # layers per scan iteration; None: up to 128 on CPU (faster), 1 elsewhere (less
+    # compile time)
+    remat: Literal["none", "minimal", "full", "names", "offload"] = "none"  # recomputed in the backward pass: nothing,
+    # all but matrix products (minimal), whole layers (full), all but `remat_names` (names), the same with those moved
+    # to host memory (offload)
+    remat_names: tuple[str, ...] = ("attention", "ffn")  # activations that are stored, see jaxformer/nn/remat.py
+    microbatches: PositiveInt | None = None  # pipeline: parts of a batch, a multiple of mesh.stage; None: mesh.stage
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Recurrent encoder or decoder."""
+
+    cell: Literal["rnn", "lstm", "gru"] = "lstm"  # recurrent cell
+    layers: CellLayers = 1  # number of layers
+    width: PositiveInt = 256  # channels of the state
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
+    bidirectional: bool = False  # encoders only; each direction has width // 2 channels
+    attention: Literal["none", "additive", "dot"] = "none"  # decoders with an encoder: none (read its last state),
+    # additive (Bahdanau et al. 2015), dot (Luong et al. 2015)
+    dropout: Rate = 0.0  # dropout rate between layers and before the head
+    recurrent_dropout: Rate = 0.0  # dropout rate of the state in the recurrence, one mask per sequence (variational)
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Output layer on top of the hidden states."""
+
+    kind: Literal["tokens", "slots", "classes", "pooled", "pair", "none"] = "tokens"  # logits over the vocabulary per
+    # slot (tokens), over classes per slot (slots) or per sequence (classes); one vector per sequence (pooled) or per
+    # segment of a row (pair); or the hidden states (none)
+    tied: bool = True  # tokens: use the embedding table as the output matrix
+    bias: bool = False  # tokens: bias per vocabulary row
+    init_scale: Positive = 1.0  # tokens, not tied: initial variance of the output matrix times the model width
+    scale: bool = False  # tokens: multiply the hidden states by width ** -0.5 first (T5)
+    transform: bool = False  # tokens: dense layer, activation and norm before the projection, as in BERT's masked LM
+    chunk: PositiveInt | None = None  # tokens: tokens per device whose logits a loss holds at a time; None: all
+    activation: Activation = "gelu"  # activation of `transform`
+    epsilon: Positive = 1e-5  # epsilon of the norm of `transform`
+    classes: PositiveInt | None = None  # classes, slots: number of classes; None: taken from the data
+    pooling: Literal["first", "mean", "last"] = "first"  # classes, pooled, pair: vector of a sequence: its first token,
+    # the mean over its tokens, or its last token (decoders and recurrent models)
+    width: PositiveInt | None = None  # classes, pooled, pair: width of a dense layer after pooling; None: no such layer
+    hidden: Activation = "tanh"  # activation of that layer
+    decision_bias: bool = True  # classes, slots: bias per class
+    dropout: Rate = 0.0  # dropout rate before the last projection, or of the hidden states where there is none
+    input_dropout: Rate = 0.0  # classes, pooled, pair: dropout rate of the pooled vector, before the layer of `width`
+
+
+@dataclass(frozen=True)
+class PermutationConfig:
+    """Permutation language modelling (XLNet): a query stream and memories of earlier texts."""
+
+    memory: PositiveInt | None = None  # slots of earlier texts that are kept as memory; None: all
+    reuse: PositiveInt | None = None  # leading slots of a text that enter the memory; None: all
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture: the sections that are not None decide the family.
+
+    An encoder alone is BERT-like, a decoder alone GPT-like, both are a sequence-to-sequence model. The same holds for
+    `recurrent_encoder` and `recurrent_decoder`. Transformer and recurrent sections cannot be combined.
+    """
+
+    encoder: StackConfig | None = None
+    decoder: StackConfig | None = None
+    recurrent_encoder: RecurrentConfig | None = None
+    recurrent_decoder: RecurrentConfig | None = None
+    permutation: PermutationConfig | None = None
+    head: HeadConfig = field(default_factory=HeadConfig)
+    share_embeddings: bool = False  # one embedding table for source and target (needs a joint vocabulary)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # compute precision; parameters are always float32
+
+    @property
+    def encoder_part(self) -> StackConfig | RecurrentConfig | None:
+        """The encoder of either family; None without one."""
+        return self.encoder or self.recurrent_encoder
+
+    @property
+    def decoder_part(self) -> StackConfig | RecurrentConfig | None:
+        """The decoder of either family; None without one."""
+        return self.decoder or self.recurrent_decoder
+
+    @property
+    def has_encoder(self) -> bool:
+        """True if the model reads `Batch.source`."""
+        return self.encoder_part is not None
+
+    @property
+    def has_decoder(self) -> bool:
+        """True if the model reads `Batch.target`."""
+        return self.decoder_part is not None
+
+    @property
+    def is_seq2seq(self) -> bool:
+        """True if the model has an encoder and a decoder."""
+        return self.has_encoder and self.has_decoder
+
+    @property
+    def input_side(self) -> str:
+        """Stream of an input text: "source" with an encoder, "target" without one."""
+        return "source" if self.has_encoder else "target"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the encoder and decoder sections that are not None."""
+        sides = ("encoder", "decoder", "recurrent_encoder", "recurrent_decoder")
+        return tuple(side for side in sides if getattr(self, side) is not None)
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Tokenizer."""
+
+    kind: Literal["byte", "character", "word", "bpe", "unigram", "file"] = "bpe"  # what a token is; file: see `path`
+    vocab: PositiveInt = 8000  # word, bpe, unigram: tokens to learn, special tokens included
+    joint: bool = True  # one vocabulary for source and target; False: one for each
+    lowercase: bool = False  # lowercase the text before tokenisation; decoded text is then lowercase too
+    multiple: PositiveInt = 8  # the model's vocabulary is padded to a multiple of this, so that shards are even
+    path: str = ""  # file: a tokenizer.json or a SentencePiece .model; with joint=false "source,target"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Examples and how they are batched."""
+
+    source: SourceName = "numerals"  # a file of `jaxformer/data/sources/`
+    name: str = ""  # tfds: "wmt14_translate/de-en"; numerals: "de", "fr" or "es"; algorithmic: name of the problem
+    dir: str = ""  # local sources: directory of the files; tfds: directory of the prepared data
+    cache: str = ""  # directory of prepared data; "": $JAXFORMER_CACHE or ~/.cache/jaxformer
+    splits: dict[str, tuple[str, ...]] = field(default_factory=dict)  # split -> its files, or one tfds split expression
+    columns: dict[str, str] = field(default_factory=dict)  # role of the task (see docs/data.md) -> column of the data
+    score_range: tuple[float, ...] = (0.0, 1.0)  # table, tfds: scores that become 0 and 1; those outside are refused
+    format: Literal["", "tsv", "tsv_quoted", "csv", "jsonl", "labelled"] = ""  # table: format of the files; labelled:
+    # a label, a blank and the text per line; "": by the file name
+    document: Literal["line", "file"] = "line"  # text: an example is a line, or a whole file with its newlines
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    batch: PositiveInt = 32  # rows of a global batch; with `tokens`: maximum number of rows
+    tokens: PositiveInt | None = None  # tokens of a batch with padding: rows = tokens // bucket; None: `batch` rows
+    length: Length = 128  # maximum sequence length in tokens, special tokens included; longer examples are truncated
+    # (language models: row length)
+    buckets: tuple[int, ...] = ()  # ascending row lengths that batches are padded to; (): `length` alone
+    packing: Literal["none", "concat", "first_fit"] = "none"  # concat: rows are cut from one long text, for
+    # language models; first_fit: several examples share a row
+    shuffle: bool = True  # a new random order of the training examples every epoch; False: the order of the data
+    examples: PositiveInt | None = None  # number of training examples, the first ones; None: all
+    skip_long: bool = False  # training: drop examples over `length`; False: truncate them
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Training objective and labels."""
+
+    name: TaskName = "translation"  # a file of `jaxformer/tasks/`; none: a model that is called but never trained
+    label_smoothing: Rate = 0.0  # share of a label's probability that is spread over all classes
+    z_loss: NotNegative = 0.0  # weight of the squared log of the softmax denominator (PaLM)
+    mask_rate: ProperShare = 0.15  # masked_lm: fraction of tokens that are predicted
+    whole_words: bool = False  # masked_lm: mask all tokens of a word together
+    stride: PositiveInt = 128  # answering: tokens between the starts of two windows of a long context, at most half a
+    # window
+    unanswerable: bool = False  # answering: contexts may hold no answer; the answer is then empty (SQuAD 2.0)
+    language: str = ""  # translation: code of the target language, for its tokenised BLEU; "": not computed
+    classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
+    objective: Literal["regression", "contrastive"] = "regression"  # similarity: predict the score as the cosine
+    # (regression), or find a sentence's partner in the batch (contrastive)
+    temperature: Positive = 0.05  # similarity, contrastive: cosines are divided by it
+    positive: Probability = 0.8  # similarity, contrastive: minimum score of a pair that counts as partners
+    vocab: PositiveInt | None = None  # size of the labels' vocabulary without padding; None: from the tokenizer
+    options: Annotated[Any, OptionsOf("name")] = None  # settings of a task from outside the project, typed by the
+    # dataclass that its `TASK.options` names; None: the task has none
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer."""
+
+    name: Literal["adamw", "adam", "adafactor", "lion", "sgd", "muon"] = "adamw"  # muon: optax's, with bias correction
+    beta1: Rate = 0.9  # decay of the first moment
+    beta2: Rate = 0.999  # decay of the second moment
+    epsilon: Positive = 1e-8  # added to the root of the second moment
+    momentum: Rate = 0.9  # sgd, muon: momentum
+    weight_decay: NotNegative = 0.0  # decoupled weight decay, multiplied by the learning rate
+    decay_exclude: tuple[str, ...] = ("bias", "scale", "embed")  # parameter paths that contain these are not decayed
+    clip: Positive | None = 1.0  # maximum global gradient norm; None: no clipping
+    spike: Positive | None = None  # skip a step whose gradient norm is this many standard deviations above the mean of
+    # the last 100 or so; None: skip none, however large
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning rate over the steps."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt", "noam"] = "cosine"  # shape after the warmup
+    peak: Positive = 1e-3  # maximum learning rate; noam: factor on width ** -0.5
+    warmup: Count = 100  # steps of linear increase at the start
+    floor: Probability = 0.0  # linear, cosine, wsd: final learning rate as a fraction of the peak
+    decay: Probability = 0.2  # wsd: fraction of the run in which the rate decreases
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length of a run, and what happens between its steps."""
+
+    steps: PositiveInt = 1000  # updates of the parameters
+    seed: Seed = 0  # seed of the initial parameters, the order of the data, and dropout
+    accumulation: PositiveInt = 1  # microbatches per update. Their sum equals one batch except where a value depends on
+    # all rows: batch norm, load-balancing losses, contrastive similarity, and dropout masks
+    ema: Rate | None = None  # decay of the weight average that evaluation and decoding use; None: no average
+    ema_warmup: bool = False  # the decay of update n (from 0) is min(ema, (1 + n) / (10 + n)), so that the random start
+    # is soon forgotten; False: `ema` from the first update on
+    log_every: PositiveInt = 20  # steps between two log lines
+    evaluate_every: Count = 200  # steps between two evaluations; 0: only at the end
+    checkpoint_every: Count = 200  # steps between two checkpoints; 0: only at the end
+    skip_limit: PositiveInt = 10  # consecutive skipped steps (not finite, or a spike) that end the run
+    deadline: Positive | None = None  # minutes after which the process saves and ends with exit code 143; None: none
+    watchdog: Positive | None = None  # minutes without a step or evaluation batch that end the process with exit code
+    # 75; None: no limit
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints of a run."""
+
+    keep_last: PositiveInt = 2  # newest checkpoints to keep, for resuming; 2: one more in case the newest is damaged
+    keep_best: Count = 1  # best checkpoints to keep by `metric`; 0: none
+    metric: str = "loss"  # a measure of the validation split
+    mode: Literal["min", "max"] = "min"  # whether the smallest or largest metric is best
+    average: Count = 0  # evaluate and decode with the mean of this many checkpoints; 0: no averaging
+    average_of: Literal["last", "best"] = "last"  # which checkpoints are averaged
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Evaluation on the validation split during training."""
+
+    batch: PositiveInt = 64  # rows of a batch
+    examples: PositiveInt | None = None  # number of validation examples, the first ones; None: all
+    decode_examples: Count = 0  # validation examples that are decoded and scored at each evaluation; 0: loss only
+    samples: Count = 5  # decoded examples that are printed at each evaluation
+    headline: str = ""  # measure that reports show first; "": checkpoint.metric, or the task's where that is loss
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Decoding."""
+
+    method: Literal["greedy", "sample", "beam"] = "greedy"  # search method
+    beams: Beams = 4  # beam: live hypotheses per prompt
+    length_norm: Literal["gnmt", "power"] = "gnmt"  # beam: scores of n tokens are divided by ((5 + n) / 6) **
+    # length_penalty (gnmt) or n ** length_penalty (power)
+    length_penalty: float = 0.6  # GNMT's alpha (Wu et al. 2016, equation 14); negative favours short outputs (power)
+    stopping: Literal["first", "estimate", "exact"] = "estimate"  # beam: stop with as many finished hypotheses as beams
+    # (first), once no live one beats the worst of them at its current length (estimate), or at any length (exact)
+    hypotheses: Beams = 1  # results per prompt: the best of a beam, or independent samples
+    max_length: PositiveInt = 64  # maximum number of new tokens; answering: of the answer
+    min_length: Count = 0  # new tokens before an end token is allowed
+    past_positions: Literal["crop", "stop", "refuse"] = "crop"  # learned positions: a text longer than their
+    # table goes on, each token computed from the last tokens that fit (crop), ends there (stop), or its prompt is
+    # refused (refuse); encoder-decoders: the output always ends there
+    max_ratio: Positive | None = None  # encoder-decoder: at most max_ratio * source length + 10 new tokens
+    temperature: Positive = 1.0  # sample: logits are divided by it
+    top_k: Count = 0  # sample: keep the k likeliest tokens; 0: all
+    top_p: PositiveShare = 1.0  # sample: keep the likeliest tokens up to this total probability; 1: all
+    min_p: Probability = 0.0  # sample: keep tokens of at least this fraction of the highest probability; 0: all
+    repetition_penalty: Positive = 1.0  # above 1: tokens that occurred become less likely (CTRL); 1: off
+    no_repeat_ngram: Count = 0  # no n-gram of this size occurs twice, the prompt included; 0: off
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that are never produced
+    suppress: tuple[int, ...] = ()  # token ids that are never produced
+    forced_first: Count | None = None  # id of the first new token; None: free
+    forced_last: tuple[int, ...] = ()  # ids of which one is produced at the maximum length; (): free
+    weights: Literal["float", "int8"] = "float"  # int8: kernels and tables rounded to 8 bits, see decode/int8.py
+    batch: PositiveInt = 32  # rows of a batch
+    seed: Seed = 0  # sample: seed of the draws
+
+
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+"""Axes of the mesh, from the slowest network to the fastest."""
+
+
+@dataclass(frozen=True)
+class DcnConfig:
+    """Number of slices (or of processes, where there are no slices) along each axis. One may be -1: the rest."""
+
+    stage: int = 1  # see MeshConfig.stage
+    data: int = 1  # see MeshConfig.data
+    fsdp: int = 1  # see MeshConfig.fsdp
+    expert: int = 1  # see MeshConfig.expert
+    context: int = 1  # see MeshConfig.context
+    tensor: int = 1  # see MeshConfig.tensor
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes. One of them may be -1: the remaining devices.
+
+    On several slices these are sizes within one slice. The full size of an axis is its size here times that in `dcn`.
+    """
+
+    stage: int = 1  # pipeline stages
+    data: int = -1  # data parallelism: replicas of the model
+    fsdp: int = 1  # data parallelism with sharded parameters
+    expert: int = 1  # shards of the experts
+    context: int = 1  # shards of a sequence
+    tensor: int = 1  # shards of heads and channels
+    dcn: DcnConfig = field(default_factory=DcnConfig)  # sizes across slices, over the slower network
+    zero1: bool = False  # shard the optimizer state over the data axis too (ZeRO, stage 1)
+
+    @property
+    def slices(self) -> int:
+        """Number of slices, with -1 counted as 1."""
+        return math.prod(max(getattr(self.dcn, axis), 1) for axis in AXES)
+
+    @property
+    def devices(self) -> int:
+        """Minimum number of devices of all slices, with -1 counted as 1."""
+        return self.slices * math.prod(max(getattr(self, axis), 1) for axis in AXES)
+
+
+@dataclass(frozen=True)
+class InitConfig:
+    """Initial parameters."""
+
+    directory: str = ""  # workdir, checkpoint or Hugging Face directory to start from; "": random parameters. A recipe
+    # that names no model gets the directory's, and its tokenizer
+    head: bool = True  # also load the head; False: it starts random (a new task or number of classes)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    init: InitConfig = field(default_factory=InitConfig)

@@ -1,0 +1,1 @@
+"""Search strategies over a model's next-token logits: greedy search, sampling and beam search."""

@@ -1,0 +1,130 @@
+"""Greedy search and sampling: one token per row and step, until every row has finished.
+
+Greedy search takes the most probable token; ties take the lowest id. Sampling draws `config.hypotheses` independent
+continuations per prompt and returns them in the order of the draws. A draw depends on the key, the row's index, the
+number of the draw and the step. So a row's result does not depend on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float32
+
+from jaxformer.config import DecodeConfig
+from jaxformer.decode import logits_processors
+from jaxformer.decode.logits_processors import PromptTokens
+from jaxformer.decode.search.base import Hypotheses, RowSettings, is_any
+from jaxformer.decode.top_k import top_k
+from jaxformer.types import Array, Decodable, State, Stream
+
+
+class Draws(NamedTuple):
+    """Continuations in progress: n draws for each of B prompts, in R = B n rows.
+
+    Attributes:
+      step: int32 `[R]`, number of tokens chosen so far.
+      tokens: int32 `[R, T]`, new tokens, then padding.
+      scores: float32 `[R]`, log-probability of the tokens.
+      done: bool `[R]`.
+      max_length: int32 `[R]`, new tokens that the row may have.
+      keys: PRNG keys `[R]`.
+      prompt: tokens `[R, S]`, if logits processors need them; else None.
+    """
+
+    step: Array
+    tokens: Array
+    scores: Array
+    done: Array
+    max_length: Array
+    keys: Array
+    prompt: PromptTokens | None
+
+
+@dataclass(frozen=True)
+class SampleSearch:
+    """Greedy search (`config.method` "greedy") or sampling ("sample"); see `base.Search`.
+
+    Attributes:
+      eos: tokens that end an output.
+      pad: token that fills outputs after their end.
+    """
+
+    config: DecodeConfig
+    eos: tuple[int, ...]
+    pad: int
+
+    @property
+    def outputs_per_prompt(self) -> int:
+        """Number of draws per prompt."""
+        return self.config.hypotheses if self.config.method == "sample" else 1
+
+    @property
+    def branches(self) -> int:
+        """0: draws share nothing but the prompt."""
+        return 0
+
+    def init(
+        self, logits: Float32[Array, "B V"], prompt: Stream, rows: RowSettings, prompt_width: int | None = None
+    ) -> Draws:
+        """The draws with their first tokens."""
+        config, count, draws = self.config, prompt.tokens.shape[0], self.outputs_per_prompt
+        keys = jax.vmap(lambda row: jax.vmap(lambda draw: jax.random.fold_in(jax.random.fold_in(rows.key, row), draw))(
+            jnp.arange(draws)
+        ))(rows.row_indices).reshape(count * draws)  # fmt: skip
+        max_length = jnp.repeat(jnp.minimum(rows.max_lengths, config.max_length), draws)
+        needs_prompt = logits_processors.has_processors(config)
+        aligned = logits_processors.right_align(prompt, prompt_width) if needs_prompt else None
+        state = Draws(
+            step=jnp.zeros(count * draws, jnp.int32),
+            tokens=jnp.full((count * draws, config.max_length), self.pad, jnp.int32),
+            scores=jnp.zeros(count * draws, jnp.float32),
+            done=max_length <= 0,
+            max_length=max_length,
+            keys=keys,
+            prompt=jax.tree.map(lambda x: jnp.repeat(x, draws, axis=0), aligned),
+        )
+        return self.choose(jnp.repeat(logits, draws, axis=0), state)
+
+    def advance(self, model: Decodable, state: Draws, model_state: State) -> tuple[Draws, State]:
+        """Adds a token to every draw that is not done."""
+        last = jnp.take_along_axis(state.tokens, jnp.maximum(state.step - 1, 0)[:, None], axis=1)
+        logits, model_state = model.step(last, model_state)
+        return self.choose(logits, state), model_state
+
+    def choose(self, logits: Float32[Array, "R V"], state: Draws) -> Draws:
+        """Adds a token, chosen from the logits, to every draw that is not done."""
+        config = self.config
+        if state.prompt is not None:
+            history = logits_processors.token_history(state.prompt, state.tokens, state.step, state.max_length)
+            logits = logits_processors.process(config, logits, history, self.eos)
+        if config.method == "greedy":
+            token = top_k(logits, 1)[1][:, 0]  # an argmax, which the CPU compiler does not vectorise
+        else:
+            keys = jax.vmap(jax.random.fold_in)(state.keys, state.step)
+            token = jax.vmap(jax.random.categorical)(keys, logits_processors.process_for_sampling(config, logits))
+        chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+        # If every token is banned, one is chosen all the same, with log-probability -inf.
+        gain = jnp.where(jnp.isneginf(chosen), chosen, chosen - jax.nn.logsumexp(logits, axis=-1))
+        token = jnp.where(state.done, self.pad, token).astype(jnp.int32)
+        step = state.step + ~state.done
+        # Index T is out of bounds, so that rows that are done write nothing.
+        column = jnp.where(state.done, state.tokens.shape[1], state.step)
+        return state._replace(
+            step=step,
+            tokens=state.tokens.at[jnp.arange(len(token)), column].set(token, mode="drop"),
+            scores=state.scores + jnp.where(state.done, 0.0, gain),
+            done=state.done | is_any(token, self.eos) | (step >= state.max_length),
+        )
+
+    def is_finished(self, state: Draws) -> Bool[Array, " B"]:
+        """True for the prompts all of whose draws are done."""
+        return state.done.reshape(-1, self.outputs_per_prompt).all(axis=1)
+
+    def hypotheses(self, state: Draws) -> Hypotheses:
+        """The draws so far."""
+        per_prompt = lambda x: x.reshape(-1, self.outputs_per_prompt, *x.shape[1:])  # noqa: E731
+        return Hypotheses(per_prompt(state.tokens), per_prompt(state.step), per_prompt(state.scores))

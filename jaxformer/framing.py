@@ -1,0 +1,77 @@
+"""The framing of runs: text to features with the run's tokenizers, as the task frames it in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flax import linen as nn
+
+from jaxformer import tasks
+from jaxformer.config import Config
+from jaxformer.data.tokenizers import PairTemplate, Tokenizers
+from jaxformer.decode.compiled import Vocabulary
+from jaxformer.decode.runner import Runner, max_positions
+from jaxformer.tasks import Features, Predictor, tagging
+from jaxformer.types import PyTree
+
+
+@dataclass(frozen=True, eq=False)
+class RunFraming:
+    """Frames text like the run's training; see `tasks.Framing` for the methods.
+
+    Attributes:
+      config: the resolved config of the run.
+      tokenizers: its tokenizers.
+    """
+
+    config: Config
+    tokenizers: Tokenizers
+
+    @property
+    def pairing(self) -> PairTemplate:
+        """The special tokens that the source tokenizer puts around two texts."""
+        return self.tokenizers.source.pair_template
+
+    def prompt(self, line: str) -> Features:
+        """The prompt that the run's task makes of a line."""
+        return tasks.get(self.config.task.name).prompt(self.config, self.tokenizers, line)
+
+    def word_slots(self, line: str) -> list[int | None]:
+        """Slot of the first token of each word, encoded word by word."""
+        return tagging.encode_words(self.config, self.tokenizers.source, line)[1]
+
+    def add_decoder_input(self, features: Features) -> Features:
+        """`features` as they are: models that read and do not generate have one side here."""
+        return features
+
+
+def run_vocabulary(tokenizers: Tokenizers) -> Vocabulary:
+    """The end token, padding token and size of the target vocabulary."""
+    target = tokenizers.target
+    end = target.sep if target.eos is None else target.eos
+    return Vocabulary(eos=() if end is None else (end,), pad=target.pad or 0, size=target.size)
+
+
+def make_runner(
+    config: Config, module: nn.Module, variables: Mapping[str, PyTree], vocabulary: Vocabulary, source_pad: int
+) -> Runner:
+    """A runner with the limits that the config sets."""
+    return Runner(
+        module,
+        variables,
+        vocabulary,
+        source_pad=source_pad,
+        buckets=config.data.buckets,
+        max_source_length=max_positions(config.model.encoder),
+        max_target_length=max_positions(config.model.decoder),
+        batch_size=config.evaluate.batch,
+    )
+
+
+def run_predictor(
+    config: Config, module: nn.Module, variables: Mapping[str, PyTree], tokenizers: Tokenizers
+) -> Predictor:
+    """A run's module, ready for text that is framed as in its training."""
+    runner = make_runner(config, module, variables, run_vocabulary(tokenizers), tokenizers.source.pad or 0)
+    return Predictor(config, runner, RunFraming(config, tokenizers))

@@ -1,0 +1,193 @@
+"""Arguments under the other library's names, validated and turned into a `Batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxformer.config import ModelConfig, StackConfig
+from jaxformer.errors import ConfigError
+from jaxformer.hf.table import CallConvention, Settings
+from jaxformer.registry import nearest
+from jaxformer.types import Array, Batch, Slots, Stream
+
+MAX_INT32 = 2**31 - 1
+
+IGNORED_LABEL = -100
+"""The label that is left out of losses."""
+
+OUTPUT_FLAGS = ("output_attentions", "output_hidden_states", "return_dict")
+ROUTER_FLAG = "output_router_logits"
+ENCODER_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
+DECODER_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+SEQ2SEQ_ARGUMENTS = (
+    "input_ids", "inputs_embeds", "attention_mask",
+    "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask",
+)  # fmt: skip
+INTEGER_ARGUMENTS = (
+    "input_ids", "decoder_input_ids", "token_type_ids", "position_ids", "start_positions", "end_positions",
+)  # fmt: skip
+"""Arguments that hold integers; `labels` may be scores."""
+
+
+def argument_names(model: ModelConfig, head: str) -> tuple[str, ...]:
+    """Names of the arguments that a call of this model accepts."""
+    names = SEQ2SEQ_ARGUMENTS if model.is_seq2seq else DECODER_ARGUMENTS
+    if model.decoder is None:
+        kinds = model.encoder is not None and model.encoder.embed.kinds
+        names = ENCODER_ARGUMENTS if kinds else DECODER_ARGUMENTS
+    labels = {"qa": ("start_positions", "end_positions"), "model": (), "bare": (), "encoder": ()}
+    router = (ROUTER_FLAG,) if returns_router_logits(model, head) else ()
+    return (*names, *labels.get(head, ("labels",)), *OUTPUT_FLAGS, *router)
+
+
+def returns_router_logits(model: ModelConfig, head: str) -> bool:
+    """True if a call can return the logits of the experts' routers."""
+    return head in ("causal_lm", "model") and model.decoder is not None and model.decoder.moe is not None
+
+
+def check_arguments(inputs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments that are not None.
+
+    Raises:
+      ConfigError: one is unknown, or of a wrong type.
+    """
+    given = {name: value for name, value in inputs.items() if value is not None}
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"call: got {name}, expected some of {', '.join(names)}{nearest(name, names)}")
+    if given.get("return_dict", True) is not True:
+        raise ConfigError("call: got return_dict False, expected True; `tuple(outputs.values())` is what it returns")
+    for name in (*INTEGER_ARGUMENTS, "labels"):
+        if name in given:
+            _check_numbers(name, given[name])
+    return given
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Raises a ConfigError for what is no array of numbers, and for integers beyond 32 bits, which jax would wrap."""
+    array = value if isinstance(value, (np.ndarray, jax.Array)) else np.asarray(value)
+    kinds = (jnp.integer,) if name in INTEGER_ARGUMENTS else (jnp.integer, jnp.floating)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        expected = "whole numbers" if name in INTEGER_ARGUMENTS else "numbers"
+        raise ConfigError(f"call: got {name} of type {array.dtype}, expected {expected}")
+    if array.dtype in (np.int64, np.uint64, np.uint32) and has_concrete_values(array) and array.size:
+        largest = max(int(array.max()), -int(array.min()))
+        if largest > MAX_INT32:
+            raise ConfigError(f"call: got {name} {largest}, expected numbers of 32 bits; check the tokenizer")
+
+
+def add_config_flags(given: dict[str, Any], settings: Settings, names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments, and the output flags that config.json sets and the call does not."""
+    wished = (name for name in (*OUTPUT_FLAGS[:2], ROUTER_FLAG) if name in names and settings(name, False))
+    return {**dict.fromkeys(wished, True), **given}
+
+
+def has_concrete_values(x: Any) -> bool:
+    """True if the values of an array can be read: not under jit, nor if other processes hold a part."""
+    return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def check_ids(name: str, ids: Any, count: int | None, ignored: int | None = None) -> None:
+    """Refuses ids outside of 0 to count - 1, if their values can be read. Under jit such ids give NaN.
+
+    Raises:
+      ConfigError: one is outside, and is not `ignored`.
+    """
+    if count is None or not has_concrete_values(ids):
+        return
+    ids = np.asarray(ids)
+    outside = (ids < 0) | (ids >= count)
+    if ignored is not None:
+        outside &= ids != ignored
+    if outside.any():
+        raise ConfigError(f"call: got {name} {ids[outside][0]}, expected 0 to {count - 1}; check the tokenizer")
+
+
+def make_batch(
+    convention: CallConvention,
+    settings: Settings,
+    model: ModelConfig,
+    head: str,
+    inputs: Mapping[str, Any],
+) -> Batch:
+    """The batch of a call.
+
+    Padded slots have the outputs of the other library: labels may stand there, a span's scores compete with theirs, and
+    a pooler reads the first slot whatever it holds. Their segments are negative (`nn/masks.py`).
+    """
+    sources = {name: jnp.asarray(value) for name, value in inputs.items() if name not in OUTPUT_FLAGS}
+    encoder, decoder = model.encoder, model.decoder
+    if decoder is None:
+        if encoder is None:
+            raise ConfigError("call: got a model without transformer parts, expected an encoder or a decoder")
+        return Batch(_stream(convention, encoder, sources), None)
+    if encoder is None:
+        return Batch(None, _stream(convention, decoder, sources))
+    source = _stream(convention, encoder, sources)
+    if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
+        if "labels" in sources and sources["labels"].ndim == 2:
+            sources["decoder_input_ids"] = shift_right(convention, settings, sources["labels"])
+        elif "input_ids" in sources and convention.decoder_input_from_source:
+            sources["decoder_input_ids"] = shift_right(convention, settings, sources["input_ids"])
+        else:
+            raise ConfigError("call: got no decoder_input_ids, expected them or labels")
+    targets = {name.removeprefix("decoder_"): x for name, x in sources.items() if name.startswith("decoder_")}
+    target = _stream(convention, decoder, targets)
+    if head == "sequence" and "input_ids" in sources:
+        target = _up_to_the_end(target, sources["input_ids"] == settings("eos_token_id", 2))
+    return Batch(source, target)
+
+
+def _up_to_the_end(target: Stream, ends: Array) -> Stream:
+    """The stream without the slots after the last end token, whose hidden state a decoder's classifier reads."""
+    index = jnp.arange(ends.shape[1])
+    last = jnp.max(jnp.where(ends, index, -1), axis=1, keepdims=True)
+    inside = (index <= last) | (last < 0)
+    return target._replace(slots=target.slots._replace(segment=jnp.where(inside, target.slots.segment, 0)))
+
+
+def _stream(convention: CallConvention, stack: StackConfig, inputs: Mapping[str, Array]) -> Stream:
+    """One stream with its positions and slots; raises a ConfigError for arguments of a wrong shape or range."""
+    pad, encoding = -1 if stack.embed.pad is None else stack.embed.pad, stack.encoding
+    if ("input_ids" in inputs) == ("inputs_embeds" in inputs):
+        raise ConfigError("call: got both or none of input_ids and inputs_embeds, expected one of them")
+    tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+    if tokens.ndim != (2 if "input_ids" in inputs else 3):
+        raise ConfigError(f"call: got inputs of shape {list(tokens.shape)}, expected [batch, length] ids; add an axis")
+    shape = tokens.shape[:2]
+    if 0 in shape:
+        raise ConfigError(f"call: got inputs of shape {list(tokens.shape)}, expected at least one token")
+    real = inputs["attention_mask"] if "attention_mask" in inputs else jnp.ones(shape, jnp.int32)
+    if real.shape != shape:
+        raise ConfigError(f"call: got an attention_mask of shape {list(real.shape)}, expected {list(shape)}")
+    real = jnp.not_equal(real, 0).astype(jnp.int32)
+    count = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    if convention.positions == "ids" and "input_ids" in inputs:
+        text = (tokens != pad).astype(jnp.int32)
+        count = jnp.cumsum(text, axis=1) * text - 1  # padding: the row before the first position's
+    if "position_ids" in inputs:
+        first = pad + 1 if convention.positions == "ids" else 0
+        count = jnp.broadcast_to(inputs["position_ids"], shape).astype(jnp.int32) - first
+    if "input_ids" in inputs:
+        check_ids("input_ids", tokens, stack.embed.vocab)
+    if "token_type_ids" in inputs and stack.embed.kinds:
+        check_ids("token_type_ids", inputs["token_type_ids"], stack.embed.kinds)
+    if encoding.kind == "learned" or encoding.absolute:
+        check_ids("a position (row of the table)", count + encoding.offset, encoding.max_length)
+    elif "position_ids" in inputs:
+        check_ids("position_ids", count, MAX_INT32)
+    return Stream(tokens, Slots(count, 2 * real - 1), inputs.get("token_type_ids"))
+
+
+def shift_right(convention: CallConvention, settings: Settings, labels: Array) -> Array:
+    """A decoder's input: its start token, then all labels but the last, with padding in place of ignored labels."""
+    start = settings("decoder_start_token_id", convention.decoder_start_token)
+    first = jnp.full((labels.shape[0], 1), start, labels.dtype)
+    moved = jnp.concatenate([first, labels[:, :-1]], axis=1)
+    return jnp.where(moved == IGNORED_LABEL, settings("pad_token_id", 0), moved)

@@ -1,0 +1,77 @@
+"""Compares two model configs by what they compute, so that an export is written only as a family that is equal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jaxformer.config import EncodingConfig, ModelConfig, StackConfig
+
+ENCODING_FIELDS = {
+    "none": (),
+    "learned": ("max_length", "offset"),
+    "sinusoidal": ("base", "concatenated"),
+    "rope": ("base", "fraction", "interleaved", "scaling"),
+    "t5": ("buckets", "max_distance", "bidirectional"),
+    "alibi": (),
+}
+"""`encoding.kind` -> the fields that it reads; a kind that is not listed reads all."""
+
+IGNORED_FIELDS = frozenset({
+    "dropout", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation", "init_scale", "dtype",
+    "momentum", "average_padding", "input_dropout", "pad", "capacity", "balance_loss", "z_loss",
+})  # fmt: skip
+"""Fields that do not change what a model computes when it is applied."""
+
+
+def config_differences(model: ModelConfig, other: ModelConfig) -> list[str]:
+    """One line for each field in which the configs differ in what they compute: its path and both values."""
+    return list(_differences(normalised(model), normalised(other), "model"))
+
+
+def normalised(model: ModelConfig) -> ModelConfig:
+    """The config with defaults spelled out and unread fields reset: models that compute the same compare equal."""
+    stacks = {}
+    for name in ("encoder", "decoder"):
+        stack = getattr(model, name)
+        if stack is not None:
+            stacks[name] = _normalised_stack(stack, causal=name == "decoder")
+    return dataclasses.replace(model, **stacks)
+
+
+def _normalised_stack(stack: StackConfig, causal: bool) -> StackConfig:
+    attention, encoding, norm, width = stack.attention, stack.encoding, stack.norm, stack.width
+    causal = causal if stack.causal is None else stack.causal
+    if encoding.bidirectional is None:
+        encoding = dataclasses.replace(encoding, bidirectional=not causal)
+    if encoding.kind in ENCODING_FIELDS:
+        fields = {name: getattr(encoding, name) for name in ENCODING_FIELDS[encoding.kind]}
+        encoding = dataclasses.replace(EncodingConfig(encoding.kind), **fields)
+    if norm.kind == "rms":
+        norm = dataclasses.replace(norm, bias=True)
+    attention = dataclasses.replace(
+        attention,
+        kv_heads=attention.kv_heads or attention.heads,
+        head_width=attention.head_width or width // attention.heads,
+        key_bias=attention.bias if attention.key_bias is None else attention.key_bias,
+        output_bias=attention.bias if attention.output_bias is None else attention.output_bias,
+    )
+    return dataclasses.replace(
+        stack,
+        causal=causal,
+        encoding=encoding,
+        attention=attention,
+        embed=dataclasses.replace(stack.embed, width=stack.embed.width or width),
+        ffn=stack.ffn and dataclasses.replace(stack.ffn, width=stack.ffn.width or 4 * width),
+        norm=dataclasses.replace(norm, final=norm.order != "post" if norm.final is None else norm.final),
+    )
+
+
+def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        for f in dataclasses.fields(a):
+            if f.name not in IGNORED_FIELDS:
+                yield from _differences(getattr(a, f.name), getattr(b, f.name), f"{path}.{f.name}")
+    elif a != b:
+        yield f"{path} {a!r} (expected {b!r})"

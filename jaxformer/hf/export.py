@@ -1,0 +1,156 @@
+"""Export: a model as a directory of the other library, in the first family that computes the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxformer.config import ModelConfig
+from jaxformer.data.tokenizers import write
+from jaxformer.data.vocabularies import LibraryVocabulary
+from jaxformer.errors import ConfigError
+from jaxformer.hf import convert, keys, rewrite, writing
+from jaxformer.hf.comparison import config_differences
+from jaxformer.hf.origin import BODIES, HuggingFaceOrigin, special_token_ids
+from jaxformer.hf.table import NO_HEAD, Family, Settings, families
+from jaxformer.model import Model
+
+log = logging.getLogger("jaxformer")
+
+UNREADABLE = 100
+"""Rank of a family that cannot express a model at all, beyond any number of differences."""
+
+
+def save_pretrained(
+    model: Model, origin: HuggingFaceOrigin, directory: str | os.PathLike[str], family: str | None, dtype: Any
+) -> None:
+    """Writes config.json, model.safetensors and the tokenizer; see `Model.save_pretrained`.
+
+    Raises:
+      ConfigError: no family computes what this model does; the message names the differences.
+    """
+    config, params = model.config.model, model.params
+    if config.head.kind == "pair":
+        config = _without_sentence_head(config)
+        log.warning(
+            "%s: the body alone; a sentence's vector is the %s pooling of its last hidden states here",
+            directory,
+            model.config.model.head.pooling,
+        )
+    if origin.family is None:
+        config, params = rewrite.rewrite_for_export(config, params)
+    chosen, head, settings = choose_family(model, origin, config, family)
+    tensors = {**convert.export_tensors(chosen.rows(config, head), params, dtype), **chosen.constant_tensors(config)}
+    if not config.head.tied:
+        tensors |= {name: tensors[weaker] for name, weaker in chosen.duplicate_tensors if weaker in tensors}
+    if head in BODIES:
+        tensors = {name.removeprefix(chosen.prefix): make for name, make in tensors.items()}
+    writing.write_checkpoint(directory, settings, tensors)
+    _save_tokenizer(model, origin, Path(directory))
+
+
+def choose_family(
+    model: Model, origin: HuggingFaceOrigin, config: ModelConfig, name: str | None
+) -> tuple[Family, str, dict[str, Any]]:
+    """The family to export to, its head, and the config.json.
+
+    Args:
+      config: the model to express.
+      name: the only family to try; None: the model's own if it was imported, else each of them.
+
+    Raises:
+      ConfigError: none expresses the model; the message names the nearest.
+    """
+    heads = BODIES if model.config.model.head.kind == "pair" else (origin.head,)
+    problems: list[tuple[int, str]] = []  # the number of differences, and a sentence
+    for family_name, family in families():
+        if name is not None and family_name != name:
+            continue
+        if name is None and origin.family is not None and family is not origin.family:
+            continue
+        for head in [head for head in heads if head in family.heads]:
+            try:
+                settings = {**family.write_config(config, head), **_class_labels(model, head)}
+                settings = {"model_type": family.model_types[0], "architectures": [family.heads[head]], **settings}
+                reread = family.read_config(keys.with_defaults(family, Settings(settings)), head)
+            except (ConfigError, AttributeError, KeyError) as error:
+                problems.append((UNREADABLE, f"{family_name}: {error}"))
+                continue
+            if family.embedding_tables is not None and not config.head.tied:
+                reread = dataclasses.replace(reread, share_embeddings=config.share_embeddings)
+            differences = config_differences(config, reread)
+            if not differences:
+                return family, head, _merge_settings(model, origin, config, family, head, settings)
+            problems.append((len(differences), f"{family_name}: {'; '.join(differences)}"))
+    if not problems:
+        known = ", ".join(family_name for family_name, family in families() if origin.head in family.heads)
+        raise ConfigError(f"export: got family {name!r} for head {origin.head}, expected one of {known}")
+    raise ConfigError(f"export: got a model that no family computes; the nearest is {min(problems)[1]}")
+
+
+def _merge_settings(
+    model: Model, origin: HuggingFaceOrigin, config: ModelConfig, family: Family, head: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The config.json to write: the imported model's own, as far as it still describes the model."""
+    if origin.family is not family:
+        return settings | _special_tokens(model, origin)
+    imported = dict(origin.settings.values)
+    unchanged = {**settings, **imported}
+    reread = family.read_config(keys.with_defaults(family, Settings(unchanged)), head)
+    return unchanged if not config_differences(config, reread) else {**imported, **settings}
+
+
+def _class_labels(model: Model, head: str) -> dict[str, Any]:
+    """`id2label` and `label2id` of a classifier."""
+    if head not in ("sequence", "token"):
+        return {}
+    count = model.config.model.head.classes or 0
+    names = model.classes or model.config.task.classes or tuple(f"LABEL_{i}" for i in range(count))
+    return {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+
+
+def _special_tokens(model: Model, origin: HuggingFaceOrigin) -> dict[str, Any]:
+    """Ids of the special tokens of a model that was trained here."""
+    if origin.family is not None or model.tokenizers is None:
+        return {}
+    ids = special_token_ids(model.config, model.tokenizers)
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _save_tokenizer(model: Model, origin: HuggingFaceOrigin, directory: Path) -> None:
+    """Writes tokenizer.json, if one tokenizer serves both sides and the other library has its kind."""
+    if model.tokenizers is None:
+        return
+    tokenizer = model.tokenizers.target
+    if not model.tokenizers.joint or not isinstance(tokenizer.vocabulary, LibraryVocabulary):
+        log.warning("%s: no tokenizer.json, the other library has none of this kind; encode texts here", directory)
+        return
+    trained_here = origin.family is None
+    is_encoder = model.config.model.decoder is None and origin.head in ("masked_lm", "sequence", "token", "qa")
+    tokenizer.export(
+        directory / "tokenizer.json",
+        closing=trained_here and origin.head == "seq2seq",
+        framing=trained_here and is_encoder,
+    )
+    if trained_here:  # or the other library would take the tokenizer's class from the model's
+        names = {f"{role}_token": piece for role, piece in tokenizer.names.items()}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+        write(directory / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def _without_sentence_head(config: ModelConfig) -> ModelConfig:
+    """A sentence model without its head, for which the other library has no architecture.
+
+    Raises:
+      ConfigError: the head has parameters.
+    """
+    if config.head.width is not None:
+        raise ConfigError(
+            f"export: got a head of sentences with a layer of width {config.head.width}, expected none: the other "
+            "library has no architecture for it; train with model.head.width=None"
+        )
+    return dataclasses.replace(config, head=NO_HEAD)

@@ -1,0 +1,97 @@
+"""The forward pass under the other library's names: arguments to a batch, logits to named outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxformer.config import ModelConfig
+from jaxformer.errors import ConfigError
+from jaxformer.hf.arguments import add_config_flags, argument_names, check_arguments, make_batch
+from jaxformer.hf.origin import HuggingFaceOrigin
+from jaxformer.hf.outputs import Outputs, add_router_outputs, compute_loss, named_outputs, needs_intermediates
+from jaxformer.hf.table import Settings
+from jaxformer.model import Model
+from jaxformer.models import build
+from jaxformer.types import Array, Batch, PyTree
+
+
+def call(
+    model: Model, origin: HuggingFaceOrigin, params: PyTree, dropout_key: Array | None, inputs: Mapping[str, Any]
+) -> Outputs:
+    """The outputs of a call, in float32, under the other library's names.
+
+    Usable under jit and grad. The family's own convention takes over where it has one (XLNet's).
+
+    Args:
+      params: parameters to use in place of `model.params`.
+      dropout_key: makes it a forward pass with dropout; None: without.
+      inputs: arguments by name; those that are None count as absent.
+
+    Raises:
+      ConfigError: an argument is not supported by this model, or its shape or values do not fit.
+    """
+    if origin.convention.call is not None:
+        return origin.convention.call(model, origin, params, dropout_key, inputs)
+    config, module, head = model.config.model, model.module, origin.head
+    names = argument_names(config, head)
+    arguments = add_config_flags(check_arguments(inputs, names), origin.settings, names)
+    classifies_last_token = origin.family is not None and reads_last_token(config, head)
+    if classifies_last_token:
+        module = build.build(with_slot_head(config))
+    batch = make_batch(origin.convention, origin.settings, config, head, arguments)
+    with_intermediates = needs_intermediates(head, config, arguments)
+    logits, sown = apply(module, model.inference_variables(params), batch, with_intermediates, dropout_key)
+    if classifies_last_token:
+        logits = last_token_logits(origin.settings, logits, arguments)
+    loss = compute_loss(head, origin.settings, logits, arguments)
+    outputs = named_outputs(head, config, logits, loss, sown, arguments)
+    return add_router_outputs(outputs, origin.settings, config, sown, arguments)
+
+
+@functools.partial(jax.jit, static_argnames=("module", "with_intermediates"))
+def apply(
+    module: nn.Module, variables: PyTree, batch: Batch, with_intermediates: bool, key: Array | None = None
+) -> tuple[Any, PyTree]:
+    """The module's output, and its intermediates, {} without `with_intermediates`."""
+    rngs = {} if key is None else {"dropout": key}
+    if not with_intermediates:
+        return module.apply(variables, batch, rngs=rngs), {}
+    output, sown = module.apply(variables, batch, rngs=rngs, mutable=["intermediates"])
+    return output, sown["intermediates"]
+
+
+def reads_last_token(model: ModelConfig, head: str) -> bool:
+    """True if the model is a decoder that classifies the hidden state of a text's last token."""
+    top = model.head
+    return head == "sequence" and model.encoder is None and top.pooling == "last" and top.width is None
+
+
+def with_slot_head(model: ModelConfig) -> ModelConfig:
+    """The model with the decision of its classifier at every slot, by the same parameters."""
+    return dataclasses.replace(model, head=dataclasses.replace(model.head, kind="slots"))
+
+
+def last_token_logits(settings: Settings, logits: Array, inputs: Mapping[str, Any]) -> Array:
+    """The decision of the rightmost token that is not padding, by its id and not by the mask; else of the last slot.
+
+    Raises:
+      ConfigError: several rows, and config.json names no padding token.
+    """
+    pad, rows = settings("pad_token_id", None), logits.shape[0]
+    if pad is None and rows != 1:
+        raise ConfigError(
+            f"call: got {rows} rows and no pad_token_id in {settings.path}, expected one row, or a padding token: it "
+            "says where each text ends"
+        )
+    if pad is None or "input_ids" not in inputs:
+        return logits[:, -1]
+    ids = jnp.asarray(inputs["input_ids"])
+    last = jnp.max(jnp.where(ids != pad, jnp.arange(ids.shape[1]), 0), axis=1)
+    return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]

@@ -1,0 +1,49 @@
+"""Settings of the C library's memory allocator on Linux; they save a third of a training step on a CPU.
+
+XLA allocates the large arrays of a step anew each time. By default glibc maps every large block from the kernel and
+unmaps it when it is freed, so each step faults all of its pages in again, 4 KiB at a time. With the settings glibc
+reuses freed blocks, on huge pages. It reads them only when a process starts, so the process must be restarted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+
+VARIABLE = "GLIBC_TUNABLES"
+SETTINGS = {
+    "glibc.malloc.hugetlb": "1",  # huge pages where the kernel offers them (madvise)
+    "glibc.malloc.mmap_threshold": str(2**35),  # large blocks come from the heap ...
+    "glibc.malloc.trim_threshold": str(2**35),  # ... and stay in it
+    # One heap: additional heaps have 64 MiB, and larger blocks are mapped for them and unmapped each time.
+    "glibc.malloc.arena_max": "1",
+}
+MARKER = "jaxformer_restarted"
+"""The option `-X` of the interpreter that marks a restarted process."""
+COMMANDS = frozenset({"train", "evaluate", "decode", "experiment"})
+"""Commands that compute enough to be restarted."""
+
+
+def tunables(environment: Mapping[str, str]) -> str:
+    """Value of `VARIABLE` with `SETTINGS` added; settings that it already has are kept."""
+    entries = [entry for entry in environment.get(VARIABLE, "").split(":") if entry]
+    names = {entry.partition("=")[0] for entry in entries}
+    return ":".join(entries + [f"{name}={value}" for name, value in SETTINGS.items() if name not in names])
+
+
+def restart_with_tunables() -> None:
+    """Replaces this process by the same command with `SETTINGS`, once, and only on Linux.
+
+    Call it before any work is done. Process id, arguments, streams and environment stay. An interpreter option marks
+    the restarted process, since `VARIABLE` may not arrive there: some containers and setuid programs remove it. Then,
+    and if no program may be started, the command continues without the settings.
+    """
+    if not sys.platform.startswith("linux") or len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        return
+    value = tunables(os.environ)
+    if os.environ.get(VARIABLE) != value and sys.executable and MARKER not in sys._xoptions:
+        command = [sys.executable, "-X", MARKER, *sys.orig_argv[1:]]
+        with contextlib.suppress(OSError):
+            os.execve(sys.executable, command, {**os.environ, VARIABLE: value})

@@ -1,0 +1,230 @@
+"""A training run: its parts, its state, and what it restores, saves, evaluates and reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from jaxformer import framing, tasks
+from jaxformer.checkpoint import Checkpoints
+from jaxformer.config import Config, overrides
+from jaxformer.data.pipeline import Pipeline
+from jaxformer.data.sources import Dataset
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.models import build
+from jaxformer.parallel import mesh as meshes
+from jaxformer.parallel import rules
+from jaxformer.runtime import files
+from jaxformer.train import evaluate as evaluation
+from jaxformer.train import optim, warm_start
+from jaxformer.train import step as steps
+from jaxformer.train.metric_window import MetricWindow
+from jaxformer.train.preemption import Watchdog
+from jaxformer.train.reporting import Reporter
+from jaxformer.train.skip_guard import SkipGuard
+from jaxformer.train.timing import Clock, CompiledShapes, is_due
+from jaxformer.train.workdir import describe_changes, write_run_files
+from jaxformer.types import Batch
+
+
+class Run:
+    """The parts of a training run and its current state.
+
+    Creating one raises for whatever cannot work and writes nothing. `restore` opens the workdir and completes it.
+
+    Attributes:
+      state: the training state; `step` is its step number, known to the host without waiting for the device.
+      values: measures of the last evaluation, which was at step `evaluated_at`; -1: none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        mesh: jax.sharding.Mesh,
+        dataset: Dataset,
+        tokenizers: Tokenizers,
+        init_format: warm_start.InitFormat = warm_start.RUN_FORMAT,
+    ) -> None:
+        self.config, self.workdir, self.mesh, self.dataset, self.tokenizers = config, workdir, mesh, dataset, tokenizers
+        self.task, self.init_format = tasks.get(config.task.name), init_format
+        self.module = build.build(config.model)
+        self.kernels = build.chosen_kernels(config.model, config.data.length)
+        self.balanced = build.uses_causal_ring(config.model, config.data.length)
+        self.pipeline = Pipeline(
+            config,
+            dataset,
+            tokenizers,
+            self.task,
+            *rules.process_part(mesh),
+            multiple=meshes.row_multiple(mesh.shape, config.model) * config.train.accumulation,
+        )
+        self.param_shapes = nn.meta.unbox(build.shapes(self.module))["params"]
+        self.schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
+        self.axis_names = build.logical_names(self.module)
+        self.optimizer = optim.optimizer(config.optimizer, self.schedule, self.param_shapes, self.axis_names)
+        self.eval_step = steps.make_eval_step(config, self.module)
+
+    # Restoring.
+
+    def restore(self, notes: Sequence[str] = ()) -> None:
+        """Restores the newest checkpoint, or starts anew, and logs which, with `notes`."""
+        config, workdir = self.config, self.workdir
+        write_run_files(config, workdir, self.tokenizers)
+        self.checkpoints = Checkpoints(workdir, config.checkpoint)
+        self.values: dict[str, float] = {}
+        # What a resumed run needs beside its state: whether it was stopped before an evaluation that was due, the sums
+        # since the last log entry, the number of skipped steps in a row, and which data it read.
+        self.progress: dict[str, Any] = {"evaluation_due": False, "window": None, "skipped_in_a_row": 0}
+        self.progress["data"] = self.dataset.key
+        changes = self._restore_state()
+        self.step = int(self.state.step)
+        self.evaluated_at = self.step if self.values else -1
+        self.clock = Clock(config.train)
+        self.reporter = Reporter(workdir, self.clock, self.step, not self.progress["evaluation_due"])
+        self.train_shapes, self.eval_shapes = (
+            CompiledShapes(program, self.reporter.log) for program in ("step", "evaluation")
+        )
+        self.window = MetricWindow(self.progress["window"], rules.process_part(self.mesh)[1])
+        self.guard = SkipGuard(
+            config.train.skip_limit,
+            self.progress["skipped_in_a_row"],
+            self.reporter.log_skipped,
+            self.checkpoints.newest,
+        )
+        self.watchdog = Watchdog(config.train.watchdog, workdir)
+        if jax.process_index() == 0 and not self.step:
+            table = optim.parameter_table(self.param_shapes, config.optimizer, self.axis_names)
+            files.write_atomic(workdir / "parameters.txt", table + "\n")
+        self._log_start([*changes, *self._kernel_lines(), *self._data_lines(), *notes])
+
+    def _restore_state(self) -> list[str]:
+        """Sets the state and the batches: from the newest checkpoint, fresh, or from another run's parameters.
+
+        Returns:
+          Lines to log: settings that changed since the checkpoint.
+        """
+        config = self.config
+        target = steps.abstract_state(config, self.module, self.optimizer, self.mesh)
+        saved = self.checkpoints.restore(target)
+        if saved is None:
+            self.batches = self.pipeline.train()
+            self.state = steps.init_state(config, self.module, self.optimizer, self.mesh)
+            if config.init.directory:
+                self.state = warm_start.load_initial_params(self.state, config, self.init_format)
+            return []
+        self.state, self.batches = saved.state, self.pipeline.resume(saved.data)
+        if has_same_measurement(config, saved.about):
+            self.values = dict(saved.about.get("values", {}))
+        self.progress |= saved.about.get("progress", {})
+        updates = int(optim.update_count(saved.state.opt_state))
+        return describe_changes(saved.about.get("config"), config, updates, build.model_width(config.model))
+
+    def _log_start(self, lines: Sequence[str]) -> None:
+        start = f"resumed at step {self.step:,}" if self.step else "started"
+        count = build.count_params(self.state.params)
+        devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
+        self.reporter.log(f"{start}: {count:,} parameters, listed in parameters.txt; {devices}")
+        for line in [*lines, *self.pipeline.truncation_notes(self.config.evaluate.examples)]:
+            self.reporter.log(line)
+
+    def _kernel_lines(self) -> list[str]:
+        return [f"{side} attention: {kernel} ({reason})" for side, (kernel, reason) in self.kernels.items()]
+
+    def _data_lines(self) -> list[str]:
+        if self.progress["data"] == self.dataset.key:
+            return []
+        return ["the data changed since the run started: measures before and after cannot be compared"]
+
+    def complete_interrupted_step(self) -> None:
+        """Does what the run was stopped before: the evaluation that was due, or the copy to the best checkpoints."""
+        if self.progress["evaluation_due"]:
+            self.evaluate()
+            if is_due(self.step, self.config.train.checkpoint_every):  # else these measures are not ranked
+                self.save(force=True)
+        elif self.values:
+            self.save()
+
+    # Saving, evaluating, closing.
+
+    def save(self, evaluation_due: bool = False, force: bool = False) -> None:
+        """Saves the state in the background. It is ranked among the best only by measures of exactly this state.
+
+        Args:
+          evaluation_due: the run stops before an evaluation, which the resumed run has to do.
+          force: replace a checkpoint of the same step.
+        """
+        values = self.values if self.evaluated_at == self.step else {}
+        progress = {
+            "evaluation_due": evaluation_due,
+            "window": self.window.state(),
+            "skipped_in_a_row": self.guard.consecutive,
+            "data": self.dataset.key,
+        }
+        self.checkpoints.save(self.state, self.pipeline.data_state(self.batches), values, progress, force)
+
+    def evaluate(self) -> dict[str, float]:
+        """Measures the validation split, decodes a few of its examples, and reports both."""
+        config = self.config
+        if "validation" not in self.dataset.splits:
+            return {}
+        self.clock.lap()
+        variables = self.state.evaluation_variables()
+        part = ("validation", config.evaluate.examples)
+        batches, size, cut = self.pipeline.evaluate(*part), self.pipeline.size(*part), self.pipeline.truncated(*part)
+        timed = self.timed_batches(batches)
+        values = evaluation.evaluate_batches(config, self.eval_step, variables, timed, size, self.mesh, cut)
+        if config.evaluate.decode_examples and self.task.score is not None:
+            predictor = framing.run_predictor(config, self.module, variables, self.tokenizers)
+            examples = config.evaluate.decode_examples
+            scores, records = evaluation.decode_and_score(predictor, self.dataset, "validation", examples)
+            values |= scores
+            self._report_samples(records[: config.evaluate.samples])
+        self.reporter.write(self.step, "validation", values)
+        self.values, self.evaluated_at = values, self.step
+        self.clock.record_part("evaluation", self.compile_seconds)
+        return values
+
+    def timed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """`batches`, with a heartbeat at each. Afterwards `compile_seconds` holds the time that compilation took.
+
+        That is, for each batch shape seen for the first time, the time beyond the mean of the other batches.
+        """
+        self.compile_seconds, started = 0.0, self.clock.now()
+        compiled: list[float] = []
+        first: list[float] = []
+        for batch in batches:
+            self.watchdog.heartbeat()
+            seconds = first if self.eval_shapes.is_new(batch) else compiled
+            yield batch
+            started, before = self.clock.now(), started
+            seconds.append(started - before)
+        mean = sum(compiled) / len(compiled) if compiled else 0.0
+        self.compile_seconds = sum(max(duration - mean, 0.0) for duration in first)
+
+    def _report_samples(self, records: list[dict]) -> None:
+        if jax.process_index() == 0:
+            files.write_json(self.workdir / "samples" / f"step-{self.step}.json", records)
+        for record in records:
+            self.reporter.log(f"  {record['input']}\n    -> {record['output']}\n     = {record['reference']}")
+
+    def close(self) -> None:
+        """Stops the background threads and waits for the last save.
+
+        Raises:
+          StorageError: a save failed.
+        """
+        self.batches.close()
+        self.reporter.close()
+        self.checkpoints.close()
+
+
+def has_same_measurement(config: Config, about: dict[str, Any]) -> bool:
+    """True if the measures in a checkpoint's `about` were taken with the evaluation and decoding of `config`."""
+    saved, current = about.get("config") or {}, json.loads(overrides.to_json(config))
+    return all(saved.get(section, current[section]) == current[section] for section in ("evaluate", "decode"))

@@ -1,0 +1,88 @@
+"""Initial parameters from another model: `config.init`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import jax
+
+from jaxformer.checkpoint import find_run, load_run
+from jaxformer.config import Config, ModelConfig, overrides
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.errors import ConfigError
+from jaxformer.types import EMA, PyTree, TrainState
+
+LOG = logging.getLogger("jaxformer")
+
+
+class InitFormat(NamedTuple):
+    """Reader of a directory format that runs can start from.
+
+    Attributes:
+      read_model: `config -> (model, tokenizers or None)` of `config.init.directory`, with a head for `config.task`.
+      read_params: `(config, params) -> params`: the directory's values, with the structure and shardings of `params`.
+    """
+
+    read_model: Callable[[Config], tuple[ModelConfig, Tokenizers | None]]
+    read_params: Callable[[Config, PyTree], PyTree]
+
+
+def adopt_model(config: Config, workdir: Path, init_format: InitFormat) -> tuple[Config, Tokenizers | None]:
+    """Gives a config without a model that of `config.init.directory`, and returns its tokenizers.
+
+    A resumed run takes the model from its own workdir.
+
+    Raises:
+      ConfigError: the model and the rest of the config contradict each other.
+    """
+    if config.model.parts:
+        return config, None
+    if (workdir / "config.json").exists():
+        model, tokenizers = overrides.read(workdir).model, None
+    else:
+        model, tokenizers = init_format.read_model(config)
+        if tokenizers is None and config.data.tokenizer.kind != "file":
+            LOG.warning(
+                "config.init.directory: %s has no tokenizer; one is learned from the data, and its ids mean other "
+                "tokens than the model was trained on. Put tokenizer.json, vocab.txt or spiece.model there, or set "
+                "data.tokenizer.path",
+                config.init.directory,
+            )
+        model = dataclasses.replace(model, dtype=config.model.dtype)
+    return overrides.freeze(dataclasses.asdict(dataclasses.replace(config, model=model))), tokenizers
+
+
+def load_initial_params(state: TrainState, config: Config, init_format: InitFormat) -> TrainState:
+    """`state` with the parameters of `config.init.directory`. With `config.init.head` off the head's stay random."""
+    params = init_format.read_params(config, state.params)
+    variables = dict(state.variables)
+    if EMA in variables:
+        variables[EMA] = jax.tree.map(lambda x: x.copy(), params)
+    return dataclasses.replace(state, params=params, variables=variables)
+
+
+def _read_model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
+    workdir, _ = find_run(Path(config.init.directory).absolute())
+    model = overrides.read(workdir).model
+    head = model.head if config.init.head else config.model.head
+    return dataclasses.replace(model, head=head), Tokenizers.load(workdir)
+
+
+def _read_params(config: Config, params: PyTree) -> PyTree:
+    loaded = dict(load_run(config.init.directory).params)
+    if not config.init.head and "head" in params:
+        loaded["head"] = params["head"]
+    shapes, loaded_shapes = (jax.tree.map(lambda x: x.shape, tree) for tree in (dict(params), loaded))
+    if shapes != loaded_shapes:
+        raise ConfigError(
+            f"config.init.directory: got {config.init.directory}, whose parameters differ in structure or shape, "
+            "expected the same model; change config.model or the directory, or set config.init.head to False"
+        )
+    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), loaded, dict(params))
+
+
+RUN_FORMAT = InitFormat(_read_model, _read_params)
+"""Reads a workdir of jaxformer, or one of its checkpoints."""
