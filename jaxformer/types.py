@@ -60,13 +60,15 @@ class Batch(NamedTuple):
     An encoder reads `source`, a decoder reads `target`; the stream that a model does not read is None. For decoding,
     `target` holds the prompt. `labels` (int32; float32 for scores) and `weights` (float32) are aligned with the
     logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones. Losses never shift. A weight of 0 removes an
-    entry from every sum.
+    entry from every sum. `component` (int32, aligned with the labels) is the number of the component of a mixture that
+    an entry belongs to, among their sorted names; None without a mixture.
     """
 
     source: Stream | None
     target: Stream | None
     labels: Array | None = None
     weights: Array | None = None
+    component: Array | None = None
 
     def side(self, name: Literal["source", "target"]) -> Stream:
         """The stream `name`.

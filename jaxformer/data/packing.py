@@ -117,8 +117,8 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
       template: an encoded example with the batch's features; needed only if all rows may be empty.
 
     Returns:
-      A batch of numpy arrays, int32 and float32 `[B, T]`; scalar labels (float32 if they are scores) and their weights
-      are `[B]`.
+      A batch of numpy arrays, int32 and float32 `[B, T]`; scalar labels (float32 if they are scores), their weights and
+      their components are `[B]`.
     """
     if template is None:
         template = next(features for row in rows for features in row)
@@ -134,7 +134,12 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
         labels = _pad(rows, length, "labels", np.int32)
         filled = _occupied(rows, length, "labels").astype(np.float32)
         weights = _pad(rows, length, "weights", np.float32) if "weights" in template else filled
-    return Batch(source, target, cast(Array, labels), cast(Array, weights))  # numpy's arrays stand for jax's
+    component = None
+    if "component" in template:
+        of_row = np.ndim(template["labels"]) == 0
+        component = _row_components(rows) if of_row else _pad(rows, length, "component", np.int32)
+    # numpy's arrays stand for jax's
+    return Batch(source, target, cast(Array, labels), cast(Array, weights), cast(Array, component))
 
 
 def _occupied(rows: Sequence[Sequence[Features]], length: int, name: str) -> np.ndarray:
@@ -192,6 +197,11 @@ def _scalar_labels(rows: Sequence[Sequence[Features]], template: Features) -> tu
             labels[number] = features["labels"]
             weights[number] = features.get("weights", 1.0)
     return labels, weights
+
+
+def _row_components(rows: Sequence[Sequence[Features]]) -> np.ndarray:
+    """Components `[B]` of rows with one example each; 0 for an empty row."""
+    return np.array([row[0]["component"] if row else 0 for row in rows], np.int32)
 
 
 def padding_counts(batch: Batch) -> tuple[Array | int, int]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxformer import registry
 from jaxformer.config import Config, DecodeConfig
-from jaxformer.data.sources import Example
+from jaxformer.data.sources import Dataset, Example
 from jaxformer.data.tokenizers import PairTemplate, Tokenizers
 from jaxformer.decode.runner import Runner
 from jaxformer.errors import ConfigError
@@ -97,6 +97,8 @@ class Task:
       sides: parts that a model may have: "encoder", "decoder", "encoder, decoder".
       method: name of the method of `jaxformer.Model` that predicts.
       needs: head and sides in words, for errors.
+      prepare: `(config, dataset) -> Dataset`: the data set as the task reads it, where that differs from its source's;
+        None: it does not. `roles` are those of its result.
       encode: `(config, tokenizers, example, rng) -> Features`. `rng` is a numpy Generator that depends on the run's
         seed, the epoch and the example only. Truncates to `config.data.length` and counts the truncated tokens.
       encode_windows: `(config, tokenizers, example, rng) -> list of Features`: the complete example in as many pieces
@@ -149,6 +151,7 @@ class Task:
     couples_rows: Callable[[Config], bool] = lambda config: False
     check: Callable[[Config], None] = lambda config: None
     options: type | None = None
+    prepare: Callable[[Config, Dataset], Dataset] | None = None
 
 
 def get(name: str) -> Task:

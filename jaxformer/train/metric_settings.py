@@ -12,6 +12,7 @@ from typing import Any
 from jaxformer import tasks
 from jaxformer.config import Config
 from jaxformer.errors import ConfigError
+from jaxformer.tasks import _mixture
 
 NEUTRAL_SETTINGS = ("evaluate.samples", "evaluate.headline", "decode.batch")
 """Settings of evaluation and decoding that change no measure."""
@@ -19,7 +20,7 @@ NEUTRAL_SETTINGS = ("evaluate.samples", "evaluate.headline", "decode.batch")
 
 def check_metric_is_measured(config: Config) -> None:
     """Raises a ConfigError if `checkpoint.metric` is a measure of decoded text and none is decoded."""
-    metric, scores = config.checkpoint.metric, tasks.get(config.task.name).score_names
+    metric, scores = config.checkpoint.metric, _mixture.score_names(config)
     if config.checkpoint.keep_best and metric in scores and not config.evaluate.decode_examples:
         raise ConfigError(
             f"config.checkpoint.metric: got {metric!r}, a measure of decoded text, and config.evaluate.decode_examples "
@@ -72,4 +73,4 @@ def _affects_metrics(path: str, config: Config) -> bool:
 def _affects_ranking(path: str, config: Config) -> bool:
     """True if a setting that affects measures affects `checkpoint.metric`."""
     is_of_text = path == "evaluate.decode_examples" or path.startswith("decode.")
-    return is_of_text == (config.checkpoint.metric in tasks.get(config.task.name).score_names)
+    return is_of_text == (config.checkpoint.metric in _mixture.score_names(config))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from jaxformer import registry
+from jaxformer.config import templates
 from jaxformer.config.checks.fields import invalid
-from jaxformer.config.schema import Config, DecodeConfig
+from jaxformer.config.schema import Config, DecodeConfig, TemplateConfig
+from jaxformer.errors import ConfigError
 
 TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "translation": (("encoder, decoder",), "tokens"),
@@ -14,6 +17,7 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "tagging": (("encoder", "decoder"), "slots"),
     "answering": (("encoder", "decoder"), "slots"),
     "similarity": (("encoder", "decoder"), "pair"),
+    "text_to_text": (("encoder, decoder", "decoder"), "tokens"),
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
 
@@ -22,7 +26,11 @@ SIDES_IN_WORDS = {
     ("encoder",): "an encoder alone",
     ("decoder",): "a decoder alone",
     ("encoder", "decoder"): "an encoder or a decoder, not both",
+    ("encoder, decoder", "decoder"): "a decoder, with or without an encoder",
 }
+
+TEMPLATE_SCORES = ("exact_match", "squad", "bleu", "chrf", "rouge")
+"""Entries of `task.template.scores`."""
 
 
 def check_task(config: Config) -> None:
@@ -51,11 +59,44 @@ def check_task(config: Config) -> None:
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
     decoder = model.decoder
-    if task == "language_modelling" and not model.has_encoder and decoder is not None and decoder.causal is False:
+    writes = task in ("language_modelling", "text_to_text")
+    if writes and not model.has_encoder and decoder is not None and decoder.causal is False:
         expected = "True or None: a language model cannot see what it predicts"
         raise invalid("config.model.decoder.causal", "False", expected)
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def check_template(config: Config) -> None:
+    """Checks the templates of the task text_to_text; other tasks have none.
+
+    Raises:
+      ConfigError: a template is malformed, a score is unknown, or settings of one way to predict come with the other.
+    """
+    path, template = "config.task.template", config.task.template
+    if config.task.name != "text_to_text":
+        if template != TemplateConfig():
+            raise invalid(path, "templates", f"none for the task {config.task.name}, which does not read them")
+        return
+    for side in ("source", "target"):
+        text = getattr(template, side)
+        try:
+            names = templates.fields(text)
+        except ValueError as error:
+            expected = "text with names of fields in braces, as in 'question: {question}'; write {{ for a brace"
+            raise ConfigError(f"{path}.{side}: got {text!a} ({error}), expected {expected}") from None
+        if side == "source" and not names:
+            raise invalid(f"{path}.source", text, "at least one field in braces: all examples would be alike")
+    for score in template.scores:
+        if score not in TEMPLATE_SCORES:
+            known = f"names among {', '.join(TEMPLATE_SCORES)}{registry.nearest(score, TEMPLATE_SCORES)}"
+            raise invalid(f"{path}.scores", score, known)
+    if {"exact_match", "squad"} <= set(template.scores):
+        raise invalid(f"{path}.scores", template.scores, "exact_match or squad: both give a measure exact_match")
+    if template.choices and template.predict != "rank":
+        raise invalid(f"{path}.choices", template.choices, "() without template.predict=rank, which chooses among them")
+    if len(set(template.choices)) != len(template.choices):
+        raise invalid(f"{path}.choices", template.choices, "different choices")
 
 
 def check_data(config: Config) -> None:
