@@ -1,8 +1,10 @@
 """Mixtures in a config: edits by path, views of the components, and what is refused."""
 
+import json
+
 import pytest
 
-from jaxformer.config import ConfigError, MixtureConfig, StackConfig, components, overrides
+from jaxformer.config import ConfigError, MixtureConfig, StackConfig, components, overrides, saved_edits
 
 
 def recipe(**mixture):
@@ -43,6 +45,16 @@ def test_components_are_edited_by_path_and_survive_json():
     assert overrides.resume_conflicts(other, config) == ["data.mixture.components.a.examples"]
     fingerprints = {overrides.fingerprint(each) for each in (config, other, edited())}
     assert len(fingerprints) == 3
+
+
+def test_an_evaluation_may_take_components_away_and_says_so_in_json():
+    path = "data.mixture.components"
+    edits = [f"--config.{path}.a=", f"--config.{path}.b.splits.test=new.tsv"]
+    found = saved_edits.apply_edits(edited(), edits, saved_edits.EVALUATE_FIELDS, "evaluate")
+    assert list(found.config.data.mixture.components) == ["b"] and found.unused == ()
+    assert set(json.loads(json.dumps(found.changed))) == {f"{path}.a", f"{path}.b"}
+    one = saved_edits.apply_edits(edited(), edits[1:], saved_edits.EVALUATE_FIELDS, "evaluate")
+    assert one.changed == {f"{path}.b.splits.test": {"run": None, "here": ("new.tsv",)}}
 
 
 def test_names_of_classes_are_filled_in_by_a_run():

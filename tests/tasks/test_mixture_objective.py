@@ -1,7 +1,10 @@
 """The loss of a mixture: every entry by its component's task, the parts of the total, and one gradient."""
 
 import dataclasses
+import functools
 
+import builders
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,14 +17,18 @@ from jaxformer.config import (
     ConfigError,
     DataConfig,
     HeadConfig,
+    MeshConfig,
     MixtureConfig,
     ModelConfig,
     StackConfig,
     TaskConfig,
     TemplateConfig,
+    TrainConfig,
     components,
 )
+from jaxformer.parallel import mesh as meshes
 from jaxformer.tasks import _mixture
+from jaxformer.train import step
 from jaxformer.types import Batch, DeferredLogits
 
 SMOOTHING = {"a": 0.0, "b": 0.1, "c": 0.0, "d": 0.1, "held": 0.0}
@@ -72,6 +79,7 @@ def test_the_total_and_its_parts_are_sums_over_entries(deferred):
     task = _mixture.objective(config)
     total = lambda x: task.loss(config, logits_of(x), batch)["loss"][0]  # noqa: E731
     sums, gradient = jax.jit(lambda x: (task.loss(config, logits_of(x), batch), jax.grad(total)(x)))(hidden)
+    sums = {name: tuple(map(float, pair)) for name, pair in sums.items()}
 
     def slow(hidden):
         """One entry after the other, with its component's smoothing."""
@@ -81,13 +89,15 @@ def test_the_total_and_its_parts_are_sums_over_entries(deferred):
         return -((1 - smoothing) * picked + smoothing * log_probs.mean(-1)) * batch.weights
 
     losses, expected = jax.jit(lambda x: (slow(x), jax.grad(lambda y: slow(y).sum())(x)))(hidden)
+    losses = np.asarray(losses, np.float64)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
-    weight = batch.weights.sum()
+    weight = float(batch.weights.sum())
     assert sums["loss"] == pytest.approx((losses.sum(), weight), rel=1e-5)
     for number, name in enumerate("abcd"):
         own = batch.component == number
-        assert sums[f"loss/{name}"] == pytest.approx((losses[own].sum(), batch.weights[own].sum()), rel=1e-5)
-        assert sums[f"share/{name}"] == pytest.approx((batch.weights[own].sum(), weight))
+        of_own = float(batch.weights[own].sum())
+        assert sums[f"loss/{name}"] == pytest.approx((losses[own].sum(), of_own), rel=1e-5)
+        assert sums[f"share/{name}"] == pytest.approx((of_own, weight))
     assert set(sums) == {"loss", *(f"{kind}/{name}" for kind in ("loss", "share") for name in "abcd")}
     parts = [sums[f"loss/{name}"] for name in "abcd"]
     assert sums["loss"] == pytest.approx(tuple(map(sum, zip(*parts, strict=True))), rel=1e-6)
@@ -103,7 +113,7 @@ def test_rows_with_one_label_are_masked_as_padding():
         alone = Batch(None, None, batch.labels[own], batch.weights[own])
         view = components.views(config)[name]
         expected = tasks.get("classification").loss(view, jnp.asarray(logits[own]), alone)["loss"]
-        assert sums[f"loss/{name}"] == pytest.approx(tuple(map(float, expected)), rel=1e-5)
+        assert tuple(map(float, sums[f"loss/{name}"])) == pytest.approx(tuple(map(float, expected)), rel=1e-5)
 
 
 def test_starts_and_ends_of_other_components_are_neither_labels_nor_choices():
@@ -120,7 +130,34 @@ def test_starts_and_ends_of_other_components_are_neither_labels_nor_choices():
         alone = Batch(None, None, labels[own], allowed[own])
         view = components.views(config)[name]
         expected = tasks.get("answering").loss(view, jnp.asarray(logits[own]), alone)["loss"]
-        assert sums[f"loss/{name}"] == pytest.approx(tuple(map(float, expected)), rel=1e-5)
+        assert tuple(map(float, sums[f"loss/{name}"])) == pytest.approx(tuple(map(float, expected)), rel=1e-5)
+
+
+def test_microbatches_on_a_mesh_have_the_sums_of_one_device():
+    """Two microbatches on two devices, whose gradients meet once: the components are masked inside of a shard_map."""
+    weights = {"a": 1.0, "b": 1.0}
+    mixture = MixtureConfig({name: ComponentConfig(weight=weight) for name, weight in weights.items()})
+    model = builders.decoder(layers=1)
+    batch = builders.batch(model, [5, 2, 4, 1, 3, 5, 2, 5])
+    number = np.broadcast_to((np.arange(8, dtype=np.int32) // 3 % 2)[:, None], batch.labels.shape)
+    batch = batch._replace(component=number)
+    found = []
+    for devices, parts in ((1, 1), (2, 2)):
+        config = Config(
+            model=model,
+            data=DataConfig(mixture=mixture),
+            task=TaskConfig("language_modelling", label_smoothing=0.1, vocab=builders.VOCAB),
+            train=TrainConfig(accumulation=parts),
+        )
+        module, variables = builders.make(model)
+        act = functools.partial(step.batch_gradients, config, module, _mixture.objective(config))
+        with jax.set_mesh(meshes.make(MeshConfig(data=devices), jax.devices()[:devices])):
+            grads, _, sums = jax.jit(lambda batch: act(variables["params"], {}, batch, jax.random.key(0)))(batch)  # noqa: B023
+        found.append((jax.device_get(grads), jax.device_get(sums)))
+    chex.assert_trees_all_close(*found, rtol=1e-4, atol=1e-5)
+    sums = found[1][1]
+    for part in (0, 1):
+        np.testing.assert_allclose(sums["loss"][part], sums["loss/a"][part] + sums["loss/b"][part], rtol=1e-5)
 
 
 def test_measures_of_the_whole_are_those_of_all_examples():
