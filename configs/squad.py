@@ -14,7 +14,7 @@ Time:     transformer: 9.6 minutes, lstm: 5.8 minutes, on a shared machine (6.9 
 Score:    test exact match and F1, transformer: 2.2 and 9.0 %, lstm: 5.4 and 11.8 %; random spans have 0.5 and 4.8 %
 """
 
-from jaxformer.config import RecurrentConfig, StackConfig
+from jaxformer.config import RecurrentConfig, StackConfig, TemplateConfig
 from jaxformer.config.overrides import defaults, section
 
 VARIANTS = ("transformer", "lstm", "generative")
@@ -45,9 +45,9 @@ def get_config(variant: str = "transformer"):
 
     if variant == "generative":
         config.task.name = "text_to_text"
-        config.task.template.source = "question: {question} context: {context}"
-        config.task.template.target = "{answer}"
-        config.task.template.scores = ("squad",)
+        config.task.template = section(
+            TemplateConfig, source="question: {question} context: {context}", target="{answer}", scores=("squad",)
+        )
         stack = dict(
             layers=2,
             width=128,

@@ -390,7 +390,7 @@ class TaskConfig:
     # window
     unanswerable: bool = False  # answering: contexts may hold no answer; the answer is then empty (SQuAD 2.0)
     language: str = ""  # translation: code of the target language, for its tokenised BLEU; "": not computed
-    template: TemplateConfig = field(default_factory=TemplateConfig)
+    template: TemplateConfig | None = None  # text_to_text: the texts made of an example; None: its source and target
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
     objective: Literal["regression", "contrastive"] = "regression"  # similarity: predict the score as the cosine
     # (regression), or find a sentence's partner in the batch (contrastive)
@@ -399,6 +399,11 @@ class TaskConfig:
     vocab: PositiveInt | None = None  # size of the labels' vocabulary without padding; None: from the tokenizer
     options: Annotated[Any, OptionsOf("name")] = None  # settings of a task from outside the project, typed by the
     # dataclass that its `TASK.options` names; None: the task has none
+
+    @property
+    def texts(self) -> TemplateConfig:
+        """The templates of the task text_to_text: those of the config, or the defaults."""
+        return self.template or TemplateConfig()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import metrics, tasks
-from jaxformer.config import Config, TemplateConfig, components
+from jaxformer.config import Config, components
 from jaxformer.errors import ConfigError
 from jaxformer.tasks import Task, _tokens
 from jaxformer.types import Array, Batch, Sums
@@ -90,7 +90,7 @@ def same_functions(config: Config, names: Sequence[str]) -> list[tuple[Config, l
 
 
 def _key(view: Config) -> Any:
-    return dataclasses.replace(view.task, template=TemplateConfig(), classes=())
+    return dataclasses.replace(view.task, template=None, classes=())
 
 
 def only(batch: Batch, numbers: Array | np.ndarray) -> Batch:

@@ -27,7 +27,7 @@ NAME = "text_to_text"
 
 def prepare(config: Config, dataset: Dataset) -> Dataset:
     """`dataset` with the texts of the templates as "source" and "target"."""
-    return templates.rendered(dataset, config.task.template)
+    return templates.rendered(dataset, config.task.texts)
 
 
 def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Features:
@@ -65,9 +65,9 @@ def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
 def predict(predictor: Predictor, lines: Sequence[str], options: DecodeConfig) -> list[str]:
     """The target of each source text: decoded, or the likeliest choice."""
     config = predictor.config
-    if config.task.template.predict == "generate":
+    if config.task.texts.predict == "generate":
         return [text.strip() for text in _generation.best_texts(predictor, lines, options)]
-    choices = templates.choices(config.task.template, config.task.classes)
+    choices = templates.choices(config.task.texts, config.task.classes)
     best = choice_log_likelihoods(predictor, lines, choices).argmax(axis=1)
     return [choices[index] for index in best]
 
@@ -96,25 +96,25 @@ def choice_log_likelihoods(
 
 def check(config: Config) -> None:
     """Raises ConfigError if predictions are chosen from a list, and the data and the config give none."""
-    if config.task.template.predict == "rank":
-        templates.choices(config.task.template, config.task.classes)
+    if config.task.texts.predict == "rank":
+        templates.choices(config.task.texts, config.task.classes)
 
 
 def reference_line(config: Config, example: Example) -> str:
     """The right targets."""
-    return " | ".join(templates.references(config.task.template, example))
+    return " | ".join(templates.references(config.task.texts, example))
 
 
 def score(config: Config, results: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
     """The scores that the config names. Exact matches and F1 are 0 to 1, BLEU, chrF and ROUGE 0 to 100."""
-    names, targets = config.task.template.scores, [example["target"] for example in examples]
+    names, targets = config.task.texts.scores, [example["target"] for example in examples]
     scores = {name: each.value for name, each in _text_scores(config, results, targets).items()}
     if "exact_match" in names:
-        right = [templates.references(config.task.template, example) for example in examples]
+        right = [templates.references(config.task.texts, example) for example in examples]
         exact = [result.strip() in map(str.strip, each) for result, each in zip(results, right, strict=True)]
         scores["exact_match"] = float(np.mean(exact)) if exact else float("nan")
     if "squad" in names:
-        right = [templates.references(config.task.template, example) for example in examples]
+        right = [templates.references(config.task.texts, example) for example in examples]
         scores |= metrics.answer_scores(results, right)
     return scores
 
@@ -125,7 +125,7 @@ def score_signatures(config: Config) -> dict[str, str]:
 
 
 def _text_scores(config: Config, results: Sequence[str], targets: Sequence[str]) -> dict[str, metrics.Score]:
-    names, scores = config.task.template.scores, {}
+    names, scores = config.task.texts.scores, {}
     if "bleu" in names:
         scores["bleu"] = metrics.bleu(results, targets)
     if "chrf" in names:

@@ -44,7 +44,7 @@ def test_the_mixture_of_the_guide_is_read_as_it_says(tmp_path):
     page = Path(test_docs.ROOT / "docs" / "data.md")
     (block,) = [each for each in test_docs.blocks(page, "python") if "MixtureConfig" in each]
     config = overrides.load(str(test_docs.ROOT / "configs" / "quickstart.py"))
-    for field in ("source", "splits", "columns", "name"):
+    for field in ("source", "splits", "columns", "name", "examples"):
         config.data[field] = overrides.defaults().data[field]
     exec(compile(block, "data.md", "exec"), {"config": config})
     config.data.dir, config.data.cache = str(tmp_path), str(tmp_path / "cache")

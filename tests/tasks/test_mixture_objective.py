@@ -43,7 +43,7 @@ def config_of(name="text_to_text", **edits):
             task=TaskConfig(
                 name,
                 label_smoothing=smoothing,
-                template=TemplateConfig(source=f"{each} {{text}}" if name == "text_to_text" else "{source}"),
+                template=TemplateConfig(source=f"{each} {{text}}") if name == "text_to_text" else None,
                 **edits,
             ),
         )

@@ -78,7 +78,7 @@ def test_a_malformed_template_is_refused_with_the_config(edit, expected):
 
 
 def test_templates_of_other_tasks_are_refused():
-    with pytest.raises(ConfigError, match="config.task.template: got .* expected none for the task translation"):
+    with pytest.raises(ConfigError, match="config.task.template: got .* expected None for the task translation"):
         sections.check_template(config("translation", template=TemplateConfig(source="{text}")))
 
 

@@ -130,7 +130,7 @@ def test_a_mixture_reports_and_evaluates_every_component(folder, capsys):
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if row["split"] == "train"][-1]
     assert last["loss"] == pytest.approx(sum(last[f"loss/{name}"] * last[f"share/{name}"] for name in sizes), rel=1e-5)
-    assert sum(last[f"examples/{name}"] for name in sizes) == 24 * 8
+    assert 24 * 8 - 4 <= sum(last[f"examples/{name}"] for name in sizes) <= 24 * 8  # a block may end in an empty row
     shares = {name: size**0.5 / (44**0.5 + 20**0.5) for name, size in sizes.items()}
     for name, size in sizes.items():
         assert last[f"examples/{name}"] == pytest.approx(24 * 8 * shares[name], abs=8)  # a part of a block

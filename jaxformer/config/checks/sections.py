@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxformer import registry
 from jaxformer.config import templates
 from jaxformer.config.checks.fields import invalid
-from jaxformer.config.schema import Config, DecodeConfig, TemplateConfig
+from jaxformer.config.schema import Config, DecodeConfig
 from jaxformer.errors import ConfigError
 
 TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -73,10 +73,10 @@ def check_template(config: Config) -> None:
     Raises:
       ConfigError: a template is malformed, a score is unknown, or settings of one way to predict come with the other.
     """
-    path, template = "config.task.template", config.task.template
+    path, template = "config.task.template", config.task.texts
     if config.task.name != "text_to_text":
-        if template != TemplateConfig():
-            raise invalid(path, "templates", f"none for the task {config.task.name}, which does not read them")
+        if config.task.template is not None:
+            raise invalid(path, "a section", f"None for the task {config.task.name}, which does not read it")
         return
     for side in ("source", "target"):
         text = getattr(template, side)
