@@ -11,7 +11,8 @@ Command:  python -m jaxformer train --config=configs/squad.py:transformer --work
 Variants: transformer, lstm, generative
 Hardware: 2 CPU cores
 Time:     transformer: 9.6 minutes, lstm: 5.8 minutes, on a shared machine (6.9 and 4.9 of processor time)
-Score:    test exact match and F1, transformer: 2.2 and 9.0 %, lstm: 5.4 and 11.8 %; random spans have 0.5 and 4.8 %
+Score:    test exact match and F1, transformer: 2.2 and 9.0 %, lstm: 5.4 and 11.8 %; random spans have 0.5 and 4.8 %;
+          generative: not measured here
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig, TemplateConfig

@@ -7,8 +7,9 @@ Command:  python -m jaxformer train --config=configs/text_to_text.py --workdir=r
           python -m jaxformer evaluate --workdir=runs/text_to_text --split=test
           echo "sst2 sentence: a fine film ." | python -m jaxformer decode --workdir=runs/text_to_text
 Hardware: 2 CPU cores
-Time:     TODO
-Score:    TODO
+Time:     5.1 minutes of processor time; 38 minutes beside six times as many processes as cores
+Score:    test SST-2 75.1 % accuracy; test2016 7.5 BLEU cased 13a (greedy, 600 steps: 0.6 epochs of Multi30k, 0.4 of
+          SST-2's phrases); unseen_prompt 69.5 % by rank; the more frequent class is 50.1 % of SST-2's test split
 """
 
 from jaxformer.config import MixtureConfig, StackConfig

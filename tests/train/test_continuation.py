@@ -32,7 +32,7 @@ NAMES = ("packed", "masked", "classes")
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
     make = meshes.make
-    monkeypatch.setattr(loop.meshes, "make", lambda config: make(MeshConfig(data=1), jax.devices()[:1]))
+    monkeypatch.setattr(loop.meshes, "make", lambda config, devices=None: make(MeshConfig(data=1), jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
