@@ -249,9 +249,7 @@ def test_a_hugging_face_family_from_outside(directory, monkeypatch):
     assert "got 'mine.no_family', but there is no module" in refused(table.family_of, settings)
 
 
-def test_a_task_with_options_trains_resumes_evaluates_and_decodes_from_the_command_line(
-    directory, monkeypatch, capsys
-):
+def test_a_task_with_options_trains_resumes_evaluates_and_decodes_from_the_command_line(directory, monkeypatch, capsys):
     (directory / "lines.txt").write_text("a li\n")
     monkeypatch.chdir(directory)
     builders.one_device(monkeypatch)
