@@ -240,8 +240,9 @@ def test_results_do_not_depend_on_batch_mates_and_refills(method, monkeypatch):
         method=method, max_length=10, hypotheses=1 if method == "greedy" else 2, beams=3, no_repeat_ngram=1
     )
     vocabulary = dataclasses.replace(VOCABULARY, eos=(2, 7, 9, 12))  # rows are free before the batch drops its cache
-    prompts = make_prompts([1, 2, 3] * 4 + [*range(9, 17)])
-    # Two widths, so that few programs are compiled: prompts with a cache at first, and those without.
+    # Two widths, so that few programs are compiled: prompts with a cache at first, and those without. One of a single
+    # token would have a width of its own.
+    prompts = make_prompts([2, 3, 4] * 4 + [*range(9, 17)])
     decoded = functools.partial(run, vocabulary=vocabulary, buckets=(POSITIONS, 16))
     alone = [decoded([prompt], options, [i])[0] for i, prompt in enumerate(prompts)]
     assert len({len(hypotheses[0].tokens) for hypotheses in alone}) > 2
@@ -269,10 +270,10 @@ def test_the_cache_is_used_as_long_as_the_texts_fit(monkeypatch):
 
     monkeypatch.setattr(ActiveBatch, "_drop_cache_if_context_is_full", record)
     options, buckets = dataclasses.replace(GREEDY, batch=2), (POSITIONS,)
-    run(make_prompts((1, 5, 3)), options, vocabulary=ENDLESS, buckets=buckets)
+    run(make_prompts((2, 5, 3)), options, vocabulary=ENDLESS, buckets=buckets)
     assert dropped == [POSITIONS] * 2
     # A text that ends in time costs no pass over the window.
-    short = [prompt for prompt in make_prompts() if len(prompt["target"]) < 4]
+    short = [prompt for prompt in make_prompts() if 1 < len(prompt["target"]) < 4]
     inside = [
         prompt
         for prompt in short
