@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from flax import linen as nn
 from flax import traverse_util
 from jaxtyping import Key
 
-from jaxformer.config import AdapterConfig, patterns
+from jaxformer.config import AdapterConfig, ModelConfig, patterns
 from jaxformer.errors import ConfigError
 from jaxformer.nn.layers import Dense
 from jaxformer.types import Array, PyTree
@@ -36,7 +36,8 @@ TRAINED = ("lora_a", "lora_b")
 CONSTANTS = ("lora_scale", "lora_dropout")
 PATH = "config.model.adapter"
 
-Layers = dict[tuple[str, ...], Dense]
+Path = tuple[str, ...]
+Layers = dict[Path, Dense]
 """The linear maps of a model by their path in the parameters."""
 
 
@@ -65,7 +66,7 @@ def recording(layers: Layers) -> Iterator[None]:
         yield
 
 
-def targets(config: AdapterConfig, layers: Layers) -> dict[tuple[str, ...], Adapter]:
+def targets(config: AdapterConfig, layers: Layers) -> dict[Path, Adapter]:
     """The linear maps that get an adapter, by path.
 
     Raises:
@@ -85,33 +86,58 @@ def targets(config: AdapterConfig, layers: Layers) -> dict[tuple[str, ...], Adap
     return found
 
 
-def add(config: AdapterConfig, params: PyTree, layers: Layers, key: Key[Array, ""]) -> PyTree:
-    """Boxed parameters with those of the adapters, which do not change the others.
+def leaves(
+    config: AdapterConfig, shapes: Mapping[Path, tuple[int, ...]], layers: Layers, key: Key[Array, ""]
+) -> dict[Path, tuple[Array, tuple[str | None, ...]]]:
+    """Initial parameters of the adapters by path, each with the logical names of its axes.
 
     A is uniform in +-inputs ** -0.5, as in the authors' code (the paper says Gaussian); B is zero.
+
+    Args:
+      shapes: of the model's parameters.
 
     Raises:
       ConfigError: a pattern or a layer number matches nothing.
     """
-    flat = traverse_util.flatten_dict(params)
+    found: dict[Path, tuple[Array, tuple[str | None, ...]]] = {}
     for path, adapter in targets(config, layers).items():
-        dense, kernel = layers[path], flat[*path, "kernel"]
-        depth = kernel.value.ndim - len(dense.shape)
-        stack, names = kernel.value.shape[:depth], kernel.names
+        dense, shape = layers[path], shapes[*path, "kernel"]
+        stack = shape[: len(shape) - len(dense.shape)]
         inputs, outputs = dense.shape[: dense.inputs], dense.shape[dense.inputs :]
+        stack_names, input_names = ("layers",) * len(stack), dense.names[: dense.inputs]
         bound = math.prod(inputs) ** -0.5
         own_key = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
         a = jax.random.uniform(own_key, (*stack, *inputs, adapter.rank), jnp.float32, -bound, bound)
-        values = {
-            "lora_a": (a, (*names[: depth + dense.inputs], "rank")),
-            "lora_b": (jnp.zeros((*stack, adapter.rank, *outputs)), (*names[:depth], "rank", *names[-len(outputs) :])),
-            "lora_scale": (_scale(config, adapter, stack), names[:depth]),
-        }
+        b = jnp.zeros((*stack, adapter.rank, *outputs))
+        found[*path, "lora_a"] = a, (*stack_names, *input_names, "rank")
+        found[*path, "lora_b"] = b, (*stack_names, "rank", *dense.names[dense.inputs :])
+        found[*path, "lora_scale"] = _scale(config, adapter, stack), stack_names
         if config.dropout:
-            values["lora_dropout"] = (jnp.full(stack, config.dropout), names[:depth])
-        for name, (value, axes) in values.items():
-            flat[*path, name] = nn.LogicallyPartitioned(value, axes)
+            found[*path, "lora_dropout"] = jnp.full(stack, config.dropout), stack_names
+    return found
+
+
+def add(config: AdapterConfig, params: PyTree, layers: Layers, key: Key[Array, ""]) -> PyTree:
+    """Boxed parameters with those of the adapters beside them; see `leaves`."""
+    flat = traverse_util.flatten_dict(params)
+    shapes = {path: box.value.shape for path, box in flat.items()}
+    for path, (value, names) in leaves(config, shapes, layers, key).items():
+        flat[path] = nn.LogicallyPartitioned(value, names)
     return traverse_util.unflatten_dict(flat)
+
+
+def also_trained(config: ModelConfig, paths: Iterable[str]) -> set[str]:
+    """Those of a model's parameter paths that are trained beside its adapters.
+
+    Raises:
+      ConfigError: a pattern of `adapter.train` matches none.
+    """
+    others = [path for path in paths if not is_adapter(path.rpartition("/")[2])]
+    if config.adapter is None:
+        return set(others)
+    if config.adapter.train is not None:
+        return patterns.select(others, config.adapter.train, f"{PATH}.train")
+    return {path for path in others if config.head.kind != "tokens" and path.startswith("head/")}
 
 
 def _scale(config: AdapterConfig, adapter: Adapter, stack: tuple[int, ...]) -> Array:

@@ -139,6 +139,14 @@ def _initialiser(module: nn.Module) -> Callable[[Key[Array, ""]], dict[str, PyTr
     return functools.partial(init_variables, module)
 
 
+def linear_maps(module: nn.Module) -> adapters.Layers:
+    """Every `Dense` of the module by its path, without computing anything."""
+    layers: adapters.Layers = {}
+    with adapters.recording(layers):
+        jax.eval_shape(lambda: init_variables(module, jax.random.key(0)))
+    return layers
+
+
 def create(module: nn.Module, key: Key[Array, ""], mesh: Mesh) -> dict[str, PyTree]:
     """Initial variables, sharded over `mesh`; each device computes its own shards.
 

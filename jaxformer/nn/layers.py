@@ -65,8 +65,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class Dense(nn.Module):
     """A linear map whose kernel is not flattened to two axes, e.g. `[D, H, K]` for a query projection.
 
-    An integer kernel has a parameter `kernel_scale` of shape `shape[inputs:]` beside it (see decode/int8.py), an adapted
-    map the parameters `lora_a` and `lora_b` (see models/adapters.py).
+    An integer kernel has a parameter `kernel_scale` of shape `shape[inputs:]` beside it (see decode/int8.py). An
+    adapted map has the parameters `lora_a` and `lora_b` (see models/adapters.py).
 
     Attributes:
       shape: kernel shape, input axes first.

@@ -6,8 +6,6 @@ optimizer state nor moving average. So optimizers, averages and gradients are tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from flax import traverse_util
 
 from jaxformer.config import Config, patterns
@@ -25,7 +23,8 @@ def frozen_paths(config: Config, params: PyTree) -> set[str]:
       ConfigError: a pattern matches no parameter, or nothing is left to train.
     """
     paths = ["/".join(path) for path in traverse_util.flatten_dict(params)]
-    frozen = _base(config, paths) if config.model.adapter is not None else set()
+    trained = adapters.also_trained(config.model, paths)
+    frozen = {path for path in paths if path not in trained and path.rpartition("/")[2] not in adapters.TRAINED}
     for pattern in config.optimizer.freeze:
         chosen = patterns.select(paths, (pattern.removeprefix("!"),), "config.optimizer.freeze")
         frozen = frozen - chosen if pattern.startswith("!") else frozen | chosen
@@ -36,17 +35,6 @@ def frozen_paths(config: Config, params: PyTree) -> set[str]:
             'left to train; take away a pattern, or add one as "!head"'
         )
     return frozen
-
-
-def _base(config: Config, paths: Iterable[str]) -> set[str]:
-    """Paths of the parameters that a model with adapters does not train."""
-    adapter = config.model.adapter
-    if adapter is None:
-        return set()
-    others = [path for path in paths if not adapters.is_adapter(path.rpartition("/")[2])]
-    if adapter.train is not None:
-        return set(others) - patterns.select(others, adapter.train, "config.model.adapter.train")
-    return {path for path in others if config.model.head.kind == "tokens" or not path.startswith("head/")}
 
 
 def split(config: Config, params: PyTree) -> tuple[PyTree, PyTree]:

@@ -163,7 +163,7 @@ def parameter_table(
         decaying += value.size if decays else 0
         row = ("/".join(path), " x ".join(map(str, value.shape)) or "scalar")
         row += (f"{config.weight_decay:g}" if decays else "-",)
-        row += (("-" if is_frozen else "muon" if rules[path] else "adam",) if rules else ())
+        row += ("-" if is_frozen else "muon" if rules[path] else "adam",) if rules else ()
         rows.append(row + (("frozen" if is_frozen else _format_factor(factors.get(path)),) if shows_rate else ()))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows]

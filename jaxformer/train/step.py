@@ -35,7 +35,8 @@ def make_train_step(
     """The compiled step `(state, batch) -> (state, sums)`; the state passed in is donated.
 
     The gradient is that of the summed loss divided once by the summed weights (`batch_gradients`), with respect to the
-    trained parameters; frozen ones (`freezing`) pass through. The sums are the task's, with "gradient_norm" (before clipping) and "learning_rate".
+    trained parameters; frozen ones (`freezing`) pass through. The sums are the task's, with "gradient_norm" (before
+    clipping) and "learning_rate".
 
     A step is skipped if its loss or gradient norm is not finite, or if the norm is a spike (`config.optimizer.spike`,
     see `skip_guard`). It changes the step number only: parameters, optimizer state (with the count that the learning
