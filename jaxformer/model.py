@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -131,6 +131,18 @@ class Model:
         if prompts is None:
             return self._interface("generate").generate(self, options)
         return _generation.best_texts(self._for("generate"), prompts, self._decode_options(decode, options))
+
+    def stream(self, prompt: str, decode: DecodeConfig | None = None, **options: Any) -> Iterator[str]:
+        """`generate([prompt])[0]` (of an encoder-decoder `translate`) in pieces, as tokens are chosen.
+
+        Pieces come at least every 0.05 seconds, or for every token that takes longer. Between two pieces nothing runs,
+        and closing the iterator, or leaving a loop over it, ends the generation. No piece has half a character.
+        Arguments and errors are those of `translate`.
+
+        Raises:
+          ConfigError: also for a beam search and for several hypotheses, whose best is known at the end only.
+        """
+        return _generation.stream(self._for("translate", "generate"), prompt, self._decode_options(decode, options))
 
     def outputs(self, lines: Sequence[str], decode: DecodeConfig | None = None, **options: Any) -> list[list[Output]]:
         """All hypotheses of `translate` or `generate` with their scores: up to `hypotheses` per line, best first.

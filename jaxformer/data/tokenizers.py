@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import string
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -109,6 +110,24 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Special tokens and padding rows of the vocabulary are skipped; <unk> is kept."""
         return self.vocabulary.decode([i for i in map(int, ids) if i < self.size and i not in self._hidden])
+
+    def settled_count(self, ids: Sequence[int]) -> int:
+        """Number of leading ids whose text stays the same whatever ids follow, but for a last incomplete character.
+
+        A decoder with byte fallback reads a run of bytes ("<0xE4>") as a whole: one wrong byte makes all of them wrong.
+        """
+        count = len(ids)
+        while self._fallback_bytes and count and (ids[count - 1] in self._fallback_bytes | self._hidden):
+            count -= 1
+        return count
+
+    @functools.cached_property
+    def _fallback_bytes(self) -> frozenset[int]:
+        """Ids of the single bytes of a model of the `tokenizers` library with byte fallback."""
+        if not isinstance(self.vocabulary, LibraryVocabulary):
+            return frozenset()
+        pieces = enumerate(self.vocabulary.pieces)
+        return frozenset(index for index, piece in pieces if re.fullmatch("<0x[0-9A-F]{2}>", piece))
 
     @functools.cached_property
     def pair_template(self) -> PairTemplate:
