@@ -141,7 +141,7 @@ def test_streamed_text_adds_up_to_what_is_generated(family):
         assert all(pieces)
     with pytest.raises(ConfigError, match="got beam, expected greedy or sample to stream"):
         lm.stream("ab", beams=2)
-    with pytest.raises(ConfigError, match="lines: got other things than strings"):
+    with pytest.raises(ConfigError, match="history, turn 1: got str, expected role and content"):
         lm.stream(["ab"])
 
 

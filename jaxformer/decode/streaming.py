@@ -42,6 +42,13 @@ def stream(
       ConfigError: as `generate`; or the options ask for a beam search, whose outputs change until it ends, or for
         several outputs.
     """
+    check_streamable(options)
+    (group,) = prepare(model, [prompt], options, [row_index])
+    return _stream(group, steps)
+
+
+def check_streamable(options: DecodeConfig) -> None:
+    """Raises a ConfigError for options whose output is known at the end only."""
     if options.method == "beam":
         raise ConfigError(
             "decode.method: got beam, expected greedy or sample to stream: a beam search chooses its output when it "
@@ -49,8 +56,6 @@ def stream(
         )
     if options.hypotheses > 1:
         raise ConfigError(f"decode.hypotheses: got {options.hypotheses}, expected 1 to stream; change it")
-    (group,) = prepare(model, [prompt], options, [row_index])
-    return _stream(group, steps)
 
 
 def _stream(group: PreparedGroup, steps: int | None) -> Iterator[np.ndarray]:

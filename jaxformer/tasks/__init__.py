@@ -43,6 +43,11 @@ class Framing(Protocol):
         ...
 
     @property
+    def chat_length(self) -> int | None:
+        """Most tokens of a conversation and its next reply; None: no limit is known."""
+        ...
+
+    @property
     def pairing(self) -> PairTemplate:
         """Special tokens and token types around two texts, such as a question and its context."""
         ...
@@ -166,10 +171,12 @@ def get(name: str) -> Task:
 def fitting(config: Config) -> Task | None:
     """The task that a model can be used for: its own, else the first with its head and sides, else with its head.
 
-    None if no task has such a head: the model only embeds text, or is only called.
+    None if no task has such a head: the model only embeds text, or is only called. Dialogue is a model's own task only,
+    since it needs a chat template beside the head.
     """
-    names = [name for name in (config.task.name, *registry.names(__name__)) if name != "none"]
-    candidates = [task for task in map(get, names) if task.head == config.model.head.kind]
+    own = [] if config.task.name == "none" else [get(config.task.name)]
+    others = [task for task in map(get, registry.names(__name__)) if task.method != "chat"]
+    candidates = [task for task in (*own, *others) if task.head == config.model.head.kind]
     sides = ", ".join(side for side in ("encoder", "decoder") if getattr(config.model, f"has_{side}"))
     return next((task for task in candidates if sides in task.sides), candidates[0] if candidates else None)
 

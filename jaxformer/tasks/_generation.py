@@ -11,7 +11,7 @@ import numpy as np
 from jaxformer.config import Config, DecodeConfig, overrides
 from jaxformer.data.tokenizers import Tokenizer
 from jaxformer.errors import ConfigError
-from jaxformer.tasks import Predictor, text_lines
+from jaxformer.tasks import Features, Predictor, text_lines
 
 METHOD_OPTIONS = {
     "beam": ("beams", "length_norm", "length_penalty", "stopping"),
@@ -70,6 +70,12 @@ def outputs(predictor: Predictor, lines: Sequence[str], options: DecodeConfig) -
             Output(new_text(tokenizer, prompt_ids, h.tokens.tolist()), h.score, h.tokens) for h in hypotheses
         ]
     return results
+
+
+def reply_texts(predictor: Predictor, prompts: Sequence[Features], options: DecodeConfig) -> list[str]:
+    """The best answer to each chat prompt: the text of the new tokens alone, without the end token."""
+    tokenizer, found = predictor.framing.tokenizers.target, predictor.runner.generate(prompts, options)
+    return [new_text(tokenizer, [], outputs[0].tokens.tolist()) if outputs else "" for outputs in found]
 
 
 def best_texts(predictor: Predictor, lines: Sequence[str], options: DecodeConfig) -> list[str]:
