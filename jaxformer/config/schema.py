@@ -425,7 +425,8 @@ class EvaluateConfig:
 
     batch: PositiveInt = 64  # rows of a batch
     examples: PositiveInt | None = None  # number of validation examples, the first ones; None: all
-    decode_examples: Count = 0  # validation examples that are decoded and scored at each evaluation; 0: loss only
+    decode_examples: Count = 0  # validation examples that are decoded at each evaluation, to be scored where the task
+    # has scores of decoded text, and to be seen; 0: loss only
     samples: Count = 5  # decoded examples that are printed at each evaluation
     headline: str = ""  # measure that reports show first; "": checkpoint.metric, or the task's where that is loss
 

@@ -58,6 +58,7 @@ def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers) -> 
     task = dataclasses.replace(config.task, classes=names or (), vocab=output.size)
     resolved = dataclasses.replace(config, model=model, task=task)
     tasks.get(config.task.name).check(resolved)
+    metric_settings.check_samples_exist(resolved)
     if "validation" in dataset.splits:
         metric_settings.check_metric_is_measured(resolved)
     return resolved

@@ -31,7 +31,9 @@ def example_of(name):
 
 
 def test_the_folder_holds_the_tasks():
-    named = "translation summarisation language_modelling dialogue masked_lm classification tagging answering similarity"
+    named = (
+        "translation summarisation language_modelling dialogue masked_lm classification tagging answering similarity"
+    )
     assert set(NAMES) >= set(named.split())
     with pytest.raises(ValueError, match="did you mean 'translation'"):
         tasks.get("translate")

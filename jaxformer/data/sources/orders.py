@@ -63,7 +63,9 @@ class Orders:
 def build(config: DataConfig) -> Dataset:
     """A million training conversations, 1000 for validation and 1000 for the test."""
     if config.name:
-        raise ConfigError(f"data.name: got {config.name!r}, expected '' for orders, which has one problem; leave it out")
+        raise ConfigError(
+            f"data.name: got {config.name!r}, expected '' for orders, which has one problem; leave it out"
+        )
     return _generated.build_dataset(Orders(), key=f"orders-1-{LISTED}-{MAX_PRICE}-{MAX_ORDERS}-{MAX_PIECES}")
 
 
