@@ -305,6 +305,8 @@ class TokenizerConfig:
     lowercase: bool = False  # lowercase the text before tokenisation; decoded text is then lowercase too
     multiple: PositiveInt = 8  # the model's vocabulary is padded to a multiple of this, so that shards are even
     path: str = ""  # file: a tokenizer.json or a SentencePiece .model; with joint=false "source,target"
+    chat_template: str = ""  # dialogue: a file with the Jinja text that writes conversations; "": the tokenizer's own,
+    # or the project's
 
 
 @dataclass(frozen=True)
@@ -346,6 +348,7 @@ class TaskConfig:
     stride: PositiveInt = 128  # answering: tokens between the starts of two windows of a long context, at most half a
     # window
     unanswerable: bool = False  # answering: contexts may hold no answer; the answer is then empty (SQuAD 2.0)
+    replies: Literal["all", "last"] = "all"  # dialogue: turns of the assistant that are learned and measured
     language: str = ""  # translation: code of the target language, for its tokenised BLEU; "": not computed
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
     objective: Literal["regression", "contrastive"] = "regression"  # similarity: predict the score as the cosine
@@ -422,7 +425,8 @@ class EvaluateConfig:
 
     batch: PositiveInt = 64  # rows of a batch
     examples: PositiveInt | None = None  # number of validation examples, the first ones; None: all
-    decode_examples: Count = 0  # validation examples that are decoded and scored at each evaluation; 0: loss only
+    decode_examples: Count = 0  # validation examples that are decoded at each evaluation, to be scored where the task
+    # has scores of decoded text, and to be seen; 0: loss only
     samples: Count = 5  # decoded examples that are printed at each evaluation
     headline: str = ""  # measure that reports show first; "": checkpoint.metric, or the task's where that is loss
 

@@ -20,7 +20,7 @@ TASKS = {
 }
 """Head -> the task that trains it here. The others are called here, and not trained."""
 
-TRAINED_AS = {"summarisation": "translation"}
+TRAINED_AS = {"summarisation": "translation", "dialogue": "language_modelling"}
 """Task -> the one of `TASKS` whose head it trains; they differ in what is measured."""
 
 BODIES = ("encoder", "bare", "model")

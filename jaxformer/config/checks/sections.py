@@ -9,6 +9,7 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "translation": (("encoder, decoder",), "tokens"),
     "summarisation": (("encoder, decoder",), "tokens"),
     "language_modelling": (("decoder",), "tokens"),
+    "dialogue": (("decoder",), "tokens"),
     "masked_lm": (("encoder",), "tokens"),
     "classification": (("encoder", "decoder"), "classes"),
     "tagging": (("encoder", "decoder"), "slots"),
@@ -44,16 +45,24 @@ def check_task(config: Config) -> None:
             raise invalid("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if task == "answering" and model.head.classes not in (None, 2):
             raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
-        if config.data.packing != "none" and task != "language_modelling":
-            raise invalid("config.data.packing", config.data.packing, f"none for the task {task}")
+        packings = {"language_modelling": ("none", "concat", "first_fit"), "dialogue": ("none", "first_fit")}
+        if config.data.packing not in packings.get(task, ("none",)):
+            expected = f"{' or '.join(packings.get(task, ('none',)))} for the task {task}"
+            raise invalid("config.data.packing", config.data.packing, expected)
     if task == "similarity":
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
     decoder = model.decoder
-    if task == "language_modelling" and not model.has_encoder and decoder is not None and decoder.causal is False:
+    causal = task in ("language_modelling", "dialogue")
+    if causal and not model.has_encoder and decoder is not None and decoder.causal is False:
         expected = "True or None: a language model cannot see what it predicts"
         raise invalid("config.model.decoder.causal", "False", expected)
+    if config.data.tokenizer.chat_template and task in TASK_MODELS and task != "dialogue":
+        path = config.data.tokenizer.chat_template
+        raise invalid("config.data.tokenizer.chat_template", path, f"'' for the task {task}, which reads no turns")
+    if config.task.replies != "all" and task in TASK_MODELS and task != "dialogue":
+        raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
 
