@@ -242,6 +242,26 @@ class PermutationConfig:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA, Hu et al. 2021): targets compute `x W + alpha / rank * dropout(x) A B` with W frozen.
+
+    A pattern names one or more components of a path, as "attention/query" or "decoder/blocks/ffn/*"; see
+    `jaxformer/config/patterns.py`.
+    """
+
+    rank: PositiveInt = 8  # columns of A and rows of B
+    alpha: Positive = 16.0  # the product A B is multiplied by alpha / rank
+    targets: tuple[str, ...] = ("attention/query", "attention/value")  # patterns of the linear maps that get adapters
+    dropout: Rate = 0.0  # dropout rate of the adapters' input
+    stabilised: bool = False  # divide alpha by the root of the rank instead (rsLoRA, Kalajdzievski 2023)
+    ranks: tuple[str, ...] = ()  # other ranks for some targets, as "ffn/in=4"; the last pattern that matches counts
+    alphas: tuple[str, ...] = ()  # other alphas for some targets, as "ffn/in=8"
+    layers: tuple[int, ...] = ()  # numbers from 0 of the layers that get adapters; (): all
+    train: tuple[str, ...] | None = None  # patterns of further parameters to train; None: the head, where it is not
+    # over the vocabulary
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture: the sections that are not None decide the family.
 
@@ -254,6 +274,7 @@ class ModelConfig:
     recurrent_encoder: RecurrentConfig | None = None
     recurrent_decoder: RecurrentConfig | None = None
     permutation: PermutationConfig | None = None
+    adapter: AdapterConfig | None = None
     head: HeadConfig = field(default_factory=HeadConfig)
     share_embeddings: bool = False  # one embedding table for source and target (needs a joint vocabulary)
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute precision; parameters are always float32
@@ -371,7 +392,11 @@ class OptimizerConfig:
     momentum: Rate = 0.9  # sgd, muon: momentum
     weight_decay: NotNegative = 0.0  # decoupled weight decay, multiplied by the learning rate
     decay_exclude: tuple[str, ...] = ("bias", "scale", "embed")  # parameter paths that contain these are not decayed
-    clip: Positive | None = 1.0  # maximum global gradient norm; None: no clipping
+    freeze: tuple[str, ...] = ()  # patterns of parameters that are not trained, as "source_embed,encoder/blocks"; one
+    # with "!" before it trains again what those before it froze
+    layer_decay: PositiveShare = 1.0  # the rate of layer l of L is multiplied by layer_decay ** (L + 1 - l), that of
+    # embeddings by layer_decay ** (L + 1), that of the head by 1
+    clip: Positive | None = 1.0  # maximum global gradient norm of the trained parameters; None: no clipping
     spike: Positive | None = None  # skip a step whose gradient norm is this many standard deviations above the mean of
     # the last 100 or so; None: skip none, however large
 

@@ -21,7 +21,7 @@ from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.runtime import files
 from jaxformer.train import evaluate as evaluation
-from jaxformer.train import optim, warm_start
+from jaxformer.train import freezing, optim, warm_start
 from jaxformer.train import step as steps
 from jaxformer.train.metric_window import MetricWindow
 from jaxformer.train.preemption import Watchdog
@@ -67,7 +67,9 @@ class Run:
         self.param_shapes = nn.meta.unbox(build.shapes(self.module))["params"]
         self.schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
         self.axis_names = build.logical_names(self.module)
-        self.optimizer = optim.optimizer(config.optimizer, self.schedule, self.param_shapes, self.axis_names)
+        self.frozen = freezing.frozen_paths(config, self.param_shapes) if freezing.may_freeze(config) else set()
+        trained = [freezing.trained(config, tree) for tree in (self.param_shapes, self.axis_names)]
+        self.optimizer = optim.optimizer(config.optimizer, self.schedule, *trained)
         self.eval_step = steps.make_eval_step(config, self.module)
 
     # Restoring.
@@ -99,7 +101,7 @@ class Run:
         )
         self.watchdog = Watchdog(config.train.watchdog, workdir)
         if jax.process_index() == 0 and not self.step:
-            table = optim.parameter_table(self.param_shapes, config.optimizer, self.axis_names)
+            table = optim.parameter_table(self.param_shapes, config.optimizer, self.axis_names, self.frozen)
             files.write_atomic(workdir / "parameters.txt", table + "\n")
         self._log_start([*changes, *self._kernel_lines(), *self._data_lines(), *notes])
 
@@ -128,6 +130,9 @@ class Run:
     def _log_start(self, lines: Sequence[str]) -> None:
         start = f"resumed at step {self.step:,}" if self.step else "started"
         count = build.count_params(self.state.params)
+        if self.frozen:
+            trained = build.count_params(freezing.trained(self.config, self.param_shapes))
+            lines = [f"{trained:,} of the {count:,} parameters are trained", *lines]
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
         self.reporter.log(f"{start}: {count:,} parameters, listed in parameters.txt; {devices}")
         for line in [*lines, *self.pipeline.truncation_notes(self.config.evaluate.examples)]:

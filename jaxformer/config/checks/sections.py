@@ -90,8 +90,12 @@ def check_data(config: Config) -> None:
 
 
 def check_train(config: Config) -> None:
-    """Raises ConfigError if the weight average, the accumulation or the averaged checkpoints make no sense."""
+    """Raises ConfigError if the weight average, the accumulation, the averaged checkpoints or rates make no sense."""
     train, checkpoint = config.train, config.checkpoint
+    recurrent = [part for part in config.model.parts if part.startswith("recurrent_")]
+    if config.optimizer.layer_decay != 1 and recurrent:
+        expected = f"1 for {' and '.join(recurrent)}: only the layers of transformers are stacked"
+        raise invalid("config.optimizer.layer_decay", config.optimizer.layer_decay, expected)
     if train.ema_warmup and train.ema is None:
         raise invalid("config.train.ema_warmup", True, "false without config.train.ema, the decay that it warms up to")
     if config.data.tokens is None and config.data.batch % train.accumulation:
