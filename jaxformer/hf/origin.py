@@ -20,7 +20,12 @@ TASKS = {
 }
 """Head -> the task that trains it here. The others are called here, and not trained."""
 
-TRAINED_AS = {"summarisation": "translation"}
+TRAINED_AS = {
+    "summarisation": "translation",
+    "span_corruption": "translation",
+    "denoising": "translation",
+    "prefix_lm": "language_modelling",
+}
 """Task -> the one of `TASKS` whose head it trains; they differ in what is measured."""
 
 BODIES = ("encoder", "bare", "model")
