@@ -84,7 +84,8 @@ class Window:
 
     def flatten_branches(self) -> Window:
         """The window with a row per branch."""
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self)
+        prefix = None if self.prefix is None else self.prefix.reshape(-1)
+        return Window(self.tokens.reshape(-1, self.tokens.shape[-1]), self.length.reshape(-1), prefix)
 
 
 @flax.struct.dataclass
