@@ -247,7 +247,7 @@ def assert_padding_invariant(
         def wide(x: Array, fill: int) -> Array:
             return cast(Array, np.pad(np.asarray(x), ((0, 0), (0, extra)), constant_values=fill))
 
-        slots = Slots(wide(stream.slots.position, 0), wide(stream.slots.segment, 0))
+        slots = jax.tree.map(lambda ids: wide(ids, 0), stream.slots)
         tokens = np.where(slots.segment == 0, token, wide(stream.tokens, token)).astype(np.int32)
         types = None if stream.token_type is None else wide(stream.token_type, 0)
         return Stream(cast(Array, tokens), slots, types)

@@ -54,7 +54,7 @@ class Run:
         self.config, self.workdir, self.mesh, self.dataset, self.tokenizers = config, workdir, mesh, dataset, tokenizers
         self.task, self.init_format = tasks.get(config.task.name), init_format
         self.module = build.build(config.model)
-        self.kernels = build.chosen_kernels(config.model, config.data.length)
+        self.kernels = build.chosen_kernels(config.model, config.data.length, self.task.has_prefix)
         self.balanced = build.uses_causal_ring(config.model, config.data.length)
         self.pipeline = Pipeline(
             config,
