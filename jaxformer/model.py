@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from jaxformer.tasks import (
     _likelihood,
     answering,
     classification,
+    dialogue,
     masked_lm,
     tagging,
 )
@@ -138,6 +139,42 @@ class Model:
         if prompts is None:
             return self._interface("generate").generate(self, options)
         return _generation.best_texts(self._for("generate"), prompts, self._decode_options(decode, options))
+
+    def chat(
+        self,
+        history: Sequence[Mapping[str, str]],
+        decode: DecodeConfig | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> str | Iterator[str]:
+        """The reply to a conversation, `[{"role": "user", "content": "Hi"}]`; with `stream` in pieces, see `stream`.
+
+        Its turns are perhaps one of the system, then user and assistant in turns, the user last. The model's chat
+        template writes them. Where they leave no room for a reply, the oldest turns are left out, each user's with its
+        reply, and a warning says how many; the system's turn stays. Options are those of `translate`.
+
+        Raises:
+          ConfigError: the model is no language model or has no chat template, roles are unknown or out of order, or an
+            option is unknown or out of range.
+        """
+        answer = dialogue.stream_reply if stream else dialogue.reply
+        return answer(self._for("chat", "generate"), history, self._decode_options(decode, options))
+
+    def stream(
+        self, prompt: str | Sequence[Mapping[str, str]], decode: DecodeConfig | None = None, **options: Any
+    ) -> Iterator[str]:
+        """`generate([prompt])[0]` in pieces, as tokens are chosen; of an encoder-decoder `translate`, of a list `chat`.
+
+        A piece has the tokens of 0.05 seconds, or one that takes longer (`jaxformer.decode.streaming`), and no half
+        character. Between two pieces nothing runs, so the generation ends when nobody reads on.
+        Arguments and errors are those of `translate`.
+
+        Raises:
+          ConfigError: also for a beam search and for several hypotheses, whose best is known at the end only.
+        """
+        if not isinstance(prompt, str):
+            return dialogue.stream_reply(self._for("chat", "generate"), prompt, self._decode_options(decode, options))
+        return _generation.stream(self._for("translate", "generate"), prompt, self._decode_options(decode, options))
 
     def outputs(self, lines: Sequence[str], decode: DecodeConfig | None = None, **options: Any) -> list[list[Output]]:
         """All hypotheses of `translate` or `generate` with their scores: up to `hypotheses` per line, best first.

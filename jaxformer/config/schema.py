@@ -220,13 +220,15 @@ class HeadConfig:
     init_scale: Positive = 1.0  # tokens, not tied: initial variance of the output matrix times the model width
     scale: bool = False  # tokens: multiply the hidden states by width ** -0.5 first (T5)
     transform: bool = False  # tokens: dense layer, activation and norm before the projection, as in BERT's masked LM
+    relation: bool = False  # tokens: also two class logits for each row, from its pooled vector (see task.relation)
     chunk: PositiveInt | None = None  # tokens: tokens per device whose logits a loss holds at a time; None: all
     activation: Activation = "gelu"  # activation of `transform`
     epsilon: Positive = 1e-5  # epsilon of the norm of `transform`
     classes: PositiveInt | None = None  # classes, slots: number of classes; None: taken from the data
-    pooling: Literal["first", "mean", "last"] = "first"  # classes, pooled, pair: vector of a sequence: its first token,
-    # the mean over its tokens, or its last token (decoders and recurrent models)
-    width: PositiveInt | None = None  # classes, pooled, pair: width of a dense layer after pooling; None: no such layer
+    pooling: Literal["first", "mean", "last"] = "first"  # classes, pooled, pair, relation: vector of a sequence: its
+    # first token, the mean over its tokens, or its last token (decoders and recurrent models)
+    width: PositiveInt | None = None  # classes, pooled, pair, relation: width of a dense layer after pooling; None: no
+    # such layer
     hidden: Activation = "tanh"  # activation of that layer
     decision_bias: bool = True  # classes, slots: bias per class
     dropout: Rate = 0.0  # dropout rate before the last projection, or of the hidden states where there is none
@@ -321,11 +323,15 @@ class TokenizerConfig:
     """Tokenizer."""
 
     kind: Literal["byte", "character", "word", "bpe", "unigram", "file"] = "bpe"  # what a token is; file: see `path`
-    vocab: PositiveInt = 8000  # word, bpe, unigram: tokens to learn, special tokens included
+    vocab: PositiveInt = 8000  # word, bpe, unigram: tokens to learn, special tokens (but not sentinels) included
     joint: bool = True  # one vocabulary for source and target; False: one for each
     lowercase: bool = False  # lowercase the text before tokenisation; decoded text is then lowercase too
+    sentinels: Count = 0  # learned vocabularies: tokens <extra_id_0>, <extra_id_1>, ... beside `vocab`, which stand for
+    # dropped spans (task span_corruption); a file has its own
     multiple: PositiveInt = 8  # the model's vocabulary is padded to a multiple of this, so that shards are even
     path: str = ""  # file: a tokenizer.json or a SentencePiece .model; with joint=false "source,target"
+    chat_template: str = ""  # dialogue: a file with the Jinja text that writes conversations; "": the tokenizer's own,
+    # or the project's
 
 
 @dataclass(frozen=True)
@@ -362,11 +368,23 @@ class TaskConfig:
     name: TaskName = "translation"  # a file of `jaxformer/tasks/`; none: a model that is called but never trained
     label_smoothing: Rate = 0.0  # share of a label's probability that is spread over all classes
     z_loss: NotNegative = 0.0  # weight of the squared log of the softmax denominator (PaLM)
-    mask_rate: ProperShare = 0.15  # masked_lm: fraction of tokens that are predicted
+    mask_rate: ProperShare = 0.15  # masked_lm: fraction of tokens that are chosen; span_corruption: that are dropped
     whole_words: bool = False  # masked_lm: mask all tokens of a word together
+    all_positions: bool = False  # masked_lm: predict all tokens, hidden or not; False: the chosen ones
+    relation: Literal["none", "next_sentence", "sentence_order"] = "none"  # masked_lm: a second loss of two parts of a
+    # text: the second one follows or is of another text (next_sentence, BERT), or the two are swapped (sentence_order,
+    # ALBERT); needs model.head.relation
+    prefix: ProperShare | None = None  # prefix_lm: fraction of a text that is its prefix; None: drawn uniformly
+    span: AtLeastOne = 3.0  # span_corruption, denoising: mean length of a span in tokens
+    infilling: Rate = 0.3  # denoising: fraction of tokens in spans (Poisson lengths, 0 included) that one mask replaces
+    masking: Rate = 0.0  # denoising: fraction of the other tokens that a mask replaces one by one
+    deletion: Rate = 0.0  # denoising: fraction of the other tokens that are deleted
+    permutation: Probability = 1.0  # denoising: fraction of sentences that change places
+    rotation: Probability = 0.0  # denoising: fraction of texts that are rotated, to begin with any of their tokens
     stride: PositiveInt = 128  # answering: tokens between the starts of two windows of a long context, at most half a
     # window
     unanswerable: bool = False  # answering: contexts may hold no answer; the answer is then empty (SQuAD 2.0)
+    replies: Literal["all", "last"] = "all"  # dialogue: turns of the assistant that are learned and measured
     language: str = ""  # translation: code of the target language, for its tokenised BLEU; "": not computed
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
     class_weights: tuple[str, ...] = ()  # classification, tagging: weights of classes in the training loss, as
@@ -452,7 +470,8 @@ class EvaluateConfig:
 
     batch: PositiveInt = 64  # rows of a batch
     examples: PositiveInt | None = None  # number of validation examples, the first ones; None: all
-    decode_examples: Count = 0  # validation examples that are decoded and scored at each evaluation; 0: loss only
+    decode_examples: Count = 0  # validation examples that are decoded at each evaluation, to be scored where the task
+    # has scores of decoded text, and to be seen; 0: loss only
     samples: Count = 5  # decoded examples that are printed at each evaluation
     headline: str = ""  # measure that reports show first; "": checkpoint.metric, or the task's where that is loss
 

@@ -140,6 +140,8 @@ def _open_source(config: Config) -> tuple[Path, Settings, Family, str]:
     settings = keys.with_defaults(family, settings)
     name = TRAINED_AS.get(config.task.name, config.task.name)
     heads = [head for head, task in TASKS.items() if task == name] or BODIES
+    if name == "masked_lm":
+        heads = ["masked_lm" if config.task.relation == "none" else "pretraining"]
     head = next((head for head in heads if head in family.heads), None)
     if head is None:
         raise ConfigError(

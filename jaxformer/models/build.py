@@ -50,17 +50,21 @@ def resolve(config: ModelConfig, source: int, target: int, classes: int | None =
     return dataclasses.replace(config, **parts)
 
 
-def chosen_kernels(config: ModelConfig, length: int) -> dict[str, tuple[str, str]]:
+def chosen_kernels(config: ModelConfig, length: int, prefix: bool = False) -> dict[str, tuple[str, str]]:
     """Kernel of each stack's self-attention over `length` slots on the current mesh, and the reason for the choice.
+
+    Args:
+      prefix: the targets begin with a prefix (see `types.Slots`).
 
     Raises:
       ConfigError: the kernel of the config does not support the mesh or the length.
     """
     stacks = {"encoder": config.encoder, "decoder": config.decoder}
-    return {side: _attention(config, side, stack, length) for side, stack in stacks.items() if stack is not None}
+    present = {side: stack for side, stack in stacks.items() if stack is not None}
+    return {side: _attention(config, side, stack, length, prefix) for side, stack in present.items()}
 
 
-def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int) -> tuple[str, str]:
+def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int, prefix: bool) -> tuple[str, str]:
     heads, kv_heads, head_width = head_shape(stack.attention, stack.width)
     devices = kernels.shard_counts()
     site = kernels.CallSite(
@@ -73,6 +77,7 @@ def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int) 
         keys=length,
         causal=is_causal(stack, side),
         hidden_pairs=config.permutation is not None,
+        prefix=prefix and is_causal(stack, side),
         bias=encodings.get(stack.encoding.kind).bias is not None,
         dropout=stack.attention.dropout > 0,
         context=devices["context"],

@@ -15,7 +15,7 @@ from jaxformer.config.checks import sections
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.tasks import Features, Predictor, Task, _tokens, text_lines
+from jaxformer.tasks import Features, Predictor, Sample, Task, _tokens, text_lines
 from jaxformer.types import Array, Batch, Sums
 
 
@@ -142,6 +142,12 @@ def output_line(result: Mapping[str, Any]) -> str:
     return f"{result['label']}\t{result['probability']:.4f}"
 
 
+def sample(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Sample:
+    """The text and the name of its class."""
+    names = class_names(config, config.model.head.classes or example["label"] + 1)
+    return Sample(input_line(example), names[example["label"]])
+
+
 TASK = Task(
     roles=("text", "label"),
     head="classes",
@@ -156,4 +162,5 @@ TASK = Task(
     predict=predict,
     output_line=output_line,
     check=check,
+    sample=sample,
 )

@@ -19,7 +19,7 @@ from jaxformer.train import step as steps
 from jaxformer.train.lock import WorkdirLock
 from jaxformer.train.preemption import EXIT_PREEMPTED, PreemptionListener
 from jaxformer.train.run import Run
-from jaxformer.train.setup import build_or_load_tokenizers, resolve_config
+from jaxformer.train.setup import build_or_load_tokenizers, resolve_config, with_chat_template
 from jaxformer.train.timing import is_due
 from jaxformer.train.workdir import check_same_config
 
@@ -59,6 +59,7 @@ def _train(config: Config, workdir: Path, init_format: warm_start.InitFormat) ->
     checks.size.check_memory(config, mesh.shape, meshes.device_memory(mesh))
     dataset = sources.build(config.data, tasks.get(config.task.name).roles)
     tokenizers = tokenizers or build_or_load_tokenizers(config, dataset, workdir)
+    tokenizers = with_chat_template(config, tokenizers, workdir)
     config = resolve_config(config, dataset, tokenizers)
     checks.mesh.check_divisibility(config, mesh.shape)
     checks.size.check_memory(config, mesh.shape, meshes.device_memory(mesh))  # now with the tokenizer's vocabulary

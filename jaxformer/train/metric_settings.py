@@ -28,6 +28,15 @@ def check_metric_is_measured(config: Config) -> None:
         )
 
 
+def check_samples_exist(config: Config) -> None:
+    """Raises a ConfigError if examples are to be decoded and the task has nothing to show of them."""
+    if config.evaluate.decode_examples and not tasks.get(config.task.name).has_samples:
+        raise ConfigError(
+            f"config.evaluate.decode_examples: got {config.evaluate.decode_examples}, expected 0 for the task "
+            f"{config.task.name}, which has no scores and no samples of decoded text"
+        )
+
+
 def check_unchanged(config: Config, old: Config, workdir: Path) -> list[str]:
     """Compares a resumed run's settings with those that it had.
 

@@ -55,7 +55,7 @@ class Run:
         self.config, self.workdir, self.mesh, self.dataset, self.tokenizers = config, workdir, mesh, dataset, tokenizers
         self.task, self.init_format = tasks.get(config.task.name), init_format
         self.module = build.build(config.model)
-        self.kernels = build.chosen_kernels(config.model, config.data.length)
+        self.kernels = build.chosen_kernels(config.model, config.data.length, self.task.has_prefix)
         self.balanced = build.uses_causal_ring(config.model, config.data.length)
         self.pipeline = Pipeline(
             config,
@@ -188,7 +188,7 @@ class Run:
         batches, size, cut = self.pipeline.evaluate(*part), self.pipeline.size(*part), self.pipeline.truncated(*part)
         timed = self.timed_batches(batches)
         values = evaluation.evaluate_batches(config, self.eval_step, variables, timed, size, self.mesh, cut)
-        if config.evaluate.decode_examples and self.task.score is not None:
+        if config.evaluate.decode_examples:
             predictor = framing.run_predictor(config, self.module, variables, self.tokenizers)
             examples = config.evaluate.decode_examples
             scores, records = evaluation.decode_and_score(predictor, self.dataset, "validation", examples)
@@ -221,7 +221,9 @@ class Run:
         if jax.process_index() == 0:
             files.write_json(self.workdir / "samples" / f"step-{self.step}.json", records)
         for record in records:
-            self.reporter.log(f"  {record['input']}\n    -> {record['output']}\n     = {record['reference']}")
+            shown = {name: text.replace("\r", "\\r").replace("\n", "\\n") for name, text in record.items()}
+            note = f"  ({shown['note']})" if "note" in shown else ""
+            self.reporter.log(f"  {shown['input']}{note}\n    -> {shown['output']}\n     = {shown['reference']}")
 
     def close(self) -> None:
         """Stops the background threads and waits for the last save.

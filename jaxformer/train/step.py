@@ -144,7 +144,8 @@ def can_reduce_once(config: Config, variables: PyTree, batch: Batch) -> bool:
     if parts == 1 or "data" not in shards.dividing_axes("batch", jax.tree.leaves(batch)[0].shape[0] // parts):
         return False
     gains = sizes["fsdp"] == 1 or config.mesh.dcn.data != 1
-    breaks = sizes["stage"] > 1 or (sizes["context"] > 1 and model.head.kind != "tokens")
+    picks_slot = model.head.kind != "tokens" or model.head.relation
+    breaks = sizes["stage"] > 1 or (sizes["context"] > 1 and picks_slot)
     together = variables or any(side and side.moe for side in (model.encoder, model.decoder))
     return gains and not breaks and not together and not tasks.get(config.task.name).couples_rows(config)
 

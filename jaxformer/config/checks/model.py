@@ -118,6 +118,10 @@ def check_model(model: ModelConfig) -> None:
             "set the transformer parts or the recurrent ones to None",
         )  # fmt: skip
     encoder, decoder = model.encoder_part, model.decoder_part
+    reads_pairs = model.encoder is not None and decoder is None and model.permutation is None
+    if model.head.relation and not (model.head.kind == "tokens" and reads_pairs):
+        expected = "False, unless a transformer encoder alone has a head of kind tokens"
+        raise invalid("config.model.head.relation", True, expected)
     if model.recurrent_decoder is not None:
         if model.recurrent_decoder.bidirectional:
             raise invalid("config.model.recurrent_decoder.bidirectional", "True", "False: a decoder reads forwards")
