@@ -132,7 +132,8 @@ class TrainState(flax.struct.PyTreeNode):
 
     def evaluation_variables(self) -> dict[str, PyTree]:
         """The variables to evaluate and decode with: the moving average in place of the parameters that have one."""
-        return {"params": overlaid(self.params, self.variables.get(EMA, {})), **self.collections()}
+        params = overlaid(self.params, self.variables[EMA]) if EMA in self.variables else self.params
+        return {"params": params, **self.collections()}
 
 
 def overlaid(base: PyTree, changes: PyTree) -> PyTree:

@@ -387,6 +387,9 @@ class TaskConfig:
     replies: Literal["all", "last"] = "all"  # dialogue: turns of the assistant that are learned and measured
     language: str = ""  # translation: code of the target language, for its tokenised BLEU; "": not computed
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
+    class_weights: tuple[str, ...] = ()  # classification, tagging: weights of classes in the training loss, as
+    # "positive=2,negative=0.5" (others: 1); "balanced": examples / (classes * examples of the class); (): all 1
+    class_counts: tuple[int, ...] = ()  # balanced: training labels of each class; (): counted in the data
     objective: Literal["regression", "contrastive"] = "regression"  # similarity: predict the score as the cosine
     # (regression), or find a sentence's partner in the batch (contrastive)
     temperature: Positive = 0.05  # similarity, contrastive: cosines are divided by it
@@ -442,6 +445,8 @@ class TrainConfig:
     evaluate_every: Count = 200  # steps between two evaluations; 0: only at the end
     checkpoint_every: Count = 200  # steps between two checkpoints; 0: only at the end
     skip_limit: PositiveInt = 10  # consecutive skipped steps (not finite, or a spike) that end the run
+    patience: PositiveInt | None = None  # the run ends after so many evaluations in a row without a better
+    # checkpoint.metric; None: it ends at `steps`
     deadline: Positive | None = None  # minutes after which the process saves and ends with exit code 143; None: none
     watchdog: Positive | None = None  # minutes without a step or evaluation batch that end the process with exit code
     # 75; None: no limit

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Callable, NamedTuple
 
 import jax
@@ -54,7 +54,7 @@ class Adapter(NamedTuple):
 
 
 @contextlib.contextmanager
-def recording(layers: Layers) -> Iterator[None]:
+def recording(layers: Layers) -> Generator[None]:
     """A context in which every `Dense` that is called is entered in `layers`."""
 
     def record(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:

@@ -24,6 +24,7 @@ from jaxformer.train import evaluate as evaluation
 from jaxformer.train import freezing, optim, warm_start
 from jaxformer.train import step as steps
 from jaxformer.train.metric_window import MetricWindow
+from jaxformer.train.patience import Patience
 from jaxformer.train.preemption import Watchdog
 from jaxformer.train.reporting import Reporter
 from jaxformer.train.skip_guard import SkipGuard
@@ -84,7 +85,9 @@ class Run:
         # since the last log entry, the number of skipped steps in a row, and which data it read.
         self.progress: dict[str, Any] = {"evaluation_due": False, "window": None, "skipped_in_a_row": 0}
         self.progress["data"] = self.dataset.key
+        self.progress["patience"] = None
         changes = self._restore_state()
+        self.patience = Patience(config.train.patience, config.checkpoint, self.progress["patience"])
         self.step = int(self.state.step)
         self.evaluated_at = self.step if self.values else -1
         self.clock = Clock(config.train)
@@ -170,6 +173,7 @@ class Run:
             "window": self.window.state(),
             "skipped_in_a_row": self.guard.consecutive,
             "data": self.dataset.key,
+            "patience": self.patience.state(),
         }
         self.checkpoints.save(self.state, self.pipeline.data_state(self.batches), values, progress, force)
 
@@ -192,6 +196,7 @@ class Run:
             self._report_samples(records[: config.evaluate.samples])
         self.reporter.write(self.step, "validation", values)
         self.values, self.evaluated_at = values, self.step
+        self.patience.add(values)
         self.clock.record_part("evaluation", self.compile_seconds)
         return values
 

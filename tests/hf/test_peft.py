@@ -10,7 +10,6 @@ from safetensors.numpy import load_file, save_file
 from test_cases import VALUES
 
 import jaxformer
-from jaxformer.config import ConfigError
 from jaxformer.hf import writing
 
 CASES = json.loads((Path(__file__).with_name("goldens") / "peft.json").read_text(encoding="utf-8"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxformer.config.checks.fields import invalid
 from jaxformer.config.schema import Config, DecodeConfig
 
@@ -20,6 +22,9 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "similarity": (("encoder", "decoder"), "pair"),
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
+
+BALANCED = "balanced"
+"""The value of `task.class_weights` that takes the weights from the data."""
 
 PACKINGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -59,6 +64,8 @@ def check_task(config: Config) -> None:
         packings = PACKINGS.get(task, ("none",))
         if config.data.packing not in packings:
             raise invalid("config.data.packing", config.data.packing, f"{' or '.join(packings)} for the task {task}")
+    if config.task.class_weights:
+        _check_class_weights(config.task.class_weights, task)
     if task == "similarity":
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
@@ -76,6 +83,23 @@ def check_task(config: Config) -> None:
         raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def _check_class_weights(weights: tuple[str, ...], task: str) -> None:
+    """Checks the form of the weights. Their names are compared with the classes when those are known."""
+    path = "config.task.class_weights"
+    if task in TASK_MODELS and task not in ("classification", "tagging"):
+        raise invalid(path, weights, f"() for the task {task}, which has no classes")
+    if weights == (BALANCED,):
+        return
+    for entry in weights:
+        name, _, number = entry.rpartition("=")
+        try:
+            is_weight = 0 <= float(number) < math.inf
+        except ValueError:
+            is_weight = False
+        if not name or not is_weight:
+            raise invalid(path, entry, f"{BALANCED} alone, or CLASS=WEIGHT with a weight of at least 0")
 
 
 def _check_objective(config: Config) -> None:
@@ -146,6 +170,8 @@ def check_train(config: Config) -> None:
         raise invalid(
             "config.train.accumulation", train.accumulation, f"at most the rows of the longest batch ({rows})"
         )
+    if train.patience is not None and not train.evaluate_every:
+        raise invalid("config.train.patience", train.patience, "None with train.evaluate_every 0: nothing is evaluated")
     checkpoints = checkpoint.keep_last if checkpoint.average_of == "last" else checkpoint.keep_best
     if checkpoint.average > checkpoints:
         raise invalid(

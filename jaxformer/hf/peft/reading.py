@@ -12,6 +12,7 @@ from typing import Any
 
 import einops
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
@@ -193,7 +194,7 @@ def attach(
     initial = adapters.leaves(adapter, shapes, layers, jax.random.key(0))
     for number, by_layer in placed.items():
         for key, array in _read_site(sites[number], by_layer, initial).items():
-            initial[key] = array, initial[key][1]
+            initial[key] = jnp.asarray(array), initial[key][1]
     for key, (array, axes) in initial.items():
         sharding = None if mesh is None else jax.NamedSharding(
             mesh, rules.drop_uneven_axes(rules.spec(axes), array.shape, mesh)
@@ -336,7 +337,9 @@ def _read_site(
     initial: Mapping[adapters.Path, tuple[Any, Any]],
 ) -> dict[adapters.Path, np.ndarray]:
     """A and B of the linear maps of a site; those of layers without adapters as in `initial`."""
-    arrays = {(*path, name): np.array(initial[*path, name][0]) for path in site.paths for name in ("lora_a", "lora_b")}
+    arrays: dict[adapters.Path, np.ndarray] = {
+        (*path, name): np.array(initial[*path, name][0]) for path in site.paths for name in ("lora_a", "lora_b")
+    }
     for layer, (a, b) in by_layer.items():
         try:
             ours_a = _rearrange(site, site.layout_a, a.array())

@@ -32,8 +32,8 @@ def save_adapter(
     Raises:
       ConfigError: the model has no adapters, no family computes what it does, or the format has no place for something.
     """
-    config, params = model.config.model, model.params
-    if config.adapter is None:
+    config, params, adapter = model.config.model, model.params, model.config.model.adapter
+    if adapter is None:
         raise ConfigError("save_adapter: got a model without adapters, expected some; use save_pretrained")
     if origin.family is None:
         config, params = rewrite.rewrite_for_export(config, params)
@@ -44,7 +44,7 @@ def save_adapter(
     flat = {path: np.asarray(x) for path, x in traverse_util.flatten_dict(params).items()}
     written = _write_sites(find_sites(rows, layers), flat, prefix)
     saved = _saved_tensors(rows, config, params, prefix)
-    values = _config_values(written, [site.name for site in find_sites(rows, layers)], config.adapter, prefix)
+    values = _config_values(written, [site.name for site in find_sites(rows, layers)], adapter, prefix)
     values |= {
         "base_model_name_or_path": None if base is None else str(base),
         "task_type": next((task for task, name in TASK_HEADS.items() if name == head), None),
