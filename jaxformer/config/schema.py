@@ -242,6 +242,17 @@ class PermutationConfig:
 
 
 @dataclass(frozen=True)
+class GeneratorConfig:
+    """Small masked language model that replaces tokens for the model to detect (ELECTRA)."""
+
+    encoder: StackConfig = field(default_factory=StackConfig)  # its layers; embed.vocab None: that of the model
+    head: HeadConfig = field(default_factory=HeadConfig)  # its head of kind tokens
+    sharing: Literal["none", "tied", "disentangled"] = "tied"  # token embeddings: two tables (none); one (tied: ELECTRA);
+    # or the model's is the generator's, without its gradient, plus an own table that starts at 0 (DeBERTa-v3)
+    vocab: PositiveInt | None = None  # only ids below this are sampled; None: the tokenizer's number of tokens
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture: the sections that are not None decide the family.
 
@@ -254,6 +265,7 @@ class ModelConfig:
     recurrent_encoder: RecurrentConfig | None = None
     recurrent_decoder: RecurrentConfig | None = None
     permutation: PermutationConfig | None = None
+    generator: GeneratorConfig | None = None
     head: HeadConfig = field(default_factory=HeadConfig)
     share_embeddings: bool = False  # one embedding table for source and target (needs a joint vocabulary)
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute precision; parameters are always float32
@@ -287,6 +299,13 @@ class ModelConfig:
     def input_side(self) -> str:
         """Stream of an input text: "source" with an encoder, "target" without one."""
         return "source" if self.has_encoder else "target"
+
+    @property
+    def stacks(self) -> dict[str, StackConfig]:
+        """The transformer stacks by their path in the model: "encoder", "decoder", "generator.encoder"."""
+        generator = None if self.generator is None else self.generator.encoder
+        named = {"encoder": self.encoder, "decoder": self.decoder, "generator.encoder": generator}
+        return {path: stack for path, stack in named.items() if stack is not None}
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -341,8 +360,13 @@ class TaskConfig:
     name: TaskName = "translation"  # a file of `jaxformer/tasks/`; none: a model that is called but never trained
     label_smoothing: Rate = 0.0  # share of a label's probability that is spread over all classes
     z_loss: NotNegative = 0.0  # weight of the squared log of the softmax denominator (PaLM)
-    mask_rate: ProperShare = 0.15  # masked_lm: fraction of tokens that are predicted
-    whole_words: bool = False  # masked_lm: mask all tokens of a word together
+    mask_rate: ProperShare = 0.15  # masked_lm, replaced_tokens: fraction of tokens that are masked and predicted
+    whole_words: bool = False  # masked_lm, replaced_tokens: mask all tokens of a word together
+    predict_every: PositiveInt = 6  # permutation_lm: one in so many tokens is predicted, the last of the order (K in
+    # Yang et al. 2019, section 2.3); 1: all
+    recurrence: bool = False  # permutation_lm: rows read memories of the text before them, model.permutation.memory
+    # slots per layer; needs data.packing=concat and data.shuffle=false
+    detection_weight: NotNegative = 50.0  # replaced_tokens: weight of the discriminator's loss beside the generator's
     stride: PositiveInt = 128  # answering: tokens between the starts of two windows of a long context, at most half a
     # window
     unanswerable: bool = False  # answering: contexts may hold no answer; the answer is then empty (SQuAD 2.0)

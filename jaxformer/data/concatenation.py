@@ -3,7 +3,7 @@
     stream = <bos> document 1 <eos> document 2 <eos> ... <eos>
 
 Row r reads `stream[rT : (r + 1)T]` and predicts `stream[rT + 1 : (r + 1)T + 1]`. So every token but <bos> is predicted
-exactly once.
+exactly once. Tasks with `encode_row` read `stream[rT : (r + 1)T]` alone, and make their labels of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,28 @@ class ConcatenatedRows:
     def _row(self, begin: int) -> Features:
         tokens = np.asarray(self.tokens[begin : begin + self.length + 1], np.int32)
         return {"target": tokens[:-1], "labels": tokens[1:]}
+
+
+class EncodedRows:
+    """The rows of a token stream, encoded by a task.
+
+    Attributes:
+      tokens: the complete stream, an array on disk.
+      length: T, tokens per row. The last row may be shorter.
+      encode: `(ids, index, epoch) -> Features`: encodes the ids of row `index`.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, encode: Callable[[np.ndarray, int, int], Features]):
+        self.tokens, self.length, self.encode = tokens, length, encode
+
+    def __len__(self) -> int:
+        return -(-len(self.tokens) // self.length)
+
+    def __call__(self, indices: Sequence[int], epoch: int) -> list[Features]:
+        """The encoded rows at `indices` in `epoch`."""
+        begins = [index * self.length for index in indices]
+        rows = [np.asarray(self.tokens[begin : begin + self.length], np.int32) for begin in begins]
+        return [self.encode(row, index, epoch) for row, index in zip(rows, indices, strict=True)]
 
 
 def token_stream(directory: Path, key: str, examples: Examples, tokenizer: Tokenizer) -> np.ndarray:

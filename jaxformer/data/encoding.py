@@ -29,6 +29,30 @@ class EncodingTask(Protocol):
     @property
     def encode_windows(self) -> Callable[..., list[Features]] | None: ...
 
+    @property
+    def encode_row(self) -> Callable[..., Features] | None: ...
+
+
+class ExampleGenerator:
+    """Numpy generators that depend on the seed, the epoch and the index of an example only.
+
+    It is one counter-based generator whose key is set for each example: a new generator costs ten times as much. So
+    the generator of one example must not be used after the next was asked for.
+    """
+
+    def __init__(self, seed: int, epoch: int):
+        self._bits = np.random.Philox(0)
+        self._start = self._bits.state
+        self._counter = np.zeros(4, np.uint64)
+        self._generator = np.random.Generator(self._bits)
+        self._high = np.uint64((seed % 2**32) << 32 | epoch % 2**32)
+
+    def __call__(self, index: int) -> np.random.Generator:
+        """The generator of example `index`."""
+        self._start["state"] = {"counter": self._counter, "key": np.array([self._high, index], np.uint64)}
+        self._bits.state = self._start
+        return self._generator
+
 
 class Encoder:
     """Encodes the examples of a split with the task's `encode`.
@@ -68,16 +92,10 @@ class Encoder:
 
     def __call__(self, indices: Sequence[int], epoch: int) -> list[Features]:
         """The encoded examples at `indices` in `epoch`."""
-        # One counter-based generator whose key is set for each example: a new generator costs ten times as much.
-        bits = np.random.Philox(0)
-        start = bits.state
-        counter = np.zeros(4, np.uint64)
-        rng = np.random.Generator(bits)
-        high = np.uint64((self._config.train.seed % 2**32) << 32 | epoch % 2**32)
+        generator = ExampleGenerator(self._config.train.seed, epoch)
         encoded: list[Features] = []
         for index, example in zip(indices, examples_at(self._examples, indices), strict=True):
-            start["state"] = {"counter": counter, "key": np.array([high, index], np.uint64)}
-            bits.state = start
+            rng = generator(index)
             if self._encode_windows is not None:
                 encoded += self._encode_windows(self._config, self._tokenizers, example, rng)
             else:

@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxformer.config import Config
 from jaxformer.data import cache, concatenation, packing, planning, truncation
-from jaxformer.data.encoding import Encoder, EncodingTask
+from jaxformer.data.encoding import Encoder, EncodingTask, ExampleGenerator
 from jaxformer.data.packing import Features, PlannedBatch, Shape
-from jaxformer.data.planning import BlockPlanner, PlannedBlock
+from jaxformer.data.planning import BlockPlanner, EncodedExamples, PlannedBlock, RunningTextPlanner
 from jaxformer.data.sources import Dataset, Examples, FirstExamples
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.data.truncation import Truncation
@@ -247,6 +247,9 @@ class Pipeline:
             else:
                 counts, lost = truncation.count_truncated(encoded), "cut off"
             lines.append(counts.sentence("train", data.length, count, lost))
+        tail = self._plan.tail()
+        if tail:
+            lines.append(f"train: the last {tail:,} of {len(self._plan.encode):,} rows are not read (task.recurrence)")
         if "validation" in self.dataset.splits:
             lines.append(self.truncated("validation", validation_examples).sentence("validation", data.length))
         return [line for line in lines if line]
@@ -262,6 +265,8 @@ class Pipeline:
         plan = self._plan
         if plan.pack or len(plan.buckets) > 1 or plan.max_length is not None:
             return None
+        if isinstance(plan, RunningTextPlanner):
+            return plan.part
         sizes = [min(plan.size, len(plan.encode) - begin) for begin in range(0, len(plan.encode), plan.size)]
         return sum(-(-size // plan.buckets[0].rows) for size in sizes)
 
@@ -295,7 +300,7 @@ class Pipeline:
 
     def _check_packing(self, features: Features) -> None:
         mode, task = self.config.data.packing, self.config.task.name
-        if mode == "concat" and ("target" not in features or "source" in features):
+        if mode == "concat" and self.task.encode_row is None and ("target" not in features or "source" in features):
             raise ConfigError(
                 f"data.packing: got concat for task {task!r}, which is not language modelling, expected none or "
                 "first_fit; change it"
@@ -306,13 +311,16 @@ class Pipeline:
     def _planner(self, split: str, limit: int | None, buckets: list[Shape], train: bool) -> BlockPlanner:
         data, config = self.config.data, self.config
         count, windows = self._count(split, limit), False
+        encode: EncodedExamples
         if data.packing == "concat":
             key = f"{self.dataset.key} {split} {count}"
             documents = FirstExamples(self._split(split), count)
-            tokens = concatenation.token_stream(
-                cache.cache_directory(data) / "streams", key, documents, self.tokenizers.target
-            )
-            encode, max_length = concatenation.ConcatenatedRows(tokens, data.length), None
+            tokenizer = getattr(self.tokenizers, config.model.input_side)
+            tokens = concatenation.token_stream(cache.cache_directory(data) / "streams", key, documents, tokenizer)
+            encode, max_length = self._rows(tokens), None
+            if train and config.task.recurrence:
+                block, full_rows = planning.block_size(len(encode)), len(tokens) // data.length
+                return RunningTextPlanner(encode, buckets, False, None, None, block, full_rows=full_rows)
         else:
             max_length = data.length if train and data.skip_long else None
             if max_length is not None:
@@ -323,10 +331,25 @@ class Pipeline:
         size = planning.block_size(len(encode))
         return BlockPlanner(encode, buckets, data.packing == "first_fit", seed, max_length, size, windows)
 
+    def _rows(self, tokens: np.ndarray) -> EncodedExamples:
+        """The rows of a token stream as the task reads them."""
+        encode_row, length = self.task.encode_row, self.config.data.length
+        if encode_row is None:
+            return concatenation.ConcatenatedRows(tokens, length)
+
+        def encode(ids: np.ndarray, index: int, epoch: int) -> Features:
+            rng = ExampleGenerator(self.config.train.seed, epoch)(index)
+            return encode_row(self.config, self.tokenizers, ids, rng)
+
+        return concatenation.EncodedRows(tokens, length, encode)
+
     def _fill(self, block: PlannedBlock, planned: PlannedBatch) -> Batch:
         """This host's rows of a planned batch."""
         part = packing.process_rows(planned.shape.rows, self._process, self._processes)
         members, rows = planned.rows[part], part.stop - part.start
         encoded = iter(block.features([member for row in members for member in row]))
         filled = [[next(encoded) for _ in row] for row in members]
-        return packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
+        batch = packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
+        if planned.continues is None:
+            return batch
+        return batch._replace(continues=np.full(rows, planned.continues))  # numpy's array stands for jax's

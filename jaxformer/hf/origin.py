@@ -20,7 +20,7 @@ TASKS = {
 }
 """Head -> the task that trains it here. The others are called here, and not trained."""
 
-TRAINED_AS = {"summarisation": "translation"}
+TRAINED_AS = {"summarisation": "translation", "permutation_lm": "language_modelling"}
 """Task -> the one of `TASKS` whose head it trains; they differ in what is measured."""
 
 BODIES = ("encoder", "bare", "model")
@@ -68,7 +68,7 @@ def head_of_model(config: Config) -> str:
     model = config.model
     if model.head.kind == "tokens":
         if not model.has_decoder:
-            return "masked_lm"
+            return "masked_lm" if model.permutation is None else "causal_lm"
         return "seq2seq" if model.has_encoder else "causal_lm"
     slots = "qa" if config.task.name == "answering" else "token"
     return {"classes": "sequence", "slots": slots}.get(model.head.kind, "model")

@@ -27,6 +27,9 @@ int32 "source" [n] and "target" [m] (the decoder's input), optional "token_type"
 1 and up, ascending; without it the example is one segment. "labels" are [m], [n] or [], float32 if they are scores, and
 "weights" are float32 of the same shape.
 
+Tasks that predict in a permuted order have int32 "order" [n] and "targets" [k] (see `types.Permutation`), with "labels"
+and "weights" [k]; k is the same for all examples.
+
 Two more are counted and never stacked: "cut" [] is the number of tokens beyond `data.length`, absent if there are none.
 "unread" [k] holds the labels that no slot carries (tags of words that were cut off)."""
 
@@ -101,6 +104,8 @@ class Task:
         seed, the epoch and the example only. Truncates to `config.data.length` and counts the truncated tokens.
       encode_windows: `(config, tokenizers, example, rng) -> list of Features`: the complete example in as many pieces
         as `config.data.length` needs. Evaluation measures these in place of `encode`'s; None: one piece per example.
+      encode_row: `(config, tokenizers, ids, rng) -> Features` of one row of a running text (data.packing concat), int32
+        `[n]`, n at most `config.data.length`. None: rows are next-token features, for tasks that read the target.
       loss: `(config, logits, batch) -> Sums` with at least "loss", whose quotient is minimised.
       metrics: `(config, logits, batch) -> Sums`, added over the whole split in evaluation; includes "loss" without
         smoothing or regularisers, so that it compares between runs.
@@ -143,6 +148,7 @@ class Task:
     score: Callable[[Config, Sequence[Any], Sequence[Example]], dict[str, float]] | None = None
     score_names: tuple[str, ...] = ()
     encode_windows: Callable[[Config, Tokenizers, Example, np.random.Generator], list[Features]] | None = None
+    encode_row: Callable[[Config, Tokenizers, np.ndarray, np.random.Generator], Features] | None = None
     unread_label_metrics: Callable[[Config, np.ndarray], Sums] = lambda config, labels: {}
     classes: tuple[str, ...] | None = None
     score_signatures: Callable[[Config], dict[str, str]] = lambda config: {}

@@ -35,23 +35,35 @@ def encode_windows(
 ) -> list[Features]:
     """One text as many rows as it takes, each masked by itself."""
     tokenizer = tokenizers.source
-    ids = tokenizer.encode(example["text"])
+    return [_mask(config, tokenizer, ids, rng) for ids in windows(config, tokenizer, example["text"])]
+
+
+def windows(config: Config, tokenizer: Tokenizer, text: str) -> list[Sequence[int]]:
+    """The ids of a text in pieces that fit into rows; one empty piece of an empty text."""
+    ids = tokenizer.encode(text)
     size = len(_tokens.truncate(config, tokenizer, range(config.data.length)))
-    begins = range(0, max(len(ids), 1), max(size, 1))
-    return [_mask(config, tokenizer, ids[begin : begin + size], rng) for begin in begins]
+    return [ids[begin : begin + size] for begin in range(0, max(len(ids), 1), max(size, 1))]
 
 
 def _mask(config: Config, tokenizer: Tokenizer, ids: Sequence[int], rng: np.random.Generator) -> Features:
     """Features of `ids` with some of them hidden."""
+    tokens = np.array(ids, np.int32)
+    chosen, labels, weights = choose_labels(config, tokenizer, tokens, rng)
+    hidden = _tokens.add_special_tokens(tokenizer, hide(tokens, chosen, tokenizer, rng))
+    return {"source": hidden, "labels": labels, "weights": weights}
+
+
+def choose_labels(
+    config: Config, tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Indices of the tokens to predict, as the config says; `<cls> ids <sep>`; and weights, 1 at these tokens."""
     tokens = np.array(ids, np.int32)
     word_starts = np.array(tokenizer.word_starts(tokens.tolist()), bool) if config.task.whole_words else None
     chosen = choose(len(tokens), config.task.mask_rate, rng, word_starts)
     labels, weights = _tokens.add_special_tokens(tokenizer, tokens), np.zeros(len(tokens), np.float32)
     weights[chosen] = 1.0
     prefix = len(_tokens.existing(tokenizer.cls))
-    weights = np.pad(weights, (prefix, len(labels) - len(tokens) - prefix))
-    hidden = _tokens.add_special_tokens(tokenizer, hide(tokens, chosen, tokenizer, rng))
-    return {"source": hidden, "labels": labels, "weights": weights}
+    return chosen, labels, np.pad(weights, (prefix, len(labels) - len(tokens) - prefix))
 
 
 def choose(count: int, rate: float, rng: np.random.Generator, word_starts: np.ndarray | None = None) -> np.ndarray:
@@ -123,9 +135,12 @@ def fill_masks(predictor: Predictor, lines: Sequence[str], top: int = 5) -> list
             raise ConfigError(f"fill_mask: got {line!r}, expected {name} in it; write it where a word is missing")
     results: list[list[list[dict[str, Any]]]] = [[] for _ in prompts]
     for indices, batch, logits in predictor.runner.forward(prompts):
-        tokens = _tokens.read_stream(batch, "source").tokens
-        for row, slot in np.argwhere(tokens[: len(indices)] == tokenizer.mask):
-            results[indices[row]].append(_candidates(tokenizer, logits[row, slot, : tokenizer.size], top))
+        if batch.permutation is None:
+            masked = np.asarray(_tokens.read_stream(batch, "source").tokens) == tokenizer.mask
+        else:  # logits of the targets alone, which are the masks
+            masked = np.asarray(batch.permutation.targets) >= 0
+        for row, column in np.argwhere(masked[: len(indices)]):
+            results[indices[row]].append(_candidates(tokenizer, logits[row, column, : tokenizer.size], top))
     return results
 
 
@@ -142,6 +157,11 @@ def predict(predictor: Predictor, lines: Sequence[str], options: DecodeConfig) -
     candidates = fill_masks(predictor, lines)
     name = predictor.framing.tokenizers.source.names["mask"]
     return [{"text": fill(line, name, masks), "masks": masks} for line, masks in zip(lines, candidates, strict=True)]
+
+
+def output_line(result: Mapping[str, Any]) -> str:
+    """The line with its masks filled."""
+    return result["text"]
 
 
 def fill(line: str, mask_name: str, masks: Sequence[Sequence[Mapping[str, Any]]]) -> str:
@@ -165,5 +185,5 @@ TASK = Task(
     derived_metrics=derived_metrics,
     prompt=prompt,
     predict=predict,
-    output_line=lambda result: result["text"],
+    output_line=output_line,
 )

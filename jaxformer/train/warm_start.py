@@ -13,6 +13,7 @@ from jaxformer.checkpoint import find_run, load_run
 from jaxformer.config import Config, ModelConfig, overrides
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
+from jaxformer.models import electra
 from jaxformer.types import EMA, PyTree, TrainState
 
 LOG = logging.getLogger("jaxformer")
@@ -68,11 +69,17 @@ def _read_model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     workdir, _ = find_run(Path(config.init.directory).absolute())
     model = overrides.read(workdir).model
     head = model.head if config.init.head else config.model.head
-    return dataclasses.replace(model, head=head), Tokenizers.load(workdir)
+    model = dataclasses.replace(model, head=head)
+    if config.task.name != "replaced_tokens":  # the discriminator alone is fine-tuned
+        model = dataclasses.replace(model, generator=None)
+    return model, Tokenizers.load(workdir)
 
 
 def _read_params(config: Config, params: PyTree) -> PyTree:
-    loaded = dict(load_run(config.init.directory).params)
+    run = load_run(config.init.directory)
+    loaded = dict(run.params)
+    if run.config.model.generator is not None and config.model.generator is None:
+        loaded = electra.discriminator_params(run.config.model, loaded)
     if not config.init.head and "head" in params:
         loaded["head"] = params["head"]
     shapes, loaded_shapes = (jax.tree.map(lambda x: x.shape, tree) for tree in (dict(params), loaded))

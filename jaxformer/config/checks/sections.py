@@ -10,12 +10,17 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "summarisation": (("encoder, decoder",), "tokens"),
     "language_modelling": (("decoder",), "tokens"),
     "masked_lm": (("encoder",), "tokens"),
+    "permutation_lm": (("encoder",), "tokens"),
+    "replaced_tokens": (("encoder",), "slots"),
     "classification": (("encoder", "decoder"), "classes"),
     "tagging": (("encoder", "decoder"), "slots"),
     "answering": (("encoder", "decoder"), "slots"),
     "similarity": (("encoder", "decoder"), "pair"),
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
+
+PACKINGS = {"language_modelling": ("none", "concat", "first_fit"), "permutation_lm": ("none", "concat")}
+"""Task -> the packings that it takes. Other tasks of `TASK_MODELS` take none."""
 
 SIDES_IN_WORDS = {
     ("encoder, decoder",): "an encoder and a decoder",
@@ -44,9 +49,18 @@ def check_task(config: Config) -> None:
             raise invalid("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if task == "answering" and model.head.classes not in (None, 2):
             raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
-        if config.data.packing != "none" and task != "language_modelling":
-            raise invalid("config.data.packing", config.data.packing, f"none for the task {task}")
-    if task == "similarity":
+        packings = PACKINGS[task] if task in PACKINGS else ("none",)
+        if config.data.packing not in packings:
+            raise invalid("config.data.packing", config.data.packing, f"{' or '.join(packings)} for the task {task}")
+        if model.generator is not None and task != "replaced_tokens":
+            raise invalid("config.model.generator", "a section", f"None for the task {task}")
+    if task == "permutation_lm":
+        _check_permutation_lm(config)
+    elif config.task.recurrence:
+        raise invalid("config.task.recurrence", True, f"False for the task {task}", "only permutation_lm has it")
+    if task == "replaced_tokens" and model.generator is None:
+        raise invalid("config.model.generator", None, "a section for the task replaced_tokens", "add one in the recipe")
+    if task in ("similarity", "replaced_tokens"):
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
@@ -56,6 +70,26 @@ def check_task(config: Config) -> None:
         raise invalid("config.model.decoder.causal", "False", expected)
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def _check_permutation_lm(config: Config) -> None:
+    permutation, data = config.model.permutation, config.data
+    if permutation is None:
+        raise invalid("config.model.permutation", None, "a section for the task permutation_lm", "add it in the recipe")
+    if not config.task.recurrence:
+        return
+    needed = {
+        "config.data.packing": (data.packing, "concat"),
+        "config.data.shuffle": (data.shuffle, False),
+        "config.data.tokens": (data.tokens, None),
+        "config.model.permutation.reuse": (permutation.reuse, None),
+        "config.model.encoder.attention.window": (config.model.stacks["encoder"].attention.window, None),
+    }
+    for path, (got, expected) in needed.items():
+        if got != expected:
+            raise invalid(path, got, f"{expected} with config.task.recurrence", "change one of them")
+    if permutation.memory is None:
+        raise invalid("config.model.permutation.memory", None, "a number of slots with config.task.recurrence")
 
 
 def check_data(config: Config) -> None:
