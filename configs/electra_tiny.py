@@ -23,6 +23,7 @@ def get_config():
     config.data.source = "pylib"
     config.data.tokenizer.kind = "bpe"
     config.data.tokenizer.vocab = 4000
+    config.data.packing = "concat"
     config.data.length = 128
     config.data.batch = 16
     config.task.name = "replaced_tokens"

@@ -54,14 +54,25 @@ def _mask(config: Config, tokenizer: Tokenizer, ids: Sequence[int], rng: np.rand
 
 
 def choose_labels(
-    config: Config, tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, rng: np.random.Generator
+    config: Config,
+    tokenizer: Tokenizer,
+    ids: Sequence[int] | np.ndarray,
+    rng: np.random.Generator,
+    framed: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices of the tokens to predict, as the config says; `<cls> ids <sep>`; and weights, 1 at these tokens."""
+    """Indices of the tokens to predict, as the config says; all tokens; and weights, 1 at those to predict.
+
+    Args:
+      framed: the tokens are `<cls> ids <sep>`; False: `ids` alone.
+    """
     tokens = np.array(ids, np.int32)
     word_starts = np.array(tokenizer.word_starts(tokens.tolist()), bool) if config.task.whole_words else None
     chosen = choose(len(tokens), config.task.mask_rate, rng, word_starts)
-    labels, weights = _tokens.add_special_tokens(tokenizer, tokens), np.zeros(len(tokens), np.float32)
+    weights = np.zeros(len(tokens), np.float32)
     weights[chosen] = 1.0
+    if not framed:
+        return chosen, tokens, weights
+    labels = _tokens.add_special_tokens(tokenizer, tokens)
     prefix = len(_tokens.existing(tokenizer.cls))
     return chosen, labels, np.pad(weights, (prefix, len(labels) - len(tokens) - prefix))
 

@@ -50,10 +50,21 @@ def encode_windows(
     return [_mask(config, tokenizer, ids, rng) for ids in masked_lm.windows(config, tokenizer, example["text"])]
 
 
-def _mask(config: Config, tokenizer: Tokenizer, ids: Sequence[int], rng: np.random.Generator) -> Features:
-    """Features of `ids`; unlike in BERT, every chosen token becomes the mask token (section 2)."""
+def encode_row(config: Config, tokenizers: Tokenizers, ids: np.ndarray, rng: np.random.Generator) -> Features:
+    """A row of the running text, which has no special tokens but those between texts; these may be masked, too."""
+    return _mask(config, tokenizers.source, ids, rng, framed=False)
+
+
+def _mask(
+    config: Config,
+    tokenizer: Tokenizer,
+    ids: Sequence[int] | np.ndarray,
+    rng: np.random.Generator,
+    framed: bool = True,
+) -> Features:
+    """Features of `<cls> ids <sep>`, or of `ids` alone. Unlike in BERT, all chosen tokens become <mask> (section 2)."""
     mask = _tokens.required_token(tokenizer, NAME, "mask")
-    _, labels, weights = masked_lm.choose_labels(config, tokenizer, ids, rng)
+    _, labels, weights = masked_lm.choose_labels(config, tokenizer, ids, rng, framed)
     source = np.where(weights > 0, mask, labels).astype(np.int32)
     return {"source": source, "labels": labels, "weights": weights}
 
@@ -149,6 +160,7 @@ TASK = Task(
     needs="an encoder with a generator and a head of two classes for every token",
     encode=encode,
     encode_windows=encode_windows,
+    encode_row=encode_row,
     loss=loss,
     metrics=task_metrics,
     prompt=prompt,

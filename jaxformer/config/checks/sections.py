@@ -19,7 +19,11 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
 
-PACKINGS = {"language_modelling": ("none", "concat", "first_fit"), "permutation_lm": ("none", "concat")}
+PACKINGS = {
+    "language_modelling": ("none", "concat", "first_fit"),
+    "permutation_lm": ("none", "concat"),
+    "replaced_tokens": ("none", "concat"),
+}
 """Task -> the packings that it takes. Other tasks of `TASK_MODELS` take none."""
 
 SIDES_IN_WORDS = {
