@@ -62,7 +62,12 @@ def permuted(config: Config, tokens: np.ndarray, candidates: np.ndarray, rng: np
     every = config.task.predict_every
     count = min(max(len(candidates) // every, 1), len(candidates), len(tokens) - 1)
     permutation = rng.permutation(candidates)
-    return ordered(tokens, permutation[len(permutation) - count :], max(config.data.length // every, 1))
+    return ordered(tokens, permutation[len(permutation) - count :], targets_per_row(config))
+
+
+def targets_per_row(config: Config) -> int:
+    """The number of targets of a row without padding: M of `types.Permutation`."""
+    return max(config.data.length // config.task.predict_every, 1)
 
 
 def ordered(tokens: np.ndarray, targets: np.ndarray, count: int) -> Features:

@@ -144,7 +144,7 @@ def predict(predictor: Predictor, lines: Sequence[str], options: DecodeConfig) -
 
 def output_line(result: Sequence[Mapping[str, Any]]) -> str:
     """Every token with the probability that it was replaced, as `cat/0.031`, with a blank between them."""
-    return " ".join(f"{token['token'].strip() or token['token']!r}/{token['replaced']:.3f}" for token in result)
+    return " ".join(f"{token['token'].strip() or token['token']}/{token['replaced']:.3f}" for token in result)
 
 
 def reference_line(config: Config, example: Example) -> str:
