@@ -415,7 +415,8 @@ class TrainConfig:
     steps: PositiveInt = 1000  # updates of the parameters
     seed: Seed = 0  # seed of the initial parameters, the order of the data, and dropout
     accumulation: PositiveInt = 1  # microbatches per update. Their sum equals one batch except where a value depends on
-    # all rows: batch norm, load-balancing losses, contrastive similarity, and dropout masks
+    # all rows: batch norm, load-balancing losses, contrastive similarity, and what is drawn: dropout masks, and the
+    # samples of a generator
     ema: Rate | None = None  # decay of the weight average that evaluation and decoding use; None: no average
     ema_warmup: bool = False  # the decay of update n (from 0) is min(ema, (1 + n) / (10 + n)), so that the random start
     # is soon forgotten; False: `ema` from the first update on
