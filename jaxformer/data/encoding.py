@@ -40,9 +40,10 @@ class EncodingTask(Protocol):
 
 
 class Generators:
-    """Random generators by example: each depends on the seed, the epoch and the index of the example only.
+    """Numpy generators that depend on the seed, the epoch and the index of an example only.
 
-    One counter-based generator whose key is set for each example: a new generator costs ten times as much.
+    It is one counter-based generator whose key is set for each example: a new generator costs ten times as much. So
+    the generator of one example must not be used after the next was asked for.
     """
 
     def __init__(self, seed: int, epoch: int):
