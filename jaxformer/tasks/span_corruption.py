@@ -89,7 +89,8 @@ def counts(size: int, rate: float, mean: float) -> tuple[int, int]:
 def noise_mask(size: int, rate: float, mean: float, rng: np.random.Generator) -> np.ndarray:
     """True for the tokens to drop, bool `[size]`: kept and dropped segments take turns, a kept one is first.
 
-    Both kinds are divided uniformly at random into as many segments as there are spans, none of them empty.
+    Both kinds are divided uniformly at random into as many segments as there are spans, none of them empty. So a text
+    with a single span always loses its end, as in the paper's code.
     """
     dropped, spans = counts(size, rate, mean)
     if spans == 0:
