@@ -2,7 +2,7 @@
 
 Each `assert_` function takes a Linen module with its variables and a `Batch`, runs the module, and raises
 `AssertionError` if the property does not hold. This project's own tests use them (tests/invariants/). Test a model of
-this package like this:
+this package like this::
 
     from jaxformer import testing
     from jaxformer.config import AttentionConfig, EmbedConfig, ModelConfig, StackConfig
@@ -19,7 +19,7 @@ this package like this:
 
 A module from outside of this package works too. It must take a `Batch` and return logits `[B, T, V]` or outputs
 `[B, ...]`; `assert_steps_equal_forward` also needs the methods `start` and `step` of `jaxformer.types.Decodable`. Give
-its variables a batch to initialize with:
+its variables a batch to initialize with::
 
     from flax import linen as nn
 

@@ -117,7 +117,7 @@ class TrainState(flax.struct.PyTreeNode):
       opt_state: optax state.
       key: the run's PRNG key, constant; a step draws from `fold_in(key, step)`.
       variables: other collections: batch-norm statistics under "batch_stats", the moving average of the parameters
-        under `EMA`, if the run keeps one.
+        that are trained under `EMA`, if the run keeps one.
     """
 
     step: Array
@@ -131,8 +131,16 @@ class TrainState(flax.struct.PyTreeNode):
         return {name: value for name, value in self.variables.items() if name != EMA}
 
     def evaluation_variables(self) -> dict[str, PyTree]:
-        """The variables to evaluate and decode with: the moving average in place of the parameters, if there is one."""
-        return {"params": self.variables.get(EMA, self.params), **self.collections()}
+        """The variables to evaluate and decode with: the moving average in place of the parameters that have one."""
+        params = overlaid(self.params, self.variables[EMA]) if EMA in self.variables else self.params
+        return {"params": params, **self.collections()}
+
+
+def overlaid(base: PyTree, changes: PyTree) -> PyTree:
+    """Nested dicts with the leaves of `changes` in place of, or beside, those of `base`."""
+    if not isinstance(changes, Mapping):
+        return changes
+    return {**base, **{name: overlaid(base.get(name, {}), value) for name, value in changes.items()}}
 
 
 Sums = Mapping[str, tuple[ArrayLike, ArrayLike]]

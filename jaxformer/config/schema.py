@@ -244,6 +244,26 @@ class PermutationConfig:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA, Hu et al. 2021): targets compute `x W + alpha / rank * dropout(x) A B` with W frozen.
+
+    A pattern names one or more components of a path, as "attention/query" or "decoder/blocks/ffn/*"; see
+    `jaxformer/config/patterns.py`.
+    """
+
+    rank: PositiveInt = 8  # columns of A and rows of B
+    alpha: Positive = 16.0  # the product A B is multiplied by alpha / rank
+    targets: tuple[str, ...] = ("attention/query", "attention/value")  # patterns of the linear maps that get adapters
+    dropout: Rate = 0.0  # dropout rate of the adapters' input
+    stabilised: bool = False  # divide alpha by the root of the rank instead (rsLoRA, Kalajdzievski 2023)
+    ranks: tuple[str, ...] = ()  # other ranks for some targets, as "ffn/in=4"; the last pattern that matches counts
+    alphas: tuple[str, ...] = ()  # other alphas for some targets, as "ffn/in=8"
+    layers: tuple[int, ...] = ()  # numbers from 0 of the layers that get adapters; (): all
+    train: tuple[str, ...] | None = None  # patterns of further parameters to train; None: the head, where it is not
+    # over the vocabulary
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture: the sections that are not None decide the family.
 
@@ -256,6 +276,7 @@ class ModelConfig:
     recurrent_encoder: RecurrentConfig | None = None
     recurrent_decoder: RecurrentConfig | None = None
     permutation: PermutationConfig | None = None
+    adapter: AdapterConfig | None = None
     head: HeadConfig = field(default_factory=HeadConfig)
     share_embeddings: bool = False  # one embedding table for source and target (needs a joint vocabulary)
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute precision; parameters are always float32
@@ -309,6 +330,8 @@ class TokenizerConfig:
     # dropped spans (task span_corruption); a file has its own
     multiple: PositiveInt = 8  # the model's vocabulary is padded to a multiple of this, so that shards are even
     path: str = ""  # file: a tokenizer.json or a SentencePiece .model; with joint=false "source,target"
+    chat_template: str = ""  # dialogue: a file with the Jinja text that writes conversations; "": the tokenizer's own,
+    # or the project's
 
 
 @dataclass(frozen=True)
@@ -361,8 +384,12 @@ class TaskConfig:
     stride: PositiveInt = 128  # answering: tokens between the starts of two windows of a long context, at most half a
     # window
     unanswerable: bool = False  # answering: contexts may hold no answer; the answer is then empty (SQuAD 2.0)
+    replies: Literal["all", "last"] = "all"  # dialogue: turns of the assistant that are learned and measured
     language: str = ""  # translation: code of the target language, for its tokenised BLEU; "": not computed
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
+    class_weights: tuple[str, ...] = ()  # classification, tagging: weights of classes in the training loss, as
+    # "positive=2,negative=0.5" (others: 1); "balanced": examples / (classes * examples of the class); (): all 1
+    class_counts: tuple[int, ...] = ()  # balanced: training labels of each class; (): counted in the data
     objective: Literal["regression", "contrastive"] = "regression"  # similarity: predict the score as the cosine
     # (regression), or find a sentence's partner in the batch (contrastive)
     temperature: Positive = 0.05  # similarity, contrastive: cosines are divided by it
@@ -383,7 +410,11 @@ class OptimizerConfig:
     momentum: Rate = 0.9  # sgd, muon: momentum
     weight_decay: NotNegative = 0.0  # decoupled weight decay, multiplied by the learning rate
     decay_exclude: tuple[str, ...] = ("bias", "scale", "embed")  # parameter paths that contain these are not decayed
-    clip: Positive | None = 1.0  # maximum global gradient norm; None: no clipping
+    freeze: tuple[str, ...] = ()  # patterns of parameters that are not trained, as "source_embed,encoder/blocks"; one
+    # with "!" before it trains again what those before it froze
+    layer_decay: PositiveShare = 1.0  # the rate of layer l of L is multiplied by layer_decay ** (L + 1 - l), that of
+    # embeddings by layer_decay ** (L + 1), that of the head by 1
+    clip: Positive | None = 1.0  # maximum global gradient norm of the trained parameters; None: no clipping
     spike: Positive | None = None  # skip a step whose gradient norm is this many standard deviations above the mean of
     # the last 100 or so; None: skip none, however large
 
@@ -414,6 +445,8 @@ class TrainConfig:
     evaluate_every: Count = 200  # steps between two evaluations; 0: only at the end
     checkpoint_every: Count = 200  # steps between two checkpoints; 0: only at the end
     skip_limit: PositiveInt = 10  # consecutive skipped steps (not finite, or a spike) that end the run
+    patience: PositiveInt | None = None  # the run ends after so many evaluations in a row without a better
+    # checkpoint.metric; None: it ends at `steps`
     deadline: Positive | None = None  # minutes after which the process saves and ends with exit code 143; None: none
     watchdog: Positive | None = None  # minutes without a step or evaluation batch that end the process with exit code
     # 75; None: no limit
@@ -437,7 +470,8 @@ class EvaluateConfig:
 
     batch: PositiveInt = 64  # rows of a batch
     examples: PositiveInt | None = None  # number of validation examples, the first ones; None: all
-    decode_examples: Count = 0  # validation examples that are decoded and scored at each evaluation; 0: loss only
+    decode_examples: Count = 0  # validation examples that are decoded at each evaluation, to be scored where the task
+    # has scores of decoded text, and to be seen; 0: loss only
     samples: Count = 5  # decoded examples that are printed at each evaluation
     headline: str = ""  # measure that reports show first; "": checkpoint.metric, or the task's where that is loss
 

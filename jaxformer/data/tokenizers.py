@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import string
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -102,6 +103,15 @@ class Tokenizer:
         self._specials |= {vocabulary.pieces[index]: index for index in self.sentinels}
         self._hidden = set(self._specials.values()) - {self.unk}
 
+    @functools.cached_property
+    def special_names(self) -> frozenset[str]:
+        """Names that `parse` reads as special tokens; <unk> is no such name, since corpora hold it as a word."""
+        names = set(self._specials)
+        if isinstance(self.vocabulary, LibraryVocabulary):
+            added = self.vocabulary.model.get_added_tokens_decoder().values()
+            names |= {token.content for token in added if token.special}
+        return frozenset(names - {self.names.get("unk")})
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without special tokens around it. Names of special tokens inside it are ordinary text."""
         return self.vocabulary.encode(text)
@@ -121,6 +131,24 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Special tokens and padding rows of the vocabulary are skipped; <unk> is kept."""
         return self.vocabulary.decode([i for i in map(int, ids) if i < self.size and i not in self._hidden])
+
+    def settled_count(self, ids: Sequence[int]) -> int:
+        """Number of leading ids whose text stays the same whatever ids follow, but for a last incomplete character.
+
+        A decoder with byte fallback reads a run of bytes ("<0xE4>") as a whole: one wrong byte makes all of them wrong.
+        """
+        count = len(ids)
+        while self._fallback_bytes and count and (ids[count - 1] in self._fallback_bytes | self._hidden):
+            count -= 1
+        return count
+
+    @functools.cached_property
+    def _fallback_bytes(self) -> frozenset[int]:
+        """Ids of the single bytes of a model of the `tokenizers` library with byte fallback."""
+        if not isinstance(self.vocabulary, LibraryVocabulary):
+            return frozenset()
+        pieces = enumerate(self.vocabulary.pieces)
+        return frozenset(index for index, piece in pieces if re.fullmatch("<0x[0-9A-F]{2}>", piece))
 
     def decode_with_sentinels(self, ids: Iterable[int]) -> str:
         """The text of `ids` with the names of sentinels in it, single spaces around them."""
@@ -343,12 +371,16 @@ class Tokenizers:
 
     source: Tokenizer
     target: Tokenizer
+    chat_template: str | None = None
+    """Jinja text that writes conversations (`jaxformer.data.chat`); None: there is none."""
 
     FILE = "jaxformer_tokenizer.json"
     """File with the complete tokenizers of a run."""
     LIBRARY = "tokenizer.json"
     """File for programs that use the `tokenizers` library, if it can express the tokenizer. In runs of earlier versions
     it has the content of `FILE`."""
+    TEMPLATE = "chat_template.jinja"
+    """File with the chat template, if there is one."""
 
     @property
     def joint(self) -> bool:
@@ -361,7 +393,7 @@ class Tokenizers:
         Args:
           config: the data section.
           examples: the training split.
-          roles: roles that the task reads ("source", "target", "text", "pair", "question", "context").
+          roles: roles that the task reads ("source", "target", "text", "pair", "question", "context", "messages").
 
         Raises:
           ConfigError: the kind is unknown, the vocabulary is too small for it, or a file is missing.
@@ -385,16 +417,18 @@ class Tokenizers:
         """Both tokenizers with caches of seen texts, of `budget` bytes together."""
         if self.joint:
             one = self.source.cached(budget)
-            return Tokenizers(one, one)
-        return Tokenizers(self.source.cached(budget // 2), self.target.cached(budget // 2))
+            return Tokenizers(one, one, self.chat_template)
+        return Tokenizers(self.source.cached(budget // 2), self.target.cached(budget // 2), self.chat_template)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes `jaxformer_tokenizer.json`: the tokenizer, or {"source": ..., "target": ...} if they differ.
 
         Also writes `tokenizer.json` in the format of the `tokenizers` library, if there is one tokenizer and that
-        library can express it.
+        library can express it, and `chat_template.jinja`, if there is a chat template.
         """
         path = Path(directory) / self.FILE
+        if self.chat_template is not None:
+            write(Path(directory) / self.TEMPLATE, self.chat_template)
         if self.joint:
             if self.source.is_exportable:
                 self.source.export(Path(directory) / self.LIBRARY)
@@ -413,12 +447,15 @@ class Tokenizers:
         path = Path(directory) / cls.FILE
         if not path.exists() and (Path(directory) / cls.LIBRARY).exists():
             path = Path(directory) / cls.LIBRARY
+        template = Path(directory) / cls.TEMPLATE
         try:
+            chat_template = read_file(template).decode("utf-8") if template.exists() else None
             content = files.parse_json(read_file(path).decode("utf-8"))
             if "source" not in content:
                 one = Tokenizer._of(content, multiple)
-                return cls(one, one)
-            return cls(*(Tokenizer._of(content[side], multiple) for side in ("source", "target")))
+                return cls(one, one, chat_template)
+            source, target = (Tokenizer._of(content[side], multiple) for side in ("source", "target"))
+            return cls(source, target, chat_template)
         except ConfigError:
             raise
         except BaseException as error:
@@ -436,6 +473,8 @@ def _texts(config: DataConfig, examples: Examples, roles: Sequence[str]) -> dict
         for role in ("source", "text", "pair", "question", "context", "target"):
             if role in roles or (role == "pair" and "text" in roles and role in example):
                 texts["target" if role == "target" else "source"].append(example[role])
+        if "messages" in roles:  # a template writes the names of roles, too
+            texts["source"] += [message[key] for message in example["messages"] for key in ("role", "content")]
     return texts
 
 

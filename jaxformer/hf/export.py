@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxformer import tasks
 from jaxformer.config import Config, ModelConfig
-from jaxformer.data.tokenizers import write
+from jaxformer.data.tokenizers import Tokenizers, write
 from jaxformer.data.vocabularies import LibraryVocabulary
 from jaxformer.errors import ConfigError
 from jaxformer.hf import convert, keys, rewrite, writing
@@ -127,7 +127,9 @@ def _save_tokenizer(model: Model, origin: HuggingFaceOrigin, directory: Path) ->
     """Writes tokenizer.json, if one tokenizer serves both sides and the other library has its kind."""
     if model.tokenizers is None:
         return
-    tokenizer = model.tokenizers.target
+    tokenizer, template = model.tokenizers.target, model.tokenizers.chat_template
+    if template is not None:
+        write(directory / Tokenizers.TEMPLATE, template)
     if not model.tokenizers.joint or not isinstance(tokenizer.vocabulary, LibraryVocabulary):
         log.warning("%s: no tokenizer.json, the other library has none of this kind; encode texts here", directory)
         return
@@ -142,6 +144,7 @@ def _save_tokenizer(model: Model, origin: HuggingFaceOrigin, directory: Path) ->
     if trained_here:  # or the other library would take the tokenizer's class from the model's
         names = {f"{role}_token": piece for role, piece in tokenizer.names.items()}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+        settings |= {} if template is None else {"chat_template": template}  # which older versions read
         write(directory / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 

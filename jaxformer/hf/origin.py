@@ -26,6 +26,7 @@ TRAINED_AS = {
     "span_corruption": "translation",
     "denoising": "translation",
     "prefix_lm": "language_modelling",
+    "dialogue": "language_modelling",
 }
 """Task -> the one of `TASKS` whose head it trains; they differ in what is measured."""
 

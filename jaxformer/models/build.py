@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, Callable
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Key
 
 from jaxformer.config import ModelConfig, StackConfig
+from jaxformer.models import adapters
 from jaxformer.models.rnn import Recurrent
 from jaxformer.models.transformer import Transformer
 from jaxformer.models.xlnet import XLNet
@@ -110,7 +112,12 @@ def example_batch(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:
 
 def init_variables(module: nn.Module, key: Key[Array, ""]) -> dict[str, PyTree]:
     """Boxed variables: parameters with the logical names of their axes, and batch-norm statistics (if any)."""
-    return dict(module.init({"params": key}, example_batch(module.config)))
+    layers: adapters.Layers = {}
+    with contextlib.nullcontext() if module.config.adapter is None else adapters.recording(layers):
+        variables = dict(module.init({"params": key}, example_batch(module.config)))
+    if module.config.adapter is not None:
+        variables["params"] = adapters.add(module.config.adapter, variables["params"], layers, key)
+    return variables
 
 
 def shapes(module: nn.Module) -> PyTree:
@@ -135,6 +142,14 @@ def _shapes(module: nn.Module) -> PyTree:
 def _initialiser(module: nn.Module) -> Callable[[Key[Array, ""]], dict[str, PyTree]]:
     """`init_variables` of this module, the same object for all callers, so that jax traces it once."""
     return functools.partial(init_variables, module)
+
+
+def linear_maps(module: nn.Module) -> adapters.Layers:
+    """Every `Dense` of the module by its path, without computing anything."""
+    layers: adapters.Layers = {}
+    with adapters.recording(layers):
+        jax.eval_shape(lambda: init_variables(module, jax.random.key(0)))
+    return layers
 
 
 def create(module: nn.Module, key: Key[Array, ""], mesh: Mesh) -> dict[str, PyTree]:

@@ -24,7 +24,7 @@ from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.plan import flops
 from jaxformer.plan.chips import Hardware
-from jaxformer.train import optim
+from jaxformer.train import freezing, optim
 from jaxformer.train import step as steps
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream, TrainState
 
@@ -195,7 +195,8 @@ def trace(config: Config, mesh: Mesh) -> Program:
         module = build.build(config.model)
         schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
         params, names = nn.meta.unbox(build.shapes(module))["params"], build.logical_names(module)
-        optimizer = optim.optimizer(config.optimizer, schedule, params, names)
+        trained = [freezing.trained(config, tree) for tree in (params, names)]
+        optimizer = optim.optimizer(config.optimizer, schedule, *trained)
         state = steps.abstract_state(config, module, optimizer, mesh)
         batch = abstract_batch(config, mesh, shapes[-1])
         traced = steps.make_train_step(config, module, task, optimizer, schedule, mesh).trace(state, batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,6 +41,11 @@ class Framing(Protocol):
     @property
     def tokenizers(self) -> Tokenizers:
         """Tokenizers of source and target."""
+        ...
+
+    @property
+    def chat_length(self) -> int | None:
+        """Most tokens of a conversation and its next reply; None: no limit is known."""
         ...
 
     @property
@@ -78,6 +83,20 @@ class Predictor:
     def prompts(self, lines: Sequence[str]) -> list[Features]:
         """The prompt of each line."""
         return [self.framing.prompt(line) for line in lines]
+
+
+class Sample(NamedTuple):
+    """What a task shows of an example while a model is trained.
+
+    Attributes:
+      input: the line that `predict` reads.
+      reference: the expected output line.
+      note: what the line is, if it is not the whole input; "": it is.
+    """
+
+    input: str
+    reference: str
+    note: str = ""
 
 
 def _no_derived_metrics(config: Config, values: Mapping[str, float], size: Mapping[str, float]) -> dict[str, float]:
@@ -120,6 +139,8 @@ class Task:
       input_line: `(example) -> str`: the line that `prompt` and `predict` read.
       output_line: `(result) -> str`: a result as one line of text.
       reference_line: `(config, example) -> str`: the expected output line, for people who compare.
+      sample: `(config, tokenizers, example, rng) -> Sample` of a task without `score`, for people who watch a run;
+        None: there is nothing to show. Tasks with `score` show `input_line` and `reference_line`.
       score: `(config, results, examples) -> values`: corpus scores of results (BLEU, exact match).
       score_names: names of the values that `score` may return.
       score_signatures: `(config) -> name -> str`: exact definition of each score (sacreBLEU's signature).
@@ -149,6 +170,7 @@ class Task:
     input_line: Callable[[Example], str] = _first_text
     output_line: Callable[[Any], str] = str
     reference_line: Callable[[Config, Example], str] = lambda config, example: example["target"]
+    sample: Callable[[Config, Tokenizers, Example, np.random.Generator], Sample] | None = None
     score: Callable[[Config, Sequence[Any], Sequence[Example]], dict[str, float]] | None = None
     score_names: tuple[str, ...] = ()
     encode_windows: Callable[[Config, Tokenizers, Example, np.random.Generator], list[Features]] | None = None
@@ -163,6 +185,11 @@ class Task:
     couples_rows: Callable[[Config], bool] = lambda config: False
     check: Callable[[Config], None] = lambda config: None
     options: type | None = None
+
+    @property
+    def has_samples(self) -> bool:
+        """True if examples can be decoded for people to see."""
+        return self.score is not None or self.sample is not None
 
 
 def get(name: str) -> Task:
@@ -180,10 +207,12 @@ def get(name: str) -> Task:
 def fitting(config: Config) -> Task | None:
     """The task that a model can be used for: its own, else the first with its head and sides, else with its head.
 
-    None if no task has such a head: the model only embeds text, or is only called.
+    None if no task has such a head: the model only embeds text, or is only called. Dialogue is a model's own task only,
+    since it needs a chat template beside the head.
     """
-    names = [name for name in (config.task.name, *registry.names(__name__)) if name != "none"]
-    candidates = [task for task in map(get, names) if task.head == config.model.head.kind]
+    own = [] if config.task.name == "none" else [get(config.task.name)]
+    others = [task for task in map(get, registry.names(__name__)) if task.method != "chat"]
+    candidates = [task for task in (*own, *others) if task.head == config.model.head.kind]
     sides = ", ".join(side for side in ("encoder", "decoder") if getattr(config.model, f"has_{side}"))
     return next((task for task in candidates if sides in task.sides), candidates[0] if candidates else None)
 

@@ -19,7 +19,7 @@ from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.tasks import Features, Predictor, Task, _tokens, text_lines
+from jaxformer.tasks import Features, Predictor, Sample, Task, _tokens, text_lines
 from jaxformer.types import Array, Batch, DeferredLogits, RelationLogits, Sums
 
 NAME = "masked_lm"
@@ -277,6 +277,26 @@ def fill(line: str, mask_name: str, masks: Sequence[Sequence[Mapping[str, Any]]]
     return line
 
 
+def sample(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Sample:
+    """The text with masks in place of some of its tokens, and the text itself.
+
+    Unlike in training no token is hidden in another way. A text that is too long is cut. The line is tokenized again, and may have other tokens beside a mask.
+    """
+    tokenizer = tokenizers.source
+    ids, spans = tokenizer.encode_with_spans(example["text"])
+    ids = _tokens.truncate(config, tokenizer, ids)
+    word_starts = np.array(tokenizer.word_starts(ids), bool) if config.task.whole_words else None
+    mask, line, begin = tokenizer.names["mask"], "", 0
+    text = example["text"][: max((end for _, end in spans[: len(ids)]), default=0)]
+    for first, last in sorted(spans[index] for index in choose(len(ids), config.task.mask_rate, rng, word_starts)):
+        if begin <= first < last:  # neither blanks alone, nor another byte of the same character
+            line, begin = line + text[begin:first] + mask, last
+    line += text[begin:]
+    if tokenizer.mask not in prompt(config, tokenizers, line)["source"]:  # `fill_masks` reads lines with a mask only
+        line = mask + " " + line
+    return Sample(line, text)
+
+
 TASK = Task(
     roles=("text",),
     head="tokens",
@@ -291,5 +311,6 @@ TASK = Task(
     prompt=prompt,
     predict=predict,
     output_line=lambda result: result["text"],
+    sample=sample,
     reads_other_text=lambda config: config.task.relation == "next_sentence",
 )

@@ -21,6 +21,7 @@ EXAMPLE = {
     "tags": tuple(range(len(TEXT.split()))),
     "answers": ("cat", "the cat"),
     "starts": (-1, 0),
+    "messages": ({"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}),
 }
 
 
@@ -30,7 +31,9 @@ def example_of(name):
 
 
 def test_the_folder_holds_the_tasks():
-    named = "translation summarisation language_modelling masked_lm classification tagging answering similarity"
+    named = (
+        "translation summarisation language_modelling dialogue masked_lm classification tagging answering similarity"
+    )
     assert set(NAMES) >= set(named.split())
     with pytest.raises(ValueError, match="did you mean 'translation'"):
         tasks.get("translate")
@@ -97,6 +100,7 @@ RESULTS = {
     "tagging": ([[{"label": "x"}], [{"label": "O"}]], [{"tags": (1,)}, {"tags": (0,)}]),
     "answering": ([{"answer": "a"}], [{"answers": ("a",)}]),
     "similarity": ([0.5, 0.1], [{"score": 0.3}, {"score": 0.4}]),
+    "dialogue": (["a b"], [{"messages": EXAMPLE["messages"]}]),
 }
 
 
@@ -125,6 +129,7 @@ def test_smoothing_spreads_over_the_real_vocabulary():
         ("translation", "eine Katze", "eine Katze"),
         ("summarisation", "a cat", "a cat"),
         ("language_modelling", " sat\non it", " sat\\non it"),
+        ("dialogue", " sat\non it", " sat\\non it"),
         ("masked_lm", {"text": "the cat sat on it"}, "the cat sat on it"),
         ("tagging", [{"label": "O"}, {"label": "B-place"}, {"label": "I-place"}], "O B-place I-place"),
         ("answering", {"answer": "the cat", "score": 0.5}, "the cat"),

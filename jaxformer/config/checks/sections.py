@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxformer.config.checks.fields import invalid
 from jaxformer.config.schema import Config, DecodeConfig
 
@@ -9,6 +11,7 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "translation": (("encoder, decoder",), "tokens"),
     "summarisation": (("encoder, decoder",), "tokens"),
     "language_modelling": (("decoder",), "tokens"),
+    "dialogue": (("decoder",), "tokens"),
     "prefix_lm": (("decoder",), "tokens"),
     "masked_lm": (("encoder",), "tokens"),
     "span_corruption": (("encoder, decoder",), "tokens"),
@@ -20,8 +23,16 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
 
-PACKED_TASKS = ("language_modelling", "prefix_lm", "span_corruption", "denoising")
-"""Tasks of the table above whose rows may hold several examples."""
+BALANCED = "balanced"
+"""The value of `task.class_weights` that takes the weights from the data."""
+
+PACKINGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("language_modelling", "prefix_lm", "span_corruption", "denoising"), ("none", "concat", "first_fit")
+    ),
+    "dialogue": ("none", "first_fit"),
+}
+"""Task -> how several of its examples may share a row; of the others in the table above, none may."""
 
 SIDES_IN_WORDS = {
     ("encoder, decoder",): "an encoder and a decoder",
@@ -50,20 +61,45 @@ def check_task(config: Config) -> None:
             raise invalid("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if task == "answering" and model.head.classes not in (None, 2):
             raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
-        if config.data.packing != "none" and task not in PACKED_TASKS:
-            raise invalid("config.data.packing", config.data.packing, f"none for the task {task}")
+        packings = PACKINGS.get(task, ("none",))
+        if config.data.packing not in packings:
+            raise invalid("config.data.packing", config.data.packing, f"{' or '.join(packings)} for the task {task}")
+    if config.task.class_weights:
+        _check_class_weights(config.task.class_weights, task)
     if task == "similarity":
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
     _check_objective(config)
     decoder = model.decoder
-    continues = task in ("language_modelling", "prefix_lm") and not model.has_encoder
+    continues = task in ("language_modelling", "prefix_lm", "dialogue") and not model.has_encoder
     if continues and decoder is not None and decoder.causal is False:
         expected = "True or None: a language model cannot see what it predicts"
         raise invalid("config.model.decoder.causal", "False", expected)
+    if config.data.tokenizer.chat_template and task in TASK_MODELS and task != "dialogue":
+        path = config.data.tokenizer.chat_template
+        raise invalid("config.data.tokenizer.chat_template", path, f"'' for the task {task}, which reads no turns")
+    if config.task.replies != "all" and task in TASK_MODELS and task != "dialogue":
+        raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def _check_class_weights(weights: tuple[str, ...], task: str) -> None:
+    """Checks the form of the weights. Their names are compared with the classes when those are known."""
+    path = "config.task.class_weights"
+    if task in TASK_MODELS and task not in ("classification", "tagging"):
+        raise invalid(path, weights, f"() for the task {task}, which has no classes")
+    if weights == (BALANCED,):
+        return
+    for entry in weights:
+        name, _, number = entry.rpartition("=")
+        try:
+            is_weight = 0 <= float(number) < math.inf
+        except ValueError:
+            is_weight = False
+        if not name or not is_weight:
+            raise invalid(path, entry, f"{BALANCED} alone, or CLASS=WEIGHT with a weight of at least 0")
 
 
 def _check_objective(config: Config) -> None:
@@ -119,8 +155,12 @@ def check_data(config: Config) -> None:
 
 
 def check_train(config: Config) -> None:
-    """Raises ConfigError if the weight average, the accumulation or the averaged checkpoints make no sense."""
+    """Raises ConfigError if the weight average, the accumulation, the averaged checkpoints or rates make no sense."""
     train, checkpoint = config.train, config.checkpoint
+    recurrent = [part for part in config.model.parts if part.startswith("recurrent_")]
+    if config.optimizer.layer_decay != 1 and recurrent:
+        expected = f"1 for {' and '.join(recurrent)}: only the layers of transformers are stacked"
+        raise invalid("config.optimizer.layer_decay", config.optimizer.layer_decay, expected)
     if train.ema_warmup and train.ema is None:
         raise invalid("config.train.ema_warmup", True, "false without config.train.ema, the decay that it warms up to")
     if config.data.tokens is None and config.data.batch % train.accumulation:
@@ -130,6 +170,8 @@ def check_train(config: Config) -> None:
         raise invalid(
             "config.train.accumulation", train.accumulation, f"at most the rows of the longest batch ({rows})"
         )
+    if train.patience is not None and not train.evaluate_every:
+        raise invalid("config.train.patience", train.patience, "None with train.evaluate_every 0: nothing is evaluated")
     checkpoints = checkpoint.keep_last if checkpoint.average_of == "last" else checkpoint.keep_best
     if checkpoint.average > checkpoints:
         raise invalid(
