@@ -151,11 +151,11 @@ class Tokenizer:
         return frozenset(index for index, piece in pieces if re.fullmatch("<0x[0-9A-F]{2}>", piece))
 
     def decode_with_sentinels(self, ids: Iterable[int]) -> str:
-        """The text of `ids` with the names of sentinels in it, single spaces around them."""
-        parts: list[str] = []
-        for is_sentinel, group in itertools.groupby(map(int, ids), set(self.sentinels).__contains__):
+        """The text of `ids` with the names of sentinels and of the mask token in it, single spaces around them."""
+        named, parts = {*self.sentinels, self.mask}, []
+        for is_named, group in itertools.groupby(map(int, ids), named.__contains__):
             tokens = list(group)
-            parts += [self.vocabulary.pieces[i] for i in tokens] if is_sentinel else [self.decode(tokens).strip()]
+            parts += [self.vocabulary.pieces[i] for i in tokens] if is_named else [self.decode(tokens).strip()]
         return " ".join(filter(None, parts))
 
     @functools.cached_property
