@@ -307,7 +307,8 @@ class Pipeline:
                 f"data.packing: got concat for task {task!r}, which reads no running text, expected none or "
                 "first_fit; change it"
             )
-        if mode == "first_fit" and "labels" in features and np.ndim(features["labels"]) == 0:
+        has_row_label = "relation" in features or np.ndim(features.get("labels", ())) == 0
+        if mode == "first_fit" and has_row_label:
             raise ConfigError(f"data.packing: got first_fit for task {task!r}, expected none; change it")
 
     def _planner(self, split: str, limit: int | None, buckets: list[Shape], train: bool) -> BlockPlanner:
