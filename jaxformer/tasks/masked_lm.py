@@ -155,7 +155,8 @@ def fill(line: str, mask_name: str, masks: Sequence[Sequence[Mapping[str, Any]]]
 def sample(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Sample:
     """The text with masks in place of some of its tokens, and the text itself.
 
-    Unlike in training no token is hidden in another way. A text that is too long is cut. The line is tokenized again, and may have other tokens beside a mask.
+    Unlike in training no token is hidden in another way. A text that is too long is cut. The line is tokenized again,
+    and may have other tokens beside a mask.
     """
     tokenizer = tokenizers.source
     ids, spans = tokenizer.encode_with_spans(example["text"])
