@@ -22,6 +22,7 @@ from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.decode.compiled import forward
 from jaxformer.errors import ConfigError
+from jaxformer.models import adapters, build
 from jaxformer.tasks import (
     Predictor,
     _embedding,
@@ -66,6 +67,12 @@ class HuggingFaceInterface(Protocol):
 
     def save_pretrained(self, model: Model, directory: str | os.PathLike[str], family: str | None, dtype: Any) -> None:
         """Writes a directory that the other library loads."""
+        ...
+
+    def save_adapter(
+        self, model: Model, directory: str | os.PathLike[str], base: str | os.PathLike[str] | None
+    ) -> None:
+        """Writes the adapters as a directory of the peft package."""
         ...
 
 
@@ -279,6 +286,8 @@ class Model:
     def save_pretrained(self, directory: str | os.PathLike[str], family: str | None = None, dtype: Any = None) -> None:
         """Writes config.json, model.safetensors and the tokenizer, so that the other library computes the same.
 
+        Adapters are merged; `save_adapter` writes them alone.
+
         Args:
           family: file of `jaxformer/hf/families/`; None: the one it came from, or the first that can express it.
           dtype: of the file's tensors; None: float32.
@@ -286,7 +295,32 @@ class Model:
         Raises:
           ConfigError: no family computes what this model does; the message names the differences.
         """
-        self._interface("save_pretrained").save_pretrained(self, directory, family, dtype)
+        model = self if self.config.model.adapter is None else self.merge_adapters()
+        self._interface("save_pretrained").save_pretrained(model, directory, family, dtype)
+
+    def save_adapter(self, directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> None:
+        """Writes the adapters alone, and what else was trained, as the peft package does: a small directory.
+
+        Args:
+          base: directory of the model that they were trained on, for adapter_config.json.
+
+        Raises:
+          ConfigError: the model has no adapters, or the format has no place for what was trained.
+        """
+        self._interface("save_adapter").save_adapter(self, directory, base)
+
+    def merge_adapters(self) -> Model:
+        """A model without adapters that computes the same: each kernel is `W + scale * A B`.
+
+        Raises:
+          ConfigError: the model has no adapters.
+        """
+        config = self.config
+        if config.model.adapter is None:
+            raise ConfigError("merge_adapters: got a model without adapters, expected some; it is merged already")
+        plain = dataclasses.replace(config.model, adapter=None)
+        params, config = adapters.merge(self.params), dataclasses.replace(config, model=plain)
+        return dataclasses.replace(self, module=build.build(plain), params=params, config=config)
 
     def inference_variables(self, params: PyTree = None) -> dict[str, PyTree]:
         """The variables of a forward pass: `params` (None: the model's own) and the other collections."""

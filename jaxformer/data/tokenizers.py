@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -18,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import tokenizers as hf
 
 from jaxformer.config import DataConfig
-from jaxformer.data import vocabularies
+from jaxformer.data import vocabularies, vocabulary_learning
 from jaxformer.data.sources import Example, Examples
 from jaxformer.data.tokenizer_files import read_file, unreadable, write
 from jaxformer.data.vocabularies import LibraryVocabulary, SentencePieceVocabulary, Vocabulary
@@ -38,6 +40,12 @@ ROLES = {
     "sep": ("<sep>", "[SEP]", "</s>"),
 }
 """Names of each special token, the most specific first. RoBERTa has no [CLS] and uses <s> instead."""
+
+OTHER, CLOSED, SENTENCE_END, LINE_END = range(4)
+"""Kinds of pieces to `Tokenizer.sentence_starts`: CLOSED is of quotation marks and brackets only."""
+
+CLOSING = "\"'\u201d\u2019\u00bb)]"
+"""Characters that may stand between the end of a sentence and the blank after it."""
 
 MAX_SAMPLED_EXAMPLES = 2**18
 """Examples that a vocabulary is learned from, evenly spaced over the split."""
@@ -65,6 +73,7 @@ class Tokenizer:
       vocab: rows of the model's embedding table: `size` rounded up to a multiple.
       pad, bos, eos, unk, mask, cls, sep: ids of the special tokens; None if a loaded vocabulary has none. Vocabularies
         learned here have all of them, as ids 0 to 6.
+      sentinels: ids of the tokens <extra_id_0>, <extra_id_1>, ..., which stand for dropped spans of a text.
 
     Args:
       vocabulary: the vocabulary.
@@ -88,7 +97,10 @@ class Tokenizer:
             setattr(self, role, index)
             roles[role] = vocabulary.pieces[index]
         self.names = {role: name for role, name in roles.items() if name is not None}  # role -> piece
+        sentinels = itertools.takewhile(known.__contains__, map(vocabulary_learning.sentinel_name, itertools.count()))
+        self.sentinels = tuple(known[name] for name in sentinels)
         self._specials = {name: known[name] for name in self.names.values() if name in known}
+        self._specials |= {vocabulary.pieces[index]: index for index in self.sentinels}
         self._hidden = set(self._specials.values()) - {self.unk}
 
     @functools.cached_property
@@ -138,6 +150,14 @@ class Tokenizer:
         pieces = enumerate(self.vocabulary.pieces)
         return frozenset(index for index, piece in pieces if re.fullmatch("<0x[0-9A-F]{2}>", piece))
 
+    def decode_with_sentinels(self, ids: Iterable[int]) -> str:
+        """The text of `ids` with the names of sentinels in it, single spaces around them."""
+        parts: list[str] = []
+        for is_sentinel, group in itertools.groupby(map(int, ids), set(self.sentinels).__contains__):
+            tokens = list(group)
+            parts += [self.vocabulary.pieces[i] for i in tokens] if is_sentinel else [self.decode(tokens).strip()]
+        return " ".join(filter(None, parts))
+
     @functools.cached_property
     def pair_template(self) -> PairTemplate:
         """Special tokens around a pair of texts: those of a tokenizer.json, else `<cls> text <sep> text <sep>`."""
@@ -178,6 +198,32 @@ class Tokenizer:
             return [not piece.startswith("##") for piece in pieces]
         begin = tuple("Ġ▁Ċĉč" + string.whitespace + string.punctuation)
         return [piece.startswith(begin) for piece in pieces]
+
+    def sentence_starts(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """True for each token that begins a sentence or a line, bool `[n]`.
+
+        A sentence begins at the first token, at a word after a piece that ends in ".", "!" or "?" (a quotation mark or
+        bracket may close it), and after a line end.
+        """
+        if not len(ids):
+            return np.zeros(0, bool)
+        kind = self._sentence_kinds[np.asarray(ids)]
+        before, here = kind[:-1], kind[1:]
+        words = np.asarray(self.word_starts(np.asarray(ids).tolist()))[1:]
+        starts = ((before == SENTENCE_END) & words & (here == OTHER)) | ((before == LINE_END) & (here != LINE_END))
+        return np.concatenate([[True], starts])
+
+    @functools.cached_property
+    def _sentence_kinds(self) -> np.ndarray:
+        """What each piece is to `sentence_starts`, int8 `[size]`."""
+
+        def kind(piece: str) -> int:
+            if piece.endswith(("\n", "Ċ")):
+                return LINE_END
+            bare = piece.rstrip(CLOSING)
+            return SENTENCE_END if bare.endswith((".", "!", "?")) else CLOSED if piece and not bare else OTHER
+
+        return np.array([kind(piece) for piece in self.vocabulary.pieces], np.int8)
 
     def cached(self, budget: int) -> Tokenizer:
         """The same tokenizer with a cache of the ids of seen texts, of up to `budget` bytes."""

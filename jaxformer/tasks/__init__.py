@@ -25,7 +25,8 @@ Features = Mapping[str, np.ndarray]
 
 int32 "source" [n] and "target" [m] (the decoder's input), optional "token_type" [n] of the source, and "segment" [n]:
 1 and up, ascending; without it the example is one segment. "labels" are [m], [n] or [], float32 if they are scores, and
-"weights" are float32 of the same shape.
+"weights" are float32 of the same shape. "prefix" [] is the number of leading slots of the target that see each other in
+both directions. "relation" [] is a label of the whole row beside those of its slots, -1 if it has none.
 
 Two more are counted and never stacked: "cut" [] is the number of tokens beyond `data.length`, absent if there are none.
 "unread" [k] holds the labels that no slot carries (tags of words that were cut off)."""
@@ -120,6 +121,11 @@ class Task:
         seed, the epoch and the example only. Truncates to `config.data.length` and counts the truncated tokens.
       encode_windows: `(config, tokenizers, example, rng) -> list of Features`: the complete example in as many pieces
         as `config.data.length` needs. Evaluation measures these in place of `encode`'s; None: one piece per example.
+      encode_row: `(config, tokenizers, ids, rng) -> Features` of up to `row_length(config)` ids of a running text, for
+        packing "concat"; None: the rows of that packing are for next-token prediction, or the task refuses it.
+      row_length: `(config) -> int`, ids of one such row.
+      encode_score: like `encode_windows`, the pieces by which `Model.score` measures a complete text; None: those of
+        `encode_windows`, or `encode`.
       loss: `(config, logits, batch) -> Sums` with at least "loss", whose quotient is minimised.
       metrics: `(config, logits, batch) -> Sums`, added over the whole split in evaluation; includes "loss" without
         smoothing or regularisers, so that it compares between runs.
@@ -140,6 +146,9 @@ class Task:
       score_signatures: `(config) -> name -> str`: exact definition of each score (sacreBLEU's signature).
       classes: names of the head's classes, where the task fixes them; None: the data has them.
       couples_rows: `(config) -> bool`: True if a row's loss depends on the other rows of its microbatch.
+      has_prefix: True if examples have the feature "prefix".
+      reads_other_text: `(config) -> bool`: True if `encode` also reads the text of another example, which the pipeline
+        draws from the same split and adds as the example's "other".
       check: `(config) -> None`: raises a ConfigError where the metrics cannot be computed from the data's classes,
         which the resolved config has.
       options: frozen dataclass of the task's own settings, the type of `config.task.options`; None: it has none.
@@ -165,6 +174,11 @@ class Task:
     score: Callable[[Config, Sequence[Any], Sequence[Example]], dict[str, float]] | None = None
     score_names: tuple[str, ...] = ()
     encode_windows: Callable[[Config, Tokenizers, Example, np.random.Generator], list[Features]] | None = None
+    encode_row: Callable[[Config, Tokenizers, np.ndarray, np.random.Generator], Features] | None = None
+    row_length: Callable[[Config], int] = lambda config: config.data.length
+    encode_score: Callable[[Config, Tokenizers, Example, np.random.Generator], list[Features]] | None = None
+    has_prefix: bool = False
+    reads_other_text: Callable[[Config], bool] = lambda config: False
     unread_label_metrics: Callable[[Config, np.ndarray], Sums] = lambda config, labels: {}
     classes: tuple[str, ...] | None = None
     score_signatures: Callable[[Config], dict[str, str]] = lambda config: {}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
+
 from jaxformer import tasks
 from jaxformer.config import Config
+from jaxformer.config.checks import sections
 from jaxformer.data import chat
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
@@ -56,9 +59,25 @@ def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers) -> 
             raise ConfigError(f"config.model.{part}.embed.vocab: got {rows}, expected {expected}")
     output = tokenizers.target if model.has_decoder else tokenizers.source
     task = dataclasses.replace(config.task, classes=names or (), vocab=output.size)
+    if task.class_weights == (sections.BALANCED,):
+        task = dataclasses.replace(task, class_counts=count_classes(config, dataset, model.head.classes or 0))
     resolved = dataclasses.replace(config, model=model, task=task)
     tasks.get(config.task.name).check(resolved)
     metric_settings.check_samples_exist(resolved)
     if "validation" in dataset.splits:
         metric_settings.check_metric_is_measured(resolved)
+    elif config.train.patience is not None:
+        raise ConfigError(
+            f"config.train.patience: got {config.train.patience}, expected None: the data has no validation split"
+        )
     return resolved
+
+
+def count_classes(config: Config, dataset: Dataset, classes: int) -> tuple[int, ...]:
+    """Number of training labels of each class: of examples, or where every word has a tag, of words."""
+    train = dataset.splits["train"]
+    counts = np.zeros(classes, np.int64)
+    for i in range(min(len(train), config.data.examples or len(train))):
+        labels = train[i].get("tags", train[i].get("label"))
+        counts += np.bincount(np.atleast_1d(np.asarray(labels, np.int64)), minlength=classes)
+    return tuple(counts.tolist())

@@ -15,8 +15,8 @@ TEXT = "the cat sat on the mat while a dog ran after some other cats in our gard
 
 
 def words(text: str = TEXT) -> Tokenizers:
-    """One word tokenizer for both sides."""
-    return learned(TokenizerConfig(kind="word", vocab=100), text)
+    """One word tokenizer for both sides, with a few sentinels."""
+    return learned(TokenizerConfig(kind="word", vocab=100, sentinels=4), text)
 
 
 def learned(settings: TokenizerConfig, text: str = TEXT) -> Tokenizers:
