@@ -7,6 +7,7 @@ with each other, and `comparison.py` compares configs.
 
 from jaxformer.config.schema import (
     AXES,
+    AdapterConfig,
     AttentionConfig,
     CheckpointConfig,
     Config,
@@ -18,6 +19,7 @@ from jaxformer.config.schema import (
     EncodingConfig,
     EvaluateConfig,
     FeedForwardConfig,
+    GeneratorConfig,
     HeadConfig,
     InitConfig,
     MeshConfig,
@@ -38,6 +40,7 @@ from jaxformer.errors import ConfigError, StorageError
 
 __all__ = [
     "AXES",
+    "AdapterConfig",
     "AttentionConfig",
     "CheckpointConfig",
     "Config",
@@ -50,6 +53,7 @@ __all__ = [
     "EncodingConfig",
     "EvaluateConfig",
     "FeedForwardConfig",
+    "GeneratorConfig",
     "HeadConfig",
     "InitConfig",
     "MeshConfig",
