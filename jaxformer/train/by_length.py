@@ -99,7 +99,7 @@ class BinnedEvaluation:
         """For each bin its lengths ("tokens"), the number of inputs ("examples"), and their measures."""
         found = []
         for number, label in enumerate(self.bins.labels()):
-            own = {name: (pair[0][number], pair[1][number]) for name, pair in self.total.items()}
+            own = {name: tuple(np.asarray(part)[number] for part in pair) for name, pair in self.total.items()}
             count = int(own.pop("examples")[0])
             found.append({"tokens": label, "examples": count, **(metrics.divide(own) if count else {})})
         return found
