@@ -501,6 +501,8 @@ class EvaluateConfig:
     decode_examples: Count = 0  # validation examples that are decoded at each evaluation, to be scored where the task
     # has scores of decoded text, and to be seen; 0: loss only
     samples: Count = 5  # decoded examples that are printed at each evaluation
+    length_bins: tuple[int, ...] = ()  # jaxformer evaluate: measures by source length, as "10,20,40": up to 10 tokens,
+    # 11 to 20, 21 to 40, and more; (): quartiles of the split
     headline: str = ""  # measure that reports show first; "": checkpoint.metric, or the task's where that is loss
 
 

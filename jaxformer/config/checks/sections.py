@@ -160,6 +160,13 @@ def _check_permutation_lm(config: Config) -> None:
         raise invalid("config.model.permutation.memory", None, "a number of slots with config.task.recurrence")
 
 
+def check_evaluate(config: Config) -> None:
+    """Raises ConfigError if the bins of lengths do not ascend."""
+    bins = config.evaluate.length_bins
+    if list(bins) != sorted(set(bins)) or (bins and bins[0] < 1):
+        raise invalid("config.evaluate.length_bins", bins, "ascending numbers of at least 1")
+
+
 def check_data(config: Config) -> None:
     """Raises ConfigError if lengths, the tokenizer, scores, the format or the splits contradict each other."""
     data = config.data
