@@ -247,8 +247,8 @@ class GeneratorConfig:
 
     encoder: StackConfig = field(default_factory=StackConfig)  # its layers; embed.vocab None: that of the model
     head: HeadConfig = field(default_factory=HeadConfig)  # its head of kind tokens
-    sharing: Literal["none", "tied", "disentangled"] = "tied"  # token embeddings: two tables (none); one (tied: ELECTRA);
-    # or the model's is the generator's, without its gradient, plus an own table that starts at 0 (DeBERTa-v3)
+    sharing: Literal["none", "tied", "disentangled"] = "tied"  # token embeddings: two tables (none); one (tied, as in
+    # ELECTRA); or the generator's, without gradient, plus a table of the model's that starts at 0 (DeBERTa-v3)
     vocab: PositiveInt | None = None  # only ids below this are sampled; None: the tokenizer's number of tokens
 
 

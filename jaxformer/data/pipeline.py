@@ -352,4 +352,5 @@ class Pipeline:
         batch = packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
         if planned.continues is None:
             return batch
-        return batch._replace(continues=np.full(rows, planned.continues))  # numpy's array stands for jax's
+        flags: Any = np.full(rows, planned.continues)  # numpy's array stands for jax's
+        return batch._replace(continues=flags)

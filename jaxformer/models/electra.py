@@ -12,7 +12,7 @@ the generator's are below "generator".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import flax.struct
 import jax
@@ -73,7 +73,7 @@ class Electra(Transformer):
         base = self.generator.source_embed if self.sharing == "disentangled" else None
         return Embed(encoder.embed, encoder.width, dtype, base=base, residual=base is not None)
 
-    def __call__(  # ty: ignore[invalid-method-override]
+    def __call__(  # ty: ignore[incompatible-method-override]
         self, batch: Batch, full_logits: bool = True
     ) -> Float32[Array, "B T C"] | Detection:
         """The `Detection` of a batch with labels; without them, the discriminator's logits of the source as it is.
@@ -83,13 +83,12 @@ class Electra(Transformer):
         if self.is_initializing():
             self.generator(batch)
         if batch.weights is None:
-            return super().__call__(batch, full_logits)
-        source = batch.side("source")
-        generated = self.generator(batch)
+            return cast(Array, super().__call__(batch))  # slots and classes have no deferred logits
+        source, generated = batch.side("source"), cast(Array, self.generator(batch))
         masked = (batch.weights > 0) & (source.slots.segment > 0)
         tokens = jnp.where(masked, self.sample(source, generated), source.tokens)
         corrupted = batch._replace(source=source._replace(tokens=tokens))
-        return Detection(generated, tokens, super().__call__(corrupted))
+        return Detection(generated, tokens, cast(Array, super().__call__(corrupted)))
 
     def sample(self, source: Stream, logits: Float32[Array, "B T V"]) -> Int[Array, "B T"]:
         """A token for each slot, drawn from its logits, of ids below `generator.vocab`.

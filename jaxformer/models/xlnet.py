@@ -29,12 +29,12 @@ from jaxtyping import Bool, Float, Float32, Int, Num
 from jaxformer.config import EncodingConfig, PermutationConfig, StackConfig
 from jaxformer.errors import ConfigError
 from jaxformer.models.transformer import Transformer, last_stack
+from jaxformer.nn import encodings, remat
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.encodings.transformer_xl import TokenTypes
 from jaxformer.nn.ffn import FeedForward
 from jaxformer.nn.heads import last_slot
 from jaxformer.nn.kernels import Keys, Queries
-from jaxformer.nn import encodings, remat
 from jaxformer.nn.layers import Dropout, Norm, parameter
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.nn.stack import unroll
@@ -323,7 +323,8 @@ def stream_masks(
     def prepend(ids: Array, memory: Array | int) -> Array:
         return jnp.concatenate([jnp.broadcast_to(memory, (rows, memory_length)), ids], axis=1)
 
-    keys = Slots(prepend(slots.position, jnp.arange(-memory_length, 0)), prepend(ones, visible_memory.astype(ones.dtype)))
+    segment = prepend(ones, visible_memory.astype(ones.dtype))
+    keys = Slots(prepend(slots.position, jnp.arange(-memory_length, 0)), segment)
 
     def mask(unseen: Array) -> Mask:
         return Mask(same_segment, keys, hidden_pairs=jnp.pad(unseen, ((0, 0), (0, 0), (memory_length, 0))))

@@ -1,4 +1,4 @@
-"""Batches whose rows go on with the text of the batch before: contiguous, complete up to a tail, resumable, on hosts."""
+"""Batches whose rows go on with the text of the batch before: contiguous but for a tail, resumable, on hosts."""
 
 import dataclasses
 

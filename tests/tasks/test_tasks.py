@@ -129,7 +129,7 @@ def test_smoothing_spreads_over_the_real_vocabulary():
         ("language_modelling", " sat\non it", " sat\\non it"),
         ("masked_lm", {"text": "the cat sat on it"}, "the cat sat on it"),
         ("permutation_lm", {"text": "the cat sat on it"}, "the cat sat on it"),
-        ("replaced_tokens", [{"token": " cat", "replaced": 0.25}, {"token": " ", "replaced": 1.0}], "cat/0.250  /1.000"),
+        ("replaced_tokens", [{"token": " cat", "replaced": 0.25}, {"token": " ", "replaced": 1}], "cat/0.250  /1.000"),
         ("tagging", [{"label": "O"}, {"label": "B-place"}, {"label": "I-place"}], "O B-place I-place"),
         ("answering", {"answer": "the cat", "score": 0.5}, "the cat"),
         ("classification", {"label": "positive", "probability": 0.75}, "positive\t0.7500"),

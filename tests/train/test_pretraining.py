@@ -23,7 +23,7 @@ from jaxformer.train.metric_window import MetricWindow
 
 TEXT = "the cat sat on the mat while a dog ran after some other cats in our garden\n"
 
-RECIPE = '''
+RECIPE = """
 from jaxformer.config import GeneratorConfig, PermutationConfig, StackConfig
 from jaxformer.config.overrides import defaults, section
 
@@ -53,7 +53,7 @@ def get_config(variant):
     config.train.steps, config.train.log_every, config.train.evaluate_every = 4, 4, 0
     config.train.checkpoint_every, config.checkpoint.keep_last = 0, 1
     return config
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from jaxformer.config.schema import (
     StackConfig,
 )
 
-
 GENERATOR = "config.model.generator.encoder"
 
 

@@ -53,7 +53,7 @@ def check_task(config: Config) -> None:
             raise invalid("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if task == "answering" and model.head.classes not in (None, 2):
             raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
-        packings = PACKINGS[task] if task in PACKINGS else ("none",)
+        packings = PACKINGS.get(task, ("none",))
         if config.data.packing not in packings:
             raise invalid("config.data.packing", config.data.packing, f"{' or '.join(packings)} for the task {task}")
         if model.generator is not None and task != "replaced_tokens":
