@@ -322,7 +322,7 @@ def recipe(**edits):
     [
         ({"data__packing": "first_fit"}, "data.packing: got 'first_fit', expected none or concat for the task"),
         ({"task__label_smoothing": 0.1}, "task.label_smoothing: got 0.1, expected 0 for the task replaced_tokens"),
-        ({"task__name": "tagging"}, "model.generator: got a section, expected None for the task tagging"),
+        ({"task__name": "tagging"}, "model.generator: got 'a section', expected None for the task tagging"),
         ({"model__generator__head__kind": "slots"}, "generator.head.kind: got 'slots', expected tokens"),
         ({"model__generator__head__chunk": 8}, "generator.head.chunk: got 8, expected None"),
         ({"model__generator__encoder__embed__width": 8}, "encoder.embed.width: got 8, expected 32, the width of the"),
