@@ -7,6 +7,7 @@ rows of a batch. A checkpoint needs only (epoch, block, batch), and any number o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,9 +17,9 @@ import numpy as np
 
 from jaxformer.config import Config
 from jaxformer.data import cache, concatenation, packing, planning, truncation
-from jaxformer.data.encoding import Encoder, EncodingTask, ExampleGenerator
+from jaxformer.data.encoding import Encoder, EncodingTask
 from jaxformer.data.packing import Features, PlannedBatch, Shape
-from jaxformer.data.planning import BlockPlanner, EncodedExamples, PlannedBlock, RunningTextPlanner
+from jaxformer.data.planning import BlockPlanner, PlannedBlock, RunningTextPlanner
 from jaxformer.data.sources import Dataset, Examples, FirstExamples
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.data.truncation import Truncation
@@ -300,9 +301,10 @@ class Pipeline:
 
     def _check_packing(self, features: Features) -> None:
         mode, task = self.config.data.packing, self.config.task.name
-        if mode == "concat" and self.task.encode_row is None and ("target" not in features or "source" in features):
+        is_next_token = "target" in features and "source" not in features
+        if mode == "concat" and self.task.encode_row is None and not is_next_token:
             raise ConfigError(
-                f"data.packing: got concat for task {task!r}, which is not language modelling, expected none or "
+                f"data.packing: got concat for task {task!r}, which reads no running text, expected none or "
                 "first_fit; change it"
             )
         if mode == "first_fit" and "labels" in features and np.ndim(features["labels"]) == 0:
@@ -311,15 +313,18 @@ class Pipeline:
     def _planner(self, split: str, limit: int | None, buckets: list[Shape], train: bool) -> BlockPlanner:
         data, config = self.config.data, self.config
         count, windows = self._count(split, limit), False
-        encode: EncodedExamples
         if data.packing == "concat":
             key = f"{self.dataset.key} {split} {count}"
             documents = FirstExamples(self._split(split), count)
             tokenizer = getattr(self.tokenizers, config.model.input_side)
             tokens = concatenation.token_stream(cache.cache_directory(data) / "streams", key, documents, tokenizer)
-            encode, max_length = self._rows(tokens), None
+            encode_row, max_length = self.task.encode_row, None
+            if encode_row is not None:
+                encode_row = functools.partial(encode_row, config, self.tokenizers)
+            length = self.task.row_length(config)
+            encode = concatenation.ConcatenatedRows(tokens, length, encode_row, config.train.seed)
             if train and config.task.recurrence:
-                block, full_rows = planning.block_size(len(encode)), len(tokens) // data.length
+                block, full_rows = planning.block_size(len(encode)), (len(tokens) - 1) // length
                 return RunningTextPlanner(encode, buckets, False, None, None, block, full_rows=full_rows)
         else:
             max_length = data.length if train and data.skip_long else None
@@ -330,18 +335,6 @@ class Pipeline:
         seed = config.train.seed if train and data.shuffle else None
         size = planning.block_size(len(encode))
         return BlockPlanner(encode, buckets, data.packing == "first_fit", seed, max_length, size, windows)
-
-    def _rows(self, tokens: np.ndarray) -> EncodedExamples:
-        """The rows of a token stream as the task reads them."""
-        encode_row, length = self.task.encode_row, self.config.data.length
-        if encode_row is None:
-            return concatenation.ConcatenatedRows(tokens, length)
-
-        def encode(ids: np.ndarray, index: int, epoch: int) -> Features:
-            rng = ExampleGenerator(self.config.train.seed, epoch)(index)
-            return encode_row(self.config, self.tokenizers, ids, rng)
-
-        return concatenation.EncodedRows(tokens, length, encode)
 
     def _fill(self, block: PlannedBlock, planned: PlannedBatch) -> Batch:
         """This host's rows of a planned batch."""

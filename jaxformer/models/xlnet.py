@@ -38,7 +38,7 @@ from jaxformer.nn.kernels import Keys, Queries
 from jaxformer.nn.layers import Dropout, Norm, parameter
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.nn.stack import unroll
-from jaxformer.types import MEMORY, Array, Batch, DeferredLogits, PyTree, Slots, Stream
+from jaxformer.types import MEMORY, Array, Batch, DeferredLogits, PyTree, RelationLogits, Slots, Stream
 
 
 class Streams(NamedTuple):
@@ -172,7 +172,9 @@ class XLNet(Transformer):
         check(config)
         self.mask_embed = parameter(self, "mask_embed", nn.initializers.normal(0.02), (None,), (config.width,))
 
-    def __call__(self, batch: Batch, full_logits: bool = True) -> Float32[Array, "B ..."] | DeferredLogits:
+    def __call__(
+        self, batch: Batch, full_logits: bool = True
+    ) -> Float32[Array, "B ..."] | DeferredLogits | RelationLogits:
         """Logits `[B, M, V]` of the targets of `batch.permutation`; without one, those of the ordinary encoder.
 
         If `batch.continues` is given and the collection `MEMORY` has memories, rows that continue a text read theirs.

@@ -260,7 +260,7 @@ def permuted(tokens_seed=0, continues=None, orders=ORDERS, given=2) -> Batch:
     labels = np.where(targets >= 0, np.take_along_axis(source.tokens, targets, axis=1), 0)
     weights = (targets >= 0).astype(np.float32)
     flags = None if continues is None else np.array(continues)
-    return Batch(source, None, labels, weights, Permutation(order, targets), flags)
+    return Batch(source, None, labels, weights, permutation=Permutation(order, targets), continues=flags)
 
 
 def test_what_an_order_hides_is_the_definition():

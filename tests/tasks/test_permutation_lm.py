@@ -118,7 +118,8 @@ def training_batches() -> list[Batch]:
         order = order[:, :4]  # -1 was written into the last column
         labels = np.take_along_axis(source.tokens, np.maximum(targets, 0), axis=1)
         weights = (targets >= 0).astype(np.float32)
-        batches.append(Batch(source, None, labels, weights, Permutation(order, targets), continues))
+        order = Permutation(order, targets)
+        batches.append(Batch(source, None, labels, weights, permutation=order, continues=continues))
     return batches
 
 

@@ -43,7 +43,8 @@ def check_context(config: Config, size: int) -> None:
         "a mixture of experts of limited capacity (moe.capacity)": any(
             stack.moe is not None and stack.moe.capacity is not None for stack in model.stacks.values()
         ),
-        "head.pooling last": model.head.pooling == "last" and model.head.kind in ("classes", "pooled"),
+        "head.pooling last": model.head.pooling == "last"
+        and (model.head.kind in ("classes", "pooled") or model.head.relation),
     }
     for part, is_present in ordered.items():
         if is_present:
