@@ -138,8 +138,7 @@ class TrainState(flax.struct.PyTreeNode):
       opt_state: optax state.
       key: the run's PRNG key, constant; a step draws from `fold_in(key, step)`.
       variables: other collections: batch-norm statistics under "batch_stats"; if the run keeps them, the moving average
-        of the parameters that are trained under `EMA`, and under `MEMORY` what each row of the next batch remembers of
-        its text.
+        of the parameters that are trained under `EMA`, and under `MEMORY` what each row of the next batch remembers.
     """
 
     step: Array
@@ -153,12 +152,12 @@ class TrainState(flax.struct.PyTreeNode):
         return {name: value for name, value in self.variables.items() if name != EMA}
 
     def evaluation_variables(self) -> dict[str, PyTree]:
-        """The variables to evaluate and decode with: the moving average in place of the parameters that have one.
+        """The variables to evaluate and decode with: moving averages in place of the parameters that have one.
 
         Memories are left out: they belong to the rows of the training batches.
         """
-        others = {name: value for name, value in self.collections().items() if name != MEMORY}
         params = overlaid(self.params, self.variables[EMA]) if EMA in self.variables else self.params
+        others = {name: value for name, value in self.collections().items() if name != MEMORY}
         return {"params": params, **others}
 
 

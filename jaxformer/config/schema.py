@@ -244,6 +244,17 @@ class PermutationConfig:
 
 
 @dataclass(frozen=True)
+class GeneratorConfig:
+    """Small masked language model that replaces tokens for the model to detect (ELECTRA)."""
+
+    encoder: StackConfig = field(default_factory=StackConfig)  # its layers; embed.vocab None: that of the model
+    head: HeadConfig = field(default_factory=HeadConfig)  # its head of kind tokens
+    sharing: Literal["none", "tied", "disentangled"] = "tied"  # token embeddings: two tables (none); one (tied, as in
+    # ELECTRA); or the generator's, without gradient, plus a table of the model's that starts at 0 (DeBERTa-v3)
+    vocab: PositiveInt | None = None  # only ids below this are sampled; None: the tokenizer's number of tokens
+
+
+@dataclass(frozen=True)
 class AdapterConfig:
     """Low-rank adapters (LoRA, Hu et al. 2021): targets compute `x W + alpha / rank * dropout(x) A B` with W frozen.
 
@@ -264,19 +275,6 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True)
-class GeneratorConfig:
-    """Small masked language model that replaces tokens for the model to detect (ELECTRA)."""
-
-    encoder: StackConfig = field(default_factory=StackConfig)  # its layers; embed.vocab None: that of the model
-    head: HeadConfig = field(default_factory=HeadConfig)  # its head of kind tokens
-    sharing: Literal["none", "tied", "disentangled"] = (
-        "tied"  # token embeddings: two tables (none); one (tied: ELECTRA);
-    )
-    # or the model's is the generator's, without its gradient, plus an own table that starts at 0 (DeBERTa-v3)
-    vocab: PositiveInt | None = None  # only ids below this are sampled; None: the tokenizer's number of tokens
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """Architecture: the sections that are not None decide the family.
 
@@ -289,8 +287,8 @@ class ModelConfig:
     recurrent_encoder: RecurrentConfig | None = None
     recurrent_decoder: RecurrentConfig | None = None
     permutation: PermutationConfig | None = None
-    adapter: AdapterConfig | None = None
     generator: GeneratorConfig | None = None
+    adapter: AdapterConfig | None = None
     head: HeadConfig = field(default_factory=HeadConfig)
     share_embeddings: bool = False  # one embedding table for source and target (needs a joint vocabulary)
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute precision; parameters are always float32
@@ -389,8 +387,15 @@ class TaskConfig:
     name: TaskName = "translation"  # a file of `jaxformer/tasks/`; none: a model that is called but never trained
     label_smoothing: Rate = 0.0  # share of a label's probability that is spread over all classes
     z_loss: NotNegative = 0.0  # weight of the squared log of the softmax denominator (PaLM)
-    mask_rate: ProperShare = 0.15  # masked_lm, replaced_tokens: fraction of tokens that are masked and predicted;
-    # span_corruption: that are dropped
+    predict_every: PositiveInt = 6  # permutation_lm: one in so many tokens is predicted, the last of the order (K in
+    # Yang et al. 2019, section 2.3); 1: all
+    recurrence: bool = False  # permutation_lm: rows read memories of the text before them, model.permutation.memory
+    # slots per layer; needs data.packing=concat and data.shuffle=false
+    detection_weight: NotNegative = 50.0  # replaced_tokens: weight of the discriminator's loss beside the generator's
+    mask_rate: ProperShare = (
+        0.15  # masked_lm, replaced_tokens: fraction of tokens that are chosen; span_corruption: that
+    )
+    # are dropped
     whole_words: bool = False  # masked_lm, replaced_tokens: mask all tokens of a word together
     all_positions: bool = False  # masked_lm: predict all tokens, hidden or not; False: the chosen ones
     relation: Literal["none", "next_sentence", "sentence_order"] = "none"  # masked_lm: a second loss of two parts of a
@@ -403,11 +408,6 @@ class TaskConfig:
     deletion: Rate = 0.0  # denoising: fraction of the other tokens that are deleted
     permutation: Probability = 1.0  # denoising: fraction of sentences that change places
     rotation: Probability = 0.0  # denoising: fraction of texts that are rotated, to begin with any of their tokens
-    predict_every: PositiveInt = 6  # permutation_lm: one in so many tokens is predicted, the last of the order (K in
-    # Yang et al. 2019, section 2.3); 1: all
-    recurrence: bool = False  # permutation_lm: rows read memories of the text before them, model.permutation.memory
-    # slots per layer; needs data.packing=concat and data.shuffle=false
-    detection_weight: NotNegative = 50.0  # replaced_tokens: weight of the discriminator's loss beside the generator's
     stride: PositiveInt = 128  # answering: tokens between the starts of two windows of a long context, at most half a
     # window
     unanswerable: bool = False  # answering: contexts may hold no answer; the answer is then empty (SQuAD 2.0)

@@ -220,9 +220,7 @@ def _permuted(rows: Sequence[Sequence[Features]], length: int, template: Feature
     }
     for number, row in enumerate(rows):
         if len(row) > 1:
-            raise ConfigError(
-                "data.packing: got first_fit with a factorisation order, expected none or concat; change it"
-            )
+            raise ConfigError("data.packing: got first_fit with an order of prediction, expected none or concat")
         for features in row:
             for name, array in arrays.items():
                 array[number] = features[name]

@@ -238,9 +238,8 @@ def init_state(config: Config, module: nn.Module, optimizer: optim.Transform, me
     params = variables.pop("params")
     if config.train.ema is not None:
         variables[EMA] = jax.tree.map(jnp.copy, freezing.trained(config, params))
-    variables = recurrence.with_memory(
-        config, variables, lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), mesh
-    )
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)  # noqa: E731
+    variables = recurrence.with_memory(config, variables, zeros, mesh)
     shardings = state_shardings(config, module, optimizer, mesh)
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(freezing.trained(config, params))
     replicated = NamedSharding(mesh, PartitionSpec())

@@ -143,10 +143,10 @@ def check_model(model: ModelConfig) -> None:
         _check_shared_embeddings(encoder, decoder)
     if model.permutation is not None:
         _check_permutation(model)
-    if model.adapter is not None:
-        check_adapter(model.adapter)
     if model.generator is not None:
         _check_generator(model, model.generator)
+    if model.adapter is not None:
+        check_adapter(model.adapter)
     pools_last = model.head.pooling == "last" and model.head.kind in ("classes", "pair")
     bidirectional = model.recurrent_encoder is not None and model.recurrent_encoder.bidirectional
     if pools_last and bidirectional and model.head.kind == "pair":  # the backward direction has read one token there
@@ -155,6 +155,25 @@ def check_model(model: ModelConfig) -> None:
         pools_last and model.encoder is not None and model.encoder.encoding.kind != "transformer_xl"
     ):  # XLNet's is the last
         raise invalid("config.model.head.pooling", "last", "first or mean for a transformer encoder")
+
+
+def _check_generator(model: ModelConfig, generator: GeneratorConfig) -> None:
+    encoder, head = model.encoder, generator.head
+    if encoder is None or model.decoder is not None or model.permutation is not None:
+        raise invalid("config.model.generator", "a section", "None unless the model is a transformer encoder alone")
+    if head.kind != "tokens":
+        raise invalid("config.model.generator.head.kind", head.kind, "tokens: a masked language model")
+    if head.chunk is not None:
+        raise invalid("config.model.generator.head.chunk", head.chunk, "None: tokens are sampled from whole logits")
+    if "batch" in (encoder.norm.kind, generator.encoder.norm.kind):
+        raise invalid("config.model.generator", "a section", "None, or norms of other kinds than batch")
+    if generator.encoder.embed.vocab != encoder.embed.vocab:
+        expected = f"{encoder.embed.vocab}, as config.model.encoder.embed.vocab"
+        raise invalid(f"{GENERATOR}.embed.vocab", generator.encoder.embed.vocab, expected)
+    own, table = (stack.embed.width or stack.width for stack in (generator.encoder, encoder))
+    if generator.sharing != "none" and own != table:
+        expected = f"{table}, the width of the model's table, for sharing {generator.sharing}"
+        raise invalid(f"{GENERATOR}.embed.width", own, expected, "set it, or generator.sharing to none")
 
 
 def check_adapter(adapter: AdapterConfig) -> None:
@@ -181,25 +200,6 @@ def _is_positive(text: str) -> bool:
         return 0 < float(text) < math.inf
     except ValueError:
         return False
-
-
-def _check_generator(model: ModelConfig, generator: GeneratorConfig) -> None:
-    encoder, head = model.encoder, generator.head
-    if encoder is None or model.decoder is not None or model.permutation is not None:
-        raise invalid("config.model.generator", "a section", "None unless the model is a transformer encoder alone")
-    if head.kind != "tokens":
-        raise invalid("config.model.generator.head.kind", head.kind, "tokens: a masked language model")
-    if head.chunk is not None:
-        raise invalid("config.model.generator.head.chunk", head.chunk, "None: tokens are sampled from whole logits")
-    if "batch" in (encoder.norm.kind, generator.encoder.norm.kind):
-        raise invalid("config.model.generator", "a section", "None, or norms of other kinds than batch")
-    if generator.encoder.embed.vocab != encoder.embed.vocab:
-        expected = f"{encoder.embed.vocab}, as config.model.encoder.embed.vocab"
-        raise invalid(f"{GENERATOR}.embed.vocab", generator.encoder.embed.vocab, expected)
-    own, table = (stack.embed.width or stack.width for stack in (generator.encoder, encoder))
-    if generator.sharing != "none" and own != table:
-        expected = f"{table}, the width of the model's table, for sharing {generator.sharing}"
-        raise invalid(f"{GENERATOR}.embed.width", own, expected, "set it, or generator.sharing to none")
 
 
 def _check_permutation(model: ModelConfig) -> None:

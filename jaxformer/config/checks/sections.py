@@ -14,10 +14,10 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "dialogue": (("decoder",), "tokens"),
     "prefix_lm": (("decoder",), "tokens"),
     "masked_lm": (("encoder",), "tokens"),
-    "span_corruption": (("encoder, decoder",), "tokens"),
-    "denoising": (("encoder, decoder",), "tokens"),
     "permutation_lm": (("encoder",), "tokens"),
     "replaced_tokens": (("encoder",), "slots"),
+    "span_corruption": (("encoder, decoder",), "tokens"),
+    "denoising": (("encoder, decoder",), "tokens"),
     "classification": (("encoder", "decoder"), "classes"),
     "tagging": (("encoder", "decoder"), "slots"),
     "answering": (("encoder", "decoder"), "slots"),
@@ -32,8 +32,7 @@ PACKINGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("language_modelling", "prefix_lm", "span_corruption", "denoising"), ("none", "concat", "first_fit")
     ),
-    "permutation_lm": ("none", "concat"),
-    "replaced_tokens": ("none", "concat"),
+    **dict.fromkeys(("permutation_lm", "replaced_tokens"), ("none", "concat")),
     "dialogue": ("none", "first_fit"),
 }
 """Task -> how several of its examples may share a row; of the others in the table above, none may."""
@@ -76,6 +75,8 @@ def check_task(config: Config) -> None:
         raise invalid("config.task.recurrence", True, f"False for the task {task}", "only permutation_lm has it")
     if task == "replaced_tokens" and model.generator is None:
         raise invalid("config.model.generator", None, "a section for the task replaced_tokens", "add one in the recipe")
+    if config.task.class_weights:
+        _check_class_weights(config.task.class_weights, task)
     if task in ("similarity", "replaced_tokens"):
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
@@ -93,6 +94,26 @@ def check_task(config: Config) -> None:
         raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def _check_permutation_lm(config: Config) -> None:
+    permutation, data = config.model.permutation, config.data
+    if permutation is None:
+        raise invalid("config.model.permutation", None, "a section for the task permutation_lm", "add it in the recipe")
+    if not config.task.recurrence:
+        return
+    needed = {
+        "config.data.packing": (data.packing, "concat"),
+        "config.data.shuffle": (data.shuffle, False),
+        "config.data.tokens": (data.tokens, None),
+        "config.model.permutation.reuse": (permutation.reuse, None),
+        "config.model.encoder.attention.window": (config.model.stacks["encoder"].attention.window, None),
+    }
+    for path, (got, expected) in needed.items():
+        if got != expected:
+            raise invalid(path, got, f"{expected} with config.task.recurrence", "change one of them")
+    if permutation.memory is None:
+        raise invalid("config.model.permutation.memory", None, "a number of slots with config.task.recurrence")
 
 
 def _check_class_weights(weights: tuple[str, ...], task: str) -> None:
@@ -138,33 +159,6 @@ def _check_objective(config: Config) -> None:
         raise invalid("config.task.relation", options.relation, f"{expected} config.model.head.relation", "change one")
     if name != "masked_lm" and model.head.relation and name in TASK_MODELS:
         raise invalid("config.model.head.relation", True, f"False for the task {name}")
-
-
-def _check_permutation_lm(config: Config) -> None:
-    permutation, data = config.model.permutation, config.data
-    if permutation is None:
-        raise invalid("config.model.permutation", None, "a section for the task permutation_lm", "add it in the recipe")
-    if not config.task.recurrence:
-        return
-    needed = {
-        "config.data.packing": (data.packing, "concat"),
-        "config.data.shuffle": (data.shuffle, False),
-        "config.data.tokens": (data.tokens, None),
-        "config.model.permutation.reuse": (permutation.reuse, None),
-        "config.model.encoder.attention.window": (config.model.stacks["encoder"].attention.window, None),
-    }
-    for path, (got, expected) in needed.items():
-        if got != expected:
-            raise invalid(path, got, f"{expected} with config.task.recurrence", "change one of them")
-    if permutation.memory is None:
-        raise invalid("config.model.permutation.memory", None, "a number of slots with config.task.recurrence")
-
-
-def check_evaluate(config: Config) -> None:
-    """Raises ConfigError if the bins of lengths do not ascend."""
-    bins = config.evaluate.length_bins
-    if list(bins) != sorted(set(bins)) or (bins and bins[0] < 1):
-        raise invalid("config.evaluate.length_bins", bins, "ascending numbers of at least 1")
 
 
 def check_data(config: Config) -> None:
