@@ -11,6 +11,7 @@ VARIANTS = {
     "bert_mlm": ("tiny", "base"),
     "btc_ner": ("transformer", "lstm"),
     "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
+    "ladder": ("bigram", "head", "heads", "ffn", "residual", "norm"),
     "llama": ("1b", "7b"),
     "moe_tiny": ("", "dropless", "dense"),
     "quickstart": ("", "fr", "es"),

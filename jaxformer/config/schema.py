@@ -139,6 +139,7 @@ class FeedForwardConfig:
     activation: Activation = "gelu"  # activation of the hidden layer; gelu is the exact one
     gated: bool = False  # act(x W_gate) * (x W_in), a GLU variant (Shazeer 2020)
     bias: bool = True  # biases of the projections
+    output: bool = True  # output projection; without it the hidden width must equal the model width
     dropout: Rate = 0.0  # dropout rate of the hidden activations
     init_scale: Positive = 1.0  # initial variance of the kernels times their fan-in (PyTorch's Linear: 1/3)
 
@@ -170,7 +171,7 @@ class ConvConfig:
 class StackConfig:
     """Transformer encoder or decoder."""
 
-    layers: Layers = 4  # number of layers, each attention and feed-forward
+    layers: Layers = 4  # number of layers, each attention and feed-forward; 0: embeddings alone (bigrams, word vectors)
     width: PositiveInt = 128  # channels of the residual stream
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     encoding: EncodingConfig = field(default_factory=EncodingConfig)
@@ -216,6 +217,8 @@ class HeadConfig:
     # slot (tokens), over classes per slot (slots) or per sequence (classes); one vector per sequence (pooled) or per
     # segment of a row (pair); or the hidden states (none)
     tied: bool = True  # tokens: use the embedding table as the output matrix
+    projection: bool = True  # tokens: multiply with an output matrix; False: the hidden states are the logits, so the
+    # model width must be the vocabulary
     bias: bool = False  # tokens: bias per vocabulary row
     init_scale: Positive = 1.0  # tokens, not tied: initial variance of the output matrix times the model width
     scale: bool = False  # tokens: multiply the hidden states by width ** -0.5 first (T5)

@@ -70,7 +70,7 @@ def quantized_weights(module: nn.Module) -> dict[tuple[str, ...], Weight]:
             weights[layer.path] = Weight("kernel", layer.inputs, len(layer.shape) - layer.inputs)
         elif isinstance(layer, Embed):
             weights[layer.path] = Weight("table", 1, 0)
-        elif isinstance(layer, Head) and layer.config.kind == "tokens" and not layer.config.tied:
+        elif isinstance(layer, Head) and layer.has_matrix:
             weights[layer.path] = Weight("kernel", 1, 1)
         return call(*args, **kwargs)
 

@@ -73,7 +73,8 @@ def _embedded_sides(config: Config) -> int:
 
 def _is_head(config: Config, words: list[str]) -> bool:
     """True if a tied head multiplies with this part of an embedding: the one of the side that predicts, or shared."""
-    if config.model.head.kind != "tokens" or not config.model.head.tied:
+    head = config.model.head
+    if head.kind != "tokens" or not head.tied or not head.projection:
         return False
     decodes = config.model.has_decoder
     return words[0] == ("target_embed" if decodes and _embedded_sides(config) == 1 else "source_embed")
