@@ -59,8 +59,8 @@ class Batch(NamedTuple):
 
     An encoder reads `source`, a decoder reads `target`; the stream that a model does not read is None. For decoding,
     `target` holds the prompt. `labels` (int32; float32 for scores) and `weights` (float32) are aligned with the
-    logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones. Losses never shift. A weight of 0 removes an
-    entry from every sum.
+    logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones, `[B, T, C]` for C candidates a slot. Losses
+    never shift. A weight of 0 removes an entry from every sum.
     """
 
     source: Stream | None

@@ -21,6 +21,7 @@ VARIANTS = {
     "stsb": ("transformer", "lstm", "finetune"),
     "transformer_base": ("base", "big"),
     "wikitext2": ("transformer", "lstm"),
+    "word_vectors": ("skip_gram", "cbow"),
 }
 """Recipe -> its variants ("": without one); recipes that are not listed have none."""
 

@@ -346,6 +346,11 @@ class TaskConfig:
     z_loss: NotNegative = 0.0  # weight of the squared log of the softmax denominator (PaLM)
     mask_rate: ProperShare = 0.15  # masked_lm: fraction of tokens that are predicted
     whole_words: bool = False  # masked_lm: mask all tokens of a word together
+    window: PositiveInt = 5  # skip_gram, cbow: maximum distance of a context word; each word draws its own from 1 on
+    negatives: PositiveInt = 5  # skip_gram, cbow: noise words beside each true one
+    noise_power: NotNegative = 0.75  # skip_gram, cbow: noise words are drawn in proportion to count ** noise_power
+    subsample: NotNegative = 0.0  # skip_gram, cbow: words of a frequency f above this are left out with probability
+    # 1 - (subsample / f) ** 0.5; 0: none is
     stride: PositiveInt = 128  # answering: tokens between the starts of two windows of a long context, at most half a
     # window
     unanswerable: bool = False  # answering: contexts may hold no answer; the answer is then empty (SQuAD 2.0)

@@ -130,11 +130,18 @@ def trim_spans(text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, i
 
 
 class LookupVocabulary:
-    """A look-up table: every byte, character or whitespace-separated word is one token."""
+    """A look-up table: every byte, character or whitespace-separated word is one token.
 
-    def __init__(self, kind: str, pieces: Sequence[str], lowercase: bool):
+    Attributes:
+      counts: how often each piece occurs in the text it was learned from; None if that is not known.
+    """
+
+    def __init__(self, kind: str, pieces: Sequence[str], lowercase: bool, counts: Sequence[int] | None = None):
         self.kind = kind
         self.pieces = tuple(pieces)
+        self.counts = None if counts is None else tuple(counts)
+        if counts is not None and len(counts) != len(pieces):
+            raise ValueError(f"got {len(counts)} counts for {len(pieces)} pieces")
         self._lowercase = lowercase
         self._unk = self.pieces.index("<unk>")
         # A word that looks like a special token must not become one. <unk> is an exception: published corpora
@@ -167,7 +174,8 @@ class LookupVocabulary:
 
     def to_json(self) -> Any:
         pieces = [] if self.kind == "byte" else list(self.pieces)
-        return {"pieces": pieces, "lowercase": self._lowercase}
+        counts = {} if self.counts is None else {"counts": list(self.counts)}
+        return {"pieces": pieces, "lowercase": self._lowercase, **counts}
 
     @property
     def is_expressible(self) -> bool:
@@ -178,9 +186,8 @@ class LookupVocabulary:
 
     @classmethod
     def from_json(cls, kind: str, payload: Any) -> LookupVocabulary:
-        return cls(
-            kind, vocabulary_learning.byte_pieces() if kind == "byte" else payload["pieces"], payload["lowercase"]
-        )
+        pieces = vocabulary_learning.byte_pieces() if kind == "byte" else payload["pieces"]
+        return cls(kind, pieces, payload["lowercase"], payload.get("counts"))
 
 
 class LibraryVocabulary:
@@ -364,9 +371,8 @@ def learn(config: TokenizerConfig, texts: Iterable[str]) -> Vocabulary:
     if config.kind == "character":
         return LookupVocabulary("character", vocabulary_learning.characters(texts, config.lowercase), config.lowercase)
     if config.kind == "word":
-        return LookupVocabulary(
-            "word", vocabulary_learning.frequent_words(texts, config.vocab, config.lowercase), config.lowercase
-        )
+        words, counts = vocabulary_learning.frequent_words(texts, config.vocab, config.lowercase)
+        return LookupVocabulary("word", words, config.lowercase, counts)
     if config.kind in ("bpe", "unigram"):
         min_size = len(SPECIALS) + 256
         if config.vocab < min_size:

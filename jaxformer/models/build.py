@@ -55,7 +55,7 @@ def chosen_kernels(config: ModelConfig, length: int) -> dict[str, tuple[str, str
       ConfigError: the kernel of the config does not support the mesh or the length.
     """
     stacks = {"encoder": config.encoder, "decoder": config.decoder}
-    return {side: _attention(config, side, stack, length) for side, stack in stacks.items() if stack is not None}
+    return {side: _attention(config, side, stack, length) for side, stack in stacks.items() if stack and stack.layers}
 
 
 def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int) -> tuple[str, str]:
@@ -91,7 +91,7 @@ def uses_causal_ring(config: ModelConfig, length: int) -> bool:
     stacks = {"encoder": config.encoder, "decoder": config.decoder}
     chosen = chosen_kernels(config, length)
     return any(
-        stack is not None and chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in stacks.items()
+        side in chosen and chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in stacks.items()
     )
 
 

@@ -98,9 +98,9 @@ def stack(**edits):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (ModelConfig(decoder=stack(encoding=EncodingConfig(kind="rope"))), r"encoding.kind: got 'rope', expected none, or"),
+        (ModelConfig(decoder=stack(encoding=EncodingConfig(kind="rope"))), r"kind: got 'rope', expected none, or an"),
         (ModelConfig(decoder=stack(moe=MoEConfig())), r"decoder.moe: got 'a section', expected None where layers is 0"),
-        (ModelConfig(decoder=stack(), encoder=builders.stack()), "decoder.layers: got 0, expected at least 1 beside an"),
+        (ModelConfig(decoder=stack(), encoder=builders.stack()), "layers: got 0, expected at least 1 beside"),
         (
             ModelConfig(decoder=builders.stack(ffn=FeedForwardConfig(width=16, output=False))),
             r"ffn.width: got 16, expected the model width \(8\), since ffn.output is False",

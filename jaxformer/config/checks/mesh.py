@@ -73,7 +73,7 @@ def check_divisibility(config: Config, sizes: Mapping[str, int]) -> None:
         if isinstance(part, RecurrentConfig):
             width = part.width // 2 if part.bidirectional else part.width
             sharded.append(("width", width, "tensor"))
-        else:
+        elif part.layers:
             sharded += [("layers", part.layers, "stage"), ("microbatches", part.microbatches, "stage")]
             heads = part.attention.kv_heads or 0
             sharded.append(("attention.heads", part.attention.heads, "tensor"))

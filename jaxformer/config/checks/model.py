@@ -24,7 +24,7 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
       ConfigError: widths, heads, positions, experts or the kernel contradict each other or `data.length`.
     """
     attention, encoding = stack.attention, stack.encoding
-    if attention.head_width is None and stack.width % attention.heads:
+    if stack.layers and attention.head_width is None and stack.width % attention.heads:
         raise invalid(
             f"{path}.width", stack.width, f"a multiple of attention.heads ({attention.heads})",
             "change one of them, or set attention.head_width",

@@ -14,8 +14,13 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "tagging": (("encoder", "decoder"), "slots"),
     "answering": (("encoder", "decoder"), "slots"),
     "similarity": (("encoder", "decoder"), "pair"),
+    "skip_gram": (("encoder",), "tokens"),
+    "cbow": (("encoder",), "tokens"),
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
+
+WORD_VECTORS = ("skip_gram", "cbow")
+"""Tasks whose model is two tables of vectors."""
 
 SIDES_IN_WORDS = {
     ("encoder, decoder",): "an encoder and a decoder",
@@ -44,9 +49,11 @@ def check_task(config: Config) -> None:
             raise invalid("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if task == "answering" and model.head.classes not in (None, 2):
             raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
-        if config.data.packing != "none" and task != "language_modelling":
+        if config.data.packing != "none" and task not in ("language_modelling", *WORD_VECTORS):
             raise invalid("config.data.packing", config.data.packing, f"none for the task {task}")
-    if task == "similarity":
+    if task in WORD_VECTORS:
+        _check_word_vectors(config)
+    if task in ("similarity", *WORD_VECTORS):
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
@@ -56,6 +63,25 @@ def check_task(config: Config) -> None:
         raise invalid("config.model.decoder.causal", "False", expected)
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def _check_word_vectors(config: Config) -> None:
+    """Raises ConfigError unless the vector of a word depends on the word alone, and the data has words with counts."""
+    encoder, task = config.model.encoder, config.task.name
+    if encoder is None:
+        raise invalid("config.model.recurrent_encoder", "a section", f"None for the task {task}", "set model.encoder")
+    if encoder.layers:
+        expected = f"0 for the task {task}: the vector of a word may not depend on the words around it"
+        raise invalid("config.model.encoder.layers", encoder.layers, expected)
+    if encoder.encoding.kind != "none":
+        raise invalid("config.model.encoder.encoding.kind", encoder.encoding.kind, f"none for the task {task}")
+    if config.data.tokenizer.kind != "word":
+        raise invalid("config.data.tokenizer.kind", config.data.tokenizer.kind, f"word for the task {task}")
+    if config.data.packing == "concat":
+        raise invalid("config.data.packing", "concat", f"none or first_fit for the task {task}")
+    if config.evaluate.decode_examples:
+        expected = f"0 for the task {task}, which looks up words and no texts"
+        raise invalid("config.evaluate.decode_examples", config.evaluate.decode_examples, expected)
 
 
 def check_data(config: Config) -> None:
