@@ -13,6 +13,8 @@ Variants: bigram    the row of a V x V table is the logits of the next character
           residual  three layers of both with residuals, output projections and a hidden width of 4 x 32
           norm      and layer norm before each of them and at the end
 Hardware: 2 CPU cores
+Time:     25 to 62 seconds of processor time each; 45 to 287 seconds on a machine shared with much other work
+Score:    validation loss 2.487, 2.412, 2.275, 2.235, 2.102, 2.078 in this order
 """
 
 from jaxformer.config import StackConfig

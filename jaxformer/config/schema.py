@@ -115,6 +115,10 @@ class AttentionConfig:
     kv_heads: PositiveInt | None = None  # number of key and value heads, a divisor of `heads`; None: equal to `heads`
     head_width: PositiveInt | None = None  # width of one head; None: model width // heads
     scale: bool = True  # divide scores by sqrt(head_width)
+    input: Literal["whole", "chunk"] = (
+        "whole"  # what a head projects: all channels of its input, or a chunk of their own
+    )
+    # (head h of H: channels h D / H to (h + 1) D / H; key and value heads by their own number)
     output: bool = True  # output projection; without it heads * head_width must equal the model width
     bias: bool = True  # biases of the projections
     key_bias: bool | None = None  # bias of the key projection; None: as `bias`

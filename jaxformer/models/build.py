@@ -91,7 +91,8 @@ def uses_causal_ring(config: ModelConfig, length: int) -> bool:
     stacks = {"encoder": config.encoder, "decoder": config.decoder}
     chosen = chosen_kernels(config, length)
     return any(
-        side in chosen and chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in stacks.items()
+        stack is not None and stack.layers and chosen[side][0] == "ring" and is_causal(stack, side)
+        for side, stack in stacks.items()
     )
 
 

@@ -32,6 +32,8 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
     kv_heads = attention.heads if attention.kv_heads is None else attention.kv_heads
     if attention.heads % kv_heads:
         raise invalid(f"{path}.attention.kv_heads", kv_heads, f"a divisor of heads ({attention.heads})")
+    if attention.input == "chunk":
+        _check_chunks(stack, path)
     head_width = stack.width // attention.heads if attention.head_width is None else attention.head_width
     if not attention.output and attention.heads * head_width != stack.width:
         raise invalid(
@@ -78,6 +80,17 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         reason = kernel.refuse(attention, bias, attention.dropout > 0)
         if reason:
             raise invalid(f"{path}.attention.kernel", attention.kernel, "a kernel for this layer", reason)
+
+
+def _check_chunks(stack: StackConfig, path: str) -> None:
+    """Raises ConfigError for heads of chunks that do not divide the width, and for encodings that use projections."""
+    own, expected = stack.attention, "a multiple of the heads, each of which reads a chunk of it"
+    for heads in (own.heads, own.kv_heads or own.heads):
+        if stack.width % heads:
+            raise invalid(f"{path}.width", stack.width, expected, "change it, or set attention.input to whole")
+    if registry.member("jaxformer.nn.encodings", stack.encoding.kind, "ENCODING").layer is not None:
+        expected = f"whole for encoding.kind {stack.encoding.kind}, which projects positions of the model width"
+        raise invalid(f"{path}.attention.input", "chunk", expected)
 
 
 def _check_no_layers(stack: StackConfig, path: str) -> None:

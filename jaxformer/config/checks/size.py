@@ -116,7 +116,8 @@ def _stack(stack: StackConfig, crosses: bool) -> int:
     width, own = stack.width, stack.attention
     head_width = own.head_width or width // own.heads
     keys = own.kv_heads or own.heads
-    attention = width * head_width * (own.heads + 2 * keys + (own.heads if own.output else 0))
+    inputs = own.heads + 2 * keys if own.input == "whole" else 3  # each head of a chunk has 1 / heads of the rows
+    attention = width * head_width * (inputs + (own.heads if own.output else 0))
     layer = attention * (2 if crosses else 1)
     if stack.ffn is not None:
         matrices = 1 + stack.ffn.gated + stack.ffn.output
