@@ -5,9 +5,9 @@ Command:  python -m jaxformer train --config=configs/word_vectors.py:skip_gram -
           echo river | python -m jaxformer decode --workdir=runs/words
 Variants: skip_gram, cbow
 Hardware: 2 CPU cores
-Time:     81 (skip_gram) and 80 (cbow) seconds of processor time, 7 minutes each on a machine shared with much other work
-Score:    validation loss 2.559 (skip_gram, a pair) and 2.439 (cbow, a word), which begin at 6 ln 2 = 4.159; the true word
-          scores above its five noise words in 31.9 and 39.4 %, where chance is 16.7 %
+Time:     81 (skip_gram) and 80 (cbow) seconds of processor time, 7 minutes each beside much other work
+Score:    validation loss 2.559 (skip_gram, a pair) and 2.439 (cbow, a word), which begin at 6 ln 2 = 4.159; the true
+          word scores above its five noise words in 31.9 and 39.4 %, where chance is 16.7 %
 """
 
 from jaxformer.config import StackConfig

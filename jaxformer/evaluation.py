@@ -23,7 +23,7 @@ from jaxformer.model import Model
 from jaxformer.parallel import mesh as meshes
 from jaxformer.runtime import files
 from jaxformer.train import evaluate as measuring
-from jaxformer.train import step
+from jaxformer.train import metric_settings, step
 
 LOG = logging.getLogger("jaxformer")
 
@@ -56,11 +56,14 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
     begun = time.monotonic()
     values, cut = _measure(model, dataset, split, limits["examples"])
     decode_limit = limits["examples"] if limits["decode_examples"] is None else limits["decode_examples"]
-    if task.score is not None and decode_limit != 0:
+    if task.score is None:  # nothing is measured on decoded text: it is shown if an edit asks for it
+        decode_limit = limits["decode_examples"] or 0
+    if decode_limit != 0:
+        metric_settings.check_samples_exist(config)
         scores, records = measuring.decode_and_score(model.predictor, dataset, split, decode_limit)
         signatures = task.score_signatures(config)
         values |= scores | ({"signatures": signatures} if signatures else {})
-        values |= {"decoded_examples": len(records)} if len(records) < len(dataset.splits[split]) else {}
+        values |= {"decoded_examples": len(records)} if task.score and len(records) < len(dataset.splits[split]) else {}
         files.write_json(workdir / "samples" / f"{split}.json", records[: limits["samples"]])
     for line in filter(None, (cut.sentence(split, config.data.length), edited.warning("evaluate"))):
         LOG.warning(line)

@@ -29,6 +29,11 @@ class RunFraming:
     tokenizers: Tokenizers
 
     @property
+    def chat_length(self) -> int:
+        """Most tokens of a conversation and its next reply: those of training."""
+        return self.config.data.length
+
+    @property
     def pairing(self) -> PairTemplate:
         """The special tokens that the source tokenizer puts around two texts."""
         return self.tokenizers.source.pair_template

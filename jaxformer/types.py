@@ -40,10 +40,14 @@ class Slots(NamedTuple):
     Segment 0 is padding. Slots attend to each other only within one segment, so the two arrays express padding,
     packing and the valid part of a cache. Segment -n attends to segment n and is never attended to: padding whose
     output is used.
+
+    `prefix`, int32 `[B, T]`, is the number of leading positions of a slot's segment that all of the segment's slots
+    see, whatever a causal mask says (prefix language models); None: there are none. Only that of queries is read.
     """
 
     position: Array
     segment: Array
+    prefix: Array | None = None
 
 
 class Stream(NamedTuple):
@@ -60,13 +64,15 @@ class Batch(NamedTuple):
     An encoder reads `source`, a decoder reads `target`; the stream that a model does not read is None. For decoding,
     `target` holds the prompt. `labels` (int32; float32 for scores) and `weights` (float32) are aligned with the
     logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones, `[B, T, C]` for C candidates a slot. Losses
-    never shift. A weight of 0 removes an entry from every sum.
+    never shift. A weight of 0 removes an entry from every sum. `relation` (int32 `[B]`, -1 for none) is a label of the
+    row beside those of its slots.
     """
 
     source: Stream | None
     target: Stream | None
     labels: Array | None = None
     weights: Array | None = None
+    relation: Array | None = None
 
     def side(self, name: Literal["source", "target"]) -> Stream:
         """The stream `name`.
@@ -96,6 +102,13 @@ class DeferredLogits(flax.struct.PyTreeNode):
     chunk: int = flax.struct.field(pytree_node=False)
 
 
+class RelationLogits(NamedTuple):
+    """Output of a token head with `relation`: `tokens` `[B, T, V]`, and `relation` `[B, 2]` of the whole row."""
+
+    tokens: Array | DeferredLogits
+    relation: Array
+
+
 class TrainState(flax.struct.PyTreeNode):
     """Everything that a training step changes. It holds no callables, so it can be saved and sharded directly.
 
@@ -105,7 +118,7 @@ class TrainState(flax.struct.PyTreeNode):
       opt_state: optax state.
       key: the run's PRNG key, constant; a step draws from `fold_in(key, step)`.
       variables: other collections: batch-norm statistics under "batch_stats", the moving average of the parameters
-        under `EMA`, if the run keeps one.
+        that are trained under `EMA`, if the run keeps one.
     """
 
     step: Array
@@ -119,8 +132,16 @@ class TrainState(flax.struct.PyTreeNode):
         return {name: value for name, value in self.variables.items() if name != EMA}
 
     def evaluation_variables(self) -> dict[str, PyTree]:
-        """The variables to evaluate and decode with: the moving average in place of the parameters, if there is one."""
-        return {"params": self.variables.get(EMA, self.params), **self.collections()}
+        """The variables to evaluate and decode with: the moving average in place of the parameters that have one."""
+        params = overlaid(self.params, self.variables[EMA]) if EMA in self.variables else self.params
+        return {"params": params, **self.collections()}
+
+
+def overlaid(base: PyTree, changes: PyTree) -> PyTree:
+    """Nested dicts with the leaves of `changes` in place of, or beside, those of `base`."""
+    if not isinstance(changes, Mapping):
+        return changes
+    return {**base, **{name: overlaid(base.get(name, {}), value) for name, value in changes.items()}}
 
 
 Sums = Mapping[str, tuple[ArrayLike, ArrayLike]]

@@ -8,7 +8,7 @@ from typing import Iterator
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 VARIANTS = {
-    "bert_mlm": ("tiny", "base"),
+    "bert_mlm": ("tiny", "pairs", "base"),
     "btc_ner": ("transformer", "lstm"),
     "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
     "ladder": ("bigram", "head", "heads", "ffn", "residual", "norm"),

@@ -129,6 +129,22 @@ def test_generate_goes_on_or_stops_where_the_positions_end():
         lm.generate(["y" * 32], past_positions="stop")
 
 
+@pytest.mark.parametrize("family", ["language_modelling", "translation", "recurrent"])
+def test_streamed_text_adds_up_to_what_is_generated(family):
+    """Of prompts within the positions, past them while they grow (29), and longer than them (60)."""
+    sizes = (29, 60) if family == "language_modelling" else ()
+    lm = model("language_modelling", LSTM) if family == "recurrent" else model(family)
+    whole = lm.translate if family == "translation" else lm.generate
+    for line in ["ab", "", *("y" * size for size in sizes)]:
+        pieces = list(lm.stream(line))
+        assert "".join(pieces) == whole([line])[0]
+        assert all(pieces)
+    with pytest.raises(ConfigError, match="got beam, expected greedy or sample to stream"):
+        lm.stream("ab", beams=2)
+    with pytest.raises(ConfigError, match="history, turn 1: got str, expected role and content"):
+        lm.stream(["ab"])
+
+
 def test_classify_gives_probabilities_by_name():
     classifier = model("classification")
     named = Model(classifier.module, classifier.params, {}, classifier.config, classifier.tokenizers, ("a", "b", "c"))

@@ -9,17 +9,30 @@ from pathlib import Path
 
 from jaxformer.cli.arguments import CHECKPOINT, Command, Flag
 from jaxformer.config import overrides
+from jaxformer.runtime import files
+from jaxformer.train import seeds
 
 
 def run(arguments: Namespace) -> int:
     workdir, split = arguments.workdir, arguments.split
-    overrides.read(workdir)
+    members = seeds.expand([workdir])
+    for run in members:
+        overrides.read(run)
     from jaxformer import evaluation, report
 
-    values = evaluation.evaluate(workdir, split, arguments.checkpoint, arguments.config)
-    print_table({name: value for name, value in values.items() if name != "checkpoint"})  # "weights" describes it
-    print(f"written to {Path(workdir) / f'eval-{split}.json'}")
-    report.write_after_training(workdir)
+    found, target = {}, Path(workdir) / f"eval-{split}.json"
+    for run in members:
+        found[run.name] = evaluation.evaluate(run, split, arguments.checkpoint, arguments.config)
+        report.write_after_training(run)
+    if seeds.members(workdir):
+        summary = seeds.summarise(found)
+        print(seeds.format_table(summary))
+        files.write_json(target, {"split": split, **summary})
+        report.write_after_training(workdir)
+    else:
+        values = next(iter(found.values()))
+        print_table({name: value for name, value in values.items() if name != "checkpoint"})  # "weights" describes it
+    print(f"written to {target}")
     return 0
 
 
@@ -35,7 +48,7 @@ COMMAND = Command(
     "measure a run on a split, print and write eval-<split>.json",
     run,
     {
-        "workdir": Flag("folder of the run", directory="write"),
+        "workdir": Flag("folder of the run, or of several seeds", directory="write"),
         "split": Flag("split of the data", default="test"),
         "checkpoint": CHECKPOINT,
     },

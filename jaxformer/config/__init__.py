@@ -7,6 +7,7 @@ with each other, and `comparison.py` compares configs.
 
 from jaxformer.config.schema import (
     AXES,
+    AdapterConfig,
     AttentionConfig,
     CheckpointConfig,
     Config,
@@ -38,6 +39,7 @@ from jaxformer.errors import ConfigError, StorageError
 
 __all__ = [
     "AXES",
+    "AdapterConfig",
     "AttentionConfig",
     "CheckpointConfig",
     "Config",

@@ -1,6 +1,6 @@
-"""Edits of a trained run's config by `evaluate` and `decode`, which may not change the model.
+"""Edits of a trained run's config by `evaluate`, `decode` and `chat`, which may not change the model.
 
-Both commands accept every field of `data`, `evaluate` and `decode` except the tokenizer. A field that the command does
+These commands accept every field of `data`, `evaluate` and `decode` except the tokenizer. A field that the command does
 not read is checked, and reported as one without effect.
 """
 
@@ -27,6 +27,9 @@ EVALUATE_FIELDS = (
 
 DECODE_FIELDS = ("data.length", "data.buckets", "decode")
 """Fields and sections that `decode` reads: batches of lines, and decoding."""
+
+CHAT_FIELDS = ("decode",)
+"""Section that `chat` reads."""
 
 REASONS = {
     TOKENIZER: "the model was trained on the ids of its own tokenizer",

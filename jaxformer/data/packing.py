@@ -124,6 +124,9 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
         template = next(features for row in rows for features in row)
     source = _stream(rows, length, "source") if "source" in template else None
     target = _stream(rows, length, "target") if "target" in template else None
+    if target is not None and "prefix" in template:
+        prefix = cast(Array, _prefixes(rows, target.tokens.shape))
+        target = target._replace(slots=target.slots._replace(prefix=prefix))
     if source is not None and "token_type" in template:
         source = source._replace(token_type=cast(Array, _pad(rows, length, "token_type", np.int32)))
     if "labels" not in template:
@@ -135,7 +138,8 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
         labels = _pad(rows, length, "labels", np.int32, values)
         filled = _occupied(rows, length, "labels").astype(np.float32)
         weights = _pad(rows, length, "weights", np.float32, values) if "weights" in template else filled
-    return Batch(source, target, cast(Array, labels), cast(Array, weights))  # numpy's arrays stand for jax's
+    batch = Batch(source, target, cast(Array, labels), cast(Array, weights))  # numpy's arrays stand for jax's
+    return batch._replace(relation=cast(Array, _relations(rows))) if "relation" in template else batch
 
 
 def _occupied(rows: Sequence[Sequence[Features]], length: int, name: str) -> np.ndarray:
@@ -177,6 +181,25 @@ def _stream(rows: Sequence[Sequence[Features]], length: int, name: str) -> Strea
         position[filled] = np.arange(sum(lengths)) - np.repeat(begins, lengths)
     tokens = _pad(rows, length, name, np.int32)
     return Stream(cast(Array, tokens), Slots(cast(Array, position), cast(Array, segment)))
+
+
+def _prefixes(rows: Sequence[Sequence[Features]], shape: tuple[int, ...]) -> np.ndarray:
+    """The prefix of the example in each slot of the targets: int32 `[B, T]`."""
+    prefix = np.zeros(shape, np.int32)
+    for number, row in enumerate(rows):
+        lengths = [len(features["target"]) for features in row]
+        if row:
+            prefix[number, : sum(lengths)] = np.repeat([int(features["prefix"]) for features in row], lengths)
+    return prefix
+
+
+def _relations(rows: Sequence[Sequence[Features]]) -> np.ndarray:
+    """The second label `[B]` of each row, -1 for empty rows."""
+    relations = np.full(len(rows), -1, np.int32)
+    for number, row in enumerate(rows):
+        for features in row:
+            relations[number] = features["relation"]
+    return relations
 
 
 def positions_within(segment: np.ndarray) -> np.ndarray:

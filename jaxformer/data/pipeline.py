@@ -7,6 +7,7 @@ rows of a batch. A checkpoint needs only (epoch, block, batch), and any number o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -295,9 +296,10 @@ class Pipeline:
 
     def _check_packing(self, features: Features) -> None:
         mode, task = self.config.data.packing, self.config.task.name
-        if mode == "concat" and ("target" not in features or "source" in features):
+        is_next_token = "target" in features and "source" not in features
+        if mode == "concat" and self.task.encode_row is None and not is_next_token:
             raise ConfigError(
-                f"data.packing: got concat for task {task!r}, which is not language modelling, expected none or "
+                f"data.packing: got concat for task {task!r}, which reads no running text, expected none or "
                 "first_fit; change it"
             )
         if mode == "first_fit" and "labels" in features and np.ndim(features["labels"]) == 0:
@@ -312,7 +314,11 @@ class Pipeline:
             tokens = concatenation.token_stream(
                 cache.cache_directory(data) / "streams", key, documents, self.tokenizers.target
             )
-            encode, max_length = concatenation.ConcatenatedRows(tokens, data.length), None
+            encode_row, max_length = self.task.encode_row, None
+            if encode_row is not None:
+                encode_row = functools.partial(encode_row, config, self.tokenizers)
+            length = self.task.row_length(config)
+            encode = concatenation.ConcatenatedRows(tokens, length, encode_row, config.train.seed)
         else:
             max_length = data.length if train and data.skip_long else None
             if max_length is not None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import deque
-from typing import Iterator, Mapping, NamedTuple, Sequence, cast
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence, cast
 
 import numpy as np
 
 from jaxformer.errors import ConfigError
 from jaxformer.types import Array, Batch, Slots, Stream
 
-Prompt = Mapping[str, np.ndarray | Sequence[int]]
+Prompt = Mapping[str, Any]
 """An encoded prompt, as a task's `prompt` makes it from a line: integer sequences by name.
 
 It has the tokens "source" [n], "target" [m] or both. Optional are "token_type" [n] and ascending "position" [n] of the
-source, and ascending "segment" of the only stream. To score texts it has "labels" and "weights" [m] too.
+source, ascending "segment" of the only stream, and "prefix" [], the target's slots that see each other in both
+directions. To score texts it has "labels" and "weights" [m] too.
 """
 
 COMPILE_COST_TOKENS = 1024
@@ -154,8 +155,18 @@ def _pad_stream(prompts: Sequence[Prompt], name: str, rows: int, pad: int, bucke
             position[row, :size] = prompt["position"]
     has_types = name == "source" and "token_type" in prompts[0]
     # Compiled programs take numpy arrays as jax arrays; transferring them to a device here would only cost time.
-    slots = Slots(cast(Array, position), cast(Array, segment))
+    slots = Slots(cast(Array, position), cast(Array, segment), _prefixes(prompts, name, tokens.shape))
     return Stream(cast(Array, tokens), slots, cast(Array, token_type) if has_types else None)
+
+
+def _prefixes(prompts: Sequence[Prompt], name: str, shape: tuple[int, ...]) -> Array | None:
+    """The prefix of each slot of the target, int32 of this shape; None if the prompts have none."""
+    if name == "source" or "prefix" not in prompts[0]:
+        return None
+    prefix = np.zeros(shape, np.int32)
+    for row, prompt in enumerate(prompts):
+        prefix[row] = prompt["prefix"]
+    return cast(Array, prefix)
 
 
 def bucket_length(length: int, buckets: tuple[int, ...] = ()) -> int:

@@ -11,7 +11,7 @@ from jaxformer.nn.cache import TransformerState
 from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Embed
 from jaxformer.nn.stack import Stack, unrolls_decoding, unstack
-from jaxformer.types import Array, Batch, DeferredLogits, PyTree, Slots, Stream
+from jaxformer.types import Array, Batch, DeferredLogits, PyTree, RelationLogits, Slots, Stream
 
 
 class Transformer(nn.Module):
@@ -37,10 +37,13 @@ class Transformer(nn.Module):
         last = last_stack(config)
         self.head = Head(config.head, last.width, last.embed.vocab)
 
-    def __call__(self, batch: Batch, full_logits: bool = True) -> Float32[Array, "B ..."] | DeferredLogits:
+    def __call__(
+        self, batch: Batch, full_logits: bool = True
+    ) -> Float32[Array, "B ..."] | DeferredLogits | RelationLogits:
         """Logits: `[B, T, V]` (T of the target if there is a decoder), or `[B, C]` for a classifier.
 
-        Without `full_logits` the head may return `DeferredLogits`, for losses and measures.
+        With `config.head.relation`, `RelationLogits`. Without `full_logits` the head may return `DeferredLogits`, for
+        losses and measures.
         """
         slots = batch.side("source" if self.config.decoder is None else "target").slots
         return self.head(self.hidden(batch), slots, self.output_embed(), full_logits)

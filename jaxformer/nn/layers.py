@@ -65,7 +65,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class Dense(nn.Module):
     """A linear map whose kernel is not flattened to two axes, e.g. `[D, H, K]` for a query projection.
 
-    An integer kernel has a parameter `kernel_scale` of shape `shape[inputs:]` beside it (see decode/int8.py).
+    An integer kernel has a parameter `kernel_scale` of shape `shape[inputs:]` beside it (see decode/int8.py). An
+    adapted map has the parameters `lora_a` and `lora_b` (see models/adapters.py).
 
     Attributes:
       shape: kernel shape, input axes first.
@@ -91,9 +92,19 @@ class Dense(nn.Module):
         outputs = slice(self.inputs, None)
         bias = zeros_parameter(self, "bias", self.names[outputs], self.shape[outputs]) if self.bias else None
         if not self.has_variable("params", "kernel_scale"):
-            return dot(x, kernel, self.inputs, bias)
-        y = dot(x, kernel, self.inputs) * self.get_variable("params", "kernel_scale").astype(x.dtype)
-        return y if bias is None else y + bias.astype(y.dtype)
+            y = dot(x, kernel, self.inputs, bias)
+        else:
+            y = dot(x, kernel, self.inputs) * self.get_variable("params", "kernel_scale").astype(x.dtype)
+            y = y if bias is None else y + bias.astype(y.dtype)
+        return y + self._adapter_output(x) if self.has_variable("params", "lora_a") else y
+
+    def _adapter_output(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """`scale * dropout(x) A B` (Hu et al. 2021, equation 3), without a bias."""
+        a, b, scale = (self.get_variable("params", f"lora_{name}") for name in ("a", "b", "scale"))
+        rate = self.get_variable("params", "lora_dropout")
+        if rate is not None and self.has_rng("dropout"):
+            x = dropped(x, self.make_rng("dropout"), rate)
+        return dot(dot(x, a, self.inputs), b) * scale.astype(x.dtype)
 
 
 class ChunkDense(nn.Module):
@@ -131,7 +142,9 @@ class ChunkDense(nn.Module):
 
 def project_jointly(x: Float[Array, "*batch D"], *maps: Dense | ChunkDense) -> tuple[Float[Array, "*batch ..."], ...]:
     """Outputs of `maps` for the same `x`. Devices exchange the gradient of `x` once for all maps, on any platform."""
-    if isinstance(maps[0], ChunkDense) or not cpu.exchanges_separately(*((m.names[1], m.shape[1]) for m in maps)):
+    # The gradient of adapted projections is not the kernels' alone, and heads of chunks have kernels of another form.
+    separate = any(isinstance(dense, ChunkDense) or dense.has_variable("params", "lora_a") for dense in maps)
+    if separate or not cpu.exchanges_separately(*((dense.names[1], dense.shape[1]) for dense in maps)):
         return tuple(dense(x) for dense in maps)
     ys = tuple(dense(jax.lax.stop_gradient(x)) for dense in maps)
     return cpu.share_input_gradient(x, tuple(nn.meta.unbox(dense.variables["params"]["kernel"]) for dense in maps), ys)
@@ -150,17 +163,25 @@ class Dropout(nn.Module):
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         if self.rate == 0.0 or not self.has_rng("dropout"):
             return x
-        shape = tuple(1 if i in self.axes else size for i, size in enumerate(x.shape))
-        keep = keep_mask(self.make_rng("dropout"), self.rate, shape)
-        return jnp.where(keep, x / (1.0 - self.rate), jnp.zeros((), x.dtype))
+        return dropped(x, self.make_rng("dropout"), self.rate, self.axes)
 
 
-def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+def dropped(
+    x: Float[Array, "*shape"], key: Key[Array, ""], rate: float | Float32[Array, ""], axes: tuple[int, ...] = ()
+) -> Float[Array, "*shape"]:
+    """`x` after dropout with one mask along `axes`."""
+    shape = tuple(1 if i in axes else size for i, size in enumerate(x.shape))
+    keep = keep_mask(key, rate, shape)
+    return jnp.where(keep, (x / (1.0 - rate)).astype(x.dtype), jnp.zeros((), x.dtype))
+
+
+def keep_mask(key: Key[Array, ""], rate: float | Float32[Array, ""], shape: tuple[int, ...]) -> Bool[Array, "..."]:
     """Random booleans of `shape`, False with probability `rate`, which is rounded to a multiple of 2 ** -16.
 
     On a CPU dropout spends most of its time drawing random bits, so one 32-bit word decides two entries.
     """
-    threshold = jnp.asarray(round(rate * 2**16), jnp.uint32)
+    count = round(rate * 2**16) if isinstance(rate, float | int) else jnp.round(rate * 2**16)
+    threshold = jnp.asarray(count, jnp.uint32)
     if shape[-1] % 2:
         return jax.random.bits(key, shape, jnp.uint32) >> 16 >= threshold
     words = jax.random.bits(key, (*shape[:-1], shape[-1] // 2), jnp.uint32)

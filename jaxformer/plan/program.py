@@ -24,7 +24,7 @@ from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.plan import flops
 from jaxformer.plan.chips import Hardware
-from jaxformer.train import optim
+from jaxformer.train import freezing, optim
 from jaxformer.train import step as steps
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream, TrainState
 
@@ -122,7 +122,8 @@ def resolve(config: Config) -> Config:
     """
     tokenizer = config.data.tokenizer
     missing = [part for part in config.model.parts if getattr(config.model, part).embed.vocab is None]
-    vocab = -(-tokenizer.vocab // tokenizer.multiple) * tokenizer.multiple
+    tokens = tokenizer.vocab + tokenizer.sentinels
+    vocab = -(-tokens // tokenizer.multiple) * tokenizer.multiple
     if missing and tokenizer.kind not in LEARNED_TOKENIZERS:
         raise ConfigError(
             f"config.model.{missing[0]}.embed.vocab: got None, expected a number, since only the data decides how many "
@@ -137,7 +138,7 @@ def resolve(config: Config) -> Config:
     if not config.model.parts:
         raise ConfigError("config.model: got no model, expected one; a run that starts from a directory has no plan")
     model = build.resolve(config.model, vocab, vocab, len(classes) or None)
-    task = dataclasses.replace(config.task, vocab=config.task.vocab or (tokenizer.vocab if missing else None))
+    task = dataclasses.replace(config.task, vocab=config.task.vocab or (tokens if missing else None))
     return dataclasses.replace(config, model=model, task=task)
 
 
@@ -168,14 +169,16 @@ def abstract_batch(config: Config, mesh: Mesh, shape: Shape) -> Batch:
 
     ids = array(tuple(shape), jnp.int32)
     stream = Stream(ids, Slots(ids, ids))
+    target = Stream(ids, Slots(ids, ids, ids if tasks.get(config.task.name).has_prefix else None))
     kind = config.model.head.kind
     size = (shape.rows,) if kind in ("classes", "pooled", "pair") else tuple(shape)
     reads = {part.removeprefix("recurrent_") for part in config.model.parts}
     return Batch(
         stream if "encoder" in reads else None,
-        stream if "decoder" in reads else None,
+        target if "decoder" in reads else None,
         array(size, jnp.float32 if kind == "pair" else jnp.int32),
         array(size, jnp.float32),
+        array((shape.rows,), jnp.int32) if config.model.head.relation else None,
     )
 
 
@@ -192,7 +195,8 @@ def trace(config: Config, mesh: Mesh) -> Program:
         module = build.build(config.model)
         schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
         params, names = nn.meta.unbox(build.shapes(module))["params"], build.logical_names(module)
-        optimizer = optim.optimizer(config.optimizer, schedule, params, names)
+        trained = [freezing.trained(config, tree) for tree in (params, names)]
+        optimizer = optim.optimizer(config.optimizer, schedule, *trained)
         state = steps.abstract_state(config, module, optimizer, mesh)
         batch = abstract_batch(config, mesh, shapes[-1])
         traced = steps.make_train_step(config, module, task, optimizer, schedule, mesh).trace(state, batch)

@@ -23,6 +23,7 @@ from jaxformer.report.blocks import (
 )
 from jaxformer.report.runs import Run, as_float, flatten, signatures
 from jaxformer.runtime import units
+from jaxformer.train import seeds
 
 MAX_SAMPLES = 25
 """Samples shown of one file; the page says how many there are."""
@@ -54,7 +55,7 @@ NO_MEASURES = ("split", "signatures", "checkpoint")
 
 NO_SCORES = {
     "step", "config", "weights", "seconds", "examples", "cut_examples", "cut_tokens", "cut_words", "split_examples",
-    "decoded_examples", "changed", *NO_MEASURES,
+    "decoded_examples", "changed", "stopped_early", *NO_MEASURES,
 }  # fmt: skip
 """Entries of results that cannot be a headline."""
 
@@ -137,7 +138,9 @@ def _scores(run: Run) -> dict[str, Any]:
 def _costs(run: Run) -> dict[str, Any]:
     planned = run.config.train.steps if run.config else None
     costs: dict[str, Any] = {
-        "steps": f"{run.step:,}" + (f" of {planned:,}" if planned else ""),
+        "steps": f"{run.step:,}"
+        + (f" of {planned:,}" if planned else "")
+        + (", stopped early" if run.result.get("stopped_early") is True else ""),
         "model": _model(run),
         "parameters": run.parameter_count,
     }
@@ -191,6 +194,31 @@ def _finite(value: Any) -> Any:
 def _run_columns(first: str, runs: Sequence[Run], single: str = "") -> list[str]:
     """Head of a table with a column for each run; `single` is the name of the column of a single run."""
     return [first, *([run.name for run in runs] if len(runs) > 1 else [single])]
+
+
+def seed_means(runs: Sequence[Run]) -> list[Block]:
+    """Mean and sample deviation of the measures of runs that differ in their seed only."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        fields = {path: value for path, value in flatten(run.raw_config).items() if path != "train.seed"}
+        groups.setdefault(json.dumps(fields, sort_keys=True), []).append(run)
+    blocks: list[Block] = []
+    for members in [group for group in groups.values() if len(group) > 1 and group[0].raw_config]:
+        splits = {"validation, at the end": {run.name: run.result for run in members}}
+        for split in dict.fromkeys(split for run in members for split in run.evaluations):
+            splits[split] = {run.name: run.evaluations.get(split, {}) for run in members}
+        rows = []
+        for split, values in splits.items():
+            summary = seeds.summarise(values)
+            for name, mean in summary["mean"].items():
+                deviation = summary["deviation"][name]
+                both = None if mean is None or deviation is None else f"{mean:.5g} ± {deviation:.2g}"
+                rows.append([split, name, both])
+        if rows:
+            head = f"mean ± deviation of {len(members)} seeds"
+            blocks += [Paragraph(f"Runs: {', '.join(run.name for run in members)}.", is_soft=True)]
+            blocks += [table(["split", "measure", head], rows)]
+    return blocks
 
 
 # --- curves and evaluations -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ EXAMPLE = {
     "tags": tuple(range(len(TEXT.split()))),
     "answers": ("cat", "the cat"),
     "starts": (-1, 0),
+    "messages": ({"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}),
 }
 
 
@@ -30,7 +31,9 @@ def example_of(name):
 
 
 def test_the_folder_holds_the_tasks():
-    named = "translation summarisation language_modelling masked_lm classification tagging answering similarity"
+    named = (
+        "translation summarisation language_modelling dialogue masked_lm classification tagging answering similarity"
+    )
     named += " skip_gram cbow"
     assert set(NAMES) >= set(named.split())
     with pytest.raises(ValueError, match="did you mean 'translation'"):
@@ -43,10 +46,11 @@ def test_features_are_int32_aligned_and_cut(name):
     features = encoded(config(name, length=6), words(), **example_of(name))
     assert features.pop("cut") > 0
     assert all(0 < len(features.pop(key)) < 16 for key in ("unread",) if key in features)
+    drops_text = name in ("span_corruption", "denoising")  # their sides have lengths of their own
     for key, value in features.items():
         assert value.dtype == (np.float32 if key in floats else np.int32)
-        assert value.shape[:1] in ((6,), ())
-    assert set(features) <= {"source", "target", "token_type", "segment", "labels", "weights"}
+        assert value.shape[:1] in ((6,), ()) or (drops_text and 0 < value.shape[0] <= 6)
+    assert set(features) <= {"source", "target", "token_type", "segment", "labels", "weights", "prefix"}
     if "weights" in features:
         assert features["weights"].shape == features["labels"].shape
 
@@ -97,6 +101,7 @@ RESULTS = {
     "tagging": ([[{"label": "x"}], [{"label": "O"}]], [{"tags": (1,)}, {"tags": (0,)}]),
     "answering": ([{"answer": "a"}], [{"answers": ("a",)}]),
     "similarity": ([0.5, 0.1], [{"score": 0.3}, {"score": 0.4}]),
+    "dialogue": (["a b"], [{"messages": EXAMPLE["messages"]}]),
 }
 
 
@@ -125,6 +130,7 @@ def test_smoothing_spreads_over_the_real_vocabulary():
         ("translation", "eine Katze", "eine Katze"),
         ("summarisation", "a cat", "a cat"),
         ("language_modelling", " sat\non it", " sat\\non it"),
+        ("dialogue", " sat\non it", " sat\\non it"),
         ("masked_lm", {"text": "the cat sat on it"}, "the cat sat on it"),
         ("tagging", [{"label": "O"}, {"label": "B-place"}, {"label": "I-place"}], "O B-place I-place"),
         ("answering", {"answer": "the cat", "score": 0.5}, "the cat"),

@@ -44,7 +44,8 @@ def check_context(config: Config, size: int) -> None:
             stack is not None and stack.moe is not None and stack.moe.capacity is not None
             for stack in (model.encoder, model.decoder)
         ),
-        "head.pooling last": model.head.pooling == "last" and model.head.kind in ("classes", "pooled"),
+        "head.pooling last": model.head.pooling == "last"
+        and (model.head.kind in ("classes", "pooled") or model.head.relation),
     }
     for part, is_present in ordered.items():
         if is_present:

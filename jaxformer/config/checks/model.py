@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from jaxformer import registry
 from jaxformer.config.checks.fields import invalid
 from jaxformer.config.schema import (
+    AdapterConfig,
     Config,
     EmbedConfig,
     FeedForwardConfig,
@@ -134,7 +136,7 @@ def check_model(model: ModelConfig) -> None:
 
     Raises:
       ConfigError: there are none, or of two families; attention without an encoder; embeddings that cannot be shared; a
-        pooling that the encoder does not allow.
+        pooling that the encoder does not allow; adapters that are not described as they should be.
     """
     recurrent = [part for part in model.parts if part.startswith("recurrent_")]
     transformer = [part for part in model.parts if part not in recurrent]
@@ -148,6 +150,10 @@ def check_model(model: ModelConfig) -> None:
             "set the transformer parts or the recurrent ones to None",
         )  # fmt: skip
     encoder, decoder = model.encoder_part, model.decoder_part
+    reads_pairs = model.encoder is not None and decoder is None and model.permutation is None
+    if model.head.relation and not (model.head.kind == "tokens" and reads_pairs):
+        expected = "False, unless a transformer encoder alone has a head of kind tokens"
+        raise invalid("config.model.head.relation", True, expected)
     if model.recurrent_decoder is not None:
         if model.recurrent_decoder.bidirectional:
             raise invalid("config.model.recurrent_decoder.bidirectional", "True", "False: a decoder reads forwards")
@@ -173,6 +179,8 @@ def check_model(model: ModelConfig) -> None:
         _check_shared_embeddings(encoder, decoder)
     if model.permutation is not None:
         _check_permutation(model)
+    if model.adapter is not None:
+        check_adapter(model.adapter)
     pools_last = model.head.pooling == "last" and model.head.kind in ("classes", "pair")
     bidirectional = model.recurrent_encoder is not None and model.recurrent_encoder.bidirectional
     if pools_last and bidirectional and model.head.kind == "pair":  # the backward direction has read one token there
@@ -181,6 +189,32 @@ def check_model(model: ModelConfig) -> None:
         pools_last and model.encoder is not None and model.encoder.encoding.kind != "transformer_xl"
     ):  # XLNet's is the last
         raise invalid("config.model.head.pooling", "last", "first or mean for a transformer encoder")
+
+
+def check_adapter(adapter: AdapterConfig) -> None:
+    """Checks the entries of an adapter section. Its patterns are compared with the model's paths when that is built.
+
+    Raises:
+      ConfigError: there are no targets, an entry is not PATTERN=NUMBER, or a layer is named twice.
+    """
+    path = "config.model.adapter"
+    if not adapter.targets:
+        raise invalid(f"{path}.targets", adapter.targets, "at least one pattern", "set adapter to None for no adapters")
+    for field, kind in (("ranks", "a whole number of at least 1"), ("alphas", "a number above 0")):
+        for entry in getattr(adapter, field):
+            pattern, _, number = entry.rpartition("=")
+            is_valid = number.isdecimal() and int(number) > 0 if field == "ranks" else _is_positive(number)
+            if not pattern or not is_valid:
+                raise invalid(f"{path}.{field}", entry, f"PATTERN=NUMBER with {kind}, as ffn/in=4")
+    if len(set(adapter.layers)) < len(adapter.layers) or min(adapter.layers, default=0) < 0:
+        raise invalid(f"{path}.layers", adapter.layers, "different numbers of at least 0")
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _check_permutation(model: ModelConfig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxformer.config.checks.fields import invalid
 from jaxformer.config.schema import Config, DecodeConfig
 
@@ -9,7 +11,11 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "translation": (("encoder, decoder",), "tokens"),
     "summarisation": (("encoder, decoder",), "tokens"),
     "language_modelling": (("decoder",), "tokens"),
+    "dialogue": (("decoder",), "tokens"),
+    "prefix_lm": (("decoder",), "tokens"),
     "masked_lm": (("encoder",), "tokens"),
+    "span_corruption": (("encoder, decoder",), "tokens"),
+    "denoising": (("encoder, decoder",), "tokens"),
     "classification": (("encoder", "decoder"), "classes"),
     "tagging": (("encoder", "decoder"), "slots"),
     "answering": (("encoder", "decoder"), "slots"),
@@ -21,6 +27,17 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
 
 WORD_VECTORS = ("skip_gram", "cbow")
 """Tasks whose model is two tables of vectors."""
+
+BALANCED = "balanced"
+"""The value of `task.class_weights` that takes the weights from the data."""
+
+PACKINGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("language_modelling", "prefix_lm", "span_corruption", "denoising"), ("none", "concat", "first_fit")
+    ),
+    **dict.fromkeys(("dialogue", *WORD_VECTORS), ("none", "first_fit")),
+}
+"""Task -> how several of its examples may share a row; of the others in the table above, none may."""
 
 SIDES_IN_WORDS = {
     ("encoder, decoder",): "an encoder and a decoder",
@@ -49,18 +66,28 @@ def check_task(config: Config) -> None:
             raise invalid("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if task == "answering" and model.head.classes not in (None, 2):
             raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
-        if config.data.packing != "none" and task not in ("language_modelling", *WORD_VECTORS):
-            raise invalid("config.data.packing", config.data.packing, f"none for the task {task}")
+        packings = PACKINGS.get(task, ("none",))
+        if config.data.packing not in packings:
+            raise invalid("config.data.packing", config.data.packing, f"{' or '.join(packings)} for the task {task}")
+    if config.task.class_weights:
+        _check_class_weights(config.task.class_weights, task)
     if task in WORD_VECTORS:
         _check_word_vectors(config)
     if task in ("similarity", *WORD_VECTORS):
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
+    _check_objective(config)
     decoder = model.decoder
-    if task == "language_modelling" and not model.has_encoder and decoder is not None and decoder.causal is False:
+    continues = task in ("language_modelling", "prefix_lm", "dialogue") and not model.has_encoder
+    if continues and decoder is not None and decoder.causal is False:
         expected = "True or None: a language model cannot see what it predicts"
         raise invalid("config.model.decoder.causal", "False", expected)
+    if config.data.tokenizer.chat_template and task in TASK_MODELS and task != "dialogue":
+        path = config.data.tokenizer.chat_template
+        raise invalid("config.data.tokenizer.chat_template", path, f"'' for the task {task}, which reads no turns")
+    if config.task.replies != "all" and task in TASK_MODELS and task != "dialogue":
+        raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
 
@@ -77,11 +104,54 @@ def _check_word_vectors(config: Config) -> None:
         raise invalid("config.model.encoder.encoding.kind", encoder.encoding.kind, f"none for the task {task}")
     if config.data.tokenizer.kind != "word":
         raise invalid("config.data.tokenizer.kind", config.data.tokenizer.kind, f"word for the task {task}")
-    if config.data.packing == "concat":
-        raise invalid("config.data.packing", "concat", f"none or first_fit for the task {task}")
     if config.evaluate.decode_examples:
         expected = f"0 for the task {task}, which looks up words and no texts"
         raise invalid("config.evaluate.decode_examples", config.evaluate.decode_examples, expected)
+
+
+def _check_class_weights(weights: tuple[str, ...], task: str) -> None:
+    """Checks the form of the weights. Their names are compared with the classes when those are known."""
+    path = "config.task.class_weights"
+    if task in TASK_MODELS and task not in ("classification", "tagging"):
+        raise invalid(path, weights, f"() for the task {task}, which has no classes")
+    if weights == (BALANCED,):
+        return
+    for entry in weights:
+        name, _, number = entry.rpartition("=")
+        try:
+            is_weight = 0 <= float(number) < math.inf
+        except ValueError:
+            is_weight = False
+        if not name or not is_weight:
+            raise invalid(path, entry, f"{BALANCED} alone, or CLASS=WEIGHT with a weight of at least 0")
+
+
+def _check_objective(config: Config) -> None:
+    """Checks the options of the objectives on running text.
+
+    Raises:
+      ConfigError: a model reads in one direction where a prefix is read in both, nothing would be corrupted, a second
+        loss has no head or a head no loss, or packed rows need masks that a recurrent model has not.
+    """
+    model, options, name = config.model, config.task, config.task.name
+    recurrent = model.recurrent_encoder is not None or model.recurrent_decoder is not None
+    if name == "prefix_lm" and recurrent:
+        raise invalid("config.task.name", name, "language_modelling: a recurrent decoder reads in one direction")
+    if name == "prefix_lm" and model.decoder is not None:
+        encoding = model.decoder.encoding
+        if encoding.kind == "t5" and not encoding.bidirectional:
+            path = "config.model.decoder.encoding.bidirectional"
+            raise invalid(path, encoding.bidirectional, "True for the task prefix_lm, whose prefix sees later tokens")
+    if name in ("span_corruption", "denoising") and recurrent and config.data.packing != "none":
+        raise invalid("config.data.packing", config.data.packing, "none for a recurrent encoder and decoder")
+    rates = (options.infilling, options.masking, options.deletion, options.permutation, options.rotation)
+    if name == "denoising" and not any(rates):
+        raise invalid("config.task.infilling", 0.0, "some noise for the task denoising", "raise one of its rates")
+    if name == "masked_lm" and (options.relation != "none") != model.head.relation:
+        expected = "none without" if options.relation != "none" else "next_sentence or sentence_order with"
+        raise invalid("config.task.relation", options.relation, f"{expected} config.model.head.relation", "change one")
+    if name != "masked_lm" and model.head.relation and name in TASK_MODELS:
+        raise invalid("config.model.head.relation", True, f"False for the task {name}")
 
 
 def check_data(config: Config) -> None:
@@ -95,6 +165,8 @@ def check_data(config: Config) -> None:
         raise invalid("config.data.tokens", data.tokens, f"at least data.length ({data.length})")
     if data.tokenizer.kind == "file" and not data.tokenizer.path:
         raise invalid("config.data.tokenizer.path", data.tokenizer.path, "a file, since tokenizer.kind is file")
+    if data.tokenizer.kind == "file" and data.tokenizer.sentinels:
+        raise invalid("config.data.tokenizer.sentinels", data.tokenizer.sentinels, "0 for a file, which has its own")
     if len(data.score_range) != 2 or data.score_range[0] >= data.score_range[1]:
         raise invalid("config.data.score_range", data.score_range, "the lowest and the highest score, as 0,5")
     if data.format and data.source != "table":
@@ -107,8 +179,12 @@ def check_data(config: Config) -> None:
 
 
 def check_train(config: Config) -> None:
-    """Raises ConfigError if the weight average, the accumulation or the averaged checkpoints make no sense."""
+    """Raises ConfigError if the weight average, the accumulation, the averaged checkpoints or rates make no sense."""
     train, checkpoint = config.train, config.checkpoint
+    recurrent = [part for part in config.model.parts if part.startswith("recurrent_")]
+    if config.optimizer.layer_decay != 1 and recurrent:
+        expected = f"1 for {' and '.join(recurrent)}: only the layers of transformers are stacked"
+        raise invalid("config.optimizer.layer_decay", config.optimizer.layer_decay, expected)
     if train.ema_warmup and train.ema is None:
         raise invalid("config.train.ema_warmup", True, "false without config.train.ema, the decay that it warms up to")
     if config.data.tokens is None and config.data.batch % train.accumulation:
@@ -118,6 +194,8 @@ def check_train(config: Config) -> None:
         raise invalid(
             "config.train.accumulation", train.accumulation, f"at most the rows of the longest batch ({rows})"
         )
+    if train.patience is not None and not train.evaluate_every:
+        raise invalid("config.train.patience", train.patience, "None with train.evaluate_every 0: nothing is evaluated")
     checkpoints = checkpoint.keep_last if checkpoint.average_of == "last" else checkpoint.keep_best
     if checkpoint.average > checkpoints:
         raise invalid(

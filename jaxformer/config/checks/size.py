@@ -62,8 +62,10 @@ def check_memory(config: Config, mesh: Mapping[str, int], memory: int | None) ->
     if memory is None:
         return
     ways = mesh["fsdp"] * mesh["tensor"] * mesh["expert"] * mesh["stage"]  # shards of the parameters
-    copies = (1 + (config.train.ema is not None)) / ways
-    copies += MOMENTS[config.optimizer.name] / (ways * (mesh["data"] if config.mesh.zero1 else 1))
+    copies = 1 / ways
+    if not config.optimizer.freeze and config.model.adapter is None:  # frozen parameters have neither
+        copies += (config.train.ema is not None) / ways
+        copies += MOMENTS[config.optimizer.name] / (ways * (mesh["data"] if config.mesh.zero1 else 1))
     count = min_parameters(config)
     if count * FLOAT32 * copies > memory:
         needed = format_size(count * FLOAT32 * copies)

@@ -15,7 +15,8 @@ Example = Mapping[str, Any]
 
 "source", "target", "text", "pair", "question", "context": str. "label": int. "score": float from 0 to 1. "tags": tuple
 of int, one per part of "text" between blanks. "answers": tuple of str, empty if there is none. "starts": tuple of int,
-the character of the context where each answer begins (-1: unknown)."""
+the character of the context where each answer begins (-1: unknown). "messages": tuple of {"role", "content"}, the turns
+of a conversation (`jaxformer.data.chat`)."""
 
 
 class Examples(Protocol):
