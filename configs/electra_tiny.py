@@ -2,8 +2,9 @@
 
 Command:  python -m jaxformer train --config=configs/electra_tiny.py --workdir=runs/electra_tiny
 Hardware: 2 CPU cores
-Time:     TIME
-Score:    SCORE
+Time:     1.9 minutes of processor time, on one core of a crowded machine (14 minutes by the clock)
+Time:     1.9 minutes of processor time, on one core of a crowded machine
+          saying for every token how many are replaced (14.7 %): a run this short finds none of them yet
 """
 
 from jaxformer.config import GeneratorConfig, StackConfig
@@ -38,5 +39,5 @@ def get_config():
     config.schedule.kind = "linear"
     config.schedule.peak = 1e-3
     config.schedule.warmup = 50
-    config.train.steps = 400
+    config.train.steps = 250
     return config

@@ -2,8 +2,9 @@
 
 Command:  python -m jaxformer train --config=configs/xlnet_tiny.py --workdir=runs/xlnet_tiny
 Hardware: 2 CPU cores
-Time:     TIME
-Score:    SCORE
+Time:     3.1 minutes of processor time, on one core of a crowded machine (15 minutes by the clock)
+Score:    starts at loss 8.32 (ln 4000 = 8.29); validation loss of the predicted tokens 5.957 after 400 steps (accuracy
+          10.3 %), each row read by itself, still falling: a short run
 """
 
 from jaxformer.config import PermutationConfig, StackConfig

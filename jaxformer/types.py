@@ -79,8 +79,9 @@ class Batch(NamedTuple):
 
     An encoder reads `source`, a decoder reads `target`; the stream that a model does not read is None. For decoding,
     `target` holds the prompt. `labels` (int32; float32 for scores) and `weights` (float32) are aligned with the
-    logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones. Losses never shift. A weight of 0 removes an
-    entry from every sum. `relation` (int32 `[B]`, -1 for none) is a label of the row beside those of its slots.
+    logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones, `[B, T, C]` for C candidates a slot. Losses
+    never shift. A weight of 0 removes an entry from every sum. `relation` (int32 `[B]`, -1 for none) is a label of the
+    row beside those of its slots.
 
     `permutation` is that of the source, or None where all slots see each other. `continues` (bool `[B]`) is True for
     rows whose text goes on from the same row of the batch before, and None where no memory is carried between batches.
@@ -138,8 +139,7 @@ class TrainState(flax.struct.PyTreeNode):
       opt_state: optax state.
       key: the run's PRNG key, constant; a step draws from `fold_in(key, step)`.
       variables: other collections: batch-norm statistics under "batch_stats"; if the run keeps them, the moving average
-        of the parameters that are trained under `EMA`, and under `MEMORY` what each row of the next batch remembers of
-        its text.
+        of the parameters that are trained under `EMA`, and under `MEMORY` what each row of the next batch remembers.
     """
 
     step: Array
@@ -153,12 +153,12 @@ class TrainState(flax.struct.PyTreeNode):
         return {name: value for name, value in self.variables.items() if name != EMA}
 
     def evaluation_variables(self) -> dict[str, PyTree]:
-        """The variables to evaluate and decode with: the moving average in place of the parameters that have one.
+        """The variables to evaluate and decode with: moving averages in place of the parameters that have one.
 
         Memories are left out: they belong to the rows of the training batches.
         """
-        others = {name: value for name, value in self.collections().items() if name != MEMORY}
         params = overlaid(self.params, self.variables[EMA]) if EMA in self.variables else self.params
+        others = {name: value for name, value in self.collections().items() if name != MEMORY}
         return {"params": params, **others}
 
 

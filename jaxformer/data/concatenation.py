@@ -3,7 +3,7 @@
     stream = <bos> document 1 <eos> document 2 <eos> ... <eos>
 
 Row r reads `stream[rT : (r + 1)T]` and predicts `stream[rT + 1 : (r + 1)T + 1]`. So every token but <bos> is predicted
-exactly once. Tasks with `encode_row` read `stream[rT : (r + 1)T]` alone, and make their labels of it.
+exactly once.
 """
 
 from __future__ import annotations

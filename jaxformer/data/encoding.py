@@ -42,8 +42,7 @@ class EncodingTask(Protocol):
 class Generators:
     """Numpy generators that depend on the seed, the epoch and the index of an example only.
 
-    It is one counter-based generator whose key is set for each example: a new generator costs ten times as much. So
-    the generator of one example must not be used after the next was asked for.
+    One counter-based generator whose key is set for each example: a new generator costs ten times as much.
     """
 
     def __init__(self, seed: int, epoch: int):

@@ -19,7 +19,7 @@ from jaxformer.config import Config
 from jaxformer.data import cache, concatenation, packing, planning, truncation
 from jaxformer.data.encoding import Encoder, EncodingTask
 from jaxformer.data.packing import Features, PlannedBatch, Shape
-from jaxformer.data.planning import BlockPlanner, EncodedExamples, PlannedBlock, RunningTextPlanner
+from jaxformer.data.planning import BlockPlanner, PlannedBlock, RunningTextPlanner
 from jaxformer.data.sources import Dataset, Examples, FirstExamples
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.data.truncation import Truncation
@@ -314,7 +314,6 @@ class Pipeline:
     def _planner(self, split: str, limit: int | None, buckets: list[Shape], train: bool) -> BlockPlanner:
         data, config = self.config.data, self.config
         count, windows = self._count(split, limit), False
-        encode: EncodedExamples
         if data.packing == "concat":
             key = f"{self.dataset.key} {split} {count}"
             documents = FirstExamples(self._split(split), count)
@@ -347,4 +346,5 @@ class Pipeline:
         batch = packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
         if planned.continues is None:
             return batch
-        return batch._replace(continues=np.full(rows, planned.continues))  # numpy's array stands for jax's
+        flags: Any = np.full(rows, planned.continues)  # numpy's array stands for jax's
+        return batch._replace(continues=flags)

@@ -162,16 +162,6 @@ def _pad_stream(prompts: Sequence[Prompt], name: str, rows: int, pad: int, bucke
     return Stream(cast(Array, tokens), slots, cast(Array, token_type) if has_types else None)
 
 
-def _prefixes(prompts: Sequence[Prompt], name: str, shape: tuple[int, ...]) -> Array | None:
-    """The prefix of each slot of the target, int32 of this shape; None if the prompts have none."""
-    if name == "source" or "prefix" not in prompts[0]:
-        return None
-    prefix = np.zeros(shape, np.int32)
-    for row, prompt in enumerate(prompts):
-        prefix[row] = prompt["prefix"]
-    return cast(Array, prefix)
-
-
 def _pad_permutation(prompts: Sequence[Prompt], shape: tuple[int, ...]) -> Permutation:
     """The orders of prompts in the `shape` of their padded source, and their targets in a power of two of columns."""
     columns = bucket_length(max(len(prompt["targets"]) for prompt in prompts))
@@ -180,6 +170,16 @@ def _pad_permutation(prompts: Sequence[Prompt], shape: tuple[int, ...]) -> Permu
         order[row, : len(prompt["order"])] = prompt["order"]
         targets[row, : len(prompt["targets"])] = prompt["targets"]
     return Permutation(cast(Array, order), cast(Array, targets))
+
+
+def _prefixes(prompts: Sequence[Prompt], name: str, shape: tuple[int, ...]) -> Array | None:
+    """The prefix of each slot of the target, int32 of this shape; None if the prompts have none."""
+    if name == "source" or "prefix" not in prompts[0]:
+        return None
+    prefix = np.zeros(shape, np.int32)
+    for row, prompt in enumerate(prompts):
+        prefix[row] = prompt["prefix"]
+    return cast(Array, prefix)
 
 
 def bucket_length(length: int, buckets: tuple[int, ...] = ()) -> int:

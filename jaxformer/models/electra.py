@@ -12,7 +12,7 @@ the generator's are below "generator".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import flax.struct
 import jax
@@ -73,7 +73,7 @@ class Electra(Transformer):
         base = self.generator.source_embed if self.sharing == "disentangled" else None
         return Embed(encoder.embed, encoder.width, dtype, base=base, residual=base is not None)
 
-    def __call__(  # ty: ignore[invalid-method-override]
+    def __call__(  # ty: ignore[incompatible-method-override]
         self, batch: Batch, full_logits: bool = True
     ) -> Float32[Array, "B T C"] | Detection:
         """The `Detection` of a batch with labels; without them, the discriminator's logits of the source as it is.
@@ -83,13 +83,12 @@ class Electra(Transformer):
         if self.is_initializing():
             self.generator(batch)
         if batch.weights is None:
-            return super().__call__(batch, full_logits)
-        source = batch.side("source")
-        generated = self.generator(batch)
+            return cast(Array, super().__call__(batch))  # slots and classes have no deferred logits
+        source, generated = batch.side("source"), cast(Array, self.generator(batch))
         masked = (batch.weights > 0) & (source.slots.segment > 0)
         tokens = jnp.where(masked, self.sample(source, generated), source.tokens)
         corrupted = batch._replace(source=source._replace(tokens=tokens))
-        return Detection(generated, tokens, super().__call__(corrupted))
+        return Detection(generated, tokens, cast(Array, super().__call__(corrupted)))
 
     def sample(self, source: Stream, logits: Float32[Array, "B T V"]) -> Int[Array, "B T"]:
         """A token for each slot, drawn from its logits, of ids below `generator.vocab`.
@@ -97,14 +96,23 @@ class Electra(Transformer):
         In training it is drawn from the dropout key. Otherwise from a constant key and the tokens of the row, so that
         a text has the same draws in any batch, at any padding and on any mesh.
         """
-        limit = required_generator(self.config).vocab
-        logits = jax.lax.stop_gradient(logits)
-        if limit is not None:
-            logits = jnp.where(jnp.arange(logits.shape[-1]) < limit, logits, -jnp.inf)
+        limit = required_generator(self.config).vocab or logits.shape[-1]
+        probs = jax.nn.softmax(jnp.where(jnp.arange(logits.shape[-1]) < limit, logits, -jnp.inf))
         if self.has_rng("dropout"):
-            return jax.random.categorical(self.make_rng("dropout"), logits)
-        keys = jax.vmap(row_key)(jnp.where(source.slots.segment > 0, source.tokens, -1))
-        return jax.vmap(jax.random.categorical)(keys, logits)
+            uniform = jax.random.uniform(self.make_rng("dropout"), source.tokens.shape)
+        else:
+            keys = jax.vmap(row_key)(jnp.where(source.slots.segment > 0, source.tokens, -1))
+            uniform = jax.vmap(lambda key: jax.random.uniform(key, source.tokens.shape[1:]))(keys)
+        return jnp.minimum(draw(jax.lax.stop_gradient(probs), uniform), limit - 1)
+
+
+def draw(probs: Float32[Array, "*batch V"], uniform: Float32[Array, "*batch"]) -> Int[Array, "*batch"]:
+    """Ids drawn from `probs` by inverting their cumulative sum at `uniform`, numbers in [0, 1).
+
+    On a CPU this takes a third of the time of Gumbel noise for every logit.
+    """
+    total = jnp.cumsum(probs, axis=-1)
+    return jnp.sum(total <= uniform[..., None] * total[..., -1:], axis=-1, dtype=jnp.int32)
 
 
 def row_key(tokens: Int[Array, " T"]) -> Key[Array, ""]:

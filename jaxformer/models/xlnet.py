@@ -38,7 +38,7 @@ from jaxformer.nn.kernels import Keys, Queries
 from jaxformer.nn.layers import Dropout, Norm, parameter
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.nn.stack import unroll
-from jaxformer.types import MEMORY, Array, Batch, DeferredLogits, PyTree, Slots, Stream
+from jaxformer.types import MEMORY, Array, Batch, DeferredLogits, PyTree, RelationLogits, Slots, Stream
 
 
 class Streams(NamedTuple):
@@ -172,7 +172,9 @@ class XLNet(Transformer):
         check(config)
         self.mask_embed = parameter(self, "mask_embed", nn.initializers.normal(0.02), (None,), (config.width,))
 
-    def __call__(self, batch: Batch, full_logits: bool = True) -> Float32[Array, "B ..."] | DeferredLogits:
+    def __call__(
+        self, batch: Batch, full_logits: bool = True
+    ) -> Float32[Array, "B ..."] | DeferredLogits | RelationLogits:
         """Logits `[B, M, V]` of the targets of `batch.permutation`; without one, those of the ordinary encoder.
 
         If `batch.continues` is given and the collection `MEMORY` has memories, rows that continue a text read theirs.
@@ -323,9 +325,8 @@ def stream_masks(
     def prepend(ids: Array, memory: Array | int) -> Array:
         return jnp.concatenate([jnp.broadcast_to(memory, (rows, memory_length)), ids], axis=1)
 
-    keys = Slots(
-        prepend(slots.position, jnp.arange(-memory_length, 0)), prepend(ones, visible_memory.astype(ones.dtype))
-    )
+    segment = prepend(ones, visible_memory.astype(ones.dtype))
+    keys = Slots(prepend(slots.position, jnp.arange(-memory_length, 0)), segment)
 
     def mask(unseen: Array) -> Mask:
         return Mask(same_segment, keys, hidden_pairs=jnp.pad(unseen, ((0, 0), (0, 0), (memory_length, 0))))

@@ -45,8 +45,7 @@ def encode_windows(
 ) -> list[Features]:
     """One text as many rows as it takes, each masked by itself."""
     tokenizer = tokenizers.source
-    rows = windows(config, tokenizer, example["text"])
-    return [_features(config, tokenizer, ids, example, rng) for ids in rows]
+    return [_features(config, tokenizer, ids, example, rng) for ids in windows(config, tokenizer, example["text"])]
 
 
 def windows(config: Config, tokenizer: Tokenizer, text: str) -> list[Sequence[int]]:
@@ -132,30 +131,6 @@ def _frame(
     types = [np.broadcast_to(np.asarray(kind, np.int32), len(piece)) for kind, piece in zip(kinds, pieces, strict=True)]
     is_text = np.repeat([index in texts for index in range(len(pieces))], [len(piece) for piece in pieces])
     return np.concatenate([np.asarray(piece, np.int32) for piece in pieces]), np.concatenate(types), is_text
-
-
-def choose_labels(
-    config: Config,
-    tokenizer: Tokenizer,
-    ids: Sequence[int] | np.ndarray,
-    rng: np.random.Generator,
-    framed: bool = True,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices of the tokens to predict, as the config says; all tokens; and weights, 1 at those to predict.
-
-    Args:
-      framed: the tokens are `<cls> ids <sep>`; False: `ids` alone.
-    """
-    tokens = np.array(ids, np.int32)
-    word_starts = np.array(tokenizer.word_starts(tokens.tolist()), bool) if config.task.whole_words else None
-    chosen = choose(len(tokens), config.task.mask_rate, rng, word_starts)
-    weights = np.zeros(len(tokens), np.float32)
-    weights[chosen] = 1.0
-    if not framed:
-        return chosen, tokens, weights
-    labels = _tokens.add_special_tokens(tokenizer, tokens)
-    prefix = len(_tokens.existing(tokenizer.cls))
-    return chosen, labels, np.pad(weights, (prefix, len(labels) - len(tokens) - prefix))
 
 
 def choose(count: int, rate: float, rng: np.random.Generator, word_starts: np.ndarray | None = None) -> np.ndarray:

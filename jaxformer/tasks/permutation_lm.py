@@ -108,4 +108,5 @@ TASK = Task(
     prompt=prompt,
     predict=masked_lm.predict,
     output_line=masked_lm.output_line,
+    sample=masked_lm.sample,
 )

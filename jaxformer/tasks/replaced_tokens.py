@@ -63,8 +63,14 @@ def _mask(
     framed: bool = True,
 ) -> Features:
     """Features of `<cls> ids <sep>`, or of `ids` alone. Unlike in BERT, all chosen tokens become <mask> (section 2)."""
-    mask = _tokens.required_token(tokenizer, NAME, "mask")
-    _, labels, weights = masked_lm.choose_labels(config, tokenizer, ids, rng, framed)
+    mask, tokens = _tokens.required_token(tokenizer, NAME, "mask"), np.array(ids, np.int32)
+    word_starts = np.array(tokenizer.word_starts(tokens.tolist()), bool) if config.task.whole_words else None
+    weights = np.zeros(len(tokens), np.float32)
+    weights[masked_lm.choose(len(tokens), config.task.mask_rate, rng, word_starts)] = 1.0
+    labels = tokens
+    if framed:
+        labels, prefix = _tokens.add_special_tokens(tokenizer, tokens), len(_tokens.existing(tokenizer.cls))
+        weights = np.pad(weights, (prefix, len(labels) - len(tokens) - prefix))
     source = np.where(weights > 0, mask, labels).astype(np.int32)
     return {"source": source, "labels": labels, "weights": weights}
 

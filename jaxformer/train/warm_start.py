@@ -80,7 +80,7 @@ def _read_params(config: Config, params: PyTree) -> PyTree:
     run = load_run(config.init.directory)
     loaded = dict(run.params)
     if run.config.model.generator is not None and config.model.generator is None:
-        loaded = dict(electra.discriminator_params(run.config.model, loaded))
+        loaded = electra.discriminator_params(run.config.model, loaded)
     if config.model.adapter is not None and not adapters.has_adapters(loaded):
         loaded = adapters.with_base(params, loaded)
     if not config.init.head and "head" in params:

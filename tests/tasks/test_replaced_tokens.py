@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import builders
 import chex
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from task_toys import TEXT, config, encoded, words
 
 from jaxformer import tasks
 from jaxformer.config import (
     AttentionConfig,
     Config,
+    ConfigError,
     EmbedConfig,
-    FeedForwardConfig,
     GeneratorConfig,
     HeadConfig,
     MeshConfig,
@@ -27,6 +29,7 @@ from jaxformer.config import (
     StackConfig,
     TaskConfig,
     TrainConfig,
+    overrides,
 )
 from jaxformer.models import build, electra
 from jaxformer.nn.layers import Embed
@@ -45,7 +48,7 @@ def stack(width: int) -> StackConfig:
         width=width,
         embed=EmbedConfig(vocab=VOCAB, width=8),
         attention=AttentionConfig(heads=2, bias=False),
-        ffn=FeedForwardConfig(width=16, bias=False),
+        ffn=None,  # compiling takes time by the layer
         norm=NormConfig(kind="rms"),
     )
 
@@ -88,7 +91,18 @@ def outputs(sharing: str = "none"):
     return train, evaluate, variables
 
 
-# What is replaced
+# What is masked and replaced
+
+
+def test_every_chosen_token_is_masked_and_all_labels_are_the_original():
+    tokenizer, ids = words().source, words().source.encode(TEXT)
+    features = encoded(config("replaced_tokens", mask_rate=0.5), words(), text=TEXT)
+    masked = features["weights"] > 0
+    assert features["labels"].tolist() == [tokenizer.cls, *ids, tokenizer.sep]
+    assert masked.sum() == round(len(ids) / 2) and not masked[0] and not masked[-1]
+    np.testing.assert_array_equal(features["source"], np.where(masked, tokenizer.mask, features["labels"]))
+    row = TASK.encode_row(config("replaced_tokens"), words(), np.array(ids, np.int32), np.random.default_rng(0))
+    assert row["labels"].tolist() == ids and (row["source"] == tokenizer.mask).sum() == round(0.15 * len(ids))
 
 
 def test_sampled_tokens_replace_the_masked_ones_and_no_other():
@@ -106,6 +120,12 @@ def test_sampled_tokens_replace_the_masked_ones_and_no_other():
     squares = ((counts - 40 * probs) ** 2 / (40 * probs)).sum(-1)[masked]
     deviation = np.sqrt(2 * (REAL_VOCAB - 1) / masked.sum())
     assert abs(squares.mean() - (REAL_VOCAB - 1)) < 6 * deviation
+
+
+def test_a_draw_is_the_first_id_whose_cumulative_probability_exceeds_the_number():
+    probs = np.array([0.25, 0.0, 0.5, 0.25, 0.0], np.float32)
+    uniform = np.array([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999], np.float32)
+    assert electra.draw(np.tile(probs, (6, 1)), uniform).tolist() == [0, 0, 2, 2, 3, 3]
 
 
 def test_losses_and_metrics_are_the_slow_ones():
@@ -282,3 +302,46 @@ def test_microbatches_on_a_mesh_equal_one_batch_where_samples_do():
     for tree in (whole, split):
         tree["generator"]["head"].pop("bias")
     chex.assert_trees_all_close(split, whole, rtol=2e-3, atol=2e-4)
+
+
+# Configs
+
+
+def recipe(**edits):
+    made = overrides.defaults()
+    made.task.name, made.model.head.kind = "replaced_tokens", "slots"
+    made.model.encoder = overrides.section(StackConfig, width=32)
+    made.model.generator = overrides.section(GeneratorConfig, encoder=dict(width=16, embed=dict(width=32)))
+    for path, value in edits.items():
+        overrides.override(made, path.replace("__", "."), str(value))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({"data__packing": "first_fit"}, "data.packing: got 'first_fit', expected none or concat for the task"),
+        ({"task__label_smoothing": 0.1}, "task.label_smoothing: got 0.1, expected 0 for the task replaced_tokens"),
+        ({"task__name": "tagging"}, "model.generator: got 'a section', expected None for the task tagging"),
+        ({"model__generator__head__kind": "slots"}, "generator.head.kind: got 'slots', expected tokens"),
+        ({"model__generator__head__chunk": 8}, "generator.head.chunk: got 8, expected None"),
+        ({"model__generator__encoder__embed__width": 8}, "encoder.embed.width: got 8, expected 32, the width of the"),
+        ({"model__generator__encoder__embed__vocab": 9}, "encoder.embed.vocab: got 9, expected None, as config.model"),
+        ({"model__generator__encoder__attention__heads": 3}, "generator.encoder.width: got 16, expected a multiple of"),
+        (
+            {"mesh__tensor": 4, "model__generator__encoder__attention__heads": 2},
+            "generator.encoder.attention.heads: got 2",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(edits, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        overrides.freeze(recipe(**edits))
+
+
+def test_it_needs_a_generator():
+    made = recipe()
+    overrides.freeze(made)
+    made.model.generator = None
+    with pytest.raises(ConfigError, match=re.escape("model.generator: got None, expected a section for the task")):
+        overrides.freeze(made)

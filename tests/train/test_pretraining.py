@@ -45,7 +45,8 @@ def get_config(variant):
         config.model.permutation = section(PermutationConfig, memory=12)
     else:
         config.model.encoder = section(StackConfig, **STACK, dropout=0.1)
-        config.model.generator = section(GeneratorConfig, encoder=dict(STACK), sharing="disentangled")
+        config.model.encoder.ffn = None
+        config.model.generator = section(GeneratorConfig, encoder=dict(STACK, ffn=None), sharing="disentangled")
         config.model.head.kind = "slots"
     config.optimizer.name = "sgd"
     config.schedule.kind, config.schedule.warmup, config.schedule.peak = "constant", 1, 0.1
