@@ -59,6 +59,7 @@ class Scale:
     A layer is timed on `timed_rows` sequences of `timed_length` slots and width `timed_width`: the least of `turns`.
     """
 
+    models: tuple[str, ...]
     heads: tuple[int, ...]
     seeds: int
     steps: int
@@ -75,9 +76,19 @@ class Scale:
 
 SCALES = {
     "smoke": Scale(
-        (2,), 2, steps=5, width=16, layers=1, tests=64, turns=2, timed_rows=1, timed_length=8, timed_width=16
+        (WHOLE, SAME),
+        (2,),
+        2,
+        steps=5,
+        width=16,
+        layers=1,
+        tests=64,
+        turns=2,
+        timed_rows=1,
+        timed_length=8,
+        timed_width=16,
     ),
-    "full": Scale((2, 4, 8), seeds=3, steps=300, width=32),
+    "full": Scale((WHOLE, CHUNK, SAME), (2, 4, 8), seeds=3, steps=300, width=32),
 }
 
 
@@ -161,7 +172,7 @@ def run(scale: str) -> Result:
         spent = least_times([function for function, _ in layers.values()], x, size.turns)
         times.append(dict(zip(names, spent, strict=True)))
     for heads in size.heads:
-        for model in (WHOLE, CHUNK, SAME):
+        for model in size.models:
             trainer = trainer_of(model, heads, size)
             layer = (WHOLE if model == WHOLE else CHUNK, heads)
             for seed in range(size.seeds):
@@ -174,22 +185,21 @@ def run(scale: str) -> Result:
 def judge(rows: list[dict]) -> Result:
     """Applies `RULE`."""
     result = Result(("model", "heads"), tuple(rows), "unclear", "")
-    heads = sorted(result.levels("heads"))
+    heads, models = sorted(result.levels("heads")), result.levels("model")
     most = heads[-1]
 
     def at(measure: str, model: str, number: int) -> np.ndarray:
         return np.array(result.values(measure, model=model, heads=number))
 
-    flops = float(at("flops", CHUNK, most)[0] / at("flops", WHOLE, most)[0])
-    spent = float(np.median(at("milliseconds", CHUNK, most) / at("milliseconds", WHOLE, most)))
+    flops = float(at("flops", SAME, most)[0] / at("flops", WHOLE, most)[0])
+    spent = float(np.median(at("milliseconds", SAME, most) / at("milliseconds", WHOLE, most)))
     whole, same = at("accuracy", WHOLE, most), at("accuracy", SAME, most)
     cheaper = flops < 1 and spent < 1
     words = "; ".join(
-        ", ".join(f"{at('accuracy', model, n).mean():.3f} {model}" for model in (WHOLE, CHUNK, SAME))
-        + f" with {n} heads"
+        ", ".join(f"{at('accuracy', model, n).mean():.3f} {model}" for model in models) + f" with {n} heads"
         for n in heads
     )
-    parameters = ", ".join(f"{int(at('parameters', model, most)[0]):,}" for model in (WHOLE, CHUNK, SAME))
+    parameters = ", ".join(f"{int(at('parameters', model, most)[0]):,}" for model in models)
     reason = (
         f"Accuracy, mean of {len(whole)} seeds: {words}. With {most} heads the parameters are {parameters}, and a "
         f"layer of chunks takes {flops:.2f} of the FLOPs and {spent:.2f} of the time of one of whole heads."

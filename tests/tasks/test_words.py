@@ -185,7 +185,7 @@ def test_loss_and_gradients_are_those_by_hand(name, packed):
     table, output, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((VOCAB, 6), (VOCAB, 6), VOCAB))
     params = {"source_embed": {"table": table}, "head": {"kernel": output.T, "bias": bias}}
     loss, right, pairs, (of_table, of_output, of_bias) = by_hand(name, 2, batch, table, output, bias)
-    for chunk in (4, None):
+    for chunk in (4,) if packed else (4, None):
         config = config_of(name, chunk, bias=True)
         module, task = build.build(config.model), tasks.get(name)
 
@@ -307,6 +307,9 @@ def test_a_run_finds_neighbours(tmp_path, monkeypatch, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert [cell.split()[0] for cell in first.split("\t")] == [word for word, _ in expected(units[index("a")], "a")]
     assert second.split("\t")[0].split()[0] == expected(units[index("b")] + units[index("c")], "bc")[0][0]
+    with pytest.raises(ConfigError, match="export: got a model with layers 0, expected at least 1"):
+        model.save_pretrained(tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
     for call, message in (
         (lambda: model.nearest("zebra"), "word: got 'zebra', expected one of the vocabulary's 16 words"),
         (lambda: model.nearest(" "), "nearest: got a line without a word"),
