@@ -32,6 +32,7 @@ from jaxformer.tasks import (
     classification,
     dialogue,
     masked_lm,
+    replaced_tokens,
     tagging,
 )
 from jaxformer.tasks._generation import Output
@@ -222,6 +223,13 @@ class Model:
           ConfigError: a line has no mask token (within the model's length), or the model is no masked language model.
         """
         return masked_lm.fill_masks(self._for("fill_mask"), lines, top)
+
+    def detect(self, lines: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """For each line, for each of its tokens (special ones left out), `{"token", "id", "replaced"}`.
+
+        The last is the probability that the token is not the original, as ELECTRA's discriminator sees it.
+        """
+        return replaced_tokens.detect(self._for("detect"), lines)
 
     def embed(self, lines: Sequence[str], pooling: str | None = None) -> np.ndarray:
         """One vector per line, float32 `[n, D]`, from the hidden states below the head (an encoder's, if there is one).

@@ -244,6 +244,17 @@ class PermutationConfig:
 
 
 @dataclass(frozen=True)
+class GeneratorConfig:
+    """Small masked language model that replaces tokens for the model to detect (ELECTRA)."""
+
+    encoder: StackConfig = field(default_factory=StackConfig)  # its layers; embed.vocab None: that of the model
+    head: HeadConfig = field(default_factory=HeadConfig)  # its head of kind tokens
+    sharing: Literal["none", "tied", "disentangled"] = "tied"  # token embeddings: two tables (none); one (tied, as in
+    # ELECTRA); or the generator's, without gradient, plus a table of the model's that starts at 0 (DeBERTa-v3)
+    vocab: PositiveInt | None = None  # only ids below this are sampled; None: the tokenizer's number of tokens
+
+
+@dataclass(frozen=True)
 class AdapterConfig:
     """Low-rank adapters (LoRA, Hu et al. 2021): targets compute `x W + alpha / rank * dropout(x) A B` with W frozen.
 
@@ -276,6 +287,7 @@ class ModelConfig:
     recurrent_encoder: RecurrentConfig | None = None
     recurrent_decoder: RecurrentConfig | None = None
     permutation: PermutationConfig | None = None
+    generator: GeneratorConfig | None = None
     adapter: AdapterConfig | None = None
     head: HeadConfig = field(default_factory=HeadConfig)
     share_embeddings: bool = False  # one embedding table for source and target (needs a joint vocabulary)
@@ -310,6 +322,13 @@ class ModelConfig:
     def input_side(self) -> str:
         """Stream of an input text: "source" with an encoder, "target" without one."""
         return "source" if self.has_encoder else "target"
+
+    @property
+    def stacks(self) -> dict[str, StackConfig]:
+        """The transformer stacks by their path in the model: "encoder", "decoder", "generator.encoder"."""
+        generator = None if self.generator is None else self.generator.encoder
+        named = {"encoder": self.encoder, "decoder": self.decoder, "generator.encoder": generator}
+        return {path: stack for path, stack in named.items() if stack is not None}
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -368,8 +387,16 @@ class TaskConfig:
     name: TaskName = "translation"  # a file of `jaxformer/tasks/`; none: a model that is called but never trained
     label_smoothing: Rate = 0.0  # share of a label's probability that is spread over all classes
     z_loss: NotNegative = 0.0  # weight of the squared log of the softmax denominator (PaLM)
-    mask_rate: ProperShare = 0.15  # masked_lm: fraction of tokens that are chosen; span_corruption: that are dropped
-    whole_words: bool = False  # masked_lm: mask all tokens of a word together
+    predict_every: PositiveInt = 6  # permutation_lm: one in so many tokens is predicted, the last of the order (K in
+    # Yang et al. 2019, section 2.3); 1: all
+    recurrence: bool = False  # permutation_lm: rows read memories of the text before them, model.permutation.memory
+    # slots per layer; needs data.packing=concat and data.shuffle=false
+    detection_weight: NotNegative = 50.0  # replaced_tokens: weight of the discriminator's loss beside the generator's
+    mask_rate: ProperShare = (
+        0.15  # masked_lm, replaced_tokens: fraction of tokens that are chosen; span_corruption: that
+    )
+    # are dropped
+    whole_words: bool = False  # masked_lm, replaced_tokens: mask all tokens of a word together
     all_positions: bool = False  # masked_lm: predict all tokens, hidden or not; False: the chosen ones
     relation: Literal["none", "next_sentence", "sentence_order"] = "none"  # masked_lm: a second loss of two parts of a
     # text: the second one follows or is of another text (next_sentence, BERT), or the two are swapped (sentence_order,
@@ -437,7 +464,8 @@ class TrainConfig:
     steps: PositiveInt = 1000  # updates of the parameters
     seed: Seed = 0  # seed of the initial parameters, the order of the data, and dropout
     accumulation: PositiveInt = 1  # microbatches per update. Their sum equals one batch except where a value depends on
-    # all rows: batch norm, load-balancing losses, contrastive similarity, and dropout masks
+    # all rows: batch norm, load-balancing losses, contrastive similarity, and what is drawn: dropout masks, and the
+    # samples of a generator
     ema: Rate | None = None  # decay of the weight average that evaluation and decoding use; None: no average
     ema_warmup: bool = False  # the decay of update n (from 0) is min(ema, (1 + n) / (10 + n)), so that the random start
     # is soon forgotten; False: `ema` from the first update on

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from jaxformer.errors import ConfigError
-from jaxformer.types import Array, Batch, Slots, Stream
+from jaxformer.types import Array, Batch, Permutation, Slots, Stream
 
 Features = Mapping[str, np.ndarray]
 """An encoded example: arrays by name ("source", "target", "labels", "weights", ...). See `jaxformer.tasks`."""
@@ -26,10 +26,15 @@ class Shape(NamedTuple):
 
 
 class PlannedBatch(NamedTuple):
-    """One global batch: the indices of the examples in each row. Rows that are not listed stay empty."""
+    """One global batch: the indices of the examples in each row. Rows that are not listed stay empty.
+
+    `continues` is True if every row goes on with the text of the same row of the batch before, False if every row
+    begins a text; None where batches have no such order.
+    """
 
     shape: Shape
     rows: list[list[int]]
+    continues: bool | None = None
 
 
 def shapes(lengths: Iterable[int], batch: int, tokens: int | None, multiple: int) -> list[Shape]:
@@ -131,6 +136,8 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
         source = source._replace(token_type=cast(Array, _pad(rows, length, "token_type", np.int32)))
     if "labels" not in template:
         return Batch(source, target)
+    if "targets" in template:
+        return _permuted(rows, length, template, source)
     if np.ndim(template["labels"]) == 0:
         labels, weights = _scalar_labels(rows, template)
     else:
@@ -202,6 +209,28 @@ def _relations(rows: Sequence[Sequence[Features]]) -> np.ndarray:
 def positions_within(segment: np.ndarray) -> np.ndarray:
     """Positions `[n]` that restart at 0 in each segment, from ascending segment ids `[n]`."""
     return np.arange(len(segment)) - np.searchsorted(segment, segment)
+
+
+def _permuted(rows: Sequence[Sequence[Features]], length: int, template: Features, source: Stream | None) -> Batch:
+    """The batch of examples with an order, whose targets, labels and weights have one length in all of them."""
+    arrays = {
+        "targets": np.full((len(rows), len(template["targets"])), -1, np.int32),
+        "labels": np.zeros((len(rows), len(template["targets"])), np.int32),
+        "weights": np.zeros((len(rows), len(template["targets"])), np.float32),
+    }
+    for number, row in enumerate(rows):
+        if len(row) > 1:
+            raise ConfigError("data.packing: got first_fit with an order of prediction, expected none or concat")
+        for features in row:
+            for name, array in arrays.items():
+                array[number] = features[name]
+    order, (targets, labels, weights) = _pad(rows, length, "order", np.int32), map(_as_jax, arrays.values())
+    return Batch(source, None, labels, weights, permutation=Permutation(_as_jax(order), targets))
+
+
+def _as_jax(array: np.ndarray) -> Array:
+    """`array` in the type of jax's arrays, for which numpy's stand."""
+    return cast(Array, array)
 
 
 def _scalar_labels(rows: Sequence[Sequence[Features]], template: Features) -> tuple[np.ndarray, np.ndarray]:

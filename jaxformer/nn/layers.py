@@ -273,11 +273,18 @@ class Embed(nn.Module):
 
     With `config.width` below the model width a projection follows (factorised embedding, Lan et al. 2020). A tied head
     reads the same table through `unembedding_factors` (Press and Wolf 2017).
+
+    Attributes:
+      base: the embedding whose table this one uses too; None: it has a table of its own.
+      residual: add an own table "delta", initially 0, to that of `base`, which then gets no gradient from here
+        (gradient-disentangled embedding sharing; He et al. 2021, DeBERTaV3, section 3.2.3).
     """
 
     config: EmbedConfig
     width: int
     dtype: jnp.dtype = jnp.float32
+    base: Embed | None = None
+    residual: bool = False
 
     def setup(self) -> None:
         config = self.config
@@ -287,7 +294,13 @@ class Embed(nn.Module):
         deviation = self.inner**-0.5 if config.deviation is None else config.deviation
         normal = nn.initializers.normal(deviation)
         table_init = _with_zero_row(normal, config.pad)
-        self.table = parameter(self, "table", table_init, ("vocab", "table"), (config.vocab, self.inner))
+        shape, names = (config.vocab, self.inner), ("vocab", "table")
+        if self.base is None:
+            self.table = parameter(self, "table", table_init, names, shape)
+        elif self.residual:
+            self.table = jax.lax.stop_gradient(self.base.table) + zeros_parameter(self, "delta", names, shape)
+        else:
+            self.table = self.base.table
         if self.inner != self.width:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
             self.up = parameter(self, "up", init, ("table", "embed"), (self.inner, self.width))

@@ -28,6 +28,9 @@ int32 "source" [n] and "target" [m] (the decoder's input), optional "token_type"
 "weights" are float32 of the same shape. "prefix" [] is the number of leading slots of the target that see each other in
 both directions. "relation" [] is a label of the whole row beside those of its slots, -1 if it has none.
 
+Tasks that predict in a permuted order have int32 "order" [n] and "targets" [k] (see `types.Permutation`), with "labels"
+and "weights" [k]; k is the same for all examples.
+
 Two more are counted and never stacked: "cut" [] is the number of tokens beyond `data.length`, absent if there are none.
 "unread" [k] holds the labels that no slot carries (tags of words that were cut off)."""
 

@@ -57,6 +57,8 @@ def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers) -> 
         if rows < size:  # JAX reads NaN beyond the end of a table
             expected = f"at least {size}, the tokenizer's tokens; take the tokenizer that the model was made for"
             raise ConfigError(f"config.model.{part}.embed.vocab: got {rows}, expected {expected}")
+    if model.generator is not None and model.generator.vocab is None:
+        model = dataclasses.replace(model, generator=dataclasses.replace(model.generator, vocab=tokenizers.source.size))
     output = tokenizers.target if model.has_decoder else tokenizers.source
     task = dataclasses.replace(config.task, classes=names or (), vocab=output.size)
     if task.class_weights == (sections.BALANCED,):

@@ -12,11 +12,14 @@ from jaxformer.config.schema import (
     Config,
     EmbedConfig,
     FeedForwardConfig,
+    GeneratorConfig,
     ModelConfig,
     MoEConfig,
     RecurrentConfig,
     StackConfig,
 )
+
+GENERATOR = "config.model.generator.encoder"
 
 
 def check_stack(stack: StackConfig, path: str, config: Config) -> None:
@@ -67,7 +70,8 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         _check_moe(stack.moe, stack.ffn, f"{path}.moe")
     if stack.norm.order == "sandwich" and stack.norm.kind == "none":
         raise invalid(f"{path}.norm.kind", "none", "a norm, since norm.order is sandwich")
-    _check_embedding(stack.embed, stack.width, path)
+    # The generator's table may be wider than its layers: it has the width of the model's, which may be shared.
+    _check_embedding(stack.embed, stack.width, path, may_be_wider=path == GENERATOR)
     if attention.kernel != "auto":
         kernel = registry.member("jaxformer.nn.kernels", attention.kernel, "KERNEL")
         bias = registry.member("jaxformer.nn.encodings", encoding.kind, "ENCODING").bias is not None
@@ -92,8 +96,8 @@ def check_recurrent(stack: RecurrentConfig, path: str) -> None:
     _check_embedding(stack.embed, stack.width, path)
 
 
-def _check_embedding(embed: EmbedConfig, width: int, path: str) -> None:
-    if embed.width is not None and embed.width > width:
+def _check_embedding(embed: EmbedConfig, width: int, path: str, may_be_wider: bool = False) -> None:
+    if embed.width is not None and embed.width > width and not may_be_wider:
         raise invalid(f"{path}.embed.width", embed.width, f"at most the model width ({width})")
     if embed.projection_bias and embed.width in (None, width):
         raise invalid(f"{path}.embed.projection_bias", True, f"embed.width below the model width ({width}), or False")
@@ -139,6 +143,8 @@ def check_model(model: ModelConfig) -> None:
         _check_shared_embeddings(encoder, decoder)
     if model.permutation is not None:
         _check_permutation(model)
+    if model.generator is not None:
+        _check_generator(model, model.generator)
     if model.adapter is not None:
         check_adapter(model.adapter)
     pools_last = model.head.pooling == "last" and model.head.kind in ("classes", "pair")
@@ -149,6 +155,25 @@ def check_model(model: ModelConfig) -> None:
         pools_last and model.encoder is not None and model.encoder.encoding.kind != "transformer_xl"
     ):  # XLNet's is the last
         raise invalid("config.model.head.pooling", "last", "first or mean for a transformer encoder")
+
+
+def _check_generator(model: ModelConfig, generator: GeneratorConfig) -> None:
+    encoder, head = model.encoder, generator.head
+    if encoder is None or model.decoder is not None or model.permutation is not None:
+        raise invalid("config.model.generator", "a section", "None unless the model is a transformer encoder alone")
+    if head.kind != "tokens":
+        raise invalid("config.model.generator.head.kind", head.kind, "tokens: a masked language model")
+    if head.chunk is not None:
+        raise invalid("config.model.generator.head.chunk", head.chunk, "None: tokens are sampled from whole logits")
+    if "batch" in (encoder.norm.kind, generator.encoder.norm.kind):
+        raise invalid("config.model.generator", "a section", "None, or norms of other kinds than batch")
+    if generator.encoder.embed.vocab != encoder.embed.vocab:
+        expected = f"{encoder.embed.vocab}, as config.model.encoder.embed.vocab"
+        raise invalid(f"{GENERATOR}.embed.vocab", generator.encoder.embed.vocab, expected)
+    own, table = (stack.embed.width or stack.width for stack in (generator.encoder, encoder))
+    if generator.sharing != "none" and own != table:
+        expected = f"{table}, the width of the model's table, for sharing {generator.sharing}"
+        raise invalid(f"{GENERATOR}.embed.width", own, expected, "set it, or generator.sharing to none")
 
 
 def check_adapter(adapter: AdapterConfig) -> None:

@@ -99,6 +99,10 @@ def min_parameters(config: Config) -> int:
             total += part.layers * GATES[part.cell] * part.width * (part.width + state)
         else:
             total += _stack(part, crosses=name == "decoder" and model.encoder is not None)
+    if model.generator is not None:
+        part = model.generator.encoder
+        total += _stack(part, crosses=False)
+        total += 0 if model.generator.sharing == "tied" else _embedding(part, _vocab(part, config))
     return total + _head(model, config)
 
 
