@@ -53,6 +53,7 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
         for name in ("examples", "decode_examples", "samples")
     }
     dataset = sources.with_classes(sources.build(config.data, task.roles, split), config.task.classes)
+    sources.check_channels(dataset, config.task.channels)
     begun = time.monotonic()
     values, cut = _measure(model, dataset, split, limits["examples"])
     decode_limit = limits["examples"] if limits["decode_examples"] is None else limits["decode_examples"]
@@ -76,7 +77,7 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
 def _measure(model: Model, dataset: Dataset, split: str, examples: int | None) -> tuple[dict[str, Any], Truncation]:
     """The metrics of the first `examples` of a split (None: all), and what was truncated in them."""
     config = model.config
-    if model.tokenizers is None:
+    if model.tokenizers is None and config.model.reads_tokens:
         raise ConfigError("evaluate: got a run without tokenizers, expected some to read its data; use another run")
     pipeline = Pipeline(config, dataset, model.tokenizers, tasks.get(config.task.name))
     mesh = meshes.smallest_mesh(config.mesh)

@@ -29,6 +29,7 @@ from jaxformer.tasks import (
     _likelihood,
     answering,
     classification,
+    forecasting,
     masked_lm,
     tagging,
 )
@@ -142,6 +143,17 @@ class Model:
     def classify(self, lines: Sequence[str]) -> list[dict[str, Any]]:
         """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels."""
         return classification.predict(self._for("classify"), lines, self.config.decode)
+
+    def forecast(self, series: Sequence[np.ndarray]) -> np.ndarray:
+        """The next steps of each series, float64 `[n, H, C]`, in the units of the training data.
+
+        Args:
+          series: arrays `[steps, C]` of at least `config.data.length` steps; the last ones are read.
+
+        Raises:
+          ConfigError: a series is too short, has other channels or a value that is not finite.
+        """
+        return forecasting.forecast(self._for("forecast"), series)
 
     def tag(self, lines: Sequence[str], words: bool = False) -> list[list[dict[str, Any]]]:
         """For each line, for each of its tokens (special ones left out), `{"token", "label", "probability"}`.
@@ -263,7 +275,7 @@ class Model:
         Raises:
           ConfigError: the model has no tokenizers.
         """
-        if self.tokenizers is None:
+        if self.tokenizers is None and self.config.model.reads_tokens:
             raise ConfigError(
                 "model: got text, expected token ids: the directory has no tokenizer.json or spiece.model"
             )

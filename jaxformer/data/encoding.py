@@ -38,7 +38,7 @@ class Encoder:
 
     Args:
       config: the config of the run.
-      tokenizers: the tokenizers of the two sides.
+      tokenizers: the tokenizers of the two sides; None: the task reads no text.
       task: the task.
       examples: the split.
       count: number of examples to use, from the first on.
@@ -51,7 +51,7 @@ class Encoder:
     def __init__(
         self,
         config: Config,
-        tokenizers: Tokenizers,
+        tokenizers: Tokenizers | None,
         task: EncodingTask,
         examples: Examples,
         count: int,

@@ -34,6 +34,11 @@ def save_pretrained(
       ConfigError: no family computes what this model does; the message names the differences.
     """
     config, params = model.config.model, model.params
+    if config.series is not None:
+        raise ConfigError(
+            "export: got a model of series, expected one of tokens: the other library's families have no other; use "
+            "the workdir"
+        )
     if config.head.kind == "pair":
         config = _without_sentence_head(config)
         log.warning(

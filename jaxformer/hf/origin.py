@@ -54,8 +54,10 @@ class HuggingFaceOrigin:
         return self.head if self.family is None else self.family.heads[self.head]
 
 
-def special_token_ids(config: Config, tokenizers: Tokenizers) -> dict[str, int | None]:
-    """Special tokens of a model that was trained here, under their names in a config.json."""
+def special_token_ids(config: Config, tokenizers: Tokenizers | None) -> dict[str, int | None]:
+    """Special tokens of a model that was trained here, under their names in a config.json; none without tokenizers."""
+    if tokenizers is None:
+        return {}
     target = tokenizers.target
     ids = {"pad_token_id": target.pad, "eos_token_id": target.eos, "bos_token_id": target.bos}
     if config.model.is_seq2seq:

@@ -252,26 +252,30 @@ class Embed(nn.Module):
     """Token embedding table `[V, E]`, with the scaling and token types of `config`.
 
     With `config.width` below the model width a projection follows (factorised embedding, Lan et al. 2020). A tied head
-    reads the same table through `unembedding_factors` (Press and Wolf 2017).
+    reads the same table through `unembedding_factors` (Press and Wolf 2017). With `values` the slots hold that many
+    numbers in place of a token: there is no table, and the projection, with a bias, maps them to the model width.
     """
 
     config: EmbedConfig
     width: int
     dtype: jnp.dtype = jnp.float32
+    values: int | None = None
 
     def setup(self) -> None:
         config = self.config
-        if config.vocab is None:
-            raise ValueError("embed.vocab: got None, expected a size; resolve the config with a tokenizer first")
-        self.inner = config.width or self.width
-        deviation = self.inner**-0.5 if config.deviation is None else config.deviation
-        normal = nn.initializers.normal(deviation)
-        table_init = _with_zero_row(normal, config.pad)
-        self.table = parameter(self, "table", table_init, ("vocab", "table"), (config.vocab, self.inner))
-        if self.inner != self.width:
+        self.inner = self.values or config.width or self.width
+        self.projects = self.values is not None or self.inner != self.width
+        normal = nn.initializers.normal(self.inner**-0.5 if config.deviation is None else config.deviation)
+        if self.values is None:
+            if config.vocab is None:
+                raise ValueError("embed.vocab: got None, expected a size; resolve the config with a tokenizer first")
+            table_init = _with_zero_row(normal, config.pad)
+            self.table = parameter(self, "table", table_init, ("vocab", "table"), (config.vocab, self.inner))
+        if self.projects:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-            self.up = parameter(self, "up", init, ("table", "embed"), (self.inner, self.width))
-            if config.projection_bias:
+            rows = "table" if self.values is None else None
+            self.up = parameter(self, "up", init, (rows, "embed"), (self.inner, self.width))
+            if config.projection_bias or self.values is not None:
                 self.up_bias = zeros_parameter(self, "up_bias", ("embed",), (self.width,))
         if config.kinds:
             self.token_type_table = parameter(self, "kinds", normal, (None, "table"), (config.kinds, self.width))
@@ -289,8 +293,9 @@ class Embed(nn.Module):
                 x = x * jnp.take(scale, stream.tokens)[..., None].astype(self.dtype)
             if self.config.pad is not None:
                 x = jnp.where((stream.tokens == self.config.pad)[..., None], jax.lax.stop_gradient(x), x)
-        if self.inner != self.width:
-            x = dot(x, self.up, bias=self.up_bias if self.config.projection_bias else None)
+        if self.projects:
+            has_bias = self.config.projection_bias or self.values is not None
+            x = dot(x, self.up, bias=self.up_bias if has_bias else None)
         if self.config.scale:
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
         if self.config.kinds:
@@ -304,6 +309,6 @@ class Embed(nn.Module):
 
     def unembedding_factors(self, x: Float[Array, "*batch D"]) -> tuple[Float[Array, "*batch E"], Num[Array, "V E"]]:
         """The two factors of a tied head's logits: hidden states (times `up.T` if factorised) and the table."""
-        if self.inner != self.width:
+        if self.projects:
             x = jnp.einsum("...d,ed->...e", x, self.up.astype(x.dtype))
         return x, self.table

@@ -25,7 +25,8 @@ Features = Mapping[str, np.ndarray]
 
 int32 "source" [n] and "target" [m] (the decoder's input), optional "token_type" [n] of the source, and "segment" [n]:
 1 and up, ascending; without it the example is one segment. "labels" are [m], [n] or [], float32 if they are scores, and
-"weights" are float32 of the same shape.
+"weights" are float32 of the same shape. A "source" of real numbers is float32 [n, C]. Float32 labels of more axes are
+of the example as a whole, such as a forecast [H, C], and their weight is a scalar.
 
 Two more are counted and never stacked: "cut" [] is the number of tokens beyond `data.length`, absent if there are none.
 "unread" [k] holds the labels that no slot carries (tags of words that were cut off)."""
@@ -121,6 +122,7 @@ class Task:
       couples_rows: `(config) -> bool`: True if a row's loss depends on the other rows of its microbatch.
       check: `(config) -> None`: raises a ConfigError where the metrics cannot be computed from the data's classes,
         which the resolved config has.
+      reads_document: True if an input is a whole text with its lines, such as a table, and not a line.
       options: frozen dataclass of the task's own settings, the type of `config.task.options`; None: it has none.
     """
 
@@ -129,10 +131,10 @@ class Task:
     sides: tuple[str, ...]
     method: str
     needs: str
-    encode: Callable[[Config, Tokenizers, Example, np.random.Generator], Features]
+    encode: Callable[[Config, Any, Example, np.random.Generator], Features]
     loss: Callable[[Config, Any, Batch], Sums]
     metrics: Callable[[Config, Any, Batch], Sums]
-    prompt: Callable[[Config, Tokenizers, str], Features]
+    prompt: Callable[[Config, Any, str], Features]
     predict: Callable[[Predictor, Sequence[str], DecodeConfig], Sequence[Any]]
     derived_metrics: Callable[[Config, Mapping[str, float], Mapping[str, float]], dict[str, float]] = (
         _no_derived_metrics
@@ -148,6 +150,7 @@ class Task:
     score_signatures: Callable[[Config], dict[str, str]] = lambda config: {}
     couples_rows: Callable[[Config], bool] = lambda config: False
     check: Callable[[Config], None] = lambda config: None
+    reads_document: bool = False
     options: type | None = None
 
 

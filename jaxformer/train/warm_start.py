@@ -38,7 +38,7 @@ def adopt_model(config: Config, workdir: Path, init_format: InitFormat) -> tuple
     Raises:
       ConfigError: the model and the rest of the config contradict each other.
     """
-    if config.model.parts:
+    if not config.model.is_empty:
         return config, None
     if (workdir / "config.json").exists():
         model, tokenizers = overrides.read(workdir).model, None
@@ -68,7 +68,7 @@ def _read_model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     workdir, _ = find_run(Path(config.init.directory).absolute())
     model = overrides.read(workdir).model
     head = model.head if config.init.head else config.model.head
-    return dataclasses.replace(model, head=head), Tokenizers.load(workdir)
+    return dataclasses.replace(model, head=head), Tokenizers.load(workdir) if model.reads_tokens else None
 
 
 def _read_params(config: Config, params: PyTree) -> PyTree:

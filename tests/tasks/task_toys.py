@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from jaxformer import tasks
-from jaxformer.config import Config, EmbedConfig, ModelConfig, StackConfig, TaskConfig, TokenizerConfig
+from jaxformer.config import Config, EmbedConfig, ModelConfig, SeriesConfig, StackConfig, TaskConfig, TokenizerConfig
 from jaxformer.data.tokenizers import Tokenizers
 
 TEXT = "the cat sat on the mat while a dog ran after some other cats in our garden"
@@ -25,7 +25,8 @@ def learned(settings: TokenizerConfig, text: str = TEXT) -> Tokenizers:
 
 def config(name: str, length: int = 32, kinds: int = 0, side: str = "encoder", **task) -> Config:
     stack = StackConfig(embed=EmbedConfig(kinds=kinds))
-    base = Config(model=ModelConfig(**{side: stack}), task=TaskConfig(name=name, **task))
+    series = SeriesConfig(channels=2) if "values" in tasks.get(name).roles else None
+    base = Config(model=ModelConfig(**{side: stack}, series=series), task=TaskConfig(name=name, **task))
     return dataclasses.replace(base, data=dataclasses.replace(base.data, length=length))
 
 

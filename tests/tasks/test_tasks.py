@@ -12,7 +12,7 @@ from jaxformer.tasks import masked_lm
 from jaxformer.types import Batch
 
 NAMES = registry.names("jaxformer.tasks")
-UNLIKE = ("answering", "similarity")
+UNLIKE = ("answering", "similarity", "forecasting")
 """Tasks whose loss is not the cross-entropy of a label for every slot or text: theirs are in tests of their own."""
 EXAMPLE = {
     **{role: TEXT for role in ("source", "target", "text", "pair", "question", "context")},
@@ -21,6 +21,8 @@ EXAMPLE = {
     "tags": tuple(range(len(TEXT.split()))),
     "answers": ("cat", "the cat"),
     "starts": (-1, 0),
+    "values": np.arange(80.0).reshape(40, 2),
+    "future": np.arange(6.0).reshape(3, 2),
 }
 
 
@@ -38,13 +40,14 @@ def test_the_folder_holds_the_tasks():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_features_are_int32_aligned_and_cut(name):
-    floats = ("weights", "labels") if name == "similarity" else ("weights",)
+    floats = {"similarity": ("weights", "labels"), "forecasting": ("source", "labels")}
+    floats = floats.get(name, ("weights", "source") if "values" in tasks.get(name).roles else ("weights",))
     features = encoded(config(name, length=6), words(), **example_of(name))
-    assert features.pop("cut") > 0
+    assert features.pop("cut", 0) > 0 or name == "forecasting"  # which reads the last steps, and no others
     assert all(0 < len(features.pop(key)) < 16 for key in ("unread",) if key in features)
     for key, value in features.items():
         assert value.dtype == (np.float32 if key in floats else np.int32)
-        assert value.shape in ((6,), ())
+        assert value.shape in ((6,), (), (6, 2)) or (name, key) == ("forecasting", "labels")
     assert set(features) <= {"source", "target", "token_type", "segment", "labels", "weights"}
     if "weights" in features:
         assert features["weights"].shape == features["labels"].shape
@@ -65,7 +68,10 @@ def test_a_prompt_has_the_streams_of_training(name):
     trained = encoded(config(name), words(), **example)
     prompt = task.prompt(config(name), words(), task.input_line(example))
     assert set(prompt) == set(trained) - {"labels", "weights", "unread"}
-    assert all(value.dtype == np.int32 for value in prompt.values())
+    for key, value in prompt.items():
+        assert value.dtype == (np.float32 if "values" in task.roles and key == "source" else np.int32)
+    if "values" in task.roles:
+        np.testing.assert_array_equal(prompt["source"], trained["source"])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNLIKE])
@@ -129,6 +135,7 @@ def test_smoothing_spreads_over_the_real_vocabulary():
         ("answering", {"answer": "the cat", "score": 0.5}, "the cat"),
         ("classification", {"label": "positive", "probability": 0.75}, "positive\t0.7500"),
         ("similarity", 0.5, "0.5000"),
+        ("series_classification", {"label": "7", "probability": 0.75}, "7\t0.7500"),
     ],
 )
 def test_a_result_becomes_one_line(name, result, output):

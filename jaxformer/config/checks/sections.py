@@ -14,8 +14,13 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "tagging": (("encoder", "decoder"), "slots"),
     "answering": (("encoder", "decoder"), "slots"),
     "similarity": (("encoder", "decoder"), "pair"),
+    "forecasting": (("encoder",), "forecast"),
+    "series_classification": (("encoder",), "classes"),
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
+
+SERIES_TASKS = ("forecasting", "series_classification")
+"""Tasks whose model reads a series in place of tokens."""
 
 SIDES_IN_WORDS = {
     ("encoder, decoder",): "an encoder and a decoder",
@@ -46,7 +51,14 @@ def check_task(config: Config) -> None:
             raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
         if config.data.packing != "none" and task != "language_modelling":
             raise invalid("config.data.packing", config.data.packing, f"none for the task {task}")
-    if task == "similarity":
+    if task in SERIES_TASKS and model.series is None:
+        raise invalid("config.model.series", None, f"a section for the task {task}", "add one in the recipe")
+    if task in TASK_MODELS and task not in SERIES_TASKS and model.series is not None:
+        expected = f"one that reads a series ({', '.join(SERIES_TASKS)}), as the model does"
+        raise invalid("config.task.name", task, expected)
+    if task == "forecasting":
+        _check_forecasting(config)
+    if task in ("similarity", "forecasting"):
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
@@ -56,6 +68,18 @@ def check_task(config: Config) -> None:
         raise invalid("config.model.decoder.causal", "False", expected)
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def _check_forecasting(config: Config) -> None:
+    data, head = config.data, config.model.head
+    if data.horizon is None:
+        raise invalid("config.data.horizon", None, "the time steps to forecast", "set it")
+    for name, value in (("length", head.look_back), ("horizon", head.horizon)):
+        if value is not None and value != getattr(data, name):
+            expected = f"the model's ({value}), which is linear in all of its steps"
+            raise invalid(f"config.data.{name}", getattr(data, name), expected)
+    if data.buckets:
+        raise invalid("config.data.buckets", data.buckets, "() for forecasting: all windows have data.length steps")
 
 
 def check_data(config: Config) -> None:

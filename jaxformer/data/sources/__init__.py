@@ -15,7 +15,11 @@ Example = Mapping[str, Any]
 
 "source", "target", "text", "pair", "question", "context": str. "label": int. "score": float from 0 to 1. "tags": tuple
 of int, one per part of "text" between blanks. "answers": tuple of str, empty if there is none. "starts": tuple of int,
-the character of the context where each answer begins (-1: unknown)."""
+the character of the context where each answer begins (-1: unknown). "values": float [T, C], a series. "future": float
+[H, C], the values after it."""
+
+TEXT_ROLES = ("source", "target", "text", "pair", "question", "context")
+"""Roles of texts, which need a tokenizer."""
 
 
 class Examples(Protocol):
@@ -27,6 +31,15 @@ class Examples(Protocol):
 
 
 @dataclass(frozen=True)
+class Channels:
+    """Names of the channels of a series, with mean and deviation of each in the training part (() without one)."""
+
+    names: tuple[str, ...]
+    means: tuple[float, ...] = ()
+    deviations: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Dataset:
     """The splits of a source, and the names of its classes.
 
@@ -34,11 +47,13 @@ class Dataset:
       splits: examples by split: "train", usually "validation" and "test".
       key: a hash of the content, part of the names of derived files (token streams).
       classes: class names, or None.
+      channels: what the numbers of a series are, or None.
     """
 
     splits: Mapping[str, Examples]
     key: str
     classes: tuple[str, ...] | None = None
+    channels: Channels | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +139,14 @@ def with_classes(dataset: Dataset, classes: Sequence[str]) -> Dataset:
         raise ConfigError(f"data: got the classes {', '.join(map(repr, unknown[:5]))}, {expected}; mend the files")
     ids = tuple(list(classes).index(name) for name in dataset.classes)
     splits = {name: RelabelledExamples(examples, ids) for name, examples in dataset.splits.items()}
-    return Dataset(splits, dataset.key, tuple(classes))
+    return dataclasses.replace(dataset, splits=splits, classes=tuple(classes))
+
+
+def check_channels(dataset: Dataset, names: Sequence[str]) -> None:
+    """Raises a ConfigError if a data set of series has other channels than those that a model was trained on."""
+    if dataset.channels is not None and names and dataset.channels.names != tuple(names):
+        got, expected = ", ".join(dataset.channels.names), ", ".join(names)
+        raise ConfigError(f"data: got the channels {got}, expected those of the model: {expected}; mend the files")
 
 
 @dataclass(frozen=True)
