@@ -71,13 +71,16 @@ def make_runner(
     config: Config, module: nn.Module, variables: Mapping[str, PyTree], vocabulary: Vocabulary, source_pad: int
 ) -> Runner:
     """A runner with the limits that the config sets."""
+    series, positions = config.model.series, max_positions(config.model.encoder)
+    if series is not None and positions is not None:  # one for each patch
+        positions *= series.stride or series.patch
     return Runner(
         module,
         variables,
         vocabulary,
         source_pad=source_pad,
         buckets=config.data.buckets,
-        max_source_length=max_positions(config.model.encoder),
+        max_source_length=positions,
         max_target_length=max_positions(config.model.decoder),
         batch_size=config.evaluate.batch,
     )

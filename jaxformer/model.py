@@ -31,6 +31,7 @@ from jaxformer.tasks import (
     classification,
     forecasting,
     masked_lm,
+    regression,
     tagging,
 )
 from jaxformer.tasks._generation import Output
@@ -141,8 +142,17 @@ class Model:
         return _generation.outputs(self._for("translate", "generate"), lines, self._decode_options(decode, options))
 
     def classify(self, lines: Sequence[str]) -> list[dict[str, Any]]:
-        """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels."""
-        return classification.predict(self._for("classify"), lines, self.config.decode)
+        """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels.
+
+        Of a model whose labels are sets, `{"labels", "probabilities"}`: the names of the set, and a probability each.
+        """
+        predictor = self._for("classify")
+        task = tasks.fitting(predictor.config) or classification.TASK
+        return list(task.predict(predictor, lines, self.config.decode))
+
+    def regress(self, lines: Sequence[str]) -> list[float]:
+        """The number of each line, in the units of the training data."""
+        return regression.predict(self._for("regress"), lines, self.config.decode)
 
     def forecast(self, series: Sequence[np.ndarray]) -> np.ndarray:
         """The next steps of each series, float64 `[n, H, C]`, in the units of the training data.

@@ -10,6 +10,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 VARIANTS = {
     "bert_mlm": ("tiny", "base"),
     "btc_ner": ("transformer", "lstm"),
+    "digits": ("classify", "caption"),
     "ett": ("patch", "linear", "dlinear"),
     "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
     "llama": ("1b", "7b"),

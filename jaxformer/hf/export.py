@@ -15,7 +15,7 @@ from jaxformer.data.vocabularies import LibraryVocabulary
 from jaxformer.errors import ConfigError
 from jaxformer.hf import convert, keys, rewrite, writing
 from jaxformer.hf.comparison import config_differences
-from jaxformer.hf.origin import BODIES, HuggingFaceOrigin, special_token_ids
+from jaxformer.hf.origin import BODIES, PROBLEMS, HuggingFaceOrigin, special_token_ids
 from jaxformer.hf.table import NO_HEAD, Family, Settings, families
 from jaxformer.model import Model
 
@@ -115,7 +115,10 @@ def _class_labels(model: Model, head: str) -> dict[str, Any]:
         return {}
     count = model.config.model.head.classes or 0
     names = model.classes or model.config.task.classes or tuple(f"LABEL_{i}" for i in range(count))
-    return {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+    problems = {task: problem for problem, task in PROBLEMS.items() if task != "classification"}
+    problem = problems.get(model.config.task.name) if head == "sequence" else None
+    labels = {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+    return labels if problem is None else {**labels, "problem_type": problem}
 
 
 def _special_tokens(model: Model, origin: HuggingFaceOrigin) -> dict[str, Any]:

@@ -20,7 +20,14 @@ TASKS = {
 }
 """Head -> the task that trains it here. The others are called here, and not trained."""
 
-TRAINED_AS = {"summarisation": "translation"}
+PROBLEMS = {
+    "single_label_classification": "classification",
+    "multi_label_classification": "multi_label",
+    "regression": "regression",
+}
+"""`problem_type` of a classifier of texts -> the task that trains it here."""
+
+TRAINED_AS = {"summarisation": "translation", "multi_label": "classification", "regression": "classification"}
 """Task -> the one of `TASKS` whose head it trains; they differ in what is measured."""
 
 BODIES = ("encoder", "bare", "model")

@@ -172,7 +172,12 @@ def fitting(config: Config) -> Task | None:
     None if no task has such a head: the model only embeds text, or is only called.
     """
     names = [name for name in (config.task.name, *registry.names(__name__)) if name != "none"]
-    candidates = [task for task in map(get, names) if task.head == config.model.head.kind]
+    of_series = config.model.series is not None
+    candidates = [
+        task
+        for task in map(get, names)
+        if task.head == config.model.head.kind and ("values" in task.roles) == of_series
+    ]
     sides = ", ".join(side for side in ("encoder", "decoder") if getattr(config.model, f"has_{side}"))
     return next((task for task in candidates if sides in task.sides), candidates[0] if candidates else None)
 

@@ -26,6 +26,8 @@ def learned(settings: TokenizerConfig, text: str = TEXT) -> Tokenizers:
 def config(name: str, length: int = 32, kinds: int = 0, side: str = "encoder", **task) -> Config:
     stack = StackConfig(embed=EmbedConfig(kinds=kinds))
     series = SeriesConfig(channels=2) if "values" in tasks.get(name).roles else None
+    if "labels" in tasks.get(name).roles:
+        task = {"classes": ("joy", "anger", "fear"), **task}
     base = Config(model=ModelConfig(**{side: stack}, series=series), task=TaskConfig(name=name, **task))
     return dataclasses.replace(base, data=dataclasses.replace(base.data, length=length))
 

@@ -6,17 +6,18 @@ import pytest
 from task_toys import TEXT, config, encoded, words
 
 from jaxformer import metrics, registry, tasks
-from jaxformer.config import Config, ConfigError, HeadConfig, ModelConfig, StackConfig, TaskConfig
+from jaxformer.config import Config, ConfigError, HeadConfig, ModelConfig, SeriesConfig, StackConfig, TaskConfig
 from jaxformer.config.checks import sections
 from jaxformer.tasks import masked_lm
 from jaxformer.types import Batch
 
 NAMES = registry.names("jaxformer.tasks")
-UNLIKE = ("answering", "similarity", "forecasting")
+UNLIKE = ("answering", "similarity", "forecasting", "multi_label", "regression")
 """Tasks whose loss is not the cross-entropy of a label for every slot or text: theirs are in tests of their own."""
 EXAMPLE = {
     **{role: TEXT for role in ("source", "target", "text", "pair", "question", "context")},
     "label": 2,
+    "labels": (0, 2),
     "score": 0.5,
     "tags": tuple(range(len(TEXT.split()))),
     "answers": ("cat", "the cat"),
@@ -41,13 +42,14 @@ def test_the_folder_holds_the_tasks():
 @pytest.mark.parametrize("name", NAMES)
 def test_features_are_int32_aligned_and_cut(name):
     floats = {"similarity": ("weights", "labels"), "forecasting": ("source", "labels")}
+    floats |= {"multi_label": ("labels",), "regression": ("labels",)}
     floats = floats.get(name, ("weights", "source") if "values" in tasks.get(name).roles else ("weights",))
     features = encoded(config(name, length=6), words(), **example_of(name))
     assert features.pop("cut", 0) > 0 or name == "forecasting"  # which reads the last steps, and no others
     assert all(0 < len(features.pop(key)) < 16 for key in ("unread",) if key in features)
     for key, value in features.items():
         assert value.dtype == (np.float32 if key in floats else np.int32)
-        assert value.shape in ((6,), (), (6, 2)) or (name, key) == ("forecasting", "labels")
+        assert value.shape in ((6,), (), (6, 2)) or (name in ("forecasting", "multi_label") and key == "labels")
     assert set(features) <= {"source", "target", "token_type", "segment", "labels", "weights"}
     if "weights" in features:
         assert features["weights"].shape == features["labels"].shape
@@ -101,6 +103,7 @@ def test_measures_of_parts_add_up_and_leave_out_smoothing(name):
 RESULTS = {
     "tagging": ([[{"label": "x"}], [{"label": "O"}]], [{"tags": (1,)}, {"tags": (0,)}]),
     "answering": ([{"answer": "a"}], [{"answers": ("a",)}]),
+    "regression": ([0.5, 0.1], [{"score": 0.3}, {"score": 0.4}]),
     "similarity": ([0.5, 0.1], [{"score": 0.3}, {"score": 0.4}]),
 }
 
@@ -135,6 +138,9 @@ def test_smoothing_spreads_over_the_real_vocabulary():
         ("answering", {"answer": "the cat", "score": 0.5}, "the cat"),
         ("classification", {"label": "positive", "probability": 0.75}, "positive\t0.7500"),
         ("similarity", 0.5, "0.5000"),
+        ("captioning", "a two above a six", "a two above a six"),
+        ("multi_label", {"labels": ["joy", "fear"]}, "joy,fear"),
+        ("regression", 2.5, "2.5000"),
         ("series_classification", {"label": "7", "probability": 0.75}, "7\t0.7500"),
     ],
 )
@@ -153,9 +159,10 @@ def test_a_model_fits_the_task_that_trained_it(name):
     task = tasks.get(name)
     for sides in task.sides:
         parts = {side: StackConfig() for side in sides.split(", ")}
+        parts |= {"series": SeriesConfig()} if "values" in task.roles else {}
         model = ModelConfig(**parts, head=HeadConfig(kind=task.head))
         assert tasks.fitting(Config(model=model, task=TaskConfig(name=name))) is task
-    both = ModelConfig(encoder=StackConfig(), decoder=StackConfig(), head=HeadConfig(kind=task.head))
+    both = ModelConfig(**{"encoder": StackConfig(), "decoder": StackConfig(), **parts}, head=HeadConfig(kind=task.head))
     assert tasks.fitting(Config(model=both, task=TaskConfig(name="none"))).head == task.head
 
 

@@ -14,12 +14,15 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "tagging": (("encoder", "decoder"), "slots"),
     "answering": (("encoder", "decoder"), "slots"),
     "similarity": (("encoder", "decoder"), "pair"),
+    "multi_label": (("encoder", "decoder"), "classes"),
+    "regression": (("encoder", "decoder"), "classes"),
     "forecasting": (("encoder",), "forecast"),
     "series_classification": (("encoder",), "classes"),
+    "captioning": (("encoder, decoder",), "tokens"),
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
 
-SERIES_TASKS = ("forecasting", "series_classification")
+SERIES_TASKS = ("forecasting", "series_classification", "captioning")
 """Tasks whose model reads a series in place of tokens."""
 
 SIDES_IN_WORDS = {
@@ -45,7 +48,9 @@ def check_task(config: Config) -> None:
             raise invalid("config.task.name", task, expected)
         if model.head.kind != head:
             raise invalid("config.model.head.kind", model.head.kind, f"{head} for the task {task}")
-        if head in ("classes", "slots") and model.head.classes == 1:
+        if task == "regression" and model.head.classes not in (None, 1):
+            raise invalid("config.model.head.classes", model.head.classes, "1 or None for the task regression")
+        if head in ("classes", "slots") and model.head.classes == 1 and task not in ("regression", "multi_label"):
             raise invalid("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if task == "answering" and model.head.classes not in (None, 2):
             raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
@@ -58,7 +63,7 @@ def check_task(config: Config) -> None:
         raise invalid("config.task.name", task, expected)
     if task == "forecasting":
         _check_forecasting(config)
-    if task in ("similarity", "forecasting"):
+    if task in ("similarity", "forecasting", "multi_label", "regression"):
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")

@@ -13,7 +13,8 @@ from jaxformer.errors import ConfigError
 Example = Mapping[str, Any]
 """Values by role.
 
-"source", "target", "text", "pair", "question", "context": str. "label": int. "score": float from 0 to 1. "tags": tuple
+"source", "target", "text", "pair", "question", "context": str. "label": int. "labels": tuple of int, a set of classes,
+in ascending order. "score": float from 0 to 1. "tags": tuple
 of int, one per part of "text" between blanks. "answers": tuple of str, empty if there is none. "starts": tuple of int,
 the character of the context where each answer begins (-1: unknown). "values": float [T, C], a series. "future": float
 [H, C], the values after it."""
@@ -163,6 +164,8 @@ class RelabelledExamples:
         example = dict(self.examples[index])
         if "label" in example:
             example["label"] = self.ids[example["label"]]
+        if "labels" in example:
+            example["labels"] = tuple(sorted(self.ids[label] for label in example["labels"]))
         if "tags" in example:
             example["tags"] = tuple(self.ids[tag] for tag in example["tags"])
         return example
