@@ -41,6 +41,11 @@ class RunFraming:
         return self.text_tokenizers
 
     @property
+    def chat_length(self) -> int:
+        """Most tokens of a conversation and its next reply: those of training."""
+        return self.config.data.length
+
+    @property
     def pairing(self) -> PairTemplate:
         """The special tokens that the source tokenizer puts around two texts."""
         return self.tokenizers.source.pair_template

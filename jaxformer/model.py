@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.decode.compiled import forward
 from jaxformer.errors import ConfigError
+from jaxformer.models import adapters, build
 from jaxformer.tasks import (
     Predictor,
     _embedding,
@@ -29,9 +30,11 @@ from jaxformer.tasks import (
     _likelihood,
     answering,
     classification,
+    dialogue,
     forecasting,
     masked_lm,
     regression,
+    replaced_tokens,
     tagging,
 )
 from jaxformer.tasks._generation import Output
@@ -67,6 +70,12 @@ class HuggingFaceInterface(Protocol):
 
     def save_pretrained(self, model: Model, directory: str | os.PathLike[str], family: str | None, dtype: Any) -> None:
         """Writes a directory that the other library loads."""
+        ...
+
+    def save_adapter(
+        self, model: Model, directory: str | os.PathLike[str], base: str | os.PathLike[str] | None
+    ) -> None:
+        """Writes the adapters as a directory of the peft package."""
         ...
 
 
@@ -133,6 +142,42 @@ class Model:
         if prompts is None:
             return self._interface("generate").generate(self, options)
         return _generation.best_texts(self._for("generate"), prompts, self._decode_options(decode, options))
+
+    def chat(
+        self,
+        history: Sequence[Mapping[str, str]],
+        decode: DecodeConfig | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> str | Iterator[str]:
+        """The reply to a conversation, `[{"role": "user", "content": "Hi"}]`; with `stream` in pieces, see `stream`.
+
+        Its turns are perhaps one of the system, then user and assistant in turns, the user last. The model's chat
+        template writes them. Where they leave no room for a reply, the oldest turns are left out, each user's with its
+        reply, and a warning says how many; the system's turn stays. Options are those of `translate`.
+
+        Raises:
+          ConfigError: the model is no language model or has no chat template, roles are unknown or out of order, or an
+            option is unknown or out of range.
+        """
+        answer = dialogue.stream_reply if stream else dialogue.reply
+        return answer(self._for("chat", "generate"), history, self._decode_options(decode, options))
+
+    def stream(
+        self, prompt: str | Sequence[Mapping[str, str]], decode: DecodeConfig | None = None, **options: Any
+    ) -> Iterator[str]:
+        """`generate([prompt])[0]` in pieces, as tokens are chosen; of an encoder-decoder `translate`, of a list `chat`.
+
+        A piece has the tokens of 0.05 seconds, or one that takes longer (`jaxformer.decode.streaming`), and no half
+        character. Between two pieces nothing runs, so the generation ends when nobody reads on.
+        Arguments and errors are those of `translate`.
+
+        Raises:
+          ConfigError: also for a beam search and for several hypotheses, whose best is known at the end only.
+        """
+        if not isinstance(prompt, str):
+            return dialogue.stream_reply(self._for("chat", "generate"), prompt, self._decode_options(decode, options))
+        return _generation.stream(self._for("translate", "generate"), prompt, self._decode_options(decode, options))
 
     def outputs(self, lines: Sequence[str], decode: DecodeConfig | None = None, **options: Any) -> list[list[Output]]:
         """All hypotheses of `translate` or `generate` with their scores: up to `hypotheses` per line, best first.
@@ -201,6 +246,13 @@ class Model:
         """
         return masked_lm.fill_masks(self._for("fill_mask"), lines, top)
 
+    def detect(self, lines: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """For each line, for each of its tokens (special ones left out), `{"token", "id", "replaced"}`.
+
+        The last is the probability that the token is not the original, as ELECTRA's discriminator sees it.
+        """
+        return replaced_tokens.detect(self._for("detect"), lines)
+
     def embed(self, lines: Sequence[str], pooling: str | None = None) -> np.ndarray:
         """One vector per line, float32 `[n, D]`, from the hidden states below the head (an encoder's, if there is one).
 
@@ -264,6 +316,8 @@ class Model:
     def save_pretrained(self, directory: str | os.PathLike[str], family: str | None = None, dtype: Any = None) -> None:
         """Writes config.json, model.safetensors and the tokenizer, so that the other library computes the same.
 
+        Adapters are merged; `save_adapter` writes them alone.
+
         Args:
           family: file of `jaxformer/hf/families/`; None: the one it came from, or the first that can express it.
           dtype: of the file's tensors; None: float32.
@@ -271,7 +325,32 @@ class Model:
         Raises:
           ConfigError: no family computes what this model does; the message names the differences.
         """
-        self._interface("save_pretrained").save_pretrained(self, directory, family, dtype)
+        model = self if self.config.model.adapter is None else self.merge_adapters()
+        self._interface("save_pretrained").save_pretrained(model, directory, family, dtype)
+
+    def save_adapter(self, directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> None:
+        """Writes the adapters alone, and what else was trained, as the peft package does: a small directory.
+
+        Args:
+          base: directory of the model that they were trained on, for adapter_config.json.
+
+        Raises:
+          ConfigError: the model has no adapters, or the format has no place for what was trained.
+        """
+        self._interface("save_adapter").save_adapter(self, directory, base)
+
+    def merge_adapters(self) -> Model:
+        """A model without adapters that computes the same: each kernel is `W + scale * A B`.
+
+        Raises:
+          ConfigError: the model has no adapters.
+        """
+        config = self.config
+        if config.model.adapter is None:
+            raise ConfigError("merge_adapters: got a model without adapters, expected some; it is merged already")
+        plain = dataclasses.replace(config.model, adapter=None)
+        params, config = adapters.merge(self.params), dataclasses.replace(config, model=plain)
+        return dataclasses.replace(self, module=build.build(plain), params=params, config=config)
 
     def inference_variables(self, params: PyTree = None) -> dict[str, PyTree]:
         """The variables of a forward pass: `params` (None: the model's own) and the other collections."""

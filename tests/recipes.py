@@ -8,7 +8,7 @@ from typing import Iterator
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 VARIANTS = {
-    "bert_mlm": ("tiny", "base"),
+    "bert_mlm": ("tiny", "pairs", "base"),
     "btc_ner": ("transformer", "lstm"),
     "digits": ("classify", "caption"),
     "ett": ("patch", "linear", "dlinear"),

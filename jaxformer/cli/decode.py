@@ -26,7 +26,7 @@ def run(arguments: Namespace) -> int:
             print(f"weights: {model.weights.describe()}", file=sys.stderr)
         task = tasks.get(model.config.task.name)
         edited = saved_edits.apply_edits(model.config, arguments.config, saved_edits.DECODE_FIELDS, "decode")
-        _print_edits(edited)
+        print_edits(edited, "decode")
         if edited.config.data != model.config.data:
             model = dataclasses.replace(model, config=edited.config)
         config = edited.config.decode
@@ -49,10 +49,10 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _print_edits(edited: saved_edits.AppliedEdits) -> None:
+def print_edits(edited: saved_edits.AppliedEdits, command: str) -> None:
     """Prints to stderr which settings differ from the run's, and which edits have no effect."""
     words = [f"changed: {json.dumps(edited.changed)}"] if edited.changed else []
-    words += [edited.warning("decode")] if edited.unused else []
+    words += [edited.warning(command)] if edited.unused else []
     if words:
         print("; ".join(words), file=sys.stderr)
 

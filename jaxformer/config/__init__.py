@@ -7,6 +7,7 @@ with each other, and `comparison.py` compares configs.
 
 from jaxformer.config.schema import (
     AXES,
+    AdapterConfig,
     AttentionConfig,
     CheckpointConfig,
     Config,
@@ -18,6 +19,7 @@ from jaxformer.config.schema import (
     EncodingConfig,
     EvaluateConfig,
     FeedForwardConfig,
+    GeneratorConfig,
     HeadConfig,
     InitConfig,
     LinearConfig,
@@ -40,6 +42,7 @@ from jaxformer.errors import ConfigError, StorageError
 
 __all__ = [
     "AXES",
+    "AdapterConfig",
     "AttentionConfig",
     "CheckpointConfig",
     "Config",
@@ -52,6 +55,7 @@ __all__ = [
     "EncodingConfig",
     "EvaluateConfig",
     "FeedForwardConfig",
+    "GeneratorConfig",
     "HeadConfig",
     "InitConfig",
     "LinearConfig",

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from jaxformer.errors import ConfigError
-from jaxformer.types import Array, Batch, Slots, Stream
+from jaxformer.types import Array, Batch, Permutation, Slots, Stream
 
 Features = Mapping[str, np.ndarray]
 """An encoded example: arrays by name ("source", "target", "labels", "weights", ...). See `jaxformer.tasks`."""
@@ -26,10 +26,15 @@ class Shape(NamedTuple):
 
 
 class PlannedBatch(NamedTuple):
-    """One global batch: the indices of the examples in each row. Rows that are not listed stay empty."""
+    """One global batch: the indices of the examples in each row. Rows that are not listed stay empty.
+
+    `continues` is True if every row goes on with the text of the same row of the batch before, False if every row
+    begins a text; None where batches have no such order.
+    """
 
     shape: Shape
     rows: list[list[int]]
+    continues: bool | None = None
 
 
 def shapes(lengths: Iterable[int], batch: int, tokens: int | None, multiple: int) -> list[Shape]:
@@ -124,17 +129,23 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
         template = next(features for row in rows for features in row)
     source = _stream(rows, length, "source", template) if "source" in template else None
     target = _stream(rows, length, "target", template) if "target" in template else None
+    if target is not None and "prefix" in template:
+        prefix = cast(Array, _prefixes(rows, target.tokens.shape))
+        target = target._replace(slots=target.slots._replace(prefix=prefix))
     if source is not None and "token_type" in template:
         source = source._replace(token_type=cast(Array, _pad(rows, length, "token_type", np.int32)))
     if "labels" not in template:
         return Batch(source, target)
+    if "targets" in template:
+        return _permuted(rows, length, template, source)
     if has_row_labels(template):
         labels, weights = _row_labels(rows, template)
     else:
         labels = _pad(rows, length, "labels", np.int32)
         filled = _occupied(rows, length, "labels").astype(np.float32)
         weights = _pad(rows, length, "weights", np.float32) if "weights" in template else filled
-    return Batch(source, target, cast(Array, labels), cast(Array, weights))  # numpy's arrays stand for jax's
+    batch = Batch(source, target, cast(Array, labels), cast(Array, weights))  # numpy's arrays stand for jax's
+    return batch._replace(relation=cast(Array, _relations(rows))) if "relation" in template else batch
 
 
 def _occupied(rows: Sequence[Sequence[Features]], length: int, name: str) -> np.ndarray:
@@ -179,6 +190,25 @@ def _stream(rows: Sequence[Sequence[Features]], length: int, name: str, template
     return Stream(cast(Array, tokens), Slots(cast(Array, position), cast(Array, segment)))
 
 
+def _prefixes(rows: Sequence[Sequence[Features]], shape: tuple[int, ...]) -> np.ndarray:
+    """The prefix of the example in each slot of the targets: int32 `[B, T]`."""
+    prefix = np.zeros(shape, np.int32)
+    for number, row in enumerate(rows):
+        lengths = [len(features["target"]) for features in row]
+        if row:
+            prefix[number, : sum(lengths)] = np.repeat([int(features["prefix"]) for features in row], lengths)
+    return prefix
+
+
+def _relations(rows: Sequence[Sequence[Features]]) -> np.ndarray:
+    """The second label `[B]` of each row, -1 for empty rows."""
+    relations = np.full(len(rows), -1, np.int32)
+    for number, row in enumerate(rows):
+        for features in row:
+            relations[number] = features["relation"]
+    return relations
+
+
 def positions_within(segment: np.ndarray) -> np.ndarray:
     """Positions `[n]` that restart at 0 in each segment, from ascending segment ids `[n]`."""
     return np.arange(len(segment)) - np.searchsorted(segment, segment)
@@ -188,6 +218,28 @@ def has_row_labels(features: Features) -> bool:
     """True if the labels belong to the example as a whole: a scalar, or float32. Other labels have a slot each."""
     labels = np.asarray(features["labels"])
     return labels.ndim == 0 or labels.dtype.kind == "f"
+
+
+def _permuted(rows: Sequence[Sequence[Features]], length: int, template: Features, source: Stream | None) -> Batch:
+    """The batch of examples with an order, whose targets, labels and weights have one length in all of them."""
+    arrays = {
+        "targets": np.full((len(rows), len(template["targets"])), -1, np.int32),
+        "labels": np.zeros((len(rows), len(template["targets"])), np.int32),
+        "weights": np.zeros((len(rows), len(template["targets"])), np.float32),
+    }
+    for number, row in enumerate(rows):
+        if len(row) > 1:
+            raise ConfigError("data.packing: got first_fit with an order of prediction, expected none or concat")
+        for features in row:
+            for name, array in arrays.items():
+                array[number] = features[name]
+    order, (targets, labels, weights) = _pad(rows, length, "order", np.int32), map(_as_jax, arrays.values())
+    return Batch(source, None, labels, weights, permutation=Permutation(_as_jax(order), targets))
+
+
+def _as_jax(array: np.ndarray) -> Array:
+    """`array` in the type of jax's arrays, for which numpy's stand."""
+    return cast(Array, array)
 
 
 def _row_labels(rows: Sequence[Sequence[Features]], template: Features) -> tuple[np.ndarray, np.ndarray]:

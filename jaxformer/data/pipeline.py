@@ -7,6 +7,7 @@ rows of a batch. A checkpoint needs only (epoch, block, batch), and any number o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from jaxformer.config import Config
 from jaxformer.data import cache, concatenation, packing, planning, truncation
 from jaxformer.data.encoding import Encoder, EncodingTask
 from jaxformer.data.packing import Features, PlannedBatch, Shape
-from jaxformer.data.planning import BlockPlanner, PlannedBlock
+from jaxformer.data.planning import BlockPlanner, PlannedBlock, RunningTextPlanner
 from jaxformer.data.sources import Dataset, Examples, FirstExamples
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.data.truncation import Truncation
@@ -246,6 +247,9 @@ class Pipeline:
             else:
                 counts, lost = truncation.count_truncated(encoded), "cut off"
             lines.append(counts.sentence("train", data.length, count, lost))
+        tail = self._plan.tail()
+        if tail:
+            lines.append(f"train: the last {tail:,} of {len(self._plan.encode):,} rows are not read (task.recurrence)")
         if "validation" in self.dataset.splits:
             lines.append(self.truncated("validation", validation_examples).sentence("validation", data.length))
         return [line for line in lines if line]
@@ -261,6 +265,8 @@ class Pipeline:
         plan = self._plan
         if plan.pack or len(plan.buckets) > 1 or plan.max_length is not None:
             return None
+        if isinstance(plan, RunningTextPlanner):
+            return plan.part
         sizes = [min(plan.size, len(plan.encode) - begin) for begin in range(0, len(plan.encode), plan.size)]
         return sum(-(-size // plan.buckets[0].rows) for size in sizes)
 
@@ -294,12 +300,14 @@ class Pipeline:
 
     def _check_packing(self, features: Features) -> None:
         mode, task = self.config.data.packing, self.config.task.name
-        if mode == "concat" and ("target" not in features or "source" in features):
+        is_next_token = "target" in features and "source" not in features
+        if mode == "concat" and self.task.encode_row is None and not is_next_token:
             raise ConfigError(
-                f"data.packing: got concat for task {task!r}, which is not language modelling, expected none or "
+                f"data.packing: got concat for task {task!r}, which reads no running text, expected none or "
                 "first_fit; change it"
             )
-        if mode == "first_fit" and "labels" in features and packing.has_row_labels(features):
+        has_row_label = "relation" in features or ("labels" in features and packing.has_row_labels(features))
+        if mode == "first_fit" and has_row_label:
             raise ConfigError(f"data.packing: got first_fit for task {task!r}, expected none; change it")
 
     def _planner(self, split: str, limit: int | None, buckets: list[Shape], train: bool) -> BlockPlanner:
@@ -308,10 +316,16 @@ class Pipeline:
         if data.packing == "concat" and self.tokenizers is not None:
             key = f"{self.dataset.key} {split} {count}"
             documents = FirstExamples(self._split(split), count)
-            tokens = concatenation.token_stream(
-                cache.cache_directory(data) / "streams", key, documents, self.tokenizers.target
-            )
-            encode, max_length = concatenation.ConcatenatedRows(tokens, data.length), None
+            tokenizer = getattr(self.tokenizers, config.model.input_side)
+            tokens = concatenation.token_stream(cache.cache_directory(data) / "streams", key, documents, tokenizer)
+            encode_row, max_length = self.task.encode_row, None
+            if encode_row is not None:
+                encode_row = functools.partial(encode_row, config, self.tokenizers)
+            length = self.task.row_length(config)
+            encode = concatenation.ConcatenatedRows(tokens, length, encode_row, config.train.seed)
+            if train and config.task.recurrence:
+                block, full_rows = planning.block_size(len(encode)), (len(tokens) - 1) // length
+                return RunningTextPlanner(encode, buckets, False, None, None, block, full_rows=full_rows)
         else:
             max_length = data.length if train and data.skip_long else None
             if max_length is not None:
@@ -328,4 +342,8 @@ class Pipeline:
         members, rows = planned.rows[part], part.stop - part.start
         encoded = iter(block.features([member for row in members for member in row]))
         filled = [[next(encoded) for _ in row] for row in members]
-        return packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
+        batch = packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
+        if planned.continues is None:
+            return batch
+        flags: Any = np.full(rows, planned.continues)  # numpy's array stands for jax's
+        return batch._replace(continues=flags)

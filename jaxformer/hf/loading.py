@@ -51,8 +51,8 @@ def from_pretrained(
     """The model in a Hugging Face directory: config.json and model.safetensors, or its shards.
 
     Args:
-      head: another head on the same body: causal_lm, masked_lm, seq2seq, sequence, token, qa or model. Its parameters
-        are random unless the file has them. None: the head of the file.
+      head: another head on the same body: causal_lm, masked_lm, pretraining, seq2seq, sequence, token, qa or model.
+        Its parameters are random unless the file has them. None: the head of the file.
       classes: number of classes of a classifier. If the file has another number, the decision layer is random.
       vocab: new number of embedding rows; added rows are random.
       dtype: precision of the computation; parameters are float32.
@@ -99,7 +99,9 @@ def from_pretrained(
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
     data = DataConfig(length=min(least_positions(model), MAX_QA_LENGTH if head == "qa" else DataConfig.length))
     decode = DecodeConfig(max_length=MAX_ANSWER_LENGTH) if head == "qa" else DecodeConfig()
-    config = Config(model=model, data=data, task=TaskConfig(name=_task_name(model, head, settings)), decode=decode)
+    relation = "next_sentence" if model.head.relation else "none"
+    task = TaskConfig(name=_task_name(model, head, settings), relation=relation)
+    config = Config(model=model, data=data, task=task, decode=decode)
     origin = HuggingFace(head, family, settings, defaults)
     loaded = Model(module, params, {}, config, tokenizers, classes=names, hf=origin)
     return loaded if vocab is None else resize_vocabulary(loaded, origin, vocab, seed)

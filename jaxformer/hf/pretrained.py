@@ -15,6 +15,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.hf import export, forward, generation, generation_options
 from jaxformer.hf.framing import ImportedFraming
 from jaxformer.hf.origin import TASKS, HuggingFaceOrigin
+from jaxformer.hf.peft import writing
 from jaxformer.model import Model
 from jaxformer.tasks import Predictor
 from jaxformer.types import Array, PyTree
@@ -61,3 +62,9 @@ class HuggingFace(HuggingFaceOrigin):
     def save_pretrained(self, model: Model, directory: str | os.PathLike[str], family: str | None, dtype: Any) -> None:
         """Writes a directory that the other library loads."""
         export.save_pretrained(model, self, directory, family, dtype)
+
+    def save_adapter(
+        self, model: Model, directory: str | os.PathLike[str], base: str | os.PathLike[str] | None
+    ) -> None:
+        """Writes the adapters as a directory of the peft package."""
+        writing.save_adapter(model, self, directory, base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, Callable, NamedTuple
@@ -14,6 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Key
 
 from jaxformer.config import ModelConfig, StackConfig
+from jaxformer.models import adapters
+from jaxformer.models.electra import Electra
 from jaxformer.models.linear import LinearForecast
 from jaxformer.models.rnn import Recurrent
 from jaxformer.models.transformer import Transformer
@@ -32,6 +35,8 @@ def build(config: ModelConfig) -> nn.Module:
         return Recurrent(config)
     if config.linear is not None:
         return LinearForecast(config)
+    if config.generator is not None:
+        return Electra(config)
     return Transformer(config) if config.permutation is None else XLNet(config)
 
 
@@ -65,6 +70,10 @@ def resolve(
         part = getattr(config, name)
         if part is not None and part.embed.vocab is None:
             parts[name] = dataclasses.replace(part, embed=dataclasses.replace(part.embed, vocab=vocab))
+    if config.generator is not None and config.generator.encoder.embed.vocab is None:
+        stack = config.generator.encoder
+        stack = dataclasses.replace(stack, embed=dataclasses.replace(stack.embed, vocab=source))
+        parts["generator"] = dataclasses.replace(config.generator, encoder=stack)
     if config.head.kind in ("classes", "slots") and config.head.classes is None:
         parts["head"] = dataclasses.replace(config.head, classes=classes)
     if config.head.kind == "forecast":
@@ -73,21 +82,22 @@ def resolve(
     return dataclasses.replace(config, **parts)
 
 
-def chosen_kernels(config: ModelConfig, length: int) -> dict[str, tuple[str, str]]:
+def chosen_kernels(config: ModelConfig, length: int, prefix: bool = False) -> dict[str, tuple[str, str]]:
     """Kernel of each stack's self-attention for rows of `length` on the current mesh, and the reason for the choice.
+
+    Args:
+      prefix: the targets begin with a prefix (see `types.Slots`).
 
     Raises:
       ConfigError: the kernel of the config does not support the mesh or the length.
     """
-    stacks = {"encoder": config.encoder, "decoder": config.decoder}
     return {
-        side: _attention(config, side, stack, config.slots(side, length))
-        for side, stack in stacks.items()
-        if stack is not None
+        side: _attention(config, side, stack, config.slots(side, length), prefix)
+        for side, stack in config.stacks.items()
     }
 
 
-def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int) -> tuple[str, str]:
+def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int, prefix: bool) -> tuple[str, str]:
     heads, kv_heads, head_width = head_shape(stack.attention, stack.width)
     devices = kernels.shard_counts()
     site = kernels.CallSite(
@@ -100,6 +110,7 @@ def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int) 
         keys=length,
         causal=is_causal(stack, side),
         hidden_pairs=config.permutation is not None,
+        prefix=prefix and is_causal(stack, side),
         bias=encodings.get(stack.encoding.kind).bias is not None,
         dropout=stack.attention.dropout > 0,
         context=devices["context"],
@@ -117,11 +128,8 @@ def uses_causal_ring(config: ModelConfig, length: int) -> bool:
     """True if the current mesh shards sequences and a causal stack uses the ring kernel."""
     if kernels.shard_counts()["context"] == 1:
         return False
-    stacks = {"encoder": config.encoder, "decoder": config.decoder}
     chosen = chosen_kernels(config, length)
-    return any(
-        stack is not None and chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in stacks.items()
-    )
+    return any(chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in config.stacks.items())
 
 
 def example_batch(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:
@@ -144,7 +152,12 @@ def example_batch(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:
 
 def init_variables(module: nn.Module, key: Key[Array, ""]) -> dict[str, PyTree]:
     """Boxed variables: parameters with the logical names of their axes, and batch-norm statistics (if any)."""
-    return dict(module.init({"params": key}, example_batch(module.config)))
+    layers: adapters.Layers = {}
+    with contextlib.nullcontext() if module.config.adapter is None else adapters.recording(layers):
+        variables = dict(module.init({"params": key}, example_batch(module.config)))
+    if module.config.adapter is not None:
+        variables["params"] = adapters.add(module.config.adapter, variables["params"], layers, key)
+    return variables
 
 
 def shapes(module: nn.Module) -> PyTree:
@@ -169,6 +182,14 @@ def _shapes(module: nn.Module) -> PyTree:
 def _initialiser(module: nn.Module) -> Callable[[Key[Array, ""]], dict[str, PyTree]]:
     """`init_variables` of this module, the same object for all callers, so that jax traces it once."""
     return functools.partial(init_variables, module)
+
+
+def linear_maps(module: nn.Module) -> adapters.Layers:
+    """Every `Dense` of the module by its path, without computing anything."""
+    layers: adapters.Layers = {}
+    with adapters.recording(layers):
+        jax.eval_shape(lambda: init_variables(module, jax.random.key(0)))
+    return layers
 
 
 def create(module: nn.Module, key: Key[Array, ""], mesh: Mesh) -> dict[str, PyTree]:

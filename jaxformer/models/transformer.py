@@ -12,7 +12,7 @@ from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Embed
 from jaxformer.nn.series import SeriesInput, Statistics
 from jaxformer.nn.stack import Stack, unrolls_decoding, unstack
-from jaxformer.types import Array, Batch, DeferredLogits, PyTree, Slots, Stream
+from jaxformer.types import Array, Batch, DeferredLogits, PyTree, RelationLogits, Slots, Stream
 
 
 class Transformer(nn.Module):
@@ -28,12 +28,10 @@ class Transformer(nn.Module):
         config = self.config
         dtype = jnp.dtype(config.dtype)
         encoder, decoder = config.encoder, config.decoder
-        series, values = config.series, None
-        if series is not None:
-            self.series = SeriesInput(series)
-            values = series.patch * self.channels_per_row()
+        if config.series is not None:
+            self.series = SeriesInput(config.series)
         if encoder is not None:
-            self.source_embed = Embed(encoder.embed, encoder.width, dtype, values)
+            self.source_embed = self.make_source_embed(encoder, dtype)
             self.encoder = Stack(encoder, causal=bool(encoder.causal))
         if decoder is not None:
             if encoder is None or not config.share_embeddings:
@@ -49,16 +47,26 @@ class Transformer(nn.Module):
         series = self.config.series
         return 1 if series is None or series.independent else series.channels or 1
 
-    def __call__(self, batch: Batch, full_logits: bool = True) -> Float32[Array, "B ..."] | DeferredLogits:
+    @nn.nowrap
+    def make_source_embed(self, encoder: StackConfig, dtype: jnp.dtype) -> Embed:
+        """Embedding of the source. Models that share its table with another part make it differently."""
+        series = self.config.series
+        values = None if series is None else series.patch * self.channels_per_row()
+        return Embed(encoder.embed, encoder.width, dtype, values)
+
+    def __call__(
+        self, batch: Batch, full_logits: bool = True
+    ) -> Float32[Array, "B ..."] | DeferredLogits | RelationLogits:
         """Logits: `[B, T, V]` (T of the target if there is a decoder), or `[B, C]` for a classifier.
 
-        A forecast is `[B, H, C]`, in the scale of the series. Without `full_logits` the head may return
-        `DeferredLogits`, for losses and measures.
+        A forecast is `[B, H, C]`, in the scale of the series.
+        With `config.head.relation`, `RelationLogits`. Without `full_logits` the head may return `DeferredLogits`, for
+        losses and measures.
         """
         batch, statistics = self.read(batch)
         slots = batch.side("source" if self.config.decoder is None else "target").slots
         y = self.head(self.last_hidden(batch), slots, self.output_embed(), full_logits)
-        if isinstance(y, DeferredLogits) or statistics is None or self.config.head.kind != "forecast":
+        if not isinstance(y, Array) or statistics is None or self.config.head.kind != "forecast":
             return y
         return self.series.restore(y, statistics)
 

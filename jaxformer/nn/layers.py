@@ -65,7 +65,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class Dense(nn.Module):
     """A linear map whose kernel is not flattened to two axes, e.g. `[D, H, K]` for a query projection.
 
-    An integer kernel has a parameter `kernel_scale` of shape `shape[inputs:]` beside it (see decode/int8.py).
+    An integer kernel has a parameter `kernel_scale` of shape `shape[inputs:]` beside it (see decode/int8.py). An
+    adapted map has the parameters `lora_a` and `lora_b` (see models/adapters.py).
 
     Attributes:
       shape: kernel shape, input axes first.
@@ -91,14 +92,25 @@ class Dense(nn.Module):
         outputs = slice(self.inputs, None)
         bias = zeros_parameter(self, "bias", self.names[outputs], self.shape[outputs]) if self.bias else None
         if not self.has_variable("params", "kernel_scale"):
-            return dot(x, kernel, self.inputs, bias)
-        y = dot(x, kernel, self.inputs) * self.get_variable("params", "kernel_scale").astype(x.dtype)
-        return y if bias is None else y + bias.astype(y.dtype)
+            y = dot(x, kernel, self.inputs, bias)
+        else:
+            y = dot(x, kernel, self.inputs) * self.get_variable("params", "kernel_scale").astype(x.dtype)
+            y = y if bias is None else y + bias.astype(y.dtype)
+        return y + self._adapter_output(x) if self.has_variable("params", "lora_a") else y
+
+    def _adapter_output(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """`scale * dropout(x) A B` (Hu et al. 2021, equation 3), without a bias."""
+        a, b, scale = (self.get_variable("params", f"lora_{name}") for name in ("a", "b", "scale"))
+        rate = self.get_variable("params", "lora_dropout")
+        if rate is not None and self.has_rng("dropout"):
+            x = dropped(x, self.make_rng("dropout"), rate)
+        return dot(dot(x, a, self.inputs), b) * scale.astype(x.dtype)
 
 
 def project_jointly(x: Float[Array, "*batch D"], *maps: Dense) -> tuple[Float[Array, "*batch ..."], ...]:
     """Outputs of `maps` for the same `x`. Devices exchange the gradient of `x` once for all maps, on any platform."""
-    if not cpu.exchanges_separately(*((dense.names[1], dense.shape[1]) for dense in maps)):
+    adapted = any(dense.has_variable("params", "lora_a") for dense in maps)  # their gradient is not the kernels' alone
+    if adapted or not cpu.exchanges_separately(*((dense.names[1], dense.shape[1]) for dense in maps)):
         return tuple(dense(x) for dense in maps)
     ys = tuple(dense(jax.lax.stop_gradient(x)) for dense in maps)
     return cpu.share_input_gradient(x, tuple(nn.meta.unbox(dense.variables["params"]["kernel"]) for dense in maps), ys)
@@ -117,17 +129,25 @@ class Dropout(nn.Module):
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         if self.rate == 0.0 or not self.has_rng("dropout"):
             return x
-        shape = tuple(1 if i in self.axes else size for i, size in enumerate(x.shape))
-        keep = keep_mask(self.make_rng("dropout"), self.rate, shape)
-        return jnp.where(keep, x / (1.0 - self.rate), jnp.zeros((), x.dtype))
+        return dropped(x, self.make_rng("dropout"), self.rate, self.axes)
 
 
-def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+def dropped(
+    x: Float[Array, "*shape"], key: Key[Array, ""], rate: float | Float32[Array, ""], axes: tuple[int, ...] = ()
+) -> Float[Array, "*shape"]:
+    """`x` after dropout with one mask along `axes`."""
+    shape = tuple(1 if i in axes else size for i, size in enumerate(x.shape))
+    keep = keep_mask(key, rate, shape)
+    return jnp.where(keep, (x / (1.0 - rate)).astype(x.dtype), jnp.zeros((), x.dtype))
+
+
+def keep_mask(key: Key[Array, ""], rate: float | Float32[Array, ""], shape: tuple[int, ...]) -> Bool[Array, "..."]:
     """Random booleans of `shape`, False with probability `rate`, which is rounded to a multiple of 2 ** -16.
 
     On a CPU dropout spends most of its time drawing random bits, so one 32-bit word decides two entries.
     """
-    threshold = jnp.asarray(round(rate * 2**16), jnp.uint32)
+    count = round(rate * 2**16) if isinstance(rate, float | int) else jnp.round(rate * 2**16)
+    threshold = jnp.asarray(count, jnp.uint32)
     if shape[-1] % 2:
         return jax.random.bits(key, shape, jnp.uint32) >> 16 >= threshold
     words = jax.random.bits(key, (*shape[:-1], shape[-1] // 2), jnp.uint32)
@@ -252,14 +272,22 @@ class Embed(nn.Module):
     """Token embedding table `[V, E]`, with the scaling and token types of `config`.
 
     With `config.width` below the model width a projection follows (factorised embedding, Lan et al. 2020). A tied head
-    reads the same table through `unembedding_factors` (Press and Wolf 2017). With `values` the slots hold that many
-    numbers in place of a token: there is no table, and the projection, with a bias, maps them to the model width.
+    reads the same table through `unembedding_factors` (Press and Wolf 2017). With `values` there
+    is no table, and the projection, with a bias, maps the numbers of a slot to the model width.
+
+    Attributes:
+      values: numbers that a slot holds in place of a token; None: slots hold tokens.
+      base: the embedding whose table this one uses too; None: it has a table of its own.
+      residual: add an own table "delta", initially 0, to that of `base`, which then gets no gradient from here
+        (gradient-disentangled embedding sharing; He et al. 2021, DeBERTaV3, section 3.2.3).
     """
 
     config: EmbedConfig
     width: int
     dtype: jnp.dtype = jnp.float32
     values: int | None = None
+    base: Embed | None = None
+    residual: bool = False
 
     def setup(self) -> None:
         config = self.config
@@ -267,10 +295,7 @@ class Embed(nn.Module):
         self.projects = self.values is not None or self.inner != self.width
         normal = nn.initializers.normal(self.inner**-0.5 if config.deviation is None else config.deviation)
         if self.values is None:
-            if config.vocab is None:
-                raise ValueError("embed.vocab: got None, expected a size; resolve the config with a tokenizer first")
-            table_init = _with_zero_row(normal, config.pad)
-            self.table = parameter(self, "table", table_init, ("vocab", "table"), (config.vocab, self.inner))
+            self.table = self.make_table(normal)
         if self.projects:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
             rows = "table" if self.values is None else None
@@ -279,6 +304,19 @@ class Embed(nn.Module):
                 self.up_bias = zeros_parameter(self, "up_bias", ("embed",), (self.width,))
         if config.kinds:
             self.token_type_table = parameter(self, "kinds", normal, (None, "table"), (config.kinds, self.width))
+
+    @nn.nowrap
+    def make_table(self, normal: nn.initializers.Initializer) -> Num[Array, "V E"]:
+        """The table, of its own or of `base`."""
+        config = self.config
+        if config.vocab is None:
+            raise ValueError("embed.vocab: got None, expected a size; resolve the config with a tokenizer first")
+        shape, names = (config.vocab, self.inner), ("vocab", "table")
+        if self.base is None:
+            return parameter(self, "table", _with_zero_row(normal, config.pad), names, shape)
+        if self.residual:
+            return jax.lax.stop_gradient(self.base.table) + zeros_parameter(self, "delta", names, shape)
+        return self.base.table
 
     def __call__(self, stream: Stream) -> Float[Array, "B T D"]:
         """Embeddings `[B, T, D]` of a stream, before position, norm and dropout.

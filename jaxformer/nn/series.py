@@ -54,7 +54,7 @@ class SeriesInput(nn.Module):
         slots = source.slots
         if config.independent:
             values = jnp.swapaxes(values, 1, 2).reshape(-1, values.shape[1], 1)
-            slots = Slots(*(jnp.repeat(x, channels, axis=0) for x in slots))
+            slots = Slots(*(jnp.repeat(x, channels, axis=0) for x in (slots.position, slots.segment)))
         return cut_patches(Stream(values, slots), config.patch, config.stride or config.patch), statistics
 
     def normalise(self, source: Stream) -> tuple[Float32[Array, "B S C"], Statistics]:

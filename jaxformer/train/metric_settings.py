@@ -13,17 +13,27 @@ from jaxformer import tasks
 from jaxformer.config import Config
 from jaxformer.errors import ConfigError
 
-NEUTRAL_SETTINGS = ("evaluate.samples", "evaluate.headline", "decode.batch")
+NEUTRAL_SETTINGS = ("evaluate.samples", "evaluate.headline", "evaluate.length_bins", "decode.batch")
 """Settings of evaluation and decoding that change no measure."""
 
 
 def check_metric_is_measured(config: Config) -> None:
     """Raises a ConfigError if `checkpoint.metric` is a measure of decoded text and none is decoded."""
     metric, scores = config.checkpoint.metric, tasks.get(config.task.name).score_names
-    if config.checkpoint.keep_best and metric in scores and not config.evaluate.decode_examples:
+    is_used = config.checkpoint.keep_best or config.train.patience is not None
+    if is_used and metric in scores and not config.evaluate.decode_examples:
         raise ConfigError(
             f"config.checkpoint.metric: got {metric!r}, a measure of decoded text, and config.evaluate.decode_examples "
             "0, expected more; set it, or choose another metric"
+        )
+
+
+def check_samples_exist(config: Config) -> None:
+    """Raises a ConfigError if examples are to be decoded and the task has nothing to show of them."""
+    if config.evaluate.decode_examples and not tasks.get(config.task.name).has_samples:
+        raise ConfigError(
+            f"config.evaluate.decode_examples: got {config.evaluate.decode_examples}, expected 0 for the task "
+            f"{config.task.name}, which has no scores and no samples of decoded text"
         )
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
+
 from jaxformer import tasks
 from jaxformer.config import Config, ModelConfig
+from jaxformer.config.checks import sections
+from jaxformer.data import chat
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
@@ -24,6 +28,24 @@ def build_or_load_tokenizers(config: Config, dataset: Dataset, workdir: Path) ->
     if (workdir / "config.json").exists():
         return Tokenizers.load(workdir)
     return Tokenizers.build(config.data, dataset.splits["train"], tasks.get(config.task.name).roles)
+
+
+def with_chat_template(config: Config, tokenizers: Tokenizers | None, workdir: Path) -> Tokenizers | None:
+    """The tokenizers with the template that conversations are written with, if the task reads any.
+
+    A resumed run keeps its own. Otherwise it is the config's, else that of the tokenizers (of `config.init.directory`),
+    else `chat.DEFAULT_TEMPLATE`.
+    """
+    reads_turns = "messages" in tasks.get(config.task.name).roles
+    if (
+        tokenizers is None
+        or not reads_turns
+        or ((workdir / "config.json").exists() and tokenizers.chat_template is not None)
+    ):
+        return tokenizers
+    path = config.data.tokenizer.chat_template
+    template = chat.read_template(path) if path else tokenizers.chat_template or chat.DEFAULT_TEMPLATE
+    return dataclasses.replace(tokenizers, chat_template=template)
 
 
 def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers | None) -> Config:
@@ -46,11 +68,20 @@ def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers | No
         model = build.resolve(model, tokenizers.source.vocab, tokenizers.target.vocab, classes, sizes)
         _check_tables(model, tokenizers)
         output = (tokenizers.target if model.has_decoder else tokenizers.source).size
+    if tokenizers is not None and model.generator is not None and model.generator.vocab is None:
+        model = dataclasses.replace(model, generator=dataclasses.replace(model.generator, vocab=tokenizers.source.size))
     task = dataclasses.replace(config.task, classes=names or (), vocab=output)
+    if task.class_weights == (sections.BALANCED,):
+        task = dataclasses.replace(task, class_counts=count_classes(config, dataset, model.head.classes or 0))
     resolved = dataclasses.replace(config, model=model, task=task)
     tasks.get(config.task.name).check(resolved)
+    metric_settings.check_samples_exist(resolved)
     if "validation" in dataset.splits:
         metric_settings.check_metric_is_measured(resolved)
+    elif config.train.patience is not None:
+        raise ConfigError(
+            f"config.train.patience: got {config.train.patience}, expected None: the data has no validation split"
+        )
     return resolved
 
 
@@ -93,3 +124,13 @@ def _with_channels(config: Config, dataset: Dataset) -> Config:
     return dataclasses.replace(
         config, task=dataclasses.replace(task, channels=names, means=means, deviations=deviations)
     )
+
+
+def count_classes(config: Config, dataset: Dataset, classes: int) -> tuple[int, ...]:
+    """Number of training labels of each class: of examples, or where every word has a tag, of words."""
+    train = dataset.splits["train"]
+    counts = np.zeros(classes, np.int64)
+    for i in range(min(len(train), config.data.examples or len(train))):
+        labels = train[i].get("tags", train[i].get("label"))
+        counts += np.bincount(np.atleast_1d(np.asarray(labels, np.int64)), minlength=classes)
+    return tuple(counts.tolist())

@@ -12,7 +12,7 @@ from jaxformer.tasks import masked_lm
 from jaxformer.types import Batch
 
 NAMES = registry.names("jaxformer.tasks")
-UNLIKE = ("answering", "similarity", "forecasting", "multi_label", "regression")
+UNLIKE = ("answering", "similarity", "replaced_tokens", "forecasting", "multi_label", "regression")
 """Tasks whose loss is not the cross-entropy of a label for every slot or text: theirs are in tests of their own."""
 EXAMPLE = {
     **{role: TEXT for role in ("source", "target", "text", "pair", "question", "context")},
@@ -24,6 +24,7 @@ EXAMPLE = {
     "starts": (-1, 0),
     "values": np.arange(80.0).reshape(40, 2),
     "future": np.arange(6.0).reshape(3, 2),
+    "messages": ({"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}),
 }
 
 
@@ -33,8 +34,11 @@ def example_of(name):
 
 
 def test_the_folder_holds_the_tasks():
-    named = "translation summarisation language_modelling masked_lm classification tagging answering similarity"
-    assert set(NAMES) >= set(named.split())
+    named = (
+        "translation summarisation language_modelling dialogue masked_lm classification tagging answering similarity "
+        "permutation_lm replaced_tokens"
+    )
+    assert set(NAMES) >= {*named.split(), "permutation_lm", "replaced_tokens"}
     with pytest.raises(ValueError, match="did you mean 'translation'"):
         tasks.get("translate")
 
@@ -47,10 +51,15 @@ def test_features_are_int32_aligned_and_cut(name):
     features = encoded(config(name, length=6), words(), **example_of(name))
     assert features.pop("cut", 0) > 0 or name == "forecasting"  # which reads the last steps, and no others
     assert all(0 < len(features.pop(key)) < 16 for key in ("unread",) if key in features)
+    if "targets" in features:  # tests of their own say which slots these are
+        targets, shapes = features.pop("targets"), {features.pop(key).shape for key in ("labels", "weights")}
+        assert shapes == {targets.shape} and targets.dtype == np.int32 and targets.max() < 6
+    drops_text = name in ("span_corruption", "denoising")  # their sides have lengths of their own
     for key, value in features.items():
         assert value.dtype == (np.float32 if key in floats else np.int32)
-        assert value.shape in ((6,), (), (6, 2)) or (name in ("forecasting", "multi_label") and key == "labels")
-    assert set(features) <= {"source", "target", "token_type", "segment", "labels", "weights"}
+        of_rows = name in ("forecasting", "multi_label") and key == "labels"
+        assert value.shape in ((6,), (), (6, 2)) or of_rows or (drops_text and 0 < value.shape[0] <= 6)
+    assert set(features) <= {"source", "target", "token_type", "segment", "labels", "weights", "prefix", "order"}
     if "weights" in features:
         assert features["weights"].shape == features["labels"].shape
 
@@ -105,6 +114,7 @@ RESULTS = {
     "answering": ([{"answer": "a"}], [{"answers": ("a",)}]),
     "regression": ([0.5, 0.1], [{"score": 0.3}, {"score": 0.4}]),
     "similarity": ([0.5, 0.1], [{"score": 0.3}, {"score": 0.4}]),
+    "dialogue": (["a b"], [{"messages": EXAMPLE["messages"]}]),
 }
 
 
@@ -133,7 +143,10 @@ def test_smoothing_spreads_over_the_real_vocabulary():
         ("translation", "eine Katze", "eine Katze"),
         ("summarisation", "a cat", "a cat"),
         ("language_modelling", " sat\non it", " sat\\non it"),
+        ("dialogue", " sat\non it", " sat\\non it"),
         ("masked_lm", {"text": "the cat sat on it"}, "the cat sat on it"),
+        ("permutation_lm", {"text": "the cat sat on it"}, "the cat sat on it"),
+        ("replaced_tokens", [{"token": " cat", "replaced": 0.25}, {"token": " ", "replaced": 1}], "cat/0.250  /1.000"),
         ("tagging", [{"label": "O"}, {"label": "B-place"}, {"label": "I-place"}], "O B-place I-place"),
         ("answering", {"answer": "the cat", "score": 0.5}, "the cat"),
         ("classification", {"label": "positive", "probability": 0.75}, "positive\t0.7500"),

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from jaxformer import registry
 from jaxformer.config.checks.fields import invalid
 from jaxformer.config.schema import (
+    AdapterConfig,
     Config,
     EmbedConfig,
     FeedForwardConfig,
+    GeneratorConfig,
     ModelConfig,
     MoEConfig,
     RecurrentConfig,
     StackConfig,
 )
+
+GENERATOR = "config.model.generator.encoder"
 
 
 def check_stack(stack: StackConfig, path: str, config: Config) -> None:
@@ -67,7 +72,8 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         _check_moe(stack.moe, stack.ffn, f"{path}.moe")
     if stack.norm.order == "sandwich" and stack.norm.kind == "none":
         raise invalid(f"{path}.norm.kind", "none", "a norm, since norm.order is sandwich")
-    _check_embedding(stack.embed, stack.width, path)
+    # The generator's table may be wider than its layers: it has the width of the model's, which may be shared.
+    _check_embedding(stack.embed, stack.width, path, may_be_wider=path == GENERATOR)
     if attention.kernel != "auto":
         kernel = registry.member("jaxformer.nn.kernels", attention.kernel, "KERNEL")
         bias = registry.member("jaxformer.nn.encodings", encoding.kind, "ENCODING").bias is not None
@@ -92,8 +98,8 @@ def check_recurrent(stack: RecurrentConfig, path: str) -> None:
     _check_embedding(stack.embed, stack.width, path)
 
 
-def _check_embedding(embed: EmbedConfig, width: int, path: str) -> None:
-    if embed.width is not None and embed.width > width:
+def _check_embedding(embed: EmbedConfig, width: int, path: str, may_be_wider: bool = False) -> None:
+    if embed.width is not None and embed.width > width and not may_be_wider:
         raise invalid(f"{path}.embed.width", embed.width, f"at most the model width ({width})")
     if embed.projection_bias and embed.width in (None, width):
         raise invalid(f"{path}.embed.projection_bias", True, f"embed.width below the model width ({width}), or False")
@@ -104,7 +110,7 @@ def check_model(model: ModelConfig) -> None:
 
     Raises:
       ConfigError: there are none, or of two families; attention without an encoder; embeddings that cannot be shared; a
-        pooling that the encoder does not allow.
+        pooling that the encoder does not allow; adapters that are not described as they should be.
     """
     recurrent = [part for part in model.parts if part.startswith("recurrent_")]
     transformer = [part for part in model.parts if part not in recurrent]
@@ -120,6 +126,10 @@ def check_model(model: ModelConfig) -> None:
             "set the transformer parts or the recurrent ones to None",
         )  # fmt: skip
     encoder, decoder = model.encoder_part, model.decoder_part
+    reads_pairs = model.encoder is not None and decoder is None and model.permutation is None
+    if model.head.relation and not (model.head.kind == "tokens" and reads_pairs):
+        expected = "False, unless a transformer encoder alone has a head of kind tokens"
+        raise invalid("config.model.head.relation", True, expected)
     if model.recurrent_decoder is not None:
         if model.recurrent_decoder.bidirectional:
             raise invalid("config.model.recurrent_decoder.bidirectional", "True", "False: a decoder reads forwards")
@@ -137,6 +147,10 @@ def check_model(model: ModelConfig) -> None:
         _check_shared_embeddings(encoder, decoder)
     if model.permutation is not None:
         _check_permutation(model)
+    if model.generator is not None:
+        _check_generator(model, model.generator)
+    if model.adapter is not None:
+        check_adapter(model.adapter)
     pools_last = model.head.pooling == "last" and model.head.kind in ("classes", "pair")
     bidirectional = model.recurrent_encoder is not None and model.recurrent_encoder.bidirectional
     if pools_last and bidirectional and model.head.kind == "pair":  # the backward direction has read one token there
@@ -157,8 +171,12 @@ def _check_series(model: ModelConfig) -> None:
     if (model.encoder is None) == (linear is None):
         got = "a section, with encoder and linear" if linear is not None else "a section, without encoder and linear"
         raise invalid(path, got, "one of encoder and linear, which read it", "set the other to None")
-    if model.permutation is not None or model.share_embeddings:
-        other = "permutation" if model.permutation is not None else "share_embeddings"
+    others = {
+        "permutation": model.permutation is not None,
+        "generator": model.generator is not None,
+        "share_embeddings": model.share_embeddings,
+    }
+    for other in (name for name, is_set in others.items() if is_set):
         raise invalid(f"config.model.{other}", "True or a section", "none of it for an encoder of a series")
     if series.affine and series.normalise != "instance":
         raise invalid(f"{path}.affine", True, "False, or series.normalise=instance, whose scale it learns")
@@ -182,6 +200,51 @@ def _check_series(model: ModelConfig) -> None:
             if getattr(embed, name) != getattr(default, name):
                 value, expected = getattr(embed, name), f"{getattr(default, name)} for a series, which has no table"
                 raise invalid(f"config.model.encoder.embed.{name}", value, expected)
+
+
+def _check_generator(model: ModelConfig, generator: GeneratorConfig) -> None:
+    encoder, head = model.encoder, generator.head
+    if encoder is None or model.decoder is not None or model.permutation is not None:
+        raise invalid("config.model.generator", "a section", "None unless the model is a transformer encoder alone")
+    if head.kind != "tokens":
+        raise invalid("config.model.generator.head.kind", head.kind, "tokens: a masked language model")
+    if head.chunk is not None:
+        raise invalid("config.model.generator.head.chunk", head.chunk, "None: tokens are sampled from whole logits")
+    if "batch" in (encoder.norm.kind, generator.encoder.norm.kind):
+        raise invalid("config.model.generator", "a section", "None, or norms of other kinds than batch")
+    if generator.encoder.embed.vocab != encoder.embed.vocab:
+        expected = f"{encoder.embed.vocab}, as config.model.encoder.embed.vocab"
+        raise invalid(f"{GENERATOR}.embed.vocab", generator.encoder.embed.vocab, expected)
+    own, table = (stack.embed.width or stack.width for stack in (generator.encoder, encoder))
+    if generator.sharing != "none" and own != table:
+        expected = f"{table}, the width of the model's table, for sharing {generator.sharing}"
+        raise invalid(f"{GENERATOR}.embed.width", own, expected, "set it, or generator.sharing to none")
+
+
+def check_adapter(adapter: AdapterConfig) -> None:
+    """Checks the entries of an adapter section. Its patterns are compared with the model's paths when that is built.
+
+    Raises:
+      ConfigError: there are no targets, an entry is not PATTERN=NUMBER, or a layer is named twice.
+    """
+    path = "config.model.adapter"
+    if not adapter.targets:
+        raise invalid(f"{path}.targets", adapter.targets, "at least one pattern", "set adapter to None for no adapters")
+    for field, kind in (("ranks", "a whole number of at least 1"), ("alphas", "a number above 0")):
+        for entry in getattr(adapter, field):
+            pattern, _, number = entry.rpartition("=")
+            is_valid = number.isdecimal() and int(number) > 0 if field == "ranks" else _is_positive(number)
+            if not pattern or not is_valid:
+                raise invalid(f"{path}.{field}", entry, f"PATTERN=NUMBER with {kind}, as ffn/in=4")
+    if len(set(adapter.layers)) < len(adapter.layers) or min(adapter.layers, default=0) < 0:
+        raise invalid(f"{path}.layers", adapter.layers, "different numbers of at least 0")
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _check_permutation(model: ModelConfig) -> None:

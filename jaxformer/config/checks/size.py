@@ -62,8 +62,10 @@ def check_memory(config: Config, mesh: Mapping[str, int], memory: int | None) ->
     if memory is None:
         return
     ways = mesh["fsdp"] * mesh["tensor"] * mesh["expert"] * mesh["stage"]  # shards of the parameters
-    copies = (1 + (config.train.ema is not None)) / ways
-    copies += MOMENTS[config.optimizer.name] / (ways * (mesh["data"] if config.mesh.zero1 else 1))
+    copies = 1 / ways
+    if not config.optimizer.freeze and config.model.adapter is None:  # frozen parameters have neither
+        copies += (config.train.ema is not None) / ways
+        copies += MOMENTS[config.optimizer.name] / (ways * (mesh["data"] if config.mesh.zero1 else 1))
     count = min_parameters(config)
     if count * FLOAT32 * copies > memory:
         needed = format_size(count * FLOAT32 * copies)
@@ -97,6 +99,10 @@ def min_parameters(config: Config) -> int:
             total += part.layers * GATES[part.cell] * part.width * (part.width + state)
         else:
             total += _stack(part, crosses=name == "decoder" and model.encoder is not None)
+    if model.generator is not None:
+        part = model.generator.encoder
+        total += _stack(part, crosses=False)
+        total += 0 if model.generator.sharing == "tied" else _embedding(part, _vocab(part, config))
     return total + _head(model, config)
 
 

@@ -16,11 +16,9 @@ Example = Mapping[str, Any]
 "source", "target", "text", "pair", "question", "context": str. "label": int. "labels": tuple of int, a set of classes,
 in ascending order. "score": float from 0 to 1. "tags": tuple
 of int, one per part of "text" between blanks. "answers": tuple of str, empty if there is none. "starts": tuple of int,
-the character of the context where each answer begins (-1: unknown). "values": float [T, C], a series. "future": float
-[H, C], the values after it."""
-
-TEXT_ROLES = ("source", "target", "text", "pair", "question", "context")
-"""Roles of texts, which need a tokenizer."""
+the character of the context where each answer begins (-1: unknown). "messages": tuple of {"role", "content"}, the turns
+of a conversation (`jaxformer.data.chat`). "values": float [T, C], a series. "future": float [H, C], the values after
+it."""
 
 
 class Examples(Protocol):
