@@ -316,7 +316,7 @@ class Pipeline:
         if data.packing == "concat" and self.tokenizers is not None:
             key = f"{self.dataset.key} {split} {count}"
             documents = FirstExamples(self._split(split), count)
-            tokenizer = getattr(self.tokenizers, config.model.input_side)
+            tokenizer = self.tokenizers.target if config.model.has_decoder else self.tokenizers.source
             tokens = concatenation.token_stream(cache.cache_directory(data) / "streams", key, documents, tokenizer)
             encode_row, max_length = self.task.encode_row, None
             if encode_row is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import builders
 import chex
@@ -16,6 +17,7 @@ from jaxformer import tasks
 from jaxformer.config import (
     AttentionConfig,
     Config,
+    ConfigError,
     EmbedConfig,
     GeneratorConfig,
     HeadConfig,
@@ -27,6 +29,7 @@ from jaxformer.config import (
     StackConfig,
     TaskConfig,
     TrainConfig,
+    overrides,
 )
 from jaxformer.models import build, electra
 from jaxformer.nn.layers import Embed

@@ -190,6 +190,13 @@ def _check_objective(config: Config) -> None:
         raise invalid("config.model.head.relation", True, f"False for the task {name}")
 
 
+def check_evaluate(config: Config) -> None:
+    """Raises ConfigError if the bins of lengths do not ascend."""
+    bins = config.evaluate.length_bins
+    if list(bins) != sorted(set(bins)) or (bins and bins[0] < 1):
+        raise invalid("config.evaluate.length_bins", bins, "ascending numbers of at least 1")
+
+
 def check_data(config: Config) -> None:
     """Raises ConfigError if lengths, the tokenizer, scores, the format or the splits contradict each other."""
     data = config.data
