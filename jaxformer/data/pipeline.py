@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
+import numpy as np
 
 from jaxformer.config import Config
 from jaxformer.data import cache, concatenation, packing, planning, truncation

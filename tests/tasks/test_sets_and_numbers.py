@@ -23,6 +23,7 @@ from jaxformer.config.overrides import defaults, section
 
 def get_config(variant="multi_label"):
     config = defaults()
+    variant = variant or "multi_label"
     config.task.name = variant
     config.data.source = "table"
     config.data.cache = "cache"
