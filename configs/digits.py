@@ -6,6 +6,9 @@ mean pooling; `caption` has the same encoder and a decoder of words.
 Command:  python -m jaxformer train --config=configs/digits.py:classify --workdir=runs/digits
           python -m jaxformer evaluate --workdir=runs/digits --split=test
 Variants: classify, caption
+Hardware: 2 CPU cores
+Time:     classify: 8 minutes beside ten times as many processes as cores, 41 seconds of processor time
+Score:    classify: test accuracy 95.0 %
 """
 
 from jaxformer.config import SeriesConfig, StackConfig
