@@ -66,7 +66,9 @@ def test_a_killed_run_goes_on_bit_for_bit():
         update = step.make_train_step(config, module, task, optimizer, schedule, mesh)
         params = builders.make(config.model)[1]["params"]
         moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(optimizer.init, params))
-        start = step.TrainState(np.int32(0), params, moments, jax.random.key(1), {})
+
+        def start() -> step.TrainState:
+            return jax.device_put(step.TrainState(np.int32(0), params, moments, jax.random.key(1), {}))
 
         def run(state, batches, count):
             losses = []
@@ -76,8 +78,8 @@ def test_a_killed_run_goes_on_bit_for_bit():
             return jax.device_get(state), losses
 
         first, second = pipeline(), pipeline()
-        whole, expected = run(jax.device_put(start), first_batches := first.train(), 5)
-        early, begun = run(jax.device_put(start), second_batches := second.train(), 2)
+        whole, expected = run(start(), first_batches := first.train(), 5)
+        early, begun = run(start(), second_batches := second.train(), 2)
         saved = json.dumps(second.data_state(second_batches))
         first_batches.close()
         second_batches.close()
