@@ -19,7 +19,7 @@ from jaxformer.config import Config
 from jaxformer.data import cache, concatenation, packing, planning, truncation
 from jaxformer.data.encoding import Encoder, EncodingTask
 from jaxformer.data.packing import Features, PlannedBatch, Shape
-from jaxformer.data.planning import BlockPlanner, PlannedBlock
+from jaxformer.data.planning import BlockPlanner, PlannedBlock, RunningTextPlanner
 from jaxformer.data.sources import Dataset, Examples, FirstExamples
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.data.truncation import Truncation
@@ -248,6 +248,9 @@ class Pipeline:
             else:
                 counts, lost = truncation.count_truncated(encoded), "cut off"
             lines.append(counts.sentence("train", data.length, count, lost))
+        tail = self._plan.tail()
+        if tail:
+            lines.append(f"train: the last {tail:,} of {len(self._plan.encode):,} rows are not read (task.recurrence)")
         if "validation" in self.dataset.splits:
             lines.append(self.truncated("validation", validation_examples).sentence("validation", data.length))
         return [line for line in lines if line]
@@ -263,6 +266,8 @@ class Pipeline:
         plan = self._plan
         if plan.pack or len(plan.buckets) > 1 or plan.max_length is not None:
             return None
+        if isinstance(plan, RunningTextPlanner):
+            return plan.part
         sizes = [min(plan.size, len(plan.encode) - begin) for begin in range(0, len(plan.encode), plan.size)]
         return sum(-(-size // plan.buckets[0].rows) for size in sizes)
 
@@ -312,14 +317,16 @@ class Pipeline:
         if data.packing == "concat":
             key = f"{self.dataset.key} {split} {count}"
             documents = FirstExamples(self._split(split), count)
-            tokens = concatenation.token_stream(
-                cache.cache_directory(data) / "streams", key, documents, self.tokenizers.target
-            )
+            tokenizer = self.tokenizers.target if config.model.has_decoder else self.tokenizers.source
+            tokens = concatenation.token_stream(cache.cache_directory(data) / "streams", key, documents, tokenizer)
             encode_row, max_length = self.task.encode_row, None
             if encode_row is not None:
                 encode_row = functools.partial(encode_row, config, self.tokenizers)
             length = self.task.row_length(config)
             encode = concatenation.ConcatenatedRows(tokens, length, encode_row, config.train.seed)
+            if train and config.task.recurrence:
+                block, full_rows = planning.block_size(len(encode)), (len(tokens) - 1) // length
+                return RunningTextPlanner(encode, buckets, False, None, None, block, full_rows=full_rows)
         else:
             max_length = data.length if train and data.skip_long else None
             if max_length is not None:
@@ -336,4 +343,8 @@ class Pipeline:
         members, rows = planned.rows[part], part.stop - part.start
         encoded = iter(block.features([member for row in members for member in row]))
         filled = [[next(encoded) for _ in row] for row in members]
-        return packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
+        batch = packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
+        if planned.continues is None:
+            return batch
+        flags: Any = np.full(rows, planned.continues)  # numpy's array stands for jax's
+        return batch._replace(continues=flags)

@@ -27,6 +27,7 @@ TRAINED_AS = {
     "denoising": "translation",
     "prefix_lm": "language_modelling",
     "dialogue": "language_modelling",
+    "permutation_lm": "language_modelling",
 }
 """Task -> the one of `TASKS` whose head it trains; they differ in what is measured."""
 
@@ -75,6 +76,8 @@ def head_of_model(config: Config) -> str:
     model = config.model
     if model.head.kind == "tokens":
         if not model.has_decoder:
+            if model.permutation is not None:
+                return "causal_lm"
             return "pretraining" if model.head.relation else "masked_lm"
         return "seq2seq" if model.has_encoder else "causal_lm"
     slots = "qa" if config.task.name == "answering" else "token"

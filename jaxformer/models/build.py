@@ -16,6 +16,7 @@ from jaxtyping import Key
 
 from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.models import adapters
+from jaxformer.models.electra import Electra
 from jaxformer.models.rnn import Recurrent
 from jaxformer.models.transformer import Transformer
 from jaxformer.models.xlnet import XLNet
@@ -31,6 +32,8 @@ def build(config: ModelConfig) -> nn.Module:
     recurrent = config.recurrent_encoder is not None or config.recurrent_decoder is not None
     if recurrent:
         return Recurrent(config)
+    if config.generator is not None:
+        return Electra(config)
     return Transformer(config) if config.permutation is None else XLNet(config)
 
 
@@ -45,6 +48,10 @@ def resolve(config: ModelConfig, source: int, target: int, classes: int | None =
         part = getattr(config, name)
         if part is not None and part.embed.vocab is None:
             parts[name] = dataclasses.replace(part, embed=dataclasses.replace(part.embed, vocab=vocab))
+    if config.generator is not None and config.generator.encoder.embed.vocab is None:
+        stack = config.generator.encoder
+        stack = dataclasses.replace(stack, embed=dataclasses.replace(stack.embed, vocab=source))
+        parts["generator"] = dataclasses.replace(config.generator, encoder=stack)
     if config.head.kind in ("classes", "slots") and config.head.classes is None:
         parts["head"] = dataclasses.replace(config.head, classes=classes)
     return dataclasses.replace(config, **parts)
@@ -59,8 +66,7 @@ def chosen_kernels(config: ModelConfig, length: int, prefix: bool = False) -> di
     Raises:
       ConfigError: the kernel of the config does not support the mesh or the length.
     """
-    stacks = {"encoder": config.encoder, "decoder": config.decoder}
-    present = {side: stack for side, stack in stacks.items() if stack is not None}
+    present = {side: stack for side, stack in config.stacks.items() if stack.layers}
     return {side: _attention(config, side, stack, length, prefix) for side, stack in present.items()}
 
 
@@ -95,11 +101,9 @@ def uses_causal_ring(config: ModelConfig, length: int) -> bool:
     """True if the current mesh shards sequences and a causal stack uses the ring kernel."""
     if kernels.shard_counts()["context"] == 1:
         return False
-    stacks = {"encoder": config.encoder, "decoder": config.decoder}
     chosen = chosen_kernels(config, length)
-    return any(
-        stack is not None and chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in stacks.items()
-    )
+    present = {side: stack for side, stack in config.stacks.items() if stack.layers}
+    return any(chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in present.items())
 
 
 def example_batch(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:

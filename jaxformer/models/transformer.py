@@ -28,7 +28,7 @@ class Transformer(nn.Module):
         dtype = jnp.dtype(config.dtype)
         encoder, decoder = config.encoder, config.decoder
         if encoder is not None:
-            self.source_embed = Embed(encoder.embed, encoder.width, dtype)
+            self.source_embed = self.make_source_embed(encoder, dtype)
             self.encoder = Stack(encoder, causal=bool(encoder.causal))
         if decoder is not None:
             if encoder is None or not config.share_embeddings:
@@ -36,6 +36,11 @@ class Transformer(nn.Module):
             self.decoder = Stack(decoder, causal=decoder.causal is not False)
         last = last_stack(config)
         self.head = Head(config.head, last.width, last.embed.vocab)
+
+    @nn.nowrap
+    def make_source_embed(self, encoder: StackConfig, dtype: jnp.dtype) -> Embed:
+        """Embedding of the source. Models that share its table with another part make it differently."""
+        return Embed(encoder.embed, encoder.width, dtype)
 
     def __call__(
         self, batch: Batch, full_logits: bool = True

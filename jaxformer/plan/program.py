@@ -24,9 +24,10 @@ from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.plan import flops
 from jaxformer.plan.chips import Hardware
+from jaxformer.tasks import permutation_lm
 from jaxformer.train import freezing, optim
 from jaxformer.train import step as steps
-from jaxformer.types import Array, Batch, PyTree, Slots, Stream, TrainState
+from jaxformer.types import Array, Batch, Permutation, PyTree, Slots, Stream, TrainState
 
 LEARNED_TOKENIZERS = ("word", "bpe", "unigram")
 """Kinds of tokenizer whose vocabulary size is set in the config."""
@@ -144,11 +145,15 @@ def resolve(config: Config) -> Config:
 
 def with_scanned_layers(config: Config) -> Config:
     """The config with layers as a loop, as accelerators run them (the default on CPUs is unrolled)."""
-    parts = {
+    parts: dict[str, Any] = {
         name: dataclasses.replace(getattr(config.model, name), unroll=1)
         for name in ("encoder", "decoder")
         if getattr(config.model, name) is not None and getattr(config.model, name).unroll is None
     }
+    generator = config.model.generator
+    if generator is not None and generator.encoder.unroll is None:
+        encoder = dataclasses.replace(generator.encoder, unroll=1)
+        parts["generator"] = dataclasses.replace(generator, encoder=encoder)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **parts))
 
 
@@ -173,12 +178,18 @@ def abstract_batch(config: Config, mesh: Mesh, shape: Shape) -> Batch:
     kind = config.model.head.kind
     size = (shape.rows,) if kind in ("classes", "pooled", "pair") else tuple(shape)
     reads = {part.removeprefix("recurrent_") for part in config.model.parts}
+    permutation = None
+    if config.task.name == permutation_lm.NAME:
+        size = (shape.rows, permutation_lm.targets_per_row(config))
+        permutation = Permutation(ids, array(size, jnp.int32))
     return Batch(
         stream if "encoder" in reads else None,
         target if "decoder" in reads else None,
         array(size, jnp.float32 if kind == "pair" else jnp.int32),
         array(size, jnp.float32),
         array((shape.rows,), jnp.int32) if config.model.head.relation else None,
+        permutation,
+        array((shape.rows,), jnp.bool_) if config.task.recurrence else None,
     )
 
 
