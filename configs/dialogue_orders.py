@@ -16,19 +16,19 @@ def get_config(variant: str = ""):
     config = defaults()
     config.task.name = "dialogue"
     config.data.source = "orders"
-    config.data.examples = 200_000
+    config.data.examples = 100_000
     config.data.tokenizer.kind = "word"
     config.data.tokenizer.vocab = 128
     config.data.length = 160
     config.data.packing = "first_fit"
-    config.data.batch = 16
+    config.data.batch = 12
 
     config.model.decoder = section(
         StackConfig,
-        layers=3,
+        layers=2,
         width=128,
         attention=dict(heads=4),
-        ffn=dict(width=256),
+        ffn=dict(width=512),
         encoding=dict(kind="rope"),
     )
 
@@ -36,7 +36,7 @@ def get_config(variant: str = ""):
     config.schedule.kind = "cosine"
     config.schedule.peak = 3e-3
     config.schedule.warmup = 100
-    config.train.steps = 1500
+    config.train.steps = 1000
     config.train.evaluate_every = 500
     config.train.checkpoint_every = 500
     config.evaluate.decode_examples = 200

@@ -156,7 +156,6 @@ def _environment() -> sandbox.ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
     return environment
 
 
@@ -202,7 +201,8 @@ def render(
     """
     now = {"strftime_now": lambda form: datetime.datetime.now().strftime(form)} if dated else {}
     turns = [dict(message) for message in messages]
-    variables = {"messages": turns, "add_generation_prompt": opening, "tools": None, "documents": None}
+    variables: dict[str, Any] = {"messages": turns, "add_generation_prompt": opening, "tools": None, "documents": None}
+    variables |= {"raise_exception": _raise_exception}
     try:
         marked = _compile(template).render(**variables, **tokens, **now)
     except ConfigError:

@@ -40,7 +40,7 @@ class EncodingTask(Protocol):
 
 
 class Generators:
-    """Random generators by example: each depends on the seed, the epoch and the index of the example only.
+    """Numpy generators that depend on the seed, the epoch and the index of an example only.
 
     One counter-based generator whose key is set for each example: a new generator costs ten times as much.
     """

@@ -122,8 +122,8 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
       template: an encoded example with the batch's features; needed only if all rows may be empty.
 
     Returns:
-      A batch of numpy arrays, int32 and float32 `[B, T]`; scalar labels (float32 if they are scores) and their weights
-      are `[B]`.
+      A batch of numpy arrays, int32 and float32 `[B, T]`; labels and weights of C values a slot are
+      `[B, T, C]`, scalar labels (float32 if they are scores) and their weights `[B]`.
     """
     if template is None:
         template = next(features for row in rows for features in row)
@@ -141,9 +141,10 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
     if np.ndim(template["labels"]) == 0:
         labels, weights = _scalar_labels(rows, template)
     else:
-        labels = _pad(rows, length, "labels", np.int32)
+        values = np.shape(template["labels"])[1:]
+        labels = _pad(rows, length, "labels", np.int32, values)
         filled = _occupied(rows, length, "labels").astype(np.float32)
-        weights = _pad(rows, length, "weights", np.float32) if "weights" in template else filled
+        weights = _pad(rows, length, "weights", np.float32, values) if "weights" in template else filled
     batch = Batch(source, target, cast(Array, labels), cast(Array, weights))  # numpy's arrays stand for jax's
     return batch._replace(relation=cast(Array, _relations(rows))) if "relation" in template else batch
 
@@ -158,11 +159,13 @@ def _occupied(rows: Sequence[Sequence[Features]], length: int, name: str) -> np.
     return np.arange(length) < used[:, None]
 
 
-def _pad(rows: Sequence[Sequence[Features]], length: int, name: str, dtype: type) -> np.ndarray:
-    """The feature `name` of all examples, padded with 0: `[B, T]`."""
+def _pad(
+    rows: Sequence[Sequence[Features]], length: int, name: str, dtype: type, values: tuple[int, ...] = ()
+) -> np.ndarray:
+    """The feature `name` of all examples, padded with 0: `[B, T]`, or `[B, T, C]` with C values a slot."""
     filled = _occupied(rows, length, name)
-    array = np.zeros(filled.shape, dtype)
     pieces = [features[name] for row in rows for features in row]
+    array = np.zeros((*filled.shape, *values), dtype)
     if pieces:
         array[filled] = np.concatenate(pieces)  # row-major, which is the order of the pieces
     return array

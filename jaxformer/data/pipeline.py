@@ -307,7 +307,8 @@ class Pipeline:
                 f"data.packing: got concat for task {task!r}, which reads no running text, expected none or "
                 "first_fit; change it"
             )
-        if mode == "first_fit" and "labels" in features and np.ndim(features["labels"]) == 0:
+        has_row_label = "relation" in features or np.ndim(features.get("labels", ())) == 0
+        if mode == "first_fit" and has_row_label:
             raise ConfigError(f"data.packing: got first_fit for task {task!r}, expected none; change it")
 
     def _planner(self, split: str, limit: int | None, buckets: list[Shape], train: bool) -> BlockPlanner:
@@ -316,7 +317,7 @@ class Pipeline:
         if data.packing == "concat":
             key = f"{self.dataset.key} {split} {count}"
             documents = FirstExamples(self._split(split), count)
-            tokenizer = getattr(self.tokenizers, config.model.input_side)
+            tokenizer = self.tokenizers.target if config.model.has_decoder else self.tokenizers.source
             tokens = concatenation.token_stream(cache.cache_directory(data) / "streams", key, documents, tokenizer)
             encode_row, max_length = self.task.encode_row, None
             if encode_row is not None:

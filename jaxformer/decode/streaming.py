@@ -64,14 +64,13 @@ def _stream(group: PreparedGroup, steps: int | None) -> Iterator[np.ndarray]:
     begun = time.monotonic()
     batch = ActiveBatch(group.run, queue.pop_batch(1), call_directly, queue, count)
     while True:
-        # Copied before the state is collected: that may give it other slots.
         tokens, lengths, _ = batch.hypotheses()
         batch.collect_finished()
         end = int(lengths[0, 0])
         if steps is None:
             count = next_steps(count, time.monotonic() - begun)
         if end > given:
-            yield tokens[0, 0, given:end].copy()
+            yield np.array(tokens[0, 0, given:end])
             given = end
         if not batch.has_prompts:
             return

@@ -66,7 +66,8 @@ def chosen_kernels(config: ModelConfig, length: int, prefix: bool = False) -> di
     Raises:
       ConfigError: the kernel of the config does not support the mesh or the length.
     """
-    return {side: _attention(config, side, stack, length, prefix) for side, stack in config.stacks.items()}
+    present = {side: stack for side, stack in config.stacks.items() if stack.layers}
+    return {side: _attention(config, side, stack, length, prefix) for side, stack in present.items()}
 
 
 def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int, prefix: bool) -> tuple[str, str]:
@@ -101,7 +102,8 @@ def uses_causal_ring(config: ModelConfig, length: int) -> bool:
     if kernels.shard_counts()["context"] == 1:
         return False
     chosen = chosen_kernels(config, length)
-    return any(chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in config.stacks.items())
+    present = {side: stack for side, stack in config.stacks.items() if stack.layers}
+    return any(chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in present.items())
 
 
 def example_batch(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:

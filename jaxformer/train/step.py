@@ -92,6 +92,33 @@ def make_eval_step(config: Config, module: nn.Module) -> jax.stages.Wrapped:
     return jax.jit(eval_step)
 
 
+def make_binned_eval_step(config: Config, module: nn.Module, upper: tuple[int, ...]) -> jax.stages.Wrapped:
+    """The compiled function `(variables, batch) -> sums, sums by bin`: a row of the latter for each bin of lengths.
+
+    Args:
+      upper: largest numbers of input tokens of all bins but the last, ascending; see `by_length.LengthBins`.
+    """
+    task = tasks.get(config.task.name)
+
+    def eval_step(variables: PyTree, batch: Batch) -> tuple[Sums, Sums]:
+        logits: PyTree = module.apply(variables, batch, full_logits=False)
+        stream = batch.side("source" if config.model.input_side == "source" else "target")
+        lengths = jnp.sum(stream.slots.segment > 0, axis=1)
+        bins = jnp.searchsorted(jnp.asarray(upper, jnp.int32), lengths, side="left")
+
+        def of_bin(number: Array) -> Sums:
+            inside = bins == number
+            weights = jnp.asarray(batch.weights)
+            kept = jnp.where(inside.reshape(-1, *(1,) * (weights.ndim - 1)), weights, 0)
+            count = jnp.sum(inside & (lengths > 0)).astype(jnp.float32)
+            sums = task.metrics(config, logits, batch._replace(weights=kept))
+            return {**sums, "examples": (count, jnp.ones(()))}
+
+        return task.metrics(config, logits, batch), jax.lax.map(of_bin, jnp.arange(len(upper) + 1))
+
+    return jax.jit(eval_step)
+
+
 # Gradients.
 
 

@@ -8,11 +8,11 @@ from task_toys import TEXT, config, encoded, words
 from jaxformer import metrics, registry, tasks
 from jaxformer.config import Config, ConfigError, HeadConfig, ModelConfig, StackConfig, TaskConfig
 from jaxformer.config.checks import sections
-from jaxformer.tasks import masked_lm
+from jaxformer.tasks import _words, masked_lm
 from jaxformer.types import Batch
 
 NAMES = registry.names("jaxformer.tasks")
-UNLIKE = ("answering", "similarity", "replaced_tokens")
+UNLIKE = ("answering", "similarity", "replaced_tokens", "skip_gram", "cbow")
 """Tasks whose loss is not the cross-entropy of a label for every slot or text: theirs are in tests of their own."""
 EXAMPLE = {
     **{role: TEXT for role in ("source", "target", "text", "pair", "question", "context")},
@@ -32,9 +32,11 @@ def example_of(name):
 
 def test_the_folder_holds_the_tasks():
     named = (
-        "translation summarisation language_modelling dialogue masked_lm classification tagging answering similarity"
+        "translation summarisation language_modelling dialogue masked_lm classification tagging answering similarity "
+        "permutation_lm replaced_tokens"
     )
-    assert set(NAMES) >= {*named.split(), "permutation_lm", "replaced_tokens"}
+    named += " skip_gram cbow"
+    assert set(NAMES) >= set(named.split())
     with pytest.raises(ValueError, match="did you mean 'translation'"):
         tasks.get("translate")
 
@@ -51,7 +53,7 @@ def test_features_are_int32_aligned_and_cut(name):
     drops_text = name in ("span_corruption", "denoising")  # their sides have lengths of their own
     for key, value in features.items():
         assert value.dtype == (np.float32 if key in floats else np.int32)
-        assert value.shape in ((6,), ()) or (drops_text and 0 < value.shape[0] <= 6)
+        assert value.shape[:1] in ((6,), ()) or (drops_text and 0 < value.shape[0] <= 6)
     assert set(features) <= {"source", "target", "token_type", "segment", "labels", "weights", "prefix", "order"}
     if "weights" in features:
         assert features["weights"].shape == features["labels"].shape
@@ -140,6 +142,7 @@ def test_smoothing_spreads_over_the_real_vocabulary():
         ("answering", {"answer": "the cat", "score": 0.5}, "the cat"),
         ("classification", {"label": "positive", "probability": 0.75}, "positive\t0.7500"),
         ("similarity", 0.5, "0.5000"),
+        ("skip_gram", _words.Neighbours(["cat", "dog"], [0.5, 0.25]), "cat 0.500\tdog 0.250"),
     ],
 )
 def test_a_result_becomes_one_line(name, result, output):
@@ -156,7 +159,7 @@ def test_a_model_fits_the_task_that_trained_it(name):
     """Its own where several have the head and sides; then any of the head, as for imported models of two sides."""
     task = tasks.get(name)
     for sides in task.sides:
-        parts = {side: StackConfig() for side in sides.split(", ")}
+        parts = {side: StackConfig(layers=4 * task.has_layers) for side in sides.split(", ")}
         model = ModelConfig(**parts, head=HeadConfig(kind=task.head))
         assert tasks.fitting(Config(model=model, task=TaskConfig(name=name))) is task
     both = ModelConfig(encoder=StackConfig(), decoder=StackConfig(), head=HeadConfig(kind=task.head))

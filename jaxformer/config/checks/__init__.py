@@ -26,6 +26,7 @@ def check(config: Config) -> None:
         sections.check_task(config)
     sections.check_data(config)
     sections.check_train(config)
+    sections.check_evaluate(config)
     mesh.check_mesh(config)
     sections.check_decode(config.decode)
     size.check_limits(config)

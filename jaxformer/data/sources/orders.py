@@ -2,12 +2,12 @@
 
     system     tea 3 soup 5 cake 2
     user       2 soup please
-    assistant  2 soup cost 10 total 10
+    assistant  2 soup at 5 cost 10 total 10
     user       3 tea please
-    assistant  3 tea cost 9 total 19
+    assistant  3 tea at 3 cost 9 total 19
 
-A reply needs the price list, a product and a sum over the turns before it, so it shows whether a model reads the whole
-conversation. There are three goods at 1 to 5 each, and 1 to `MAX_ORDERS` orders of 1 to 3 pieces. Symbols are separated
+A reply needs a price of the list, a product and a sum over the turns before it, so it shows whether a model reads the
+whole conversation. There are three goods at 1 to 5 each, and 1 to 3 orders of 1 to 3 pieces. Symbols are separated
 by blanks: use a word tokenizer. A tenth of the conversations is the test split's and a tenth the validation split's.
 """
 
@@ -20,7 +20,7 @@ from jaxformer.data.sources import Dataset, Example, _generated
 from jaxformer.errors import ConfigError
 
 GOODS = ("tea", "coffee", "soup", "cake", "bread", "juice", "salad", "pie")
-LISTED, MAX_PRICE, MAX_ORDERS, MAX_PIECES = 3, 5, 4, 3
+LISTED, MAX_PRICE, MAX_ORDERS, MAX_PIECES = 3, 5, 3, 3
 
 Order = tuple[int, int]
 """Index in the price list, and number of pieces."""
@@ -54,7 +54,7 @@ class Orders:
         for index, pieces in orders:
             good, price = prices[index]
             total += pieces * price
-            reply = f"{pieces} {good} cost {pieces * price} total {total}"
+            reply = f"{pieces} {good} at {price} cost {pieces * price} total {total}"
             messages.append({"role": "user", "content": f"{pieces} {good} please"})
             messages.append({"role": "assistant", "content": reply})
         return {"messages": tuple(messages)}
