@@ -1,89 +1,91 @@
-"""A run with two losses: killed and resumed bit for bit, evaluated, and used from the command line."""
+"""Training with a label of the row beside those of its slots: what is left of a killed run goes on bit for bit."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import builders
 import chex
 import jax
 import numpy as np
-import pytest
+from flax import linen as nn
 
-import jaxformer
-from jaxformer import checkpoint, cli
-from jaxformer.config import ConfigError, HeadConfig, StackConfig, overrides
-from jaxformer.evaluation import evaluate
-from jaxformer.train import loop, metric_window
-
-TINY = dict(
-    layers=1,
-    width=8,
-    attention=dict(heads=2, bias=False),
-    ffn=dict(width=8, bias=False),
-    norm=dict(kind="rms"),
-    encoding=dict(kind="learned", max_length=24),
-    unroll=1,
+from jaxformer import tasks
+from jaxformer.config import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    EmbedConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    MeshConfig,
+    ModelConfig,
+    NormConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TaskConfig,
+    TokenizerConfig,
+    TrainConfig,
 )
+from jaxformer.data.pipeline import Pipeline
+from jaxformer.data.sources import Dataset
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.models import build
+from jaxformer.parallel import mesh as meshes
+from jaxformer.train import optim, step
+
+STACK = builders.stack(
+    layers=1,
+    norm=NormConfig(kind="rms"),
+    attention=AttentionConfig(heads=2, bias=False),
+    ffn=FeedForwardConfig(width=8, bias=False),
+    embed=EmbedConfig(vocab=264, kinds=2, dropout=0.1),
+)
+TEXTS = [{"text": f"{number} is a number. " * (number % 3 + 1)} for number in range(11)]
 
 
-class Killed(BaseException):
-    """A process that ends between two steps, and saves nothing."""
+def test_a_killed_run_goes_on_bit_for_bit():
+    """Arrays and a JSON text survive: five steps are as two, and three of another pipeline from there on."""
+    config = Config(
+        model=ModelConfig(encoder=STACK, head=HeadConfig(relation=True, width=8)),
+        data=DataConfig(batch=4, length=24, tokenizer=TokenizerConfig(kind="byte")),
+        task=TaskConfig(name="masked_lm", relation="next_sentence", all_positions=True),
+        optimizer=OptimizerConfig(name="sgd"),
+        schedule=ScheduleConfig(kind="constant", peak=0.1, warmup=1),
+        train=TrainConfig(steps=5, accumulation=2),
+    )
+    tokenizers, task = Tokenizers.build(config.data, [], ("text",)), tasks.get("masked_lm")
+    module, mesh = build.build(config.model), meshes.make(MeshConfig(), jax.devices()[:1])
+    schedule = optim.schedule(config.schedule, 5, 8)
 
+    def pipeline() -> Pipeline:
+        return Pipeline(config, Dataset({"train": TEXTS}, "key"), tokenizers, task, multiple=2)
 
-def recipe():
-    config = overrides.defaults()
-    config.data.source, config.data.examples = "pylib", 20
-    config.data.tokenizer.kind = "byte"
-    config.data.length, config.data.batch = 24, 4
-    config.task.name, config.task.relation = "masked_lm", "next_sentence"
-    config.model.encoder = overrides.section(StackConfig, **TINY, embed=dict(kinds=2))
-    config.model.head = overrides.section(HeadConfig, relation=True, width=8)
-    config.mesh.data = 1
-    config.train.steps, config.train.log_every = 4, 1
-    config.train.evaluate_every, config.train.checkpoint_every = 0, 2
-    config.evaluate.examples, config.evaluate.batch = 2, 4
-    return overrides.freeze(config)
+    with jax.set_mesh(mesh):
+        optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
+        update = step.make_train_step(config, module, task, optimizer, schedule, mesh)
+        params = builders.make(config.model)[1]["params"]
+        moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(optimizer.init, params))
 
+        def start() -> step.TrainState:
+            return jax.device_put(step.TrainState(np.int32(0), params, moments, jax.random.key(1), {}))
 
-def losses(workdir):
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return {(line["step"], line["split"]): line["loss"] for line in lines}
+        def run(state, batches, count):
+            losses = []
+            for _ in range(count):
+                state, sums = update(state, step.shard_batch(next(batches), mesh))
+                losses.append(tuple(map(float, sums["loss"])))
+            return jax.device_get(state), losses
 
-
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, capsys):
-    """With the feature that no other task has: a label of the row, and the text of another example."""
-    builders.one_device(monkeypatch)
-    whole, killed, config = tmp_path / "whole", tmp_path / "killed", recipe()
-    assert loop.train(config, whole) == 0
-    add, steps = metric_window.MetricWindow.add, []
-
-    def kill(self, sums, batch):
-        steps.append(None)
-        if len(steps) == 3:
-            raise Killed
-        add(self, sums, batch)
-
-    with monkeypatch.context() as during:
-        during.setattr(metric_window.MetricWindow, "add", kill)
-        with pytest.raises(Killed):
-            loop.train(config, killed)
-    assert loop.train(config, killed) == 0
-    mine, theirs = checkpoint.load_run(killed), checkpoint.load_run(whole)
-    chex.assert_trees_all_equal(jax.device_get(mine.params), jax.device_get(theirs.params))
-    assert losses(killed) == losses(whole) and len(losses(whole)) == 5
-
-    values = evaluate(killed, "validation")
-    assert values["perplexity"] == pytest.approx(np.exp(values["loss"]))
-    assert 0 <= values["relation_accuracy"] <= 1 and values["relation_loss"] > 0
-    assert values["loss"] == losses(whole)[4, "validation"]
-    (tmp_path / "in.txt").write_text("im<mask>ort\tsys\n")
-    arguments = ["decode", f"--workdir={killed}", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.txt"]
-    assert cli.main(arguments) == 0, capsys.readouterr().err
-    assert "mask" not in (tmp_path / "out.txt").read_text()
-
-    model = jaxformer.load(killed)
-    changed = dataclasses.replace(config, task=dataclasses.replace(config.task, relation="sentence_order"))
-    with pytest.raises(ConfigError, match="export: got a model of task.relation sentence_order"):
-        dataclasses.replace(model, config=changed).save_pretrained(tmp_path / "nowhere")
+        first, second = pipeline(), pipeline()
+        whole, expected = run(start(), first_batches := first.train(), 5)
+        early, begun = run(start(), second_batches := second.train(), 2)
+        saved = json.dumps(second.data_state(second_batches))
+        first_batches.close()
+        second_batches.close()
+        batches = pipeline().resume(json.loads(saved))
+        late, rest = run(jax.device_put(early), batches, 3)
+        batches.close()
+    assert [*begun, *rest] == expected and len(set(expected)) == 5
+    chex.assert_trees_all_equal(late.params, whole.params)
+    chex.assert_trees_all_equal(late.opt_state, whole.opt_state)
