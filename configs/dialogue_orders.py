@@ -6,9 +6,9 @@ Command:  jaxformer train --config=configs/dialogue_orders.py --workdir=runs/ord
 Variants: none
 Hardware: 2 CPU cores, shared with other work
 Time:     3.4 minutes of processor time (20 minutes beside a load of 25)
-Score:    test: exact match 54.3 % of the last replies of 1,000 conversations, perplexity of replies 1.104, token accuracy
-          94.7 %. The model adds and multiplies; what it gets wrong is mostly the price that it looks up. Its loss still
-          falls: more steps would help (not tried)
+Score:    test: exact match 54.3 % of the last replies of 1,000 conversations; perplexity of replies 1.104, token
+          accuracy 94.7 %. Of 457 wrong replies 447 look up the wrong price, 10 add up wrongly. The loss still falls:
+          more steps would help (not tried)
 """
 
 from jaxformer.config import StackConfig
