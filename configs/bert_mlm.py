@@ -48,5 +48,5 @@ def get_config(variant: str = "tiny"):
         config.task.relation = "next_sentence"
         config.model.head.relation = True
         config.model.head.width = width
-        config.data.batch = 32
+        config.data.length = 64
     return config

@@ -37,7 +37,7 @@ def get_config():
     config.optimizer.beta2 = 0.98
     config.optimizer.weight_decay = 0.05
     config.schedule.peak = 3e-3
-    config.train.steps = 300
+    config.train.steps = 200
     config.train.evaluate_every = 0
     config.train.checkpoint_every = 100
     config.evaluate.batch = 32

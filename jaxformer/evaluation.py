@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxformer import tasks
 from jaxformer.config import saved_edits
@@ -22,8 +23,9 @@ from jaxformer.hf import workdirs
 from jaxformer.model import Model
 from jaxformer.parallel import mesh as meshes
 from jaxformer.runtime import files
+from jaxformer.train import by_length, metric_settings, step
 from jaxformer.train import evaluate as measuring
-from jaxformer.train import metric_settings, step
+from jaxformer.train.by_length import BinnedEvaluation
 
 LOG = logging.getLogger("jaxformer")
 
@@ -53,14 +55,21 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
         for name in ("examples", "decode_examples", "samples")
     }
     dataset = sources.with_classes(sources.build(config.data, task.roles, split), config.task.classes)
+    sources.check_channels(dataset, config.task.channels)
     begun = time.monotonic()
-    values, cut = _measure(model, dataset, split, limits["examples"])
+    values, cut, binned = _measure(model, dataset, split, limits["examples"])
+    rows = [] if binned is None else binned.rows()
     decode_limit = limits["examples"] if limits["decode_examples"] is None else limits["decode_examples"]
     if task.score is None:  # nothing is measured on decoded text: it is shown if an edit asks for it
         decode_limit = limits["decode_examples"] or 0
     if decode_limit != 0:
         metric_settings.check_samples_exist(config)
-        scores, records = measuring.decode_and_score(model.predictor, dataset, split, decode_limit)
+        decoded = measuring.decode(model.predictor, dataset, split, decode_limit)
+        scores, records = measuring.score(config, decoded), decoded.records
+        if binned is not None:
+            prompts = model.predictor.prompts(decoded.inputs)
+            lengths = [len(prompt[config.model.input_side]) for prompt in prompts]
+            rows = by_length.add_scores(config, rows, binned.bins, lengths, decoded.results, decoded.examples)
         signatures = task.score_signatures(config)
         values |= scores | ({"signatures": signatures} if signatures else {})
         values |= {"decoded_examples": len(records)} if task.score and len(records) < len(dataset.splits[split]) else {}
@@ -72,23 +81,39 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
     split_examples = len(dataset.splits[split])
     result |= {"split_examples": split_examples} if cut.examples < split_examples else {}
     result |= {"changed": edited.changed} if edited.changed else {}
+    result |= {"by_length": rows} if rows else {}
     files.write_json(workdir / f"eval-{split}.json", result)
     return result
 
 
-def _measure(model: Model, dataset: Dataset, split: str, examples: int | None) -> tuple[dict[str, Any], Truncation]:
-    """The metrics of the first `examples` of a split (None: all), and what was truncated in them."""
+def _measure(
+    model: Model, dataset: Dataset, split: str, examples: int | None
+) -> tuple[dict[str, Any], Truncation, BinnedEvaluation | None]:
+    """The metrics of the first `examples` of a split (None: all), what was truncated in them, and those by length."""
     config = model.config
-    if model.tokenizers is None:
+    if model.tokenizers is None and config.model.reads_tokens:
         raise ConfigError("evaluate: got a run without tokenizers, expected some to read its data; use another run")
     pipeline = Pipeline(config, dataset, model.tokenizers, tasks.get(config.task.name))
     mesh = meshes.smallest_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        eval_step = step.make_eval_step(config, model.module)
+        binned = _by_length(model, pipeline, split, examples)
+        eval_step = step.make_eval_step(config, model.module) if binned is None else binned
         batches, cut = pipeline.evaluate(split, examples), pipeline.truncated(split, examples)
         size = pipeline.size(split, examples)
         variables = model.inference_variables()
-        return measuring.evaluate_batches(config, eval_step, variables, batches, size, mesh, cut), cut
+        return measuring.evaluate_batches(config, eval_step, variables, batches, size, mesh, cut), cut, binned
+
+
+def _by_length(model: Model, pipeline: Pipeline, split: str, examples: int | None) -> BinnedEvaluation | None:
+    """An evaluation step that also measures by length; None for tasks whose rows have no length, or all the same."""
+    config = model.config
+    lengths = np.zeros(0, int)
+    if by_length.applies(config) and not config.evaluate.length_bins:
+        lengths = np.concatenate([by_length.row_lengths(config, b) for b in pipeline.evaluate(split, examples)])
+    bins = by_length.choose_bins(config, lengths)
+    if not bins.upper:
+        return None
+    return BinnedEvaluation(step.make_binned_eval_step(config, model.module, bins.upper), bins)
 
 
 def _weights_used(model: Model) -> dict[str, Any]:

@@ -28,10 +28,14 @@ from jaxformer.tasks import (
     _embedding,
     _generation,
     _likelihood,
+    _words,
     answering,
     classification,
     dialogue,
+    forecasting,
     masked_lm,
+    regression,
+    replaced_tokens,
     tagging,
 )
 from jaxformer.tasks._generation import Output
@@ -184,8 +188,28 @@ class Model:
         return _generation.outputs(self._for("translate", "generate"), lines, self._decode_options(decode, options))
 
     def classify(self, lines: Sequence[str]) -> list[dict[str, Any]]:
-        """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels."""
-        return classification.predict(self._for("classify"), lines, self.config.decode)
+        """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels.
+
+        Of a model whose labels are sets, `{"labels", "probabilities"}`: the names of the set, and a probability each.
+        """
+        predictor = self._for("classify")
+        task = tasks.fitting(predictor.config) or classification.TASK
+        return list(task.predict(predictor, lines, self.config.decode))
+
+    def regress(self, lines: Sequence[str]) -> list[float]:
+        """The number of each line, in the units of the training data."""
+        return regression.predict(self._for("regress"), lines, self.config.decode)
+
+    def forecast(self, series: Sequence[np.ndarray]) -> np.ndarray:
+        """The next steps of each series, float64 `[n, H, C]`, in the units of the training data.
+
+        Args:
+          series: arrays `[steps, C]` of at least `config.data.length` steps; the last ones are read.
+
+        Raises:
+          ConfigError: a series is too short, has other channels or a value that is not finite.
+        """
+        return forecasting.forecast(self._for("forecast"), series)
 
     def tag(self, lines: Sequence[str], words: bool = False) -> list[list[dict[str, Any]]]:
         """For each line, for each of its tokens (special ones left out), `{"token", "label", "probability"}`.
@@ -223,6 +247,13 @@ class Model:
         """
         return masked_lm.fill_masks(self._for("fill_mask"), lines, top)
 
+    def detect(self, lines: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """For each line, for each of its tokens (special ones left out), `{"token", "id", "replaced"}`.
+
+        The last is the probability that the token is not the original, as ELECTRA's discriminator sees it.
+        """
+        return replaced_tokens.detect(self._for("detect"), lines)
+
     def embed(self, lines: Sequence[str], pooling: str | None = None) -> np.ndarray:
         """One vector per line, float32 `[n, D]`, from the hidden states below the head (an encoder's, if there is one).
 
@@ -231,6 +262,24 @@ class Model:
             sentence model (with its layer, if it has one), "mean" for others.
         """
         return _embedding.embed(self.predictor, lines, pooling)
+
+    def nearest(self, word: str, top: int = 10) -> list[dict[str, Any]]:
+        """The `top` words whose vectors have the highest cosine with that of `word`: `{"word", "cosine"}`, best first.
+
+        Several words with blanks between them stand for the sum of their vectors, each of length 1.
+
+        Raises:
+          ConfigError: a word is not in the vocabulary, or the model is none of word vectors.
+        """
+        return self._neighbours([(part, 1.0) for part in tasks.text_lines([word])[0].split()], top)
+
+    def analogy(self, a: str, b: str, c: str, top: int = 10) -> list[dict[str, Any]]:
+        """The words nearest to b - a + c: a is to b as c is to the answer (Mikolov et al. 2013).
+
+        `analogy("man", "king", "woman")` looks for "queen". Vectors have length 1 before they are added; the three
+        words are no answers. Result and errors are those of `nearest`.
+        """
+        return self._neighbours([(b, 1.0), (a, -1.0), (c, 1.0)], top)
 
     def similarity(self, pairs: Sequence[Sequence[str]], pooling: str | None = None) -> list[float]:
         """The cosine, -1 to 1, of the vectors of the two sentences of each pair; see `embed`.
@@ -334,7 +383,7 @@ class Model:
         Raises:
           ConfigError: the model has no tokenizers.
         """
-        if self.tokenizers is None:
+        if self.tokenizers is None and self.config.model.reads_tokens:
             raise ConfigError(
                 "model: got text, expected token ids: the directory has no tokenizer.json or spiece.model"
             )
@@ -350,6 +399,11 @@ class Model:
         predictor = self.predictor
         tasks.require(predictor.config, *methods)
         return predictor
+
+    def _neighbours(self, terms: Sequence[tuple[str, float]], top: int) -> list[dict[str, Any]]:
+        """The words nearest to a sum of weighted words."""
+        (found,) = _words.neighbours(self._for("nearest"), [terms], top)
+        return [{"word": word, "cosine": cosine} for word, cosine in zip(*found, strict=True)]
 
     def _decode_options(self, decode: DecodeConfig | None, options: Mapping[str, Any]) -> DecodeConfig:
         return _generation.decode_options(self.config, decode, options)

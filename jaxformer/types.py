@@ -27,6 +27,8 @@ PyTree = Any
 
 EMA = "ema"
 """Key in `TrainState.variables` of the exponential moving average of the parameters."""
+MEMORY = "memory"
+"""Key in `TrainState.variables` of what a model keeps of the text before, row by row of the batch, in training."""
 
 
 def leaf_path(keys: tuple[Any, ...]) -> tuple[str, ...]:
@@ -58,13 +60,31 @@ class Stream(NamedTuple):
     token_type: Array | None = None
 
 
+class Permutation(NamedTuple):
+    """Factorisation order of each row, for permutation language models: which slots are predicted, and from which.
+
+    Attributes:
+      order: int32 `[B, T]`, 0 for slots that are visible to all slots of their segment. Slots with numbers from 1 on
+        are predicted in that order: a slot is visible to those of higher numbers only.
+      targets: int32 `[B, M]`, the predicted slots, in any order; -1 fills the rows up. Logits, labels and weights are
+        `[B, M]` then.
+    """
+
+    order: Array
+    targets: Array
+
+
 class Batch(NamedTuple):
     """The input of a training, evaluation or decoding step.
 
     An encoder reads `source`, a decoder reads `target`; the stream that a model does not read is None. For decoding,
     `target` holds the prompt. `labels` (int32; float32 for scores) and `weights` (float32) are aligned with the
-    logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones. Losses never shift. A weight of 0 removes an
-    entry from every sum. `relation` (int32 `[B]`, -1 for none) is a label of the row beside those of its slots.
+    logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones, `[B, T, C]` for C candidates a slot. Losses
+    never shift. A weight of 0 removes an entry from every sum. `relation` (int32 `[B]`, -1 for none) is a label of the
+    row beside those of its slots.
+
+    `permutation` is that of the source, or None where all slots see each other. `continues` (bool `[B]`) is True for
+    rows whose text goes on from the same row of the batch before, and None where no memory is carried between batches.
     """
 
     source: Stream | None
@@ -72,6 +92,8 @@ class Batch(NamedTuple):
     labels: Array | None = None
     weights: Array | None = None
     relation: Array | None = None
+    permutation: Permutation | None = None
+    continues: Array | None = None
 
     def side(self, name: Literal["source", "target"]) -> Stream:
         """The stream `name`.
@@ -116,8 +138,8 @@ class TrainState(flax.struct.PyTreeNode):
       params: parameter pytree, float32.
       opt_state: optax state.
       key: the run's PRNG key, constant; a step draws from `fold_in(key, step)`.
-      variables: other collections: batch-norm statistics under "batch_stats", the moving average of the parameters
-        that are trained under `EMA`, if the run keeps one.
+      variables: other collections: batch-norm statistics under "batch_stats"; if the run keeps them, the moving average
+        of the parameters that are trained under `EMA`, and under `MEMORY` what each row of the next batch remembers.
     """
 
     step: Array
@@ -131,9 +153,13 @@ class TrainState(flax.struct.PyTreeNode):
         return {name: value for name, value in self.variables.items() if name != EMA}
 
     def evaluation_variables(self) -> dict[str, PyTree]:
-        """The variables to evaluate and decode with: the moving average in place of the parameters that have one."""
+        """The variables to evaluate and decode with: moving averages in place of the parameters that have one.
+
+        Memories are left out: they belong to the rows of the training batches.
+        """
         params = overlaid(self.params, self.variables[EMA]) if EMA in self.variables else self.params
-        return {"params": params, **self.collections()}
+        others = {name: value for name, value in self.collections().items() if name != MEMORY}
+        return {"params": params, **others}
 
 
 def overlaid(base: PyTree, changes: PyTree) -> PyTree:

@@ -17,7 +17,7 @@ from jaxformer.checkpoint.directories import raise_damaged, read_json
 from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.checkpoint.trees import is_key, stored_shape, to_nested_dict
 from jaxformer.errors import ConfigError
-from jaxformer.types import EMA, PyTree, TrainState, leaf_path, overlaid
+from jaxformer.types import EMA, MEMORY, PyTree, TrainState, leaf_path, overlaid
 
 ArrayTypes = Mapping[tuple[str, ...], str]
 """Dtype and shape of every array by path, as `float32[2, 8]`."""
@@ -104,12 +104,13 @@ def read_data(directory: Path) -> dict[str, Any]:
 
 
 def read_weights(directory: Path, shardings: PyTree | None = None) -> Weights:
-    """Parameters and other collections in `directory`, without the optimizer's state.
+    """Parameters and other collections in `directory`, without the optimizer's state and the memories of rows.
 
     Args:
       shardings: of the parameters; None: everything stays on the host, as numpy arrays.
     """
     arrays = {path: array for path, array in array_metadata(directory).items() if path[0] in ("params", "variables")}
+    arrays = {path: array for path, array in arrays.items() if path[:2] != ("variables", MEMORY)}
     average = ("variables", EMA)
     averaged = {path[2:] for path in arrays if path[:2] == average}  # frozen parameters have no average
     arrays = {path: array for path, array in arrays.items() if path[0] != "params" or path[1:] not in averaged}

@@ -19,6 +19,7 @@ def run(arguments: Namespace) -> int:
     for run in members:
         overrides.read(run)
     from jaxformer import evaluation, report
+    from jaxformer.train import by_length
 
     found, target = {}, Path(workdir) / f"eval-{split}.json"
     for run in members:
@@ -31,9 +32,15 @@ def run(arguments: Namespace) -> int:
         report.write_after_training(workdir)
     else:
         values = next(iter(found.values()))
-        print_table({name: value for name, value in values.items() if name != "checkpoint"})  # "weights" describes it
+        print_table({name: value for name, value in values.items() if name not in NOT_PRINTED})
+        if "by_length" in values:
+            print("\nby source length:", by_length.format_table(values["by_length"]), sep="\n")
     print(f"written to {target}")
     return 0
+
+
+NOT_PRINTED = ("checkpoint", "by_length")
+"""Values that are not lines of the table: "weights" describes the checkpoint, and lengths have a table of their own."""
 
 
 def print_table(values: Mapping[str, object]) -> None:

@@ -19,7 +19,7 @@ from jaxformer.config import Config
 from jaxformer.data import cache, concatenation, packing, planning, truncation
 from jaxformer.data.encoding import Encoder, EncodingTask
 from jaxformer.data.packing import Features, PlannedBatch, Shape
-from jaxformer.data.planning import BlockPlanner, PlannedBlock
+from jaxformer.data.planning import BlockPlanner, PlannedBlock, RunningTextPlanner
 from jaxformer.data.sources import Dataset, Examples, FirstExamples
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.data.truncation import Truncation
@@ -97,7 +97,7 @@ class Pipeline:
     Args:
       config: the config of the run.
       dataset: the examples, as text.
-      tokenizers: the tokenizers of the two sides.
+      tokenizers: the tokenizers of the two sides; None: the task reads no text.
       task: encodes an example.
       process_index, process_count: number of this host, and of hosts; each fills its own slice of a batch's rows.
       multiple: the rows of a batch are a multiple of this (the number of data shards) and of `process_count`.
@@ -110,7 +110,7 @@ class Pipeline:
         self,
         config: Config,
         dataset: Dataset,
-        tokenizers: Tokenizers,
+        tokenizers: Tokenizers | None,
         task: EncodingTask,
         process_index: int = 0,
         process_count: int = 1,
@@ -121,7 +121,7 @@ class Pipeline:
             raise ConfigError(f"data.packing: got {data.packing!r}, expected one of {', '.join(PACKINGS)}; change it")
         self.config, self.dataset, self.task = config, dataset, task
         self.tokenizers = tokenizers
-        self._caching_tokenizers = tokenizers.cached(TOKEN_CACHE_BYTES)
+        self._caching_tokenizers = None if tokenizers is None else tokenizers.cached(TOKEN_CACHE_BYTES)
         self._process, self._processes = process_index, process_count
         self._multiple = math.lcm(multiple, process_count)
         # A trained model may be evaluated on a single split; its first example then decides the arrays of a batch.
@@ -248,6 +248,9 @@ class Pipeline:
             else:
                 counts, lost = truncation.count_truncated(encoded), "cut off"
             lines.append(counts.sentence("train", data.length, count, lost))
+        tail = self._plan.tail()
+        if tail:
+            lines.append(f"train: the last {tail:,} of {len(self._plan.encode):,} rows are not read (task.recurrence)")
         if "validation" in self.dataset.splits:
             lines.append(self.truncated("validation", validation_examples).sentence("validation", data.length))
         return [line for line in lines if line]
@@ -263,6 +266,8 @@ class Pipeline:
         plan = self._plan
         if plan.pack or len(plan.buckets) > 1 or plan.max_length is not None:
             return None
+        if isinstance(plan, RunningTextPlanner):
+            return plan.part
         sizes = [min(plan.size, len(plan.encode) - begin) for begin in range(0, len(plan.encode), plan.size)]
         return sum(-(-size // plan.buckets[0].rows) for size in sizes)
 
@@ -302,23 +307,26 @@ class Pipeline:
                 f"data.packing: got concat for task {task!r}, which reads no running text, expected none or "
                 "first_fit; change it"
             )
-        if mode == "first_fit" and "labels" in features and np.ndim(features["labels"]) == 0:
+        has_row_label = "relation" in features or ("labels" in features and packing.has_row_labels(features))
+        if mode == "first_fit" and has_row_label:
             raise ConfigError(f"data.packing: got first_fit for task {task!r}, expected none; change it")
 
     def _planner(self, split: str, limit: int | None, buckets: list[Shape], train: bool) -> BlockPlanner:
         data, config = self.config.data, self.config
         count, windows = self._count(split, limit), False
-        if data.packing == "concat":
+        if data.packing == "concat" and self.tokenizers is not None:
             key = f"{self.dataset.key} {split} {count}"
             documents = FirstExamples(self._split(split), count)
-            tokens = concatenation.token_stream(
-                cache.cache_directory(data) / "streams", key, documents, self.tokenizers.target
-            )
+            tokenizer = self.tokenizers.target if config.model.has_decoder else self.tokenizers.source
+            tokens = concatenation.token_stream(cache.cache_directory(data) / "streams", key, documents, tokenizer)
             encode_row, max_length = self.task.encode_row, None
             if encode_row is not None:
                 encode_row = functools.partial(encode_row, config, self.tokenizers)
             length = self.task.row_length(config)
             encode = concatenation.ConcatenatedRows(tokens, length, encode_row, config.train.seed)
+            if train and config.task.recurrence:
+                block, full_rows = planning.block_size(len(encode)), (len(tokens) - 1) // length
+                return RunningTextPlanner(encode, buckets, False, None, None, block, full_rows=full_rows)
         else:
             max_length = data.length if train and data.skip_long else None
             if max_length is not None:
@@ -335,4 +343,8 @@ class Pipeline:
         members, rows = planned.rows[part], part.stop - part.start
         encoded = iter(block.features([member for row in members for member in row]))
         filled = [[next(encoded) for _ in row] for row in members]
-        return packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
+        batch = packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
+        if planned.continues is None:
+            return batch
+        flags: Any = np.full(rows, planned.continues)  # numpy's array stands for jax's
+        return batch._replace(continues=flags)

@@ -26,7 +26,7 @@ from jaxformer.config import DataConfig
 from jaxformer.data import vocabularies, vocabulary_learning
 from jaxformer.data.sources import Example, Examples
 from jaxformer.data.tokenizer_files import read_file, unreadable, write
-from jaxformer.data.vocabularies import LibraryVocabulary, SentencePieceVocabulary, Vocabulary
+from jaxformer.data.vocabularies import LibraryVocabulary, LookupVocabulary, SentencePieceVocabulary, Vocabulary
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import files
 
@@ -41,8 +41,8 @@ ROLES = {
 }
 """Names of each special token, the most specific first. RoBERTa has no [CLS] and uses <s> instead."""
 
-OTHER, CLOSED, SENTENCE_END, LINE_END = range(4)
-"""Kinds of pieces to `Tokenizer.sentence_starts`: CLOSED is of quotation marks and brackets only."""
+OTHER, CLOSED, MARK, SENTENCE_END, LINE_END = range(5)
+"""Kinds of pieces to `Tokenizer.sentence_starts`: words, closing and end marks, words with an end mark, line ends."""
 
 CLOSING = "\"'\u201d\u2019\u00bb)]"
 """Characters that may stand between the end of a sentence and the blank after it."""
@@ -103,6 +103,11 @@ class Tokenizer:
         self._specials |= {vocabulary.pieces[index]: index for index in self.sentinels}
         self._hidden = set(self._specials.values()) - {self.unk}
 
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """How often each token occurs in the text that a vocabulary of words was learned from; None for others."""
+        return self.vocabulary.counts if isinstance(self.vocabulary, LookupVocabulary) else None
+
     @functools.cached_property
     def special_names(self) -> frozenset[str]:
         """Names that `parse` reads as special tokens; <unk> is no such name, since corpora hold it as a word."""
@@ -151,11 +156,11 @@ class Tokenizer:
         return frozenset(index for index, piece in pieces if re.fullmatch("<0x[0-9A-F]{2}>", piece))
 
     def decode_with_sentinels(self, ids: Iterable[int]) -> str:
-        """The text of `ids` with the names of sentinels in it, single spaces around them."""
-        parts: list[str] = []
-        for is_sentinel, group in itertools.groupby(map(int, ids), set(self.sentinels).__contains__):
+        """The text of `ids` with the names of sentinels and of the mask token in it, single spaces around them."""
+        named, parts = {*self.sentinels, self.mask}, []
+        for is_named, group in itertools.groupby(map(int, ids), named.__contains__):
             tokens = list(group)
-            parts += [self.vocabulary.pieces[i] for i in tokens] if is_sentinel else [self.decode(tokens).strip()]
+            parts += [self.vocabulary.pieces[i] for i in tokens] if is_named else [self.decode(tokens).strip()]
         return " ".join(filter(None, parts))
 
     @functools.cached_property
@@ -208,9 +213,11 @@ class Tokenizer:
         if not len(ids):
             return np.zeros(0, bool)
         kind = self._sentence_kinds[np.asarray(ids)]
-        before, here = kind[:-1], kind[1:]
+        opened = np.maximum.accumulate(np.where(kind == CLOSED, 0, np.arange(len(kind))))  # before closing marks
+        before, here = kind[opened][:-1], kind[1:]
         words = np.asarray(self.word_starts(np.asarray(ids).tolist()))[1:]
-        starts = ((before == SENTENCE_END) & words & (here == OTHER)) | ((before == LINE_END) & (here != LINE_END))
+        after_end = np.isin(before, (MARK, SENTENCE_END)) & words & np.isin(here, (OTHER, SENTENCE_END))
+        starts = after_end | ((before == LINE_END) & (here != LINE_END))
         return np.concatenate([[True], starts])
 
     @functools.cached_property
@@ -221,7 +228,9 @@ class Tokenizer:
             if piece.endswith(("\n", "Ċ")):
                 return LINE_END
             bare = piece.rstrip(CLOSING)
-            return SENTENCE_END if bare.endswith((".", "!", "?")) else CLOSED if piece and not bare else OTHER
+            if not bare.endswith((".", "!", "?")):
+                return CLOSED if piece and not bare else OTHER
+            return SENTENCE_END if bare.strip(".!?") else MARK
 
         return np.array([kind(piece) for piece in self.vocabulary.pieces], np.int8)
 
@@ -232,7 +241,10 @@ class Tokenizer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of the mapping from text to ids."""
-        return hashlib.sha256(self._text().encode()).hexdigest()[:16]
+        content = self._json()
+        if self.counts is not None:  # they do not change an id
+            content["vocabulary"].pop("counts")
+        return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()[:16]
 
     def _json(self) -> dict[str, Any]:
         chosen = {"chosen": self.special_ids} if self.special_ids else {}

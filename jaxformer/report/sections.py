@@ -50,7 +50,7 @@ DECODED = (
 COSTS = ("steps", "model", "parameters", "training time", "tokens per second", "device", "started")
 """Rows of the results that follow the measures, in this order."""
 
-NO_MEASURES = ("split", "signatures", "checkpoint")
+NO_MEASURES = ("split", "signatures", "checkpoint", "by_length")
 """Entries of `eval-<split>.json` that the table of measures leaves out."""
 
 NO_SCORES = {
@@ -269,7 +269,18 @@ def evaluations(runs: Sequence[Run]) -> list[Block]:
             convert = _changes if name == "changed" else _finite
             rows.append([name, *(convert(each.get(name)) for each in values), definition])
         blocks += [Heading(split), table([*_run_columns("measure", runs, "value"), "what it is"], rows)]
+        for run in runs:
+            blocks += _by_length(run.evaluations.get(split, {}).get("by_length"), run.name if len(runs) > 1 else "")
     return blocks
+
+
+def _by_length(rows: Any, name: str) -> list[Block]:
+    """The measures of a split by the length of the source, of one run."""
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        return []
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    body = [[row.get(key) if key == "tokens" else _finite(row.get(key)) for key in names] for row in rows]
+    return [Details(f"by source length{f' of {name}' if name else ''}", table(names, body), is_open=True)]
 
 
 def _changes(changed: Any) -> str | None:

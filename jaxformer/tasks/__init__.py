@@ -24,9 +24,14 @@ Features = Mapping[str, np.ndarray]
 """An encoded example or prompt: arrays by name. The pipeline pads and stacks them into a `Batch`.
 
 int32 "source" [n] and "target" [m] (the decoder's input), optional "token_type" [n] of the source, and "segment" [n]:
-1 and up, ascending; without it the example is one segment. "labels" are [m], [n] or [], float32 if they are scores, and
-"weights" are float32 of the same shape. "prefix" [] is the number of leading slots of the target that see each other in
-both directions. "relation" [] is a label of the whole row beside those of its slots, -1 if it has none.
+1 and up, ascending; without it the example is one segment. "labels" are [m], [n], [n, C] or [], float32 if they are
+scores, and "weights" are float32 of the same shape. A "source" of real numbers is float32 [n, C]. Float32 labels of
+more axes are of the example as a whole, such as a forecast [H, C], and their weight is a scalar. "prefix" [] is the
+number of leading slots of the target that see each other in both directions. "relation" [] is a label of the whole row
+beside those of its slots, -1 if it has none.
+
+Tasks that predict in a permuted order have int32 "order" [n] and "targets" [k] (see `types.Permutation`), with "labels"
+and "weights" [k]; k is the same for all examples.
 
 Two more are counted and never stacked: "cut" [] is the number of tokens beyond `data.length`, absent if there are none.
 "unread" [k] holds the labels that no slot carries (tags of words that were cut off)."""
@@ -117,6 +122,7 @@ class Task:
       sides: parts that a model may have: "encoder", "decoder", "encoder, decoder".
       method: name of the method of `jaxformer.Model` that predicts.
       needs: head and sides in words, for errors.
+      has_layers: False if the model is a table of vectors: its stack has no layers.
       encode: `(config, tokenizers, example, rng) -> Features`. `rng` is a numpy Generator that depends on the run's
         seed, the epoch and the example only. Truncates to `config.data.length` and counts the truncated tokens.
       encode_windows: `(config, tokenizers, example, rng) -> list of Features`: the complete example in as many pieces
@@ -151,6 +157,7 @@ class Task:
         draws from the same split and adds as the example's "other".
       check: `(config) -> None`: raises a ConfigError where the metrics cannot be computed from the data's classes,
         which the resolved config has.
+      reads_document: True if an input is a whole text with its lines, such as a table, and not a line.
       options: frozen dataclass of the task's own settings, the type of `config.task.options`; None: it has none.
     """
 
@@ -159,10 +166,10 @@ class Task:
     sides: tuple[str, ...]
     method: str
     needs: str
-    encode: Callable[[Config, Tokenizers, Example, np.random.Generator], Features]
+    encode: Callable[[Config, Any, Example, np.random.Generator], Features]
     loss: Callable[[Config, Any, Batch], Sums]
     metrics: Callable[[Config, Any, Batch], Sums]
-    prompt: Callable[[Config, Tokenizers, str], Features]
+    prompt: Callable[[Config, Any, str], Features]
     predict: Callable[[Predictor, Sequence[str], DecodeConfig], Sequence[Any]]
     derived_metrics: Callable[[Config, Mapping[str, float], Mapping[str, float]], dict[str, float]] = (
         _no_derived_metrics
@@ -184,7 +191,9 @@ class Task:
     score_signatures: Callable[[Config], dict[str, str]] = lambda config: {}
     couples_rows: Callable[[Config], bool] = lambda config: False
     check: Callable[[Config], None] = lambda config: None
+    reads_document: bool = False
     options: type | None = None
+    has_layers: bool = True
 
     @property
     def has_samples(self) -> bool:
@@ -212,7 +221,16 @@ def fitting(config: Config) -> Task | None:
     """
     own = [] if config.task.name == "none" else [get(config.task.name)]
     others = [task for task in map(get, registry.names(__name__)) if task.method != "chat"]
-    candidates = [task for task in (*own, *others) if task.head == config.model.head.kind]
+    of_series = config.model.series is not None
+    stacks = config.model.stacks.values()
+    has_layers = not stacks or any(stack.layers for stack in stacks)
+    candidates = [
+        task
+        for task in (*own, *others)
+        if task.head == config.model.head.kind
+        and (task.has_layers or not has_layers)
+        and ("values" in task.roles) == of_series
+    ]
     sides = ", ".join(side for side in ("encoder", "decoder") if getattr(config.model, f"has_{side}"))
     return next((task for task in candidates if sides in task.sides), candidates[0] if candidates else None)
 

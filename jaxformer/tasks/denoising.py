@@ -15,7 +15,7 @@ from jaxformer import metrics
 from jaxformer.config import Config
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
-from jaxformer.tasks import Features, Task, _generation, _tokens
+from jaxformer.tasks import Features, Sample, Task, _generation, _tokens
 
 NAME = "denoising"
 
@@ -140,6 +140,12 @@ def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
     return _tokens.seq2seq_prompt(config, tokenizer, NAME, tokenizer.parse(line))
 
 
+def sample(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Sample:
+    """A corrupted text, and the text itself. The line is tokenized again."""
+    features, decode = encode(config, tokenizers, example, rng), tokenizers.source.decode_with_sentinels
+    return Sample(decode(features["source"]), decode(features["labels"]))
+
+
 def derived_metrics(config: Config, values: Mapping[str, float], size: Mapping[str, float]) -> dict[str, float]:
     """Adds the perplexity per token of the original text, which a model that copies well makes small."""
     return {**values, "perplexity": metrics.perplexity(values["loss"])}
@@ -159,4 +165,5 @@ TASK = Task(
     derived_metrics=derived_metrics,
     prompt=prompt,
     predict=_generation.best_texts,
+    sample=sample,
 )

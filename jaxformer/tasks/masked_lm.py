@@ -45,10 +45,13 @@ def encode_windows(
 ) -> list[Features]:
     """One text as many rows as it takes, each masked by itself."""
     tokenizer = tokenizers.source
-    ids = tokenizer.encode(example["text"])
-    size = max(_row_tokens(config, tokenizer), 1)
-    begins = range(0, max(len(ids), 1), size)
-    return [_features(config, tokenizer, ids[begin : begin + size], example, rng) for begin in begins]
+    return [_features(config, tokenizer, ids, example, rng) for ids in windows(config, tokenizer, example["text"])]
+
+
+def windows(config: Config, tokenizer: Tokenizer, text: str) -> list[Sequence[int]]:
+    """The ids of a text in pieces that fit into rows; one empty piece of an empty text."""
+    ids, size = tokenizer.encode(text), max(_row_tokens(config, tokenizer), 1)
+    return [ids[begin : begin + size] for begin in range(0, max(len(ids), 1), size)]
 
 
 def _row_tokens(config: Config, tokenizer: Tokenizer) -> int:
@@ -248,9 +251,12 @@ def fill_masks(predictor: Predictor, lines: Sequence[str], top: int = 5) -> list
     results: list[list[list[dict[str, Any]]]] = [[] for _ in prompts]
     finish = _token_logits if predictor.config.model.head.relation else None
     for indices, batch, logits in predictor.runner.forward(prompts, finish=finish):
-        tokens = _tokens.read_stream(batch, "source").tokens
-        for row, slot in np.argwhere(tokens[: len(indices)] == tokenizer.mask):
-            results[indices[row]].append(_candidates(tokenizer, logits[row, slot, : tokenizer.size], top))
+        if batch.permutation is None:
+            masked = np.asarray(_tokens.read_stream(batch, "source").tokens) == tokenizer.mask
+        else:  # logits of the targets alone, which are the masks
+            masked = np.asarray(batch.permutation.targets) >= 0
+        for row, column in np.argwhere(masked[: len(indices)]):
+            results[indices[row]].append(_candidates(tokenizer, logits[row, column, : tokenizer.size], top))
     return results
 
 
@@ -267,6 +273,11 @@ def predict(predictor: Predictor, lines: Sequence[str], options: DecodeConfig) -
     candidates = fill_masks(predictor, lines)
     name = predictor.framing.tokenizers.source.names["mask"]
     return [{"text": fill(line, name, masks), "masks": masks} for line, masks in zip(lines, candidates, strict=True)]
+
+
+def output_line(result: Mapping[str, Any]) -> str:
+    """The line with its masks filled."""
+    return result["text"]
 
 
 def fill(line: str, mask_name: str, masks: Sequence[Sequence[Mapping[str, Any]]]) -> str:
@@ -311,7 +322,7 @@ TASK = Task(
     derived_metrics=derived_metrics,
     prompt=prompt,
     predict=predict,
-    output_line=lambda result: result["text"],
+    output_line=output_line,
     sample=sample,
     reads_other_text=lambda config: config.task.relation == "next_sentence",
 )

@@ -20,7 +20,7 @@ from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.tasks import Features, Predictor, Task, _generation, _tokens
+from jaxformer.tasks import Features, Predictor, Sample, Task, _generation, _tokens
 
 NAME = "span_corruption"
 
@@ -89,7 +89,8 @@ def counts(size: int, rate: float, mean: float) -> tuple[int, int]:
 def noise_mask(size: int, rate: float, mean: float, rng: np.random.Generator) -> np.ndarray:
     """True for the tokens to drop, bool `[size]`: kept and dropped segments take turns, a kept one is first.
 
-    Both kinds are divided uniformly at random into as many segments as there are spans, none of them empty.
+    Both kinds are divided uniformly at random into as many segments as there are spans, none of them empty. So a text
+    with a single span always loses its end, as in the paper's code.
     """
     dropped, spans = counts(size, rate, mean)
     if spans == 0:
@@ -144,6 +145,12 @@ def predict(predictor: Predictor, lines: Sequence[str], options: DecodeConfig) -
     return [tokenizer.decode_with_sentinels(outputs[0].tokens) if outputs else "" for outputs in found]
 
 
+def sample(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Sample:
+    """The text with some spans dropped, and these spans. The line is tokenized again."""
+    features, decode = encode(config, tokenizers, example, rng), tokenizers.source.decode_with_sentinels
+    return Sample(decode(features["source"]), decode(features["labels"]))
+
+
 def derived_metrics(config: Config, values: Mapping[str, float], size: Mapping[str, float]) -> dict[str, float]:
     """Adds the perplexity of the target's tokens, sentinels included."""
     return {**values, "perplexity": metrics.perplexity(values["loss"])}
@@ -164,4 +171,5 @@ TASK = Task(
     derived_metrics=derived_metrics,
     prompt=prompt,
     predict=predict,
+    sample=sample,
 )

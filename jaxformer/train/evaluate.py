@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,27 +59,55 @@ def evaluate_batches(
     return values | {name: float(count) for name, count in (cut.counts() if cut else {}).items() if count}
 
 
+class Decoded(NamedTuple):
+    """Decoded examples.
+
+    Attributes:
+      inputs: the input lines.
+      results: of the task, one for each input.
+      examples: the examples.
+      records: input, output and reference of each, with a note where the input is not all of the example.
+    """
+
+    inputs: list[str]
+    results: Sequence[Any]
+    examples: list[Example]
+    records: list[dict[str, str]]
+
+
 def decode_and_score(
     predictor: Predictor, dataset: Dataset, split: str, examples: int | None
 ) -> tuple[dict[str, float], list[dict]]:
     """Decodes the first `examples` of a split (None: all), and scores them if the task has scores.
 
     Returns:
-      The task's corpus measures, and a record of input, output and reference for every example, with a note where the
-      input is not all of the example.
+      The task's corpus measures, and the records of the examples.
     """
+    decoded = decode(predictor, dataset, split, examples)
+    return score(predictor.config, decoded), decoded.records
+
+
+def score(config: Config, decoded: Decoded) -> dict[str, float]:
+    """The task's corpus measures; none if it has no scores."""
+    task = tasks.get(config.task.name)
+    return {} if task.score is None else task.score(config, decoded.results, decoded.examples)
+
+
+def decode(predictor: Predictor, dataset: Dataset, split: str, examples: int | None) -> Decoded:
+    """Decodes the first `examples` of a split (None: all)."""
     config = predictor.config
     task = tasks.get(config.task.name)
     part = dataset.splits[split]
     chosen = [part[i] for i in range(len(part) if examples is None else min(examples, len(part)))]
     samples = [_sample(predictor, task, index, example) for index, example in enumerate(chosen)]
-    results = task.predict(predictor, [sample.input for sample in samples], config.decode)
+    inputs = [sample.input for sample in samples]
+    results = task.predict(predictor, inputs, config.decode)
     records = [
         {"input": sample.input, "output": task.output_line(result), "reference": sample.reference}
         | ({"note": sample.note} if sample.note else {})
         for sample, result in zip(samples, results, strict=True)
     ]
-    return {} if task.score is None else task.score(config, results, chosen), records
+    return Decoded(inputs, results, chosen, records)
 
 
 def _sample(predictor: Predictor, task: Task, index: int, example: Example) -> Sample:

@@ -13,7 +13,7 @@ from jaxformer import tasks
 from jaxformer.config import Config
 from jaxformer.errors import ConfigError
 
-NEUTRAL_SETTINGS = ("evaluate.samples", "evaluate.headline", "decode.batch")
+NEUTRAL_SETTINGS = ("evaluate.samples", "evaluate.headline", "evaluate.length_bins", "decode.batch")
 """Settings of evaluation and decoding that change no measure."""
 
 

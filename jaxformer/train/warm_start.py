@@ -13,7 +13,7 @@ from jaxformer.checkpoint import find_run, load_run
 from jaxformer.config import Config, ModelConfig, overrides
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.models import adapters
+from jaxformer.models import adapters, electra
 from jaxformer.train import freezing
 from jaxformer.types import EMA, PyTree, TrainState
 
@@ -40,7 +40,7 @@ def adopt_model(config: Config, workdir: Path, init_format: InitFormat) -> tuple
     Raises:
       ConfigError: the model and the rest of the config contradict each other.
     """
-    if config.model.parts:
+    if not config.model.is_empty:
         return config, None
     if (workdir / "config.json").exists():
         model, tokenizers = overrides.read(workdir).model, None
@@ -70,11 +70,17 @@ def _read_model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     workdir, _ = find_run(Path(config.init.directory).absolute())
     model = overrides.read(workdir).model
     head = model.head if config.init.head else config.model.head
-    return dataclasses.replace(model, head=head), Tokenizers.load(workdir)
+    model = dataclasses.replace(model, head=head)
+    if config.task.name != "replaced_tokens":  # the discriminator alone is fine-tuned
+        model = dataclasses.replace(model, generator=None)
+    return model, Tokenizers.load(workdir) if model.reads_tokens else None
 
 
 def _read_params(config: Config, params: PyTree) -> PyTree:
-    loaded = dict(load_run(config.init.directory).params)
+    run = load_run(config.init.directory)
+    loaded = dict(run.params)
+    if run.config.model.generator is not None and config.model.generator is None:
+        loaded = electra.discriminator_params(run.config.model, loaded)
     if config.model.adapter is not None and not adapters.has_adapters(loaded):
         loaded = adapters.with_base(params, loaded)
     if not config.init.head and "head" in params:

@@ -14,14 +14,29 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "dialogue": (("decoder",), "tokens"),
     "prefix_lm": (("decoder",), "tokens"),
     "masked_lm": (("encoder",), "tokens"),
+    "permutation_lm": (("encoder",), "tokens"),
+    "replaced_tokens": (("encoder",), "slots"),
     "span_corruption": (("encoder, decoder",), "tokens"),
     "denoising": (("encoder, decoder",), "tokens"),
     "classification": (("encoder", "decoder"), "classes"),
     "tagging": (("encoder", "decoder"), "slots"),
     "answering": (("encoder", "decoder"), "slots"),
     "similarity": (("encoder", "decoder"), "pair"),
+    "skip_gram": (("encoder",), "tokens"),
+    "cbow": (("encoder",), "tokens"),
+    "multi_label": (("encoder", "decoder"), "classes"),
+    "regression": (("encoder", "decoder"), "classes"),
+    "forecasting": (("encoder",), "forecast"),
+    "series_classification": (("encoder",), "classes"),
+    "captioning": (("encoder, decoder",), "tokens"),
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
+
+WORD_VECTORS = ("skip_gram", "cbow")
+"""Tasks whose model is two tables of vectors."""
+
+SERIES_TASKS = ("forecasting", "series_classification", "captioning")
+"""Tasks whose model reads a series in place of tokens."""
 
 BALANCED = "balanced"
 """The value of `task.class_weights` that takes the weights from the data."""
@@ -30,7 +45,8 @@ PACKINGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("language_modelling", "prefix_lm", "span_corruption", "denoising"), ("none", "concat", "first_fit")
     ),
-    "dialogue": ("none", "first_fit"),
+    **dict.fromkeys(("permutation_lm", "replaced_tokens"), ("none", "concat")),
+    **dict.fromkeys(("dialogue", *WORD_VECTORS), ("none", "first_fit")),
 }
 """Task -> how several of its examples may share a row; of the others in the table above, none may."""
 
@@ -57,16 +73,35 @@ def check_task(config: Config) -> None:
             raise invalid("config.task.name", task, expected)
         if model.head.kind != head:
             raise invalid("config.model.head.kind", model.head.kind, f"{head} for the task {task}")
-        if head in ("classes", "slots") and model.head.classes == 1:
+        if task == "regression" and model.head.classes not in (None, 1):
+            raise invalid("config.model.head.classes", model.head.classes, "1 or None for the task regression")
+        if head in ("classes", "slots") and model.head.classes == 1 and task not in ("regression", "multi_label"):
             raise invalid("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if task == "answering" and model.head.classes not in (None, 2):
             raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
         packings = PACKINGS.get(task, ("none",))
         if config.data.packing not in packings:
             raise invalid("config.data.packing", config.data.packing, f"{' or '.join(packings)} for the task {task}")
+        if model.generator is not None and task != "replaced_tokens":
+            raise invalid("config.model.generator", "a section", f"None for the task {task}")
+    if task == "permutation_lm":
+        _check_permutation_lm(config)
+    elif config.task.recurrence:
+        raise invalid("config.task.recurrence", True, f"False for the task {task}", "only permutation_lm has it")
+    if task == "replaced_tokens" and model.generator is None:
+        raise invalid("config.model.generator", None, "a section for the task replaced_tokens", "add one in the recipe")
     if config.task.class_weights:
         _check_class_weights(config.task.class_weights, task)
-    if task == "similarity":
+    if task in WORD_VECTORS:
+        _check_word_vectors(config)
+    if task in SERIES_TASKS and model.series is None:
+        raise invalid("config.model.series", None, f"a section for the task {task}", "add one in the recipe")
+    if task in TASK_MODELS and task not in SERIES_TASKS and model.series is not None:
+        expected = f"one that reads a series ({', '.join(SERIES_TASKS)}), as the model does"
+        raise invalid("config.task.name", task, expected)
+    if task == "forecasting":
+        _check_forecasting(config)
+    if task in ("similarity", "replaced_tokens", "forecasting", "multi_label", "regression", *WORD_VECTORS):
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
@@ -83,6 +118,55 @@ def check_task(config: Config) -> None:
         raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def _check_forecasting(config: Config) -> None:
+    data, head = config.data, config.model.head
+    if data.horizon is None:
+        raise invalid("config.data.horizon", None, "the time steps to forecast", "set it")
+    for name, value in (("length", head.look_back), ("horizon", head.horizon)):
+        if value is not None and value != getattr(data, name):
+            expected = f"the model's ({value}), which is linear in all of its steps"
+            raise invalid(f"config.data.{name}", getattr(data, name), expected)
+    if data.buckets:
+        raise invalid("config.data.buckets", data.buckets, "() for forecasting: all windows have data.length steps")
+
+
+def _check_permutation_lm(config: Config) -> None:
+    permutation, data = config.model.permutation, config.data
+    if permutation is None:
+        raise invalid("config.model.permutation", None, "a section for the task permutation_lm", "add it in the recipe")
+    if not config.task.recurrence:
+        return
+    needed = {
+        "config.data.packing": (data.packing, "concat"),
+        "config.data.shuffle": (data.shuffle, False),
+        "config.data.tokens": (data.tokens, None),
+        "config.model.permutation.reuse": (permutation.reuse, None),
+        "config.model.encoder.attention.window": (config.model.stacks["encoder"].attention.window, None),
+    }
+    for path, (got, expected) in needed.items():
+        if got != expected:
+            raise invalid(path, got, f"{expected} with config.task.recurrence", "change one of them")
+    if permutation.memory is None:
+        raise invalid("config.model.permutation.memory", None, "a number of slots with config.task.recurrence")
+
+
+def _check_word_vectors(config: Config) -> None:
+    """Raises ConfigError unless the vector of a word depends on the word alone, and the data has words with counts."""
+    encoder, task = config.model.encoder, config.task.name
+    if encoder is None:
+        raise invalid("config.model.recurrent_encoder", "a section", f"None for the task {task}", "set model.encoder")
+    if encoder.layers:
+        expected = f"0 for the task {task}: the vector of a word may not depend on the words around it"
+        raise invalid("config.model.encoder.layers", encoder.layers, expected)
+    if encoder.encoding.kind != "none":
+        raise invalid("config.model.encoder.encoding.kind", encoder.encoding.kind, f"none for the task {task}")
+    if config.data.tokenizer.kind != "word":
+        raise invalid("config.data.tokenizer.kind", config.data.tokenizer.kind, f"word for the task {task}")
+    if config.evaluate.decode_examples:
+        expected = f"0 for the task {task}, which looks up words and no texts"
+        raise invalid("config.evaluate.decode_examples", config.evaluate.decode_examples, expected)
 
 
 def _check_class_weights(weights: tuple[str, ...], task: str) -> None:
@@ -128,6 +212,13 @@ def _check_objective(config: Config) -> None:
         raise invalid("config.task.relation", options.relation, f"{expected} config.model.head.relation", "change one")
     if name != "masked_lm" and model.head.relation and name in TASK_MODELS:
         raise invalid("config.model.head.relation", True, f"False for the task {name}")
+
+
+def check_evaluate(config: Config) -> None:
+    """Raises ConfigError if the bins of lengths do not ascend."""
+    bins = config.evaluate.length_bins
+    if list(bins) != sorted(set(bins)) or (bins and bins[0] < 1):
+        raise invalid("config.evaluate.length_bins", bins, "ascending numbers of at least 1")
 
 
 def check_data(config: Config) -> None:

@@ -99,11 +99,20 @@ def min_parameters(config: Config) -> int:
             total += part.layers * GATES[part.cell] * part.width * (part.width + state)
         else:
             total += _stack(part, crosses=name == "decoder" and model.encoder is not None)
+    if model.generator is not None:
+        part = model.generator.encoder
+        total += _stack(part, crosses=False)
+        total += 0 if model.generator.sharing == "tied" else _embedding(part, _vocab(part, config))
     return total + _head(model, config)
 
 
 def _vocab(part: StackConfig | RecurrentConfig, config: Config) -> int:
-    """Minimum rows of the embedding table. A tokenizer not yet built has at least one token, and is padded."""
+    """Minimum rows of the embedding table. A tokenizer not yet built has at least one token, and is padded.
+
+    An encoder of a series has no table; its projection has at least one row.
+    """
+    if part is config.model.encoder and config.model.series is not None:
+        return 1
     return config.data.tokenizer.multiple if part.embed.vocab is None else part.embed.vocab
 
 
@@ -118,10 +127,12 @@ def _stack(stack: StackConfig, crosses: bool) -> int:
     width, own = stack.width, stack.attention
     head_width = own.head_width or width // own.heads
     keys = own.kv_heads or own.heads
-    attention = width * head_width * (own.heads + 2 * keys + (own.heads if own.output else 0))
+    inputs = own.heads + 2 * keys if own.input == "whole" else 3  # each head of a chunk has 1 / heads of the rows
+    attention = width * head_width * (inputs + (own.heads if own.output else 0))
     layer = attention * (2 if crosses else 1)
     if stack.ffn is not None:
-        ffn = (3 if stack.ffn.gated else 2) * width * (stack.ffn.width or 4 * width)
+        matrices = 1 + stack.ffn.gated + stack.ffn.output
+        ffn = matrices * width * (stack.ffn.width or 4 * width)
         layer += ffn if stack.moe is None else (stack.moe.experts + stack.moe.shared) * ffn + width * stack.moe.experts
     conv = 0 if stack.conv is None else stack.conv.kernel * (width // stack.conv.groups) * width
     return stack.layers * layer + conv + _encoding(stack.encoding, width, own.heads)
@@ -145,7 +156,7 @@ def _head(model: ModelConfig, config: Config) -> int:
     if side is None or head.kind == "none":
         return 0
     if head.kind == "tokens":
-        return 0 if head.tied else side.width * _vocab(side, config)
+        return 0 if head.tied or not head.projection else side.width * _vocab(side, config)
     hidden = 0 if head.width is None or head.kind == "slots" else side.width * head.width
     if head.kind not in ("classes", "slots"):
         return hidden
