@@ -24,7 +24,7 @@ def get_config(variant: str = "classify"):
     config.data.name = "2/pairs" if captions else "2"
     config.data.length = 32 if captions else 16
     config.data.batch = 64
-    config.model.series = section(SeriesConfig)
+    config.model.series = section(SeriesConfig, channels=4)
     stack = dict(
         layers=2,
         width=64,
@@ -48,6 +48,7 @@ def get_config(variant: str = "classify"):
         config.task.name = "series_classification"
         config.model.head.kind = "classes"
         config.model.head.pooling = "mean"
+        config.model.head.classes = 10
         config.train.steps = 600
         config.train.evaluate_every = config.train.checkpoint_every = 100
         config.checkpoint.metric = "accuracy"
