@@ -4,8 +4,8 @@ Command:  python -m jaxformer train --config=configs/prefix_lm.py --workdir=runs
               --config.data.dir=DIR     (DIR holds train.txt.gz, valid.txt, test.txt)
           python -m jaxformer evaluate --workdir=runs/prefix_lm --split=test
 Hardware: 2 CPU cores
-Time:     not measured yet
-Score:    not measured yet
+Time:     2.1 minutes of processor time, 22 minutes beside much other work
+Score:    after 300 steps, still falling: validation loss 5.271 a token after the prefix, accuracy 19.5 %
 """
 
 from jaxformer.config import StackConfig

@@ -4,8 +4,9 @@ Command:  python -m jaxformer train --config=configs/span_corruption.py --workdi
               --config.data.dir=DIR     (DIR holds train.txt.gz, valid.txt, test.txt)
           python -m jaxformer evaluate --workdir=runs/span_corruption --split=test
 Hardware: 2 CPU cores
-Time:     not measured yet
-Score:    not measured yet
+Time:     2.5 minutes of processor time, 14 minutes beside much other work
+Score:    after 300 steps, still falling: loss 4.856 a token of the test split's targets (sentinels included), accuracy
+          30.4 %; validation 4.907 and 30.4 %
 """
 
 from jaxformer.config import StackConfig

@@ -28,6 +28,7 @@ from jaxformer.tasks import (
     _embedding,
     _generation,
     _likelihood,
+    _words,
     answering,
     classification,
     dialogue,
@@ -262,6 +263,24 @@ class Model:
         """
         return _embedding.embed(self.predictor, lines, pooling)
 
+    def nearest(self, word: str, top: int = 10) -> list[dict[str, Any]]:
+        """The `top` words whose vectors have the highest cosine with that of `word`: `{"word", "cosine"}`, best first.
+
+        Several words with blanks between them stand for the sum of their vectors, each of length 1.
+
+        Raises:
+          ConfigError: a word is not in the vocabulary, or the model is none of word vectors.
+        """
+        return self._neighbours([(part, 1.0) for part in tasks.text_lines([word])[0].split()], top)
+
+    def analogy(self, a: str, b: str, c: str, top: int = 10) -> list[dict[str, Any]]:
+        """The words nearest to b - a + c: a is to b as c is to the answer (Mikolov et al. 2013).
+
+        `analogy("man", "king", "woman")` looks for "queen". Vectors have length 1 before they are added; the three
+        words are no answers. Result and errors are those of `nearest`.
+        """
+        return self._neighbours([(b, 1.0), (a, -1.0), (c, 1.0)], top)
+
     def similarity(self, pairs: Sequence[Sequence[str]], pooling: str | None = None) -> list[float]:
         """The cosine, -1 to 1, of the vectors of the two sentences of each pair; see `embed`.
 
@@ -380,6 +399,11 @@ class Model:
         predictor = self.predictor
         tasks.require(predictor.config, *methods)
         return predictor
+
+    def _neighbours(self, terms: Sequence[tuple[str, float]], top: int) -> list[dict[str, Any]]:
+        """The words nearest to a sum of weighted words."""
+        (found,) = _words.neighbours(self._for("nearest"), [terms], top)
+        return [{"word": word, "cosine": cosine} for word, cosine in zip(*found, strict=True)]
 
     def _decode_options(self, decode: DecodeConfig | None, options: Mapping[str, Any]) -> DecodeConfig:
         return _generation.decode_options(self.config, decode, options)

@@ -79,8 +79,9 @@ class Batch(NamedTuple):
 
     An encoder reads `source`, a decoder reads `target`; the stream that a model does not read is None. For decoding,
     `target` holds the prompt. `labels` (int32; float32 for scores) and `weights` (float32) are aligned with the
-    logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones. Losses never shift. A weight of 0 removes an
-    entry from every sum. `relation` (int32 `[B]`, -1 for none) is a label of the row beside those of its slots.
+    logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones, `[B, T, C]` for C candidates a slot. Losses
+    never shift. A weight of 0 removes an entry from every sum. `relation` (int32 `[B]`, -1 for none) is a label of the
+    row beside those of its slots.
 
     `permutation` is that of the source, or None where all slots see each other. `continues` (bool `[B]`) is True for
     rows whose text goes on from the same row of the batch before, and None where no memory is carried between batches.

@@ -372,13 +372,14 @@ def test_predict_fills_spans_or_repairs_the_line(name):
 
 
 def test_a_prefix_language_model_reads_prompts_in_both_directions_and_scores_whole_lines():
-    base = model("language_modelling")
+    base = model("language_modelling", ModelConfig(decoder=dataclasses.replace(STACK, layers=2)))
     it = dataclasses.replace(base, config=dataclasses.replace(base.config, task=TaskConfig(name="prefix_lm")))
     both = it.outputs(["abcd"])[0][0]
     prompt = {"target": np.asarray([1, *it.tokenizers.target.encode("abcd")]), "prefix": 5}
     ((expected,),) = it.predictor.runner.generate([prompt], it.config.decode)
     np.testing.assert_array_equal(both.tokens, expected.tokens)
-    assert both.score == pytest.approx(expected.score) != base.outputs(["abcd"])[0][0].score
+    assert both.score == pytest.approx(expected.score)
+    assert base.outputs(["abcd"])[0][0].score != pytest.approx(expected.score)
     assert it.score(LINES) == base.score(LINES)
     interface = HuggingFace(head="causal_lm")
     ids = it.tokenizers.target.encode("abcd")
@@ -389,3 +390,20 @@ def test_a_prefix_language_model_reads_prompts_in_both_directions_and_scores_who
         interface.call(it, None, None, {"input_ids": np.asarray([ids])})
     with pytest.raises(ConfigError, match="export: got a model of task prefix_lm, expected language_modelling"):
         interface.save_pretrained(it, "nowhere", None, None)
+
+
+def test_fill_mask_reads_two_parts_of_a_text():
+    """A model with a second output ranks the tokens as one without, whose input has the same frame and types."""
+    stack = dataclasses.replace(STACK, embed=EmbedConfig(vocab=264, kinds=2))
+    head = HeadConfig(relation=True, width=8)
+    it = model("masked_lm", ModelConfig(encoder=stack, head=head))
+    task = TaskConfig(name="masked_lm", relation="next_sentence")
+    it = dataclasses.replace(it, config=dataclasses.replace(it.config, task=task))
+    prompt = tasks.get("masked_lm").prompt(it.config, it.tokenizers, "a<mask>\tb")
+    output = it(pad_batch([prompt], 1, (0, 0), (24,)))
+    assert output.relation.shape == (1, 2)
+    (((best, *others),),) = it.fill_mask(["a<mask>\tb"], top=264)
+    logits = np.asarray(output.tokens)[0, prompt["source"].tolist().index(it.tokenizers.source.mask)]
+    assert best["id"] == logits[: it.tokenizers.source.size].argmax()
+    assert sum(each["probability"] for each in (best, *others)) == pytest.approx(1.0, rel=1e-4)
+    assert it.predict(["a<mask>\tb"])[0]["text"].startswith("a") and "\t" in it.predict(["a<mask>\tb"])[0]["text"]

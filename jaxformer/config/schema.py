@@ -115,6 +115,10 @@ class AttentionConfig:
     kv_heads: PositiveInt | None = None  # number of key and value heads, a divisor of `heads`; None: equal to `heads`
     head_width: PositiveInt | None = None  # width of one head; None: model width // heads
     scale: bool = True  # divide scores by sqrt(head_width)
+    input: Literal["whole", "chunk"] = (
+        "whole"  # what a head projects: all channels of its input, or a chunk of their own
+    )
+    # (head h of H: channels h D / H to (h + 1) D / H; key and value heads by their own number)
     output: bool = True  # output projection; without it heads * head_width must equal the model width
     bias: bool = True  # biases of the projections
     key_bias: bool | None = None  # bias of the key projection; None: as `bias`
@@ -139,6 +143,7 @@ class FeedForwardConfig:
     activation: Activation = "gelu"  # activation of the hidden layer; gelu is the exact one
     gated: bool = False  # act(x W_gate) * (x W_in), a GLU variant (Shazeer 2020)
     bias: bool = True  # biases of the projections
+    output: bool = True  # output projection; without it the hidden width must equal the model width
     dropout: Rate = 0.0  # dropout rate of the hidden activations
     init_scale: Positive = 1.0  # initial variance of the kernels times their fan-in (PyTorch's Linear: 1/3)
 
@@ -170,7 +175,7 @@ class ConvConfig:
 class StackConfig:
     """Transformer encoder or decoder."""
 
-    layers: Layers = 4  # number of layers, each attention and feed-forward
+    layers: Layers = 4  # number of layers, each attention and feed-forward; 0: embeddings alone (bigrams, word vectors)
     width: PositiveInt = 128  # channels of the residual stream
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     encoding: EncodingConfig = field(default_factory=EncodingConfig)
@@ -246,6 +251,8 @@ class HeadConfig:
     # vocabulary per slot (tokens), over classes per slot (slots) or per sequence (classes); one vector per sequence
     # (pooled) or per segment of a row (pair); the next values of a series (forecast); or the hidden states (none)
     tied: bool = True  # tokens: use the embedding table as the output matrix
+    projection: bool = True  # tokens: multiply with an output matrix; False: the hidden states are the logits, so the
+    # model width must be the vocabulary
     bias: bool = False  # tokens: bias per vocabulary row
     init_scale: Positive = 1.0  # tokens, not tied: initial variance of the output matrix times the model width
     scale: bool = False  # tokens: multiply the hidden states by width ** -0.5 first (T5)
@@ -446,11 +453,14 @@ class TaskConfig:
     recurrence: bool = False  # permutation_lm: rows read memories of the text before them, model.permutation.memory
     # slots per layer; needs data.packing=concat and data.shuffle=false
     detection_weight: NotNegative = 50.0  # replaced_tokens: weight of the discriminator's loss beside the generator's
-    mask_rate: ProperShare = (
-        0.15  # masked_lm, replaced_tokens: fraction of tokens that are chosen; span_corruption: that
-    )
-    # are dropped
+    mask_rate: ProperShare = 0.15  # masked_lm, replaced_tokens: fraction of tokens that are chosen; span_corruption:
+    # that are dropped
     whole_words: bool = False  # masked_lm, replaced_tokens: mask all tokens of a word together
+    window: PositiveInt = 5  # skip_gram, cbow: maximum distance of a context word; each word draws its own from 1 on
+    negatives: PositiveInt = 5  # skip_gram, cbow: noise words beside each true one
+    noise_power: NotNegative = 0.75  # skip_gram, cbow: noise words are drawn in proportion to count ** noise_power
+    subsample: NotNegative = 0.0  # skip_gram, cbow: words of a frequency f above this are left out with probability
+    # 1 - (subsample / f) ** 0.5; 0: none is
     all_positions: bool = False  # masked_lm: predict all tokens, hidden or not; False: the chosen ones
     relation: Literal["none", "next_sentence", "sentence_order"] = "none"  # masked_lm: a second loss of two parts of a
     # text: the second one follows or is of another text (next_sentence, BERT), or the two are swapped (sentence_order,

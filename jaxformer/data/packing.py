@@ -122,8 +122,9 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
       template: an encoded example with the batch's features; needed only if all rows may be empty.
 
     Returns:
-      A batch of numpy arrays, int32 and float32 `[B, T]`; a source of real numbers is float32 `[B, T, C]`. Labels of
-      whole rows (scalars, and all float32 labels) are `[B, ...]`, and their weights `[B]`.
+      A batch of numpy arrays, int32 and float32 `[B, T]`; a source of real numbers is float32 `[B, T, C]`. Labels and
+      weights of C values a slot are `[B, T, C]`. Labels of whole rows (scalars, and all float32 labels) are `[B, ...]`,
+      and their weights `[B]`.
     """
     if template is None:
         template = next(features for row in rows for features in row)
@@ -141,9 +142,10 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
     if has_row_labels(template):
         labels, weights = _row_labels(rows, template)
     else:
-        labels = _pad(rows, length, "labels", np.int32)
+        values = np.shape(template["labels"])[1:]
+        labels = _pad(rows, length, "labels", np.int32, values)
         filled = _occupied(rows, length, "labels").astype(np.float32)
-        weights = _pad(rows, length, "weights", np.float32) if "weights" in template else filled
+        weights = _pad(rows, length, "weights", np.float32, values) if "weights" in template else filled
     batch = Batch(source, target, cast(Array, labels), cast(Array, weights))  # numpy's arrays stand for jax's
     return batch._replace(relation=cast(Array, _relations(rows))) if "relation" in template else batch
 

@@ -26,7 +26,7 @@ from jaxformer.config import DataConfig
 from jaxformer.data import vocabularies, vocabulary_learning
 from jaxformer.data.sources import Example, Examples
 from jaxformer.data.tokenizer_files import read_file, unreadable, write
-from jaxformer.data.vocabularies import LibraryVocabulary, SentencePieceVocabulary, Vocabulary
+from jaxformer.data.vocabularies import LibraryVocabulary, LookupVocabulary, SentencePieceVocabulary, Vocabulary
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import files
 
@@ -102,6 +102,11 @@ class Tokenizer:
         self._specials = {name: known[name] for name in self.names.values() if name in known}
         self._specials |= {vocabulary.pieces[index]: index for index in self.sentinels}
         self._hidden = set(self._specials.values()) - {self.unk}
+
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """How often each token occurs in the text that a vocabulary of words was learned from; None for others."""
+        return self.vocabulary.counts if isinstance(self.vocabulary, LookupVocabulary) else None
 
     @functools.cached_property
     def special_names(self) -> frozenset[str]:
@@ -236,7 +241,10 @@ class Tokenizer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of the mapping from text to ids."""
-        return hashlib.sha256(self._text().encode()).hexdigest()[:16]
+        content = self._json()
+        if self.counts is not None:  # they do not change an id
+            content["vocabulary"].pop("counts")
+        return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()[:16]
 
     def _json(self) -> dict[str, Any]:
         chosen = {"chosen": self.special_ids} if self.special_ids else {}

@@ -130,11 +130,25 @@ def trim_spans(text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, i
 
 
 class LookupVocabulary:
-    """A look-up table: every byte, character or whitespace-separated word is one token."""
+    """A look-up table: every byte, character or whitespace-separated word is one token.
 
-    def __init__(self, kind: str, pieces: Sequence[str], lowercase: bool, sentinels: int = 0):
+    Attributes:
+      counts: how often each piece occurs in the text it was learned from; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        pieces: Sequence[str],
+        lowercase: bool,
+        sentinels: int = 0,
+        counts: Sequence[int] | None = None,
+    ):
+        if counts is not None and len(counts) != len(pieces):
+            raise ValueError(f"got {len(counts)} counts for {len(pieces)} pieces")
         self.kind = kind
         self.pieces = (*pieces, *vocabulary_learning.sentinel_pieces(sentinels))
+        self.counts = None if counts is None else (*counts, *[0] * sentinels)
         self._sentinels = sentinels
         self._lowercase = lowercase
         self._unk = self.pieces.index("<unk>")
@@ -168,9 +182,11 @@ class LookupVocabulary:
         return _encode_around_specials(text, specials, self, "")
 
     def to_json(self) -> Any:
-        pieces = [] if self.kind == "byte" else list(self.pieces[: len(self.pieces) - self._sentinels])
+        kept = len(self.pieces) - self._sentinels
+        pieces = [] if self.kind == "byte" else list(self.pieces[:kept])
         sentinels = {"sentinels": self._sentinels} if self._sentinels else {}
-        return {"pieces": pieces, "lowercase": self._lowercase, **sentinels}
+        counts = {} if self.counts is None else {"counts": list(self.counts[:kept])}
+        return {"pieces": pieces, "lowercase": self._lowercase, **sentinels, **counts}
 
     @property
     def is_expressible(self) -> bool:
@@ -182,7 +198,7 @@ class LookupVocabulary:
     @classmethod
     def from_json(cls, kind: str, payload: Any) -> LookupVocabulary:
         pieces = vocabulary_learning.byte_pieces() if kind == "byte" else payload["pieces"]
-        return cls(kind, pieces, payload["lowercase"], payload.get("sentinels", 0))
+        return cls(kind, pieces, payload["lowercase"], payload.get("sentinels", 0), payload.get("counts"))
 
 
 class LibraryVocabulary:
@@ -367,8 +383,8 @@ def learn(config: TokenizerConfig, texts: Iterable[str]) -> Vocabulary:
     if kind == "character":
         return LookupVocabulary(kind, vocabulary_learning.characters(texts, lowercase), lowercase, sentinels)
     if kind == "word":
-        words = vocabulary_learning.frequent_words(texts, config.vocab, lowercase)
-        return LookupVocabulary(kind, words, lowercase, sentinels)
+        words, counts = vocabulary_learning.frequent_words(texts, config.vocab, lowercase)
+        return LookupVocabulary(kind, words, lowercase, sentinels, counts)
     if kind in ("bpe", "unigram"):
         min_size = len(SPECIALS) + 256
         if config.vocab < min_size:

@@ -65,14 +65,20 @@ def characters(texts: Iterable[str], lowercase: bool) -> tuple[str, ...]:
     return SPECIALS + tuple(sorted(seen))
 
 
-def frequent_words(texts: Iterable[str], size: int, lowercase: bool) -> tuple[str, ...]:
-    """The most frequent words, ties in alphabetical order; `size` tokens with the special ones."""
+def frequent_words(texts: Iterable[str], size: int, lowercase: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The most frequent words, ties in alphabetical order, `size` tokens with the special ones; and their counts.
+
+    <unk> occurs as often as all other words together, the other special tokens do not.
+    """
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(split_words(text.lower() if lowercase else text))
     reserved = {word for word in counts if word in SPECIALS or SENTINEL.fullmatch(word)}
     ranked = sorted((word for word in counts if word not in reserved), key=lambda word: (-counts[word], word))
-    return SPECIALS + tuple(ranked[: max(size - len(SPECIALS), 0)])
+    words = ranked[: max(size - len(SPECIALS), 0)]
+    kept = [counts[word] for word in words]
+    others = {"<unk>": counts.total() - sum(kept)}
+    return (*SPECIALS, *words), (*(others.get(name, 0) for name in SPECIALS), *kept)
 
 
 def bpe(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:

@@ -164,6 +164,11 @@ def _check_objective(config: Config) -> None:
             f"export: got a model of task {task.name}, expected language_modelling: the other library's decoders "
             "read a prompt in one direction; train on without a prefix first"
         )
+    stacks = [stack for stack in (config.model.encoder, config.model.decoder) if stack is not None]
+    if any(stack.layers == 0 for stack in stacks):
+        raise ConfigError(
+            "export: got a model with layers 0, expected at least 1: no family of the other library has none"
+        )
     if task.relation == "sentence_order":
         raise ConfigError(
             "export: got a model of task.relation sentence_order, expected next_sentence or none: the other library's "

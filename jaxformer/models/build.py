@@ -94,6 +94,7 @@ def chosen_kernels(config: ModelConfig, length: int, prefix: bool = False) -> di
     return {
         side: _attention(config, side, stack, config.slots(side, length), prefix)
         for side, stack in config.stacks.items()
+        if stack.layers
     }
 
 
@@ -129,7 +130,8 @@ def uses_causal_ring(config: ModelConfig, length: int) -> bool:
     if kernels.shard_counts()["context"] == 1:
         return False
     chosen = chosen_kernels(config, length)
-    return any(chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in config.stacks.items())
+    present = {side: stack for side, stack in config.stacks.items() if stack.layers}
+    return any(chosen[side][0] == "ring" and is_causal(stack, side) for side, stack in present.items())
 
 
 def example_batch(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:

@@ -73,6 +73,11 @@ class Head(nn.Module):
     vocab: int | None = None
     outputs: int | None = None
 
+    @property
+    def has_matrix(self) -> bool:
+        """True if the logits of tokens come from an output matrix of the head's own."""
+        return self.config.kind == "tokens" and self.config.projection and not self.config.tied
+
     @overload
     def __call__(
         self, x: Float[Array, "B T D"], slots: Slots, embed: Embed | None = None, full_logits: Literal[True] = True
@@ -117,6 +122,10 @@ class Head(nn.Module):
             x = ACTIVATIONS[config.activation](Dense((width, width), ("embed", None), name="transform")(x))
             x = Norm(NormConfig(epsilon=config.epsilon), name="transform_norm")(x)
         x = Dropout(config.dropout)(x)
+        if not config.projection:
+            if width != self.vocab:
+                raise ValueError(f"head.projection: got False at width {width}, expected the vocabulary, {self.vocab}")
+            return constrain(x.astype(jnp.float32), "batch", "length", "act_vocab")
         if config.scale:
             x = x * jnp.asarray(width**-0.5, x.dtype)
         if config.tied:

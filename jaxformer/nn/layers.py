@@ -107,10 +107,44 @@ class Dense(nn.Module):
         return dot(dot(x, a, self.inputs), b) * scale.astype(x.dtype)
 
 
-def project_jointly(x: Float[Array, "*batch D"], *maps: Dense) -> tuple[Float[Array, "*batch ..."], ...]:
+class ChunkDense(nn.Module):
+    """The projection of heads that each see a chunk of the channels: `y[h] = x[h D / H : (h + 1) D / H] W[h] + b[h]`.
+
+    It is `Dense` with a block-diagonal kernel, and has H times fewer parameters. The kernel is `[H, D / H, K]`.
+
+    Attributes:
+      shape: input width D, heads H and head width K, as of the `Dense` in its place; H divides D.
+      names: logical names of D, H and K.
+      bias: adds a learned array `[H, K]`, initially zero.
+      init_scale: initial variance of the kernel times its fan-in D / H.
+    """
+
+    shape: tuple[int, int, int]
+    names: tuple[str | None, str | None, str | None]
+    bias: bool = True
+    init_scale: float = 1.0
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch H K"]:
+        (width, heads, head_width), (embed, head, channel) = self.shape, self.names
+        init = nn.initializers.variance_scaling(
+            self.init_scale, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0
+        )
+        shape = (heads, width // heads, head_width)
+        kernel = parameter(self, "kernel", init, (head, embed, channel), shape)
+        bias = zeros_parameter(self, "bias", (head, channel), (heads, head_width)) if self.bias else None
+        scale = self.get_variable("params", "kernel_scale")  # of an integer kernel: see decode/int8.py
+        chunks = x.reshape(*x.shape[:-1], heads, width // heads)
+        y = jnp.einsum("...hd,hdk->...hk", chunks, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        y = y if scale is None else y * scale
+        return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def project_jointly(x: Float[Array, "*batch D"], *maps: Dense | ChunkDense) -> tuple[Float[Array, "*batch ..."], ...]:
     """Outputs of `maps` for the same `x`. Devices exchange the gradient of `x` once for all maps, on any platform."""
-    adapted = any(dense.has_variable("params", "lora_a") for dense in maps)  # their gradient is not the kernels' alone
-    if adapted or not cpu.exchanges_separately(*((dense.names[1], dense.shape[1]) for dense in maps)):
+    # The gradient of adapted projections is not the kernels' alone, and heads of chunks have kernels of another form.
+    separate = any(isinstance(dense, ChunkDense) or dense.has_variable("params", "lora_a") for dense in maps)
+    if separate or not cpu.exchanges_separately(*((dense.names[1], dense.shape[1]) for dense in maps)):
         return tuple(dense(x) for dense in maps)
     ys = tuple(dense(jax.lax.stop_gradient(x)) for dense in maps)
     return cpu.share_input_gradient(x, tuple(nn.meta.unbox(dense.variables["params"]["kernel"]) for dense in maps), ys)

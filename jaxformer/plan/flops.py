@@ -75,12 +75,12 @@ def _embedded_sides(config: Config) -> int:
 
 def _is_head(config: Config, words: list[str]) -> bool:
     """True if a tied head multiplies with this part of an embedding: the one of the side that predicts, or shared."""
-    generator = config.model.generator
+    head, generator = config.model.head, config.model.generator
     if generator is not None:  # the head of tokens is the generator's, and its table may be the model's
         is_shared = generator.sharing == "tied" and words[-1] == "table"
         owner = ["source_embed"] if is_shared else ["generator", "source_embed"]
         return generator.head.tied and words[:-1] == owner
-    if config.model.head.kind != "tokens" or not config.model.head.tied:
+    if head.kind != "tokens" or not head.tied or not head.projection:
         return False
     decodes = config.model.has_decoder
     return words[0] == ("target_embed" if decodes and _embedded_sides(config) == 1 else "source_embed")

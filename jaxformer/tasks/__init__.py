@@ -24,11 +24,11 @@ Features = Mapping[str, np.ndarray]
 """An encoded example or prompt: arrays by name. The pipeline pads and stacks them into a `Batch`.
 
 int32 "source" [n] and "target" [m] (the decoder's input), optional "token_type" [n] of the source, and "segment" [n]:
-1 and up, ascending; without it the example is one segment. "labels" are [m], [n] or [], float32 if they are scores, and
-"weights" are float32 of the same shape. A "source" of real numbers is float32 [n, C]. Float32 labels of more axes are
-of the example as a whole, such as a forecast [H, C], and their weight is a scalar.
-"weights" are float32 of the same shape. "prefix" [] is the number of leading slots of the target that see each other in
-both directions. "relation" [] is a label of the whole row beside those of its slots, -1 if it has none.
+1 and up, ascending; without it the example is one segment. "labels" are [m], [n], [n, C] or [], float32 if they are
+scores, and "weights" are float32 of the same shape. A "source" of real numbers is float32 [n, C]. Float32 labels of
+more axes are of the example as a whole, such as a forecast [H, C], and their weight is a scalar. "prefix" [] is the
+number of leading slots of the target that see each other in both directions. "relation" [] is a label of the whole row
+beside those of its slots, -1 if it has none.
 
 Tasks that predict in a permuted order have int32 "order" [n] and "targets" [k] (see `types.Permutation`), with "labels"
 and "weights" [k]; k is the same for all examples.
@@ -122,6 +122,7 @@ class Task:
       sides: parts that a model may have: "encoder", "decoder", "encoder, decoder".
       method: name of the method of `jaxformer.Model` that predicts.
       needs: head and sides in words, for errors.
+      has_layers: False if the model is a table of vectors: its stack has no layers.
       encode: `(config, tokenizers, example, rng) -> Features`. `rng` is a numpy Generator that depends on the run's
         seed, the epoch and the example only. Truncates to `config.data.length` and counts the truncated tokens.
       encode_windows: `(config, tokenizers, example, rng) -> list of Features`: the complete example in as many pieces
@@ -192,6 +193,7 @@ class Task:
     check: Callable[[Config], None] = lambda config: None
     reads_document: bool = False
     options: type | None = None
+    has_layers: bool = True
 
     @property
     def has_samples(self) -> bool:
@@ -220,10 +222,14 @@ def fitting(config: Config) -> Task | None:
     own = [] if config.task.name == "none" else [get(config.task.name)]
     others = [task for task in map(get, registry.names(__name__)) if task.method != "chat"]
     of_series = config.model.series is not None
+    stacks = config.model.stacks.values()
+    has_layers = not stacks or any(stack.layers for stack in stacks)
     candidates = [
         task
         for task in (*own, *others)
-        if task.head == config.model.head.kind and ("values" in task.roles) == of_series
+        if task.head == config.model.head.kind
+        and (task.has_layers or not has_layers)
+        and ("values" in task.roles) == of_series
     ]
     sides = ", ".join(side for side in ("encoder", "decoder") if getattr(config.model, f"has_{side}"))
     return next((task for task in candidates if sides in task.sides), candidates[0] if candidates else None)

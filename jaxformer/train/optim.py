@@ -252,6 +252,8 @@ def muon_axes(path: Path, names: tuple[str | None, ...]) -> MuonDimensionNumbers
             groups.append([axis])
     if len(groups) > 2:
         groups = [group for group in groups if names[group[0]] is not None]
+    if len(groups) > 2 and names[groups[0][0]] in ("heads", "kv_heads"):  # each head's matrix, of its own chunk
+        groups = groups[1:]
     return MuonDimensionNumbers(*map(tuple, groups)) if len(groups) == 2 else None
 
 

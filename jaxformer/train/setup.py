@@ -53,7 +53,8 @@ def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers | No
 
     Raises:
       ConfigError: the config gives another number of classes than the data has, or an embedding table with fewer rows
-        than the tokenizer has tokens; or the task rejects the result.
+        than the tokenizer has tokens, or a model width that is not the vocabulary where hidden states are the logits;
+        or the task rejects the result.
     """
     names = tasks.get(config.task.name).classes or dataset.classes
     classes, head = None if names is None else len(names), config.model.head
@@ -70,6 +71,10 @@ def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers | No
         output = (tokenizers.target if model.has_decoder else tokenizers.source).size
     if tokenizers is not None and model.generator is not None and model.generator.vocab is None:
         model = dataclasses.replace(model, generator=dataclasses.replace(model.generator, vocab=tokenizers.source.size))
+    side = model.decoder_part or model.encoder_part
+    if head.kind == "tokens" and not head.projection and side is not None and side.width != side.embed.vocab:
+        expected = f"{side.embed.vocab}, the padded vocabulary, since head.projection is False"
+        raise ConfigError(f"config.model.{model.parts[-1]}.width: got {side.width}, expected {expected}; change it")
     task = dataclasses.replace(config.task, classes=names or (), vocab=output)
     if task.class_weights == (sections.BALANCED,):
         task = dataclasses.replace(task, class_counts=count_classes(config, dataset, model.head.classes or 0))

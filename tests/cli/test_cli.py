@@ -101,7 +101,7 @@ REFUSED = [
     (["plan"], "--config: got 0 of them"),
     (
         ["train", "--workdir=x", "--config=x", "--data.dir=y"],
-        "got --data.dir, expected --workdir, --config; write --config.data.dir=VALUE",
+        "got --data.dir, expected --workdir, --seeds, --config; write --config.data.dir=VALUE",
     ),
     (
         ["train", "--workdir=x", "--config=x", "config.train.steps=3"],

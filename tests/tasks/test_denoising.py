@@ -174,3 +174,10 @@ def test_no_noise_is_refused():
     edits = ["--config.task.infilling=0", "--config.task.permutation=0"]
     with pytest.raises(ConfigError, match="config.task.infilling: got 0.0, expected some noise"):
         overrides.parse(["--config=configs/denoising.py", *edits])
+
+
+def test_a_sample_is_a_corrupted_line_and_the_text():
+    both = words()
+    sample = TASK.sample(config("denoising"), both, {"text": TEXT}, np.random.default_rng(0))
+    assert sample.reference == TEXT and "<mask>" in sample.input
+    assert both.source.mask in TASK.prompt(config("denoising"), both, sample.input)["source"]

@@ -132,3 +132,12 @@ def test_a_prompt_reads_sentinels_by_name():
     source = TASK.prompt(config("span_corruption"), both, "the <extra_id_0> sat <extra_id_1>")["source"].tolist()
     the, sat = tokenizer.encode("the sat")
     assert source == [the, tokenizer.sentinels[0], sat, tokenizer.sentinels[1], tokenizer.eos]
+
+
+def test_a_sample_is_a_line_to_fill_and_its_spans():
+    both, rng = words(), np.random.default_rng(0)
+    sample = TASK.sample(config("span_corruption"), both, {"text": TEXT}, rng)
+    assert sample.reference.startswith("<extra_id_0> ") and "<extra_id_0>" in sample.input
+    prompt = TASK.prompt(config("span_corruption"), both, sample.input)["source"].tolist()
+    spans = both.source.parse(sample.reference)
+    assert restored(prompt[:-1], spans, both.source.sentinels) == both.source.encode(TEXT)

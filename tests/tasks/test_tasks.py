@@ -8,11 +8,14 @@ from task_toys import TEXT, config, encoded, words
 from jaxformer import metrics, registry, tasks
 from jaxformer.config import Config, ConfigError, HeadConfig, ModelConfig, SeriesConfig, StackConfig, TaskConfig
 from jaxformer.config.checks import sections
-from jaxformer.tasks import masked_lm
+from jaxformer.tasks import _words, masked_lm
 from jaxformer.types import Batch
 
 NAMES = registry.names("jaxformer.tasks")
-UNLIKE = ("answering", "similarity", "replaced_tokens", "forecasting", "multi_label", "regression")
+UNLIKE = (
+    *("answering", "similarity", "replaced_tokens", "skip_gram", "cbow"),
+    *("forecasting", "multi_label", "regression"),
+)
 """Tasks whose loss is not the cross-entropy of a label for every slot or text: theirs are in tests of their own."""
 EXAMPLE = {
     **{role: TEXT for role in ("source", "target", "text", "pair", "question", "context")},
@@ -38,7 +41,8 @@ def test_the_folder_holds_the_tasks():
         "translation summarisation language_modelling dialogue masked_lm classification tagging answering similarity "
         "permutation_lm replaced_tokens"
     )
-    assert set(NAMES) >= {*named.split(), "permutation_lm", "replaced_tokens"}
+    named += " skip_gram cbow"
+    assert set(NAMES) >= set(named.split())
     with pytest.raises(ValueError, match="did you mean 'translation'"):
         tasks.get("translate")
 
@@ -58,7 +62,7 @@ def test_features_are_int32_aligned_and_cut(name):
     for key, value in features.items():
         assert value.dtype == (np.float32 if key in floats else np.int32)
         of_rows = name in ("forecasting", "multi_label") and key == "labels"
-        assert value.shape in ((6,), (), (6, 2)) or of_rows or (drops_text and 0 < value.shape[0] <= 6)
+        assert value.shape[:1] in ((6,), ()) or of_rows or (drops_text and 0 < value.shape[0] <= 6)
     assert set(features) <= {"source", "target", "token_type", "segment", "labels", "weights", "prefix", "order"}
     if "weights" in features:
         assert features["weights"].shape == features["labels"].shape
@@ -151,6 +155,7 @@ def test_smoothing_spreads_over_the_real_vocabulary():
         ("answering", {"answer": "the cat", "score": 0.5}, "the cat"),
         ("classification", {"label": "positive", "probability": 0.75}, "positive\t0.7500"),
         ("similarity", 0.5, "0.5000"),
+        ("skip_gram", _words.Neighbours(["cat", "dog"], [0.5, 0.25]), "cat 0.500\tdog 0.250"),
         ("captioning", "a two above a six", "a two above a six"),
         ("multi_label", {"labels": ["joy", "fear"]}, "joy,fear"),
         ("regression", 2.5, "2.5000"),
@@ -171,7 +176,7 @@ def test_a_model_fits_the_task_that_trained_it(name):
     """Its own where several have the head and sides; then any of the head, as for imported models of two sides."""
     task = tasks.get(name)
     for sides in task.sides:
-        parts = {side: StackConfig() for side in sides.split(", ")}
+        parts = {side: StackConfig(layers=4 * task.has_layers) for side in sides.split(", ")}
         parts |= {"series": SeriesConfig()} if "values" in task.roles else {}
         model = ModelConfig(**parts, head=HeadConfig(kind=task.head))
         assert tasks.fitting(Config(model=model, task=TaskConfig(name=name))) is task

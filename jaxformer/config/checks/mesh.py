@@ -75,10 +75,12 @@ def check_divisibility(config: Config, sizes: Mapping[str, int]) -> None:
         if isinstance(part, RecurrentConfig):
             width = part.width // 2 if part.bidirectional else part.width
             sharded.append(("width", width, "tensor"))
-        else:
+        elif part.layers:
             sharded += [("layers", part.layers, "stage"), ("microbatches", part.microbatches, "stage")]
             heads = part.attention.kv_heads or 0
             sharded.append(("attention.heads", part.attention.heads, "tensor"))
+            if part.attention.input == "chunk":
+                sharded.append(("width // attention.heads", part.width // part.attention.heads, "fsdp"))
             sharded.append(("attention.kv_heads", heads if heads > sizes["tensor"] else None, "tensor"))
             if part.ffn is not None:
                 sharded.append(("ffn.width", part.ffn.width or 4 * part.width, "tensor"))

@@ -29,7 +29,7 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
       ConfigError: widths, heads, positions, experts or the kernel contradict each other or `data.length`.
     """
     attention, encoding = stack.attention, stack.encoding
-    if attention.head_width is None and stack.width % attention.heads:
+    if stack.layers and attention.head_width is None and stack.width % attention.heads:
         raise invalid(
             f"{path}.width", stack.width, f"a multiple of attention.heads ({attention.heads})",
             "change one of them, or set attention.head_width",
@@ -37,6 +37,8 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
     kv_heads = attention.heads if attention.kv_heads is None else attention.kv_heads
     if attention.heads % kv_heads:
         raise invalid(f"{path}.attention.kv_heads", kv_heads, f"a divisor of heads ({attention.heads})")
+    if attention.input == "chunk":
+        _check_chunks(stack, path)
     head_width = stack.width // attention.heads if attention.head_width is None else attention.head_width
     if not attention.output and attention.heads * head_width != stack.width:
         raise invalid(
@@ -68,8 +70,14 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         raise invalid(f"{path}.conv.kernel", stack.conv.kernel, "an odd number, with a slot in the middle")
     if stack.conv is not None and stack.width % stack.conv.groups:
         raise invalid(f"{path}.conv.groups", stack.conv.groups, f"a divisor of the width ({stack.width})")
+    ffn = stack.ffn
+    if ffn is not None and not ffn.output and (ffn.width or 4 * stack.width) != stack.width:
+        expected = f"the model width ({stack.width}), since ffn.output is False"
+        raise invalid(f"{path}.ffn.width", ffn.width, expected, "change it, or set ffn.output")
     if stack.moe is not None:
-        _check_moe(stack.moe, stack.ffn, f"{path}.moe")
+        _check_moe(stack.moe, ffn, f"{path}.moe")
+    if stack.layers == 0:
+        _check_no_layers(stack, path)
     if stack.norm.order == "sandwich" and stack.norm.kind == "none":
         raise invalid(f"{path}.norm.kind", "none", "a norm, since norm.order is sandwich")
     # The generator's table may be wider than its layers: it has the width of the model's, which may be shared.
@@ -82,9 +90,33 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
             raise invalid(f"{path}.attention.kernel", attention.kernel, "a kernel for this layer", reason)
 
 
+def _check_chunks(stack: StackConfig, path: str) -> None:
+    """Raises ConfigError for heads of chunks that do not divide the width, and for encodings that use projections."""
+    own, expected = stack.attention, "a multiple of the heads, each of which reads a chunk of it"
+    for heads in (own.heads, own.kv_heads or own.heads):
+        if stack.width % heads:
+            raise invalid(f"{path}.width", stack.width, expected, "change it, or set attention.input to whole")
+    if registry.member("jaxformer.nn.encodings", stack.encoding.kind, "ENCODING").layer is not None:
+        expected = f"whole for encoding.kind {stack.encoding.kind}, which projects positions of the model width"
+        raise invalid(f"{path}.attention.input", "chunk", expected)
+
+
+def _check_no_layers(stack: StackConfig, path: str) -> None:
+    """Raises ConfigError for what only layers read."""
+    encoding = registry.member("jaxformer.nn.encodings", stack.encoding.kind, "ENCODING")
+    if encoding.embed is None and stack.encoding.kind != "none":
+        expected = "none, or an encoding that is added to the embeddings, where layers is 0"
+        raise invalid(f"{path}.encoding.kind", stack.encoding.kind, expected)
+    for name in ("moe", "conv"):
+        if getattr(stack, name) is not None:
+            raise invalid(f"{path}.{name}", "a section", "None where layers is 0")
+
+
 def _check_moe(moe: MoEConfig, ffn: FeedForwardConfig | None, path: str) -> None:
     if ffn is None:
         raise invalid(path, "a section", "None where there is no feed-forward layer", "set ffn too")
+    if not ffn.output:
+        raise invalid(path, "a section", "None where ffn.output is False: an expert has an output projection")
     if moe.top_k > moe.experts:
         raise invalid(f"{path}.top_k", moe.top_k, f"at most the experts ({moe.experts})")
     if moe.top_k == 1 and moe.normalise and moe.experts > 1:
@@ -143,6 +175,14 @@ def check_model(model: ModelConfig) -> None:
         raise invalid("config.model.recurrent_encoder.attention", attention, "none: it is the decoder that attends")
     if model.decoder is not None and model.decoder.causal is False and encoder is not None:
         raise invalid("config.model.decoder.causal", "False", "True or None: a decoder cannot see what it predicts")
+    if model.decoder is not None and model.decoder.layers == 0 and encoder is not None:
+        raise invalid("config.model.decoder.layers", 0, "at least 1 beside an encoder, which nothing would read")
+    head = model.head
+    if head.kind == "tokens" and not head.projection:
+        for name in ("bias", "scale", "transform", "chunk"):
+            if getattr(head, name):
+                expected = "no such part, since head.projection is False"
+                raise invalid(f"config.model.head.{name}", getattr(head, name), expected)
     if model.share_embeddings:
         _check_shared_embeddings(encoder, decoder)
     if model.permutation is not None:

@@ -22,6 +22,8 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "tagging": (("encoder", "decoder"), "slots"),
     "answering": (("encoder", "decoder"), "slots"),
     "similarity": (("encoder", "decoder"), "pair"),
+    "skip_gram": (("encoder",), "tokens"),
+    "cbow": (("encoder",), "tokens"),
     "multi_label": (("encoder", "decoder"), "classes"),
     "regression": (("encoder", "decoder"), "classes"),
     "forecasting": (("encoder",), "forecast"),
@@ -29,6 +31,9 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "captioning": (("encoder, decoder",), "tokens"),
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
+
+WORD_VECTORS = ("skip_gram", "cbow")
+"""Tasks whose model is two tables of vectors."""
 
 SERIES_TASKS = ("forecasting", "series_classification", "captioning")
 """Tasks whose model reads a series in place of tokens."""
@@ -41,7 +46,7 @@ PACKINGS: dict[str, tuple[str, ...]] = {
         ("language_modelling", "prefix_lm", "span_corruption", "denoising"), ("none", "concat", "first_fit")
     ),
     **dict.fromkeys(("permutation_lm", "replaced_tokens"), ("none", "concat")),
-    "dialogue": ("none", "first_fit"),
+    **dict.fromkeys(("dialogue", *WORD_VECTORS), ("none", "first_fit")),
 }
 """Task -> how several of its examples may share a row; of the others in the table above, none may."""
 
@@ -87,6 +92,8 @@ def check_task(config: Config) -> None:
         raise invalid("config.model.generator", None, "a section for the task replaced_tokens", "add one in the recipe")
     if config.task.class_weights:
         _check_class_weights(config.task.class_weights, task)
+    if task in WORD_VECTORS:
+        _check_word_vectors(config)
     if task in SERIES_TASKS and model.series is None:
         raise invalid("config.model.series", None, f"a section for the task {task}", "add one in the recipe")
     if task in TASK_MODELS and task not in SERIES_TASKS and model.series is not None:
@@ -94,7 +101,7 @@ def check_task(config: Config) -> None:
         raise invalid("config.task.name", task, expected)
     if task == "forecasting":
         _check_forecasting(config)
-    if task in ("similarity", "replaced_tokens", "forecasting", "multi_label", "regression"):
+    if task in ("similarity", "replaced_tokens", "forecasting", "multi_label", "regression", *WORD_VECTORS):
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
@@ -143,6 +150,23 @@ def _check_permutation_lm(config: Config) -> None:
             raise invalid(path, got, f"{expected} with config.task.recurrence", "change one of them")
     if permutation.memory is None:
         raise invalid("config.model.permutation.memory", None, "a number of slots with config.task.recurrence")
+
+
+def _check_word_vectors(config: Config) -> None:
+    """Raises ConfigError unless the vector of a word depends on the word alone, and the data has words with counts."""
+    encoder, task = config.model.encoder, config.task.name
+    if encoder is None:
+        raise invalid("config.model.recurrent_encoder", "a section", f"None for the task {task}", "set model.encoder")
+    if encoder.layers:
+        expected = f"0 for the task {task}: the vector of a word may not depend on the words around it"
+        raise invalid("config.model.encoder.layers", encoder.layers, expected)
+    if encoder.encoding.kind != "none":
+        raise invalid("config.model.encoder.encoding.kind", encoder.encoding.kind, f"none for the task {task}")
+    if config.data.tokenizer.kind != "word":
+        raise invalid("config.data.tokenizer.kind", config.data.tokenizer.kind, f"word for the task {task}")
+    if config.evaluate.decode_examples:
+        expected = f"0 for the task {task}, which looks up words and no texts"
+        raise invalid("config.evaluate.decode_examples", config.evaluate.decode_examples, expected)
 
 
 def _check_class_weights(weights: tuple[str, ...], task: str) -> None:

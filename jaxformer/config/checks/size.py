@@ -133,10 +133,12 @@ def _stack(stack: StackConfig, crosses: bool) -> int:
     width, own = stack.width, stack.attention
     head_width = own.head_width or width // own.heads
     keys = own.kv_heads or own.heads
-    attention = width * head_width * (own.heads + 2 * keys + (own.heads if own.output else 0))
+    inputs = own.heads + 2 * keys if own.input == "whole" else 3  # each head of a chunk has 1 / heads of the rows
+    attention = width * head_width * (inputs + (own.heads if own.output else 0))
     layer = attention * (2 if crosses else 1)
     if stack.ffn is not None:
-        ffn = (3 if stack.ffn.gated else 2) * width * (stack.ffn.width or 4 * width)
+        matrices = 1 + stack.ffn.gated + stack.ffn.output
+        ffn = matrices * width * (stack.ffn.width or 4 * width)
         layer += ffn if stack.moe is None else (stack.moe.experts + stack.moe.shared) * ffn + width * stack.moe.experts
     conv = 0 if stack.conv is None else stack.conv.kernel * (width // stack.conv.groups) * width
     return stack.layers * layer + conv + _encoding(stack.encoding, width, own.heads)
@@ -166,7 +168,7 @@ def _head(model: ModelConfig, config: Config) -> int:
     if head.kind == "forecast":
         return model.slots("encoder", steps) * side.width * horizon * _channels(model)
     if head.kind == "tokens":
-        return 0 if head.tied else side.width * _vocab(side, config)
+        return 0 if head.tied or not head.projection else side.width * _vocab(side, config)
     hidden = 0 if head.width is None or head.kind == "slots" else side.width * head.width
     if head.kind not in ("classes", "slots"):
         return hidden
