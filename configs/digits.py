@@ -7,8 +7,9 @@ Command:  python -m jaxformer train --config=configs/digits.py:classify --workdi
           python -m jaxformer evaluate --workdir=runs/digits --split=test
 Variants: classify, caption
 Hardware: 2 CPU cores
-Time:     classify: 8 minutes beside ten times as many processes as cores, 41 seconds of processor time
-Score:    classify: test accuracy 95.0 %
+Time:     beside ten times as many processes as cores: classify: 8 minutes, 41 seconds of processor time; caption:
+          13 minutes, 2.3 of processor time
+Score:    classify: test accuracy 95.0 %; caption: exact match 91.8 %, BLEU 95.7
 """
 
 from jaxformer.config import SeriesConfig, StackConfig
