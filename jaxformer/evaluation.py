@@ -55,6 +55,7 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
         for name in ("examples", "decode_examples", "samples")
     }
     dataset = sources.with_classes(sources.build(config.data, task.roles, split), config.task.classes)
+    sources.check_channels(dataset, config.task.channels)
     begun = time.monotonic()
     values, cut, binned = _measure(model, dataset, split, limits["examples"])
     rows = [] if binned is None else binned.rows()
@@ -90,7 +91,7 @@ def _measure(
 ) -> tuple[dict[str, Any], Truncation, BinnedEvaluation | None]:
     """The metrics of the first `examples` of a split (None: all), what was truncated in them, and those by length."""
     config = model.config
-    if model.tokenizers is None:
+    if model.tokenizers is None and config.model.reads_tokens:
         raise ConfigError("evaluate: got a run without tokenizers, expected some to read its data; use another run")
     pipeline = Pipeline(config, dataset, model.tokenizers, tasks.get(config.task.name))
     mesh = meshes.smallest_mesh(config.mesh)

@@ -32,7 +32,9 @@ from jaxformer.tasks import (
     answering,
     classification,
     dialogue,
+    forecasting,
     masked_lm,
+    regression,
     replaced_tokens,
     tagging,
 )
@@ -186,8 +188,28 @@ class Model:
         return _generation.outputs(self._for("translate", "generate"), lines, self._decode_options(decode, options))
 
     def classify(self, lines: Sequence[str]) -> list[dict[str, Any]]:
-        """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels."""
-        return classification.predict(self._for("classify"), lines, self.config.decode)
+        """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels.
+
+        Of a model whose labels are sets, `{"labels", "probabilities"}`: the names of the set, and a probability each.
+        """
+        predictor = self._for("classify")
+        task = tasks.fitting(predictor.config) or classification.TASK
+        return list(task.predict(predictor, lines, self.config.decode))
+
+    def regress(self, lines: Sequence[str]) -> list[float]:
+        """The number of each line, in the units of the training data."""
+        return regression.predict(self._for("regress"), lines, self.config.decode)
+
+    def forecast(self, series: Sequence[np.ndarray]) -> np.ndarray:
+        """The next steps of each series, float64 `[n, H, C]`, in the units of the training data.
+
+        Args:
+          series: arrays `[steps, C]` of at least `config.data.length` steps; the last ones are read.
+
+        Raises:
+          ConfigError: a series is too short, has other channels or a value that is not finite.
+        """
+        return forecasting.forecast(self._for("forecast"), series)
 
     def tag(self, lines: Sequence[str], words: bool = False) -> list[list[dict[str, Any]]]:
         """For each line, for each of its tokens (special ones left out), `{"token", "label", "probability"}`.
@@ -361,7 +383,7 @@ class Model:
         Raises:
           ConfigError: the model has no tokenizers.
         """
-        if self.tokenizers is None:
+        if self.tokenizers is None and self.config.model.reads_tokens:
             raise ConfigError(
                 "model: got text, expected token ids: the directory has no tokenizer.json or spiece.model"
             )

@@ -10,6 +10,8 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 VARIANTS = {
     "bert_mlm": ("tiny", "pairs", "base"),
     "btc_ner": ("transformer", "lstm"),
+    "digits": ("classify", "caption"),
+    "ett": ("patch", "linear", "dlinear"),
     "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
     "ladder": ("bigram", "head", "heads", "ffn", "residual", "norm"),
     "llama": ("1b", "7b"),

@@ -21,7 +21,7 @@ RESUMABLE = (
 EXECUTION_ONLY = ("train.log_every", "train.skip_limit", "train.deadline", "train.watchdog", "mesh", "data.cache")
 """Fields and sections without effect on a run's final numbers (`mesh` changes their rounding only)."""
 
-FILLED_IN = ("vocab", "classes", "class_counts")
+FILLED_IN = ("vocab", "classes", "class_counts", "channels", "means", "deviations", "look_back", "horizon")
 """Names of fields that a run fills in where they are None or (): such a value agrees with any saved one."""
 
 

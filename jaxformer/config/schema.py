@@ -199,6 +199,36 @@ class StackConfig:
 
 
 @dataclass(frozen=True)
+class SeriesConfig:
+    """Input of real numbers in place of source tokens: a series `[T, C]`, cut into patches (PatchTST, Nie et al. 2023).
+
+    A slot of the encoder is a patch of `patch` time steps, and its embedding a linear map of their numbers. Patches
+    begin at every `stride`-th step; after the end of a series they hold its last value.
+    """
+
+    channels: PositiveInt | None = None  # numbers of a time step; None: taken from the data
+    patch: PositiveInt = 1  # time steps of a slot
+    stride: PositiveInt | None = None  # time steps between the starts of two slots; None: equal to `patch`
+    independent: bool = False  # forecast: every channel is a row of its own, with shared weights (PatchTST); False: a
+    # slot holds all channels
+    normalise: Literal["none", "instance", "last"] = "none"  # each channel of a series: subtract its mean and divide by
+    # its deviation (instance: RevIN, Kim et al. 2022), or subtract its last value (last: NLinear, Zeng et al. 2023); a
+    # forecast is scaled back
+    affine: bool = False  # instance: learned scale and bias of each channel
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Linear forecast of each channel from its own past (Zeng et al. 2023), without slots and layers.
+
+    NLinear is one map of a series with `series.normalise` last, DLinear two maps of trend and remainder.
+    """
+
+    trend: PositiveInt | None = None  # steps of the moving average that is the trend, odd (DLinear: 25); None: one map
+    individual: bool = False  # maps of its own for each channel; False: shared maps
+
+
+@dataclass(frozen=True)
 class RecurrentConfig:
     """Recurrent encoder or decoder."""
 
@@ -217,9 +247,9 @@ class RecurrentConfig:
 class HeadConfig:
     """Output layer on top of the hidden states."""
 
-    kind: Literal["tokens", "slots", "classes", "pooled", "pair", "none"] = "tokens"  # logits over the vocabulary per
-    # slot (tokens), over classes per slot (slots) or per sequence (classes); one vector per sequence (pooled) or per
-    # segment of a row (pair); or the hidden states (none)
+    kind: Literal["tokens", "slots", "classes", "pooled", "pair", "forecast", "none"] = "tokens"  # logits over the
+    # vocabulary per slot (tokens), over classes per slot (slots) or per sequence (classes); one vector per sequence
+    # (pooled) or per segment of a row (pair); the next values of a series (forecast); or the hidden states (none)
     tied: bool = True  # tokens: use the embedding table as the output matrix
     projection: bool = True  # tokens: multiply with an output matrix; False: the hidden states are the logits, so the
     # model width must be the vocabulary
@@ -237,9 +267,11 @@ class HeadConfig:
     width: PositiveInt | None = None  # classes, pooled, pair, relation: width of a dense layer after pooling; None: no
     # such layer
     hidden: Activation = "tanh"  # activation of that layer
-    decision_bias: bool = True  # classes, slots: bias per class
+    decision_bias: bool = True  # classes, slots: bias per class; forecast: per output
     dropout: Rate = 0.0  # dropout rate before the last projection, or of the hidden states where there is none
     input_dropout: Rate = 0.0  # classes, pooled, pair: dropout rate of the pooled vector, before the layer of `width`
+    look_back: PositiveInt | None = None  # forecast: time steps that it is made of; None: data.length
+    horizon: PositiveInt | None = None  # forecast: time steps that it has; None: data.horizon
 
 
 @dataclass(frozen=True)
@@ -286,13 +318,16 @@ class ModelConfig:
     """Architecture: the sections that are not None decide the family.
 
     An encoder alone is BERT-like, a decoder alone GPT-like, both are a sequence-to-sequence model. The same holds for
-    `recurrent_encoder` and `recurrent_decoder`. Transformer and recurrent sections cannot be combined.
+    `recurrent_encoder` and `recurrent_decoder`. Transformer and recurrent sections cannot be combined. With `series`
+    the encoder, or `linear` in its place, reads real numbers instead of tokens.
     """
 
     encoder: StackConfig | None = None
     decoder: StackConfig | None = None
     recurrent_encoder: RecurrentConfig | None = None
     recurrent_decoder: RecurrentConfig | None = None
+    linear: LinearConfig | None = None
+    series: SeriesConfig | None = None
     permutation: PermutationConfig | None = None
     generator: GeneratorConfig | None = None
     adapter: AdapterConfig | None = None
@@ -313,12 +348,28 @@ class ModelConfig:
     @property
     def has_encoder(self) -> bool:
         """True if the model reads `Batch.source`."""
-        return self.encoder_part is not None
+        return self.encoder_part is not None or self.linear is not None
 
     @property
     def has_decoder(self) -> bool:
         """True if the model reads `Batch.target`."""
         return self.decoder_part is not None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """False if the model reads a series and nothing else: it needs no tokenizer."""
+        return self.series is None or self.has_decoder
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is no section that makes a model."""
+        return not self.parts and self.linear is None
+
+    def slots(self, side: str, length: int) -> int:
+        """Slots of the stack "encoder" or "decoder" for `length` tokens, or time steps of a series."""
+        if side != "encoder" or self.series is None:
+            return length
+        return -(-length // (self.series.stride or self.series.patch))
 
     @property
     def is_seq2seq(self) -> bool:
@@ -378,7 +429,10 @@ class DataConfig:
     batch: PositiveInt = 32  # rows of a global batch; with `tokens`: maximum number of rows
     tokens: PositiveInt | None = None  # tokens of a batch with padding: rows = tokens // bucket; None: `batch` rows
     length: Length = 128  # maximum sequence length in tokens, special tokens included; longer examples are truncated
-    # (language models: row length)
+    # (language models: row length; series: time steps, of a forecast its look-back)
+    horizon: PositiveInt | None = None  # forecasting: time steps to forecast
+    standardise: bool = True  # series: subtract the mean of each channel and divide by its deviation, both of the
+    # training part
     buckets: tuple[int, ...] = ()  # ascending row lengths that batches are padded to; (): `length` alone
     packing: Literal["none", "concat", "first_fit"] = "none"  # concat: rows are cut from one long text, for
     # language models; first_fit: several examples share a row
@@ -431,6 +485,9 @@ class TaskConfig:
     # (regression), or find a sentence's partner in the batch (contrastive)
     temperature: Positive = 0.05  # similarity, contrastive: cosines are divided by it
     positive: Probability = 0.8  # similarity, contrastive: minimum score of a pair that counts as partners
+    channels: tuple[str, ...] = ()  # names of a series' channels; (): taken from the data
+    means: tuple[float, ...] = ()  # mean of each channel, which is subtracted; (): of the training part
+    deviations: tuple[float, ...] = ()  # deviation of each channel, by which it is divided; (): of the training part
     vocab: PositiveInt | None = None  # size of the labels' vocabulary without padding; None: from the tokenizer
     options: Annotated[Any, OptionsOf("name")] = None  # settings of a task from outside the project, typed by the
     # dataclass that its `TASK.options` names; None: the task has none

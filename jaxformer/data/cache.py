@@ -306,9 +306,10 @@ def _to_python(value: Any, join: bool = True) -> Any:
 
 
 def class_names(features: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Class names of the feature "label", or of the sequence "tags"; None if there is neither."""
-    if "tags" in features:
-        return tuple(features["tags"].feature.names)
+    """Class names of the feature "label", or of the sequence "tags" or "labels"; None if there is none of them."""
+    for role in ("tags", "labels"):
+        if role in features:
+            return tuple(features[role].feature.names)
     return tuple(features["label"].names) if "label" in features else None
 
 

@@ -66,7 +66,7 @@ class Encoder:
 
     Args:
       config: the config of the run.
-      tokenizers: the tokenizers of the two sides.
+      tokenizers: the tokenizers of the two sides; None: the task reads no text.
       task: the task.
       examples: the split.
       count: number of examples to use, from the first on.
@@ -79,7 +79,7 @@ class Encoder:
     def __init__(
         self,
         config: Config,
-        tokenizers: Tokenizers,
+        tokenizers: Tokenizers | None,
         task: EncodingTask,
         examples: Examples,
         count: int,

@@ -122,13 +122,14 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
       template: an encoded example with the batch's features; needed only if all rows may be empty.
 
     Returns:
-      A batch of numpy arrays, int32 and float32 `[B, T]`; labels and weights of C values a slot are
-      `[B, T, C]`, scalar labels (float32 if they are scores) and their weights `[B]`.
+      A batch of numpy arrays, int32 and float32 `[B, T]`; a source of real numbers is float32 `[B, T, C]`. Labels and
+      weights of C values a slot are `[B, T, C]`. Labels of whole rows (scalars, and all float32 labels) are `[B, ...]`,
+      and their weights `[B]`.
     """
     if template is None:
         template = next(features for row in rows for features in row)
-    source = _stream(rows, length, "source") if "source" in template else None
-    target = _stream(rows, length, "target") if "target" in template else None
+    source = _stream(rows, length, "source", template) if "source" in template else None
+    target = _stream(rows, length, "target", template) if "target" in template else None
     if target is not None and "prefix" in template:
         prefix = cast(Array, _prefixes(rows, target.tokens.shape))
         target = target._replace(slots=target.slots._replace(prefix=prefix))
@@ -138,8 +139,8 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
         return Batch(source, target)
     if "targets" in template:
         return _permuted(rows, length, template, source)
-    if np.ndim(template["labels"]) == 0:
-        labels, weights = _scalar_labels(rows, template)
+    if has_row_labels(template):
+        labels, weights = _row_labels(rows, template)
     else:
         values = np.shape(template["labels"])[1:]
         labels = _pad(rows, length, "labels", np.int32, values)
@@ -160,18 +161,18 @@ def _occupied(rows: Sequence[Sequence[Features]], length: int, name: str) -> np.
 
 
 def _pad(
-    rows: Sequence[Sequence[Features]], length: int, name: str, dtype: type, values: tuple[int, ...] = ()
+    rows: Sequence[Sequence[Features]], length: int, name: str, dtype: type, shape: tuple[int, ...] = ()
 ) -> np.ndarray:
-    """The feature `name` of all examples, padded with 0: `[B, T]`, or `[B, T, C]` with C values a slot."""
+    """The feature `name` of all examples, padded with 0: `[B, T]`, or `[B, T, ...]` if its slots hold arrays."""
     filled = _occupied(rows, length, name)
     pieces = [features[name] for row in rows for features in row]
-    array = np.zeros((*filled.shape, *values), dtype)
+    array = np.zeros((*filled.shape, *shape), dtype)
     if pieces:
         array[filled] = np.concatenate(pieces)  # row-major, which is the order of the pieces
     return array
 
 
-def _stream(rows: Sequence[Sequence[Features]], length: int, name: str) -> Stream:
+def _stream(rows: Sequence[Sequence[Features]], length: int, name: str, template: Features) -> Stream:
     """The stream "source" or "target" of a batch, with the position and segment of each slot."""
     filled = _occupied(rows, length, name)
     segment = filled.astype(np.int32)
@@ -186,7 +187,8 @@ def _stream(rows: Sequence[Sequence[Features]], length: int, name: str) -> Strea
         begins = np.cumsum(lengths) - lengths
         segment[filled] = np.repeat(numbers, lengths)
         position[filled] = np.arange(sum(lengths)) - np.repeat(begins, lengths)
-    tokens = _pad(rows, length, name, np.int32)
+    like = np.asarray(template[name])
+    tokens = _pad(rows, length, name, np.float32 if like.dtype.kind == "f" else np.int32, like.shape[1:])
     return Stream(cast(Array, tokens), Slots(cast(Array, position), cast(Array, segment)))
 
 
@@ -214,6 +216,12 @@ def positions_within(segment: np.ndarray) -> np.ndarray:
     return np.arange(len(segment)) - np.searchsorted(segment, segment)
 
 
+def has_row_labels(features: Features) -> bool:
+    """True if the labels belong to the example as a whole: a scalar, or float32. Other labels have a slot each."""
+    labels = np.asarray(features["labels"])
+    return labels.ndim == 0 or labels.dtype.kind == "f"
+
+
 def _permuted(rows: Sequence[Sequence[Features]], length: int, template: Features, source: Stream | None) -> Batch:
     """The batch of examples with an order, whose targets, labels and weights have one length in all of them."""
     arrays = {
@@ -236,13 +244,14 @@ def _as_jax(array: np.ndarray) -> Array:
     return cast(Array, array)
 
 
-def _scalar_labels(rows: Sequence[Sequence[Features]], template: Features) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and weights `[B]` of tasks with one label per example."""
-    dtype = np.float32 if np.asarray(template["labels"]).dtype.kind == "f" else np.int32
-    labels, weights = np.zeros(len(rows), dtype), np.zeros(len(rows), np.float32)
+def _row_labels(rows: Sequence[Sequence[Features]], template: Features) -> tuple[np.ndarray, np.ndarray]:
+    """Labels `[B, ...]` and weights `[B]` of tasks whose labels are of whole rows."""
+    like = np.asarray(template["labels"])
+    dtype = np.float32 if like.dtype.kind == "f" else np.int32
+    labels, weights = np.zeros((len(rows), *like.shape), dtype), np.zeros(len(rows), np.float32)
     for number, row in enumerate(rows):
         if len(row) > 1:
-            raise ConfigError("data.packing: got first_fit with one label a sequence, expected none; change it")
+            raise ConfigError("data.packing: got first_fit with labels of whole rows, expected none; change it")
         for features in row:
             labels[number] = features["labels"]
             weights[number] = features.get("weights", 1.0)

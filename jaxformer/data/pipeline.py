@@ -97,7 +97,7 @@ class Pipeline:
     Args:
       config: the config of the run.
       dataset: the examples, as text.
-      tokenizers: the tokenizers of the two sides.
+      tokenizers: the tokenizers of the two sides; None: the task reads no text.
       task: encodes an example.
       process_index, process_count: number of this host, and of hosts; each fills its own slice of a batch's rows.
       multiple: the rows of a batch are a multiple of this (the number of data shards) and of `process_count`.
@@ -110,7 +110,7 @@ class Pipeline:
         self,
         config: Config,
         dataset: Dataset,
-        tokenizers: Tokenizers,
+        tokenizers: Tokenizers | None,
         task: EncodingTask,
         process_index: int = 0,
         process_count: int = 1,
@@ -121,7 +121,7 @@ class Pipeline:
             raise ConfigError(f"data.packing: got {data.packing!r}, expected one of {', '.join(PACKINGS)}; change it")
         self.config, self.dataset, self.task = config, dataset, task
         self.tokenizers = tokenizers
-        self._caching_tokenizers = tokenizers.cached(TOKEN_CACHE_BYTES)
+        self._caching_tokenizers = None if tokenizers is None else tokenizers.cached(TOKEN_CACHE_BYTES)
         self._process, self._processes = process_index, process_count
         self._multiple = math.lcm(multiple, process_count)
         # A trained model may be evaluated on a single split; its first example then decides the arrays of a batch.
@@ -307,14 +307,14 @@ class Pipeline:
                 f"data.packing: got concat for task {task!r}, which reads no running text, expected none or "
                 "first_fit; change it"
             )
-        has_row_label = "relation" in features or np.ndim(features.get("labels", ())) == 0
+        has_row_label = "relation" in features or ("labels" in features and packing.has_row_labels(features))
         if mode == "first_fit" and has_row_label:
             raise ConfigError(f"data.packing: got first_fit for task {task!r}, expected none; change it")
 
     def _planner(self, split: str, limit: int | None, buckets: list[Shape], train: bool) -> BlockPlanner:
         data, config = self.config.data, self.config
         count, windows = self._count(split, limit), False
-        if data.packing == "concat":
+        if data.packing == "concat" and self.tokenizers is not None:
             key = f"{self.dataset.key} {split} {count}"
             documents = FirstExamples(self._split(split), count)
             tokenizer = self.tokenizers.target if config.model.has_decoder else self.tokenizers.source

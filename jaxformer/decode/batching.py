@@ -15,10 +15,10 @@ from jaxformer.types import Array, Batch, Permutation, Slots, Stream
 Prompt = Mapping[str, Any]
 """An encoded prompt, as a task's `prompt` makes it from a line: integer sequences by name.
 
-It has the tokens "source" [n], "target" [m] or both. Optional are "token_type" [n] and ascending "position" [n] of the
-source, ascending "segment" of the only stream, and "prefix" [], the target's slots that see each other in both
-directions. To score texts it has "labels" and "weights" [m] too. "order" [n] and "targets" [k] of the source are those
-of `types.Permutation`.
+It has the tokens "source" [n], "target" [m] or both; a series as the source is float32 [n, C]. Optional are
+"token_type" [n] and ascending "position" [n] of the source, ascending "segment" of the only stream, and "prefix" [],
+the target's slots that see each other in both directions. To score texts it has "labels" and "weights" [m] too. "order"
+[n] and "targets" [k] of the source are those of `types.Permutation`.
 """
 
 COMPILE_COST_TOKENS = 1024
@@ -144,7 +144,11 @@ def _pad_stream(prompts: Sequence[Prompt], name: str, rows: int, pad: int, bucke
             f"prompts: got some without {name!r}, expected the same fields in all of them; encode them alike"
         )
     length = bucket_length(max(len(prompt[name]) for prompt in prompts), buckets)
-    tokens = np.full((rows, length), pad, np.int32)
+    like = np.asarray(prompts[0][name])
+    if like.dtype.kind == "f":  # a series
+        tokens = np.zeros((rows, length, *like.shape[1:]), np.float32)
+    else:
+        tokens = np.full((rows, length), pad, np.int32)
     segment, token_type = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32)
     position = np.zeros((rows, length), np.int32)
     for row, prompt in enumerate(prompts):

@@ -16,7 +16,7 @@ from jaxformer.data.vocabularies import LibraryVocabulary
 from jaxformer.errors import ConfigError
 from jaxformer.hf import convert, keys, rewrite, writing
 from jaxformer.hf.comparison import config_differences
-from jaxformer.hf.origin import BODIES, HuggingFaceOrigin, special_token_ids
+from jaxformer.hf.origin import BODIES, PROBLEMS, HuggingFaceOrigin, special_token_ids
 from jaxformer.hf.table import NO_HEAD, Family, Settings, families
 from jaxformer.model import Model
 
@@ -35,6 +35,11 @@ def save_pretrained(
       ConfigError: no family computes what this model does; the message names the differences.
     """
     config, params = model.config.model, model.params
+    if config.series is not None:
+        raise ConfigError(
+            "export: got a model of series, expected one of tokens: the other library's families have no other; use "
+            "the workdir"
+        )
     _check_objective(model.config)
     if config.head.kind == "pair":
         config = _without_sentence_head(config)
@@ -112,7 +117,10 @@ def _class_labels(model: Model, head: str) -> dict[str, Any]:
         return {}
     count = model.config.model.head.classes or 0
     names = model.classes or model.config.task.classes or tuple(f"LABEL_{i}" for i in range(count))
-    return {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+    problems = {task: problem for problem, task in PROBLEMS.items() if task != "classification"}
+    problem = problems.get(model.config.task.name) if head == "sequence" else None
+    labels = {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+    return labels if problem is None else {**labels, "problem_type": problem}
 
 
 def _special_tokens(model: Model, origin: HuggingFaceOrigin) -> dict[str, Any]:

@@ -21,9 +21,18 @@ TASKS = {
 }
 """Head -> the task that trains it here. The others are called here, and not trained."""
 
+PROBLEMS = {
+    "single_label_classification": "classification",
+    "multi_label_classification": "multi_label",
+    "regression": "regression",
+}
+"""`problem_type` of a classifier of texts -> the task that trains it here."""
+
 TRAINED_AS = {
     "summarisation": "translation",
     "span_corruption": "translation",
+    "multi_label": "classification",
+    "regression": "classification",
     "denoising": "translation",
     "prefix_lm": "language_modelling",
     "dialogue": "language_modelling",
@@ -62,8 +71,10 @@ class HuggingFaceOrigin:
         return self.head if self.family is None else self.family.heads[self.head]
 
 
-def special_token_ids(config: Config, tokenizers: Tokenizers) -> dict[str, int | None]:
-    """Special tokens of a model that was trained here, under their names in a config.json."""
+def special_token_ids(config: Config, tokenizers: Tokenizers | None) -> dict[str, int | None]:
+    """Special tokens of a model that was trained here, under their names in a config.json; none without tokenizers."""
+    if tokenizers is None:
+        return {}
     target = tokenizers.target
     ids = {"pad_token_id": target.pad, "eos_token_id": target.eos, "bos_token_id": target.bos}
     if config.model.is_seq2seq:

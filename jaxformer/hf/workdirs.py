@@ -79,7 +79,7 @@ def load(path: str | os.PathLike[str], which: str = "") -> Model:
     return Model.of_run(run, origin_of_run(run.config, run.tokenizers, Path(path)))
 
 
-def origin_of_run(config: Config, tokenizers: Tokenizers, path: Path) -> HuggingFace:
+def origin_of_run(config: Config, tokenizers: Tokenizers | None, path: Path) -> HuggingFace:
     """The origin of an imported run, from its workdir; for a run that was trained here, from its config."""
     workdir = checkpoint.find_run(path.absolute())[0]
     if (workdir / SETTINGS_FILE).exists():

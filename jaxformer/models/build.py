@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Key
 from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.models import adapters
 from jaxformer.models.electra import Electra
+from jaxformer.models.linear import LinearForecast
 from jaxformer.models.rnn import Recurrent
 from jaxformer.models.transformer import Transformer
 from jaxformer.models.xlnet import XLNet
@@ -32,17 +33,38 @@ def build(config: ModelConfig) -> nn.Module:
     recurrent = config.recurrent_encoder is not None or config.recurrent_decoder is not None
     if recurrent:
         return Recurrent(config)
+    if config.linear is not None:
+        return LinearForecast(config)
     if config.generator is not None:
         return Electra(config)
     return Transformer(config) if config.permutation is None else XLNet(config)
 
 
-def resolve(config: ModelConfig, source: int, target: int, classes: int | None = None) -> ModelConfig:
-    """`config` with the sizes that depend on the data: vocabulary of source and target, number of classes.
+class SeriesSizes(NamedTuple):
+    """Sizes of a series that the data decides: its channels, and the time steps of look-back and horizon."""
 
-    Sizes that the config already sets are kept.
+    channels: int | None = None
+    look_back: int | None = None
+    horizon: int | None = None
+
+
+def resolve(
+    config: ModelConfig,
+    source: int | None,
+    target: int | None,
+    classes: int | None = None,
+    sizes: SeriesSizes | None = None,
+) -> ModelConfig:
+    """`config` with the sizes that depend on the data: vocabulary of source and target, number of classes, channels.
+
+    Sizes that the config already sets are kept. An encoder of a series has no vocabulary.
     """
     parts: dict[str, Any] = {}
+    sizes = sizes or SeriesSizes()
+    if config.series is not None:
+        source = None
+        channels = config.series.channels or sizes.channels
+        parts["series"] = dataclasses.replace(config.series, channels=channels)
     sides = {"encoder": source, "recurrent_encoder": source, "decoder": target, "recurrent_decoder": target}
     for name, vocab in sides.items():
         part = getattr(config, name)
@@ -54,11 +76,14 @@ def resolve(config: ModelConfig, source: int, target: int, classes: int | None =
         parts["generator"] = dataclasses.replace(config.generator, encoder=stack)
     if config.head.kind in ("classes", "slots") and config.head.classes is None:
         parts["head"] = dataclasses.replace(config.head, classes=classes)
+    if config.head.kind == "forecast":
+        look_back, horizon = config.head.look_back or sizes.look_back, config.head.horizon or sizes.horizon
+        parts["head"] = dataclasses.replace(config.head, look_back=look_back, horizon=horizon)
     return dataclasses.replace(config, **parts)
 
 
 def chosen_kernels(config: ModelConfig, length: int, prefix: bool = False) -> dict[str, tuple[str, str]]:
-    """Kernel of each stack's self-attention over `length` slots on the current mesh, and the reason for the choice.
+    """Kernel of each stack's self-attention for rows of `length` on the current mesh, and the reason for the choice.
 
     Args:
       prefix: the targets begin with a prefix (see `types.Slots`).
@@ -66,8 +91,11 @@ def chosen_kernels(config: ModelConfig, length: int, prefix: bool = False) -> di
     Raises:
       ConfigError: the kernel of the config does not support the mesh or the length.
     """
-    present = {side: stack for side, stack in config.stacks.items() if stack.layers}
-    return {side: _attention(config, side, stack, length, prefix) for side, stack in present.items()}
+    return {
+        side: _attention(config, side, stack, config.slots(side, length), prefix)
+        for side, stack in config.stacks.items()
+        if stack.layers
+    }
 
 
 def _attention(config: ModelConfig, side: str, stack: StackConfig, length: int, prefix: bool) -> tuple[str, str]:
@@ -107,11 +135,21 @@ def uses_causal_ring(config: ModelConfig, length: int) -> bool:
 
 
 def example_batch(config: ModelConfig, rows: int = 1, length: int = 2) -> Batch:
-    """A batch for shapes and initialisation, with the streams that the model reads: no padding, all tokens 0."""
-    ids: Any = np.zeros((rows, length), np.int32)  # numpy, so that nothing is placed on a device
-    position: Any = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-    stream = Stream(ids, Slots(position, ids + 1))
-    return Batch(stream if config.has_encoder else None, stream if config.has_decoder else None)
+    """A batch for shapes and initialisation, with the streams that the model reads: no padding, all tokens 0.
+
+    The series of a forecast has the length of the look-back.
+    """
+
+    def stream(length: int) -> Stream:
+        ids: Any = np.zeros((rows, length), np.int32)  # numpy, so that nothing is placed on a device
+        position: Any = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+        return Stream(ids, Slots(position, ids + 1))
+
+    source = stream(config.head.look_back or length) if config.has_encoder else None
+    if source is not None and config.series is not None:
+        values: Any = np.zeros((*source.tokens.shape, config.series.channels or 1), np.float32)
+        source = source._replace(tokens=values)
+    return Batch(source, stream(length) if config.has_decoder else None)
 
 
 def init_variables(module: nn.Module, key: Key[Array, ""]) -> dict[str, PyTree]:
@@ -174,12 +212,14 @@ def logical_names(module: nn.Module) -> PyTree:
 
 
 def model_width(config: ModelConfig) -> int:
-    """Model width D, as in the Noam schedule: that of the decoder, or without one of the encoder.
+    """Model width D, as in the Noam schedule: of the decoder, else of the encoder; the look-back of a linear forecast.
 
     Raises:
       ValueError: there is neither.
     """
     part = config.decoder_part or config.encoder_part
+    if part is None and config.linear is not None and config.head.look_back is not None:
+        return config.head.look_back
     if part is None:
         raise ValueError("model: got neither encoder nor decoder, expected at least one; add one")
     return part.width

@@ -58,16 +58,20 @@ class Head(nn.Module):
     tokens: logits over the vocabulary, `[B, T, V]`; with `config.relation` also two logits of the row's pooled vector,
     `[B, 2]`. slots: class logits for each slot, `[B, T, C]` (named entities; the start and end of an answer). classes:
     class logits for each sequence, `[B, C]`. pooled: one vector a sequence,
-    `[B, D']`. pair: one vector for each of a row's segments 1 and 2, `[B, 2, D']`. none: hidden states `[B, T, D]`.
+    `[B, D']`. pair: one vector for each of a row's segments 1 and 2, `[B, 2, D']`. forecast:
+    `outputs` numbers for each sequence, a linear map of all its slots (PatchTST's flatten head). none: hidden states
+    `[B, T, D]`.
 
     Attributes:
       width: model width D.
       vocab: vocabulary size V, for kind "tokens".
+      outputs: number of outputs of a sequence, for kind "forecast".
     """
 
     config: HeadConfig
     width: int
     vocab: int | None = None
+    outputs: int | None = None
 
     @property
     def has_matrix(self) -> bool:
@@ -102,6 +106,8 @@ class Head(nn.Module):
             return self.class_logits(x)
         if kind == "classes":
             return self.class_logits(self.pooled_vector(x, slots))
+        if kind == "forecast":
+            return self.forecast(x, slots)
         if kind == "none":
             return Dropout(self.config.dropout)(x).astype(jnp.float32)
         return self.pooled_vector(x, slots).astype(jnp.float32)
@@ -137,6 +143,15 @@ class Head(nn.Module):
         logits = logits if scale is None else logits * scale
         logits = logits if bias is None else logits + bias
         return constrain(logits, "batch", "length", "act_vocab")
+
+    def forecast(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B _"]:
+        """The linear map of all slots together; padding counts as 0."""
+        if self.outputs is None:
+            raise ValueError("head.horizon: got None, expected a number; resolve the config with the data first")
+        x = Dropout(self.config.dropout)(jnp.where((slots.segment != 0)[..., None], x, 0).astype(x.dtype))
+        shape = (x.shape[1], self.width, self.outputs)
+        y = Dense(shape, (None, "embed", None), inputs=2, bias=self.config.decision_bias, name="horizon")(x)
+        return y.astype(jnp.float32)
 
     def pooled_vector(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B ..."]:
         """One vector a sequence, or two for a pair, after the hidden layer (if any)."""

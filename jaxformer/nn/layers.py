@@ -306,9 +306,11 @@ class Embed(nn.Module):
     """Token embedding table `[V, E]`, with the scaling and token types of `config`.
 
     With `config.width` below the model width a projection follows (factorised embedding, Lan et al. 2020). A tied head
-    reads the same table through `unembedding_factors` (Press and Wolf 2017).
+    reads the same table through `unembedding_factors` (Press and Wolf 2017). With `values` there
+    is no table, and the projection, with a bias, maps the numbers of a slot to the model width.
 
     Attributes:
+      values: numbers that a slot holds in place of a token; None: slots hold tokens.
       base: the embedding whose table this one uses too; None: it has a table of its own.
       residual: add an own table "delta", initially 0, to that of `base`, which then gets no gradient from here
         (gradient-disentangled embedding sharing; He et al. 2021, DeBERTaV3, section 3.2.3).
@@ -317,31 +319,38 @@ class Embed(nn.Module):
     config: EmbedConfig
     width: int
     dtype: jnp.dtype = jnp.float32
+    values: int | None = None
     base: Embed | None = None
     residual: bool = False
 
     def setup(self) -> None:
         config = self.config
-        if config.vocab is None:
-            raise ValueError("embed.vocab: got None, expected a size; resolve the config with a tokenizer first")
-        self.inner = config.width or self.width
-        deviation = self.inner**-0.5 if config.deviation is None else config.deviation
-        normal = nn.initializers.normal(deviation)
-        table_init = _with_zero_row(normal, config.pad)
-        shape, names = (config.vocab, self.inner), ("vocab", "table")
-        if self.base is None:
-            self.table = parameter(self, "table", table_init, names, shape)
-        elif self.residual:
-            self.table = jax.lax.stop_gradient(self.base.table) + zeros_parameter(self, "delta", names, shape)
-        else:
-            self.table = self.base.table
-        if self.inner != self.width:
+        self.inner = self.values or config.width or self.width
+        self.projects = self.values is not None or self.inner != self.width
+        normal = nn.initializers.normal(self.inner**-0.5 if config.deviation is None else config.deviation)
+        if self.values is None:
+            self.table = self.make_table(normal)
+        if self.projects:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-            self.up = parameter(self, "up", init, ("table", "embed"), (self.inner, self.width))
-            if config.projection_bias:
+            rows = "table" if self.values is None else None
+            self.up = parameter(self, "up", init, (rows, "embed"), (self.inner, self.width))
+            if config.projection_bias or self.values is not None:
                 self.up_bias = zeros_parameter(self, "up_bias", ("embed",), (self.width,))
         if config.kinds:
             self.token_type_table = parameter(self, "kinds", normal, (None, "table"), (config.kinds, self.width))
+
+    @nn.nowrap
+    def make_table(self, normal: nn.initializers.Initializer) -> Num[Array, "V E"]:
+        """The table, of its own or of `base`."""
+        config = self.config
+        if config.vocab is None:
+            raise ValueError("embed.vocab: got None, expected a size; resolve the config with a tokenizer first")
+        shape, names = (config.vocab, self.inner), ("vocab", "table")
+        if self.base is None:
+            return parameter(self, "table", _with_zero_row(normal, config.pad), names, shape)
+        if self.residual:
+            return jax.lax.stop_gradient(self.base.table) + zeros_parameter(self, "delta", names, shape)
+        return self.base.table
 
     def __call__(self, stream: Stream) -> Float[Array, "B T D"]:
         """Embeddings `[B, T, D]` of a stream, before position, norm and dropout.
@@ -356,8 +365,9 @@ class Embed(nn.Module):
                 x = x * jnp.take(scale, stream.tokens)[..., None].astype(self.dtype)
             if self.config.pad is not None:
                 x = jnp.where((stream.tokens == self.config.pad)[..., None], jax.lax.stop_gradient(x), x)
-        if self.inner != self.width:
-            x = dot(x, self.up, bias=self.up_bias if self.config.projection_bias else None)
+        if self.projects:
+            has_bias = self.config.projection_bias or self.values is not None
+            x = dot(x, self.up, bias=self.up_bias if has_bias else None)
         if self.config.scale:
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
         if self.config.kinds:
@@ -371,6 +381,6 @@ class Embed(nn.Module):
 
     def unembedding_factors(self, x: Float[Array, "*batch D"]) -> tuple[Float[Array, "*batch E"], Num[Array, "V E"]]:
         """The two factors of a tied head's logits: hidden states (times `up.T` if factorised) and the table."""
-        if self.inner != self.width:
+        if self.projects:
             x = jnp.einsum("...d,ed->...e", x, self.up.astype(x.dtype))
         return x, self.table

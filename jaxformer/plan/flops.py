@@ -44,7 +44,7 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
     """
     total = 0.0
     head = config.model.head
-    times = {"classes": 1, "pooled": 1, "pair": 2}  # per row
+    times = {"classes": 1, "pooled": 1, "pair": 2, "forecast": 1}  # per row
     once = times[head.kind] / config.data.length if head.kind in times else 1.0
     leaves = jax.tree.leaves_with_path(params)
     for (path, leaf), axes in zip(leaves, jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple)), strict=True):

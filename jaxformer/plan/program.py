@@ -122,7 +122,9 @@ def resolve(config: Config) -> Config:
       ConfigError: only the data decides such a size; says which field to set.
     """
     tokenizer = config.data.tokenizer
-    missing = [part for part in config.model.parts if getattr(config.model, part).embed.vocab is None]
+    series = config.model.series
+    reads = [part for part in config.model.parts if part != "encoder" or series is None]
+    missing = [part for part in reads if getattr(config.model, part).embed.vocab is None]
     tokens = tokenizer.vocab + tokenizer.sentinels
     vocab = -(-tokens // tokenizer.multiple) * tokenizer.multiple
     if missing and tokenizer.kind not in LEARNED_TOKENIZERS:
@@ -136,9 +138,15 @@ def resolve(config: Config) -> Config:
             "config.model.head.classes: got None, expected a number, since only the data decides it; "
             "set --config.model.head.classes=N"
         )
-    if not config.model.parts:
+    if series is not None and series.channels is None:
+        raise ConfigError(
+            "config.model.series.channels: got None, expected a number, since only the data decides it; "
+            "set --config.model.series.channels=N"
+        )
+    if config.model.is_empty:
         raise ConfigError("config.model: got no model, expected one; a run that starts from a directory has no plan")
-    model = build.resolve(config.model, vocab, vocab, len(classes) or None)
+    sizes = build.SeriesSizes(None, config.data.length, config.data.horizon)
+    model = build.resolve(config.model, vocab, vocab, len(classes) or None, sizes)
     task = dataclasses.replace(config.task, vocab=config.task.vocab or (tokens if missing else None))
     return dataclasses.replace(config, model=model, task=task)
 
@@ -176,16 +184,20 @@ def abstract_batch(config: Config, mesh: Mesh, shape: Shape) -> Batch:
     stream = Stream(ids, Slots(ids, ids))
     target = Stream(ids, Slots(ids, ids, ids if tasks.get(config.task.name).has_prefix else None))
     kind = config.model.head.kind
-    size = (shape.rows,) if kind in ("classes", "pooled", "pair") else tuple(shape)
-    reads = {part.removeprefix("recurrent_") for part in config.model.parts}
+    size = (shape.rows,) if kind in ("classes", "pooled", "pair", "forecast") else tuple(shape)
     permutation = None
     if config.task.name == permutation_lm.NAME:
         size = (shape.rows, permutation_lm.targets_per_row(config))
         permutation = Permutation(ids, array(size, jnp.int32))
+    source, labels, series = stream, array(size, jnp.float32 if kind == "pair" else jnp.int32), config.model.series
+    if series is not None:
+        source = stream._replace(tokens=array((*shape, series.channels or 1), jnp.float32))
+        if kind == "forecast":
+            labels = array((shape.rows, config.model.head.horizon or 1, series.channels or 1), jnp.float32)
     return Batch(
-        stream if "encoder" in reads else None,
-        target if "decoder" in reads else None,
-        array(size, jnp.float32 if kind == "pair" else jnp.int32),
+        source if config.model.has_encoder else None,
+        target if config.model.has_decoder else None,
+        labels,
         array(size, jnp.float32),
         array((shape.rows,), jnp.int32) if config.model.head.relation else None,
         permutation,

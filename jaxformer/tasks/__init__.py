@@ -25,8 +25,10 @@ Features = Mapping[str, np.ndarray]
 
 int32 "source" [n] and "target" [m] (the decoder's input), optional "token_type" [n] of the source, and "segment" [n]:
 1 and up, ascending; without it the example is one segment. "labels" are [m], [n], [n, C] or [], float32 if they are
-scores, and "weights" are float32 of the same shape. "prefix" [] is the number of leading slots of the target that see
-each other in both directions. "relation" [] is a label of the whole row beside those of its slots, -1 if it has none.
+scores, and "weights" are float32 of the same shape. A "source" of real numbers is float32 [n, C]. Float32 labels of
+more axes are of the example as a whole, such as a forecast [H, C], and their weight is a scalar. "prefix" [] is the
+number of leading slots of the target that see each other in both directions. "relation" [] is a label of the whole row
+beside those of its slots, -1 if it has none.
 
 Tasks that predict in a permuted order have int32 "order" [n] and "targets" [k] (see `types.Permutation`), with "labels"
 and "weights" [k]; k is the same for all examples.
@@ -155,6 +157,7 @@ class Task:
         draws from the same split and adds as the example's "other".
       check: `(config) -> None`: raises a ConfigError where the metrics cannot be computed from the data's classes,
         which the resolved config has.
+      reads_document: True if an input is a whole text with its lines, such as a table, and not a line.
       options: frozen dataclass of the task's own settings, the type of `config.task.options`; None: it has none.
     """
 
@@ -163,10 +166,10 @@ class Task:
     sides: tuple[str, ...]
     method: str
     needs: str
-    encode: Callable[[Config, Tokenizers, Example, np.random.Generator], Features]
+    encode: Callable[[Config, Any, Example, np.random.Generator], Features]
     loss: Callable[[Config, Any, Batch], Sums]
     metrics: Callable[[Config, Any, Batch], Sums]
-    prompt: Callable[[Config, Tokenizers, str], Features]
+    prompt: Callable[[Config, Any, str], Features]
     predict: Callable[[Predictor, Sequence[str], DecodeConfig], Sequence[Any]]
     derived_metrics: Callable[[Config, Mapping[str, float], Mapping[str, float]], dict[str, float]] = (
         _no_derived_metrics
@@ -188,6 +191,7 @@ class Task:
     score_signatures: Callable[[Config], dict[str, str]] = lambda config: {}
     couples_rows: Callable[[Config], bool] = lambda config: False
     check: Callable[[Config], None] = lambda config: None
+    reads_document: bool = False
     options: type | None = None
     has_layers: bool = True
 
@@ -217,10 +221,15 @@ def fitting(config: Config) -> Task | None:
     """
     own = [] if config.task.name == "none" else [get(config.task.name)]
     others = [task for task in map(get, registry.names(__name__)) if task.method != "chat"]
-    stacks = [stack for stack in (config.model.encoder, config.model.decoder) if stack is not None]
+    of_series = config.model.series is not None
+    stacks = config.model.stacks.values()
     has_layers = not stacks or any(stack.layers for stack in stacks)
     candidates = [
-        task for task in (*own, *others) if task.head == config.model.head.kind and (task.has_layers or not has_layers)
+        task
+        for task in (*own, *others)
+        if task.head == config.model.head.kind
+        and (task.has_layers or not has_layers)
+        and ("values" in task.roles) == of_series
     ]
     sides = ", ".join(side for side in ("encoder", "decoder") if getattr(config.model, f"has_{side}"))
     return next((task for task in candidates if sides in task.sides), candidates[0] if candidates else None)

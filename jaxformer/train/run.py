@@ -49,7 +49,7 @@ class Run:
         workdir: Path,
         mesh: jax.sharding.Mesh,
         dataset: Dataset,
-        tokenizers: Tokenizers,
+        tokenizers: Tokenizers | None,
         init_format: warm_start.InitFormat = warm_start.RUN_FORMAT,
     ) -> None:
         self.config, self.workdir, self.mesh, self.dataset, self.tokenizers = config, workdir, mesh, dataset, tokenizers

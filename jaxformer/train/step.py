@@ -321,7 +321,8 @@ def shard_batch(batch: Batch, mesh: Mesh, balanced: bool = False) -> Batch:
     processes = rules.process_part(mesh)[1]
 
     def shard(x: Array) -> Array:
-        order = rules.zigzag_order(x.shape[1], mesh.shape["context"]) if balanced and x.ndim > 1 else None
+        has_slots = x.ndim > 1 and not (x is batch.labels and x.dtype.kind == "f")
+        order = rules.zigzag_order(x.shape[1], mesh.shape["context"]) if balanced and has_slots else None
         x = x if order is None else x[:, order]
         shape = (x.shape[0] * processes, *x.shape[1:])
         return jax.make_array_from_process_local_data(rules.batch_sharding(mesh, shape), x, shape)

@@ -40,7 +40,7 @@ def adopt_model(config: Config, workdir: Path, init_format: InitFormat) -> tuple
     Raises:
       ConfigError: the model and the rest of the config contradict each other.
     """
-    if config.model.parts:
+    if not config.model.is_empty:
         return config, None
     if (workdir / "config.json").exists():
         model, tokenizers = overrides.read(workdir).model, None
@@ -73,7 +73,7 @@ def _read_model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     model = dataclasses.replace(model, head=head)
     if config.task.name != "replaced_tokens":  # the discriminator alone is fine-tuned
         model = dataclasses.replace(model, generator=None)
-    return model, Tokenizers.load(workdir)
+    return model, Tokenizers.load(workdir) if model.reads_tokens else None
 
 
 def _read_params(config: Config, params: PyTree) -> PyTree:

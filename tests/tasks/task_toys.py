@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from jaxformer import tasks
-from jaxformer.config import Config, EmbedConfig, ModelConfig, StackConfig, TaskConfig, TokenizerConfig
+from jaxformer.config import Config, EmbedConfig, ModelConfig, SeriesConfig, StackConfig, TaskConfig, TokenizerConfig
 from jaxformer.data.chat import DEFAULT_TEMPLATE
 from jaxformer.data.tokenizers import Tokenizers
 
@@ -27,7 +27,10 @@ def learned(settings: TokenizerConfig, text: str = TEXT) -> Tokenizers:
 
 def config(name: str, length: int = 32, kinds: int = 0, side: str = "encoder", **task) -> Config:
     stack = StackConfig(embed=EmbedConfig(kinds=kinds))
-    base = Config(model=ModelConfig(**{side: stack}), task=TaskConfig(name=name, **task))
+    series = SeriesConfig(channels=2) if "values" in tasks.get(name).roles else None
+    if "labels" in tasks.get(name).roles:
+        task = {"classes": ("joy", "anger", "fear"), **task}
+    base = Config(model=ModelConfig(**{side: stack}, series=series), task=TaskConfig(name=name, **task))
     return dataclasses.replace(base, data=dataclasses.replace(base.data, length=length))
 
 

@@ -35,7 +35,7 @@ def test_sums_of_a_bin_are_those_of_its_rows_alone():
     evaluation(variables, batch)  # a second batch
     rows = evaluation.rows()
     assert [row["tokens"] for row in rows] == BINS.labels()
-    logits = np.asarray(builders.apply(module, variables, batch))
+    logits = np.asarray(builders.apply(module)(variables, batch))
     losses = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(6), batch.labels]
     right = logits.argmax(axis=1) == batch.labels
     for number, row in enumerate(rows):

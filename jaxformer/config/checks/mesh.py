@@ -37,6 +37,7 @@ def check_context(config: Config, size: int) -> None:
     """
     model = config.model
     ordered = {
+        "a series (model.series)": model.series is not None,
         "a recurrent model": model.recurrent_encoder is not None or model.recurrent_decoder is not None,
         "a convolution (encoder.conv)": any(stack.conv is not None for stack in model.stacks.values()),
         "permutations (model.permutation)": model.permutation is not None,

@@ -54,8 +54,10 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
                 f"an even rotated width (head width {head_width} * fraction = {rotated})",
             )  # fmt: skip
     has_table = encoding.kind == "learned" or (encoding.kind == "deberta" and encoding.absolute)
-    if has_table and encoding.max_length - encoding.offset < config.data.length:
-        expected = f"at least data.length ({config.data.length})" + (" and the offset" if encoding.offset else "")
+    length = config.model.slots(path.rpartition(".")[2], config.data.length)
+    if has_table and encoding.max_length - encoding.offset < length:
+        slots = "data.length" if length == config.data.length else "the patches of data.length"
+        expected = f"at least {slots} ({length})" + (" and the offset" if encoding.offset else "")
         raise invalid(f"{path}.encoding.max_length", encoding.max_length, expected)
     if encoding.kind == "transformer_xl" and stack.width % 2:
         raise invalid(f"{path}.width", stack.width, "an even width: sines and as many cosines", "change it")
@@ -144,7 +146,9 @@ def check_model(model: ModelConfig) -> None:
     """
     recurrent = [part for part in model.parts if part.startswith("recurrent_")]
     transformer = [part for part in model.parts if part not in recurrent]
-    if not model.parts:
+    if model.series is not None or model.linear is not None or model.head.kind == "forecast":
+        _check_series(model)
+    if model.is_empty:
         raise invalid(
             "config.model", "no encoder and no decoder", "at least one", "add one in the recipe with section()"
         )
@@ -195,6 +199,47 @@ def check_model(model: ModelConfig) -> None:
         pools_last and model.encoder is not None and model.encoder.encoding.kind != "transformer_xl"
     ):  # XLNet's is the last
         raise invalid("config.model.head.pooling", "last", "first or mean for a transformer encoder")
+
+
+def _check_series(model: ModelConfig) -> None:
+    """Raises ConfigError if a part that reads a series is missing, or cannot do what the config says."""
+    path, series, linear, head = "config.model.series", model.series, model.linear, model.head
+    if series is None:
+        got = "a section" if linear is not None else "forecast"
+        where = "config.model.linear" if linear is not None else "config.model.head.kind"
+        raise invalid(where, got, "a series to forecast", "add config.model.series with section()")
+    if (model.encoder is None) == (linear is None):
+        got = "a section, with encoder and linear" if linear is not None else "a section, without encoder and linear"
+        raise invalid(path, got, "one of encoder and linear, which read it", "set the other to None")
+    others = {
+        "permutation": model.permutation is not None,
+        "generator": model.generator is not None,
+        "share_embeddings": model.share_embeddings,
+    }
+    for other in (name for name, is_set in others.items() if is_set):
+        raise invalid(f"config.model.{other}", "True or a section", "none of it for an encoder of a series")
+    if series.affine and series.normalise != "instance":
+        raise invalid(f"{path}.affine", True, "False, or series.normalise=instance, whose scale it learns")
+    if linear is not None:
+        if head.kind != "forecast" or model.decoder is not None:
+            raise invalid("config.model.linear", "a section", "head.kind forecast and no decoder")
+        if linear.trend is not None and linear.trend % 2 == 0:
+            raise invalid("config.model.linear.trend", linear.trend, "an odd number, with a step in the middle")
+        if series.patch != 1 or series.stride is not None or series.independent:
+            expected = "1, and no stride or independent: a linear forecast reads no patches, and channels one by one"
+            raise invalid(f"{path}.patch", series.patch, expected)
+    if series.independent and head.kind != "forecast":
+        raise invalid(f"{path}.independent", True, f"False for head.kind {head.kind}, which sees all channels")
+    if head.kind == "forecast" and model.decoder is not None:
+        raise invalid("config.model.head.kind", "forecast", "a head of tokens for a decoder")
+    if head.kind == "slots" or (head.kind == "tokens" and model.decoder is None):
+        raise invalid("config.model.head.kind", head.kind, "forecast, classes, pooled or none for a series")
+    if model.encoder is not None:
+        embed, default = model.encoder.embed, EmbedConfig()
+        for name in ("vocab", "width", "projection_bias", "kinds", "deviation", "pad"):
+            if getattr(embed, name) != getattr(default, name):
+                value, expected = getattr(embed, name), f"{getattr(default, name)} for a series, which has no table"
+                raise invalid(f"config.model.encoder.embed.{name}", value, expected)
 
 
 def _check_generator(model: ModelConfig, generator: GeneratorConfig) -> None:

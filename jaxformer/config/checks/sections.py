@@ -24,11 +24,19 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "similarity": (("encoder", "decoder"), "pair"),
     "skip_gram": (("encoder",), "tokens"),
     "cbow": (("encoder",), "tokens"),
+    "multi_label": (("encoder", "decoder"), "classes"),
+    "regression": (("encoder", "decoder"), "classes"),
+    "forecasting": (("encoder",), "forecast"),
+    "series_classification": (("encoder",), "classes"),
+    "captioning": (("encoder, decoder",), "tokens"),
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
 
 WORD_VECTORS = ("skip_gram", "cbow")
 """Tasks whose model is two tables of vectors."""
+
+SERIES_TASKS = ("forecasting", "series_classification", "captioning")
+"""Tasks whose model reads a series in place of tokens."""
 
 BALANCED = "balanced"
 """The value of `task.class_weights` that takes the weights from the data."""
@@ -65,7 +73,9 @@ def check_task(config: Config) -> None:
             raise invalid("config.task.name", task, expected)
         if model.head.kind != head:
             raise invalid("config.model.head.kind", model.head.kind, f"{head} for the task {task}")
-        if head in ("classes", "slots") and model.head.classes == 1:
+        if task == "regression" and model.head.classes not in (None, 1):
+            raise invalid("config.model.head.classes", model.head.classes, "1 or None for the task regression")
+        if head in ("classes", "slots") and model.head.classes == 1 and task not in ("regression", "multi_label"):
             raise invalid("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if task == "answering" and model.head.classes not in (None, 2):
             raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
@@ -84,7 +94,14 @@ def check_task(config: Config) -> None:
         _check_class_weights(config.task.class_weights, task)
     if task in WORD_VECTORS:
         _check_word_vectors(config)
-    if task in ("similarity", "replaced_tokens", *WORD_VECTORS):
+    if task in SERIES_TASKS and model.series is None:
+        raise invalid("config.model.series", None, f"a section for the task {task}", "add one in the recipe")
+    if task in TASK_MODELS and task not in SERIES_TASKS and model.series is not None:
+        expected = f"one that reads a series ({', '.join(SERIES_TASKS)}), as the model does"
+        raise invalid("config.task.name", task, expected)
+    if task == "forecasting":
+        _check_forecasting(config)
+    if task in ("similarity", "replaced_tokens", "forecasting", "multi_label", "regression", *WORD_VECTORS):
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
@@ -101,6 +118,18 @@ def check_task(config: Config) -> None:
         raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def _check_forecasting(config: Config) -> None:
+    data, head = config.data, config.model.head
+    if data.horizon is None:
+        raise invalid("config.data.horizon", None, "the time steps to forecast", "set it")
+    for name, value in (("length", head.look_back), ("horizon", head.horizon)):
+        if value is not None and value != getattr(data, name):
+            expected = f"the model's ({value}), which is linear in all of its steps"
+            raise invalid(f"config.data.{name}", getattr(data, name), expected)
+    if data.buckets:
+        raise invalid("config.data.buckets", data.buckets, "() for forecasting: all windows have data.length steps")
 
 
 def _check_permutation_lm(config: Config) -> None:

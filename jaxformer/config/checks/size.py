@@ -107,7 +107,12 @@ def min_parameters(config: Config) -> int:
 
 
 def _vocab(part: StackConfig | RecurrentConfig, config: Config) -> int:
-    """Minimum rows of the embedding table. A tokenizer not yet built has at least one token, and is padded."""
+    """Minimum rows of the embedding table. A tokenizer not yet built has at least one token, and is padded.
+
+    An encoder of a series has no table; its projection has at least one row.
+    """
+    if part is config.model.encoder and config.model.series is not None:
+        return 1
     return config.data.tokenizer.multiple if part.embed.vocab is None else part.embed.vocab
 
 
