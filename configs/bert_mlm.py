@@ -5,8 +5,8 @@ Variants: tiny (2 layers, width 128), pairs (the same with the second loss of ne
           layers, width 768: the paper's)
 Hardware: tiny, pairs: 2 CPU cores; base: accelerators
 Time:     tiny: 6.3 minutes, one core of a shared machine; pairs, base: not measured here
-Score:    tiny: masked tokens' validation loss 6.066 (from 8.35), accuracy 9.9 %, still falling: a short run; pairs, base:
-          not measured here
+Score:    tiny: masked tokens' validation loss 6.066 (from 8.35), accuracy 9.9 %, still falling: a short run; pairs,
+          base: not measured here
 """
 
 from jaxformer.config import StackConfig
