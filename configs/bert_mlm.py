@@ -4,9 +4,9 @@ Command:  python -m jaxformer train --config=configs/bert_mlm.py --workdir=runs/
 Variants: tiny (2 layers, width 128), pairs (the same with the second loss of next sentences, 300 steps), base (12
           layers, width 768: the paper's)
 Hardware: tiny, pairs: 2 CPU cores; base: accelerators
-Time:     tiny: 6.3 minutes, one core of a shared machine; pairs: not measured yet; base: not measured here
-Score:    tiny: masked tokens' validation loss 6.066 (from 8.35), accuracy 9.9 %, still falling: a short run; pairs: not
-          measured yet; base: not measured here
+Time:     tiny: 6.3 minutes, one core of a shared machine; pairs, base: not measured here
+Score:    tiny: masked tokens' validation loss 6.066 (from 8.35), accuracy 9.9 %, still falling: a short run; pairs,
+          base: not measured here
 """
 
 from jaxformer.config import StackConfig

@@ -6,8 +6,8 @@ Command:  python -m jaxformer train --config=configs/denoising.py --workdir=runs
               --config.data.dir=DIR     (DIR holds train.txt.gz, valid.txt, test.txt)
           python -m jaxformer evaluate --workdir=runs/denoising --split=test
 Hardware: 2 CPU cores
-Time:     not measured yet
-Score:    not measured yet
+Time:     not measured here
+Score:    not measured here
 """
 
 from jaxformer.config import StackConfig

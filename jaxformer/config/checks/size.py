@@ -168,7 +168,8 @@ def _head(model: ModelConfig, config: Config) -> int:
     if head.kind == "forecast":
         return model.slots("encoder", steps) * side.width * horizon * _channels(model)
     if head.kind == "tokens":
-        return 0 if head.tied or not head.projection else side.width * _vocab(side, config)
+        relation = side.width * (head.width or 1) if head.relation else 0
+        return relation + (0 if head.tied or not head.projection else side.width * _vocab(side, config))
     hidden = 0 if head.width is None or head.kind == "slots" else side.width * head.width
     if head.kind not in ("classes", "slots"):
         return hidden
