@@ -1,11 +1,14 @@
 """Conversations about orders: the replies of a shop that reads its price list and keeps the total.
 
 Command:  jaxformer train --config=configs/dialogue_orders.py --workdir=runs/orders
+          jaxformer evaluate --workdir=runs/orders --split=test
           jaxformer chat --workdir=runs/orders --system="tea 3 soup 5 cake 2"
 Variants: none
-Hardware: 2 CPU cores
-Time:     ?
-Score:    ?
+Hardware: 2 CPU cores, shared with other work
+Time:     3.4 minutes of processor time (20 minutes beside a load of 25)
+Score:    test: exact match 54.3 % of the last replies of 1,000 conversations; perplexity of replies 1.104, token
+          accuracy 94.7 %. Of 457 wrong replies 447 look up the wrong price, 10 add up wrongly. The loss still falls:
+          more steps would help (not tried)
 """
 
 from jaxformer.config import StackConfig

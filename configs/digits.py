@@ -7,8 +7,9 @@ Command:  python -m jaxformer train --config=configs/digits.py:classify --workdi
           python -m jaxformer evaluate --workdir=runs/digits --split=test
 Variants: classify, caption
 Hardware: 2 CPU cores
-Time:     classify: 8 minutes beside ten times as many processes as cores, 41 seconds of processor time
-Score:    classify: test accuracy 95.0 %
+Time:     beside ten times as many processes as cores: classify: 8 minutes, 41 seconds of processor time; caption:
+          13 minutes, 2.3 of processor time
+Score:    classify: test accuracy 95.0 %; caption: exact match 91.8 %, BLEU 95.7
 """
 
 from jaxformer.config import SeriesConfig, StackConfig
@@ -24,7 +25,7 @@ def get_config(variant: str = "classify"):
     config.data.name = "2/pairs" if captions else "2"
     config.data.length = 32 if captions else 16
     config.data.batch = 64
-    config.model.series = section(SeriesConfig)
+    config.model.series = section(SeriesConfig, channels=4)
     stack = dict(
         layers=2,
         width=64,
@@ -48,6 +49,7 @@ def get_config(variant: str = "classify"):
         config.task.name = "series_classification"
         config.model.head.kind = "classes"
         config.model.head.pooling = "mean"
+        config.model.head.classes = 10
         config.train.steps = 600
         config.train.evaluate_every = config.train.checkpoint_every = 100
         config.checkpoint.metric = "accuracy"

@@ -3,7 +3,7 @@
 Command:  python -m jaxformer train --config=configs/electra_tiny.py --workdir=runs/electra_tiny
 Hardware: 2 CPU cores
 Time:     1.9 minutes of processor time, on one core of a crowded machine (14 minutes by the clock)
-Time:     1.9 minutes of processor time, on one core of a crowded machine
+Score:    validation after 250 steps: generator_loss 6.648 (ln 4000 = 8.29), detection_loss 0.4178, no better than
           saying for every token how many are replaced (14.7 %): a run this short finds none of them yet
 """
 

@@ -40,7 +40,9 @@ def get_config(variant: str = "patch"):
     config.optimizer.clip = None
 
     if {"patch": True, "linear": False, "dlinear": False}[variant]:
-        config.model.series = section(SeriesConfig, patch=16, stride=8, independent=True, normalise="instance")
+        config.model.series = section(
+            SeriesConfig, channels=7, patch=16, stride=8, independent=True, normalise="instance"
+        )
         config.model.encoder = section(
             StackConfig,
             layers=3,
@@ -60,7 +62,7 @@ def get_config(variant: str = "patch"):
     else:
         trend = 25 if variant == "dlinear" else None
         config.model.linear = section(LinearConfig, trend=trend)
-        config.model.series = section(SeriesConfig, normalise="none" if variant == "dlinear" else "last")
+        config.model.series = section(SeriesConfig, channels=7, normalise="none" if variant == "dlinear" else "last")
         config.data.batch = 32
         config.schedule.kind = "cosine"
         config.schedule.peak = 5e-3

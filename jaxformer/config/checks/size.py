@@ -109,11 +109,17 @@ def min_parameters(config: Config) -> int:
 def _vocab(part: StackConfig | RecurrentConfig, config: Config) -> int:
     """Minimum rows of the embedding table. A tokenizer not yet built has at least one token, and is padded.
 
-    An encoder of a series has no table; its projection has at least one row.
+    An encoder of a series has a projection in place of a table, with a row for each number of a slot.
     """
-    if part is config.model.encoder and config.model.series is not None:
-        return 1
+    series = config.model.series
+    if part is config.model.encoder and series is not None:
+        return series.patch * _channels(config.model)
     return config.data.tokenizer.multiple if part.embed.vocab is None else part.embed.vocab
+
+
+def _channels(model: ModelConfig) -> int:
+    """Minimum number of a series' channels in one row."""
+    return 1 if model.series is None or model.series.independent else model.series.channels or 1
 
 
 def _embedding(part: StackConfig | RecurrentConfig, vocab: int) -> int:
@@ -153,8 +159,14 @@ def _encoding(encoding: EncodingConfig, width: int, heads: int) -> int:
 def _head(model: ModelConfig, config: Config) -> int:
     head = model.head
     side = model.decoder_part or model.encoder_part
+    steps, horizon = head.look_back or config.data.length, head.horizon or config.data.horizon or 1
+    if model.linear is not None and model.series is not None:
+        own = (model.series.channels or 1) if model.linear.individual else 1
+        return own * steps * horizon * (1 if model.linear.trend is None else 2)
     if side is None or head.kind == "none":
         return 0
+    if head.kind == "forecast":
+        return model.slots("encoder", steps) * side.width * horizon * _channels(model)
     if head.kind == "tokens":
         relation = side.width * (head.width or 1) if head.relation else 0
         return relation + (0 if head.tied or not head.projection else side.width * _vocab(side, config))
