@@ -192,7 +192,9 @@ def run_tests(tree: Path, scratch: Path, tests: Sequence[str], goldens: str, sto
             os.dup2(log, stream)
         os.chdir(tree)
         sys.dont_write_bytecode = stop  # the first run, of the sound code, leaves its compiled files for the others
-        sys.path[:] = [str(tree), *(place for place in sys.path if not place.startswith(str(ROOT)))]
+        # Without the checkout, but with the packages of an environment that lies in it.
+        kept = [place for place in sys.path if place.startswith(sys.prefix) or not place.startswith(str(ROOT))]
+        sys.path[:] = [str(tree), *kept]
         for name in ("environment", "pages"):
             sys.modules.pop(name, None)
         # Of its own, since what a mistake writes there would be read later.

@@ -27,6 +27,7 @@ autodoc_default_options = {"exclude-members": "init"}  # a field of Dense with t
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_use_rtype = False
+napoleon_use_ivar = True  # attributes of a class once, in its own text
 
 html_theme = "furo"
 html_title = f"jaxformer {__version__}"

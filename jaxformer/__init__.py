@@ -32,10 +32,14 @@ def load(path: str | os.PathLike[str], which: str = "") -> Model:
 
 
 def from_pretrained(directory: str | os.PathLike[str], **options: Any) -> Model:
-    """The model of a Hugging Face directory: config.json, model.safetensors. See `hf.loading.from_pretrained`."""
-    from jaxformer.hf import loading
+    """The model of a Hugging Face directory: config.json, model.safetensors. See `hf.loading.from_pretrained`.
 
-    return loading.from_pretrained(directory, **options)
+    A directory of the peft package (adapter_config.json) is read with its base model: `base=DIRECTORY`, or the one that
+    the file names.
+    """
+    from jaxformer.hf.peft import reading
+
+    return reading.from_pretrained(directory, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -88,6 +88,18 @@ def squared_error(
     return jnp.sum(jnp.square(values.astype(jnp.float32) - labels) * weights), jnp.sum(weights)
 
 
+def binary_cross_entropy(
+    logits: Float[Array, "B C"], labels: Num[Array, "B C"], weights: Num[Array, " B"]
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """Weighted sum over rows and classes of the cross-entropies of decisions, in nats, and sum of the weights.
+
+    The loss of logit x and label y (0 or 1) is log(1 + e^x) - x y. A row's weight counts once for each class.
+    """
+    logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)[:, None]
+    losses = jax.nn.softplus(logits) - logits * labels
+    return jnp.sum(losses * weights), jnp.sum(weights) * logits.shape[-1]
+
+
 def unit_vectors(x: Float[Array, "*batch D"]) -> Float32[Array, "*batch D"]:
     """`x` divided by its Euclidean norm; 0 stays 0."""
     x = x.astype(jnp.float32)

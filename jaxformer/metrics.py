@@ -96,6 +96,26 @@ def f1(
     return 2.0 * correct, jnp.sum(predicted, axis=axes) + jnp.sum(true, axis=axes)
 
 
+def set_scores(logits: Float[Array, "B C"], labels: Num[Array, "B C"], weights: Num[Array, " B"]) -> Sums:
+    """Sums of "micro_f1", "macro_f1" and "subset_accuracy" of sets of classes.
+
+    A class is predicted where its logit is above 0, a probability above one half. F1 = 2 TP / (2 TP + FP + FN): of all
+    decisions together (micro), and with an entry for each class (macro). A set is right if all of its classes are.
+    """
+    weights = weights.astype(jnp.float32)
+    predicted = logits > 0
+    true = labels > 0.5
+    row = weights[:, None]
+    right = 2.0 * jnp.sum((predicted & true) * row, axis=0)
+    counted = jnp.sum(predicted * row, axis=0) + jnp.sum(true * row, axis=0)
+    equal = jnp.all(predicted == true, axis=-1)
+    return {
+        "micro_f1": (jnp.sum(right), jnp.sum(counted)),
+        "macro_f1": (right, counted),
+        "subset_accuracy": (jnp.sum(equal * weights), jnp.sum(weights)),
+    }
+
+
 # --- pairs of numbers
 
 

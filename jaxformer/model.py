@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,14 +22,20 @@ from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.decode.compiled import forward
 from jaxformer.errors import ConfigError
+from jaxformer.models import adapters, build
 from jaxformer.tasks import (
     Predictor,
     _embedding,
     _generation,
     _likelihood,
+    _words,
     answering,
     classification,
+    dialogue,
+    forecasting,
     masked_lm,
+    regression,
+    replaced_tokens,
     tagging,
 )
 from jaxformer.tasks._generation import Output
@@ -65,6 +71,12 @@ class HuggingFaceInterface(Protocol):
 
     def save_pretrained(self, model: Model, directory: str | os.PathLike[str], family: str | None, dtype: Any) -> None:
         """Writes a directory that the other library loads."""
+        ...
+
+    def save_adapter(
+        self, model: Model, directory: str | os.PathLike[str], base: str | os.PathLike[str] | None
+    ) -> None:
+        """Writes the adapters as a directory of the peft package."""
         ...
 
 
@@ -132,6 +144,42 @@ class Model:
             return self._interface("generate").generate(self, options)
         return _generation.best_texts(self._for("generate"), prompts, self._decode_options(decode, options))
 
+    def chat(
+        self,
+        history: Sequence[Mapping[str, str]],
+        decode: DecodeConfig | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> str | Iterator[str]:
+        """The reply to a conversation, `[{"role": "user", "content": "Hi"}]`; with `stream` in pieces, see `stream`.
+
+        Its turns are perhaps one of the system, then user and assistant in turns, the user last. The model's chat
+        template writes them. Where they leave no room for a reply, the oldest turns are left out, each user's with its
+        reply, and a warning says how many; the system's turn stays. Options are those of `translate`.
+
+        Raises:
+          ConfigError: the model is no language model or has no chat template, roles are unknown or out of order, or an
+            option is unknown or out of range.
+        """
+        answer = dialogue.stream_reply if stream else dialogue.reply
+        return answer(self._for("chat", "generate"), history, self._decode_options(decode, options))
+
+    def stream(
+        self, prompt: str | Sequence[Mapping[str, str]], decode: DecodeConfig | None = None, **options: Any
+    ) -> Iterator[str]:
+        """`generate([prompt])[0]` in pieces, as tokens are chosen; of an encoder-decoder `translate`, of a list `chat`.
+
+        A piece has the tokens of 0.05 seconds, or one that takes longer (`jaxformer.decode.streaming`), and no half
+        character. Between two pieces nothing runs, so the generation ends when nobody reads on.
+        Arguments and errors are those of `translate`.
+
+        Raises:
+          ConfigError: also for a beam search and for several hypotheses, whose best is known at the end only.
+        """
+        if not isinstance(prompt, str):
+            return dialogue.stream_reply(self._for("chat", "generate"), prompt, self._decode_options(decode, options))
+        return _generation.stream(self._for("translate", "generate"), prompt, self._decode_options(decode, options))
+
     def outputs(self, lines: Sequence[str], decode: DecodeConfig | None = None, **options: Any) -> list[list[Output]]:
         """All hypotheses of `translate` or `generate` with their scores: up to `hypotheses` per line, best first.
 
@@ -140,8 +188,28 @@ class Model:
         return _generation.outputs(self._for("translate", "generate"), lines, self._decode_options(decode, options))
 
     def classify(self, lines: Sequence[str]) -> list[dict[str, Any]]:
-        """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels."""
-        return classification.predict(self._for("classify"), lines, self.config.decode)
+        """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels.
+
+        Of a model whose labels are sets, `{"labels", "probabilities"}`: the names of the set, and a probability each.
+        """
+        predictor = self._for("classify")
+        task = tasks.fitting(predictor.config) or classification.TASK
+        return list(task.predict(predictor, lines, self.config.decode))
+
+    def regress(self, lines: Sequence[str]) -> list[float]:
+        """The number of each line, in the units of the training data."""
+        return regression.predict(self._for("regress"), lines, self.config.decode)
+
+    def forecast(self, series: Sequence[np.ndarray]) -> np.ndarray:
+        """The next steps of each series, float64 `[n, H, C]`, in the units of the training data.
+
+        Args:
+          series: arrays `[steps, C]` of at least `config.data.length` steps; the last ones are read.
+
+        Raises:
+          ConfigError: a series is too short, has other channels or a value that is not finite.
+        """
+        return forecasting.forecast(self._for("forecast"), series)
 
     def tag(self, lines: Sequence[str], words: bool = False) -> list[list[dict[str, Any]]]:
         """For each line, for each of its tokens (special ones left out), `{"token", "label", "probability"}`.
@@ -179,6 +247,13 @@ class Model:
         """
         return masked_lm.fill_masks(self._for("fill_mask"), lines, top)
 
+    def detect(self, lines: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """For each line, for each of its tokens (special ones left out), `{"token", "id", "replaced"}`.
+
+        The last is the probability that the token is not the original, as ELECTRA's discriminator sees it.
+        """
+        return replaced_tokens.detect(self._for("detect"), lines)
+
     def embed(self, lines: Sequence[str], pooling: str | None = None) -> np.ndarray:
         """One vector per line, float32 `[n, D]`, from the hidden states below the head (an encoder's, if there is one).
 
@@ -187,6 +262,24 @@ class Model:
             sentence model (with its layer, if it has one), "mean" for others.
         """
         return _embedding.embed(self.predictor, lines, pooling)
+
+    def nearest(self, word: str, top: int = 10) -> list[dict[str, Any]]:
+        """The `top` words whose vectors have the highest cosine with that of `word`: `{"word", "cosine"}`, best first.
+
+        Several words with blanks between them stand for the sum of their vectors, each of length 1.
+
+        Raises:
+          ConfigError: a word is not in the vocabulary, or the model is none of word vectors.
+        """
+        return self._neighbours([(part, 1.0) for part in tasks.text_lines([word])[0].split()], top)
+
+    def analogy(self, a: str, b: str, c: str, top: int = 10) -> list[dict[str, Any]]:
+        """The words nearest to b - a + c: a is to b as c is to the answer (Mikolov et al. 2013).
+
+        `analogy("man", "king", "woman")` looks for "queen". Vectors have length 1 before they are added; the three
+        words are no answers. Result and errors are those of `nearest`.
+        """
+        return self._neighbours([(b, 1.0), (a, -1.0), (c, 1.0)], top)
 
     def similarity(self, pairs: Sequence[Sequence[str]], pooling: str | None = None) -> list[float]:
         """The cosine, -1 to 1, of the vectors of the two sentences of each pair; see `embed`.
@@ -242,6 +335,8 @@ class Model:
     def save_pretrained(self, directory: str | os.PathLike[str], family: str | None = None, dtype: Any = None) -> None:
         """Writes config.json, model.safetensors and the tokenizer, so that the other library computes the same.
 
+        Adapters are merged; `save_adapter` writes them alone.
+
         Args:
           family: file of `jaxformer/hf/families/`; None: the one it came from, or the first that can express it.
           dtype: of the file's tensors; None: float32.
@@ -249,7 +344,32 @@ class Model:
         Raises:
           ConfigError: no family computes what this model does; the message names the differences.
         """
-        self._interface("save_pretrained").save_pretrained(self, directory, family, dtype)
+        model = self if self.config.model.adapter is None else self.merge_adapters()
+        self._interface("save_pretrained").save_pretrained(model, directory, family, dtype)
+
+    def save_adapter(self, directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> None:
+        """Writes the adapters alone, and what else was trained, as the peft package does: a small directory.
+
+        Args:
+          base: directory of the model that they were trained on, for adapter_config.json.
+
+        Raises:
+          ConfigError: the model has no adapters, or the format has no place for what was trained.
+        """
+        self._interface("save_adapter").save_adapter(self, directory, base)
+
+    def merge_adapters(self) -> Model:
+        """A model without adapters that computes the same: each kernel is `W + scale * A B`.
+
+        Raises:
+          ConfigError: the model has no adapters.
+        """
+        config = self.config
+        if config.model.adapter is None:
+            raise ConfigError("merge_adapters: got a model without adapters, expected some; it is merged already")
+        plain = dataclasses.replace(config.model, adapter=None)
+        params, config = adapters.merge(self.params), dataclasses.replace(config, model=plain)
+        return dataclasses.replace(self, module=build.build(plain), params=params, config=config)
 
     def inference_variables(self, params: PyTree = None) -> dict[str, PyTree]:
         """The variables of a forward pass: `params` (None: the model's own) and the other collections."""
@@ -263,7 +383,7 @@ class Model:
         Raises:
           ConfigError: the model has no tokenizers.
         """
-        if self.tokenizers is None:
+        if self.tokenizers is None and self.config.model.reads_tokens:
             raise ConfigError(
                 "model: got text, expected token ids: the directory has no tokenizer.json or spiece.model"
             )
@@ -279,6 +399,11 @@ class Model:
         predictor = self.predictor
         tasks.require(predictor.config, *methods)
         return predictor
+
+    def _neighbours(self, terms: Sequence[tuple[str, float]], top: int) -> list[dict[str, Any]]:
+        """The words nearest to a sum of weighted words."""
+        (found,) = _words.neighbours(self._for("nearest"), [terms], top)
+        return [{"word": word, "cosine": cosine} for word, cosine in zip(*found, strict=True)]
 
     def _decode_options(self, decode: DecodeConfig | None, options: Mapping[str, Any]) -> DecodeConfig:
         return _generation.decode_options(self.config, decode, options)

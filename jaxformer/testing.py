@@ -2,7 +2,7 @@
 
 Each `assert_` function takes a Linen module with its variables and a `Batch`, runs the module, and raises
 `AssertionError` if the property does not hold. This project's own tests use them (tests/invariants/). Test a model of
-this package like this:
+this package like this::
 
     from jaxformer import testing
     from jaxformer.config import AttentionConfig, EmbedConfig, ModelConfig, StackConfig
@@ -19,7 +19,7 @@ this package like this:
 
 A module from outside of this package works too. It must take a `Batch` and return logits `[B, T, V]` or outputs
 `[B, ...]`; `assert_steps_equal_forward` also needs the methods `start` and `step` of `jaxformer.types.Decodable`. Give
-its variables a batch to initialize with:
+its variables a batch to initialize with::
 
     from flax import linen as nn
 
@@ -247,7 +247,7 @@ def assert_padding_invariant(
         def wide(x: Array, fill: int) -> Array:
             return cast(Array, np.pad(np.asarray(x), ((0, 0), (0, extra)), constant_values=fill))
 
-        slots = Slots(wide(stream.slots.position, 0), wide(stream.slots.segment, 0))
+        slots = jax.tree.map(lambda ids: wide(ids, 0), stream.slots)
         tokens = np.where(slots.segment == 0, token, wide(stream.tokens, token)).astype(np.int32)
         types = None if stream.token_type is None else wide(stream.token_type, 0)
         return Stream(cast(Array, tokens), slots, types)

@@ -27,6 +27,8 @@ PyTree = Any
 
 EMA = "ema"
 """Key in `TrainState.variables` of the exponential moving average of the parameters."""
+MEMORY = "memory"
+"""Key in `TrainState.variables` of what a model keeps of the text before, row by row of the batch, in training."""
 
 
 def leaf_path(keys: tuple[Any, ...]) -> tuple[str, ...]:
@@ -40,10 +42,14 @@ class Slots(NamedTuple):
     Segment 0 is padding. Slots attend to each other only within one segment, so the two arrays express padding,
     packing and the valid part of a cache. Segment -n attends to segment n and is never attended to: padding whose
     output is used.
+
+    `prefix`, int32 `[B, T]`, is the number of leading positions of a slot's segment that all of the segment's slots
+    see, whatever a causal mask says (prefix language models); None: there are none. Only that of queries is read.
     """
 
     position: Array
     segment: Array
+    prefix: Array | None = None
 
 
 class Stream(NamedTuple):
@@ -54,20 +60,42 @@ class Stream(NamedTuple):
     token_type: Array | None = None
 
 
+class Permutation(NamedTuple):
+    """Factorisation order of each row, for permutation language models: which slots are predicted, and from which.
+
+    Attributes:
+      order: int32 `[B, T]`, 0 for slots that are visible to all slots of their segment. Slots with numbers from 1 on
+        are predicted in that order: a slot is visible to those of higher numbers only.
+      targets: int32 `[B, M]`, the predicted slots, in any order; -1 fills the rows up. Logits, labels and weights are
+        `[B, M]` then.
+    """
+
+    order: Array
+    targets: Array
+
+
 class Batch(NamedTuple):
     """The input of a training, evaluation or decoding step.
 
     An encoder reads `source`, a decoder reads `target`; the stream that a model does not read is None. For decoding,
     `target` holds the prompt. `labels` (int32; float32 for scores) and `weights` (float32) are aligned with the
-    logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones. Losses never shift. A weight of 0 removes an
-    entry from every sum. `component` (int32, aligned with the labels) is the number of the component of a mixture that
-    an entry belongs to, among their sorted names; None without a mixture.
+    logits: `[B, T]` for token-level tasks, `[B]` for sequence-level ones, `[B, T, C]` for C candidates a slot. Losses
+    never shift. A weight of 0 removes an entry from every sum. `relation` (int32 `[B]`, -1 for none) is a label of the
+    row beside those of its slots.
+
+    `permutation` is that of the source, or None where all slots see each other. `continues` (bool `[B]`) is True for
+    rows whose text goes on from the same row of the batch before, and None where no memory is carried between batches.
+    `component` (int32, aligned with the labels) is the number of the component of a mixture that an entry belongs to,
+    among their sorted names; None without a mixture.
     """
 
     source: Stream | None
     target: Stream | None
     labels: Array | None = None
     weights: Array | None = None
+    relation: Array | None = None
+    permutation: Permutation | None = None
+    continues: Array | None = None
     component: Array | None = None
 
     def side(self, name: Literal["source", "target"]) -> Stream:
@@ -98,6 +126,13 @@ class DeferredLogits(flax.struct.PyTreeNode):
     chunk: int = flax.struct.field(pytree_node=False)
 
 
+class RelationLogits(NamedTuple):
+    """Output of a token head with `relation`: `tokens` `[B, T, V]`, and `relation` `[B, 2]` of the whole row."""
+
+    tokens: Array | DeferredLogits
+    relation: Array
+
+
 class TrainState(flax.struct.PyTreeNode):
     """Everything that a training step changes. It holds no callables, so it can be saved and sharded directly.
 
@@ -106,8 +141,8 @@ class TrainState(flax.struct.PyTreeNode):
       params: parameter pytree, float32.
       opt_state: optax state.
       key: the run's PRNG key, constant; a step draws from `fold_in(key, step)`.
-      variables: other collections: batch-norm statistics under "batch_stats", the moving average of the parameters
-        under `EMA`, if the run keeps one.
+      variables: other collections: batch-norm statistics under "batch_stats"; if the run keeps them, the moving average
+        of the parameters that are trained under `EMA`, and under `MEMORY` what each row of the next batch remembers.
     """
 
     step: Array
@@ -121,8 +156,20 @@ class TrainState(flax.struct.PyTreeNode):
         return {name: value for name, value in self.variables.items() if name != EMA}
 
     def evaluation_variables(self) -> dict[str, PyTree]:
-        """The variables to evaluate and decode with: the moving average in place of the parameters, if there is one."""
-        return {"params": self.variables.get(EMA, self.params), **self.collections()}
+        """The variables to evaluate and decode with: moving averages in place of the parameters that have one.
+
+        Memories are left out: they belong to the rows of the training batches.
+        """
+        params = overlaid(self.params, self.variables[EMA]) if EMA in self.variables else self.params
+        others = {name: value for name, value in self.collections().items() if name != MEMORY}
+        return {"params": params, **others}
+
+
+def overlaid(base: PyTree, changes: PyTree) -> PyTree:
+    """Nested dicts with the leaves of `changes` in place of, or beside, those of `base`."""
+    if not isinstance(changes, Mapping):
+        return changes
+    return {**base, **{name: overlaid(base.get(name, {}), value) for name, value in changes.items()}}
 
 
 Sums = Mapping[str, tuple[ArrayLike, ArrayLike]]

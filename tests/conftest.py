@@ -9,3 +9,24 @@ environment.prepare()
 # Tracing makes millions of objects that live on: looking through them for garbage is a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
 shapes.install()
+
+LONG = (
+    "test_notebooks.py",
+    "test_experiments.py",
+    "test_docs.py",
+    "test_external_modules.py",
+    "test_cropped_context.py",
+    "test_generate.py",
+    "test_distributed.py",
+    "test_benchmarks.py",
+    "test_loop.py",
+    "test_moe_step.py",
+    "test_data_guide.py",
+)
+"""Files with tests of five seconds and more."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Long tests first, where processes share the tests: what is left at the end is then short, and none waits long."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.name not in LONG)

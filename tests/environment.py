@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from importlib import metadata
 
@@ -26,6 +27,11 @@ def prepare() -> None:
     if CACHES not in os.environ:
         os.environ[CACHES] = tempfile.mkdtemp(prefix="jaxformer-tests-")
         atexit.register(shutil.rmtree, os.environ[CACHES], ignore_errors=True)
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+        # Images of containers often say so. Every process that a test starts then compiles the sources of all libraries
+        # again, which is two thirds of its start: the session keeps what was compiled, in its own folder.
+        os.environ["PYTHONPYCACHEPREFIX"] = f"{os.environ[CACHES]}/bytecode"
+        sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["PYTHONPYCACHEPREFIX"]
     os.environ.setdefault("JAXFORMER_CACHE", f"{os.environ[CACHES]}/data")
     # A run that is stopped and resumed compiles the same programs again: once is enough, for all test processes.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{os.environ[CACHES]}/programs"

@@ -8,9 +8,12 @@ from typing import Iterator
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 VARIANTS = {
-    "bert_mlm": ("tiny", "base"),
+    "bert_mlm": ("tiny", "pairs", "base"),
     "btc_ner": ("transformer", "lstm"),
+    "digits": ("classify", "caption"),
+    "ett": ("patch", "linear", "dlinear"),
     "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
+    "ladder": ("bigram", "head", "heads", "ffn", "residual", "norm"),
     "llama": ("1b", "7b"),
     "moe_tiny": ("", "dropless", "dense"),
     "quickstart": ("", "fr", "es"),
@@ -20,6 +23,7 @@ VARIANTS = {
     "stsb": ("transformer", "lstm", "finetune"),
     "transformer_base": ("base", "big"),
     "wikitext2": ("transformer", "lstm"),
+    "word_vectors": ("skip_gram", "cbow"),
 }
 """Recipe -> its variants ("": without one); recipes that are not listed have none."""
 

@@ -28,7 +28,7 @@ LAYERS = (
     ("model",),
     ("hf",),
     ("evaluation", "preflight"),
-    ("doctor", "experiment", "plan", "report", "sweep", "testing"),
+    ("conversation", "doctor", "experiment", "plan", "report", "sweep", "testing"),
     ("cli",),
 )
 """The rooms, first to last: a room imports rooms of lines above its own, and no other of its line."""

@@ -2,16 +2,21 @@
 
 import gzip
 import importlib.util
+import itertools
 import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from jaxformer.config import overrides
+from jaxformer.data import ngrams, sources
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.errors import ConfigError
 from jaxformer.parallel import mesh as meshes
 from jaxformer.plan import program
 
@@ -409,3 +414,34 @@ def test_the_first_words_of_texts_are_judged(tmp_path, capsys):
     # Words shared: 2 of 4 (or 8) and of 2; pairs: 1 of 3 (or 7) and of 1.
     assert four.split() == ["lead", "4", "66.7", "50.0", "66.7"]
     assert eight.split() == ["lead", "8", "40.0", "25.0", "40.0"]
+
+
+@pytest.mark.parametrize(("packing", "length"), [("concat", 4), ("none", 4), ("first_fit", 64)])
+def test_an_n_gram_model_reads_the_windows_of_the_run(packing, length, tmp_path, monkeypatch, capsys):
+    """Each token of the split is predicted once, from the tokens before it in its window; as by hand for bigrams."""
+    baseline = script("ngram_baseline")
+    (tmp_path / "train.txt").write_text("abab\nabba\nbbab\n")
+    (tmp_path / "valid.txt").write_text("abbbabab\nba\n")
+    config = overrides.parse(
+        [f"--config={ROOT / 'configs' / 'wikitext2.py'}", "--config.data.tokenizer.kind=character",
+         "--config.data.splits.train=train.txt", "--config.data.splits.validation=valid.txt",
+         f"--config.data.dir={tmp_path}", f"--config.data.cache={tmp_path / 'cache'}", "--config.data.splits.test=",
+         f"--config.data.packing={packing}", f"--config.data.length={length}"]
+    )  # fmt: skip
+    dataset = sources.build(config.data, ("text",))
+    tokenizers = Tokenizers.build(config.data, dataset.splits["train"], ("text",))
+    monkeypatch.setattr(baseline.workdirs, "load", lambda *_: SimpleNamespace(config=config, tokenizers=tokenizers))
+    (tmp_path / "eval-validation.json").write_text('{"loss": 1.25}')
+    assert baseline.main([f"--workdir={tmp_path}", "--order=2"]) == 0
+    header, loss, *_ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["validation", "2-gram", "the", "run"] and loss.split()[2] == "1.2500"
+    ids = lambda text: [tokenizers.target.bos, *tokenizers.target.encode(text), tokenizers.target.eos]  # noqa: E731
+    train, valid = [ids(text) for text in ("abab", "abba", "bbab")], [ids("abbbabab"), ids("ba")]
+    if packing == "concat":
+        train, valid = ([[texts[0][0], *itertools.chain(*(text[1:] for text in texts))]] for texts in (train, valid))
+    model = ngrams.fit(list(map(np.array, train)), 2, tokenizers.target.size)
+    expected = -np.mean(model.log_probs(list(map(np.array, valid))))  # a bigram needs no token from before a window
+    assert float(loss.split()[1]) == pytest.approx(expected, abs=1e-4)
+    assert baseline.measure(tmp_path, "validation", 5)["loss"] != pytest.approx(expected, abs=1e-3)
+    with pytest.raises(ConfigError, match="--order: got 0, expected at least 1"):
+        baseline.main([f"--workdir={tmp_path}", "--order=0"])

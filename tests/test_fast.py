@@ -1,6 +1,8 @@
-"""The list of tests for each change: `make test-fast` reads tests/fast.txt."""
+"""The lists of files: those of `make test-fast`, in tests/fast.txt, and the long ones, which run first."""
 
 from pathlib import Path
+
+import conftest
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = (ROOT / "tests" / "fast.txt").read_text(encoding="utf-8").split()
@@ -26,3 +28,7 @@ def test_every_folder_of_tests_has_a_file_in_it():
 
 def test_make_reads_the_list():
     assert "@tests/fast.txt" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_every_long_file_is_there():
+    assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= set(conftest.LONG)

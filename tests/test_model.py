@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -24,6 +25,7 @@ from jaxformer.config import (
 )
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.decode.batching import pad_batch
+from jaxformer.hf.pretrained import HuggingFace
 from jaxformer.model import Model
 from jaxformer.models import build
 from jaxformer.tasks import answering
@@ -127,6 +129,22 @@ def test_generate_goes_on_or_stops_where_the_positions_end():
     assert [len(found[0].tokens) for found in lm.outputs(texts[:2], past_positions="stop")] == [3, 1]
     with pytest.raises(ConfigError, match="got 33 tokens, expected at most the model's 32 positions; shorten it"):
         lm.generate(["y" * 32], past_positions="stop")
+
+
+@pytest.mark.parametrize("family", ["language_modelling", "translation", "recurrent"])
+def test_streamed_text_adds_up_to_what_is_generated(family):
+    """Of prompts within the positions, past them while they grow (29), and longer than them (60)."""
+    sizes = (29, 60) if family == "language_modelling" else ()
+    lm = model("language_modelling", LSTM) if family == "recurrent" else model(family)
+    whole = lm.translate if family == "translation" else lm.generate
+    for line in ["ab", "", *("y" * size for size in sizes)]:
+        pieces = list(lm.stream(line))
+        assert "".join(pieces) == whole([line])[0]
+        assert all(pieces)
+    with pytest.raises(ConfigError, match="got beam, expected greedy or sample to stream"):
+        lm.stream("ab", beams=2)
+    with pytest.raises(ConfigError, match="history, turn 1: got str, expected role and content"):
+        lm.stream(["ab"])
 
 
 def test_classify_gives_probabilities_by_name():
@@ -329,3 +347,63 @@ def test_a_method_that_does_not_fit_names_the_one_that_does(task, method, fits):
 def test_lines_must_be_a_list_of_strings(lines):
     with pytest.raises(ConfigError, match="expected a list of strings"):
         model("classification").classify(lines)
+
+
+def lines_for(name):
+    return {"span_corruption": "a <extra_id_0> c <extra_id_1>", "denoising": "a <mask> c"}[name]
+
+
+@pytest.mark.parametrize("name", ["span_corruption", "denoising"])
+def test_predict_fills_spans_or_repairs_the_line(name):
+    """The line is read with its sentinels or masks as tokens, and answered as the search over its prompt does."""
+    data = dataclasses.replace(DATA, tokenizer=TokenizerConfig(kind="byte", sentinels=2))
+    stack = dataclasses.replace(STACK, embed=EmbedConfig(vocab=272))
+    base = model("translation", ModelConfig(encoder=stack, decoder=stack))
+    config = dataclasses.replace(base.config, data=data, task=TaskConfig(name=name))
+    it = dataclasses.replace(base, config=config, tokenizers=Tokenizers.build(data, [], ("text",)))
+    tokenizer = it.tokenizers.source
+    prompt = tasks.get(name).prompt(config, it.tokenizers, lines_for(name))
+    assert {tokenizer.mask, *tokenizer.sentinels} & set(prompt["source"].tolist())
+    ((hypothesis,),) = it.predictor.runner.generate([prompt], config.decode)
+    read = tokenizer.decode_with_sentinels if name == "span_corruption" else tokenizer.decode
+    assert it.predict([lines_for(name), ""]) == [read(hypothesis.tokens), ""]
+    with pytest.raises(ConfigError, match="use model.predict"):
+        it.translate(["a"])
+
+
+def test_a_prefix_language_model_reads_prompts_in_both_directions_and_scores_whole_lines():
+    base = model("language_modelling", ModelConfig(decoder=dataclasses.replace(STACK, layers=2)))
+    it = dataclasses.replace(base, config=dataclasses.replace(base.config, task=TaskConfig(name="prefix_lm")))
+    both = it.outputs(["abcd"])[0][0]
+    prompt = {"target": np.asarray([1, *it.tokenizers.target.encode("abcd")]), "prefix": 5}
+    ((expected,),) = it.predictor.runner.generate([prompt], it.config.decode)
+    np.testing.assert_array_equal(both.tokens, expected.tokens)
+    assert both.score == pytest.approx(expected.score)
+    assert base.outputs(["abcd"])[0][0].score != pytest.approx(expected.score)
+    assert it.score(LINES) == base.score(LINES)
+    interface = HuggingFace(head="causal_lm")
+    ids = it.tokenizers.target.encode("abcd")
+    options = {"input_ids": np.asarray([[1, *ids]]), "max_new_tokens": 6, "eos_token_id": 2}
+    generated = interface.generate(it, options)[0, 5:]
+    np.testing.assert_array_equal(generated[: len(both.tokens)], both.tokens)
+    with pytest.raises(ConfigError, match="call: got a prefix language model"):
+        interface.call(it, None, None, {"input_ids": np.asarray([ids])})
+    with pytest.raises(ConfigError, match="export: got a model of task prefix_lm, expected language_modelling"):
+        interface.save_pretrained(it, "nowhere", None, None)
+
+
+def test_fill_mask_reads_two_parts_of_a_text():
+    """A model with a second output ranks the tokens as one without, whose input has the same frame and types."""
+    stack = dataclasses.replace(STACK, embed=EmbedConfig(vocab=264, kinds=2))
+    head = HeadConfig(relation=True, width=8)
+    it = model("masked_lm", ModelConfig(encoder=stack, head=head))
+    task = TaskConfig(name="masked_lm", relation="next_sentence")
+    it = dataclasses.replace(it, config=dataclasses.replace(it.config, task=task))
+    prompt = tasks.get("masked_lm").prompt(it.config, it.tokenizers, "a<mask>\tb")
+    output = it(pad_batch([prompt], 1, (0, 0), (24,)))
+    assert output.relation.shape == (1, 2)
+    (((best, *others),),) = it.fill_mask(["a<mask>\tb"], top=264)
+    logits = np.asarray(output.tokens)[0, prompt["source"].tolist().index(it.tokenizers.source.mask)]
+    assert best["id"] == logits[: it.tokenizers.source.size].argmax()
+    assert sum(each["probability"] for each in (best, *others)) == pytest.approx(1.0, rel=1e-4)
+    assert it.predict(["a<mask>\tb"])[0]["text"].startswith("a") and "\t" in it.predict(["a<mask>\tb"])[0]["text"]

@@ -17,7 +17,7 @@ from jaxformer.checkpoint.directories import raise_damaged, read_json
 from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.checkpoint.trees import is_key, stored_shape, to_nested_dict
 from jaxformer.errors import ConfigError
-from jaxformer.types import EMA, PyTree, TrainState, leaf_path
+from jaxformer.types import EMA, MEMORY, PyTree, TrainState, leaf_path, overlaid
 
 ArrayTypes = Mapping[tuple[str, ...], str]
 """Dtype and shape of every array by path, as `float32[2, 8]`."""
@@ -27,7 +27,7 @@ class Weights(NamedTuple):
     """The part of a state that evaluation and decoding need.
 
     Attributes:
-      params: the parameters; the moving average if the run keeps one.
+      params: the parameters; the moving average in place of those that have one.
       variables: the other collections.
     """
 
@@ -104,28 +104,28 @@ def read_data(directory: Path) -> dict[str, Any]:
 
 
 def read_weights(directory: Path, shardings: PyTree | None = None) -> Weights:
-    """Parameters and other collections in `directory`, without the optimizer's state.
+    """Parameters and other collections in `directory`, without the optimizer's state and the memories of rows.
 
     Args:
       shardings: of the parameters; None: everything stays on the host, as numpy arrays.
     """
     arrays = {path: array for path, array in array_metadata(directory).items() if path[0] in ("params", "variables")}
+    arrays = {path: array for path, array in arrays.items() if path[:2] != ("variables", MEMORY)}
     average = ("variables", EMA)
-    source = average if any(path[:2] == average for path in arrays) else ("params",)
-    if source == average:
-        arrays = {path: array for path, array in arrays.items() if path[0] != "params"}
+    averaged = {path[2:] for path in arrays if path[:2] == average}  # frozen parameters have no average
+    arrays = {path: array for path, array in arrays.items() if path[0] != "params" or path[1:] not in averaged}
     param_shardings = {} if shardings is None else traverse_util.flatten_dict(to_nested_dict(shardings))
     item, args = {}, {}
     for path, array in arrays.items():
-        sharding = param_shardings.get(path[len(source) :]) if path[: len(source)] == source else None
+        name = path[2:] if path[:2] == average else path[1:]
+        sharding = param_shardings.get(name) if path[0] == "params" or path[:2] == average else None
         item[path] = jax.ShapeDtypeStruct(array.shape, array.dtype)
         args[path] = ocp.RestoreArgs(np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
     item, args = traverse_util.unflatten_dict(item), traverse_util.unflatten_dict(args)
     restore = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
     tree = _arrays(directory, restore)
     variables = dict(tree.get("variables", {}))
-    params = tree["params"] if source == ("params",) else variables.pop(EMA)
-    return Weights(params, variables)
+    return Weights(overlaid(tree.get("params", {}), variables.pop(EMA, {})), variables)
 
 
 def _arrays(directory: Path, args: ocp.args.PyTreeRestore) -> dict[str, Any]:

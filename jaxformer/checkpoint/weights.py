@@ -66,7 +66,7 @@ class LoadedRun(NamedTuple):
     params: PyTree
     variables: dict[str, PyTree]
     config: Config
-    tokenizers: Tokenizers
+    tokenizers: Tokenizers | None
     weights: WeightsInfo
 
 
@@ -95,7 +95,8 @@ def load_run(path: str | Path, which: str = "") -> LoadedRun:
     (params, variables), read = _read_average(checkpoints, count)
     check_same_arrays(workdir, array_types(params), array_types(nn.meta.unbox(build.shapes(module))["params"]))
     info = _describe_weights(read, config, numbered="/" in part)
-    return LoadedRun(module, params, variables, config, Tokenizers.load(workdir), info)
+    tokenizers = Tokenizers.load(workdir) if config.model.reads_tokens else None
+    return LoadedRun(module, params, variables, config, tokenizers, info)
 
 
 def select_checkpoints(workdir: Path, config: Config, part: str = "") -> tuple[list[Path], int]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from jaxformer import __version__
 from jaxformer.cli import (
+    chat,
     config,
     data,
     decode,
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "train": train.COMMAND,
     "evaluate": evaluate.COMMAND,
     "decode": decode.COMMAND,
+    "chat": chat.COMMAND,
     "sweep": sweep.COMMAND,
     "experiment": experiment.COMMAND,
     "report": report.COMMAND,

@@ -1,4 +1,4 @@
-"""`jaxformer decode`: the output of a run for each line of input."""
+"""`jaxformer decode`: the output of a run for each line of input, or for the whole of it if it is a table."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ def run(arguments: Namespace) -> int:
             print(f"weights: {model.weights.describe()}", file=sys.stderr)
         task = tasks.get(model.config.task.name)
         edited = saved_edits.apply_edits(model.config, arguments.config, saved_edits.DECODE_FIELDS, "decode")
-        _print_edits(edited)
+        print_edits(edited, "decode")
         if edited.config.data != model.config.data:
             model = dataclasses.replace(model, config=edited.config)
         config = edited.config.decode
         size = 1 if source.isatty() else BATCHES_PER_CHUNK * config.batch
         truncated = 0
-        for chunk in lines.read_chunks(source, size, arguments.input or "stdin"):
+        chunks = lines.read_chunks(source, size, arguments.input or "stdin")
+        if task.reads_document:
+            chunks = iter([["\n".join(line for chunk in chunks for line in chunk)]])
+        for chunk in chunks:
             truncated += model.too_long(chunk)
             for result in task.predict(model.predictor, chunk, config):
-                output.write(lines.escape_line_ends(task.output_line(result)) + "\n")
+                text = task.output_line(result)
+                output.write((text if task.reads_document else lines.escape_line_ends(text)) + "\n")
             output.flush()
     if truncated:
         length = model.config.data.length
@@ -45,16 +49,16 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _print_edits(edited: saved_edits.AppliedEdits) -> None:
+def print_edits(edited: saved_edits.AppliedEdits, command: str) -> None:
     """Prints to stderr which settings differ from the run's, and which edits have no effect."""
     words = [f"changed: {json.dumps(edited.changed)}"] if edited.changed else []
-    words += [edited.warning("decode")] if edited.unused else []
+    words += [edited.warning(command)] if edited.unused else []
     if words:
         print("; ".join(words), file=sys.stderr)
 
 
 COMMAND = Command(
-    "one line in, one line out",
+    "one line in, one line out; of a forecast, a table in and a table out",
     run,
     {
         "workdir": Flag("folder of the run, or one of its checkpoints", directory="read"),

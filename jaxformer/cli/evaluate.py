@@ -9,18 +9,38 @@ from pathlib import Path
 
 from jaxformer.cli.arguments import CHECKPOINT, Command, Flag
 from jaxformer.config import overrides
+from jaxformer.runtime import files
+from jaxformer.train import seeds
 
 
 def run(arguments: Namespace) -> int:
     workdir, split = arguments.workdir, arguments.split
-    overrides.read(workdir)
+    members = seeds.expand([workdir])
+    for run in members:
+        overrides.read(run)
     from jaxformer import evaluation, report
+    from jaxformer.train import by_length
 
-    values = evaluation.evaluate(workdir, split, arguments.checkpoint, arguments.config)
-    print_table({name: value for name, value in values.items() if name != "checkpoint"})  # "weights" describes it
-    print(f"written to {Path(workdir) / f'eval-{split}.json'}")
-    report.write_after_training(workdir)
+    found, target = {}, Path(workdir) / f"eval-{split}.json"
+    for run in members:
+        found[run.name] = evaluation.evaluate(run, split, arguments.checkpoint, arguments.config)
+        report.write_after_training(run)
+    if seeds.members(workdir):
+        summary = seeds.summarise(found)
+        print(seeds.format_table(summary))
+        files.write_json(target, {"split": split, **summary})
+        report.write_after_training(workdir)
+    else:
+        values = next(iter(found.values()))
+        print_table({name: value for name, value in values.items() if name not in NOT_PRINTED})
+        if "by_length" in values:
+            print("\nby source length:", by_length.format_table(values["by_length"]), sep="\n")
+    print(f"written to {target}")
     return 0
+
+
+NOT_PRINTED = ("checkpoint", "by_length")
+"""Values that are not lines of the table: "weights" describes the checkpoint, and lengths have a table of their own."""
 
 
 def print_table(values: Mapping[str, object]) -> None:
@@ -35,7 +55,7 @@ COMMAND = Command(
     "measure a run on a split, print and write eval-<split>.json",
     run,
     {
-        "workdir": Flag("folder of the run", directory="write"),
+        "workdir": Flag("folder of the run, or of several seeds", directory="write"),
         "split": Flag("split of the data", default="test"),
         "checkpoint": CHECKPOINT,
     },

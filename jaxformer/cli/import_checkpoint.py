@@ -10,17 +10,18 @@ from jaxformer.cli.arguments import Command, Flag
 def run(arguments: Namespace) -> int:
     from jaxformer.hf import workdirs
 
-    model = workdirs.import_checkpoint(arguments.source, arguments.workdir)
+    model = workdirs.import_checkpoint(arguments.source, arguments.workdir, arguments.base or None)
     architecture = "" if model.hf is None else model.hf.architecture
     print(f"{arguments.source}: {architecture}, imported into {arguments.workdir}")
     return 0
 
 
 COMMAND = Command(
-    "make a run from a Hugging Face directory (config.json, model.safetensors)",
+    "make a run from a Hugging Face directory (config.json, model.safetensors), or from an adapter and its base",
     run,
     {
         "source": Flag("the directory", directory="read"),
+        "base": Flag("model of an adapter's directory; without it the one that adapter_config.json names", default=""),
         "workdir": Flag("new folder of the run", directory="create"),
     },
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
-from jaxformer.cli.arguments import Command, Flag
-from jaxformer.config import overrides
+from jaxformer.cli.arguments import Command, Flag, positive
+from jaxformer.config import Config, overrides
+from jaxformer.errors import ConfigError
 
 
 def run(arguments: Namespace) -> int:
@@ -15,17 +17,38 @@ def run(arguments: Namespace) -> int:
 
     distributed.join()
     preflight.check_processes_agree(config)
+    from jaxformer import report
     from jaxformer.hf import workdirs
-    from jaxformer.train import loop
+    from jaxformer.train import loop, seeds
 
-    code = loop.train(config, arguments.workdir, workdirs.ORIGIN)
-    if code == 0:
-        from jaxformer import report
+    def start(config: Config, workdir: str | Path) -> int:
+        code = loop.train(config, workdir, workdirs.ORIGIN)
+        if code == 0:
+            report.write_after_training(workdir)
+        return code
 
+    if arguments.seeds is None:
+        if seeds.members(arguments.workdir):
+            raise ConfigError(f"--workdir: got {arguments.workdir}, a folder of seeds, expected --seeds with it")
+        return start(config, arguments.workdir)
+    code = seeds.train(config, arguments.workdir, arguments.seeds, start, distributed.is_first_process())
+    if distributed.is_first_process() and code in (0, 2):
+        print(seeds.format_table(seeds.read_summary(arguments.workdir)))
         report.write_after_training(arguments.workdir)
     return code
 
 
 COMMAND = Command(
-    "start a run, or resume it", run, {"workdir": Flag("folder of the run", directory="create")}, config="recipe"
+    "start a run, or resume it",
+    run,
+    {
+        "workdir": Flag("folder of the run", directory="create"),
+        "seeds": Flag(
+            "number of seeds from config.train.seed on: a run for each, one after the other, in WORKDIR/seed-<number>, "
+            "and the mean of their measures",
+            default=None,
+            type=positive,
+        ),
+    },
+    config="recipe",
 )

@@ -7,6 +7,7 @@ with each other, and `comparison.py` compares configs.
 
 from jaxformer.config.schema import (
     AXES,
+    AdapterConfig,
     AttentionConfig,
     CheckpointConfig,
     ComponentConfig,
@@ -19,8 +20,10 @@ from jaxformer.config.schema import (
     EncodingConfig,
     EvaluateConfig,
     FeedForwardConfig,
+    GeneratorConfig,
     HeadConfig,
     InitConfig,
+    LinearConfig,
     MeshConfig,
     MixtureConfig,
     ModelConfig,
@@ -31,6 +34,7 @@ from jaxformer.config.schema import (
     RecurrentConfig,
     RopeScalingConfig,
     ScheduleConfig,
+    SeriesConfig,
     SourceConfig,
     StackConfig,
     TaskConfig,
@@ -42,6 +46,7 @@ from jaxformer.errors import ConfigError, StorageError
 
 __all__ = [
     "AXES",
+    "AdapterConfig",
     "AttentionConfig",
     "CheckpointConfig",
     "ComponentConfig",
@@ -55,8 +60,10 @@ __all__ = [
     "EncodingConfig",
     "EvaluateConfig",
     "FeedForwardConfig",
+    "GeneratorConfig",
     "HeadConfig",
     "InitConfig",
+    "LinearConfig",
     "MeshConfig",
     "MixtureConfig",
     "MoEConfig",
@@ -67,6 +74,7 @@ __all__ = [
     "RecurrentConfig",
     "RopeScalingConfig",
     "ScheduleConfig",
+    "SeriesConfig",
     "SourceConfig",
     "StackConfig",
     "StorageError",

@@ -12,7 +12,7 @@ from jaxformer.config.schema import Config
 
 RESUMABLE = (
     "train.steps", "train.log_every", "train.evaluate_every", "train.checkpoint_every", "train.skip_limit",
-    "train.deadline", "train.watchdog",
+    "train.patience", "train.deadline", "train.watchdog",
     "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.average", "checkpoint.average_of",
     "evaluate", "decode", "mesh", "data.cache",
 )  # fmt: skip
@@ -21,7 +21,7 @@ RESUMABLE = (
 EXECUTION_ONLY = ("train.log_every", "train.skip_limit", "train.deadline", "train.watchdog", "mesh", "data.cache")
 """Fields and sections without effect on a run's final numbers (`mesh` changes their rounding only)."""
 
-FILLED_IN = ("vocab", "classes")
+FILLED_IN = ("vocab", "classes", "class_counts", "channels", "means", "deviations", "look_back", "horizon")
 """Names of fields that a run fills in where they are None or (): such a value agrees with any saved one."""
 
 

@@ -35,7 +35,7 @@ from jaxformer.config.hints import (
     unknown_field_error,
 )
 from jaxformer.config.recipes import load, read_variable
-from jaxformer.config.schema import Config
+from jaxformer.config.schema import AdapterConfig, Config
 from jaxformer.errors import ConfigError
 from jaxformer.registry import nearest
 from jaxformer.runtime import secrets
@@ -59,6 +59,10 @@ __all__ = [
     "section",
     "to_json",
 ]
+
+
+ADDED_BY_EDITS = (AdapterConfig,)
+"""Optional sections that an edit of one of their fields adds where the recipe has none: no other field is needed."""
 
 
 def defaults() -> ConfigDict:
@@ -108,7 +112,7 @@ def override(config: ConfigDict, path: str, text: str) -> None:
     """Sets the value at `path` ("train.steps") to `text`, parsed as the field's type.
 
     Tuples are "a,b"; None, true and false are words; an entry of a dict is `path.KEY`, and an empty text removes it.
-    Sections, and entries that are sections, come from the recipe.
+    Sections, and entries that are sections, come from the recipe, except those of `ADDED_BY_EDITS`.
 
     Raises:
       ConfigError: no such field, a section that this recipe does not have, or a text that is not of the field's type.
@@ -139,6 +143,8 @@ def _override(node: ConfigDict, section: type, parent: str, names: Sequence[str]
                 f"{here}: got {text!a} for a section, expected one of its fields ({', '.join(field_types(part))}); "
                 "sections come from the recipe"
             )
+        if part in ADDED_BY_EDITS and node.get(name) is None:
+            node[name] = _to_config_dict(part())
         if name not in node or not isinstance(node[name], ConfigDict):
             raise ConfigError(f"{here}.{'.'.join(rest)}: this recipe has no {here}, expected one; add it in the recipe")
         node, section, parent = node[name], part, here

@@ -1,6 +1,6 @@
-"""Edits of a trained run's config by `evaluate` and `decode`, which may not change the model.
+"""Edits of a trained run's config by `evaluate`, `decode` and `chat`, which may not change the model.
 
-Both commands accept every field of `data`, `evaluate` and `decode` except the tokenizer. A field that the command does
+These commands accept every field of `data`, `evaluate` and `decode` except the tokenizer. A field that the command does
 not read is checked, and reported as one without effect.
 """
 
@@ -21,12 +21,15 @@ TOKENIZER = "data.tokenizer"
 EVALUATE_FIELDS = (
     "data.mixture", "data.source", "data.name", "data.dir", "data.cache", "data.splits", "data.columns",
     "data.score_range", "data.format", "data.document", "data.length", "data.buckets", "data.packing", "evaluate.batch",
-    "evaluate.examples", "evaluate.decode_examples", "evaluate.samples", "decode",
+    "evaluate.examples", "evaluate.decode_examples", "evaluate.samples", "evaluate.length_bins", "decode",
 )  # fmt: skip
 """Fields and sections that `evaluate` reads: the data, its batches, and decoding."""
 
 DECODE_FIELDS = ("data.length", "data.buckets", "decode")
 """Fields and sections that `decode` reads: batches of lines, and decoding."""
+
+CHAT_FIELDS = ("decode",)
+"""Section that `chat` reads."""
 
 REASONS = {
     TOKENIZER: "the model was trained on the ids of its own tokenizer",

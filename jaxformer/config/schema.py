@@ -115,6 +115,10 @@ class AttentionConfig:
     kv_heads: PositiveInt | None = None  # number of key and value heads, a divisor of `heads`; None: equal to `heads`
     head_width: PositiveInt | None = None  # width of one head; None: model width // heads
     scale: bool = True  # divide scores by sqrt(head_width)
+    input: Literal["whole", "chunk"] = (
+        "whole"  # what a head projects: all channels of its input, or a chunk of their own
+    )
+    # (head h of H: channels h D / H to (h + 1) D / H; key and value heads by their own number)
     output: bool = True  # output projection; without it heads * head_width must equal the model width
     bias: bool = True  # biases of the projections
     key_bias: bool | None = None  # bias of the key projection; None: as `bias`
@@ -139,6 +143,7 @@ class FeedForwardConfig:
     activation: Activation = "gelu"  # activation of the hidden layer; gelu is the exact one
     gated: bool = False  # act(x W_gate) * (x W_in), a GLU variant (Shazeer 2020)
     bias: bool = True  # biases of the projections
+    output: bool = True  # output projection; without it the hidden width must equal the model width
     dropout: Rate = 0.0  # dropout rate of the hidden activations
     init_scale: Positive = 1.0  # initial variance of the kernels times their fan-in (PyTorch's Linear: 1/3)
 
@@ -170,7 +175,7 @@ class ConvConfig:
 class StackConfig:
     """Transformer encoder or decoder."""
 
-    layers: Layers = 4  # number of layers, each attention and feed-forward
+    layers: Layers = 4  # number of layers, each attention and feed-forward; 0: embeddings alone (bigrams, word vectors)
     width: PositiveInt = 128  # channels of the residual stream
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     encoding: EncodingConfig = field(default_factory=EncodingConfig)
@@ -194,6 +199,36 @@ class StackConfig:
 
 
 @dataclass(frozen=True)
+class SeriesConfig:
+    """Input of real numbers in place of source tokens: a series `[T, C]`, cut into patches (PatchTST, Nie et al. 2023).
+
+    A slot of the encoder is a patch of `patch` time steps, and its embedding a linear map of their numbers. Patches
+    begin at every `stride`-th step; after the end of a series they hold its last value.
+    """
+
+    channels: PositiveInt | None = None  # numbers of a time step; None: taken from the data
+    patch: PositiveInt = 1  # time steps of a slot
+    stride: PositiveInt | None = None  # time steps between the starts of two slots; None: equal to `patch`
+    independent: bool = False  # forecast: every channel is a row of its own, with shared weights (PatchTST); False: a
+    # slot holds all channels
+    normalise: Literal["none", "instance", "last"] = "none"  # each channel of a series: subtract its mean and divide by
+    # its deviation (instance: RevIN, Kim et al. 2022), or subtract its last value (last: NLinear, Zeng et al. 2023); a
+    # forecast is scaled back
+    affine: bool = False  # instance: learned scale and bias of each channel
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Linear forecast of each channel from its own past (Zeng et al. 2023), without slots and layers.
+
+    NLinear is one map of a series with `series.normalise` last, DLinear two maps of trend and remainder.
+    """
+
+    trend: PositiveInt | None = None  # steps of the moving average that is the trend, odd (DLinear: 25); None: one map
+    individual: bool = False  # maps of its own for each channel; False: shared maps
+
+
+@dataclass(frozen=True)
 class RecurrentConfig:
     """Recurrent encoder or decoder."""
 
@@ -212,25 +247,31 @@ class RecurrentConfig:
 class HeadConfig:
     """Output layer on top of the hidden states."""
 
-    kind: Literal["tokens", "slots", "classes", "pooled", "pair", "none"] = "tokens"  # logits over the vocabulary per
-    # slot (tokens), over classes per slot (slots) or per sequence (classes); one vector per sequence (pooled) or per
-    # segment of a row (pair); or the hidden states (none)
+    kind: Literal["tokens", "slots", "classes", "pooled", "pair", "forecast", "none"] = "tokens"  # logits over the
+    # vocabulary per slot (tokens), over classes per slot (slots) or per sequence (classes); one vector per sequence
+    # (pooled) or per segment of a row (pair); the next values of a series (forecast); or the hidden states (none)
     tied: bool = True  # tokens: use the embedding table as the output matrix
+    projection: bool = True  # tokens: multiply with an output matrix; False: the hidden states are the logits, so the
+    # model width must be the vocabulary
     bias: bool = False  # tokens: bias per vocabulary row
     init_scale: Positive = 1.0  # tokens, not tied: initial variance of the output matrix times the model width
     scale: bool = False  # tokens: multiply the hidden states by width ** -0.5 first (T5)
     transform: bool = False  # tokens: dense layer, activation and norm before the projection, as in BERT's masked LM
+    relation: bool = False  # tokens: also two class logits for each row, from its pooled vector (see task.relation)
     chunk: PositiveInt | None = None  # tokens: tokens per device whose logits a loss holds at a time; None: all
     activation: Activation = "gelu"  # activation of `transform`
     epsilon: Positive = 1e-5  # epsilon of the norm of `transform`
     classes: PositiveInt | None = None  # classes, slots: number of classes; None: taken from the data
-    pooling: Literal["first", "mean", "last"] = "first"  # classes, pooled, pair: vector of a sequence: its first token,
-    # the mean over its tokens, or its last token (decoders and recurrent models)
-    width: PositiveInt | None = None  # classes, pooled, pair: width of a dense layer after pooling; None: no such layer
+    pooling: Literal["first", "mean", "last"] = "first"  # classes, pooled, pair, relation: vector of a sequence: its
+    # first token, the mean over its tokens, or its last token (decoders and recurrent models)
+    width: PositiveInt | None = None  # classes, pooled, pair, relation: width of a dense layer after pooling; None: no
+    # such layer
     hidden: Activation = "tanh"  # activation of that layer
-    decision_bias: bool = True  # classes, slots: bias per class
+    decision_bias: bool = True  # classes, slots: bias per class; forecast: per output
     dropout: Rate = 0.0  # dropout rate before the last projection, or of the hidden states where there is none
     input_dropout: Rate = 0.0  # classes, pooled, pair: dropout rate of the pooled vector, before the layer of `width`
+    look_back: PositiveInt | None = None  # forecast: time steps that it is made of; None: data.length
+    horizon: PositiveInt | None = None  # forecast: time steps that it has; None: data.horizon
 
 
 @dataclass(frozen=True)
@@ -242,18 +283,54 @@ class PermutationConfig:
 
 
 @dataclass(frozen=True)
+class GeneratorConfig:
+    """Small masked language model that replaces tokens for the model to detect (ELECTRA)."""
+
+    encoder: StackConfig = field(default_factory=StackConfig)  # its layers; embed.vocab None: that of the model
+    head: HeadConfig = field(default_factory=HeadConfig)  # its head of kind tokens
+    sharing: Literal["none", "tied", "disentangled"] = "tied"  # token embeddings: two tables (none); one (tied, as in
+    # ELECTRA); or the generator's, without gradient, plus a table of the model's that starts at 0 (DeBERTa-v3)
+    vocab: PositiveInt | None = None  # only ids below this are sampled; None: the tokenizer's number of tokens
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA, Hu et al. 2021): targets compute `x W + alpha / rank * dropout(x) A B` with W frozen.
+
+    A pattern names one or more components of a path, as "attention/query" or "decoder/blocks/ffn/*"; see
+    `jaxformer/config/patterns.py`.
+    """
+
+    rank: PositiveInt = 8  # columns of A and rows of B
+    alpha: Positive = 16.0  # the product A B is multiplied by alpha / rank
+    targets: tuple[str, ...] = ("attention/query", "attention/value")  # patterns of the linear maps that get adapters
+    dropout: Rate = 0.0  # dropout rate of the adapters' input
+    stabilised: bool = False  # divide alpha by the root of the rank instead (rsLoRA, Kalajdzievski 2023)
+    ranks: tuple[str, ...] = ()  # other ranks for some targets, as "ffn/in=4"; the last pattern that matches counts
+    alphas: tuple[str, ...] = ()  # other alphas for some targets, as "ffn/in=8"
+    layers: tuple[int, ...] = ()  # numbers from 0 of the layers that get adapters; (): all
+    train: tuple[str, ...] | None = None  # patterns of further parameters to train; None: the head, where it is not
+    # over the vocabulary
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture: the sections that are not None decide the family.
 
     An encoder alone is BERT-like, a decoder alone GPT-like, both are a sequence-to-sequence model. The same holds for
-    `recurrent_encoder` and `recurrent_decoder`. Transformer and recurrent sections cannot be combined.
+    `recurrent_encoder` and `recurrent_decoder`. Transformer and recurrent sections cannot be combined. With `series`
+    the encoder, or `linear` in its place, reads real numbers instead of tokens.
     """
 
     encoder: StackConfig | None = None
     decoder: StackConfig | None = None
     recurrent_encoder: RecurrentConfig | None = None
     recurrent_decoder: RecurrentConfig | None = None
+    linear: LinearConfig | None = None
+    series: SeriesConfig | None = None
     permutation: PermutationConfig | None = None
+    generator: GeneratorConfig | None = None
+    adapter: AdapterConfig | None = None
     head: HeadConfig = field(default_factory=HeadConfig)
     share_embeddings: bool = False  # one embedding table for source and target (needs a joint vocabulary)
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute precision; parameters are always float32
@@ -271,12 +348,28 @@ class ModelConfig:
     @property
     def has_encoder(self) -> bool:
         """True if the model reads `Batch.source`."""
-        return self.encoder_part is not None
+        return self.encoder_part is not None or self.linear is not None
 
     @property
     def has_decoder(self) -> bool:
         """True if the model reads `Batch.target`."""
         return self.decoder_part is not None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """False if the model reads a series and nothing else: it needs no tokenizer."""
+        return self.series is None or self.has_decoder
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is no section that makes a model."""
+        return not self.parts and self.linear is None
+
+    def slots(self, side: str, length: int) -> int:
+        """Slots of the stack "encoder" or "decoder" for `length` tokens, or time steps of a series."""
+        if side != "encoder" or self.series is None:
+            return length
+        return -(-length // (self.series.stride or self.series.patch))
 
     @property
     def is_seq2seq(self) -> bool:
@@ -287,6 +380,13 @@ class ModelConfig:
     def input_side(self) -> str:
         """Stream of an input text: "source" with an encoder, "target" without one."""
         return "source" if self.has_encoder else "target"
+
+    @property
+    def stacks(self) -> dict[str, StackConfig]:
+        """The transformer stacks by their path in the model: "encoder", "decoder", "generator.encoder"."""
+        generator = None if self.generator is None else self.generator.encoder
+        named = {"encoder": self.encoder, "decoder": self.decoder, "generator.encoder": generator}
+        return {path: stack for path, stack in named.items() if stack is not None}
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -300,11 +400,15 @@ class TokenizerConfig:
     """Tokenizer."""
 
     kind: Literal["byte", "character", "word", "bpe", "unigram", "file"] = "bpe"  # what a token is; file: see `path`
-    vocab: PositiveInt = 8000  # word, bpe, unigram: tokens to learn, special tokens included
+    vocab: PositiveInt = 8000  # word, bpe, unigram: tokens to learn, special tokens (but not sentinels) included
     joint: bool = True  # one vocabulary for source and target; False: one for each
     lowercase: bool = False  # lowercase the text before tokenisation; decoded text is then lowercase too
+    sentinels: Count = 0  # learned vocabularies: tokens <extra_id_0>, <extra_id_1>, ... beside `vocab`, which stand for
+    # dropped spans (task span_corruption); a file has its own
     multiple: PositiveInt = 8  # the model's vocabulary is padded to a multiple of this, so that shards are even
     path: str = ""  # file: a tokenizer.json or a SentencePiece .model; with joint=false "source,target"
+    chat_template: str = ""  # dialogue: a file with the Jinja text that writes conversations; "": the tokenizer's own,
+    # or the project's
 
 
 @dataclass(frozen=True)
@@ -355,7 +459,10 @@ class DataConfig(SourceConfig):
     batch: PositiveInt = 32  # rows of a global batch; with `tokens`: maximum number of rows
     tokens: PositiveInt | None = None  # tokens of a batch with padding: rows = tokens // bucket; None: `batch` rows
     length: Length = 128  # maximum sequence length in tokens, special tokens included; longer examples are truncated
-    # (language models: row length)
+    # (language models: row length; series: time steps, of a forecast its look-back)
+    horizon: PositiveInt | None = None  # forecasting: time steps to forecast
+    standardise: bool = True  # series: subtract the mean of each channel and divide by its deviation, both of the
+    # training part
     buckets: tuple[int, ...] = ()  # ascending row lengths that batches are padded to; (): `length` alone
     packing: Literal["none", "concat", "first_fit"] = "none"  # concat: rows are cut from one long text, for
     # language models; first_fit: several examples share a row
@@ -384,18 +491,47 @@ class TaskConfig:
     name: TaskName = "translation"  # a file of `jaxformer/tasks/`; none: a model that is called but never trained
     label_smoothing: Rate = 0.0  # share of a label's probability that is spread over all classes
     z_loss: NotNegative = 0.0  # weight of the squared log of the softmax denominator (PaLM)
-    mask_rate: ProperShare = 0.15  # masked_lm: fraction of tokens that are predicted
-    whole_words: bool = False  # masked_lm: mask all tokens of a word together
+    predict_every: PositiveInt = 6  # permutation_lm: one in so many tokens is predicted, the last of the order (K in
+    # Yang et al. 2019, section 2.3); 1: all
+    recurrence: bool = False  # permutation_lm: rows read memories of the text before them, model.permutation.memory
+    # slots per layer; needs data.packing=concat and data.shuffle=false
+    detection_weight: NotNegative = 50.0  # replaced_tokens: weight of the discriminator's loss beside the generator's
+    mask_rate: ProperShare = 0.15  # masked_lm, replaced_tokens: fraction of tokens that are chosen; span_corruption:
+    # that are dropped
+    whole_words: bool = False  # masked_lm, replaced_tokens: mask all tokens of a word together
+    window: PositiveInt = 5  # skip_gram, cbow: maximum distance of a context word; each word draws its own from 1 on
+    negatives: PositiveInt = 5  # skip_gram, cbow: noise words beside each true one
+    noise_power: NotNegative = 0.75  # skip_gram, cbow: noise words are drawn in proportion to count ** noise_power
+    subsample: NotNegative = 0.0  # skip_gram, cbow: words of a frequency f above this are left out with probability
+    # 1 - (subsample / f) ** 0.5; 0: none is
+    all_positions: bool = False  # masked_lm: predict all tokens, hidden or not; False: the chosen ones
+    relation: Literal["none", "next_sentence", "sentence_order"] = "none"  # masked_lm: a second loss of two parts of a
+    # text: the second one follows or is of another text (next_sentence, BERT), or the two are swapped (sentence_order,
+    # ALBERT); needs model.head.relation
+    prefix: ProperShare | None = None  # prefix_lm: fraction of a text that is its prefix; None: drawn uniformly
+    span: AtLeastOne = 3.0  # span_corruption, denoising: mean length of a span in tokens
+    infilling: Rate = 0.3  # denoising: fraction of tokens in spans (Poisson lengths, 0 included) that one mask replaces
+    masking: Rate = 0.0  # denoising: fraction of the other tokens that a mask replaces one by one
+    deletion: Rate = 0.0  # denoising: fraction of the other tokens that are deleted
+    permutation: Probability = 1.0  # denoising: fraction of sentences that change places
+    rotation: Probability = 0.0  # denoising: fraction of texts that are rotated, to begin with any of their tokens
     stride: PositiveInt = 128  # answering: tokens between the starts of two windows of a long context, at most half a
     # window
     unanswerable: bool = False  # answering: contexts may hold no answer; the answer is then empty (SQuAD 2.0)
+    replies: Literal["all", "last"] = "all"  # dialogue: turns of the assistant that are learned and measured
     language: str = ""  # translation: code of the target language, for its tokenised BLEU; "": not computed
     template: TemplateConfig | None = None  # text_to_text: the texts made of an example; None: its source and target
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
+    class_weights: tuple[str, ...] = ()  # classification, tagging: weights of classes in the training loss, as
+    # "positive=2,negative=0.5" (others: 1); "balanced": examples / (classes * examples of the class); (): all 1
+    class_counts: tuple[int, ...] = ()  # balanced: training labels of each class; (): counted in the data
     objective: Literal["regression", "contrastive"] = "regression"  # similarity: predict the score as the cosine
     # (regression), or find a sentence's partner in the batch (contrastive)
     temperature: Positive = 0.05  # similarity, contrastive: cosines are divided by it
     positive: Probability = 0.8  # similarity, contrastive: minimum score of a pair that counts as partners
+    channels: tuple[str, ...] = ()  # names of a series' channels; (): taken from the data
+    means: tuple[float, ...] = ()  # mean of each channel, which is subtracted; (): of the training part
+    deviations: tuple[float, ...] = ()  # deviation of each channel, by which it is divided; (): of the training part
     vocab: PositiveInt | None = None  # size of the labels' vocabulary without padding; None: from the tokenizer
     options: Annotated[Any, OptionsOf("name")] = None  # settings of a task from outside the project, typed by the
     # dataclass that its `TASK.options` names; None: the task has none
@@ -417,7 +553,11 @@ class OptimizerConfig:
     momentum: Rate = 0.9  # sgd, muon: momentum
     weight_decay: NotNegative = 0.0  # decoupled weight decay, multiplied by the learning rate
     decay_exclude: tuple[str, ...] = ("bias", "scale", "embed")  # parameter paths that contain these are not decayed
-    clip: Positive | None = 1.0  # maximum global gradient norm; None: no clipping
+    freeze: tuple[str, ...] = ()  # patterns of parameters that are not trained, as "source_embed,encoder/blocks"; one
+    # with "!" before it trains again what those before it froze
+    layer_decay: PositiveShare = 1.0  # the rate of layer l of L is multiplied by layer_decay ** (L + 1 - l), that of
+    # embeddings by layer_decay ** (L + 1), that of the head by 1
+    clip: Positive | None = 1.0  # maximum global gradient norm of the trained parameters; None: no clipping
     spike: Positive | None = None  # skip a step whose gradient norm is this many standard deviations above the mean of
     # the last 100 or so; None: skip none, however large
 
@@ -440,7 +580,8 @@ class TrainConfig:
     steps: PositiveInt = 1000  # updates of the parameters
     seed: Seed = 0  # seed of the initial parameters, the order of the data, and dropout
     accumulation: PositiveInt = 1  # microbatches per update. Their sum equals one batch except where a value depends on
-    # all rows: batch norm, load-balancing losses, contrastive similarity, and dropout masks
+    # all rows: batch norm, load-balancing losses, contrastive similarity, and what is drawn: dropout masks, and the
+    # samples of a generator
     ema: Rate | None = None  # decay of the weight average that evaluation and decoding use; None: no average
     ema_warmup: bool = False  # the decay of update n (from 0) is min(ema, (1 + n) / (10 + n)), so that the random start
     # is soon forgotten; False: `ema` from the first update on
@@ -448,6 +589,8 @@ class TrainConfig:
     evaluate_every: Count = 200  # steps between two evaluations; 0: only at the end
     checkpoint_every: Count = 200  # steps between two checkpoints; 0: only at the end
     skip_limit: PositiveInt = 10  # consecutive skipped steps (not finite, or a spike) that end the run
+    patience: PositiveInt | None = None  # the run ends after so many evaluations in a row without a better
+    # checkpoint.metric; None: it ends at `steps`
     deadline: Positive | None = None  # minutes after which the process saves and ends with exit code 143; None: none
     watchdog: Positive | None = None  # minutes without a step or evaluation batch that end the process with exit code
     # 75; None: no limit
@@ -471,8 +614,11 @@ class EvaluateConfig:
 
     batch: PositiveInt = 64  # rows of a batch
     examples: PositiveInt | None = None  # number of validation examples, the first ones; None: all
-    decode_examples: Count = 0  # validation examples that are decoded and scored at each evaluation; 0: loss only
+    decode_examples: Count = 0  # validation examples that are decoded at each evaluation, to be scored where the task
+    # has scores of decoded text, and to be seen; 0: loss only
     samples: Count = 5  # decoded examples that are printed at each evaluation
+    length_bins: tuple[int, ...] = ()  # jaxformer evaluate: measures by source length, as "10,20,40": up to 10 tokens,
+    # 11 to 20, 21 to 40, and more; (): quartiles of the split
     headline: str = ""  # measure that reports show first; "": checkpoint.metric, or the task's where that is loss
 
 

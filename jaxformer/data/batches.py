@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grain
+import numpy as np
 
 from jaxformer.data import packing
 from jaxformer.data.packing import Features, PlannedBatch, Shape
@@ -148,4 +149,8 @@ class TrainingBatches:
         members, rows = planned.rows[part], part.stop - part.start
         encoded = iter(block.features([member for row in members for member in row]))
         filled = [[next(encoded) for _ in row] for row in members]
-        return packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
+        batch = packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
+        if planned.continues is None:
+            return batch
+        flags: Any = np.full(rows, planned.continues)  # numpy's array stands for jax's
+        return batch._replace(continues=flags)

@@ -14,6 +14,7 @@ import fcntl
 import functools
 import hashlib
 import io
+import json
 import logging
 import os
 import shutil
@@ -218,8 +219,8 @@ def _builder_class() -> type[tfds.core.GeneratorBasedBuilder]:
 class PreparedSplit:
     """One split of a prepared tfds data set, as examples by role.
 
-    Texts are str, labels int, tags and answers tuples, scores floats from 0 to 1. Pickling stores only the attributes:
-    loader processes open the files themselves.
+    Texts are str, labels int, tags, answers and messages tuples, scores floats from 0 to 1. Pickling stores only the
+    attributes: loader processes open the files themselves.
 
     Attributes:
       directory: directory that tfds wrote.
@@ -270,8 +271,10 @@ class PreparedSplit:
 
     def _roles(self, row: Mapping[str, Any]) -> Example:
         values = {role: _feature_at(row, column) for role, column in self.columns.items()}
-        score = values.pop("score", None)
+        score, messages = values.pop("score", None), values.pop("messages", None)
         plain = {role: _to_python(value, role != "answers") for role, value in values.items()}
+        if messages is not None:  # stored as JSON
+            plain["messages"] = tuple(json.loads(messages))
         return plain if score is None else {**plain, "score": scale_score(score, self.score_range, self.directory)}
 
 
@@ -303,9 +306,10 @@ def _to_python(value: Any, join: bool = True) -> Any:
 
 
 def class_names(features: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Class names of the feature "label", or of the sequence "tags"; None if there is neither."""
-    if "tags" in features:
-        return tuple(features["tags"].feature.names)
+    """Class names of the feature "label", or of the sequence "tags" or "labels"; None if there is none of them."""
+    for role in ("tags", "labels"):
+        if role in features:
+            return tuple(features[role].feature.names)
     return tuple(features["label"].names) if "label" in features else None
 
 

@@ -12,11 +12,12 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from jaxformer.data.encoding import Generators
 from jaxformer.data.packing import Features
 from jaxformer.data.sources import Example, Examples, examples_at
 from jaxformer.data.tokenizers import Tokenizer
@@ -30,6 +31,8 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 CHUNK_EXAMPLES = 1024
 """Documents read at a time."""
 
+EncodeRow = Callable[[np.ndarray, np.random.Generator], Features]
+
 
 class ConcatenatedRows:
     """The rows of a token stream, as encoded examples with "target" and "labels".
@@ -37,27 +40,36 @@ class ConcatenatedRows:
     Attributes:
       tokens: the complete stream, an array on disk.
       length: T, tokens per row. The last row may be shorter.
+      encode: `(ids, rng) -> features` makes other features of a row's T tokens, `stream[rT + 1 : (r + 1)T + 1]`; None:
+        "target" and "labels" as above.
+      seed: of the generators that `encode` gets, which depend on it, the epoch and the row only.
 
     Raises:
       ConfigError: the stream has no text.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int):
+    def __init__(self, tokens: np.ndarray, length: int, encode: EncodeRow | None = None, seed: int = 0):
         if len(tokens) < 2:
             raise ConfigError("data: got a split without text, expected at least one token; check the files")
         self.tokens = tokens
         self.length = length
+        self.encode = encode
+        self.seed = seed
 
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.length)
 
     def __call__(self, indices: Sequence[int], epoch: int) -> list[Features]:
-        """The rows at `indices`; every `epoch` has the same ones."""
-        return [self._row(index * self.length) for index in indices]
+        """The rows at `indices`. Every `epoch` has the same tokens; what `encode` draws differs."""
+        if self.encode is None:
+            return [{"target": tokens[:-1], "labels": tokens[1:]} for tokens in map(self._tokens, indices)]
+        generators = Generators(self.seed, epoch)
+        return [self.encode(self._tokens(index)[1:], generators(index)) for index in indices]
 
-    def _row(self, begin: int) -> Features:
-        tokens = np.asarray(self.tokens[begin : begin + self.length + 1], np.int32)
-        return {"target": tokens[:-1], "labels": tokens[1:]}
+    def _tokens(self, index: int) -> np.ndarray:
+        """The T + 1 tokens of row `index`, the one before it included."""
+        begin = index * self.length
+        return np.asarray(self.tokens[begin : begin + self.length + 1], np.int32)
 
 
 def token_stream(directory: Path, key: str, examples: Examples, tokenizer: Tokenizer) -> np.ndarray:

@@ -29,6 +29,34 @@ class EncodingTask(Protocol):
     @property
     def encode_windows(self) -> Callable[..., list[Features]] | None: ...
 
+    @property
+    def encode_row(self) -> Callable[..., Features] | None: ...
+
+    @property
+    def row_length(self) -> Callable[[Config], int]: ...
+
+    @property
+    def reads_other_text(self) -> Callable[[Config], bool]: ...
+
+
+class Generators:
+    """Numpy generators that depend on the seed, the epoch and the index of an example only.
+
+    One counter-based generator whose key is set for each example: a new generator costs ten times as much.
+    """
+
+    def __init__(self, seed: int, epoch: int):
+        self._bits = np.random.Philox(0)
+        self._state = self._bits.state
+        self._high = np.uint64((seed % 2**32) << 32 | epoch % 2**32)
+        self._generator = np.random.Generator(self._bits)
+
+    def __call__(self, index: int) -> np.random.Generator:
+        """The generator of the example `index`, valid until the next call."""
+        self._state["state"] = {"counter": np.zeros(4, np.uint64), "key": np.array([self._high, index], np.uint64)}
+        self._bits.state = self._state
+        return self._generator
+
 
 class Encoder:
     """Encodes the examples of a split with the task's `encode`.
@@ -38,20 +66,20 @@ class Encoder:
 
     Args:
       config: the config of the run.
-      tokenizers: the tokenizers of the two sides.
+      tokenizers: the tokenizers of the two sides; None: the task reads no text.
       task: the task.
       examples: the split.
       count: number of examples to use, from the first on.
       windows: True to encode an example that is too long as several, with the task's `encode_windows` (evaluation).
 
     Raises:
-      ConfigError: `windows`, and the task has no `encode_windows`.
+      ConfigError: `windows`, and the task has no `encode_windows`; or the task reads another example, and there is one.
     """
 
     def __init__(
         self,
         config: Config,
-        tokenizers: Tokenizers,
+        tokenizers: Tokenizers | None,
         task: EncodingTask,
         examples: Examples,
         count: int,
@@ -61,6 +89,10 @@ class Encoder:
             raise ConfigError(f"task: got {config.task.name!r}, expected a task that reads long texts in windows")
         self._config, self._tokenizers, self._task = config, tokenizers, task
         self._encode_windows = task.encode_windows if windows else None
+        self._reads_other = task.reads_other_text(config)
+        self._others = min(max(count, 2), len(examples))
+        if self._reads_other and self._others < 2:
+            raise ConfigError("data: got a split of one example, expected more: the task draws texts of other examples")
         self._examples, self._count = examples, count
 
     def __len__(self) -> int:
@@ -68,21 +100,22 @@ class Encoder:
 
     def __call__(self, indices: Sequence[int], epoch: int) -> list[Features]:
         """The encoded examples at `indices` in `epoch`."""
-        # One counter-based generator whose key is set for each example: a new generator costs ten times as much.
-        bits = np.random.Philox(0)
-        start = bits.state
-        counter = np.zeros(4, np.uint64)
-        rng = np.random.Generator(bits)
-        high = np.uint64((self._config.train.seed % 2**32) << 32 | epoch % 2**32)
+        generators = Generators(self._config.train.seed, epoch)
         encoded: list[Features] = []
         for index, example in zip(indices, examples_at(self._examples, indices), strict=True):
-            start["state"] = {"counter": counter, "key": np.array([high, index], np.uint64)}
-            bits.state = start
+            rng = generators(index)
+            if self._reads_other:
+                example = {**example, "other": self._examples[self._other(index, rng)]["text"]}
             if self._encode_windows is not None:
                 encoded += self._encode_windows(self._config, self._tokenizers, example, rng)
             else:
                 encoded.append(self._task.encode(self._config, self._tokenizers, example, rng))
         return encoded
+
+    def _other(self, index: int, rng: np.random.Generator) -> int:
+        """The index of another example, each as likely."""
+        other = int(rng.integers(self._others - 1))
+        return other + (other >= index)
 
     def iterate(self, indices: Sequence[int]) -> Iterator[Features]:
         """The encoded examples at `indices` in epoch 0, encoded in chunks to bound the memory."""

@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from jaxformer.config import Config, components
-from jaxformer.data import planning
+from jaxformer.data import packing, planning
 from jaxformer.data.batches import TrainingBatches
 from jaxformer.data.packing import Features
 from jaxformer.data.pipeline import Pipeline
@@ -24,6 +24,9 @@ from jaxformer.errors import ConfigError
 
 UNSTACKED = ("cut", "unread", "weights")
 """Features that examples of one batch may have or lack: the first two are only counted, and missing weights are 1."""
+
+MIXED = ("source", "target", "segment", "token_type", "labels", "component", *UNSTACKED)
+"""Features that the examples of a mixture may have: others make arrays whose component is not known."""
 
 REMEMBERED_BLOCKS = 8
 """Blocks whose draws are known: the background plans a few ahead of the batch that is trained on."""
@@ -95,6 +98,8 @@ class Mixture(TrainingBatches):
         examples = [pipeline.train_examples for pipeline in pipelines]
         numbers = [components.names(config).index(name) for name in self.trained]
         encode = MixedExamples(examples, numbers)
+        for name, each in zip(self.trained, examples, strict=True):
+            _check_arrays(name, each([0], 0)[0])
         self._template = encode([Draw(0, 0, 0)], 0)[0]
         for name, each in zip(self.trained, examples, strict=True):
             _check_same_arrays(self.trained[0], self._template, name, with_component(each([0], 0)[0], 0))
@@ -161,6 +166,17 @@ def _draws_of_batches(block: PlannedBlock) -> Iterator[Counter[int]]:
     """Examples of each part in each batch of a block, over all hosts."""
     for batch in block.batches:
         yield Counter(block.indices[member].part for row in batch.rows for member in row)
+
+
+def _check_arrays(name: str, features: Features) -> None:
+    """Raises ConfigError if examples have labels of several values, or features that a mixture does not know."""
+    others = [key for key in features if key not in MIXED]
+    if others or (np.ndim(features["labels"]) and packing.has_row_labels(features)):
+        got = ", ".join(others) or "several numbers as labels"
+        raise ConfigError(
+            f"data.mixture.components.{name}: got examples with {got}, expected {', '.join(MIXED[:4])} and labels of "
+            "slots or of whole rows; give it another task"
+        )
 
 
 def _check_same_arrays(first: str, expected: Features, name: str, got: Features) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from jaxformer.errors import ConfigError
-from jaxformer.types import Array, Batch, Slots, Stream
+from jaxformer.types import Array, Batch, Permutation, Slots, Stream
 
 Features = Mapping[str, np.ndarray]
 """An encoded example: arrays by name ("source", "target", "labels", "weights", ...). See `jaxformer.tasks`."""
@@ -26,10 +26,15 @@ class Shape(NamedTuple):
 
 
 class PlannedBatch(NamedTuple):
-    """One global batch: the indices of the examples in each row. Rows that are not listed stay empty."""
+    """One global batch: the indices of the examples in each row. Rows that are not listed stay empty.
+
+    `continues` is True if every row goes on with the text of the same row of the batch before, False if every row
+    begins a text; None where batches have no such order.
+    """
 
     shape: Shape
     rows: list[list[int]]
+    continues: bool | None = None
 
 
 def shapes(lengths: Iterable[int], batch: int, tokens: int | None, multiple: int) -> list[Shape]:
@@ -117,29 +122,38 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
       template: an encoded example with the batch's features; needed only if all rows may be empty.
 
     Returns:
-      A batch of numpy arrays, int32 and float32 `[B, T]`; scalar labels (float32 if they are scores), their weights and
-      their components are `[B]`.
+      A batch of numpy arrays, int32 and float32 `[B, T]`; a source of real numbers is float32 `[B, T, C]`. Labels and
+      weights of C values a slot are `[B, T, C]`. Labels of whole rows (scalars, and all float32 labels) are `[B, ...]`,
+      and their weights and components `[B]`.
     """
     if template is None:
         template = next(features for row in rows for features in row)
-    source = _stream(rows, length, "source") if "source" in template else None
-    target = _stream(rows, length, "target") if "target" in template else None
+    source = _stream(rows, length, "source", template) if "source" in template else None
+    target = _stream(rows, length, "target", template) if "target" in template else None
+    if target is not None and "prefix" in template:
+        prefix = cast(Array, _prefixes(rows, target.tokens.shape))
+        target = target._replace(slots=target.slots._replace(prefix=prefix))
     if source is not None and "token_type" in template:
         source = source._replace(token_type=cast(Array, _pad(rows, length, "token_type", np.int32)))
     if "labels" not in template:
         return Batch(source, target)
-    if np.ndim(template["labels"]) == 0:
-        labels, weights = _scalar_labels(rows, template)
+    if "targets" in template:
+        return _permuted(rows, length, template, source)
+    if has_row_labels(template):
+        labels, weights = _row_labels(rows, template)
     else:
-        labels = _pad(rows, length, "labels", np.int32)
+        values = np.shape(template["labels"])[1:]
+        labels = _pad(rows, length, "labels", np.int32, values)
         filled = _occupied(rows, length, "labels").astype(np.float32)
-        weights = _pad(rows, length, "weights", np.float32) if "weights" in template else filled
-    component = None
+        weights = _pad(rows, length, "weights", np.float32, values) if "weights" in template else filled
+    batch = Batch(source, target, _as_jax(labels), _as_jax(weights))
+    if "relation" in template:
+        batch = batch._replace(relation=_as_jax(_relations(rows)))
     if "component" in template:
-        of_row = np.ndim(template["labels"]) == 0
+        of_row = has_row_labels(template)
         component = _row_components(rows) if of_row else _pad(rows, length, "component", np.int32)
-    # numpy's arrays stand for jax's
-    return Batch(source, target, cast(Array, labels), cast(Array, weights), cast(Array, component))
+        batch = batch._replace(component=_as_jax(component))
+    return batch
 
 
 def _occupied(rows: Sequence[Sequence[Features]], length: int, name: str) -> np.ndarray:
@@ -152,17 +166,19 @@ def _occupied(rows: Sequence[Sequence[Features]], length: int, name: str) -> np.
     return np.arange(length) < used[:, None]
 
 
-def _pad(rows: Sequence[Sequence[Features]], length: int, name: str, dtype: type) -> np.ndarray:
-    """The feature `name` of all examples, padded with 0: `[B, T]`."""
+def _pad(
+    rows: Sequence[Sequence[Features]], length: int, name: str, dtype: type, shape: tuple[int, ...] = ()
+) -> np.ndarray:
+    """The feature `name` of all examples, padded with 0: `[B, T]`, or `[B, T, ...]` if its slots hold arrays."""
     filled = _occupied(rows, length, name)
-    array = np.zeros(filled.shape, dtype)
     pieces = [features[name] for row in rows for features in row]
+    array = np.zeros((*filled.shape, *shape), dtype)
     if pieces:
         array[filled] = np.concatenate(pieces)  # row-major, which is the order of the pieces
     return array
 
 
-def _stream(rows: Sequence[Sequence[Features]], length: int, name: str) -> Stream:
+def _stream(rows: Sequence[Sequence[Features]], length: int, name: str, template: Features) -> Stream:
     """The stream "source" or "target" of a batch, with the position and segment of each slot."""
     filled = _occupied(rows, length, name)
     segment = filled.astype(np.int32)
@@ -177,8 +193,28 @@ def _stream(rows: Sequence[Sequence[Features]], length: int, name: str) -> Strea
         begins = np.cumsum(lengths) - lengths
         segment[filled] = np.repeat(numbers, lengths)
         position[filled] = np.arange(sum(lengths)) - np.repeat(begins, lengths)
-    tokens = _pad(rows, length, name, np.int32)
+    like = np.asarray(template[name])
+    tokens = _pad(rows, length, name, np.float32 if like.dtype.kind == "f" else np.int32, like.shape[1:])
     return Stream(cast(Array, tokens), Slots(cast(Array, position), cast(Array, segment)))
+
+
+def _prefixes(rows: Sequence[Sequence[Features]], shape: tuple[int, ...]) -> np.ndarray:
+    """The prefix of the example in each slot of the targets: int32 `[B, T]`."""
+    prefix = np.zeros(shape, np.int32)
+    for number, row in enumerate(rows):
+        lengths = [len(features["target"]) for features in row]
+        if row:
+            prefix[number, : sum(lengths)] = np.repeat([int(features["prefix"]) for features in row], lengths)
+    return prefix
+
+
+def _relations(rows: Sequence[Sequence[Features]]) -> np.ndarray:
+    """The second label `[B]` of each row, -1 for empty rows."""
+    relations = np.full(len(rows), -1, np.int32)
+    for number, row in enumerate(rows):
+        for features in row:
+            relations[number] = features["relation"]
+    return relations
 
 
 def positions_within(segment: np.ndarray) -> np.ndarray:
@@ -186,13 +222,42 @@ def positions_within(segment: np.ndarray) -> np.ndarray:
     return np.arange(len(segment)) - np.searchsorted(segment, segment)
 
 
-def _scalar_labels(rows: Sequence[Sequence[Features]], template: Features) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and weights `[B]` of tasks with one label per example."""
-    dtype = np.float32 if np.asarray(template["labels"]).dtype.kind == "f" else np.int32
-    labels, weights = np.zeros(len(rows), dtype), np.zeros(len(rows), np.float32)
+def has_row_labels(features: Features) -> bool:
+    """True if the labels belong to the example as a whole: a scalar, or float32. Other labels have a slot each."""
+    labels = np.asarray(features["labels"])
+    return labels.ndim == 0 or labels.dtype.kind == "f"
+
+
+def _permuted(rows: Sequence[Sequence[Features]], length: int, template: Features, source: Stream | None) -> Batch:
+    """The batch of examples with an order, whose targets, labels and weights have one length in all of them."""
+    arrays = {
+        "targets": np.full((len(rows), len(template["targets"])), -1, np.int32),
+        "labels": np.zeros((len(rows), len(template["targets"])), np.int32),
+        "weights": np.zeros((len(rows), len(template["targets"])), np.float32),
+    }
     for number, row in enumerate(rows):
         if len(row) > 1:
-            raise ConfigError("data.packing: got first_fit with one label a sequence, expected none; change it")
+            raise ConfigError("data.packing: got first_fit with an order of prediction, expected none or concat")
+        for features in row:
+            for name, array in arrays.items():
+                array[number] = features[name]
+    order, (targets, labels, weights) = _pad(rows, length, "order", np.int32), map(_as_jax, arrays.values())
+    return Batch(source, None, labels, weights, permutation=Permutation(_as_jax(order), targets))
+
+
+def _as_jax(array: np.ndarray) -> Array:
+    """`array` in the type of jax's arrays, for which numpy's stand."""
+    return cast(Array, array)
+
+
+def _row_labels(rows: Sequence[Sequence[Features]], template: Features) -> tuple[np.ndarray, np.ndarray]:
+    """Labels `[B, ...]` and weights `[B]` of tasks whose labels are of whole rows."""
+    like = np.asarray(template["labels"])
+    dtype = np.float32 if like.dtype.kind == "f" else np.int32
+    labels, weights = np.zeros((len(rows), *like.shape), dtype), np.zeros(len(rows), np.float32)
+    for number, row in enumerate(rows):
+        if len(row) > 1:
+            raise ConfigError("data.packing: got first_fit with labels of whole rows, expected none; change it")
         for features in row:
             labels[number] = features["labels"]
             weights[number] = features.get("weights", 1.0)

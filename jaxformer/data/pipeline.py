@@ -7,17 +7,17 @@ rows of a batch. A checkpoint needs only (epoch, block, batch), and any number o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import grain
-import numpy as np
 
 from jaxformer.config import Config
 from jaxformer.data import cache, concatenation, packing, planning, truncation
 from jaxformer.data.batches import TrainingBatches
 from jaxformer.data.encoding import Encoder, EncodingTask
 from jaxformer.data.packing import Features, Shape
-from jaxformer.data.planning import BlockPlanner, EncodedExamples, ShuffledOrder
+from jaxformer.data.planning import BlockPlanner, EncodedExamples, RunningTextPlanner, ShuffledOrder
 from jaxformer.data.sources import Dataset, Examples, FirstExamples
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.data.truncation import Truncation
@@ -40,7 +40,7 @@ class Pipeline(TrainingBatches):
     Args:
       config: the config of the run.
       dataset: the examples, as text.
-      tokenizers: the tokenizers of the two sides.
+      tokenizers: the tokenizers of the two sides; None: the task reads no text.
       task: encodes an example.
       process_index, process_count: number of this host, and of hosts; each fills its own slice of a batch's rows.
       multiple: the rows of a batch are a multiple of this (the number of data shards) and of `process_count`.
@@ -54,7 +54,7 @@ class Pipeline(TrainingBatches):
         self,
         config: Config,
         dataset: Dataset,
-        tokenizers: Tokenizers,
+        tokenizers: Tokenizers | None,
         task: EncodingTask,
         process_index: int = 0,
         process_count: int = 1,
@@ -67,7 +67,7 @@ class Pipeline(TrainingBatches):
             raise ConfigError(f"data.packing: got {data.packing!r}, expected one of {', '.join(PACKINGS)}; change it")
         self.config, self.dataset, self.task = config, dataset, task
         self.tokenizers = tokenizers
-        self._caching_tokenizers = tokenizers.cached(cache_bytes)
+        self._caching_tokenizers = None if tokenizers is None else tokenizers.cached(cache_bytes)
         # A trained model may be evaluated on a single split; its first example then decides the arrays of a batch.
         first = "train" if "train" in dataset.splits else next(iter(dataset.splits))
         self._count(first, data.examples)  # at least one, or it raises
@@ -160,6 +160,9 @@ class Pipeline(TrainingBatches):
             else:
                 counts, lost = truncation.count_truncated(encoded), "cut off"
             lines.append(counts.sentence("train", data.length, count, lost))
+        tail = self._plan.tail()
+        if tail:
+            lines.append(f"train: the last {tail:,} of {len(self._plan.encode):,} rows are not read (task.recurrence)")
         if "validation" in self.dataset.splits:
             lines.append(self.truncated("validation", validation_examples).sentence("validation", data.length))
         return [line for line in lines if line]
@@ -170,6 +173,8 @@ class Pipeline(TrainingBatches):
         plan = self._plan
         if plan.pack or len(plan.buckets) > 1 or plan.max_length is not None:
             return None
+        if isinstance(plan, RunningTextPlanner):
+            return plan.part
         count, size = len(plan.encode), planning.block_size(len(plan.encode))
         sizes = [min(size, count - begin) for begin in range(0, count, size)]
         return sum(-(-size // plan.buckets[0].rows) for size in sizes)
@@ -204,24 +209,33 @@ class Pipeline(TrainingBatches):
 
     def _check_packing(self, features: Features) -> None:
         mode, task = self.config.data.packing, self.config.task.name
-        if mode == "concat" and ("target" not in features or "source" in features):
+        is_next_token = "target" in features and "source" not in features
+        if mode == "concat" and self.task.encode_row is None and not is_next_token:
             raise ConfigError(
-                f"data.packing: got concat for task {task!r}, which is not language modelling, expected none or "
+                f"data.packing: got concat for task {task!r}, which reads no running text, expected none or "
                 "first_fit; change it"
             )
-        if mode == "first_fit" and "labels" in features and np.ndim(features["labels"]) == 0:
+        has_row_label = "relation" in features or ("labels" in features and packing.has_row_labels(features))
+        if mode == "first_fit" and has_row_label:
             raise ConfigError(f"data.packing: got first_fit for task {task!r}, expected none; change it")
 
     def _planner(self, split: str, limit: int | None, buckets: list[Shape], train: bool) -> BlockPlanner:
         data, config = self.config.data, self.config
         count, windows = self._count(split, limit), False
-        if data.packing == "concat":
+        if data.packing == "concat" and self.tokenizers is not None:
             key = f"{self.dataset.key} {split} {count}"
             documents = FirstExamples(self._split(split), count)
-            tokens = concatenation.token_stream(
-                cache.cache_directory(data) / "streams", key, documents, self.tokenizers.target
-            )
-            encode, max_length = concatenation.ConcatenatedRows(tokens, data.length), None
+            tokenizer = self.tokenizers.target if config.model.has_decoder else self.tokenizers.source
+            tokens = concatenation.token_stream(cache.cache_directory(data) / "streams", key, documents, tokenizer)
+            encode_row, max_length = self.task.encode_row, None
+            if encode_row is not None:
+                encode_row = functools.partial(encode_row, config, self.tokenizers)
+            length = self.task.row_length(config)
+            encode = concatenation.ConcatenatedRows(tokens, length, encode_row, config.train.seed)
+            if train and config.task.recurrence:
+                order = ShuffledOrder(len(encode), planning.block_size(len(encode)), None)
+                full_rows = (len(tokens) - 1) // length
+                return RunningTextPlanner(encode, order, buckets, False, None, None, full_rows=full_rows)
         else:
             max_length = data.length if train and data.skip_long else None
             if max_length is not None:

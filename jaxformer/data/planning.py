@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxformer.data import packing
 from jaxformer.data.packing import Features, PlannedBatch, Shape
+from jaxformer.errors import ConfigError
 
 MAX_SINGLE_BLOCK = 2**16
 """Splits of up to this many examples are planned as one block per epoch."""
@@ -39,6 +40,11 @@ class EncodedExamples(Protocol):
 
 class Order(Protocol):
     """The order in which examples are trained on, in blocks that are numbered through all epochs."""
+
+    @property
+    def size(self) -> int:
+        """Examples per block."""
+        ...
 
     @property
     def blocks(self) -> int:
@@ -254,3 +260,62 @@ class BlockPlanner:
             order = np.random.default_rng((self.seed, epoch, block)).permutation(len(batches))
             batches = [batches[index] for index in order]
         return PlannedBlock(batches, self.encode, indices, epoch, encoded)
+
+    def tail(self) -> int:
+        """Number of rows at the end of the split that no batch of an epoch has."""
+        return 0
+
+
+@dataclass
+class RunningTextPlanner(BlockPlanner):
+    """Plans batches of a running text whose rows each go on from the same row of the batch before.
+
+    The rows of an encoded text, those of an epoch, are divided into as many equal parts as a batch has rows. Row i of
+    batch t is row t of part i. Each part begins anew in every epoch. Up to one batch of rows at the end of the text
+    belongs to no part and is not read, nor is a last row that is shorter than the others.
+
+    Attributes:
+      full_rows: number of rows of the text that are not shorter than the others.
+    """
+
+    full_rows: int = 0
+
+    @property
+    def part(self) -> int:
+        """Rows of the text in each part, which are the batches of an epoch.
+
+        Raises:
+          ConfigError: the text has fewer rows than a batch.
+        """
+        rows = self.buckets[-1].rows
+        if self.full_rows < rows:
+            raise ConfigError(
+                f"config.data.batch: got {rows}, expected at most {self.full_rows} with task.recurrence: the training "
+                f"text has no more rows of {self.buckets[-1].length} tokens; lower it, or data.length"
+            )
+        return self.full_rows // rows
+
+    @property
+    def blocks(self) -> int:
+        """Blocks per epoch."""
+        return -(-self.part // self._block_batches)
+
+    @property
+    def _block_batches(self) -> int:
+        return max(self.order.size // self.buckets[-1].rows, 1)
+
+    def __call__(self, number: int) -> PlannedBlock:
+        """Plans block `number`."""
+        epoch, block = divmod(number, self.blocks)
+        shape, part = self.buckets[-1], self.part
+        steps = range(block * self._block_batches, min((block + 1) * self._block_batches, part))
+        indices = [row * part + step for step in steps for row in range(shape.rows)]
+        batches = [
+            PlannedBatch(shape, [[count * shape.rows + row] for row in range(shape.rows)], continues=step > 0)
+            for count, step in enumerate(steps)
+        ]
+        return PlannedBlock(batches, self.encode, indices, epoch, None)
+
+    def tail(self) -> int:
+        """Number of rows at the end of the text that belong to no part."""
+        return len(self.encode) - self.part * self.buckets[-1].rows

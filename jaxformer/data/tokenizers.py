@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
+import re
 import string
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import tokenizers as hf
 
 from jaxformer.config import DataConfig
-from jaxformer.data import vocabularies
+from jaxformer.data import vocabularies, vocabulary_learning
 from jaxformer.data.sources import Example, Examples
 from jaxformer.data.tokenizer_files import read_file, unreadable, write
-from jaxformer.data.vocabularies import LibraryVocabulary, SentencePieceVocabulary, Vocabulary
+from jaxformer.data.vocabularies import LibraryVocabulary, LookupVocabulary, SentencePieceVocabulary, Vocabulary
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import files
 
@@ -37,6 +40,12 @@ ROLES = {
     "sep": ("<sep>", "[SEP]", "</s>"),
 }
 """Names of each special token, the most specific first. RoBERTa has no [CLS] and uses <s> instead."""
+
+OTHER, CLOSED, MARK, SENTENCE_END, LINE_END = range(5)
+"""Kinds of pieces to `Tokenizer.sentence_starts`: words, closing and end marks, words with an end mark, line ends."""
+
+CLOSING = "\"'\u201d\u2019\u00bb)]"
+"""Characters that may stand between the end of a sentence and the blank after it."""
 
 MAX_SAMPLED_EXAMPLES = 2**18
 """Examples that a vocabulary is learned from, evenly spaced over the split."""
@@ -64,6 +73,7 @@ class Tokenizer:
       vocab: rows of the model's embedding table: `size` rounded up to a multiple.
       pad, bos, eos, unk, mask, cls, sep: ids of the special tokens; None if a loaded vocabulary has none. Vocabularies
         learned here have all of them, as ids 0 to 6.
+      sentinels: ids of the tokens <extra_id_0>, <extra_id_1>, ..., which stand for dropped spans of a text.
 
     Args:
       vocabulary: the vocabulary.
@@ -87,8 +97,25 @@ class Tokenizer:
             setattr(self, role, index)
             roles[role] = vocabulary.pieces[index]
         self.names = {role: name for role, name in roles.items() if name is not None}  # role -> piece
+        sentinels = itertools.takewhile(known.__contains__, map(vocabulary_learning.sentinel_name, itertools.count()))
+        self.sentinels = tuple(known[name] for name in sentinels)
         self._specials = {name: known[name] for name in self.names.values() if name in known}
+        self._specials |= {vocabulary.pieces[index]: index for index in self.sentinels}
         self._hidden = set(self._specials.values()) - {self.unk}
+
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """How often each token occurs in the text that a vocabulary of words was learned from; None for others."""
+        return self.vocabulary.counts if isinstance(self.vocabulary, LookupVocabulary) else None
+
+    @functools.cached_property
+    def special_names(self) -> frozenset[str]:
+        """Names that `parse` reads as special tokens; <unk> is no such name, since corpora hold it as a word."""
+        names = set(self._specials)
+        if isinstance(self.vocabulary, LibraryVocabulary):
+            added = self.vocabulary.model.get_added_tokens_decoder().values()
+            names |= {token.content for token in added if token.special}
+        return frozenset(names - {self.names.get("unk")})
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without special tokens around it. Names of special tokens inside it are ordinary text."""
@@ -109,6 +136,32 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Special tokens and padding rows of the vocabulary are skipped; <unk> is kept."""
         return self.vocabulary.decode([i for i in map(int, ids) if i < self.size and i not in self._hidden])
+
+    def settled_count(self, ids: Sequence[int]) -> int:
+        """Number of leading ids whose text stays the same whatever ids follow, but for a last incomplete character.
+
+        A decoder with byte fallback reads a run of bytes ("<0xE4>") as a whole: one wrong byte makes all of them wrong.
+        """
+        count = len(ids)
+        while self._fallback_bytes and count and (ids[count - 1] in self._fallback_bytes | self._hidden):
+            count -= 1
+        return count
+
+    @functools.cached_property
+    def _fallback_bytes(self) -> frozenset[int]:
+        """Ids of the single bytes of a model of the `tokenizers` library with byte fallback."""
+        if not isinstance(self.vocabulary, LibraryVocabulary):
+            return frozenset()
+        pieces = enumerate(self.vocabulary.pieces)
+        return frozenset(index for index, piece in pieces if re.fullmatch("<0x[0-9A-F]{2}>", piece))
+
+    def decode_with_sentinels(self, ids: Iterable[int]) -> str:
+        """The text of `ids` with the names of sentinels and of the mask token in it, single spaces around them."""
+        named, parts = {*self.sentinels, self.mask}, []
+        for is_named, group in itertools.groupby(map(int, ids), named.__contains__):
+            tokens = list(group)
+            parts += [self.vocabulary.pieces[i] for i in tokens] if is_named else [self.decode(tokens).strip()]
+        return " ".join(filter(None, parts))
 
     @functools.cached_property
     def pair_template(self) -> PairTemplate:
@@ -151,6 +204,36 @@ class Tokenizer:
         begin = tuple("Ġ▁Ċĉč" + string.whitespace + string.punctuation)
         return [piece.startswith(begin) for piece in pieces]
 
+    def sentence_starts(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """True for each token that begins a sentence or a line, bool `[n]`.
+
+        A sentence begins at the first token, at a word after a piece that ends in ".", "!" or "?" (a quotation mark or
+        bracket may close it), and after a line end.
+        """
+        if not len(ids):
+            return np.zeros(0, bool)
+        kind = self._sentence_kinds[np.asarray(ids)]
+        opened = np.maximum.accumulate(np.where(kind == CLOSED, 0, np.arange(len(kind))))  # before closing marks
+        before, here = kind[opened][:-1], kind[1:]
+        words = np.asarray(self.word_starts(np.asarray(ids).tolist()))[1:]
+        after_end = np.isin(before, (MARK, SENTENCE_END)) & words & np.isin(here, (OTHER, SENTENCE_END))
+        starts = after_end | ((before == LINE_END) & (here != LINE_END))
+        return np.concatenate([[True], starts])
+
+    @functools.cached_property
+    def _sentence_kinds(self) -> np.ndarray:
+        """What each piece is to `sentence_starts`, int8 `[size]`."""
+
+        def kind(piece: str) -> int:
+            if piece.endswith(("\n", "Ċ")):
+                return LINE_END
+            bare = piece.rstrip(CLOSING)
+            if not bare.endswith((".", "!", "?")):
+                return CLOSED if piece and not bare else OTHER
+            return SENTENCE_END if bare.strip(".!?") else MARK
+
+        return np.array([kind(piece) for piece in self.vocabulary.pieces], np.int8)
+
     def cached(self, budget: int) -> Tokenizer:
         """The same tokenizer with a cache of the ids of seen texts, of up to `budget` bytes."""
         return CachingTokenizer(self.vocabulary, self.multiple, budget, self.special_ids)
@@ -158,7 +241,10 @@ class Tokenizer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of the mapping from text to ids."""
-        return hashlib.sha256(self._text().encode()).hexdigest()[:16]
+        content = self._json()
+        if self.counts is not None:  # they do not change an id
+            content["vocabulary"].pop("counts")
+        return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()[:16]
 
     def _json(self) -> dict[str, Any]:
         chosen = {"chosen": self.special_ids} if self.special_ids else {}
@@ -293,12 +379,16 @@ class Tokenizers:
 
     source: Tokenizer
     target: Tokenizer
+    chat_template: str | None = None
+    """Jinja text that writes conversations (`jaxformer.data.chat`); None: there is none."""
 
     FILE = "jaxformer_tokenizer.json"
     """File with the complete tokenizers of a run."""
     LIBRARY = "tokenizer.json"
     """File for programs that use the `tokenizers` library, if it can express the tokenizer. In runs of earlier versions
     it has the content of `FILE`."""
+    TEMPLATE = "chat_template.jinja"
+    """File with the chat template, if there is one."""
 
     @property
     def joint(self) -> bool:
@@ -311,7 +401,7 @@ class Tokenizers:
         Args:
           config: the data section.
           examples: the training split.
-          roles: roles that the task reads ("source", "target", "text", "pair", "question", "context").
+          roles: roles that the task reads ("source", "target", "text", "pair", "question", "context", "messages").
 
         Raises:
           ConfigError: the kind is unknown, the vocabulary is too small for it, or a file is missing.
@@ -335,16 +425,18 @@ class Tokenizers:
         """Both tokenizers with caches of seen texts, of `budget` bytes together."""
         if self.joint:
             one = self.source.cached(budget)
-            return Tokenizers(one, one)
-        return Tokenizers(self.source.cached(budget // 2), self.target.cached(budget // 2))
+            return Tokenizers(one, one, self.chat_template)
+        return Tokenizers(self.source.cached(budget // 2), self.target.cached(budget // 2), self.chat_template)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes `jaxformer_tokenizer.json`: the tokenizer, or {"source": ..., "target": ...} if they differ.
 
         Also writes `tokenizer.json` in the format of the `tokenizers` library, if there is one tokenizer and that
-        library can express it.
+        library can express it, and `chat_template.jinja`, if there is a chat template.
         """
         path = Path(directory) / self.FILE
+        if self.chat_template is not None:
+            write(Path(directory) / self.TEMPLATE, self.chat_template)
         if self.joint:
             if self.source.is_exportable:
                 self.source.export(Path(directory) / self.LIBRARY)
@@ -363,12 +455,15 @@ class Tokenizers:
         path = Path(directory) / cls.FILE
         if not path.exists() and (Path(directory) / cls.LIBRARY).exists():
             path = Path(directory) / cls.LIBRARY
+        template = Path(directory) / cls.TEMPLATE
         try:
+            chat_template = read_file(template).decode("utf-8") if template.exists() else None
             content = files.parse_json(read_file(path).decode("utf-8"))
             if "source" not in content:
                 one = Tokenizer._of(content, multiple)
-                return cls(one, one)
-            return cls(*(Tokenizer._of(content[side], multiple) for side in ("source", "target")))
+                return cls(one, one, chat_template)
+            source, target = (Tokenizer._of(content[side], multiple) for side in ("source", "target"))
+            return cls(source, target, chat_template)
         except ConfigError:
             raise
         except BaseException as error:
@@ -386,6 +481,8 @@ def _texts(config: DataConfig, examples: Examples, roles: Sequence[str]) -> dict
         for role in ("source", "text", "pair", "question", "context", "target"):
             if role in example and (role in roles or (role == "pair" and "text" in roles)):
                 texts["target" if role == "target" else "source"].append(example[role])
+        if "messages" in roles:  # a template writes the names of roles, too
+            texts["source"] += [message[key] for message in example["messages"] for key in ("role", "content")]
     return texts
 
 

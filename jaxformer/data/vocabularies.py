@@ -130,16 +130,31 @@ def trim_spans(text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, i
 
 
 class LookupVocabulary:
-    """A look-up table: every byte, character or whitespace-separated word is one token."""
+    """A look-up table: every byte, character or whitespace-separated word is one token.
 
-    def __init__(self, kind: str, pieces: Sequence[str], lowercase: bool):
+    Attributes:
+      counts: how often each piece occurs in the text it was learned from; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        pieces: Sequence[str],
+        lowercase: bool,
+        sentinels: int = 0,
+        counts: Sequence[int] | None = None,
+    ):
+        if counts is not None and len(counts) != len(pieces):
+            raise ValueError(f"got {len(counts)} counts for {len(pieces)} pieces")
         self.kind = kind
-        self.pieces = tuple(pieces)
+        self.pieces = (*pieces, *vocabulary_learning.sentinel_pieces(sentinels))
+        self.counts = None if counts is None else (*counts, *[0] * sentinels)
+        self._sentinels = sentinels
         self._lowercase = lowercase
         self._unk = self.pieces.index("<unk>")
         # A word that looks like a special token must not become one. <unk> is an exception: published corpora
         # (WikiText-2) contain it with that meaning.
-        hidden = set(SPECIALS) - {"<unk>"}
+        hidden = {*SPECIALS, *vocabulary_learning.sentinel_pieces(sentinels)} - {"<unk>"}
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece not in hidden}
 
     def encode(self, text: str) -> list[int]:
@@ -159,15 +174,19 @@ class LookupVocabulary:
 
     def decode(self, ids: list[int]) -> str:
         if self.kind == "byte":
-            return bytes(i - len(SPECIALS) for i in ids if i >= len(SPECIALS)).decode(errors="replace")
+            first, end = len(SPECIALS), len(SPECIALS) + vocabulary_learning.BYTES
+            return bytes(i - first for i in ids if first <= i < end).decode(errors="replace")
         return (" " if self.kind == "word" else "").join(self.pieces[i] for i in ids)
 
     def parse(self, text: str, specials: dict[str, int]) -> list[int]:
         return _encode_around_specials(text, specials, self, "")
 
     def to_json(self) -> Any:
-        pieces = [] if self.kind == "byte" else list(self.pieces)
-        return {"pieces": pieces, "lowercase": self._lowercase}
+        kept = len(self.pieces) - self._sentinels
+        pieces = [] if self.kind == "byte" else list(self.pieces[:kept])
+        sentinels = {"sentinels": self._sentinels} if self._sentinels else {}
+        counts = {} if self.counts is None else {"counts": list(self.counts[:kept])}
+        return {"pieces": pieces, "lowercase": self._lowercase, **sentinels, **counts}
 
     @property
     def is_expressible(self) -> bool:
@@ -178,9 +197,8 @@ class LookupVocabulary:
 
     @classmethod
     def from_json(cls, kind: str, payload: Any) -> LookupVocabulary:
-        return cls(
-            kind, vocabulary_learning.byte_pieces() if kind == "byte" else payload["pieces"], payload["lowercase"]
-        )
+        pieces = vocabulary_learning.byte_pieces() if kind == "byte" else payload["pieces"]
+        return cls(kind, pieces, payload["lowercase"], payload.get("sentinels", 0), payload.get("counts"))
 
 
 class LibraryVocabulary:
@@ -359,22 +377,23 @@ KINDS: dict[str, type[LookupVocabulary] | type[LibraryVocabulary] | type[Sentenc
 
 def learn(config: TokenizerConfig, texts: Iterable[str]) -> Vocabulary:
     """Learns the vocabulary that `config` describes from `texts`."""
-    if config.kind == "byte":
-        return LookupVocabulary("byte", vocabulary_learning.byte_pieces(), config.lowercase)
-    if config.kind == "character":
-        return LookupVocabulary("character", vocabulary_learning.characters(texts, config.lowercase), config.lowercase)
-    if config.kind == "word":
-        return LookupVocabulary(
-            "word", vocabulary_learning.frequent_words(texts, config.vocab, config.lowercase), config.lowercase
-        )
-    if config.kind in ("bpe", "unigram"):
+    kind, lowercase, sentinels = config.kind, config.lowercase, config.sentinels
+    if kind == "byte":
+        return LookupVocabulary(kind, vocabulary_learning.byte_pieces(), lowercase, sentinels)
+    if kind == "character":
+        return LookupVocabulary(kind, vocabulary_learning.characters(texts, lowercase), lowercase, sentinels)
+    if kind == "word":
+        words, counts = vocabulary_learning.frequent_words(texts, config.vocab, lowercase)
+        return LookupVocabulary(kind, words, lowercase, sentinels, counts)
+    if kind in ("bpe", "unigram"):
         min_size = len(SPECIALS) + 256
         if config.vocab < min_size:
             raise ConfigError(
                 f"data.tokenizer.vocab: got {config.vocab}, expected at least {min_size} for {config.kind} "
                 f"(256 bytes and {len(SPECIALS)} special tokens); raise it or use kind byte or character"
             )
-        train = vocabulary_learning.bpe if config.kind == "bpe" else vocabulary_learning.unigram
-        return LearnedVocabulary(config.kind, train(texts, config.vocab, config.lowercase))
+        train = vocabulary_learning.bpe if kind == "bpe" else vocabulary_learning.unigram
+        model = vocabulary_learning.with_sentinels(train(texts, config.vocab, lowercase), sentinels)
+        return LearnedVocabulary(kind, model)
     kinds = "byte, character, word, bpe, unigram, file"
     raise ConfigError(f"data.tokenizer.kind: got {config.kind!r}, expected one of {kinds}; change it")

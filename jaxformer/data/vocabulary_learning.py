@@ -8,6 +8,7 @@ form), and a word has the same pieces at the beginning of a sentence as inside o
 from __future__ import annotations
 
 import io
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,10 +20,31 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>", "<cls>", "<sep>")
 """Special tokens of every learned vocabulary, in the order of their ids."""
 
+SENTINEL = re.compile(r"<extra_id_\d+>")
+"""Name of a token that stands for a dropped span of a text, as T5's vocabulary has them."""
+
+BYTES = 256
+
 ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
 
 MAX_PREALLOCATED_ROWS = 2**20
 """Vocabulary size for which BPE's trainer may allocate memory (about 100 MB) before it reads the text."""
+
+
+def sentinel_pieces(count: int) -> tuple[str, ...]:
+    """Names of `count` sentinels, which stand for dropped spans: "<extra_id_1>", "<extra_id_0>" at the end, as T5's."""
+    return tuple(sentinel_name(number) for number in reversed(range(count)))
+
+
+def sentinel_name(number: int) -> str:
+    """Name of a sentinel."""
+    return f"<extra_id_{number}>"
+
+
+def with_sentinels(tokenizer: hf.Tokenizer, count: int) -> hf.Tokenizer:
+    """The tokenizer with `count` sentinels after its last id."""
+    tokenizer.add_special_tokens([hf.AddedToken(name, special=True) for name in sentinel_pieces(count)])
+    return tokenizer
 
 
 def split_words(text: str) -> list[str]:
@@ -43,13 +65,20 @@ def characters(texts: Iterable[str], lowercase: bool) -> tuple[str, ...]:
     return SPECIALS + tuple(sorted(seen))
 
 
-def frequent_words(texts: Iterable[str], size: int, lowercase: bool) -> tuple[str, ...]:
-    """The most frequent words, ties in alphabetical order; `size` tokens with the special ones."""
+def frequent_words(texts: Iterable[str], size: int, lowercase: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The most frequent words, ties in alphabetical order, `size` tokens with the special ones; and their counts.
+
+    <unk> occurs as often as all other words together, the other special tokens do not.
+    """
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(split_words(text.lower() if lowercase else text))
-    ranked = sorted((word for word in counts if word not in SPECIALS), key=lambda word: (-counts[word], word))
-    return SPECIALS + tuple(ranked[: max(size - len(SPECIALS), 0)])
+    reserved = {word for word in counts if word in SPECIALS or SENTINEL.fullmatch(word)}
+    ranked = sorted((word for word in counts if word not in reserved), key=lambda word: (-counts[word], word))
+    words = ranked[: max(size - len(SPECIALS), 0)]
+    kept = [counts[word] for word in words]
+    others = {"<unk>": counts.total() - sum(kept)}
+    return (*SPECIALS, *words), (*(others.get(name, 0) for name in SPECIALS), *kept)
 
 
 def bpe(texts: Iterable[str], size: int, lowercase: bool) -> hf.Tokenizer:
@@ -129,14 +158,18 @@ def lookup_tokenizer(kind: str, pieces: Sequence[str]) -> hf.Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(hf.Regex(r"[\s\x1c-\x1f\x85]+"), "removed")
     else:
         if kind == "byte":  # pre-tokenization replaces each byte by a visible character
-            pieces = (*SPECIALS, *(_byte_character(byte) for byte in range(256)))
+            sentinels = pieces[len(SPECIALS) + BYTES :]
+            pieces = (*SPECIALS, *(_byte_character(byte) for byte in range(BYTES)), *sentinels)
         tokenizer = hf.Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>"))
         if kind == "byte":
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             tokenizer.decoder = decoders.ByteLevel()
         else:
             tokenizer.decoder = decoders.Fuse()
-    return _with_specials(tokenizer)
+    sentinels = [piece for piece in pieces if SENTINEL.fullmatch(piece)]
+    tokenizer = _with_specials(tokenizer)
+    tokenizer.add_special_tokens([hf.AddedToken(name, special=True) for name in sentinels])
+    return tokenizer
 
 
 def _byte_character(byte: int) -> str:

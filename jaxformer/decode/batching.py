@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import deque
-from typing import Iterator, Mapping, NamedTuple, Sequence, cast
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence, cast
 
 import numpy as np
 
 from jaxformer.errors import ConfigError
-from jaxformer.types import Array, Batch, Slots, Stream
+from jaxformer.types import Array, Batch, Permutation, Slots, Stream
 
-Prompt = Mapping[str, np.ndarray | Sequence[int]]
+Prompt = Mapping[str, Any]
 """An encoded prompt, as a task's `prompt` makes it from a line: integer sequences by name.
 
-It has the tokens "source" [n], "target" [m] or both. Optional are "token_type" [n] and ascending "position" [n] of the
-source, and ascending "segment" of the only stream. To score texts it has "labels" and "weights" [m] too.
+It has the tokens "source" [n], "target" [m] or both; a series as the source is float32 [n, C]. Optional are
+"token_type" [n] and ascending "position" [n] of the source, ascending "segment" of the only stream, and "prefix" [],
+the target's slots that see each other in both directions. To score texts it has "labels" and "weights" [m] too. "order"
+[n] and "targets" [k] of the source are those of `types.Permutation`.
 """
 
 COMPILE_COST_TOKENS = 1024
@@ -121,6 +123,8 @@ def pad_batch(
     """
     source = _pad_stream(prompts, "source", rows, pads[0], buckets)
     target = _pad_stream(prompts, "target", rows, pads[1], buckets if target_buckets is None else target_buckets)
+    if source is not None and "targets" in prompts[0]:
+        return Batch(source, None, permutation=_pad_permutation(prompts, source.tokens.shape))
     if target is None or "labels" not in prompts[0]:
         return Batch(source, target)
     labels, weights = np.zeros(target.tokens.shape, np.int32), np.zeros(target.tokens.shape, np.float32)
@@ -140,7 +144,11 @@ def _pad_stream(prompts: Sequence[Prompt], name: str, rows: int, pad: int, bucke
             f"prompts: got some without {name!r}, expected the same fields in all of them; encode them alike"
         )
     length = bucket_length(max(len(prompt[name]) for prompt in prompts), buckets)
-    tokens = np.full((rows, length), pad, np.int32)
+    like = np.asarray(prompts[0][name])
+    if like.dtype.kind == "f":  # a series
+        tokens = np.zeros((rows, length, *like.shape[1:]), np.float32)
+    else:
+        tokens = np.full((rows, length), pad, np.int32)
     segment, token_type = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32)
     position = np.zeros((rows, length), np.int32)
     for row, prompt in enumerate(prompts):
@@ -154,8 +162,28 @@ def _pad_stream(prompts: Sequence[Prompt], name: str, rows: int, pad: int, bucke
             position[row, :size] = prompt["position"]
     has_types = name == "source" and "token_type" in prompts[0]
     # Compiled programs take numpy arrays as jax arrays; transferring them to a device here would only cost time.
-    slots = Slots(cast(Array, position), cast(Array, segment))
+    slots = Slots(cast(Array, position), cast(Array, segment), _prefixes(prompts, name, tokens.shape))
     return Stream(cast(Array, tokens), slots, cast(Array, token_type) if has_types else None)
+
+
+def _pad_permutation(prompts: Sequence[Prompt], shape: tuple[int, ...]) -> Permutation:
+    """The orders of prompts in the `shape` of their padded source, and their targets in a power of two of columns."""
+    columns = bucket_length(max(len(prompt["targets"]) for prompt in prompts))
+    order, targets = np.zeros(shape, np.int32), np.full((shape[0], columns), -1, np.int32)
+    for row, prompt in enumerate(prompts):
+        order[row, : len(prompt["order"])] = prompt["order"]
+        targets[row, : len(prompt["targets"])] = prompt["targets"]
+    return Permutation(cast(Array, order), cast(Array, targets))
+
+
+def _prefixes(prompts: Sequence[Prompt], name: str, shape: tuple[int, ...]) -> Array | None:
+    """The prefix of each slot of the target, int32 of this shape; None if the prompts have none."""
+    if name == "source" or "prefix" not in prompts[0]:
+        return None
+    prefix = np.zeros(shape, np.int32)
+    for row, prompt in enumerate(prompts):
+        prefix[row] = prompt["prefix"]
+    return cast(Array, prefix)
 
 
 def bucket_length(length: int, buckets: tuple[int, ...] = ()) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int
 
@@ -29,50 +30,62 @@ class Window:
     Attributes:
       tokens: int32 `[B, W]`, or `[B, N, W]` if every row has N branches.
       length: int32 `[B]` or `[B, N]`, number of tokens; the columns before them are empty.
+      prefix: int32 like `length`, how many of them are the rest of a prefix that is read in both directions; None: the
+        prompts have none.
     """
 
     tokens: Array
     length: Array
+    prefix: Array | None = None
 
     @classmethod
     def from_prompts(cls, prompts: Stream, size: int) -> Window:
         """The last W = `size` tokens of every prompt."""
         aligned = right_align(prompts, max(size, prompts.tokens.shape[1]))
-        valid = aligned.valid[:, -size:]
-        return cls(aligned.tokens[:, -size:], jnp.sum(valid, axis=1, dtype=jnp.int32))
+        valid, prefix = aligned.valid[:, -size:], prompts.slots.prefix
+        length = jnp.sum(valid, axis=1, dtype=jnp.int32)
+        if prefix is not None:
+            lost = jnp.sum(aligned.valid, axis=1, dtype=jnp.int32) - length
+            prefix = jnp.maximum(jnp.max(prefix, axis=1) - lost, 0)
+        return cls(aligned.tokens[:, -size:], length, prefix)
 
     def append(self, tokens: Int[Array, "B N"]) -> Window:
         """The window after one more token per row or branch; a full window loses its first token."""
-        new = tokens.reshape(*self.length.shape, 1)
-        size = self.tokens.shape[-1]
-        return Window(jnp.concatenate([self.tokens[..., 1:], new], axis=-1), jnp.minimum(self.length + 1, size))
+        new, size, prefix = tokens.reshape(*self.length.shape, 1), self.tokens.shape[-1], self.prefix
+        if prefix is not None:
+            prefix = jnp.maximum(prefix - (self.length == size), 0)
+        tokens = jnp.concatenate([self.tokens[..., 1:], new], axis=-1)
+        return Window(tokens, jnp.minimum(self.length + 1, size), prefix)
 
     def stream(self) -> Stream:
         """The tokens `[B, W]` as a stream with positions from 0, padded on the left."""
         column, start = jnp.arange(self.tokens.shape[1]), self.tokens.shape[1] - self.length[:, None]
         position = jnp.maximum(column - start, 0)
-        return Stream(self.tokens, Slots(position, (column >= start).astype(jnp.int32)))
+        prefix = None if self.prefix is None else jnp.broadcast_to(self.prefix[:, None], position.shape)
+        return Stream(self.tokens, Slots(position, (column >= start).astype(jnp.int32), prefix))
 
     def rows(self, index: Int[Array, " B"]) -> Window:
         """The window whose row i is this one's row `index[i]`."""
-        return Window(self.tokens[index], self.length[index])
+        return jax.tree.map(lambda x: x[index], self)
 
     def replace_rows(self, index: Int[Array, " R"], other: Window) -> Window:
         """The window whose row `index[i]` is row i of `other`; indices beyond the rows are ignored."""
-        return Window(scatter_rows(self.tokens, index, other.tokens), scatter_rows(self.length, index, other.length))
+        return jax.tree.map(lambda x, new: scatter_rows(x, index, new), self, other)
 
     def branch(self, count: int) -> Window:
         """The window with `count` branches of every row."""
-        return Window(jnp.repeat(self.tokens[:, None], count, axis=1), jnp.repeat(self.length[:, None], count, axis=1))
+        return jax.tree.map(lambda x: jnp.repeat(x[:, None], count, axis=1), self)
 
     def select_branches(self, parent: Int[Array, "B N"]) -> Window:
         """The window whose branch n is this one's branch `parent[:, n]` of the same row."""
-        tokens = jnp.take_along_axis(self.tokens, parent[:, :, None], axis=1)
-        return Window(tokens, jnp.take_along_axis(self.length, parent, axis=1))
+        return jax.tree.map(
+            lambda x: jnp.take_along_axis(x, parent.reshape(parent.shape + (1,) * (x.ndim - 2)), axis=1), self
+        )
 
     def flatten_branches(self) -> Window:
         """The window with a row per branch."""
-        return Window(self.tokens.reshape(-1, self.tokens.shape[-1]), self.length.reshape(-1))
+        prefix = None if self.prefix is None else self.prefix.reshape(-1)
+        return Window(self.tokens.reshape(-1, self.tokens.shape[-1]), self.length.reshape(-1), prefix)
 
 
 @flax.struct.dataclass

@@ -10,6 +10,8 @@ How `generate` works:
 4. Texts that may pass the model's last position are decoded apart from the others (`cropped_context.py`).
 5. Continuous batching: when enough rows of a batch are finished, the loop stops, their hypotheses are collected, and
    queued prompts take over the rows (`scheduler.py`).
+
+`streaming.py` decodes a single prompt with the same programs, and stops their loop every few tokens.
 """
 
 from __future__ import annotations
@@ -88,23 +90,53 @@ def generate(
       ConfigError: a prompt is empty or too long, an output may get too long and the options refuse that, or an option
         names a token outside the vocabulary.
     """
+    results: list[list[Hypothesis]] = [[] for _ in prompts]
+    finished = 0
+    for group in prepare(model, prompts, options, row_indices):
+        with open_dispatchers(model.variables) as dispatchers:
+            for outputs in decode_queue(group.run, group.queue, options.batch, dispatchers):
+                for index, hypotheses in outputs:
+                    results[group.indices[index]] = _unpad(hypotheses)
+                finished += len(outputs)
+                if outputs and progress is not None:
+                    progress(finished, len(prompts))
+    return results
+
+
+class PreparedGroup(NamedTuple):
+    """Prompts that wait to be decoded together: their indices in the input, what they share, and their queue."""
+
+    indices: list[int]
+    run: DecodeRun
+    queue: PromptQueue
+
+
+def prepare(
+    model: ModelBundle,
+    prompts: Sequence[Prompt],
+    options: DecodeConfig,
+    row_indices: Sequence[int] | np.ndarray | None = None,
+) -> list[PreparedGroup]:
+    """Checks prompts and options, and groups the prompts by `group_by_context`. Arguments and errors as in `generate`.
+
+    Nothing is decoded yet. There is no group if there is no prompt.
+    """
     vocabulary = model.vocabulary
     check_token_ids(options, vocabulary)
     prompts = [_with_target(prompt, vocabulary) for prompt in prompts]
     _check_sources(prompts, model.max_source_length)
     max_lengths = [max_new_tokens(prompt, options, model.max_target_length) for prompt in prompts]
-    results: list[list[Hypothesis]] = [[] for _ in prompts]
     if not prompts:
-        return results
-
+        return []
     decoder = CompiledDecoder(model.module, compiled_options(options, max(max_lengths)), vocabulary)
     rows = RowSettings(
         max_lengths=np.asarray(max_lengths, np.int32),
         row_indices=np.asarray(np.arange(len(prompts)) if row_indices is None else row_indices, np.int32),
         key=jax.random.key(options.seed),
     )
-    variables, finished = decoder.prepare_variables(model.variables), 0
+    variables = decoder.prepare_variables(model.variables)
     buckets = buckets_within(model.buckets, model.max_target_length, model.max_source_length)
+    groups = []
     for group in group_by_context(prompts, max_lengths, model.max_target_length):
         indices = np.asarray(group.indices)
         run = DecodeRun(
@@ -114,14 +146,8 @@ def generate(
             can_refill=is_on_one_device(model.variables),
         )
         queue = PromptQueue([prompts[i] for i in group.indices], (model.source_pad, vocabulary.pad), buckets)
-        with open_dispatchers(model.variables) as dispatchers:
-            for outputs in decode_queue(run, queue, options.batch, dispatchers):
-                for index, hypotheses in outputs:
-                    results[group.indices[index]] = _unpad(hypotheses)
-                finished += len(outputs)
-                if outputs and progress is not None:
-                    progress(finished, len(prompts))
-    return results
+        groups.append(PreparedGroup(group.indices, run, queue))
+    return groups
 
 
 class ContextGroup(NamedTuple):

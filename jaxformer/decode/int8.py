@@ -4,8 +4,8 @@ A kernel W becomes round(W / s). The scale s is the largest |W| of an output cha
 table, of a token's row. A product x W becomes (x round(W / s)) s. Hidden states and products stay in the compute
 precision, so no calibration data is needed (Krishnamoorthi 2018: symmetric, one scale per channel, weights only).
 
-All `Dense` kernels, `Embed` tables and the kernels of untied heads are quantized. Biases, norms, recurrent kernels and
-experts are not.
+All kernels of `Dense` and `ChunkDense`, `Embed` tables and the kernels of untied heads are quantized. Biases, norms,
+recurrent kernels and experts are not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtyping import Float, Float32, Int8
 
 from jaxformer.models import build
 from jaxformer.nn.heads import Head
-from jaxformer.nn.layers import Dense, Embed
+from jaxformer.nn.layers import ChunkDense, Dense, Embed
 from jaxformer.types import Array, PyTree
 
 
@@ -68,9 +68,11 @@ def quantized_weights(module: nn.Module) -> dict[tuple[str, ...], Weight]:
         layer = context.module
         if isinstance(layer, Dense):
             weights[layer.path] = Weight("kernel", layer.inputs, len(layer.shape) - layer.inputs)
+        elif isinstance(layer, ChunkDense):
+            weights[layer.path] = Weight("kernel", 1, 1)
         elif isinstance(layer, Embed):
             weights[layer.path] = Weight("table", 1, 0)
-        elif isinstance(layer, Head) and layer.config.kind == "tokens" and not layer.config.tied:
+        elif isinstance(layer, Head) and layer.has_matrix:
             weights[layer.path] = Weight("kernel", 1, 1)
         return call(*args, **kwargs)
 

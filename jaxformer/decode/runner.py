@@ -12,6 +12,7 @@ from jaxformer.decode.batching import Prompt, prompt_batches
 from jaxformer.decode.compiled import Finish, forward
 from jaxformer.decode.generate import Hypothesis, ModelBundle
 from jaxformer.decode.generate import generate as generate_hypotheses
+from jaxformer.decode.streaming import stream as stream_tokens
 from jaxformer.types import Batch
 
 
@@ -79,3 +80,7 @@ class Runner(ModelBundle):
         Arguments and errors are those of `generate.generate`.
         """
         return generate_hypotheses(self, prompts, options, row_indices, progress)
+
+    def stream(self, prompt: Prompt, options: DecodeConfig) -> Iterator[np.ndarray]:
+        """The new tokens of one prompt, in pieces int32 `[n]`, as they are chosen (see `streaming.stream`)."""
+        return stream_tokens(self, prompt, options)

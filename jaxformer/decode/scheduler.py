@@ -82,8 +82,15 @@ class ActiveBatch:
       context_lengths: int `[rows]`, number of tokens that the model has read of each row's text.
     """
 
-    def __init__(self, run: DecodeRun, prompts: PromptBatch, dispatch: Dispatch, queue: PromptQueue) -> None:
-        """Prefills the prompts and launches the decode loop."""
+    def __init__(
+        self,
+        run: DecodeRun,
+        prompts: PromptBatch,
+        dispatch: Dispatch,
+        queue: PromptQueue,
+        max_steps: int | None = None,
+    ) -> None:
+        """Prefills the prompts and launches the decode loop, with `max_steps` as in `launch`."""
         self.run, self.dispatch = run, dispatch
         self.state = run.prefill(prompts)
         self.lengths = prompts.lengths
@@ -93,7 +100,7 @@ class ActiveBatch:
         self.schedule = run.decoder.schedule_for(self.state.model, self.lengths[1])
         self.capacity, self.used_slots = self.schedule.capacities[0], self.lengths[1]
         self.context_lengths = _prompt_lengths(prompts)
-        self.launch(queue)
+        self.launch(queue, max_steps)
 
     @property
     def has_prompts(self) -> bool:
@@ -118,17 +125,22 @@ class ActiveBatch:
         lengths = zip(queue.next_lengths(self.refill_rows), self.lengths, strict=True)
         return all(new <= current <= new * MAX_PADDING_RATIO for new, current in lengths)
 
-    def launch(self, queue: PromptQueue) -> None:
+    def launch(self, queue: PromptQueue, max_steps: int | None = None) -> None:
         """Launches the decode loop and returns at once.
 
-        The loop stops when enough rows for a refill are free, when all prompts are finished, when the state is full, or
-        when a text is as long as the model's context.
+        The loop stops when enough rows for a refill are free, when all prompts are finished, when the state is full,
+        when a text is as long as the model's context, or after `max_steps`. The results do not depend on `max_steps`.
         """
         self._drop_cache_if_context_is_full()
         rows, free = len(self.prompt_indices), int((self.prompt_indices == FREE_ROW).sum())
         min_finished = min(free + self.refill_rows, rows) if self.accepts(queue) else rows
-        limits = np.int32(min_finished), np.int32(min(self._max_steps(), self._max_cached_steps()))
+        steps = min(self._max_steps(), self._max_cached_steps())
+        limits = np.int32(min_finished), np.int32(steps if max_steps is None else min(steps, max_steps))
         self.state, self.status = self.dispatch(self.run.decoder.decode_steps, self.run.variables, self.state, *limits)
+
+    def hypotheses(self) -> Hypotheses:
+        """Waits for the loop; the outputs of all rows so far, `[rows, n, T]`."""
+        return jax.device_get(self.run.decoder.hypotheses(self.state.search))
 
     def collect_finished(self) -> list[tuple[int, Hypotheses]]:
         """Waits for the loop; input indices of newly finished prompts with their hypotheses, `[n, T]` each.
@@ -138,7 +150,7 @@ class ActiveBatch:
         finished = np.asarray(self.status.finished) & (self.prompt_indices != FREE_ROW)
         results: list[tuple[int, Hypotheses]] = []
         if finished.any():
-            hypotheses = jax.device_get(self.run.decoder.hypotheses(self.state.search))
+            hypotheses = self.hypotheses()
             for row in np.flatnonzero(finished).tolist():
                 results.append((int(self.prompt_indices[row]), Hypotheses(*(x[row] for x in hypotheses))))
             self.prompt_indices[finished] = FREE_ROW

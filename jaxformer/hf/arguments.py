@@ -31,6 +31,7 @@ SEQ2SEQ_ARGUMENTS = (
 )  # fmt: skip
 INTEGER_ARGUMENTS = (
     "input_ids", "decoder_input_ids", "token_type_ids", "position_ids", "start_positions", "end_positions",
+    "next_sentence_label",
 )  # fmt: skip
 """Arguments that hold integers; `labels` may be scores."""
 
@@ -42,6 +43,7 @@ def argument_names(model: ModelConfig, head: str) -> tuple[str, ...]:
         kinds = model.encoder is not None and model.encoder.embed.kinds
         names = ENCODER_ARGUMENTS if kinds else DECODER_ARGUMENTS
     labels = {"qa": ("start_positions", "end_positions"), "model": (), "bare": (), "encoder": ()}
+    labels["pretraining"] = ("labels", "next_sentence_label")
     router = (ROUTER_FLAG,) if returns_router_logits(model, head) else ()
     return (*names, *labels.get(head, ("labels",)), *OUTPUT_FLAGS, *router)
 

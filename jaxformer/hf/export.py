@@ -9,13 +9,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxformer.config import ModelConfig
-from jaxformer.data.tokenizers import write
+from jaxformer import tasks
+from jaxformer.config import Config, ModelConfig
+from jaxformer.data.tokenizers import Tokenizers, write
 from jaxformer.data.vocabularies import LibraryVocabulary
 from jaxformer.errors import ConfigError
 from jaxformer.hf import convert, keys, rewrite, writing
 from jaxformer.hf.comparison import config_differences
-from jaxformer.hf.origin import BODIES, HuggingFaceOrigin, special_token_ids
+from jaxformer.hf.origin import BODIES, PROBLEMS, HuggingFaceOrigin, special_token_ids
 from jaxformer.hf.table import NO_HEAD, Family, Settings, families
 from jaxformer.model import Model
 
@@ -34,6 +35,12 @@ def save_pretrained(
       ConfigError: no family computes what this model does; the message names the differences.
     """
     config, params = model.config.model, model.params
+    if config.series is not None:
+        raise ConfigError(
+            "export: got a model of series, expected one of tokens: the other library's families have no other; use "
+            "the workdir"
+        )
+    _check_objective(model.config)
     if config.head.kind == "pair":
         config = _without_sentence_head(config)
         log.warning(
@@ -110,7 +117,10 @@ def _class_labels(model: Model, head: str) -> dict[str, Any]:
         return {}
     count = model.config.model.head.classes or 0
     names = model.classes or model.config.task.classes or tuple(f"LABEL_{i}" for i in range(count))
-    return {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+    problems = {task: problem for problem, task in PROBLEMS.items() if task != "classification"}
+    problem = problems.get(model.config.task.name) if head == "sequence" else None
+    labels = {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+    return labels if problem is None else {**labels, "problem_type": problem}
 
 
 def _special_tokens(model: Model, origin: HuggingFaceOrigin) -> dict[str, Any]:
@@ -125,12 +135,15 @@ def _save_tokenizer(model: Model, origin: HuggingFaceOrigin, directory: Path) ->
     """Writes tokenizer.json, if one tokenizer serves both sides and the other library has its kind."""
     if model.tokenizers is None:
         return
-    tokenizer = model.tokenizers.target
+    tokenizer, template = model.tokenizers.target, model.tokenizers.chat_template
+    if template is not None:
+        write(directory / Tokenizers.TEMPLATE, template)
     if not model.tokenizers.joint or not isinstance(tokenizer.vocabulary, LibraryVocabulary):
         log.warning("%s: no tokenizer.json, the other library has none of this kind; encode texts here", directory)
         return
     trained_here = origin.family is None
-    is_encoder = model.config.model.decoder is None and origin.head in ("masked_lm", "sequence", "token", "qa")
+    heads = ("masked_lm", "pretraining", "sequence", "token", "qa")
+    is_encoder = model.config.model.decoder is None and origin.head in heads
     tokenizer.export(
         directory / "tokenizer.json",
         closing=trained_here and origin.head == "seq2seq",
@@ -139,7 +152,28 @@ def _save_tokenizer(model: Model, origin: HuggingFaceOrigin, directory: Path) ->
     if trained_here:  # or the other library would take the tokenizer's class from the model's
         names = {f"{role}_token": piece for role, piece in tokenizer.names.items()}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+        settings |= {} if template is None else {"chat_template": template}  # which older versions read
         write(directory / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def _check_objective(config: Config) -> None:
+    """Raises a ConfigError if the other library would read this model's inputs, or its outputs, as something else."""
+    task = config.task
+    if task.name != "none" and tasks.get(task.name).has_prefix:
+        raise ConfigError(
+            f"export: got a model of task {task.name}, expected language_modelling: the other library's decoders "
+            "read a prompt in one direction; train on without a prefix first"
+        )
+    stacks = [stack for stack in (config.model.encoder, config.model.decoder) if stack is not None]
+    if any(stack.layers == 0 for stack in stacks):
+        raise ConfigError(
+            "export: got a model with layers 0, expected at least 1: no family of the other library has none"
+        )
+    if task.relation == "sentence_order":
+        raise ConfigError(
+            "export: got a model of task.relation sentence_order, expected next_sentence or none: the other library's "
+            "second output says whether a text follows another"
+        )
 
 
 def _without_sentence_head(config: ModelConfig) -> ModelConfig:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jaxformer import tasks
 from jaxformer.config import ModelConfig
 from jaxformer.errors import ConfigError
 from jaxformer.hf.arguments import add_config_flags, argument_names, check_arguments, make_batch
@@ -40,6 +41,8 @@ def call(
     if origin.convention.call is not None:
         return origin.convention.call(model, origin, params, dropout_key, inputs)
     config, module, head = model.config.model, model.module, origin.head
+    if model.config.task.name != "none" and tasks.get(model.config.task.name).has_prefix:
+        raise ConfigError("call: got a prefix language model, expected another: no argument says where a prefix ends")
     names = argument_names(config, head)
     arguments = add_config_flags(check_arguments(inputs, names), origin.settings, names)
     classifies_last_token = origin.family is not None and reads_last_token(config, head)

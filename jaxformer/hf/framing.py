@@ -33,6 +33,13 @@ class ImportedFraming:
     origin: HuggingFaceOrigin
 
     @property
+    def chat_length(self) -> int | None:
+        """Most tokens of a conversation and its next reply: the positions that config.json states."""
+        stated = self.origin.settings("max_position_embeddings", None)
+        limits = [limit for limit in (max_positions(self.model.decoder), stated) if limit is not None]
+        return min(limits) if limits else None
+
+    @property
     def pairing(self) -> PairTemplate:
         """The special tokens around two texts, from tokenizer.json or from the family's convention."""
         return pairing(self.tokenizers.source, self.origin.convention)

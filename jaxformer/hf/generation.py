@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxformer import tasks
 from jaxformer.config import DecodeConfig
 from jaxformer.decode.compiled import Vocabulary
 from jaxformer.decode.generate import Hypothesis
@@ -71,7 +72,9 @@ def generate(model: Model, origin: HuggingFaceOrigin, options: Mapping[str, Any]
     elif options.get("decoder_input_ids") is not None:
         raise ConfigError("generate: got decoder_input_ids, expected none: this model has no encoder; use input_ids")
     else:
-        prompts, begin = [{"target": row} for row in rows], ids
+        has_prefix = model.config.task.name != "none" and tasks.get(model.config.task.name).has_prefix
+        prompts = [{"target": row, **({"prefix": len(row)} if has_prefix else {})} for row in rows]
+        begin = ids
     prompt_length = begin.shape[1]
     positions = generation_options.stated_positions(config)
     limits = generation_options.new_token_limits(settings, prompt_length, positions)

@@ -21,7 +21,7 @@ from jaxformer.config import Config, DataConfig, DecodeConfig, ModelConfig, Task
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
 from jaxformer.hf import convert, generation_options, keys, reading
-from jaxformer.hf.origin import TASKS
+from jaxformer.hf.origin import PROBLEMS, TASKS
 from jaxformer.hf.pretrained import HuggingFace
 from jaxformer.hf.reading import Tensor
 from jaxformer.hf.table import Family, Row, Settings, count_classes, family_of, head_of
@@ -51,8 +51,8 @@ def from_pretrained(
     """The model in a Hugging Face directory: config.json and model.safetensors, or its shards.
 
     Args:
-      head: another head on the same body: causal_lm, masked_lm, seq2seq, sequence, token, qa or model. Its parameters
-        are random unless the file has them. None: the head of the file.
+      head: another head on the same body: causal_lm, masked_lm, pretraining, seq2seq, sequence, token, qa or model.
+        Its parameters are random unless the file has them. None: the head of the file.
       classes: number of classes of a classifier. If the file has another number, the decision layer is random.
       vocab: new number of embedding rows; added rows are random.
       dtype: precision of the computation; parameters are float32.
@@ -99,7 +99,9 @@ def from_pretrained(
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
     data = DataConfig(length=min(least_positions(model), MAX_QA_LENGTH if head == "qa" else DataConfig.length))
     decode = DecodeConfig(max_length=MAX_ANSWER_LENGTH) if head == "qa" else DecodeConfig()
-    config = Config(model=model, data=data, task=TaskConfig(name=_task_name(model, head)), decode=decode)
+    relation = "next_sentence" if model.head.relation else "none"
+    task = TaskConfig(name=_task_name(model, head, settings), relation=relation)
+    config = Config(model=model, data=data, task=task, decode=decode)
     origin = HuggingFace(head, family, settings, defaults)
     loaded = Model(module, params, {}, config, tokenizers, classes=names, hf=origin)
     return loaded if vocab is None else resize_vocabulary(loaded, origin, vocab, seed)
@@ -156,10 +158,26 @@ def _check_counts(model: ModelConfig, settings: Settings, tensors: int) -> None:
             raise ConfigError(f"{settings.path}: got {groups} key heads, expected a divisor of the {heads} heads")
 
 
-def _task_name(model: ModelConfig, head: str) -> str:
-    """Name of the task that trains such a model: none is a regression, and only translation has two stacks."""
-    has_both = model.is_seq2seq
-    return "none" if model.head.classes == 1 or (has_both and head != "seq2seq") else TASKS.get(head, "none")
+def _task_name(model: ModelConfig, head: str, settings: Settings) -> str:
+    """Name of the task that trains such a model; "none" for several numbers, and for classifiers with two stacks.
+
+    Raises:
+      ConfigError: `problem_type` is unknown.
+    """
+    if model.is_seq2seq and head != "seq2seq":
+        return "none"
+    if head != "sequence":
+        return "none" if model.head.classes == 1 else TASKS.get(head, "none")
+    problem = settings("problem_type", None)
+    if problem is None:
+        problem = "regression" if model.head.classes == 1 else "single_label_classification"
+    if problem not in PROBLEMS:
+        expected = f"expected one of {', '.join(PROBLEMS)} or null"
+        raise ConfigError(f"{settings.path}: got problem_type {problem!a}, {expected}; mend the file")
+    is_number = model.head.classes == 1
+    if problem == "multi_label_classification":
+        return PROBLEMS[problem]
+    return PROBLEMS[problem] if is_number == (problem == "regression") else "none"
 
 
 def read_params(

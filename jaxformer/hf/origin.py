@@ -13,6 +13,7 @@ from jaxformer.hf.table import CallConvention, Family, Settings
 TASKS = {
     "causal_lm": "language_modelling",
     "masked_lm": "masked_lm",
+    "pretraining": "masked_lm",
     "seq2seq": "translation",
     "sequence": "classification",
     "token": "tagging",
@@ -20,7 +21,24 @@ TASKS = {
 }
 """Head -> the task that trains it here. The others are called here, and not trained."""
 
-TRAINED_AS = {"summarisation": "translation", "text_to_text": "translation"}
+PROBLEMS = {
+    "single_label_classification": "classification",
+    "multi_label_classification": "multi_label",
+    "regression": "regression",
+}
+"""`problem_type` of a classifier of texts -> the task that trains it here."""
+
+TRAINED_AS = {
+    "summarisation": "translation",
+    "span_corruption": "translation",
+    "multi_label": "classification",
+    "regression": "classification",
+    "denoising": "translation",
+    "text_to_text": "translation",
+    "prefix_lm": "language_modelling",
+    "dialogue": "language_modelling",
+    "permutation_lm": "language_modelling",
+}
 """Task -> the one of `TASKS` whose head it trains; they differ in what is measured."""
 
 BODIES = ("encoder", "bare", "model")
@@ -32,7 +50,7 @@ class HuggingFaceOrigin:
     """A model in the other library's terms, as its files say or as they would for a model that was trained here.
 
     Attributes:
-      head: name of the head: causal_lm, masked_lm, seq2seq, sequence, token, qa, model, bare, encoder.
+      head: name of the head: causal_lm, masked_lm, pretraining, seq2seq, sequence, token, qa, model, bare, encoder.
       family: the architecture's table; None: the model was trained here.
       settings: its config.json.
       defaults: options of `generate`, from generation_config.json, or from config.json where there is no such file.
@@ -54,8 +72,10 @@ class HuggingFaceOrigin:
         return self.head if self.family is None else self.family.heads[self.head]
 
 
-def special_token_ids(config: Config, tokenizers: Tokenizers) -> dict[str, int | None]:
-    """Special tokens of a model that was trained here, under their names in a config.json."""
+def special_token_ids(config: Config, tokenizers: Tokenizers | None) -> dict[str, int | None]:
+    """Special tokens of a model that was trained here, under their names in a config.json; none without tokenizers."""
+    if tokenizers is None:
+        return {}
     target = tokenizers.target
     ids = {"pad_token_id": target.pad, "eos_token_id": target.eos, "bos_token_id": target.bos}
     if config.model.is_seq2seq:
@@ -68,7 +88,9 @@ def head_of_model(config: Config) -> str:
     model = config.model
     if model.head.kind == "tokens":
         if not model.has_decoder:
-            return "masked_lm"
+            if model.permutation is not None:
+                return "causal_lm"
+            return "pretraining" if model.head.relation else "masked_lm"
         return "seq2seq" if model.has_encoder else "causal_lm"
     slots = "qa" if config.task.name == "answering" else "token"
     return {"classes": "sequence", "slots": slots}.get(model.head.kind, "model")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.hf.arguments import IGNORED_LABEL, OUTPUT_FLAGS, ROUTER_FLAG, check_ids
 from jaxformer.hf.origin import BODIES
 from jaxformer.hf.table import Settings
-from jaxformer.types import Array, PyTree
+from jaxformer.types import Array, PyTree, RelationLogits
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -43,8 +43,15 @@ def mean_cross_entropy(logits: Array, labels: Array) -> Array:
     return jnp.sum(jnp.where(counts, losses, 0.0)) / jnp.sum(counts)
 
 
-def compute_loss(head: str, settings: Settings, logits: Array, inputs: Mapping[str, Any]) -> Array | None:
+def compute_loss(
+    head: str, settings: Settings, logits: Array | RelationLogits, inputs: Mapping[str, Any]
+) -> Array | None:
     """The loss that the other library computes for this head; None without labels."""
+    if isinstance(logits, RelationLogits):
+        if not {"labels", "next_sentence_label"} <= set(inputs):
+            return None
+        tokens, following = jnp.asarray(inputs["labels"]), jnp.asarray(inputs["next_sentence_label"]).reshape(-1)
+        return mean_cross_entropy(cast(Array, logits.tokens), tokens) + mean_cross_entropy(logits.relation, following)
     if head == "qa":
         if not {"start_positions", "end_positions"} <= set(inputs):
             return None
@@ -81,7 +88,12 @@ def sequence_loss(settings: Settings, logits: Array, labels: Array) -> Array:
 
 
 def named_outputs(
-    head: str, model: ModelConfig, logits: Array, loss: Array | None, sown: PyTree, inputs: Mapping[str, Any]
+    head: str,
+    model: ModelConfig,
+    logits: Array | RelationLogits,
+    loss: Array | None,
+    sown: PyTree,
+    inputs: Mapping[str, Any],
 ) -> Outputs:
     """The outputs that the other library returns for this head.
 
@@ -94,7 +106,9 @@ def named_outputs(
     if loss is not None:
         outputs["loss"] = loss
     side = "encoder" if model.decoder is None else "decoder"
-    if head == "qa":
+    if isinstance(logits, RelationLogits):
+        outputs |= {"prediction_logits": logits.tokens, "seq_relationship_logits": logits.relation}
+    elif head == "qa":
         outputs |= {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
     elif head in BODIES:
         outputs["last_hidden_state"] = sown[side]["output"][0].astype(jnp.float32)

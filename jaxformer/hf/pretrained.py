@@ -15,6 +15,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.hf import export, forward, generation, generation_options
 from jaxformer.hf.framing import ImportedFraming
 from jaxformer.hf.origin import TASKS, HuggingFaceOrigin
+from jaxformer.hf.peft import writing
 from jaxformer.model import Model
 from jaxformer.tasks import Predictor
 from jaxformer.types import Array, PyTree
@@ -30,10 +31,10 @@ class HuggingFace(HuggingFaceOrigin):
     def predictor(self, model: Model, config: Config) -> Predictor:
         """The model, ready for text; an imported one frames text as its directory does."""
         tokenizers, variables = model.tokenizers, model.inference_variables()
+        if self.family is None and (tokenizers is not None or not config.model.reads_tokens):
+            return framing.run_predictor(config, model.module, variables, tokenizers)
         if tokenizers is None:
             raise ConfigError("model: got no tokenizers, expected some to read text; give token ids")
-        if self.family is None:
-            return framing.run_predictor(config, model.module, variables, tokenizers)
         if config.task.name == "none":  # such a model is not trained here, and answers or classifies all the same
             config = dataclasses.replace(
                 config, task=dataclasses.replace(config.task, name=TASKS.get(self.head, "none"))
@@ -50,6 +51,8 @@ class HuggingFace(HuggingFaceOrigin):
 
     def call(self, model: Model, params: PyTree, dropout_key: Array | None, inputs: Mapping[str, Any]) -> Any:
         """The named outputs of a forward pass."""
+        if model.config.model.series is not None:
+            raise ConfigError("call: got names of token inputs, expected a batch: this model reads a series")
         return forward.call(model, self, params, dropout_key, inputs)
 
     def generate(self, model: Model, options: Mapping[str, Any]) -> Any:
@@ -59,3 +62,9 @@ class HuggingFace(HuggingFaceOrigin):
     def save_pretrained(self, model: Model, directory: str | os.PathLike[str], family: str | None, dtype: Any) -> None:
         """Writes a directory that the other library loads."""
         export.save_pretrained(model, self, directory, family, dtype)
+
+    def save_adapter(
+        self, model: Model, directory: str | os.PathLike[str], base: str | os.PathLike[str] | None
+    ) -> None:
+        """Writes the adapters as a directory of the peft package."""
+        writing.save_adapter(model, self, directory, base)

@@ -114,7 +114,7 @@ def open_tensors(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
     path = _checked_directory(directory)
     # lexists: a dangling link, left by a pruned download cache, is then reported as a missing file
     if os.path.lexists(path / WEIGHTS_FILE):
-        return _open_file(path / WEIGHTS_FILE)
+        return open_file(path / WEIGHTS_FILE)
     if os.path.lexists(path / INDEX_FILE):
         return _open_shards(path)
     for name in PICKLE_FILES:
@@ -124,6 +124,22 @@ def open_tensors(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
                 "load it once in the library it comes from and save_pretrained(directory, safe_serialization=True)"
             )
     raise ConfigError(f"{path}: got neither {WEIGHTS_FILE} nor {INDEX_FILE}, expected one; name a checkpoint directory")
+
+
+def open_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, in the order of their data. They keep the memory map open.
+
+    Raises:
+      ConfigError: the file is missing or damaged.
+    """
+    with _open_regular(path) as (file, size):
+        header, begin = _read_header(file, size, path)
+        try:
+            content = np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
+        except ValueError as error:  # the file was truncated since its size was read
+            raise ConfigError(f"{path}: got {error}, expected {size} bytes; open it when it is written") from error
+    tensors = [_tensor(path, name, entry, content[begin:]) for name, entry in header.items()]
+    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.content.ctypes.data)}
 
 
 def is_unicode(text: str) -> bool:
@@ -155,7 +171,7 @@ def _open_shards(directory: Path) -> dict[str, Tensor]:
         _check_shard_name(index, name, shard)
     tensors: dict[str, Tensor] = {}
     for shard in dict.fromkeys(shards.values()):
-        for name, tensor in _open_file(directory / shard).items():
+        for name, tensor in open_file(directory / shard).items():
             if name not in shards:
                 raise ConfigError(
                     f"{index}: got no file for tensor {quote(name)} of {shard}, expected one; save the checkpoint again"
@@ -185,18 +201,6 @@ def _check_shard_name(index: Path, name: str, shard: Any) -> None:
 
 
 # --- one file ---------------------------------------------------------------------------------------------------------
-
-
-def _open_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, in the order of their data. They keep the memory map open."""
-    with _open_regular(path) as (file, size):
-        header, begin = _read_header(file, size, path)
-        try:
-            content = np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
-        except ValueError as error:  # the file was truncated since its size was read
-            raise ConfigError(f"{path}: got {error}, expected {size} bytes; open it when it is written") from error
-    tensors = [_tensor(path, name, entry, content[begin:]) for name, entry in header.items()]
-    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.content.ctypes.data)}
 
 
 def _read_header(file: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any], int]:

@@ -102,8 +102,9 @@ class Family:
 
     Attributes:
       model_types: values of `model_type` that this family reads; an export writes the first.
-      heads: head -> class name in `architectures`. Heads are causal_lm, masked_lm, seq2seq, sequence, token, qa, model
-        (the body), and bare (a body without BERT's pooler) or encoder (T5's encoder alone).
+      heads: head -> class name in `architectures`. Heads are causal_lm, masked_lm, pretraining (BERT's two outputs),
+        seq2seq, sequence, token, qa, model (the body), and bare (a body without BERT's pooler) or encoder (T5's encoder
+        alone).
       read_config: `(settings, head) -> ModelConfig`.
       write_config: `(model, head) -> config.json`, without the keys that all families share. It raises ConfigError if
         the family cannot express the model.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers as fast
 from tokenizers import implementations
 
+from jaxformer.data import chat
 from jaxformer.data.tokenizer_files import read_file, unreadable
-from jaxformer.data.tokenizers import PairTemplate, Tokenizer, Tokenizers
+from jaxformer.data.tokenizers import ROLES, PairTemplate, Tokenizer, Tokenizers
 from jaxformer.data.vocabularies import MAX_IDS, LibraryVocabulary, SentencePieceVocabulary, is_library_error
 from jaxformer.errors import ConfigError
 from jaxformer.hf import reading
@@ -85,7 +86,36 @@ def open_tokenizers(directory: Path, settings: Settings) -> Tokenizers | None:
     if settings("is_encoder_decoder", False):
         special["bos"] = settings("decoder_start_token_id", None)
     source = tokenizers.source.with_special_tokens(**special)
-    return Tokenizers(source, source if tokenizers.joint else tokenizers.target.with_special_tokens(**special))
+    target = source if tokenizers.joint else tokenizers.target.with_special_tokens(**special)
+    return Tokenizers(source, target, _chat_template(directory, target))
+
+
+def _chat_template(directory: Path, tokenizer: Tokenizer) -> str | None:
+    """The chat template of chat_template.jinja or tokenizer_config.json; of several the one called default.
+
+    Special tokens that tokenizer_config.json names otherwise than the tokenizer are set in its first lines.
+    """
+    settings: Mapping[str, Any] = {}
+    if (directory / "tokenizer_config.json").exists():
+        settings = reading.read_config(directory, "tokenizer_config.json")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default", next(iter(named.values()), None))
+    if (directory / Tokenizers.TEMPLATE).exists():
+        template = read_file(directory / Tokenizers.TEMPLATE).decode("utf-8", "replace")
+    if not isinstance(template, str):
+        return None
+    tokens = chat.template_tokens(tokenizer)
+    for role in ROLES:
+        name = f"{role}_token"
+        if name not in settings:
+            continue
+        value = settings[name].get("content") if isinstance(settings[name], dict) else settings[name]
+        value = value if isinstance(value, str) else ""
+        if value != tokens.get(name, ""):
+            template = f"{{% set {name} = {json.dumps(value, ensure_ascii=False)} %}}\n{template}"
+    return template
 
 
 def _open_any(directory: Path, settings: Settings) -> Tokenizers | None:

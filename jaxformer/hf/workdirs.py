@@ -17,10 +17,13 @@ from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
 from jaxformer.hf import convert, generation_options, keys, loading, reading
 from jaxformer.hf.origin import BODIES, TASKS, TRAINED_AS, head_of_model, special_token_ids
+from jaxformer.hf.peft import reading as peft
+from jaxformer.hf.peft.sites import CONFIG_FILE as ADAPTER_FILE
 from jaxformer.hf.pretrained import HuggingFace
 from jaxformer.hf.table import Family, Settings, family_of
 from jaxformer.hf.tokenizer import open_tokenizers
 from jaxformer.model import Model
+from jaxformer.models import adapters
 from jaxformer.runtime import files
 from jaxformer.train import warm_start
 from jaxformer.types import PyTree, TrainState
@@ -29,8 +32,14 @@ SETTINGS_FILE = "huggingface.json"
 """File of an imported workdir that keeps the config.json and generation_config.json of the source."""
 
 
-def import_checkpoint(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> Model:
+def import_checkpoint(
+    source: str | os.PathLike[str], workdir: str | os.PathLike[str], base: str | os.PathLike[str] | None = None
+) -> Model:
     """Writes a Hugging Face directory as a workdir, for `jaxformer.load` and `config.init.directory`.
+
+    Args:
+      source: directory of a model, or of an adapter of the peft package.
+      base: directory of an adapter's base model; None: the one that its files name.
 
     Raises:
       ConfigError: the directory cannot be read, or `workdir` is not empty.
@@ -38,7 +47,7 @@ def import_checkpoint(source: str | os.PathLike[str], workdir: str | os.PathLike
     workdir = Path(workdir).absolute()
     if workdir.exists() and any(workdir.iterdir()):
         raise ConfigError(f"--workdir: got {workdir}, which is not empty, expected a new folder; choose another")
-    model = loading.from_pretrained(source)
+    model = peft.from_pretrained(source, base=base)
     origin = model.hf
     if not isinstance(origin, HuggingFace):
         raise ConfigError(f"{source}: got a model without an origin, expected one of a directory; load it again")
@@ -70,7 +79,7 @@ def load(path: str | os.PathLike[str], which: str = "") -> Model:
     return Model.of_run(run, origin_of_run(run.config, run.tokenizers, Path(path)))
 
 
-def origin_of_run(config: Config, tokenizers: Tokenizers, path: Path) -> HuggingFace:
+def origin_of_run(config: Config, tokenizers: Tokenizers | None, path: Path) -> HuggingFace:
     """The origin of an imported run, from its workdir; for a run that was trained here, from its config."""
     workdir = checkpoint.find_run(path.absolute())[0]
     if (workdir / SETTINGS_FILE).exists():
@@ -96,10 +105,22 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def export_checkpoint(
-    workdir: str | os.PathLike[str], target: str | os.PathLike[str], family: str | None = None
+    workdir: str | os.PathLike[str], target: str | os.PathLike[str], family: str | None = None, adapter: bool = False
 ) -> None:
-    """Writes the model of a run as a Hugging Face directory. See `Pretrained.save_pretrained`."""
-    load(workdir).save_pretrained(target, family)
+    """Writes the model of a run as a Hugging Face directory. See `Model.save_pretrained`.
+
+    Args:
+      adapter: write the adapters alone, on the model that the run started from; see `Model.save_adapter`.
+    """
+    model = load(workdir)
+    if not adapter:
+        model.save_pretrained(target, family)
+    elif family is not None:
+        raise ConfigError(
+            f"--family: got {family!a} with --adapter, expected none: adapters fit the family of their base"
+        )
+    else:
+        model.save_adapter(target, model.config.init.directory or None)
 
 
 def is_hf_directory(directory: str | os.PathLike[str]) -> bool:
@@ -119,6 +140,8 @@ def _open_source(config: Config) -> tuple[Path, Settings, Family, str]:
     settings = keys.with_defaults(family, settings)
     name = TRAINED_AS.get(config.task.name, config.task.name)
     heads = [head for head, task in TASKS.items() if task == name] or BODIES
+    if name == "masked_lm":
+        heads = ["masked_lm" if config.task.relation == "none" else "pretraining"]
     head = next((head for head in heads if head in family.heads), None)
     if head is None:
         raise ConfigError(
@@ -130,6 +153,11 @@ def _open_source(config: Config) -> tuple[Path, Settings, Family, str]:
 
 def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     """The model config of the directory, with the family's head for `config.task`, and its tokenizers."""
+    if peft.is_adapter_directory(config.init.directory):
+        raise ConfigError(
+            f"config.init.directory: got {config.init.directory}, which holds an adapter ({ADAPTER_FILE}), expected a "
+            "model; import it with its base first: jaxformer import --source=DIR --base=DIR --workdir=DIR"
+        )
     if not is_hf_directory(config.init.directory):
         return warm_start.RUN_FORMAT.read_model(config)
     directory, settings, family, head = _open_source(config)
@@ -149,7 +177,9 @@ def _params(config: Config, params: PyTree) -> PyTree:
         return warm_start.RUN_FORMAT.read_params(config, params)
     directory, settings, family, head = _open_source(config)
     keep = config.init.head and head not in BODIES
-    return loading.read_params(directory, settings, family, config.model, head, params, keep)
+    plain = dataclasses.replace(config.model, adapter=None)
+    base = loading.read_params(directory, settings, family, plain, head, adapters.without(params), keep)
+    return adapters.with_base(params, base)
 
 
 ORIGIN = warm_start.InitFormat(_model, _params)

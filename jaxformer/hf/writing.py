@@ -32,6 +32,8 @@ def write_checkpoint(
     tensors: Mapping[str, Callable[[], np.ndarray] | np.ndarray],
     metadata: Mapping[str, str] = {"format": "pt"},
     shard_bytes: int = MAX_SHARD_BYTES,
+    config_file: str = CONFIG_FILE,
+    weights_file: str = WEIGHTS_FILE,
 ) -> None:
     """Writes a checkpoint directory, completely or not at all.
 
@@ -40,6 +42,8 @@ def write_checkpoint(
 
     Args:
       shard_bytes: maximum size of a shard. A larger tensor has a shard of its own.
+      config_file: name of the file with the config.
+      weights_file: name of the file with the tensors where there are no shards.
 
     Raises:
       ConfigError: the directory is not empty, or a name, an element type or the config cannot be written.
@@ -55,8 +59,8 @@ def write_checkpoint(
     try:
         # mkdtemp's directory is closed to other users; the checkpoint has the mode of any new directory
         (target := work / "target").mkdir()
-        (target / CONFIG_FILE).write_text(text, encoding="utf-8")
-        _write_shards(target, tensors, dict(metadata), shard_bytes)
+        (target / config_file).write_text(text, encoding="utf-8")
+        _write_shards(target, tensors, dict(metadata), shard_bytes, weights_file)
         os.rename(target, path)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process has written it meanwhile
@@ -82,6 +86,7 @@ def _write_shards(
     tensors: Mapping[str, Callable[[], np.ndarray] | np.ndarray],
     metadata: dict[str, str],
     shard_bytes: int,
+    weights_file: str,
 ) -> None:
     """Writes the files in the order of `tensors`, and an index if there are several."""
     shard: dict[str, np.ndarray] = {}
@@ -104,7 +109,7 @@ def _write_shards(
         del array  # else the last array of a shard outlives it
     flush()
     if len(shards) == 1:
-        os.rename(target / "0", target / WEIGHTS_FILE)
+        os.rename(target / "0", target / weights_file)
         return
     files: dict[str, str] = {}
     for i, names in enumerate(shards):
@@ -134,7 +139,7 @@ def _writable(name: str, value: np.ndarray) -> np.ndarray:
 def _write_file(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
     try:
         save_file(tensors, path, metadata)
-        shutil.copymode(path.with_name(CONFIG_FILE), path)  # the package's files are closed to other users
+        shutil.copymode(next(path.parent.glob("*config.json")), path)  # the package's files are closed to other users
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error

@@ -13,7 +13,7 @@ from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Embed
 from jaxformer.nn.recurrent import Decoder, Encoder, EncoderOutput, Memory, RecurrentState, source_summary
 from jaxformer.registry import nearest
-from jaxformer.types import Array, Batch, DeferredLogits, Slots, Stream
+from jaxformer.types import Array, Batch, DeferredLogits, RelationLogits, Slots, Stream
 
 ATTENTION = ("none", "additive", "dot")
 
@@ -96,7 +96,9 @@ class Recurrent(nn.Module):
         if last is not None:
             self.head = Head(config.head, last.width, last.embed.vocab)
 
-    def __call__(self, batch: Batch, full_logits: bool = True) -> Float32[Array, "B ..."] | DeferredLogits:
+    def __call__(
+        self, batch: Batch, full_logits: bool = True
+    ) -> Float32[Array, "B ..."] | DeferredLogits | RelationLogits:
         """Logits: `[B, T, V]` (T of the target if there is a decoder), or `[B, C]` for a classifier.
 
         Without `full_logits` the head may return `DeferredLogits`, for losses and measures.

@@ -10,8 +10,9 @@ from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.nn.cache import TransformerState
 from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Embed
+from jaxformer.nn.series import SeriesInput, Statistics
 from jaxformer.nn.stack import Stack, unrolls_decoding, unstack
-from jaxformer.types import Array, Batch, DeferredLogits, PyTree, Slots, Stream
+from jaxformer.types import Array, Batch, DeferredLogits, PyTree, RelationLogits, Slots, Stream
 
 
 class Transformer(nn.Module):
@@ -27,37 +28,76 @@ class Transformer(nn.Module):
         config = self.config
         dtype = jnp.dtype(config.dtype)
         encoder, decoder = config.encoder, config.decoder
+        if config.series is not None:
+            self.series = SeriesInput(config.series)
         if encoder is not None:
-            self.source_embed = Embed(encoder.embed, encoder.width, dtype)
+            self.source_embed = self.make_source_embed(encoder, dtype)
             self.encoder = Stack(encoder, causal=bool(encoder.causal))
         if decoder is not None:
             if encoder is None or not config.share_embeddings:
                 self.target_embed = Embed(decoder.embed, decoder.width, dtype)
             self.decoder = Stack(decoder, causal=decoder.causal is not False)
         last = last_stack(config)
-        self.head = Head(config.head, last.width, last.embed.vocab)
+        outputs = None if config.head.horizon is None else config.head.horizon * self.channels_per_row()
+        self.head = Head(config.head, last.width, last.embed.vocab, outputs)
 
-    def __call__(self, batch: Batch, full_logits: bool = True) -> Float32[Array, "B ..."] | DeferredLogits:
+    @nn.nowrap
+    def channels_per_row(self) -> int:
+        """Channels of a series that one row holds."""
+        series = self.config.series
+        return 1 if series is None or series.independent else series.channels or 1
+
+    @nn.nowrap
+    def make_source_embed(self, encoder: StackConfig, dtype: jnp.dtype) -> Embed:
+        """Embedding of the source. Models that share its table with another part make it differently."""
+        series = self.config.series
+        values = None if series is None else series.patch * self.channels_per_row()
+        return Embed(encoder.embed, encoder.width, dtype, values)
+
+    def __call__(
+        self, batch: Batch, full_logits: bool = True
+    ) -> Float32[Array, "B ..."] | DeferredLogits | RelationLogits:
         """Logits: `[B, T, V]` (T of the target if there is a decoder), or `[B, C]` for a classifier.
 
-        Without `full_logits` the head may return `DeferredLogits`, for losses and measures.
+        A forecast is `[B, H, C]`, in the scale of the series.
+        With `config.head.relation`, `RelationLogits`. Without `full_logits` the head may return `DeferredLogits`, for
+        losses and measures.
         """
+        batch, statistics = self.read(batch)
         slots = batch.side("source" if self.config.decoder is None else "target").slots
-        return self.head(self.hidden(batch), slots, self.output_embed(), full_logits)
+        y = self.head(self.last_hidden(batch), slots, self.output_embed(), full_logits)
+        if not isinstance(y, Array) or statistics is None or self.config.head.kind != "forecast":
+            return y
+        return self.series.restore(y, statistics)
 
     def hidden(self, batch: Batch) -> Float[Array, "B T D"]:
         """Hidden states of the last stack, the input of the head."""
-        if self.config.decoder is None:
-            return self.encode(batch.side("source"))
-        target, memory, memory_slots = batch.side("target"), None, None
-        if self.config.encoder is not None:
-            source = batch.side("source")
-            memory, memory_slots = self.encode(source), source.slots
-        x = self.input_embed()(target)
-        return self.decoder(x, target.slots, memory, memory_slots, token_type=target.token_type)[0]
+        return self.last_hidden(self.read(batch)[0])
 
     def encode(self, source: Stream) -> Float[Array, "B S D"]:
         """Output of the encoder."""
+        return self.encode_slots(source if self.config.series is None else self.series.read(source)[0])
+
+    def read(self, batch: Batch) -> tuple[Batch, Statistics | None]:
+        """The batch with its source in the slots of the encoder: patches of a series, tokens as they are."""
+        if self.config.series is None:
+            return batch, None
+        source, statistics = self.series.read(batch.side("source"))
+        return batch._replace(source=source), statistics
+
+    def last_hidden(self, batch: Batch) -> Float[Array, "B T D"]:
+        """`hidden` of a batch that is in the slots of the encoder."""
+        if self.config.decoder is None:
+            return self.encode_slots(batch.side("source"))
+        target, memory, memory_slots = batch.side("target"), None, None
+        if self.config.encoder is not None:
+            source = batch.side("source")
+            memory, memory_slots = self.encode_slots(source), source.slots
+        x = self.input_embed()(target)
+        return self.decoder(x, target.slots, memory, memory_slots, token_type=target.token_type)[0]
+
+    def encode_slots(self, source: Stream) -> Float[Array, "B S D"]:
+        """Output of the encoder for a stream that is in its slots."""
         return self.encoder(self.source_embed(source), source.slots, token_type=source.token_type)[0]
 
     def input_embed(self) -> Embed:
@@ -97,8 +137,8 @@ class Transformer(nn.Module):
             raise ValueError(f"start: got length {length}, expected room for the prompt's {prompt_length} slots")
         memory, memory_slots = None, None
         if self.config.encoder is not None:
-            source = batch.side("source")
-            memory, memory_slots = self.decoder.project_memory(self.encode(source)), source.slots
+            source = self.read(batch)[0].side("source")
+            memory, memory_slots = self.decoder.project_memory(self.encode_slots(source)), source.slots
         padding = ((0, 0), (0, length - prompt_length))
         last = last_slot(target.slots)[:, None]
         state = TransformerState(

@@ -8,7 +8,9 @@ starts from one learned vector and uses the same layers, with keys and values fr
     h' = layer(q = h, kv = [memory; h], each token sees itself and its predecessors)
     g' = layer(q = g, kv = [memory; h], each token sees its predecessors only)
 
-Fine-tuning uses the model as an ordinary encoder, without a call to `streams`.
+A batch with a `permutation` gives the logits of its targets from the query stream; in training its rows read the
+memories of the batch before (Transformer-XL's recurrence, Dai et al. 2019, section 3.2). Fine-tuning uses the model as
+an ordinary encoder, without either.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.struct
 import jax
@@ -27,7 +29,7 @@ from jaxtyping import Bool, Float, Float32, Int, Num
 from jaxformer.config import EncodingConfig, PermutationConfig, StackConfig
 from jaxformer.errors import ConfigError
 from jaxformer.models.transformer import Transformer, last_stack
-from jaxformer.nn import encodings
+from jaxformer.nn import encodings, remat
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.encodings.transformer_xl import TokenTypes
 from jaxformer.nn.ffn import FeedForward
@@ -36,7 +38,7 @@ from jaxformer.nn.kernels import Keys, Queries
 from jaxformer.nn.layers import Dropout, Norm, parameter
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.nn.stack import unroll
-from jaxformer.types import Array, Batch, PyTree, Slots, Stream
+from jaxformer.types import MEMORY, Array, Batch, DeferredLogits, PyTree, RelationLogits, Slots, Stream
 
 
 class Streams(NamedTuple):
@@ -170,12 +172,36 @@ class XLNet(Transformer):
         check(config)
         self.mask_embed = parameter(self, "mask_embed", nn.initializers.normal(0.02), (None,), (config.width,))
 
+    def __call__(
+        self, batch: Batch, full_logits: bool = True
+    ) -> Float32[Array, "B ..."] | DeferredLogits | RelationLogits:
+        """Logits `[B, M, V]` of the targets of `batch.permutation`; without one, those of the ordinary encoder.
+
+        If `batch.continues` is given and the collection `MEMORY` has memories, rows that continue a text read theirs.
+        Where the collection is mutable, it then holds the memories for the next batch.
+        """
+        if batch.permutation is None:
+            return super().__call__(batch, full_logits)
+        source, (order, targets) = batch.side("source"), batch.permutation
+        memory, visible_memory = None, None
+        if batch.continues is not None and self.has_variable(MEMORY, "states"):
+            memory = jnp.moveaxis(cast(Array, self.get_variable(MEMORY, "states")), 1, 0)
+            count = jnp.where(batch.continues, cast(Array, self.get_variable(MEMORY, "count")), 0)
+            visible_memory = jnp.arange(memory.shape[2]) >= memory.shape[2] - count[:, None]
+        one_hot = jax.nn.one_hot(targets, order.shape[1])  # of -1 it is zero: no slot
+        streams = self.streams(source, hidden_by_order(order), one_hot, memory, visible_memory)
+        if memory is not None and self.is_mutable_collection(MEMORY):
+            self.put_variable(MEMORY, "states", jnp.moveaxis(streams.memory, 0, 1))
+            self.put_variable(MEMORY, "count", jnp.minimum(count + order.shape[1], memory.shape[2]))
+        return self.head(streams.output, source.slots, self.output_embed(), full_logits)
+
     def streams(
         self,
         source: Stream,
         hidden: Bool[Array, "B T T"] | None = None,
         targets: Num[Array, "B M T"] | None = None,
         memory: Float[Array, "L B S D"] | None = None,
+        visible_memory: Bool[Array, "B S"] | None = None,
     ) -> Streams:
         """Hidden states of both streams for `source` `[B, T]`.
 
@@ -186,14 +212,17 @@ class XLNet(Transformer):
             query stream a row that sees nothing attends to all slots equally, itself included, as in the published
             code: if the first slot of a permutation is a target, make some slot visible to it.
           targets: the M slots of the query stream, one-hot; None for no query stream.
-          memory: `Streams.memory` of the preceding text, all of it visible.
+          memory: `Streams.memory` of the preceding text.
+          visible_memory: True for its slots that are visible; None: all of them.
         """
         config = last_stack(self.config)
         x, g = self.encoder.embed_dropout(self.source_embed(source)), None
         if targets is not None:
             g = jnp.broadcast_to(self.mask_embed.astype(x.dtype), (*targets.shape[:2], config.width))
             g = self.encoder.embed_dropout(g)
-        masks = stream_masks(config, source, hidden, targets, 0 if memory is None else memory.shape[2])
+        if memory is not None and visible_memory is None:
+            visible_memory = jnp.ones(memory.shape[1:3], bool)
+        masks = stream_masks(config, source, hidden, targets, visible_memory)
         layer = TwoStreamLayer(config, parent=None)
         keys = jax.random.split(self.make_rng("dropout"), config.layers) if self.has_rng("dropout") else None
 
@@ -203,8 +232,10 @@ class XLNet(Transformer):
             outputs: Any = layer.apply({"params": weights}, *states, memory, masks, rngs=rngs)
             return outputs, outputs
 
-        weights = self.encoder.blocks.variables["params"]
-        _, outputs = jax.lax.scan(apply_layer, (x, g), (weights, memory, keys), unroll=unroll(config))
+        weights, step = self.encoder.blocks.variables["params"], apply_layer
+        if config.remat != "none":
+            step = jax.checkpoint(apply_layer, policy=remat.policy(config), prevent_cse=unroll(config) > 1)
+        _, outputs = jax.lax.scan(step, (x, g), (weights, memory, keys), unroll=unroll(config))
         content, query = jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest]), (x, g), outputs)
         return Streams(content, query, next_memory(self.config.permutation, content[:-1], memory))
 
@@ -261,15 +292,28 @@ class XLNet(Transformer):
         return self.logits(streams, slots)[:, 0]
 
 
+def hidden_by_order(order: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
+    """True where row t must not see column s under the order of a `Permutation`.
+
+    A slot of number n > 0 is visible to slots of higher numbers only; slots of number 0 are visible to all. That the
+    slots that are not predicted see each other, whichever came first, is the published code's rule (`_local_perm`).
+    """
+    query, key = order[:, :, None], order[:, None, :]
+    return (key > 0) & (query <= key)
+
+
 def stream_masks(
     config: StackConfig,
     source: Stream,
     hidden: Bool[Array, "B T T"] | None,
     targets: Num[Array, "B M T"] | None,
-    memory_length: int,
+    visible_memory: Bool[Array, "B S"] | None,
 ) -> StreamMasks:
-    """Masks and token types of `source` `[B, T]` after `memory_length` slots of memory, which all slots see."""
+    """Masks and token types of `source` `[B, T]` after S slots of memory, which all slots see where it is visible."""
     slots, (rows, length) = source.slots, source.tokens.shape[:2]
+    if visible_memory is None:
+        visible_memory = jnp.zeros((rows, 0), bool)
+    memory_length = visible_memory.shape[1]
     query, key = slots.segment[:, :, None], slots.segment[:, None, :]
     ones = jnp.ones_like(slots.segment)
     same_segment = Slots(slots.position, ones)
@@ -281,12 +325,13 @@ def stream_masks(
     def prepend(ids: Array, memory: Array | int) -> Array:
         return jnp.concatenate([jnp.broadcast_to(memory, (rows, memory_length)), ids], axis=1)
 
-    keys = Slots(prepend(slots.position, jnp.arange(-memory_length, 0)), prepend(ones, 1))
+    segment = prepend(ones, visible_memory.astype(ones.dtype))
+    keys = Slots(prepend(slots.position, jnp.arange(-memory_length, 0)), segment)
 
     def mask(unseen: Array) -> Mask:
         return Mask(same_segment, keys, hidden_pairs=jnp.pad(unseen, ((0, 0), (0, 0), (memory_length, 0))))
 
-    blind = jnp.all(unseen, axis=-1) & (memory_length == 0)
+    blind = jnp.all(unseen, axis=-1) & ~jnp.any(visible_memory, axis=-1, keepdims=True)
     token_types = None if source.token_type is None else TokenTypes(source.token_type, prepend(source.token_type, 0))
     content, query = mask(unseen & ~jnp.eye(length, dtype=bool)), mask(unseen & ~blind[:, :, None])
     return StreamMasks(content, query, blind, token_types, targets)
@@ -325,6 +370,7 @@ def check(config: StackConfig) -> None:
         "residual_attention": (config.residual_attention, (True,)),
         "residual_ffn": (config.residual_ffn, (True,)),
         "ffn": ("a section" if config.ffn else "None", ("a section",)),
+        "conv": ("a section" if config.conv else "None", ("None",)),
     }
     for field, (value, allowed) in needed.items():
         if value not in allowed:

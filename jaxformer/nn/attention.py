@@ -18,7 +18,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.nn import encodings, kernels, remat
 from jaxformer.nn.cache import KeyValues, LayerCache
 from jaxformer.nn.kernels import AttentionBias, AttentionDropout, dense
-from jaxformer.nn.layers import Dense, Norm, project_jointly
+from jaxformer.nn.layers import ChunkDense, Dense, Norm, project_jointly
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
@@ -30,6 +30,7 @@ class Attention(nn.Module):
         head_h = softmax(q_h k_g(h)^T / sqrt(K) + bias + mask) v_g(h)        y = concat(head_1 .. head_H) W_o
 
     Key head g(h) = h // (H / G) serves query head h: MHA (G = H), GQA and MQA (G = 1) differ by `config.kv_heads`.
+    Each head projects all of its input, or with `config.input` "chunk" the part of the channels that has its number.
     Keys and values come from `x` in self-attention and from `memory` in cross-attention; queries come from `x`.
 
     Attributes:
@@ -44,13 +45,14 @@ class Attention(nn.Module):
     def setup(self) -> None:
         config, width = self.config, self.width
         self.heads, self.kv_heads, self.head_width = head_shape(config, width)
-        keys = (width, self.kv_heads, self.head_width)
         key_bias = config.bias if config.key_bias is None else config.key_bias
         output_bias = config.bias if config.output_bias is None else config.output_bias
         dense = functools.partial(Dense, init_scale=config.init_scale)
-        self.query = dense((width, self.heads, self.head_width), ("embed", "heads", "head"), bias=config.bias)
-        self.key = dense(keys, ("embed", "kv_heads", "head"), bias=key_bias)
-        self.value = dense(keys, ("embed", "kv_heads", "head"), bias=config.bias)
+        project = dense if config.input == "whole" else functools.partial(ChunkDense, init_scale=config.init_scale)
+        keys = (width, self.kv_heads, self.head_width)
+        self.query = project((width, self.heads, self.head_width), ("embed", "heads", "head"), bias=config.bias)
+        self.key = project(keys, ("embed", "kv_heads", "head"), bias=key_bias)
+        self.value = project(keys, ("embed", "kv_heads", "head"), bias=config.bias)
         if config.norm is not None:
             self.query_norm, self.key_norm = Norm(config.norm), Norm(config.norm)
         if config.output:

@@ -17,7 +17,8 @@ from jaxformer.types import Array
 class FeedForward(nn.Module):
     """`act(x W_in + b) W_out + b` (Vaswani et al. 2017, equation 2), or `(act(x W_gate) * (x W_in)) W_out` if gated.
 
-    Gated forms (Shazeer 2020): gelu gives GEGLU, silu SwiGLU, relu ReGLU. F is `config.width`, by default 4 D.
+    Gated forms (Shazeer 2020): gelu gives GEGLU, silu SwiGLU, relu ReGLU. F is `config.width`, by default 4 D. Without
+    `config.output` there is no W_out, and F is D.
     """
 
     config: FeedForwardConfig
@@ -37,4 +38,4 @@ class FeedForward(nn.Module):
             y = activation(widen(name="in")(x))
         y = remat.name_activation(constrain(y, "batch", "length", "act_ffn"), "hidden")
         y = Dropout(config.dropout)(y)
-        return dense((inner, self.width), ("ffn", "embed"), name="out")(y)
+        return dense((inner, self.width), ("ffn", "embed"), name="out")(y) if config.output else y

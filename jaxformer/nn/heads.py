@@ -13,7 +13,10 @@ from jaxformer.config import HeadConfig, NormConfig
 from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout, Embed, Norm, parameter, zeros_parameter
 from jaxformer.nn.products import wide_dot
 from jaxformer.parallel.rules import constrain
-from jaxformer.types import Array, DeferredLogits, Slots
+from jaxformer.types import Array, DeferredLogits, RelationLogits, Slots
+
+RELATIONS = 2
+"""Classes of `RelationLogits.relation`: 0 where the second part of a text follows the first, 1 where it does not."""
 
 
 def last_slot(slots: Slots) -> Int[Array, " B"]:
@@ -52,44 +55,59 @@ def pool_segments(x: Float[Array, "B T D"], slots: Slots, pooling: str, count: i
 class Head(nn.Module):
     """The output of the kind `config.kind`, in float32.
 
-    tokens: logits over the vocabulary, `[B, T, V]`. slots: class logits for each slot, `[B, T, C]` (named entities; the
-    start and end of an answer). classes: class logits for each sequence, `[B, C]`. pooled: one vector a sequence,
-    `[B, D']`. pair: one vector for each of a row's segments 1 and 2, `[B, 2, D']`. none: hidden states `[B, T, D]`.
+    tokens: logits over the vocabulary, `[B, T, V]`; with `config.relation` also two logits of the row's pooled vector,
+    `[B, 2]`. slots: class logits for each slot, `[B, T, C]` (named entities; the start and end of an answer). classes:
+    class logits for each sequence, `[B, C]`. pooled: one vector a sequence,
+    `[B, D']`. pair: one vector for each of a row's segments 1 and 2, `[B, 2, D']`. forecast:
+    `outputs` numbers for each sequence, a linear map of all its slots (PatchTST's flatten head). none: hidden states
+    `[B, T, D]`.
 
     Attributes:
       width: model width D.
       vocab: vocabulary size V, for kind "tokens".
+      outputs: number of outputs of a sequence, for kind "forecast".
     """
 
     config: HeadConfig
     width: int
     vocab: int | None = None
+    outputs: int | None = None
+
+    @property
+    def has_matrix(self) -> bool:
+        """True if the logits of tokens come from an output matrix of the head's own."""
+        return self.config.kind == "tokens" and self.config.projection and not self.config.tied
 
     @overload
     def __call__(
         self, x: Float[Array, "B T D"], slots: Slots, embed: Embed | None = None, full_logits: Literal[True] = True
-    ) -> Float[Array, "B ..."]: ...
+    ) -> Float[Array, "B ..."]: ...  # decoders, which read one output a slot, have no relation
 
     @overload
     def __call__(
         self, x: Float[Array, "B T D"], slots: Slots, embed: Embed | None = None, full_logits: bool = True
-    ) -> Float[Array, "B ..."] | DeferredLogits: ...
+    ) -> Float[Array, "B ..."] | DeferredLogits | RelationLogits: ...
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], slots: Slots, embed: Embed | None = None, full_logits: bool = True
-    ) -> Float[Array, "B ..."] | DeferredLogits:
+    ) -> Float[Array, "B ..."] | DeferredLogits | RelationLogits:
         """Output for normalised hidden states `x`. A tied head reads the table of `embed`.
 
         Without `full_logits`, a token head with `config.chunk` returns `DeferredLogits` for losses and measures.
         """
         kind = self.config.kind
         if kind == "tokens":
-            return self.token_logits(x, embed, full_logits)
+            logits = self.token_logits(x, embed, full_logits)
+            if not self.config.relation:
+                return logits
+            return RelationLogits(logits, self.class_logits(self.pooled_vector(x, slots), RELATIONS))
         if kind == "slots":
             return self.class_logits(x)
         if kind == "classes":
             return self.class_logits(self.pooled_vector(x, slots))
+        if kind == "forecast":
+            return self.forecast(x, slots)
         if kind == "none":
             return Dropout(self.config.dropout)(x).astype(jnp.float32)
         return self.pooled_vector(x, slots).astype(jnp.float32)
@@ -104,6 +122,10 @@ class Head(nn.Module):
             x = ACTIVATIONS[config.activation](Dense((width, width), ("embed", None), name="transform")(x))
             x = Norm(NormConfig(epsilon=config.epsilon), name="transform_norm")(x)
         x = Dropout(config.dropout)(x)
+        if not config.projection:
+            if width != self.vocab:
+                raise ValueError(f"head.projection: got False at width {width}, expected the vocabulary, {self.vocab}")
+            return constrain(x.astype(jnp.float32), "batch", "length", "act_vocab")
         if config.scale:
             x = x * jnp.asarray(width**-0.5, x.dtype)
         if config.tied:
@@ -122,6 +144,15 @@ class Head(nn.Module):
         logits = logits if bias is None else logits + bias
         return constrain(logits, "batch", "length", "act_vocab")
 
+    def forecast(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B _"]:
+        """The linear map of all slots together; padding counts as 0."""
+        if self.outputs is None:
+            raise ValueError("head.horizon: got None, expected a number; resolve the config with the data first")
+        x = Dropout(self.config.dropout)(jnp.where((slots.segment != 0)[..., None], x, 0).astype(x.dtype))
+        shape = (x.shape[1], self.width, self.outputs)
+        y = Dense(shape, (None, "embed", None), inputs=2, bias=self.config.decision_bias, name="horizon")(x)
+        return y.astype(jnp.float32)
+
     def pooled_vector(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B ..."]:
         """One vector a sequence, or two for a pair, after the hidden layer (if any)."""
         config = self.config
@@ -132,10 +163,11 @@ class Head(nn.Module):
             return y
         return ACTIVATIONS[config.hidden](Dense((self.width, config.width), ("embed", None), name="hidden")(y))
 
-    def class_logits(self, x: Float[Array, "*batch _"]) -> Float[Array, "*batch C"]:
-        """Logits over C classes, after dropout."""
+    def class_logits(self, x: Float[Array, "*batch _"], classes: int | None = None) -> Float[Array, "*batch C"]:
+        """Logits over C classes, those of the config if `classes` is None, after dropout."""
         config = self.config
-        if config.classes is None:
+        classes = config.classes if classes is None else classes
+        if classes is None:
             raise ValueError("head.classes: got None, expected a number; resolve the config with the data first")
         x = Dropout(config.dropout)(x).astype(jnp.float32)
-        return Dense((x.shape[-1], config.classes), ("embed", None), bias=config.decision_bias, name="decision")(x)
+        return Dense((x.shape[-1], classes), ("embed", None), bias=config.decision_bias, name="decision")(x)

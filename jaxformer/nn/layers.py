@@ -65,7 +65,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class Dense(nn.Module):
     """A linear map whose kernel is not flattened to two axes, e.g. `[D, H, K]` for a query projection.
 
-    An integer kernel has a parameter `kernel_scale` of shape `shape[inputs:]` beside it (see decode/int8.py).
+    An integer kernel has a parameter `kernel_scale` of shape `shape[inputs:]` beside it (see decode/int8.py). An
+    adapted map has the parameters `lora_a` and `lora_b` (see models/adapters.py).
 
     Attributes:
       shape: kernel shape, input axes first.
@@ -91,14 +92,59 @@ class Dense(nn.Module):
         outputs = slice(self.inputs, None)
         bias = zeros_parameter(self, "bias", self.names[outputs], self.shape[outputs]) if self.bias else None
         if not self.has_variable("params", "kernel_scale"):
-            return dot(x, kernel, self.inputs, bias)
-        y = dot(x, kernel, self.inputs) * self.get_variable("params", "kernel_scale").astype(x.dtype)
-        return y if bias is None else y + bias.astype(y.dtype)
+            y = dot(x, kernel, self.inputs, bias)
+        else:
+            y = dot(x, kernel, self.inputs) * self.get_variable("params", "kernel_scale").astype(x.dtype)
+            y = y if bias is None else y + bias.astype(y.dtype)
+        return y + self._adapter_output(x) if self.has_variable("params", "lora_a") else y
+
+    def _adapter_output(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """`scale * dropout(x) A B` (Hu et al. 2021, equation 3), without a bias."""
+        a, b, scale = (self.get_variable("params", f"lora_{name}") for name in ("a", "b", "scale"))
+        rate = self.get_variable("params", "lora_dropout")
+        if rate is not None and self.has_rng("dropout"):
+            x = dropped(x, self.make_rng("dropout"), rate)
+        return dot(dot(x, a, self.inputs), b) * scale.astype(x.dtype)
 
 
-def project_jointly(x: Float[Array, "*batch D"], *maps: Dense) -> tuple[Float[Array, "*batch ..."], ...]:
+class ChunkDense(nn.Module):
+    """The projection of heads that each see a chunk of the channels: `y[h] = x[h D / H : (h + 1) D / H] W[h] + b[h]`.
+
+    It is `Dense` with a block-diagonal kernel, and has H times fewer parameters. The kernel is `[H, D / H, K]`.
+
+    Attributes:
+      shape: input width D, heads H and head width K, as of the `Dense` in its place; H divides D.
+      names: logical names of D, H and K.
+      bias: adds a learned array `[H, K]`, initially zero.
+      init_scale: initial variance of the kernel times its fan-in D / H.
+    """
+
+    shape: tuple[int, int, int]
+    names: tuple[str | None, str | None, str | None]
+    bias: bool = True
+    init_scale: float = 1.0
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch H K"]:
+        (width, heads, head_width), (embed, head, channel) = self.shape, self.names
+        init = nn.initializers.variance_scaling(
+            self.init_scale, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0
+        )
+        shape = (heads, width // heads, head_width)
+        kernel = parameter(self, "kernel", init, (head, embed, channel), shape)
+        bias = zeros_parameter(self, "bias", (head, channel), (heads, head_width)) if self.bias else None
+        scale = self.get_variable("params", "kernel_scale")  # of an integer kernel: see decode/int8.py
+        chunks = x.reshape(*x.shape[:-1], heads, width // heads)
+        y = jnp.einsum("...hd,hdk->...hk", chunks, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        y = y if scale is None else y * scale
+        return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def project_jointly(x: Float[Array, "*batch D"], *maps: Dense | ChunkDense) -> tuple[Float[Array, "*batch ..."], ...]:
     """Outputs of `maps` for the same `x`. Devices exchange the gradient of `x` once for all maps, on any platform."""
-    if not cpu.exchanges_separately(*((dense.names[1], dense.shape[1]) for dense in maps)):
+    # The gradient of adapted projections is not the kernels' alone, and heads of chunks have kernels of another form.
+    separate = any(isinstance(dense, ChunkDense) or dense.has_variable("params", "lora_a") for dense in maps)
+    if separate or not cpu.exchanges_separately(*((dense.names[1], dense.shape[1]) for dense in maps)):
         return tuple(dense(x) for dense in maps)
     ys = tuple(dense(jax.lax.stop_gradient(x)) for dense in maps)
     return cpu.share_input_gradient(x, tuple(nn.meta.unbox(dense.variables["params"]["kernel"]) for dense in maps), ys)
@@ -117,17 +163,25 @@ class Dropout(nn.Module):
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         if self.rate == 0.0 or not self.has_rng("dropout"):
             return x
-        shape = tuple(1 if i in self.axes else size for i, size in enumerate(x.shape))
-        keep = keep_mask(self.make_rng("dropout"), self.rate, shape)
-        return jnp.where(keep, x / (1.0 - self.rate), jnp.zeros((), x.dtype))
+        return dropped(x, self.make_rng("dropout"), self.rate, self.axes)
 
 
-def keep_mask(key: Key[Array, ""], rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+def dropped(
+    x: Float[Array, "*shape"], key: Key[Array, ""], rate: float | Float32[Array, ""], axes: tuple[int, ...] = ()
+) -> Float[Array, "*shape"]:
+    """`x` after dropout with one mask along `axes`."""
+    shape = tuple(1 if i in axes else size for i, size in enumerate(x.shape))
+    keep = keep_mask(key, rate, shape)
+    return jnp.where(keep, (x / (1.0 - rate)).astype(x.dtype), jnp.zeros((), x.dtype))
+
+
+def keep_mask(key: Key[Array, ""], rate: float | Float32[Array, ""], shape: tuple[int, ...]) -> Bool[Array, "..."]:
     """Random booleans of `shape`, False with probability `rate`, which is rounded to a multiple of 2 ** -16.
 
     On a CPU dropout spends most of its time drawing random bits, so one 32-bit word decides two entries.
     """
-    threshold = jnp.asarray(round(rate * 2**16), jnp.uint32)
+    count = round(rate * 2**16) if isinstance(rate, float | int) else jnp.round(rate * 2**16)
+    threshold = jnp.asarray(count, jnp.uint32)
     if shape[-1] % 2:
         return jax.random.bits(key, shape, jnp.uint32) >> 16 >= threshold
     words = jax.random.bits(key, (*shape[:-1], shape[-1] // 2), jnp.uint32)
@@ -252,29 +306,51 @@ class Embed(nn.Module):
     """Token embedding table `[V, E]`, with the scaling and token types of `config`.
 
     With `config.width` below the model width a projection follows (factorised embedding, Lan et al. 2020). A tied head
-    reads the same table through `unembedding_factors` (Press and Wolf 2017).
+    reads the same table through `unembedding_factors` (Press and Wolf 2017). With `values` there
+    is no table, and the projection, with a bias, maps the numbers of a slot to the model width.
+
+    Attributes:
+      values: numbers that a slot holds in place of a token; None: slots hold tokens.
+      base: the embedding whose table this one uses too; None: it has a table of its own.
+      residual: add an own table "delta", initially 0, to that of `base`, which then gets no gradient from here
+        (gradient-disentangled embedding sharing; He et al. 2021, DeBERTaV3, section 3.2.3).
     """
 
     config: EmbedConfig
     width: int
     dtype: jnp.dtype = jnp.float32
+    values: int | None = None
+    base: Embed | None = None
+    residual: bool = False
 
     def setup(self) -> None:
         config = self.config
-        if config.vocab is None:
-            raise ValueError("embed.vocab: got None, expected a size; resolve the config with a tokenizer first")
-        self.inner = config.width or self.width
-        deviation = self.inner**-0.5 if config.deviation is None else config.deviation
-        normal = nn.initializers.normal(deviation)
-        table_init = _with_zero_row(normal, config.pad)
-        self.table = parameter(self, "table", table_init, ("vocab", "table"), (config.vocab, self.inner))
-        if self.inner != self.width:
+        self.inner = self.values or config.width or self.width
+        self.projects = self.values is not None or self.inner != self.width
+        normal = nn.initializers.normal(self.inner**-0.5 if config.deviation is None else config.deviation)
+        if self.values is None:
+            self.table = self.make_table(normal)
+        if self.projects:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-            self.up = parameter(self, "up", init, ("table", "embed"), (self.inner, self.width))
-            if config.projection_bias:
+            rows = "table" if self.values is None else None
+            self.up = parameter(self, "up", init, (rows, "embed"), (self.inner, self.width))
+            if config.projection_bias or self.values is not None:
                 self.up_bias = zeros_parameter(self, "up_bias", ("embed",), (self.width,))
         if config.kinds:
             self.token_type_table = parameter(self, "kinds", normal, (None, "table"), (config.kinds, self.width))
+
+    @nn.nowrap
+    def make_table(self, normal: nn.initializers.Initializer) -> Num[Array, "V E"]:
+        """The table, of its own or of `base`."""
+        config = self.config
+        if config.vocab is None:
+            raise ValueError("embed.vocab: got None, expected a size; resolve the config with a tokenizer first")
+        shape, names = (config.vocab, self.inner), ("vocab", "table")
+        if self.base is None:
+            return parameter(self, "table", _with_zero_row(normal, config.pad), names, shape)
+        if self.residual:
+            return jax.lax.stop_gradient(self.base.table) + zeros_parameter(self, "delta", names, shape)
+        return self.base.table
 
     def __call__(self, stream: Stream) -> Float[Array, "B T D"]:
         """Embeddings `[B, T, D]` of a stream, before position, norm and dropout.
@@ -289,8 +365,9 @@ class Embed(nn.Module):
                 x = x * jnp.take(scale, stream.tokens)[..., None].astype(self.dtype)
             if self.config.pad is not None:
                 x = jnp.where((stream.tokens == self.config.pad)[..., None], jax.lax.stop_gradient(x), x)
-        if self.inner != self.width:
-            x = dot(x, self.up, bias=self.up_bias if self.config.projection_bias else None)
+        if self.projects:
+            has_bias = self.config.projection_bias or self.values is not None
+            x = dot(x, self.up, bias=self.up_bias if has_bias else None)
         if self.config.scale:
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
         if self.config.kinds:
@@ -304,6 +381,6 @@ class Embed(nn.Module):
 
     def unembedding_factors(self, x: Float[Array, "*batch D"]) -> tuple[Float[Array, "*batch E"], Num[Array, "V E"]]:
         """The two factors of a tied head's logits: hidden states (times `up.T` if factorised) and the table."""
-        if self.inner != self.width:
+        if self.projects:
             x = jnp.einsum("...d,ed->...e", x, self.up.astype(x.dtype))
         return x, self.table

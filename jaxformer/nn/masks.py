@@ -13,12 +13,14 @@ class Mask(flax.struct.PyTreeNode):
     """Which key slots each query slot attends to.
 
     Query slot t sees key slot s if both are in the same segment, that segment is not 0, and the order rules `causal`
-    and `window` allow the pair. `hidden_pairs` hides further single pairs, for what no rule expresses (the order of a
-    permutation). It is a full table, so only the dense kernel supports it; the other kernels raise ConfigError.
+    and `window` allow the pair. With `query.prefix`, the keys in a segment's prefix are ahead of none of its queries
+    (Raffel et al. 2020, figure 3), and a window reaches as far ahead as back. `hidden_pairs` hides further single
+    pairs, for what no rule expresses (the order of a permutation). It is a full table, so only the dense kernel
+    supports it; the other kernels raise ConfigError.
 
     Attributes:
       query, key: `Slots` of the two sides, `[B, T]` and `[B, S]`.
-      causal: only keys at positions up to the query's.
+      causal: only keys at positions up to the query's, or in the prefix.
       window: only keys less than `window` positions back (and, where not causal, ahead). An int, or an int32 scalar
         in stacks whose layers differ.
       hidden_pairs: bool `[B, T, S]`, True where the pair is not visible; None for the rules alone.
@@ -46,12 +48,22 @@ def visible(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] | int
     see = (jnp.abs(query.segment)[:, :, None] == key.segment[:, None, :]) & (key.segment[:, None, :] > 0)
     back = query.position[:, :, None] - key.position[:, None, :]
     if causal:
-        see &= back >= 0
+        see &= key.position[:, None, :] <= last_visible(query)[:, :, None]
     if window is not None:
         see &= back < window
-        if not causal:
+        if sees_ahead(query, causal):
             see &= back > -window
     return see
+
+
+def last_visible(query: Slots) -> Int[Array, "*batch"]:
+    """The last position that each query sees under a causal mask: its own, or the last one of its prefix."""
+    return query.position if query.prefix is None else jnp.maximum(query.position, query.prefix - 1)
+
+
+def sees_ahead(query: Slots, causal: bool) -> bool:
+    """True if a query may see keys at later positions."""
+    return not causal or query.prefix is not None
 
 
 def slots_from_segments(segment: Int[Array, "B T"]) -> Slots:

@@ -66,6 +66,13 @@ class Stack(nn.Module):
             if self.causal:
                 raise ConfigError("conv: got a convolution in a causal stack, expected None; it reads the slots ahead")
             self.conv = Convolution(config.conv, config.norm, config.dropout)
+        if config.layers:  # a scan of length 0 would have parameters of shape [0, ...]
+            self.blocks = self.scanned_blocks(config)
+        if has_final_norm(config):
+            self.final_norm = Norm(config.norm)
+
+    def scanned_blocks(self, config: StackConfig) -> nn.Module:
+        """The layers as one module, whose parameters are stacked."""
         block: Any = Block
         if config.remat != "none":
             # In a loop the compiler cannot merge a recomputation with the original; unrolled layers need prevent_cse.
@@ -81,9 +88,7 @@ class Stack(nn.Module):
             unroll=layers_per_iteration,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        self.blocks = scanned(config)
-        if has_final_norm(config):
-            self.final_norm = Norm(config.norm)
+        return scanned(config)
 
     def __call__(
         self,
@@ -135,7 +140,7 @@ class Stack(nn.Module):
             )
             if isinstance(cache, tuple):
                 x, cache = self.apply_unrolled(x, cache, projected, context)
-            else:
+            elif config.layers:
                 (x, cache), _ = self.blocks((x, cache), jnp.arange(config.layers), projected, context)
         if has_final_norm(config):
             x = self.final_norm(x, slots.segment != 0)
@@ -171,7 +176,7 @@ class Stack(nn.Module):
 
     def layer_variables(self) -> list[PyTree]:
         """Variables of each layer, whether they are stacked or already separated by `unstack`."""
-        variables = self.blocks.variables
+        variables = self.blocks.variables if self.config.layers else {}
         parts = {name: part if "0" in part else unstack(part, self.config.layers) for name, part in variables.items()}
         return [{name: part[str(i)] for name, part in parts.items()} for i in range(self.config.layers)]
 
@@ -182,6 +187,8 @@ class Stack(nn.Module):
         and the partitioner gathers each layer's parameters.
         """
         if pipeline.stages() == 1 or self.is_initializing() or self.is_mutable_collection("intermediates"):
+            return False
+        if self.config.layers == 0:
             return False
         return self.config.norm.kind != "batch" and pipeline.can_pipeline(rows, self.config.layers, parts)
 

@@ -113,9 +113,8 @@ def multi_slice_devices(config: MeshConfig, devices: Sequence[jax.Device]) -> np
 
 def row_multiple(shape: dict[str, int], model: ModelConfig) -> int:
     """Number that the rows of a batch must be a multiple of, to divide among data shards and pipeline microbatches."""
-    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     stages = shape["stage"]
-    parts = math.lcm(*(stack.microbatches or stages for stack in stacks)) if stages > 1 else 1
+    parts = math.lcm(*(stack.microbatches or stages for stack in model.stacks.values())) if stages > 1 else 1
     return shape["data"] * shape["fsdp"] * shape["expert"] * parts
 
 

@@ -27,6 +27,7 @@ WEIGHTS: dict[str, Axes] = {
     "experts": "expert",
     "layers": "stage",
     "buckets": None,
+    "rank": None,  # of low-rank adapters: their other axes are those of the kernel
 }
 ACTIVATIONS: dict[str, Axes] = {
     "batch": ("data", "fsdp", "expert", "stage"),

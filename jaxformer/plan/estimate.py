@@ -224,16 +224,18 @@ def memory_parts(program: Program, analysis: Any, state: Mapping[str, float]) ->
 def logits_bytes(program: Program) -> float:
     """Bytes of float32 logits on one device: of a microbatch, or of a chunk of its tokens."""
     config, mesh, model = program.config, program.mesh, program.config.model
-    if model.head.kind != "tokens":
+    head = model.head if model.generator is None else model.generator.head
+    if head.kind != "tokens":
         return 0.0
     side = model.decoder_part or model.encoder_part
     if side is None or side.embed.vocab is None:
         return 0.0
     shards = math.prod(mesh.shape[axis] for axis in ("stage", "data", "fsdp", "expert", "context"))
     vocab = side.embed.vocab / (mesh.shape["tensor"] if side.embed.vocab % mesh.shape["tensor"] == 0 else 1)
-    rows, length = program.shape
-    tokens = rows * length / shards / config.train.accumulation
-    return 4.0 * min(tokens, model.head.chunk or tokens) * vocab
+    labels = program.batch.labels
+    slots = math.prod(program.shape if labels is None else labels.shape)
+    tokens = slots / shards / config.train.accumulation
+    return 4.0 * min(tokens, head.chunk or tokens) * vocab
 
 
 def traffic(found: list[collectives.Collective], mesh: Mapping[str, int]) -> dict[tuple[str, str], tuple[int, float]]:

@@ -11,6 +11,8 @@ row length, with masked keys. `flops_per_token` and MFU use this formula, like p
 N counts the parameters that a token is multiplied with: kernels, the output head (tied or not), and the experts that
 the token is routed to. It leaves out biases, norms, embedding look-ups, and kernels that act on positions only.
 
+A permutation language model is counted as its content stream: the query stream, and keys in memories, come on top.
+
 `flops_per_token_visible` has the same N, and counts only the keys that the mask leaves visible.
 """
 
@@ -42,7 +44,7 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
     """
     total = 0.0
     head = config.model.head
-    times = {"classes": 1, "pooled": 1, "pair": 2}  # per row
+    times = {"classes": 1, "pooled": 1, "pair": 2, "forecast": 1}  # per row
     once = times[head.kind] / config.data.length if head.kind in times else 1.0
     leaves = jax.tree.leaves_with_path(params)
     for (path, leaf), axes in zip(leaves, jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple)), strict=True):
@@ -50,12 +52,12 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
         size = math.prod(leaf.shape)
         if words[-1] == "up":
             total += size * (_embedded_sides(config) + _is_head(config, words))
-        elif "table" in words:
+        elif "table" in words or "delta" in words:
             total += size * _is_head(config, words)
         elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and not _is_not_multiplied(words):
             share = 1.0
             if "experts" in axes:
-                moe = getattr(config.model, words[0]).moe
+                moe: Any = config.model.stacks[".".join(words[: words.index("blocks")])].moe
                 share = moe.top_k / moe.experts
             total += size * share * (once if words[0] == "head" else 1.0)
     return total
@@ -73,7 +75,12 @@ def _embedded_sides(config: Config) -> int:
 
 def _is_head(config: Config, words: list[str]) -> bool:
     """True if a tied head multiplies with this part of an embedding: the one of the side that predicts, or shared."""
-    if config.model.head.kind != "tokens" or not config.model.head.tied:
+    head, generator = config.model.head, config.model.generator
+    if generator is not None:  # the head of tokens is the generator's, and its table may be the model's
+        is_shared = generator.sharing == "tied" and words[-1] == "table"
+        owner = ["source_embed"] if is_shared else ["generator", "source_embed"]
+        return generator.head.tied and words[:-1] == owner
+    if head.kind != "tokens" or not head.tied or not head.projection:
         return False
     decodes = config.model.has_decoder
     return words[0] == ("target_embed" if decodes and _embedded_sides(config) == 1 else "source_embed")
@@ -90,10 +97,7 @@ def attention_flops(config: Config, length: int, visible: bool = False) -> float
       visible: True to count visible keys only: half of them if attention is causal, the window if there is one.
     """
     model, total = config.model, 0.0
-    for name in ("encoder", "decoder"):
-        stack: StackConfig | None = getattr(model, name)
-        if stack is None:
-            continue
+    for name, stack in model.stacks.items():
         own = stack.attention
         width = own.heads * (own.head_width or stack.width // own.heads)
         keys = _visible_keys(stack, name == "decoder", length) if visible else length

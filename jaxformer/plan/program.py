@@ -24,9 +24,10 @@ from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.plan import flops
 from jaxformer.plan.chips import Hardware
-from jaxformer.train import optim
+from jaxformer.tasks import permutation_lm
+from jaxformer.train import freezing, optim
 from jaxformer.train import step as steps
-from jaxformer.types import Array, Batch, PyTree, Slots, Stream, TrainState
+from jaxformer.types import Array, Batch, Permutation, PyTree, Slots, Stream, TrainState
 
 LEARNED_TOKENIZERS = ("word", "bpe", "unigram")
 """Kinds of tokenizer whose vocabulary size is set in the config."""
@@ -121,8 +122,11 @@ def resolve(config: Config) -> Config:
       ConfigError: only the data decides such a size; says which field to set.
     """
     tokenizer = config.data.tokenizer
-    missing = [part for part in config.model.parts if getattr(config.model, part).embed.vocab is None]
-    vocab = -(-tokenizer.vocab // tokenizer.multiple) * tokenizer.multiple
+    series = config.model.series
+    reads = [part for part in config.model.parts if part != "encoder" or series is None]
+    missing = [part for part in reads if getattr(config.model, part).embed.vocab is None]
+    tokens = tokenizer.vocab + tokenizer.sentinels
+    vocab = -(-tokens // tokenizer.multiple) * tokenizer.multiple
     if missing and tokenizer.kind not in LEARNED_TOKENIZERS:
         raise ConfigError(
             f"config.model.{missing[0]}.embed.vocab: got None, expected a number, since only the data decides how many "
@@ -134,20 +138,30 @@ def resolve(config: Config) -> Config:
             "config.model.head.classes: got None, expected a number, since only the data decides it; "
             "set --config.model.head.classes=N"
         )
-    if not config.model.parts:
+    if series is not None and series.channels is None:
+        raise ConfigError(
+            "config.model.series.channels: got None, expected a number, since only the data decides it; "
+            "set --config.model.series.channels=N"
+        )
+    if config.model.is_empty:
         raise ConfigError("config.model: got no model, expected one; a run that starts from a directory has no plan")
-    model = build.resolve(config.model, vocab, vocab, len(classes) or None)
-    task = dataclasses.replace(config.task, vocab=config.task.vocab or (tokenizer.vocab if missing else None))
+    sizes = build.SeriesSizes(None, config.data.length, config.data.horizon)
+    model = build.resolve(config.model, vocab, vocab, len(classes) or None, sizes)
+    task = dataclasses.replace(config.task, vocab=config.task.vocab or (tokens if missing else None))
     return dataclasses.replace(config, model=model, task=task)
 
 
 def with_scanned_layers(config: Config) -> Config:
     """The config with layers as a loop, as accelerators run them (the default on CPUs is unrolled)."""
-    parts = {
+    parts: dict[str, Any] = {
         name: dataclasses.replace(getattr(config.model, name), unroll=1)
         for name in ("encoder", "decoder")
         if getattr(config.model, name) is not None and getattr(config.model, name).unroll is None
     }
+    generator = config.model.generator
+    if generator is not None and generator.encoder.unroll is None:
+        encoder = dataclasses.replace(generator.encoder, unroll=1)
+        parts["generator"] = dataclasses.replace(generator, encoder=encoder)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **parts))
 
 
@@ -168,14 +182,26 @@ def abstract_batch(config: Config, mesh: Mesh, shape: Shape) -> Batch:
 
     ids = array(tuple(shape), jnp.int32)
     stream = Stream(ids, Slots(ids, ids))
+    target = Stream(ids, Slots(ids, ids, ids if tasks.get(config.task.name).has_prefix else None))
     kind = config.model.head.kind
-    size = (shape.rows,) if kind in ("classes", "pooled", "pair") else tuple(shape)
-    reads = {part.removeprefix("recurrent_") for part in config.model.parts}
+    size = (shape.rows,) if kind in ("classes", "pooled", "pair", "forecast") else tuple(shape)
+    permutation = None
+    if config.task.name == permutation_lm.NAME:
+        size = (shape.rows, permutation_lm.targets_per_row(config))
+        permutation = Permutation(ids, array(size, jnp.int32))
+    source, labels, series = stream, array(size, jnp.float32 if kind == "pair" else jnp.int32), config.model.series
+    if series is not None:
+        source = stream._replace(tokens=array((*shape, series.channels or 1), jnp.float32))
+        if kind == "forecast":
+            labels = array((shape.rows, config.model.head.horizon or 1, series.channels or 1), jnp.float32)
     return Batch(
-        stream if "encoder" in reads else None,
-        stream if "decoder" in reads else None,
-        array(size, jnp.float32 if kind == "pair" else jnp.int32),
+        source if config.model.has_encoder else None,
+        target if config.model.has_decoder else None,
+        labels,
         array(size, jnp.float32),
+        array((shape.rows,), jnp.int32) if config.model.head.relation else None,
+        permutation,
+        array((shape.rows,), jnp.bool_) if config.task.recurrence else None,
     )
 
 
@@ -192,7 +218,8 @@ def trace(config: Config, mesh: Mesh) -> Program:
         module = build.build(config.model)
         schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
         params, names = nn.meta.unbox(build.shapes(module))["params"], build.logical_names(module)
-        optimizer = optim.optimizer(config.optimizer, schedule, params, names)
+        trained = [freezing.trained(config, tree) for tree in (params, names)]
+        optimizer = optim.optimizer(config.optimizer, schedule, *trained)
         state = steps.abstract_state(config, module, optimizer, mesh)
         batch = abstract_batch(config, mesh, shapes[-1])
         traced = steps.make_train_step(config, module, task, optimizer, schedule, mesh).trace(state, batch)

@@ -14,6 +14,7 @@ from pathlib import Path
 from jaxformer.errors import ConfigError
 from jaxformer.report import figures, page, runs
 from jaxformer.runtime import files, secrets
+from jaxformer.train import seeds
 
 __all__ = ["write", "write_after_training"]
 
@@ -22,7 +23,8 @@ def write(workdirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[
     """Writes a page, and a figure of the losses beside it.
 
     One run gets `report.html` and `loss.png` in its workdir. Several runs get `comparison.html` and `comparison.png`
-    in the nearest common parent directory, so that no run's own page is replaced.
+    in the nearest common parent directory, so that no run's own page is replaced. A folder of seeds
+    stands for its runs.
 
     Args:
       output: another path for the page, which ends in .html; the figure has the same name with .png.
@@ -35,7 +37,7 @@ def write(workdirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[
     """
     if not workdirs:
         raise ConfigError("report: got no workdir, expected at least one; give --workdir=DIR")
-    read_runs = runs.read(workdirs)
+    read_runs = runs.read(seeds.expand(workdirs))
     target, picture = _output_paths(read_runs, output)
     try:
         files.write_atomic(picture, figures.png(figures.loss(read_runs, figures.PRINT_INK)))

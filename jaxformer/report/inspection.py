@@ -66,10 +66,19 @@ def _model(config: Config) -> list[tuple[str, str]]:
             rows.append((name.replace("_", " "), _recurrent(part)))
         elif isinstance(part, StackConfig):
             rows.append((name, _stack(part)))
+    if model.linear is not None:
+        maps = "maps of trend and remainder" if model.linear.trend else "one map"
+        own = " a channel" if model.linear.individual else ", shared by the channels"
+        rows.append(("linear", f"{maps}{own}"))
+    if model.series is not None:
+        series = model.series
+        stride = f" every {series.stride}" if series.stride else ""
+        rows.append(("series", f"{series.channels} channels, patches of {series.patch} steps{stride}"))
     head = model.head
     outputs = {
         "classes": f"one of {head.classes} classes",
         "slots": f"for each token one of {head.classes} classes",
+        "forecast": f"the next {head.horizon} time steps",
         "pair": f"a vector of either sentence ({head.pooling} pooling)",
     }
     text = outputs.get(head.kind, "tokens")
@@ -90,7 +99,8 @@ def _stack(part: StackConfig) -> str:
         ffn += f" x {part.moe.experts} experts of which a token passes {part.moe.top_k}{shared}"
     return (
         f"layers {part.layers}, width {part.width}, heads {attention.heads}{grouped}, {ffn}, "
-        f"{part.encoding.kind} positions, {norm.order} {norm.kind} norm, vocabulary {part.embed.vocab}"
+        f"{part.encoding.kind} positions, {norm.order} {norm.kind} norm"
+        + ("" if part.embed.vocab is None else f", vocabulary {part.embed.vocab}")
     )
 
 

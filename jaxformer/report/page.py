@@ -16,6 +16,7 @@ def render(runs: Sequence[Run]) -> str:
     """The page of one run, or of several compared."""
     blocks = {
         "Results": sections.results(runs),
+        "Seeds": sections.seed_means(runs),
         "Curves": sections.curves(runs),
         "Evaluation": sections.evaluations(runs),
         "Samples": _per_run(runs, sections.samples),

@@ -23,6 +23,7 @@ from jaxformer.report.blocks import (
 )
 from jaxformer.report.runs import Run, as_float, flatten, signatures
 from jaxformer.runtime import units
+from jaxformer.train import seeds
 
 MAX_SAMPLES = 25
 """Samples shown of one file; the page says how many there are."""
@@ -49,12 +50,12 @@ DECODED = (
 COSTS = ("steps", "model", "parameters", "training time", "tokens per second", "device", "started")
 """Rows of the results that follow the measures, in this order."""
 
-NO_MEASURES = ("split", "signatures", "checkpoint")
+NO_MEASURES = ("split", "signatures", "checkpoint", "by_length")
 """Entries of `eval-<split>.json` that the table of measures leaves out."""
 
 NO_SCORES = {
     "step", "config", "weights", "seconds", "examples", "cut_examples", "cut_tokens", "cut_words", "split_examples",
-    "decoded_examples", "changed", *NO_MEASURES,
+    "decoded_examples", "changed", "stopped_early", *NO_MEASURES,
 }  # fmt: skip
 """Entries of results that cannot be a headline."""
 
@@ -137,7 +138,9 @@ def _scores(run: Run) -> dict[str, Any]:
 def _costs(run: Run) -> dict[str, Any]:
     planned = run.config.train.steps if run.config else None
     costs: dict[str, Any] = {
-        "steps": f"{run.step:,}" + (f" of {planned:,}" if planned else ""),
+        "steps": f"{run.step:,}"
+        + (f" of {planned:,}" if planned else "")
+        + (", stopped early" if run.result.get("stopped_early") is True else ""),
         "model": _model(run),
         "parameters": run.parameter_count,
     }
@@ -193,6 +196,31 @@ def _run_columns(first: str, runs: Sequence[Run], single: str = "") -> list[str]
     return [first, *([run.name for run in runs] if len(runs) > 1 else [single])]
 
 
+def seed_means(runs: Sequence[Run]) -> list[Block]:
+    """Mean and sample deviation of the measures of runs that differ in their seed only."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        fields = {path: value for path, value in flatten(run.raw_config).items() if path != "train.seed"}
+        groups.setdefault(json.dumps(fields, sort_keys=True), []).append(run)
+    blocks: list[Block] = []
+    for members in [group for group in groups.values() if len(group) > 1 and group[0].raw_config]:
+        splits = {"validation, at the end": {run.name: run.result for run in members}}
+        for split in dict.fromkeys(split for run in members for split in run.evaluations):
+            splits[split] = {run.name: run.evaluations.get(split, {}) for run in members}
+        rows = []
+        for split, values in splits.items():
+            summary = seeds.summarise(values)
+            for name, mean in summary["mean"].items():
+                deviation = summary["deviation"][name]
+                both = None if mean is None or deviation is None else f"{mean:.5g} ± {deviation:.2g}"
+                rows.append([split, name, both])
+        if rows:
+            head = f"mean ± deviation of {len(members)} seeds"
+            blocks += [Paragraph(f"Runs: {', '.join(run.name for run in members)}.", is_soft=True)]
+            blocks += [table(["split", "measure", head], rows)]
+    return blocks
+
+
 # --- curves and evaluations -------------------------------------------------------------------------------------------
 
 
@@ -241,7 +269,18 @@ def evaluations(runs: Sequence[Run]) -> list[Block]:
             convert = _changes if name == "changed" else _finite
             rows.append([name, *(convert(each.get(name)) for each in values), definition])
         blocks += [Heading(split), table([*_run_columns("measure", runs, "value"), "what it is"], rows)]
+        for run in runs:
+            blocks += _by_length(run.evaluations.get(split, {}).get("by_length"), run.name if len(runs) > 1 else "")
     return blocks
+
+
+def _by_length(rows: Any, name: str) -> list[Block]:
+    """The measures of a split by the length of the source, of one run."""
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        return []
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    body = [[row.get(key) if key == "tokens" else _finite(row.get(key)) for key in names] for row in rows]
+    return [Details(f"by source length{f' of {name}' if name else ''}", table(names, body), is_open=True)]
 
 
 def _changes(changed: Any) -> str | None:

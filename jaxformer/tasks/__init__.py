@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,8 +24,14 @@ Features = Mapping[str, np.ndarray]
 """An encoded example or prompt: arrays by name. The pipeline pads and stacks them into a `Batch`.
 
 int32 "source" [n] and "target" [m] (the decoder's input), optional "token_type" [n] of the source, and "segment" [n]:
-1 and up, ascending; without it the example is one segment. "labels" are [m], [n] or [], float32 if they are scores, and
-"weights" are float32 of the same shape.
+1 and up, ascending; without it the example is one segment. "labels" are [m], [n], [n, C] or [], float32 if they are
+scores, and "weights" are float32 of the same shape. A "source" of real numbers is float32 [n, C]. Float32 labels of
+more axes are of the example as a whole, such as a forecast [H, C], and their weight is a scalar. "prefix" [] is the
+number of leading slots of the target that see each other in both directions. "relation" [] is a label of the whole row
+beside those of its slots, -1 if it has none.
+
+Tasks that predict in a permuted order have int32 "order" [n] and "targets" [k] (see `types.Permutation`), with "labels"
+and "weights" [k]; k is the same for all examples.
 
 Two more are counted and never stacked: "cut" [] is the number of tokens beyond `data.length`, absent if there are none.
 "unread" [k] holds the labels that no slot carries (tags of words that were cut off)."""
@@ -40,6 +46,11 @@ class Framing(Protocol):
     @property
     def tokenizers(self) -> Tokenizers:
         """Tokenizers of source and target."""
+        ...
+
+    @property
+    def chat_length(self) -> int | None:
+        """Most tokens of a conversation and its next reply; None: no limit is known."""
         ...
 
     @property
@@ -79,6 +90,20 @@ class Predictor:
         return [self.framing.prompt(line) for line in lines]
 
 
+class Sample(NamedTuple):
+    """What a task shows of an example while a model is trained.
+
+    Attributes:
+      input: the line that `predict` reads.
+      reference: the expected output line.
+      note: what the line is, if it is not the whole input; "": it is.
+    """
+
+    input: str
+    reference: str
+    note: str = ""
+
+
 def _no_derived_metrics(config: Config, values: Mapping[str, float], size: Mapping[str, float]) -> dict[str, float]:
     return dict(values)
 
@@ -99,10 +124,16 @@ class Task:
       needs: head and sides in words, for errors.
       prepare: `(config, dataset) -> Dataset`: the data set as the task reads it, where that differs from its source's;
         None: it does not. `roles` are those of its result.
+      has_layers: False if the model is a table of vectors: its stack has no layers.
       encode: `(config, tokenizers, example, rng) -> Features`. `rng` is a numpy Generator that depends on the run's
         seed, the epoch and the example only. Truncates to `config.data.length` and counts the truncated tokens.
       encode_windows: `(config, tokenizers, example, rng) -> list of Features`: the complete example in as many pieces
         as `config.data.length` needs. Evaluation measures these in place of `encode`'s; None: one piece per example.
+      encode_row: `(config, tokenizers, ids, rng) -> Features` of up to `row_length(config)` ids of a running text, for
+        packing "concat"; None: the rows of that packing are for next-token prediction, or the task refuses it.
+      row_length: `(config) -> int`, ids of one such row.
+      encode_score: like `encode_windows`, the pieces by which `Model.score` measures a complete text; None: those of
+        `encode_windows`, or `encode`.
       loss: `(config, logits, batch) -> Sums` with at least "loss", whose quotient is minimised.
       metrics: `(config, logits, batch) -> Sums`, added over the whole split in evaluation; includes "loss" without
         smoothing or regularisers, so that it compares between runs.
@@ -116,13 +147,19 @@ class Task:
       input_line: `(example) -> str`: the line that `prompt` and `predict` read.
       output_line: `(result) -> str`: a result as one line of text.
       reference_line: `(config, example) -> str`: the expected output line, for people who compare.
+      sample: `(config, tokenizers, example, rng) -> Sample` of a task without `score`, for people who watch a run;
+        None: there is nothing to show. Tasks with `score` show `input_line` and `reference_line`.
       score: `(config, results, examples) -> values`: corpus scores of results (BLEU, exact match).
       score_names: names of the values that `score` may return.
       score_signatures: `(config) -> name -> str`: exact definition of each score (sacreBLEU's signature).
       classes: names of the head's classes, where the task fixes them; None: the data has them.
       couples_rows: `(config) -> bool`: True if a row's loss depends on the other rows of its microbatch.
+      has_prefix: True if examples have the feature "prefix".
+      reads_other_text: `(config) -> bool`: True if `encode` also reads the text of another example, which the pipeline
+        draws from the same split and adds as the example's "other".
       check: `(config) -> None`: raises a ConfigError where the metrics cannot be computed from the data's classes,
         which the resolved config has.
+      reads_document: True if an input is a whole text with its lines, such as a table, and not a line.
       options: frozen dataclass of the task's own settings, the type of `config.task.options`; None: it has none.
     """
 
@@ -131,10 +168,10 @@ class Task:
     sides: tuple[str, ...]
     method: str
     needs: str
-    encode: Callable[[Config, Tokenizers, Example, np.random.Generator], Features]
+    encode: Callable[[Config, Any, Example, np.random.Generator], Features]
     loss: Callable[[Config, Any, Batch], Sums]
     metrics: Callable[[Config, Any, Batch], Sums]
-    prompt: Callable[[Config, Tokenizers, str], Features]
+    prompt: Callable[[Config, Any, str], Features]
     predict: Callable[[Predictor, Sequence[str], DecodeConfig], Sequence[Any]]
     derived_metrics: Callable[[Config, Mapping[str, float], Mapping[str, float]], dict[str, float]] = (
         _no_derived_metrics
@@ -142,16 +179,29 @@ class Task:
     input_line: Callable[[Example], str] = _first_text
     output_line: Callable[[Any], str] = str
     reference_line: Callable[[Config, Example], str] = lambda config, example: example["target"]
+    sample: Callable[[Config, Tokenizers, Example, np.random.Generator], Sample] | None = None
     score: Callable[[Config, Sequence[Any], Sequence[Example]], dict[str, float]] | None = None
     score_names: tuple[str, ...] = ()
     encode_windows: Callable[[Config, Tokenizers, Example, np.random.Generator], list[Features]] | None = None
+    encode_row: Callable[[Config, Tokenizers, np.ndarray, np.random.Generator], Features] | None = None
+    row_length: Callable[[Config], int] = lambda config: config.data.length
+    encode_score: Callable[[Config, Tokenizers, Example, np.random.Generator], list[Features]] | None = None
+    has_prefix: bool = False
+    reads_other_text: Callable[[Config], bool] = lambda config: False
     unread_label_metrics: Callable[[Config, np.ndarray], Sums] = lambda config, labels: {}
     classes: tuple[str, ...] | None = None
     score_signatures: Callable[[Config], dict[str, str]] = lambda config: {}
     couples_rows: Callable[[Config], bool] = lambda config: False
     check: Callable[[Config], None] = lambda config: None
+    reads_document: bool = False
     options: type | None = None
     prepare: Callable[[Config, Dataset], Dataset] | None = None
+    has_layers: bool = True
+
+    @property
+    def has_samples(self) -> bool:
+        """True if examples can be decoded for people to see."""
+        return self.score is not None or self.sample is not None
 
 
 def get(name: str) -> Task:
@@ -169,10 +219,21 @@ def get(name: str) -> Task:
 def fitting(config: Config) -> Task | None:
     """The task that a model can be used for: its own, else the first with its head and sides, else with its head.
 
-    None if no task has such a head: the model only embeds text, or is only called.
+    None if no task has such a head: the model only embeds text, or is only called. Dialogue is a model's own task only,
+    since it needs a chat template beside the head.
     """
-    names = [name for name in (config.task.name, *registry.names(__name__)) if name != "none"]
-    candidates = [task for task in map(get, names) if task.head == config.model.head.kind]
+    own = [] if config.task.name == "none" else [get(config.task.name)]
+    others = [task for task in map(get, registry.names(__name__)) if task.method != "chat"]
+    of_series = config.model.series is not None
+    stacks = config.model.stacks.values()
+    has_layers = not stacks or any(stack.layers for stack in stacks)
+    candidates = [
+        task
+        for task in (*own, *others)
+        if task.head == config.model.head.kind
+        and (task.has_layers or not has_layers)
+        and ("values" in task.roles) == of_series
+    ]
     sides = ", ".join(side for side in ("encoder", "decoder") if getattr(config.model, f"has_{side}"))
     return next((task for task in candidates if sides in task.sides), candidates[0] if candidates else None)
 

@@ -32,6 +32,8 @@ def embed(predictor: Predictor, lines: Sequence[str], pooling: str | None = None
         hint = nearest(str(pooling), POOLINGS)
         raise ConfigError(f"embed: got pooling {pooling!r}, expected one of {', '.join(POOLINGS)}{hint}")
     model, lines = predictor.config.model, text_lines(lines)
+    if model.series is not None:
+        raise ConfigError("embed: got a model of series, expected one that reads text; call model.forecast or classify")
     side, width = model.input_side, _width(model)
     method, finish = "encode" if model.has_encoder else "hidden", _pooled(side, pooling or "mean")
     if model.head.kind == "pair":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,13 +11,19 @@ import numpy as np
 from jaxformer.config import Config, DecodeConfig, overrides
 from jaxformer.data.tokenizers import Tokenizer
 from jaxformer.errors import ConfigError
-from jaxformer.tasks import Predictor, text_lines
+from jaxformer.tasks import Features, Predictor, text_lines
 
 METHOD_OPTIONS = {
     "beam": ("beams", "length_norm", "length_penalty", "stopping"),
     "sample": ("temperature", "top_k", "top_p", "min_p", "seed"),
 }
 """Decoding method -> options that choose it, if `method` itself is not among the options."""
+
+
+INCOMPLETE = "\ufffd"
+"""Stands for bytes that are no character, or not yet: the next tokens may complete it."""
+MAX_INCOMPLETE = 3
+"""Bytes that an incomplete character of UTF-8 may have, each of which may be decoded as one `INCOMPLETE`."""
 
 
 class Output(NamedTuple):
@@ -60,8 +66,16 @@ def outputs(predictor: Predictor, lines: Sequence[str], options: DecodeConfig) -
     results: list[list[Output]] = [[] for _ in lines]
     for index, prompt, hypotheses in zip(row_indices, prompts, found, strict=True):
         prompt_ids = [] if seq2seq else list(prompt.get("target", ()))
-        results[index] = [Output(_new_text(tokenizer, prompt_ids, h.tokens), h.score, h.tokens) for h in hypotheses]
+        results[index] = [
+            Output(new_text(tokenizer, prompt_ids, h.tokens.tolist()), h.score, h.tokens) for h in hypotheses
+        ]
     return results
+
+
+def reply_texts(predictor: Predictor, prompts: Sequence[Features], options: DecodeConfig) -> list[str]:
+    """The best answer to each chat prompt: the text of the new tokens alone, without the end token."""
+    tokenizer, found = predictor.framing.tokenizers.target, predictor.runner.generate(prompts, options)
+    return [new_text(tokenizer, [], outputs[0].tokens.tolist()) if outputs else "" for outputs in found]
 
 
 def best_texts(predictor: Predictor, lines: Sequence[str], options: DecodeConfig) -> list[str]:
@@ -69,7 +83,53 @@ def best_texts(predictor: Predictor, lines: Sequence[str], options: DecodeConfig
     return [candidates[0].text if candidates else "" for candidates in outputs(predictor, lines, options)]
 
 
-def _new_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], tokens: np.ndarray) -> str:
+def stream(predictor: Predictor, line: str, options: DecodeConfig) -> Iterator[str]:
+    """`best_texts` of one line, in pieces as tokens are chosen. Checks come before the first piece.
+
+    Raises:
+      ConfigError: as `best_texts`, or the options choose a beam search or several outputs.
+    """
+    (line,), seq2seq = text_lines([line]), predictor.config.model.is_seq2seq
+    prompt = predictor.framing.prompt(line)
+    pieces = predictor.runner.stream(prompt, options)
+    if seq2seq and not line.strip():
+        return iter(())
+    return texts(predictor.framing.tokenizers.target, [] if seq2seq else list(prompt.get("target", ())), pieces)
+
+
+def texts(tokenizer: Tokenizer, prompt_ids: Sequence[int], pieces: Iterable[np.ndarray]) -> Iterator[str]:
+    """Pieces of text, none of them empty, that add up to `new_text` of all tokens.
+
+    Text is kept back while its last character may be incomplete. All tokens so far are decoded for every piece, since
+    a tokenizer may join tokens.
+
+    Raises:
+      ConfigError: the tokenizer changes text before the last token, so that no beginning of it is final.
+    """
+    tokens: list[int] = []
+    given = ""
+    for piece in pieces:
+        tokens += piece.tolist()
+        settled = tokens[: tokenizer.settled_count(tokens)]
+        if not settled:
+            continue
+        text = new_text(tokenizer, prompt_ids, settled)
+        unfinished = len(text) - len(text.rstrip(INCOMPLETE))
+        final = text[: len(text) - min(unfinished, MAX_INCOMPLETE)]
+        if len(final) > len(given) and final.startswith(given):
+            yield final[len(given) :]
+            given = final
+    text = new_text(tokenizer, prompt_ids, tokens)
+    if not text.startswith(given):
+        raise ConfigError(
+            f"stream: got a tokenizer that changes text which it has decoded ({given[-20:]!a} in {text[-40:]!a}), "
+            "expected one that only adds to it; call without streaming"
+        )
+    if len(text) > len(given):
+        yield text[len(given) :]
+
+
+def new_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], tokens: Sequence[int]) -> str:
     """The text that new tokens add to the prompt's: a tokenizer may join characters across the border."""
-    before, complete = tokenizer.decode(list(prompt_ids)), tokenizer.decode([*prompt_ids, *tokens.tolist()])
-    return complete[len(before) :] if complete.startswith(before) else tokenizer.decode(tokens.tolist())
+    before, complete = tokenizer.decode(prompt_ids), tokenizer.decode([*prompt_ids, *tokens])
+    return complete[len(before) :] if complete.startswith(before) else tokenizer.decode(tokens)

@@ -40,7 +40,7 @@ def log_likelihoods(predictor: Predictor, lines: Sequence[str], targets: Sequenc
     pieces: list[Features] = []
     line_of_piece: list[int] = []
     for index, example in enumerate(examples):
-        encode = task.encode_windows
+        encode = task.encode_score or task.encode_windows
         windows = (
             [task.encode(config, tokenizers, example, rng)]
             if encode is None

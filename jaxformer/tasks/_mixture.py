@@ -22,7 +22,7 @@ def objective(config: Config) -> Task:
     """What a run trains on: its task; of a mixture a task with the loss of all components, `mixture_loss`.
 
     Raises:
-      ConfigError: a component's task needs another head than config.task's, or compares rows.
+      ConfigError: a component's task needs another head than config.task's, reads a prefix, or compares rows.
     """
     task = tasks.get(config.task.name)
     if config.data.mixture is None:
@@ -32,6 +32,8 @@ def objective(config: Config) -> Task:
         if own.head != task.head:
             expected = f"a task with the head of {config.task.name}, {task.head}"
             raise ConfigError(f"{path}: got {view.task.name}, which needs a head of {own.head}, expected {expected}")
+        if own.has_prefix:
+            raise ConfigError(f"{path}: got {view.task.name}, expected a task whose examples have no prefix")
         if own.couples_rows(view):
             raise ConfigError(f"{path}: got {view.task.name}, expected a task whose loss does not compare rows")
     return dataclasses.replace(task, loss=mixture_loss)

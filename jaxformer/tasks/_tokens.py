@@ -8,10 +8,18 @@ import numpy as np
 
 from jaxformer import losses, metrics
 from jaxformer.config import Config
-from jaxformer.data.tokenizers import Tokenizer
+from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
 from jaxformer.tasks import Features
 from jaxformer.types import Array, Batch, DeferredLogits, Stream, Sums
+
+
+def seq2seq_prompt(config: Config, tokenizer: Tokenizer, task: str, ids: Sequence[int]) -> Features:
+    """Source `ids <eos>`, truncated to `config.data.length`, and a target that holds only the start token."""
+    start, end = start_token(tokenizer, task), required_token(tokenizer, task, "eos", "sep")
+    room = config.data.length - 1
+    source = np.array([*ids[:room], end], np.int32)
+    return {"source": source, "target": np.array([start], np.int32), **truncation(len(ids) - room)}
 
 
 def required_token(tokenizer: Tokenizer, task: str, *roles: str) -> int:
@@ -25,6 +33,17 @@ def required_token(tokenizer: Tokenizer, task: str, *roles: str) -> int:
         if token is not None:
             return token
     raise ConfigError(f"task {task}: got a tokenizer without {' or '.join(roles)} token, expected one; use another")
+
+
+def joint_tokenizer(tokenizers: Tokenizers, task: str) -> Tokenizer:
+    """The tokenizer of both sides, for tasks whose source and target are of one text.
+
+    Raises:
+      ConfigError: the two sides have different ones.
+    """
+    if not tokenizers.joint:
+        raise ConfigError(f"task {task}: got a tokenizer for each side, expected one for both; use another model")
+    return tokenizers.source
 
 
 def start_token(tokenizer: Tokenizer, task: str) -> int:
@@ -42,7 +61,9 @@ def truncate(config: Config, tokenizer: Tokenizer, ids: Sequence[int]) -> Sequen
     return ids[: config.data.length - len(existing(tokenizer.cls)) - len(existing(tokenizer.sep))]
 
 
-def input_stream(config: Config, tokens: Sequence[int], token_types: Sequence[int]) -> Features:
+def input_stream(
+    config: Config, tokens: Sequence[int] | np.ndarray, token_types: Sequence[int] | np.ndarray
+) -> Features:
     """Tokens as the stream that the model reads, with their types if the model has an embedding of types."""
     features: dict[str, np.ndarray] = {config.model.input_side: np.asarray(tokens, np.int32)}
     encoder = config.model.encoder_part

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxformer import losses, metrics
+from jaxformer import losses, metrics, registry
 from jaxformer.config import Config, DecodeConfig
+from jaxformer.config.checks import sections
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.tasks import Features, Predictor, Task, _tokens, text_lines
+from jaxformer.errors import ConfigError
+from jaxformer.tasks import Features, Predictor, Sample, Task, _tokens, text_lines
 from jaxformer.types import Array, Batch, Sums
 
 
@@ -50,9 +53,49 @@ def truncate_parts(parts: Sequence[Sequence[int]], max_length: int) -> list[Sequ
     return [first[: max_length - len(second)], second]
 
 
+def class_weights(config: Config) -> np.ndarray | None:
+    """The weight of each class in the training loss, float32 `[C]`; None: all count alike.
+
+    Balanced weights are `n / (C n_c)` for n labels, n_c of them of class c: each class then has the same total weight.
+    A class that does not occur has weight 0.
+
+    Raises:
+      ConfigError: a name is none of the classes, or is given twice, or every weight is 0.
+    """
+    task = config.task
+    if not task.class_weights:
+        return None
+    if task.class_weights == (sections.BALANCED,):
+        counts = np.asarray(task.class_counts, np.float64)
+        return np.where(counts > 0, counts.sum() / (len(counts) * np.maximum(counts, 1)), 0.0).astype(np.float32)
+    names = class_names(config, config.model.head.classes or 0)
+    weights: dict[str, float] = {}
+    for entry in task.class_weights:
+        name, _, number = entry.rpartition("=")
+        if name not in names or name in weights:
+            expected = f"each of the classes ({', '.join(names[:10])}) at most once{registry.nearest(name, names)}"
+            raise ConfigError(f"config.task.class_weights: got {entry!a}, expected {expected}")
+        weights[name] = float(number)
+    values = np.asarray([weights.get(name, 1.0) for name in names], np.float32)
+    if not values.any():
+        raise ConfigError(f"config.task.class_weights: got {task.class_weights}, all 0, expected one above 0")
+    return values
+
+
+def check(config: Config) -> None:
+    """Raises a ConfigError if the weights of the classes do not fit the classes."""
+    class_weights(config)
+
+
 def loss(config: Config, logits: Array, batch: Batch) -> Sums:
-    """The cross-entropy that training minimises, smoothing and z-loss included."""
+    """The cross-entropy that training minimises, smoothing and z-loss included.
+
+    With weights of classes each label counts as its class does, in the sum of the losses and in that of the weights.
+    """
     task, (labels, weights) = config.task, _tokens.labels_and_weights(batch)
+    by_class = class_weights(config)
+    if by_class is not None:
+        weights = weights * jnp.asarray(by_class)[jnp.where(weights != 0, labels, 0)]
     return {"loss": losses.cross_entropy(logits, labels, weights, task.label_smoothing, task.z_loss)}
 
 
@@ -99,6 +142,12 @@ def output_line(result: Mapping[str, Any]) -> str:
     return f"{result['label']}\t{result['probability']:.4f}"
 
 
+def sample(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Sample:
+    """The text and the name of its class."""
+    names = class_names(config, config.model.head.classes or example["label"] + 1)
+    return Sample(input_line(example), names[example["label"]])
+
+
 TASK = Task(
     roles=("text", "label"),
     head="classes",
@@ -112,4 +161,6 @@ TASK = Task(
     prompt=prompt,
     predict=predict,
     output_line=output_line,
+    check=check,
+    sample=sample,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,9 +11,13 @@ from jaxformer import metrics
 from jaxformer.config import Config
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.tasks import Features, Task, _generation, _tokens
+from jaxformer.tasks import Features, Sample, Task, _generation, _tokens
 
 NAME = "language_modelling"
+MAX_PROMPT_WORDS, MAX_PROMPT_CHARACTERS = 16, 64
+"""Longest beginning of a text that samples continue; the reference shows as much of what follows."""
+MIN_WORDS = 4
+"""Fewest words of a text that is cut between words."""
 
 
 def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Features:
@@ -61,6 +66,23 @@ def derived_metrics(config: Config, values: Mapping[str, float], size: Mapping[s
     }
 
 
+def sample(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Sample:
+    """The beginning of a text, which the model continues, and how the text itself goes on.
+
+    The beginning is half of the text, at most `MAX_PROMPT_WORDS` words. A text of few words (or of a script without
+    blanks between them) is cut between characters, at most `MAX_PROMPT_CHARACTERS`.
+    """
+    text = example["text"]
+    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    unit, limit = "words", MAX_PROMPT_WORDS
+    if len(ends) < MIN_WORDS:
+        ends, unit, limit = list(range(1, len(text) + 1)), "characters", MAX_PROMPT_CHARACTERS
+    count = min(len(ends) // 2, limit)
+    begin = ends[count - 1] if count else 0
+    end = ends[min(count + limit, len(ends)) - 1] if ends else 0
+    return Sample(text[:begin], text[begin:end], f"the first {count:,} of {len(ends):,} {unit}")
+
+
 def output_line(result: str) -> str:
     """The continuation with its line ends written `\\n`, so that it stays one line."""
     return result.replace("\r", "\\r").replace("\n", "\\n")
@@ -80,4 +102,5 @@ TASK = Task(
     prompt=prompt,
     predict=_generation.best_texts,
     output_line=output_line,
+    sample=sample,
 )

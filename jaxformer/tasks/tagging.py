@@ -151,7 +151,11 @@ def unread_label_metrics(config: Config, labels: Int[np.ndarray, " n"]) -> Sums:
 
 
 def check(config: Config) -> None:
-    """Raises a ConfigError where the metric needs entities and the tags do not say where they begin and end."""
+    """Raises a ConfigError where the metric needs entities and the tags do not say where they begin and end.
+
+    It does so as well if the weights of the classes do not fit the classes.
+    """
+    classification.check(config)
     classes, metric = config.task.classes, config.checkpoint.metric
     strange = metrics.unknown_marks(classes)
     if strange:

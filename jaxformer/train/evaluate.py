@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,11 +14,11 @@ from jax.sharding import Mesh
 from jaxformer import metrics, tasks
 from jaxformer.config import Config, components
 from jaxformer.data.pipeline import Pipeline
-from jaxformer.data.sources import Dataset
+from jaxformer.data.sources import Dataset, Example
 from jaxformer.data.truncation import Truncation
 from jaxformer.errors import ConfigError
 from jaxformer.models import build
-from jaxformer.tasks import Predictor, _mixture
+from jaxformer.tasks import Predictor, Sample, Task, _mixture
 from jaxformer.train import step as steps
 from jaxformer.types import Batch, PyTree, Sums
 
@@ -114,43 +115,98 @@ def evaluate_components(
     return _mixture.whole(config, sums, sizes) | values, cuts
 
 
+class Decoded(NamedTuple):
+    """Decoded examples.
+
+    Attributes:
+      inputs: the input lines.
+      results: of the task, one for each input.
+      examples: the examples.
+      records: input, output and reference of each, with a note where the input is not all of the example.
+    """
+
+    inputs: list[str]
+    results: Sequence[Any]
+    examples: list[Example]
+    records: list[dict[str, str]]
+
+
 def decode_components(
-    predictor_of: Callable[[Config], Predictor], config: Config, dataset: Dataset, split: str, examples: int | None
-) -> tuple[dict[str, float], list[dict]]:
-    """`decode_and_score` of every component that has the split and a score, and the records of all, by component.
+    predictor_of: Callable[[Config], Predictor],
+    config: Config,
+    parts: Mapping[str, Dataset],
+    split: str,
+    examples: int | None,
+) -> dict[str, Decoded]:
+    """`decode` of every component that has the split, and a task with scores or samples, by name.
 
     Args:
       predictor_of: the predictor of a component's view.
+      parts: data sets of the components, as `Dataset.components` has them.
       examples: number of examples of each; None: all.
     """
-    values: dict[str, float] = {}
-    records: list[dict] = []
-    for name, view in components.views(config).items():
-        part = dataset.components.get(name)
-        if part is None or split not in part.splits or tasks.get(view.task.name).score is None:
-            continue
-        scores, found = decode_and_score(predictor_of(view), part, split, examples)
-        values |= {components.measure(score, name): value for score, value in scores.items()}
-        records += [{"component": name, **record} if name else record for record in found]
-    return values, records
+    return {
+        name: decode(predictor_of(view), parts[name], split, examples)
+        for name, view in components.views(config).items()
+        if name in parts and split in parts[name].splits and tasks.get(view.task.name).has_samples
+    }
+
+
+def score_components(config: Config, decoded: Mapping[str, Decoded]) -> dict[str, float]:
+    """The corpus measures of every component that has scores: `bleu/NAME`."""
+    views = components.views(config)
+    return {
+        components.measure(measure, name): value
+        for name, each in decoded.items()
+        for measure, value in score(views[name], each).items()
+    }
+
+
+def records_of(decoded: Mapping[str, Decoded]) -> list[dict[str, str]]:
+    """The records of all components, each with the name of its component."""
+    return [
+        {"component": name, **record} if name else record for name, each in decoded.items() for record in each.records
+    ]
 
 
 def decode_and_score(
     predictor: Predictor, dataset: Dataset, split: str, examples: int | None
 ) -> tuple[dict[str, float], list[dict]]:
-    """Decodes and scores the first `examples` of a split (None: all).
+    """Decodes the first `examples` of a split (None: all), and scores them if the task has scores.
 
     Returns:
-      The task's corpus measures, and a record of input, output and reference for every example.
+      The task's corpus measures, and the records of the examples.
     """
+    decoded = decode(predictor, dataset, split, examples)
+    return score(predictor.config, decoded), decoded.records
+
+
+def score(config: Config, decoded: Decoded) -> dict[str, float]:
+    """The task's corpus measures; none if it has no scores."""
+    task = tasks.get(config.task.name)
+    return {} if task.score is None else task.score(config, decoded.results, decoded.examples)
+
+
+def decode(predictor: Predictor, dataset: Dataset, split: str, examples: int | None) -> Decoded:
+    """Decodes the first `examples` of a split (None: all)."""
     config = predictor.config
     task = tasks.get(config.task.name)
     part = dataset.splits[split]
     chosen = [part[i] for i in range(len(part) if examples is None else min(examples, len(part)))]
-    lines = [task.input_line(example) for example in chosen]
-    results = task.predict(predictor, lines, config.decode)
+    samples = [_sample(predictor, task, index, example) for index, example in enumerate(chosen)]
+    inputs = [sample.input for sample in samples]
+    results = task.predict(predictor, inputs, config.decode)
     records = [
-        {"input": line, "output": task.output_line(result), "reference": task.reference_line(config, example)}
-        for line, result, example in zip(lines, results, chosen, strict=True)
+        {"input": sample.input, "output": task.output_line(result), "reference": sample.reference}
+        | ({"note": sample.note} if sample.note else {})
+        for sample, result in zip(samples, results, strict=True)
     ]
-    return {} if task.score is None else task.score(config, results, chosen), records
+    return Decoded(inputs, results, chosen, records)
+
+
+def _sample(predictor: Predictor, task: Task, index: int, example: Example) -> Sample:
+    """What is decoded of example number `index`: the same in every evaluation, whatever the run's seed."""
+    config = predictor.config
+    if task.score is not None or task.sample is None:
+        return Sample(task.input_line(example), task.reference_line(config, example))
+    return task.sample(config, predictor.framing.tokenizers, example, np.random.default_rng(index))

@@ -29,7 +29,7 @@ from jaxformer.config import (
 )
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
-from jaxformer.train import optim
+from jaxformer.train import freezing, optim
 from jaxformer.train import step as steps
 from jaxformer.types import Batch, PyTree, Slots, Stream, Sums, TrainState
 
@@ -99,7 +99,8 @@ class Trainer:
         shapes = nn.meta.unbox(build.shapes(module))["params"]
         self.parameters = build.count_params(shapes)
         schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
-        optimizer = optim.optimizer(config.optimizer, schedule, shapes, build.logical_names(module))
+        trained = [freezing.trained(config, tree) for tree in (shapes, build.logical_names(module))]
+        optimizer = optim.optimizer(config.optimizer, schedule, *trained)
         task = tasks.get(config.task.name)
         self._init_state = steps.make_init(config, module, optimizer, self.mesh)
         self._train_step = steps.make_train_step(config, module, task, optimizer, schedule, self.mesh)

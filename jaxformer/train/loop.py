@@ -18,7 +18,7 @@ from jaxformer.train import step as steps
 from jaxformer.train.lock import WorkdirLock
 from jaxformer.train.preemption import EXIT_PREEMPTED, PreemptionListener
 from jaxformer.train.run import Run
-from jaxformer.train.setup import build_or_load_tokenizers, resolve_config
+from jaxformer.train.setup import build_or_load_tokenizers, resolve_config, with_chat_template
 from jaxformer.train.timing import is_due
 from jaxformer.train.workdir import check_same_config
 
@@ -58,6 +58,7 @@ def _train(config: Config, workdir: Path, init_format: warm_start.InitFormat) ->
     checks.size.check_memory(config, mesh.shape, meshes.device_memory(mesh))
     dataset = _datasets.build(config)
     tokenizers = tokenizers or build_or_load_tokenizers(config, dataset, workdir)
+    tokenizers = with_chat_template(config, tokenizers, workdir)
     config = resolve_config(config, dataset, tokenizers)
     checks.mesh.check_divisibility(config, mesh.shape)
     checks.size.check_memory(config, mesh.shape, meshes.device_memory(mesh))  # now with the tokenizer's vocabulary
@@ -74,17 +75,19 @@ def _train(config: Config, workdir: Path, init_format: warm_start.InitFormat) ->
 def training_loop(run: Run, stop: PreemptionListener) -> int:
     """Trains a restored run to `config.train.steps`, or until it has to stop. Returns the exit code.
 
-    At every step: next batch, train step, log. At some: evaluate, save. At the end: evaluate, write `result.json`.
+    At every step: next batch, train step, log. At some: evaluate, save. At the end: evaluate, write `result.json`. The
+    end comes sooner if `config.train.patience` evaluations brought nothing better.
     """
     config = run.config.train
-    if run.step >= config.steps and results.finished_result(run.workdir) is not None:
-        run.reporter.log("the run is finished; raise config.train.steps to continue")
+    if (run.step >= config.steps or run.patience.is_exhausted) and results.finished_result(run.workdir) is not None:
+        field = "steps" if run.step >= config.steps else "patience"
+        run.reporter.log(f"the run is finished; raise config.train.{field} to continue")
         return 0
     run.complete_interrupted_step()
     train_step = steps.make_train_step(run.config, run.module, run.task, run.optimizer, run.schedule, run.mesh)
     run.window.resume()
     run.clock.lap()
-    while run.step < config.steps:
+    while run.step < config.steps and not run.patience.is_exhausted:
         position = run.batches.get_state()
         batch = next(run.batches)
         compiles = run.train_shapes.is_new(batch)
@@ -108,7 +111,7 @@ def training_loop(run: Run, stop: PreemptionListener) -> int:
             if evaluation_due and not stopping:
                 run.evaluate()
             run.guard.check()
-            if save_due:
+            if save_due or run.patience.is_exhausted:
                 run.save(evaluation_due=evaluation_due and stopping)
                 run.clock.record_part("save")
             run.window.resume()
@@ -117,6 +120,8 @@ def training_loop(run: Run, stop: PreemptionListener) -> int:
             run.reporter.log(f"stopped at step {run.step:,}, saved; run the same command to continue")
             return EXIT_PREEMPTED
 
+    if run.step < config.steps:
+        run.reporter.log(f"stopped early at step {run.step:,}: {run.patience.describe()}")
     run.checkpoints.wait()
     values = run.values or run.evaluate()
     if jax.process_index() == 0:

@@ -10,21 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer import tasks
-from jaxformer.config import Config
+from jaxformer.config import Config, components
 from jaxformer.errors import ConfigError
 from jaxformer.tasks import _mixture
 
-NEUTRAL_SETTINGS = ("evaluate.samples", "evaluate.headline", "decode.batch")
+NEUTRAL_SETTINGS = ("evaluate.samples", "evaluate.headline", "evaluate.length_bins", "decode.batch")
 """Settings of evaluation and decoding that change no measure."""
 
 
 def check_metric_is_measured(config: Config) -> None:
     """Raises a ConfigError if `checkpoint.metric` is a measure of decoded text and none is decoded."""
     metric, scores = config.checkpoint.metric, _mixture.score_names(config)
-    if config.checkpoint.keep_best and metric in scores and not config.evaluate.decode_examples:
+    is_used = config.checkpoint.keep_best or config.train.patience is not None
+    if is_used and metric in scores and not config.evaluate.decode_examples:
         raise ConfigError(
             f"config.checkpoint.metric: got {metric!r}, a measure of decoded text, and config.evaluate.decode_examples "
             "0, expected more; set it, or choose another metric"
+        )
+
+
+def check_samples_exist(config: Config) -> None:
+    """Raises a ConfigError if examples are to be decoded and no task has anything to show of them."""
+    names = dict.fromkeys(view.task.name for view in components.views(config).values())
+    if config.evaluate.decode_examples and not any(tasks.get(name).has_samples for name in names):
+        raise ConfigError(
+            f"config.evaluate.decode_examples: got {config.evaluate.decode_examples}, expected 0 for the task "
+            f"{', '.join(names)}, which has no scores and no samples of decoded text"
         )
 
 

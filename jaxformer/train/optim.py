@@ -7,12 +7,14 @@ Clipping is not part of the optimizer's chain. The step computes the gradient no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
@@ -134,25 +136,93 @@ def decay_mask(params: PyTree, config: OptimizerConfig) -> PyTree:
     return jax.tree_util.tree_map_with_path(lambda keys, _: not has_word(leaf_path(keys), config.decay_exclude), params)
 
 
-def parameter_table(params: PyTree, config: OptimizerConfig, axis_names: PyTree | None = None) -> str:
+def parameter_table(
+    params: PyTree, config: OptimizerConfig, axis_names: PyTree | None = None, frozen: Collection[str] = ()
+) -> str:
     """Printable table of the parameters: path, shape, weight decay, and with Muon the update rule.
 
-    The last line counts the entries that decay. `params` may be abstract; `axis_names` as in `optimizer`.
+    With frozen parameters or layer-wise decay of the rate, a column says "frozen" or the factor of the rate. The last
+    line counts the entries that decay and are trained. `params` may be abstract; `axis_names` as in `optimizer`.
+
+    Args:
+      frozen: paths of the parameters that are not trained.
     """
     rules = _muon_axes_by_path(params, axis_names) if config.name == "muon" else None
-    rows = [("parameter", "shape", "decay") + (("rule",) if rules else ())]
-    decaying = total = 0
+    factors: dict[Path, np.ndarray] = {}
+    if config.layer_decay != 1:
+        factors = traverse_util.flatten_dict(rate_factors(params, config.layer_decay, axis_names))
+    shows_rate = bool(frozen or factors)
+    rows = [("parameter", "shape", "decay") + (("rule",) if rules else ()) + (("rate",) if shows_rate else ())]
+    decaying = total = trained = 0
     for keys, value in jax.tree_util.tree_leaves_with_path(params):
         path = leaf_path(keys)
-        decays = config.weight_decay > 0 and not has_word(path, config.decay_exclude)
+        is_frozen = "/".join(path) in frozen
+        decays = config.weight_decay > 0 and not has_word(path, config.decay_exclude) and not is_frozen
         total += value.size
+        trained += 0 if is_frozen else value.size
         decaying += value.size if decays else 0
         row = ("/".join(path), " x ".join(map(str, value.shape)) or "scalar")
         row += (f"{config.weight_decay:g}" if decays else "-",)
-        rows.append(row + (("muon" if rules[path] else "adam",) if rules else ()))
+        row += ("-" if is_frozen else "muon" if rules[path] else "adam",) if rules else ()
+        rows.append(row + (("frozen" if is_frozen else _format_factor(factors.get(path)),) if shows_rate else ()))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, f"{decaying:,} of {total:,} entries decay"])
+    ending = [f"{trained:,} of {total:,} entries are trained"] if frozen else []
+    return "\n".join([*lines, *ending, f"{decaying:,} of {total:,} entries decay"])
+
+
+def _format_factor(factor: np.ndarray | None) -> str:
+    """The factor of a parameter's rate; of stacked layers the first and the last."""
+    values = [1.0] if factor is None else factor.reshape(-1)[[0, -1]] if factor.ndim else [factor]
+    return "-".join(f"{value:.4g}" for value in values)
+
+
+# Layer-wise decay of the learning rate.
+
+
+EMBEDDING_PARTS = ("position", "embed_norm")
+"""Parts of a stack whose parameters act on the embeddings."""
+
+
+def rate_factors(params: PyTree, decay: float, axis_names: PyTree | None) -> PyTree:
+    """Factors of the learning rate, by layer: a tree like `params` of float32 scalars, `[L, 1, ...]` where stacked.
+
+    Layer l of the L layers of a stack (from 1) has `decay ** (L + 1 - l)`, embeddings with all that is added to them
+    `decay ** (L + 1)`; head, final norm and what all layers share have 1. An encoder and a decoder count each for
+    itself. As in fine-tuning of ELECTRA (Clark et al. 2020, appendix B) and BEiT (Bao et al. 2022, appendix H).
+
+    Args:
+      params: parameters, or their shapes.
+      axis_names: a tree like `params` of tuples of logical axis names, which tell stacked layers from other axes.
+
+    Raises:
+      ValueError: there are no axis names.
+    """
+    if axis_names is None:
+        raise ValueError("optimizer.layer_decay: got no axis names, expected some to find the layers; pass axis_names")
+    names = traverse_util.flatten_dict(axis_names)
+    shapes = {path: x.shape for path, x in traverse_util.flatten_dict(params).items()}
+    depths = {path[0]: shapes[path][0] for path in shapes if "layers" in (names[path] or ())[:1]}
+    below = {"source_embed": "encoder", "mask_embed": "encoder", "target_embed": "decoder"}
+
+    def factor(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+        if "layers" in (names[path] or ())[:1]:
+            powers = np.arange(shape[0], 0, -1).reshape(-1, *(1,) * (len(shape) - 1))
+        elif path[0] in below:
+            powers = np.asarray(depths.get(below[path[0]], 0) + 1)
+        elif path[0] in depths and path[1] in EMBEDDING_PARTS:
+            powers = np.asarray(depths[path[0]] + 1)
+        elif path[0] in depths and path[1] == "conv":  # beside the first layer
+            powers = np.asarray(depths[path[0]])
+        else:
+            powers = np.asarray(0)
+        return (decay**powers).astype(np.float32)
+
+    return traverse_util.unflatten_dict({path: factor(path, shape) for path, shape in shapes.items()})
+
+
+def _scale_by_layer(factors: PyTree) -> optax.GradientTransformation:
+    return optax.stateless(lambda updates, _: jax.tree.map(lambda update, factor: update * factor, updates, factors))
 
 
 # Muon: the axes of a kernel that form the matrix.
@@ -182,6 +252,8 @@ def muon_axes(path: Path, names: tuple[str | None, ...]) -> MuonDimensionNumbers
             groups.append([axis])
     if len(groups) > 2:
         groups = [group for group in groups if names[group[0]] is not None]
+    if len(groups) > 2 and names[groups[0][0]] in ("heads", "kv_heads"):  # each head's matrix, of its own chunk
+        groups = groups[1:]
     return MuonDimensionNumbers(*map(tuple, groups)) if len(groups) == 2 else None
 
 
@@ -305,15 +377,16 @@ def optimizer(
       update and as t grows, and differ in between.
 
     Decay is multiplied by the rate in every rule and skips the parameters that `config.decay_exclude` names. Moments
-    are float32 whatever the dtype of the parameters.
+    are float32 whatever the dtype of the parameters. With `config.layer_decay` the rate differs by layer, see
+    `rate_factors`.
 
     Its `update` takes one more argument, `norm`: the norm of the gradient before clipping. Only `config.spike` uses it.
 
     Args:
       schedule: learning rate by number of completed updates.
-      params: parameters, or their shapes (only structure, paths and shapes are read).
+      params: the trained parameters, or their shapes (only structure, paths and shapes are read).
       axis_names: a tree like `params` whose leaves are tuples of logical axis names. Muon needs it for kernels of rank
-        3 and more; the other rules ignore it.
+        3 and more, and layer-wise decay of the rate to find the layers; else it is ignored.
 
     Raises:
       ConfigError: `config.name` is unknown.
@@ -323,7 +396,10 @@ def optimizer(
     decay = optax.identity()
     if config.weight_decay:
         decay = optax.add_decayed_weights(config.weight_decay, decay_mask(params, config))
-    rules = [build(config, decay, params, axis_names), optax.scale_by_learning_rate(schedule)]
+    rules = [build(config, decay, params, axis_names)]
+    if config.layer_decay != 1:
+        rules.append(_scale_by_layer(rate_factors(params, config.layer_decay, axis_names)))
+    rules.append(optax.scale_by_learning_rate(schedule))
     return _in_float32(optax.chain(*([] if config.spike is None else [skip_guard.track_gradient_norm()]), *rules))
 
 

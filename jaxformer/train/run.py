@@ -23,9 +23,10 @@ from jaxformer.parallel import rules
 from jaxformer.runtime import files
 from jaxformer.tasks import _mixture
 from jaxformer.train import evaluate as evaluation
-from jaxformer.train import optim, warm_start
+from jaxformer.train import freezing, optim, warm_start
 from jaxformer.train import step as steps
 from jaxformer.train.metric_window import MetricWindow
+from jaxformer.train.patience import Patience
 from jaxformer.train.preemption import Watchdog
 from jaxformer.train.reporting import Reporter
 from jaxformer.train.setup import build_pipelines
@@ -51,13 +52,13 @@ class Run:
         workdir: Path,
         mesh: jax.sharding.Mesh,
         dataset: Dataset,
-        tokenizers: Tokenizers,
+        tokenizers: Tokenizers | None,
         init_format: warm_start.InitFormat = warm_start.RUN_FORMAT,
     ) -> None:
         self.config, self.workdir, self.mesh, self.dataset, self.tokenizers = config, workdir, mesh, dataset, tokenizers
         self.task, self.init_format = _mixture.objective(config), init_format
         self.module = build.build(config.model)
-        self.kernels = build.chosen_kernels(config.model, config.data.length)
+        self.kernels = build.chosen_kernels(config.model, config.data.length, self.task.has_prefix)
         self.balanced = build.uses_causal_ring(config.model, config.data.length)
         part, multiple = rules.process_part(mesh), meshes.row_multiple(mesh.shape, config.model)
         hosts = (*part, multiple * config.train.accumulation)
@@ -67,7 +68,9 @@ class Run:
         self.param_shapes = nn.meta.unbox(build.shapes(self.module))["params"]
         self.schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
         self.axis_names = build.logical_names(self.module)
-        self.optimizer = optim.optimizer(config.optimizer, self.schedule, self.param_shapes, self.axis_names)
+        self.frozen = freezing.frozen_paths(config, self.param_shapes) if freezing.may_freeze(config) else set()
+        trained = [freezing.trained(config, tree) for tree in (self.param_shapes, self.axis_names)]
+        self.optimizer = optim.optimizer(config.optimizer, self.schedule, *trained)
         self.eval_steps = evaluation.make_eval_steps(config, self.module)
 
     # Restoring.
@@ -82,7 +85,9 @@ class Run:
         # since the last log entry, the number of skipped steps in a row, and which data it read.
         self.progress: dict[str, Any] = {"evaluation_due": False, "window": None, "skipped_in_a_row": 0}
         self.progress["data"] = self.dataset.key
+        self.progress["patience"] = None
         changes = self._restore_state()
+        self.patience = Patience(config.train.patience, config.checkpoint, self.progress["patience"])
         self.step = int(self.state.step)
         self.evaluated_at = self.step if self.values else -1
         self.clock = Clock(config.train)
@@ -99,7 +104,7 @@ class Run:
         )
         self.watchdog = Watchdog(config.train.watchdog, workdir)
         if jax.process_index() == 0 and not self.step:
-            table = optim.parameter_table(self.param_shapes, config.optimizer, self.axis_names)
+            table = optim.parameter_table(self.param_shapes, config.optimizer, self.axis_names, self.frozen)
             files.write_atomic(workdir / "parameters.txt", table + "\n")
         self._log_start([*changes, *self._kernel_lines(), *self._data_lines(), *notes])
 
@@ -128,6 +133,9 @@ class Run:
     def _log_start(self, lines: Sequence[str]) -> None:
         start = f"resumed at step {self.step:,}" if self.step else "started"
         count = build.count_params(self.state.params)
+        if self.frozen:
+            trained = build.count_params(freezing.trained(self.config, self.param_shapes))
+            lines = [f"{trained:,} of the {count:,} parameters are trained", *lines]
         devices = f"{jax.device_count()} {jax.default_backend()} device(s)"
         self.reporter.log(f"{start}: {count:,} parameters, listed in parameters.txt; {devices}")
         for line in [*lines, *self.pipeline.truncation_notes(self.config.evaluate.examples)]:
@@ -165,6 +173,7 @@ class Run:
             "window": self.window.state(),
             "skipped_in_a_row": self.guard.consecutive,
             "data": self.dataset.key,
+            "patience": self.patience.state(),
         }
         self.checkpoints.save(self.state, self.pipeline.data_state(self.batches), values, progress, force)
 
@@ -193,14 +202,16 @@ class Run:
         )
         if config.evaluate.decode_examples:
             predictor_of = framing.predictors(config, self.module, variables, self.tokenizers)
-            scores, records = evaluation.decode_components(
-                predictor_of, config, self.dataset, "validation", config.evaluate.decode_examples
+            decoded = evaluation.decode_components(
+                predictor_of, config, self.dataset.components, "validation", config.evaluate.decode_examples
             )
+            scores, records = evaluation.score_components(config, decoded), evaluation.records_of(decoded)
             values |= scores
             if records:
                 self._report_samples(records)
         self.reporter.write(self.step, "validation", values)
         self.values, self.evaluated_at = values, self.step
+        self.patience.add(values)
         self.clock.record_part("evaluation", sum(compile_seconds))
         return values
 
@@ -237,7 +248,9 @@ class Run:
         if jax.process_index() == 0:
             files.write_json(self.workdir / "samples" / f"step-{self.step}.json", shown)
         for record in shown:
-            self.reporter.log(f"  {record['input']}\n    -> {record['output']}\n     = {record['reference']}")
+            line = {name: text.replace("\r", "\\r").replace("\n", "\\n") for name, text in record.items()}
+            note = f"  ({line['note']})" if "note" in line else ""
+            self.reporter.log(f"  {line['input']}{note}\n    -> {line['output']}\n     = {line['reference']}")
 
     def close(self) -> None:
         """Stops the background threads and waits for the last save.

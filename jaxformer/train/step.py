@@ -20,8 +20,8 @@ from jaxformer.models import build
 from jaxformer.nn import cpu, moe
 from jaxformer.parallel import rules, shards
 from jaxformer.tasks import Task
-from jaxformer.train import ema, optim, skip_guard
-from jaxformer.types import EMA, Array, Batch, PyTree, Sums, TrainState
+from jaxformer.train import ema, freezing, optim, recurrence, skip_guard
+from jaxformer.types import EMA, MEMORY, Array, Batch, PyTree, Sums, TrainState, overlaid
 
 
 def make_train_step(
@@ -34,21 +34,23 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
     """The compiled step `(state, batch) -> (state, sums)`; the state passed in is donated.
 
-    The gradient is that of the summed loss divided once by the summed weights (`batch_gradients`). The sums are the
-    task's, with "gradient_norm" (before clipping) and "learning_rate".
+    The gradient is that of the summed loss divided once by the summed weights (`batch_gradients`), with respect to the
+    trained parameters; frozen ones (`freezing`) pass through. The sums are the task's, with "gradient_norm" (before
+    clipping) and "learning_rate".
 
     A step is skipped if its loss or gradient norm is not finite, or if the norm is a spike (`config.optimizer.spike`,
     see `skip_guard`). It changes the step number only: parameters, optimizer state (with the count that the learning
     rate goes by) and all other variables stay. Its sums are 0, except "skipped" and "spiked".
     """
     shardings = state_shardings(config, module, optimizer, mesh)
-    update_at = update_shardings(config, build.shapes(module), shardings.params)
+    update_at = freezing.trained(config, update_shardings(config, build.shapes(module), shardings.params))
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         key = jax.random.fold_in(state.key, state.step)
         grads, variables, sums = batch_gradients(config, module, task, state.params, state.collections(), batch, key)
-        grads, old_params = jax.lax.with_sharding_constraint((grads, state.params), (update_at, update_at))
+        old_params, frozen = freezing.split(config, state.params)
+        grads, old_params = jax.lax.with_sharding_constraint((grads, old_params), (update_at, update_at))
         norm = optax.global_norm(grads)
         is_good, is_spike = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0]), None
         if config.optimizer.spike is not None:
@@ -70,9 +72,10 @@ def make_train_step(
         if is_spike is not None:
             sums["spiked"] = (jnp.float32(is_spike), jnp.ones(()))
 
-        old = (state.params, state.opt_state, dict(state.variables))
+        old = (freezing.trained(config, state.params), state.opt_state, dict(state.variables))
         new = (params, opt_state, variables)
         params, opt_state, variables = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), new, old)
+        params = overlaid(frozen, params)
         return TrainState(state.step + 1, params, opt_state, state.key, variables), sums
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated))
@@ -89,6 +92,33 @@ def make_eval_step(config: Config, module: nn.Module) -> jax.stages.Wrapped:
     return jax.jit(eval_step)
 
 
+def make_binned_eval_step(config: Config, module: nn.Module, upper: tuple[int, ...]) -> jax.stages.Wrapped:
+    """The compiled function `(variables, batch) -> sums, sums by bin`: a row of the latter for each bin of lengths.
+
+    Args:
+      upper: largest numbers of input tokens of all bins but the last, ascending; see `by_length.LengthBins`.
+    """
+    task = tasks.get(config.task.name)
+
+    def eval_step(variables: PyTree, batch: Batch) -> tuple[Sums, Sums]:
+        logits: PyTree = module.apply(variables, batch, full_logits=False)
+        stream = batch.side("source" if config.model.input_side == "source" else "target")
+        lengths = jnp.sum(stream.slots.segment > 0, axis=1)
+        bins = jnp.searchsorted(jnp.asarray(upper, jnp.int32), lengths, side="left")
+
+        def of_bin(number: Array) -> Sums:
+            inside = bins == number
+            weights = jnp.asarray(batch.weights)
+            kept = jnp.where(inside.reshape(-1, *(1,) * (weights.ndim - 1)), weights, 0)
+            count = jnp.sum(inside & (lengths > 0)).astype(jnp.float32)
+            sums = task.metrics(config, logits, batch._replace(weights=kept))
+            return {**sums, "examples": (count, jnp.ones(()))}
+
+        return task.metrics(config, logits, batch), jax.lax.map(of_bin, jnp.arange(len(upper) + 1))
+
+    return jax.jit(eval_step)
+
+
 # Gradients.
 
 
@@ -96,6 +126,8 @@ def batch_gradients(
     config: Config, module: nn.Module, task: Task, params: PyTree, variables: PyTree, batch: Batch, key: Array
 ) -> tuple[PyTree, PyTree, Sums]:
     """Gradients of the mean loss over the whole batch, the updated other variables, and the step's sums.
+
+    The gradients are a tree of the trained parameters.
 
     The batch is split into `config.train.accumulation` microbatches, and their gradients are added. k microbatches
     equal one batch, whatever their token counts, with these exceptions. They see one microbatch (on all devices),
@@ -139,8 +171,9 @@ def can_reduce_once(config: Config, variables: PyTree, batch: Batch) -> bool:
     if parts == 1 or "data" not in shards.dividing_axes("batch", jax.tree.leaves(batch)[0].shape[0] // parts):
         return False
     gains = sizes["fsdp"] == 1 or config.mesh.dcn.data != 1
-    breaks = sizes["stage"] > 1 or (sizes["context"] > 1 and model.head.kind != "tokens")
-    together = variables or any(side and side.moe for side in (model.encoder, model.decoder))
+    picks_slot = model.head.kind != "tokens" or model.head.relation
+    breaks = sizes["stage"] > 1 or (sizes["context"] > 1 and picks_slot)
+    together = variables or any(stack.moe for stack in model.stacks.values())
     return gains and not breaks and not together and not tasks.get(config.task.name).couples_rows(config)
 
 
@@ -149,28 +182,37 @@ def accumulate_gradients(
 ) -> tuple[PyTree, PyTree, Sums]:
     """Gradients of the summed loss, added over the microbatches, the updated other variables, and all sums."""
     parts = config.train.accumulation
+    trained, frozen = freezing.split(config, params)
 
     def gradients(variables: PyTree, batch: Batch, key: Array) -> tuple[PyTree, PyTree, Sums]:
-        loss = functools.partial(summed_loss, config, module, task)
-        grads, (variables, sums) = jax.grad(loss, has_aux=True)(params, variables, batch, key)
-        return grads, variables, sums
+        def loss(trained: PyTree) -> tuple[Array, tuple[PyTree, Sums]]:
+            return summed_loss(config, module, task, overlaid(frozen, trained), variables, batch, key)
+
+        grads, (variables_after, sums) = jax.grad(loss, has_aux=True)(trained)
+        return grads, variables_after, sums
 
     if parts == 1:
         return gradients(variables, batch, key)
-    # Row i goes to microbatch i % parts: the rows of one device then stay on it.
+    # Row i goes to microbatch i % parts: the rows of one device then stay on it. Memories go with their rows.
     split = lambda x: jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)  # noqa: E731
+    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])  # noqa: E731
     batches = jax.tree.map(split, batch)
+    memories = {MEMORY: jax.tree.map(split, variables[MEMORY])} if MEMORY in variables else {}
+    variables = {name: value for name, value in variables.items() if name != MEMORY}
 
-    def add(carry: tuple, microbatch: tuple) -> tuple[tuple, None]:
+    def add(carry: tuple, microbatch: tuple) -> tuple[tuple, PyTree]:
         total, variables, sums = carry
-        batch, index = microbatch
-        grads, variables, more = gradients(variables, batch, jax.random.fold_in(key, index))
-        return (jax.tree.map(jnp.add, total, grads), variables, jax.tree.map(jnp.add, sums, more)), None
+        batch, memory, index = microbatch
+        grads, changed, more = gradients({**variables, **memory}, batch, jax.random.fold_in(key, index))
+        memory = {name: changed.pop(name) for name in memory}
+        return (jax.tree.map(jnp.add, total, grads), changed, jax.tree.map(jnp.add, sums, more)), memory
 
-    first = jax.tree.map(lambda x: x[0], batches)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients, variables, first, key))
+    first, memory = jax.tree.map(lambda x: x[0], (batches, memories))
+    shapes = jax.eval_shape(gradients, {**variables, **memory}, first, key)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     start = (zeros[0], variables, zeros[2])
-    return jax.lax.scan(add, start, (batches, jnp.arange(parts)))[0]
+    (total, variables, sums), memories = jax.lax.scan(add, start, (batches, memories, jnp.arange(parts)))
+    return total, {**variables, **jax.tree.map(join, memories)}, sums
 
 
 def summed_loss(
@@ -195,9 +237,11 @@ def init_state(config: Config, module: nn.Module, optimizer: optim.Transform, me
     variables = build.create(module, jax.random.fold_in(root, 0), mesh)
     params = variables.pop("params")
     if config.train.ema is not None:
-        variables[EMA] = jax.tree.map(jnp.copy, params)
+        variables[EMA] = jax.tree.map(jnp.copy, freezing.trained(config, params))
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)  # noqa: E731
+    variables = recurrence.with_memory(config, variables, zeros, mesh)
     shardings = state_shardings(config, module, optimizer, mesh)
-    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(freezing.trained(config, params))
     replicated = NamedSharding(mesh, PartitionSpec())
     step, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.fold_in(root, 1)), replicated)
     return TrainState(step, params, opt_state, key, variables)
@@ -210,9 +254,11 @@ def make_init(config: Config, module: nn.Module, optimizer: optim.Transform, mes
         root = jax.random.key(seed)
         variables = nn.meta.unbox(build.init_variables(module, jax.random.fold_in(root, 0)))
         params = variables.pop("params")
-        variables = ema.with_average(config.train, variables, params)
+        trained = freezing.trained(config, params)
+        variables = ema.with_average(config.train, variables, trained)
+        variables = recurrence.with_memory(config, variables, lambda x: jnp.zeros(x.shape, x.dtype), mesh)
         key = jax.random.fold_in(root, 1)
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key, variables)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trained), key, variables)
 
     shardings = state_shardings(config, module, optimizer, mesh)
     return jax.jit(init, out_shardings=shardings, compiler_options=cpu.one_off_compiler_options())
@@ -222,10 +268,12 @@ def abstract_state(config: Config, module: nn.Module, optimizer: optim.Transform
     """Shapes, dtypes and shardings of a state, computing nothing. A checkpoint is restored into it."""
     variables = nn.meta.unbox(build.shapes(module))
     params = variables.pop("params")
-    opt_state = jax.eval_shape(optimizer.init, params)
+    trained = freezing.trained(config, params)
+    opt_state = jax.eval_shape(optimizer.init, trained)
     step: PyTree = jax.ShapeDtypeStruct((), jnp.int32)
     key: PyTree = jax.eval_shape(lambda: jax.random.key(0))
-    shapes = TrainState(step, params, opt_state, key, ema.with_average(config.train, variables, params))
+    variables = recurrence.with_memory(config, ema.with_average(config.train, variables, trained), lambda x: x, mesh)
+    shapes = TrainState(step, params, opt_state, key, variables)
     with_sharding = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
     return jax.tree.map(with_sharding, shapes, state_shardings(config, module, optimizer, mesh))
 
@@ -235,10 +283,13 @@ def state_shardings(config: Config, module: nn.Module, optimizer: optim.Transfor
     boxed = build.shapes(module)
     variables = rules.shardings(boxed, mesh)
     params = variables.pop("params")
-    shapes = nn.meta.unbox(boxed["params"])
-    opt_state = optim.optimizer_state_shardings(optimizer, shapes, update_shardings(config, boxed, params), mesh)
+    shapes = freezing.trained(config, nn.meta.unbox(boxed["params"]))
+    update_at = freezing.trained(config, update_shardings(config, boxed, params))
+    opt_state = optim.optimizer_state_shardings(optimizer, shapes, update_at, mesh)
     replicated: PyTree = NamedSharding(mesh, PartitionSpec())
-    return TrainState(replicated, params, opt_state, replicated, ema.with_average(config.train, variables, params))
+    variables = ema.with_average(config.train, variables, freezing.trained(config, params))
+    variables = recurrence.with_memory(config, variables, lambda x: x.sharding, mesh)
+    return TrainState(replicated, params, opt_state, replicated, variables)
 
 
 def update_shardings(config: Config, boxed: PyTree, params: PyTree) -> PyTree:
@@ -270,7 +321,8 @@ def shard_batch(batch: Batch, mesh: Mesh, balanced: bool = False) -> Batch:
     processes = rules.process_part(mesh)[1]
 
     def shard(x: Array) -> Array:
-        order = rules.zigzag_order(x.shape[1], mesh.shape["context"]) if balanced and x.ndim > 1 else None
+        has_slots = x.ndim > 1 and not (x is batch.labels and x.dtype.kind == "f")
+        order = rules.zigzag_order(x.shape[1], mesh.shape["context"]) if balanced and has_slots else None
         x = x if order is None else x[:, order]
         shape = (x.shape[0] * processes, *x.shape[1:])
         return jax.make_array_from_process_local_data(rules.batch_sharding(mesh, shape), x, shape)

@@ -13,6 +13,8 @@ from jaxformer.checkpoint import find_run, load_run
 from jaxformer.config import Config, ModelConfig, overrides
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
+from jaxformer.models import adapters, electra
+from jaxformer.train import freezing
 from jaxformer.types import EMA, PyTree, TrainState
 
 LOG = logging.getLogger("jaxformer")
@@ -38,7 +40,7 @@ def adopt_model(config: Config, workdir: Path, init_format: InitFormat) -> tuple
     Raises:
       ConfigError: the model and the rest of the config contradict each other.
     """
-    if config.model.parts:
+    if not config.model.is_empty:
         return config, None
     if (workdir / "config.json").exists():
         model, tokenizers = overrides.read(workdir).model, None
@@ -51,7 +53,7 @@ def adopt_model(config: Config, workdir: Path, init_format: InitFormat) -> tuple
                 "data.tokenizer.path",
                 config.init.directory,
             )
-        model = dataclasses.replace(model, dtype=config.model.dtype)
+        model = dataclasses.replace(model, dtype=config.model.dtype, adapter=config.model.adapter or model.adapter)
     return overrides.freeze(dataclasses.asdict(dataclasses.replace(config, model=model))), tokenizers
 
 
@@ -60,7 +62,7 @@ def load_initial_params(state: TrainState, config: Config, init_format: InitForm
     params = init_format.read_params(config, state.params)
     variables = dict(state.variables)
     if EMA in variables:
-        variables[EMA] = jax.tree.map(lambda x: x.copy(), params)
+        variables[EMA] = jax.tree.map(lambda x: x.copy(), freezing.trained(config, params))
     return dataclasses.replace(state, params=params, variables=variables)
 
 
@@ -68,11 +70,19 @@ def _read_model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     workdir, _ = find_run(Path(config.init.directory).absolute())
     model = overrides.read(workdir).model
     head = model.head if config.init.head else config.model.head
-    return dataclasses.replace(model, head=head), Tokenizers.load(workdir)
+    model = dataclasses.replace(model, head=head)
+    if config.task.name != "replaced_tokens":  # the discriminator alone is fine-tuned
+        model = dataclasses.replace(model, generator=None)
+    return model, Tokenizers.load(workdir) if model.reads_tokens else None
 
 
 def _read_params(config: Config, params: PyTree) -> PyTree:
-    loaded = dict(load_run(config.init.directory).params)
+    run = load_run(config.init.directory)
+    loaded = dict(run.params)
+    if run.config.model.generator is not None and config.model.generator is None:
+        loaded = electra.discriminator_params(run.config.model, loaded)
+    if config.model.adapter is not None and not adapters.has_adapters(loaded):
+        loaded = adapters.with_base(params, loaded)
     if not config.init.head and "head" in params:
         loaded["head"] = params["head"]
     shapes, loaded_shapes = (jax.tree.map(lambda x: x.shape, tree) for tree in (dict(params), loaded))

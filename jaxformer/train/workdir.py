@@ -80,12 +80,12 @@ def describe_changes(saved: Any, config: Config, updates: int, width: int) -> li
     return lines
 
 
-def write_run_files(config: Config, workdir: Path, tokenizers: Tokenizers) -> None:
+def write_run_files(config: Config, workdir: Path, tokenizers: Tokenizers | None) -> None:
     """Writes the description of a run. `config.json` comes last, since a workdir with it counts as a run."""
     if jax.process_index() != 0:
         return
     workdir.mkdir(parents=True, exist_ok=True)
-    if not (workdir / "config.json").exists():
+    if tokenizers is not None and not (workdir / "config.json").exists():
         tokenizers.save(workdir)
     files.write_json(workdir / "environment.json", environment())
     files.write_atomic(workdir / "config.json", overrides.to_json(config))

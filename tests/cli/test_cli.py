@@ -84,6 +84,9 @@ REFUSED = [
         ["decode", "--workdir=x", "--config.data.tokenizer.lowercase=true"],
         "cannot change (the model was trained on the ids of its own tokenizer), expected data.FIELD",
     ),
+    (["chat", "--workdir=x", "--sytem=y"], "got --sytem, expected --workdir, --system, --checkpoint; did you mean"),
+    (["chat", "--workdir=x", "--config.model.head.bias=true"], "got --config.model.head.bias, which cannot change"),
+    (["chat", "--workdir=nowhere"], "nowhere: got no config.json, expected the workdir of a run"),
     (["decode", "--workdir=x", "--input=nowhere.txt"], "--input: got 'nowhere.txt' (No such file"),
     (["sweep", "--config=x", "--sweep=x", "--workdir=x", "--executor=slrum"], "did you mean 'slurm'?"),
     (["sweep", "--config=x", "--sweep=nothing.py", "--workdir=x"], "'nothing.py': no such file"),
@@ -98,7 +101,7 @@ REFUSED = [
     (["plan"], "--config: got 0 of them"),
     (
         ["train", "--workdir=x", "--config=x", "--data.dir=y"],
-        "got --data.dir, expected --workdir, --config; write --config.data.dir=VALUE",
+        "got --data.dir, expected --workdir, --seeds, --config; write --config.data.dir=VALUE",
     ),
     (
         ["train", "--workdir=x", "--config=x", "config.train.steps=3"],
@@ -346,11 +349,12 @@ def test_no_command_imports_heavy_modules_before_it_runs():
 
 def test_a_shell_gets_completions(tmp_path):
     pytest.importorskip("argcomplete")
-    for line, expected in (("jaxformer ev", {"evaluate"}), ("jaxformer sweep --e", {"--executor"})):
+    cases = {"jaxformer ev": "evaluate", "jaxformer sweep --e": "--executor", "jaxformer chat --s": "--system"}
+    for line, expected in cases.items():
         variables = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "IFS": "\n"}
         environment = os.environ | variables | {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "completions")}
         subprocess.run([sys.executable, "-m", "jaxformer"], env=environment, check=False, capture_output=True)
-        assert {word.strip() for word in (tmp_path / "completions").read_text().split("\x0b")} == expected
+        assert {word.strip() for word in (tmp_path / "completions").read_text().split("\x0b")} == {expected}
 
 
 def test_a_reader_that_leaves_is_no_crash():

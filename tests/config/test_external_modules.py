@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import builders
 import pytest
 
-from jaxformer import registry
+from jaxformer import cli, registry
 from jaxformer.config import ConfigError, overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -248,33 +249,40 @@ def test_a_hugging_face_family_from_outside(directory, monkeypatch):
     assert "got 'mine.no_family', but there is no module" in refused(table.family_of, settings)
 
 
-def test_a_task_with_options_trains_resumes_evaluates_and_decodes_from_the_command_line(directory):
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
-        "JAXFORMER_CACHE": str(directory / "cache"),
-    }
+def test_a_task_with_options_trains_resumes_evaluates_and_decodes_from_the_command_line(directory, monkeypatch, capsys):
     (directory / "lines.txt").write_text("a li\n")
+    monkeypatch.chdir(directory)
+    builders.one_device(monkeypatch)
+    before = list(sys.path)
 
     def jaxformer(*words):
-        command = [sys.executable, "-m", "jaxformer", *words, "--workdir=run"]
-        return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
+        """Exit code and what was printed of a command that has to find the modules itself, as a new process does."""
+        registry._search_directories.clear()
+        sys.path[:] = before
+        for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
+            del sys.modules[name]
+        code = cli.main([*words, "--workdir=run"])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
 
     train = ("train", "--config=recipe.py", "--config.task.options.alpha=0.2")
-    first = jaxformer(*train)
-    assert first.returncode == 0, first.stderr
+    code, printed = jaxformer(*train)
+    assert code == 0, printed
     config = json.loads((directory / "run" / "config.json").read_text())
     assert config["task"]["options"]["alpha"] == 0.2
     rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
     loss = next(row["loss"] for row in rows if row["split"] == "train")
     assert loss < 2.0  # a fifth of log(256) and more
-    other = jaxformer("train", "--config=recipe.py")
-    assert other.returncode == 2 and "task.options.alpha: here 0.1, there 0.2" in other.stderr
-    resumed = jaxformer(*train, "--config.train.steps=3")
-    assert resumed.returncode == 0 and "resumed at step 2" in resumed.stdout + resumed.stderr
-    evaluated = jaxformer("evaluate", "--split=test")
-    assert evaluated.returncode == 0, evaluated.stderr
-    decoded = jaxformer("decode", "--input=lines.txt")
+    code, printed = jaxformer("train", "--config=recipe.py")
+    assert code == 2 and "task.options.alpha: here 0.1, there 0.2" in printed
+    code, printed = jaxformer(*train, "--config.train.steps=3")
+    assert code == 0 and "resumed at step 2" in printed
+    code, printed = jaxformer("evaluate", "--split=test")
+    assert code == 0, printed
+    # The one process of its own: the name of the task comes from the workdir, the module from the working directory.
+    command = [sys.executable, "-m", "jaxformer", "decode", "--workdir=run", "--input=lines.txt"]
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": " ".join(flags)}
+    decoded = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
     assert decoded.returncode == 0, decoded.stderr
     assert len(decoded.stdout.splitlines()) == 1

@@ -179,6 +179,50 @@ def test_jsonl(write, config):
     assert rows(data) == [{"text": "two\nlines", "label": 1}, {"text": "ü", "label": 0}]
 
 
+def talk(*contents):
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def test_dialogues(write, config, caplog):
+    """Turns as they are; a conversation with an empty turn is dropped from training, and refused elsewhere."""
+    first = [{"role": "system", "content": "s"}, *talk("a\nb", "\u00e9", "c", "d")]
+    lines = [{"messages": first, "id": 7}, {"messages": talk("a", " ")}, {"messages": talk("e", "f")}]
+    write("a.jsonl.gz", "\n\n".join(json.dumps(line) for line in lines))
+    write("b.jsonl", json.dumps({"turns": talk("a", "b")}))
+    data = build(config("dialogues", train=("a.jsonl.gz",)))
+    assert rows(data) == [{"messages": tuple(first)}, {"messages": tuple(talk("e", "f"))}]
+    assert "dropped 1 training conversations with an empty turn, the first at" in caplog.text
+    assert "a.jsonl.gz:3" in caplog.text
+    sliced = build(config("dialogues", train=("a.jsonl.gz[:1]",)))
+    assert len(rows(sliced)) == 1
+    assert rows(build(config("dialogues", {"messages": "turns"}, train=("b.jsonl",)))) == [
+        {"messages": tuple(talk("a", "b"))}
+    ]
+    fails(
+        config("dialogues", train=("a.jsonl.gz",), test=("a.jsonl.gz",)), r"a.jsonl.gz:3: got an empty turn of the assi"
+    )
+    fails(config("dialogues", train=("b.jsonl",)), r"b.jsonl:1: got keys 'turns', expected an object with 'messages'")
+    fails(config("dialogues", {"text": "x"}, train=("b.jsonl",)), "data.columns: got text=x, expected messages=KEY")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "malformed JSON"),
+        ("[]", "got list, expected an object with 'messages'"),
+        (json.dumps({"messages": talk("a")}), "got role user in the last turn, expected assistant; add a turn"),
+        (json.dumps({"messages": talk("a", "b")[::-1]}), "bad.jsonl:2, turn 1: got role assistant, expected user"),
+        (
+            json.dumps({"messages": [{"role": "bot", "content": "a"}]}),
+            "bad.jsonl:2, turn 1: got role 'bot', expected one",
+        ),
+    ],
+)
+def test_conversations_that_are_none(write, config, line, message):
+    write("bad.jsonl", json.dumps({"messages": talk("a", "b")}) + "\n" + line)
+    fails(config("dialogues", train=("bad.jsonl",)), message)
+
+
 def test_table_errors(write, config):
     columns = {"text": "sentence", "label": "label"}
     write("good.tsv", "sentence\tlabel\na\t0\n")

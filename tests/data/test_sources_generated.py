@@ -1,6 +1,7 @@
 """Sources that make their own examples: right answers, the same example for an index, nothing held out in training."""
 
 import pickle
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from num2words import num2words
 
 from jaxformer import registry
 from jaxformer.config import ConfigError, DataConfig
+from jaxformer.data import chat
 from jaxformer.data.sources import _generated, build
 from jaxformer.data.sources.algorithmic import Algorithmic
 from jaxformer.data.sources.numerals import LANGUAGES, Numerals, words
@@ -125,6 +127,7 @@ def test_a_small_space_gives_short_held_out_splits():
         (DataConfig(name="dee"), r"data.name: got 'dee', expected one of de, fr, es; did you mean 'de'"),
         (DataConfig(source="algorithmic", name="revers"), "got 'revers'.*did you mean 'reverse'"),
         (DataConfig(source="algorithmic", name=""), "got '', expected copy, reverse, sort, addition"),
+        (DataConfig(source="orders", name="tea"), "data.name: got 'tea', expected '' for orders"),
         (DataConfig(source="algorithmic", name="copy/9-3"), "got lengths 9-3, expected 1 <= low <= high"),
     ],
 )
@@ -132,6 +135,28 @@ def test_names_that_do_not_exist(config, message):
     with pytest.raises(ConfigError, match=message) as error:
         build(config)
     assert "\n" not in str(error.value)
+
+
+def test_orders_are_added_up_from_the_price_list():
+    """Each reply beside arithmetic on the text of the turns before it."""
+    splits = build(DataConfig(source="orders")).splits
+    lengths = set()
+    for example in (splits["train"][i] for i in range(200)):
+        system, *turns = (
+            message["content"] for message in chat.check_messages(example["messages"], "x", answered=True)
+        )
+        prices, total = dict(re.findall(r"(\w+) (\d+)", system)), 0
+        assert len(prices) == 3
+        for order, reply in zip(turns[::2], turns[1::2], strict=True):
+            pieces, good = re.fullmatch(r"(\d) (\w+) please", order).groups()
+            cost = int(pieces) * int(prices[good])
+            total += cost
+            assert reply == f"{pieces} {good} at {prices[good]} cost {cost} total {total}"
+        lengths.add(len(turns) // 2)
+    assert lengths == {1, 2, 3}
+    texts = {split: [str(splits[split][i]) for i in range(1000)] for split in splits}
+    assert len(set(texts["validation"])) == len(splits["validation"]) == 1000
+    assert not set(texts["validation"]) & {*texts["train"], *texts["test"]}
 
 
 def test_pylib_is_the_standard_library_without_what_is_not_source():

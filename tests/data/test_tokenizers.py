@@ -8,6 +8,7 @@ import sys
 import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers as hf
@@ -502,3 +503,51 @@ def test_a_whole_number_that_is_none_is_refused_when_the_file_is_read(tmp_path):
     (tmp_path / "t.json").rename(tmp_path / Tokenizers.FILE)
     with pytest.raises(ConfigError, match="a whole number of 400 digits"):
         Tokenizers.load(tmp_path)
+
+
+SENTENCES = 'A cat sat. "Did it?" it asked (yes!) and 3.5 dogs... ran.\nOn a new line\n\nthe end'
+
+
+@pytest.mark.parametrize("kind", ["byte", "character", "word", "bpe", "unigram"])
+def test_sentinels_are_the_last_tokens_and_never_text(kind, tmp_path):
+    """Ids descend from the end, as T5's. The other ids, and texts without sentinels, are as in a vocabulary without."""
+    text = f"{SENTENCES} <extra_id_0> <extra_id_7>"
+    with_none, both = (
+        Tokenizers.build(
+            DataConfig(tokenizer=TokenizerConfig(kind=kind, vocab=320, sentinels=n)), [{"text": text}], ("text",)
+        )
+        for n in (0, 3)
+    )
+    tokenizer = both.source
+    assert with_none.source.sentinels == ()
+    assert tokenizer.sentinels == tuple(with_none.source.size + n for n in (2, 1, 0))
+    assert tokenizer.encode(text) == with_none.source.encode(text)
+    assert tokenizer.decode([*tokenizer.encode("a cat"), *tokenizer.sentinels]).strip() == tokenizer.decode(
+        tokenizer.encode("a cat")
+    )
+    ids = tokenizer.parse("cat <extra_id_2> sat. <extra_id_0><extra_id_1>")
+    assert [i for i in ids if i in tokenizer.sentinels] == [tokenizer.sentinels[n] for n in (2, 0, 1)]
+    if kind != "word":  # whose decoding keeps single words
+        assert tokenizer.decode_with_sentinels(ids) == "cat <extra_id_2> sat. <extra_id_0> <extra_id_1>"
+    both.save(tmp_path)
+    again = Tokenizers.load(tmp_path).source
+    assert (again.sentinels, again.fingerprint, again.size) == (
+        tokenizer.sentinels,
+        tokenizer.fingerprint,
+        tokenizer.size,
+    )
+    library = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert [library.token_to_id(f"<extra_id_{n}>") for n in range(3)] == list(tokenizer.sentinels)
+
+
+@pytest.mark.parametrize("kind", ["byte", "character", "word", "bpe"])
+def test_sentences_begin_at_words_after_their_ends_and_at_lines(kind):
+    settings = TokenizerConfig(kind=kind, vocab=300)
+    tokenizer = Tokenizers.build(DataConfig(tokenizer=settings), [{"text": SENTENCES}], ("text",)).source
+    ids = tokenizer.encode(SENTENCES)
+    starts = tokenizer.sentence_starts(ids)
+    parts = [tokenizer.decode(part.tolist()).strip() for part in np.split(np.array(ids), np.flatnonzero(starts)[1:])]
+    lines = ["A cat sat.", '"Did it?"', "it asked (yes!)", "and 3.5 dogs...", "ran."]
+    expected = [*lines, "On a new line", "the end"] if kind != "word" else [*lines, "On a new line the end"]
+    assert parts == expected
+    assert starts[0] and not len(tokenizer.sentence_starts([]))

@@ -106,16 +106,21 @@ def batch_of(*prompts, rows: int | None = None, buckets: tuple[int, ...] = ()):
 
 def decode(model, batch, config, eos, pad, max_lengths=None, row_indices=None, key=None):
     """Decodes a batch to its end in one program, for any `Decodable`; `generate` does it in several programs."""
-    search, (count, prompt_slots) = SEARCHES[config.method](config, eos, pad), batch.target.tokens.shape
-    rows = RowSettings(
-        max_lengths=jnp.full(count, config.max_length) if max_lengths is None else max_lengths,
-        row_indices=jnp.arange(count) if row_indices is None else row_indices,
-        key=jax.random.key(config.seed) if key is None else key,
-    )
-    logits, model_state = prefill(model, batch, config.max_length, search)
-    state = search.init(logits, batch.target, rows)
-    schedule = schedule_for(model_state, prompt_slots, config.max_length, search.branches)
-    for before, capacity in zip((0, *schedule.capacities), schedule.capacities, strict=False):
-        model_state = schedule.grow(model_state, capacity) if before else model_state
-        state, model_state, _ = decode_loop(search, model, state, model_state, capacity - before, count)
-    return search.hypotheses(state)
+
+    @jax.jit
+    def run(batch, max_lengths, row_indices, key):
+        search, (count, prompt_slots) = SEARCHES[config.method](config, eos, pad), batch.target.tokens.shape
+        rows = RowSettings(
+            max_lengths=jnp.full(count, config.max_length) if max_lengths is None else max_lengths,
+            row_indices=jnp.arange(count) if row_indices is None else row_indices,
+            key=jax.random.key(config.seed) if key is None else key,
+        )
+        logits, model_state = prefill(model, batch, config.max_length, search)
+        state = search.init(logits, batch.target, rows)
+        schedule = schedule_for(model_state, prompt_slots, config.max_length, search.branches)
+        for before, capacity in zip((0, *schedule.capacities), schedule.capacities, strict=False):
+            model_state = schedule.grow(model_state, capacity) if before else model_state
+            state, model_state, _ = decode_loop(search, model, state, model_state, capacity - before, count)
+        return search.hypotheses(state)
+
+    return run(batch, max_lengths, row_indices, key)

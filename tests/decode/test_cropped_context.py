@@ -74,8 +74,8 @@ def next_logits(text, variables=None):
     module, own = model()
     last = np.asarray(text[-POSITIONS:], np.int32)
     batch = pad_batch([{"target": last}], 1, (0, 0), (POSITIONS,))
-    logits = forward(module, own if variables is None else variables, batch)[0, len(last) - 1]
-    return np.asarray(logits)[: VOCABULARY.size]
+    logits = forward(module, own if variables is None else variables, batch)
+    return np.asarray(logits)[0, len(last) - 1, : VOCABULARY.size]
 
 
 def reference(prompt, count, choose, vocabulary=VOCABULARY, variables=None):
@@ -109,14 +109,15 @@ def assert_same(results, expected):
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocabulary"), [(1, VOCABULARY), (3, ENDLESS), (16, VOCABULARY)], ids=["alone", "endless", "together"]
+    ("rows", "vocabulary", "buckets"),
+    [(1, VOCABULARY, (POSITIONS, 32)), (3, ENDLESS, (POSITIONS, 32)), (16, VOCABULARY, ())],
+    ids=["alone", "endless", "together"],
 )
-def test_greedy_search_reads_the_last_tokens_for_each_new_one(rows, vocabulary, monkeypatch):
+def test_greedy_search_reads_the_last_tokens_for_each_new_one(rows, vocabulary, buckets, monkeypatch):
     monkeypatch.setattr(cache_schedule, "INITIAL_NEW_TOKENS", 2)  # the cache grows before it is dropped
     prompts, calls = make_prompts(), []
-    results = run(
-        prompts, dataclasses.replace(GREEDY, batch=rows), None, vocabulary, lambda *numbers: calls.append(numbers)
-    )
+    options, progress = dataclasses.replace(GREEDY, batch=rows), lambda *numbers: calls.append(numbers)
+    results = run(prompts, options, None, vocabulary, progress, buckets=buckets)
     expected = [reference(prompt, GREEDY.max_length, likeliest, vocabulary) for prompt in prompts]
     for hypotheses, each in zip(results, expected, strict=True):
         assert_equal(hypotheses, [each])
@@ -141,7 +142,7 @@ def test_draws_use_the_keys_of_their_row_and_step():
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(5), row), draw)
 
             def choose(logits, text, step, key=key):
-                padded = jnp.full(VOCAB, -jnp.inf).at[: VOCABULARY.size].set(logits / 1.5)
+                padded = np.pad(logits / 1.5, (0, VOCAB - VOCABULARY.size), constant_values=-np.inf)
                 return int(jax.random.categorical(jax.random.fold_in(key, step), padded)), logits
 
             expected.append(reference(prompt, options.max_length, choose))
@@ -182,14 +183,13 @@ class WholeReader:
     """A `Decodable` whose state is all tokens of each row; a step reads the last ones."""
 
     def start(self, batch, length):
-        [text] = [np.asarray(batch.target.tokens)[0][np.asarray(batch.target.slots.segment)[0] != 0]]
-        state = WholeText(jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(text), jnp.int32(len(text)))
-        return self.read(state), state
+        size = jnp.sum(batch.target.slots.segment[0] != 0, dtype=jnp.int32)  # of the only row, padded on the right
+        tokens = jnp.pad(batch.target.tokens, ((0, 0), (0, 64 - batch.target.tokens.shape[1])))
+        return self.read(state := WholeText(tokens, size)), state
 
     def step(self, tokens, state):
         return self.read(state := WholeText(state.tokens.at[:, state.size].set(tokens[:, 0]), state.size + 1)), state
 
-    @functools.partial(jax.jit, static_argnums=0)
     def read(self, state):
         module, variables = model()
         column = jnp.arange(POSITIONS)
@@ -223,9 +223,9 @@ def test_beams_are_followed_past_the_positions():
     options = DecodeConfig(method="beam", beams=5, hypotheses=5, max_length=11, batch=3, no_repeat_ngram=1)
     prompts = make_prompts((2, 3, 1, 6, 8, 12))
     results = run(prompts, options)
+    slow = jax.jit(lambda batch: decode(WholeReader(), batch, options, VOCABULARY.eos, 0))
     for prompt, hypotheses in zip(prompts, results, strict=True):
-        batch = pad_batch([prompt], 1, (0, 0), (POSITIONS,))
-        tokens, lengths, scores = decode(WholeReader(), batch, options, VOCABULARY.eos, 0)
+        tokens, lengths, scores = jax.device_get(slow(pad_batch([prompt], 1, (0, 0), (2 * POSITIONS,))))
         expected = [
             (list(map(int, row[:n])), float(score))
             for row, n, score in zip(tokens[0], lengths[0], scores[0], strict=True)
@@ -240,8 +240,11 @@ def test_results_do_not_depend_on_batch_mates_and_refills(method, monkeypatch):
         method=method, max_length=10, hypotheses=1 if method == "greedy" else 2, beams=3, no_repeat_ngram=1
     )
     vocabulary = dataclasses.replace(VOCABULARY, eos=(2, 7, 9, 12))  # rows are free before the batch drops its cache
-    prompts = make_prompts([1, 2, 3] * 4 + [*range(9, 17)])
-    alone = [run([prompt], options, [i], vocabulary)[0] for i, prompt in enumerate(prompts)]
+    # Two widths, so that few programs are compiled: prompts with a cache at first, and those without. One of a single
+    # token would have a width of its own.
+    prompts = make_prompts([2, 3, 4] * 4 + [*range(9, 17)])
+    decoded = functools.partial(run, vocabulary=vocabulary, buckets=(POSITIONS, 16))
+    alone = [decoded([prompt], options, [i])[0] for i, prompt in enumerate(prompts)]
     assert len({len(hypotheses[0].tokens) for hypotheses in alone}) > 2
     refilled, refill_rows = [], CompiledDecoder.refill_rows
     monkeypatch.setattr(
@@ -251,7 +254,7 @@ def test_results_do_not_depend_on_batch_mates_and_refills(method, monkeypatch):
     )
     for count, order in ((1, np.arange(20)), (2, np.random.default_rng(1).permutation(20))):
         monkeypatch.setattr(scheduler, "CONCURRENT_BATCHES", count)
-        results = run([prompts[i] for i in order], dataclasses.replace(options, batch=4), order, vocabulary)
+        results = decoded([prompts[i] for i in order], dataclasses.replace(options, batch=4), order)
         assert_same(results, [alone[i] for i in order])
     assert {CachedContext, CroppedContext} <= set(refilled)
 
@@ -266,11 +269,11 @@ def test_the_cache_is_used_as_long_as_the_texts_fit(monkeypatch):
             dropped.append(batch.context_lengths[batch.prompt_indices != -1].max())
 
     monkeypatch.setattr(ActiveBatch, "_drop_cache_if_context_is_full", record)
-    options = dataclasses.replace(GREEDY, batch=2)
-    run(make_prompts((1, 5, 3)), options, vocabulary=ENDLESS)
+    options, buckets = dataclasses.replace(GREEDY, batch=2), (POSITIONS,)
+    run(make_prompts((2, 5, 3)), options, vocabulary=ENDLESS, buckets=buckets)
     assert dropped == [POSITIONS] * 2
     # A text that ends in time costs no pass over the window.
-    short = [prompt for prompt in make_prompts() if len(prompt["target"]) < 4]
+    short = [prompt for prompt in make_prompts() if 1 < len(prompt["target"]) < 4]
     inside = [
         prompt
         for prompt in short
@@ -279,8 +282,9 @@ def test_the_cache_is_used_as_long_as_the_texts_fit(monkeypatch):
     every_token_ends = dataclasses.replace(VOCABULARY, eos=tuple(range(VOCABULARY.size)))
     dropped.clear()
     monkeypatch.setattr(CroppingModel, "_read", None)
-    run(inside, dataclasses.replace(options, min_p=0.01))  # options of its own: its programs are traced here
-    run(short, options, vocabulary=every_token_ends)
+    own = dataclasses.replace(options, min_p=0.01)  # options of its own: its programs are traced here
+    run(inside, own, buckets=buckets)
+    run(short, options, vocabulary=every_token_ends, buckets=buckets)
     assert not dropped and inside
 
 
@@ -293,7 +297,7 @@ def test_only_texts_that_may_pass_the_positions_are_decoded_apart():
 
 def test_int8_weights():
     prompts, options = make_prompts((3, 8, 11)), dataclasses.replace(GREEDY, weights="int8")
-    quantized = int8.quantize(*model())
+    quantized = jax.jit(int8.quantize, static_argnums=0)(*model())
     for prompt, hypotheses in zip(prompts, run(prompts, options), strict=True):
         assert_equal(hypotheses, [reference(prompt, GREEDY.max_length, likeliest, variables=quantized)])
 

@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.decode.top_k import top_k, top_k_of_sums
+from jaxformer.decode import top_k as module
+
+top_k = jax.jit(module.top_k, static_argnums=1)
+top_k_of_sums = jax.jit(module.top_k_of_sums, static_argnums=3)
 
 
 @settings(max_examples=12, deadline=None)

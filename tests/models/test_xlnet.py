@@ -11,10 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, ModelConfig, NormConfig, PermutationConfig
+from jaxformer import tasks
+from jaxformer.config import (
+    AttentionConfig,
+    Config,
+    ConfigError,
+    ConvConfig,
+    EncodingConfig,
+    ModelConfig,
+    NormConfig,
+    PermutationConfig,
+)
 from jaxformer.models import build
-from jaxformer.models.xlnet import XLNet, next_memory
-from jaxformer.types import Batch, Slots, Stream
+from jaxformer.models.xlnet import XLNet, hidden_by_order, next_memory
+from jaxformer.tasks import permutation_lm
+from jaxformer.types import MEMORY, Batch, Permutation, Slots, Stream
 
 T, WIDTH, LAYERS = 5, 8, 2
 
@@ -225,9 +236,135 @@ def test_generation_reads_the_whole_text_for_every_token():
         chex.assert_trees_all_close(last[row], direct(text), rtol=1e-4, atol=1e-5)
 
 
+# Batches with a permutation
+
+ORDERS = ([3, 0, 4, 2, 1], [0, 2, 3, 1, 4])
+"""Factorisation order of the slots of each row; from the third on they are predicted."""
+REAL = np.array([[1] * T, [1, 1, 1, 1, 0]], np.int32)
+
+
+def seen(order: list[int], slot: int, given: int = 2) -> set[int]:
+    """The definition: slots that slot `slot` is predicted from, or which its content reads beside itself."""
+    place = order.index(slot)
+    return set(order[: max(place, given)]) - ({slot} if place >= given else set())
+
+
+def permuted(tokens_seed=0, continues=None, orders=ORDERS, given=2) -> Batch:
+    """Two rows, the second with padding in slot 4, which its order has last and no target names."""
+    order, targets = np.zeros((2, T), np.int32), np.full((2, 4), -1, np.int32)
+    for row, slots in enumerate(orders):
+        predicted = [slot for slot in slots[given:] if REAL[row, slot]]
+        order[row, predicted] = np.arange(1, len(predicted) + 1)
+        targets[row, : len(predicted)] = predicted
+    source = stream(seed=tokens_seed, real=REAL)
+    labels = np.where(targets >= 0, np.take_along_axis(source.tokens, targets, axis=1), 0)
+    weights = (targets >= 0).astype(np.float32)
+    flags = None if continues is None else np.array(continues)
+    return Batch(source, None, labels, weights, permutation=Permutation(order, targets), continues=flags)
+
+
+def test_what_an_order_hides_is_the_definition():
+    hidden = np.asarray(hidden_by_order(permuted().permutation.order))
+    for row, order in enumerate(ORDERS):
+        for slot in np.flatnonzero(REAL[row]):
+            visible = {int(s) for s in np.flatnonzero(REAL[row] & ~hidden[row, slot])}
+            assert visible == seen(order, slot) & set(np.flatnonzero(REAL[row]))
+
+
+def slow_logits(params, batch, memory):
+    """Logits `[B, 4, V]` of the targets and the content states by the equations, row by row: memories differ."""
+    rows = []
+    for row in range(2):
+        hidden = np.array([[s not in seen(ORDERS[row], t) for s in range(T)] for t in range(T)])
+        one_hot = np.array([[t == s for s in range(T)] for t in batch.permutation.targets[row]], float)
+        source = jax.tree.map(lambda x, row=row: x[row : row + 1], batch.source)
+        content, query = slow(params, source, hidden[None], one_hot[None], memory[row])
+        rows.append((query[-1, 0] @ np.asarray(params["source_embed"]["table"], np.float64).T, content[:-1]))
+    return [x for x, _ in rows], [x for _, x in rows]
+
+
+@functools.cache
+def remembering():
+    config = dataclasses.replace(config_of(), permutation=PermutationConfig(memory=7))
+    module = build.build(config)
+    apply = lambda v, batch: module.apply(v, batch, full_logits=False, mutable=[MEMORY])  # noqa: E731
+    empty = {"states": np.zeros((2, LAYERS, 7, WIDTH), np.float32), "count": np.zeros(2, np.int32)}
+    return jax.jit(apply), {"params": made()[2]["params"], MEMORY: empty}
+
+
+def test_rows_that_continue_read_their_memories_and_the_loss_is_that_of_the_equations():
+    apply, variables = remembering()
+    params, task = variables["params"], tasks.get("permutation_lm")
+    memory, held = [np.zeros((LAYERS, 1, 0, WIDTH))] * 2, [[5, 5], [7, 5]]
+    for number, continues in enumerate(([False, False], [True, False])):
+        batch = permuted(number, continues)
+        logits, changed = apply(variables, batch)
+        memory = [memory[row] if continues[row] else memory[row][:, :, :0] for row in range(2)]
+        expected, content = slow_logits(params, batch, memory)
+        losses = []
+        for row in range(2):
+            for column, label in enumerate(batch.labels[row]):
+                if batch.weights[row, column]:
+                    np.testing.assert_allclose(logits[row, column], expected[row][column], rtol=1e-4, atol=2e-5)
+                    losses.append(np.log(np.exp(expected[row][column]).sum()) - expected[row][column][label])
+            memory[row] = np.concatenate([memory[row], content[row]], axis=2)[:, :, -7:]
+            states = changed[MEMORY]["states"][row]
+            size = memory[row].shape[2]
+            real = slice(7 - size, 7 if REAL[row].all() else 6)  # the equations say nothing of padding's content
+            told = memory[row][:, 0, : real.stop - real.start]
+            np.testing.assert_allclose(states[:, real], told, rtol=1e-4, atol=2e-5)
+        assert changed[MEMORY]["count"].tolist() == held[number]
+        total, count = task.loss(Config(), logits, batch)["loss"]
+        np.testing.assert_allclose([total, count], [sum(losses), len(losses)], rtol=1e-5)
+        variables = {"params": params, **changed}
+
+
+def test_a_target_depends_on_the_tokens_before_it_in_the_order_and_on_its_own_memory():
+    """By gradient, of the text and of the memories."""
+    apply, variables = remembering()
+    batch = permuted(0, [True, False])
+    embedded = np.asarray(variables["params"]["source_embed"]["table"])[batch.source.tokens]
+    states = np.random.default_rng(1).standard_normal((2, LAYERS, 7, WIDTH)).astype(np.float32)
+
+    def output(x, states):
+        memory = {"states": states, "count": np.array([6, 6], np.int32)}
+        text = batch._replace(source=batch.source._replace(tokens=x))
+        return apply({**variables, MEMORY: memory}, text)[0].sum(-1)
+
+    text, remembered = jax.jit(jax.jacrev(output, argnums=(0, 1)))(embedded, states)
+    text, remembered = np.abs(text).sum(-1), np.abs(remembered).sum(axis=(3, 5))  # [B, M, B, T], [B, M, B, S]
+    for row, targets in enumerate(batch.permutation.targets):
+        for column, slot in enumerate(targets[targets >= 0]):
+            visible = seen(ORDERS[row], int(slot)) & set(np.flatnonzero(REAL[row]))
+            assert set(np.flatnonzero(text[row, column, row])) == visible
+            assert set(np.flatnonzero(remembered[row, column, row])) == (set(range(1, 7)) if row == 0 else set())
+            assert not text[row, column, 1 - row].any() and not remembered[row, column, 1 - row].any()
+
+
+def test_with_the_order_of_the_text_it_is_a_left_to_right_language_model():
+    """All predictions of one pass are those of the prefixes alone, which hold nothing after them."""
+    _, module, variables = made()
+    text = np.random.default_rng(4).integers(1, builders.VOCAB, T).astype(np.int32)
+    order, targets = np.tile(np.arange(T, dtype=np.int32), (T, 1)), np.full((T, T - 1), -1, np.int32)
+    tokens, segment = np.tile(text, (T, 1)), np.ones((T, T), np.int32)
+    targets[0] = np.arange(1, T)  # row 0: the whole text
+    for t in range(1, T):  # row t: its first t tokens, and another token in slot t, which is the target
+        targets[t, 0], tokens[t, t], segment[t, t + 1 :] = t, (text[t] + 5) % builders.VOCAB, 0
+        order[t, t + 1 :] = 0
+    source = Stream(tokens, Slots(np.tile(np.arange(T, dtype=np.int32), (T, 1)), segment))
+    batch = Batch(source, None, permutation=Permutation(order, targets))
+    logits = np.asarray(builders.apply(module)(variables, batch))
+    np.testing.assert_allclose(logits[1:, 0], logits[0], rtol=1e-4, atol=1e-5)
+    # From which its loss is a language model's: the labels are the next tokens, and the sum a log-likelihood.
+    features = permutation_lm.ordered(text, np.arange(1, T), T - 1)
+    np.testing.assert_array_equal(features["order"], order[0])
+    np.testing.assert_array_equal(features["labels"], text[1:])
+
+
 @pytest.mark.parametrize(
     ("edits", "field"),
     [
+        ({"conv": ConvConfig()}, "conv"),
         ({"norm": NormConfig()}, "norm.order"),
         ({"encoding": EncodingConfig("t5")}, "encoding.kind"),
         ({"ffn": None}, "ffn"),

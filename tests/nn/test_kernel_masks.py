@@ -33,7 +33,15 @@ SEGMENTS = {
     "reading padding between": [1, 1, -1, -1, 1, 1, 1, 1],
     "nothing to read": [-1, -1, -1, -1, -1, -1, -1, -1],
 }
-RULES = {"": (False, None), "causal": (True, None), "window": (False, 3), "causal window": (True, 3)}
+RULES = {
+    "": (False, None),
+    "causal": (True, None),
+    "window": (False, 3),
+    "causal window": (True, 3),
+    "prefix": (True, None),
+    "prefix window": (True, 3),
+}
+PREFIX = np.array([0, 5, 2, 1])  # leading positions of segments 1, 2 and 3 that all of the segment sees
 MESHES = {"ring": MeshConfig(data=2, context=4), "ulysses": MeshConfig(data=2, context=2, tensor=2)}
 KERNELS = [name for name in registry.names("jaxformer.nn.kernels") if name != "dense"]
 
@@ -49,13 +57,17 @@ def side(segments=tuple(SEGMENTS)) -> Slots:
 
 def mask_of(rule: str) -> Mask:
     causal, window = RULES[rule]
-    return Mask(side(), side(), causal, window, same_slots=True)
+    return Mask(with_prefix(side()) if "prefix" in rule else side(), side(), causal, window, same_slots=True)
+
+
+def with_prefix(slots: Slots) -> Slots:
+    return slots._replace(prefix=jnp.asarray(PREFIX[np.abs(slots.segment)], jnp.int32))
 
 
 def across() -> Mask:
     """Cross-attention: queries of one stream, keys of another, of another length."""
     key = side(tuple(reversed(SEGMENTS)))
-    return Mask(side(), Slots(*(ids[:, :6] for ids in key)))
+    return Mask(side(), jax.tree.map(lambda ids: ids[:, :6], key))
 
 
 def inputs(mask: Mask):
@@ -88,7 +100,7 @@ def expected(rule: str):
     return run("dense", across() if rule == "cross" else mask_of(rule), RULES.get(rule, (0, None))[1])
 
 
-@pytest.mark.parametrize("rule", [*RULES, "cross"])
+@pytest.mark.parametrize("rule", [rule for rule in (*RULES, "cross") if rule != "prefix"])  # the window's has it, too
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_is_dense_under_every_predicate(name, rule, monkeypatch):
     if name == "cudnn":  # its mask and what it does with blind queries; the sum is XLA's
@@ -96,6 +108,10 @@ def test_every_kernel_is_dense_under_every_predicate(name, rule, monkeypatch):
         plain = lambda *given, implementation, **options: fused(*given, **options)  # noqa: E731
         monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
     mask, window = across() if rule == "cross" else mask_of(rule), RULES.get(rule, (0, None))[1]
+    if name == "splash" and "prefix" in rule:
+        with pytest.raises(ConfigError, match="got splash, expected another, which needs a mask without a prefix"):
+            run(name, mask, window)
+        return
     with jax.set_mesh(meshes.make(MESHES[name])) if name in MESHES else jax.named_scope(name):
         got = run(name, mask, window)
     wanted = expected(rule)
@@ -120,10 +136,12 @@ def test_the_dense_kernel_is_the_rule_pair_by_pair(rule):
 
 
 def sees(mask: Mask, b: int, t: int, s: int, causal: bool, window: int | None) -> bool:
-    """The predicate in words: the same document, a key that is text, not ahead if causal, less than a window away."""
+    """The predicate in words: the same document, a key that is text, not ahead if causal (except of the prefix), less
+    than a window away."""
     query, key = int(mask.query.segment[b, t]), int(mask.key.segment[b, s])
     back = int(mask.query.position[b, t]) - int(mask.key.position[b, s])
-    if key <= 0 or abs(query) != key or (causal and back < 0):
+    in_prefix = mask.query.prefix is not None and int(mask.key.position[b, s]) < PREFIX[abs(query)]
+    if key <= 0 or abs(query) != key or (causal and back < 0 and not in_prefix):
         return False
     return window is None or abs(back) < window
 
@@ -135,12 +153,29 @@ def test_a_table_of_pairs_is_refused(name):
         run(name, mask)
 
 
+@pytest.mark.parametrize("window", [None, 2, 5])
+def test_exactly_the_tiles_of_a_prefix_are_read(window):
+    """At every length of the prefix: its queries read ahead to its end, the others no further than themselves."""
+    full = side(("full",))
+    for size, prefix in np.ndindex(5, LENGTH + 1):
+        size = (1, 2, 3, 4, 8)[size]
+        query = full._replace(prefix=jnp.full_like(full.position, prefix))
+        tiles = [jax.tree.map(lambda ids: blockwise.tile(ids, size), slots) for slots in (query, full)]  # noqa: B023
+        see = np.asarray(visible(query, full, True, window))[0]
+        padded = np.pad(see, [(0, -LENGTH % size)] * 2).reshape(-(-LENGTH // size), size, -(-LENGTH // size), size)
+        active = blockwise.active_tiles(*tiles, True, window)
+        missed = padded.any(axis=(1, 3)) & ~np.asarray(active)
+        assert not missed.any(), f"tiles of {size}, prefix {prefix}"
+        if window is None:
+            np.testing.assert_array_equal(active, padded.any(axis=(1, 3)), err_msg=f"tiles of {size}, prefix {prefix}")
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_exactly_the_tiles_within_a_window_are_read(causal):
     """At every width of the window and of the tiles, the edge of either on the other's included."""
     full = side(("full",))
     for size in (2, 4):
-        tiles = Slots(*(blockwise.tile(ids, size) for ids in full))
+        tiles = jax.tree.map(lambda ids: blockwise.tile(ids, size), full)  # noqa: B023
         for window in range(1, LENGTH + 2):
             see = np.asarray(visible(full, full, causal, window)).reshape(LENGTH // size, size, LENGTH // size, size)
             active = blockwise.active_tiles(tiles, tiles, causal, window)

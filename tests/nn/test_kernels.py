@@ -35,7 +35,7 @@ def mask_of(name: str, rows: int = 7, columns: int = 9) -> Mask:
     side = segments if name in ("packed", "packed causal") else ones
     if name == "padded":
         side = slots_from_segments(jnp.array([[1] * 6 + [0] * 3, [1] * 2 + [0] * 7]))
-    query, key = (Slots(*(ids[:, :length] for ids in side)) for length in (rows, columns))
+    query, key = (jax.tree.map(lambda ids: ids[:, :length], side) for length in (rows, columns))  # noqa: B023
     if name == "step":  # late queries against a longer cache
         query = query._replace(position=query.position + 2)
     window = 3 if "window" in name else None
@@ -318,7 +318,7 @@ def test_blockwise_memory_is_linear_in_length_and_dense_memory_quadratic():
 @pytest.mark.parametrize("name", MASKS)
 def test_skipped_tiles_are_empty_ones(name):
     mask, size = mask_of(name, 9, 9), 3
-    query, key = (Slots(*(blockwise.tile(ids, size) for ids in side)) for side in (mask.query, mask.key))
+    query, key = (jax.tree.map(lambda ids: blockwise.tile(ids, size), side) for side in (mask.query, mask.key))
     active = blockwise.active_tiles(query, key, mask.causal, mask.window)
     seen = mask.dense().reshape(BATCH, 3, size, 3, size).any(axis=(0, 2, 4))
     assert (active | ~seen).all()

@@ -1,5 +1,7 @@
 """Classification: frames, pairs, which stream, measures."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +10,11 @@ from hypothesis import strategies as st
 from task_toys import config, encoded, without, words
 
 from jaxformer import metrics, tasks
+from jaxformer.config import ConfigError
+from jaxformer.config.checks import check
+from jaxformer.data.sources import Dataset
 from jaxformer.tasks import classification
+from jaxformer.train import setup
 from jaxformer.types import Batch
 
 TASK = tasks.get("classification")
@@ -95,3 +101,51 @@ def test_measures_of_a_batch_with_an_empty_row():
     np.testing.assert_allclose(values["loss"], (3 * right - 2 - 2) / 3, rtol=1e-6)
     np.testing.assert_allclose(values["accuracy"], 2 / 3, rtol=1e-6)
     np.testing.assert_allclose(values["macro_f1"], np.mean([1.0, 2 / 3, 0.0]), rtol=1e-6)
+
+
+def weighted(weights, counts=()):
+    base = config("classification", class_weights=weights, class_counts=counts, classes=("no", "yes", "maybe"))
+    head = dataclasses.replace(base.model.head, kind="classes", classes=3)
+    return dataclasses.replace(base, model=dataclasses.replace(base.model, head=head))
+
+
+def test_classes_weigh_in_the_loss_and_not_in_the_measures():
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=(5, 3)).astype(np.float32), np.array([0, 1, 2, 1, 7])
+    batch = Batch(None, None, jnp.asarray(labels), jnp.asarray([1.0, 1.0, 1.0, 1.0, 0.0]))  # the last is padding
+    settings = weighted(("yes=3", "maybe=0.5"))
+    total, weight = TASK.loss(settings, jnp.asarray(logits), batch)["loss"]
+    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    scale = np.array([1.0, 3.0, 0.5, 3.0])
+    expected = -(scale * log_probs[np.arange(4), labels[:4]]).sum()
+    np.testing.assert_allclose([total, weight], [expected, scale.sum()], rtol=1e-5)
+    plain = dataclasses.replace(settings, task=dataclasses.replace(settings.task, class_weights=()))
+    for name, pair in TASK.metrics(settings, jnp.asarray(logits), batch).items():
+        np.testing.assert_array_equal(pair, TASK.metrics(plain, jnp.asarray(logits), batch)[name])
+
+
+def test_balanced_classes_have_equal_shares():
+    weights = classification.class_weights(weighted(("balanced",), (6, 3, 0)))
+    np.testing.assert_allclose(weights, [9 / (3 * 6), 9 / (3 * 3), 0.0])
+    train = [{"text": "a", "label": label} for label in (0, 0, 1)] + [{"text": "b", "tags": (0, 2, 2)}]
+    dataset = Dataset({"train": train}, "key", ("no", "yes", "maybe"))
+    assert setup.count_classes(weighted(("balanced",)), dataset, 3) == (3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (("yse=2",), "got 'yse=2', expected each of the classes .*did you mean 'yes'"),
+        (("yes=2", "yes=3"), "got 'yes=3', expected each of the classes .* at most once"),
+        (("yes=0", "no=0", "maybe=0"), "all 0, expected one above 0"),
+    ],
+)
+def test_weights_of_other_classes_are_refused(weights, message):
+    with pytest.raises(ConfigError, match=f"config.task.class_weights: .*{message}"):
+        TASK.check(weighted(weights))
+
+
+@pytest.mark.parametrize("entry", ["yes", "yes=-1", "=2", "yes=nan", "balanced,yes=2"])
+def test_weights_of_another_form_are_refused(entry):
+    with pytest.raises(ConfigError, match="config.task.class_weights: got .*expected balanced alone, or CLASS=WEIGHT"):
+        check(weighted(tuple(entry.split(","))))

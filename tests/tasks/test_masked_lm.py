@@ -1,5 +1,6 @@
 """Masked language modelling: the statistics of BERT's recipe, whole words, frames."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,8 +8,9 @@ from hypothesis import strategies as st
 from task_toys import TEXT, config, encoded, learned, without, words
 
 from jaxformer import tasks
-from jaxformer.config import ConfigError, TokenizerConfig
+from jaxformer.config import ConfigError, TokenizerConfig, overrides
 from jaxformer.tasks import masked_lm
+from jaxformer.types import Batch, RelationLogits
 
 TASK = tasks.get("masked_lm")
 NUMBERS = " ".join(f"w{i}" for i in range(400))
@@ -106,3 +108,135 @@ def test_a_prompt_marks_what_to_fill():
 def test_another_generator_hides_other_tokens():
     first, second = (encoded(config("masked_lm"), words(), seed=seed, text=TEXT)["weights"] for seed in (0, 1))
     assert (first != second).any()
+
+
+PAIRED = "the cat sat . on the mat ! a dog ran after it . some other cats in our garden"
+OTHER = "w1 w2 . w3 w4 w5 w6 w7 w8 w9 w10"
+
+
+def paired(relation, both, seed, text=PAIRED, other=OTHER, **options):
+    features = encoded(config("masked_lm", kinds=2, relation=relation, **options), both, seed, text=text, other=other)
+    parts = [features["labels"][features["token_type"] == kind].tolist() for kind in (0, 1)]
+    tokenizer = both.source
+    assert parts[0][0] == tokenizer.cls and parts[0].pop() == parts[1].pop() == tokenizer.sep
+    return features, parts[0][1:], parts[1]
+
+
+def test_sentences_follow_each_other_or_are_swapped():
+    both, seen = words(PAIRED), []
+    ids = both.source.encode(PAIRED)
+    borders = np.flatnonzero(both.source.sentence_starts(ids))[1:].tolist()
+    assert borders == [4, 8, 14]
+    for seed in range(200):
+        features, first, second = paired("sentence_order", both, seed)
+        swapped = int(features["relation"])
+        whole = [*second, *first] if swapped else [*first, *second]
+        assert whole == ids and len(second if swapped else first) in borders
+        seen.append((swapped, len(first)))
+    assert len(set(seen)) == 6 and abs(np.mean([swapped for swapped, _ in seen]) - 0.5) < 0.15
+
+
+def test_the_second_part_follows_or_is_of_another_text():
+    both, labels = words(f"{PAIRED} {OTHER}"), []
+    ids, others = both.source.encode(PAIRED), both.source.encode(OTHER)
+    starts = {0, 3}
+    for seed in range(200):
+        features, first, second = paired("next_sentence", both, seed)
+        label = int(features["relation"])
+        labels.append(label)
+        assert first == ids[: len(first)]
+        if label == 0:
+            assert [*first, *second] == ids
+        else:
+            assert any(second == others[s : s + len(ids) - len(first)] for s in starts)
+    assert set(labels) == {0, 1} and abs(np.mean(labels) - 0.5) < 0.15
+    _, first, second = paired("next_sentence", both, 0, text="", other=OTHER)
+    assert first == second == []
+
+
+def test_one_sentence_is_divided_anywhere_and_one_token_is_no_pair():
+    both, borders = words(), set()
+    ids = both.source.encode("the cat sat on the mat")
+    for seed in range(60):
+        features, first, second = paired("sentence_order", both, seed, text="the cat sat on the mat")
+        borders.add(len(second if int(features["relation"]) else first))
+    assert borders == set(range(1, len(ids)))
+    for text in ("", "cat"):
+        assert int(paired("next_sentence", both, 0, text=text)[0]["relation"]) == -1
+    relations = {int(paired("next_sentence", both, s, text="the cat", other="")[0]["relation"]) for s in range(20)}
+    assert relations == {-1, 0}
+
+
+def test_a_pair_is_truncated_to_the_row_and_its_frame_is_never_hidden():
+    both = words(PAIRED)
+    count = len(both.source.encode(PAIRED))
+    for seed in range(20):
+        features, first, second = paired("next_sentence", both, seed, length=10, mask_rate=0.9, whole_words=True)
+        assert len(features["source"]) <= 10 and len(first) + len(second) <= 7
+        assert int(features["cut"]) == count - 7
+        special = np.isin(features["labels"], [both.source.cls, both.source.sep])
+        np.testing.assert_array_equal(features["source"][special], features["labels"][special])
+        assert not features["weights"][special].any() and features["weights"].any()
+
+
+def test_all_positions_are_labels_and_as_many_are_hidden():
+    both = words()
+    for relation in ("none", "sentence_order"):
+        settings_ = config("masked_lm", kinds=2, relation=relation, all_positions=True)
+        features = encoded(settings_, both, text=TEXT)
+        chosen = encoded(config("masked_lm", kinds=2, relation=relation), both, text=TEXT)
+        np.testing.assert_array_equal(features["source"], chosen["source"])
+        special = np.isin(features["labels"], [both.source.cls, both.source.sep])
+        np.testing.assert_array_equal(features["weights"], 1.0 - special)
+        assert (chosen["weights"] <= features["weights"]).all() and chosen["weights"].sum() == 3
+
+
+def test_the_loss_of_both_outputs_is_a_sum_over_rows():
+    """Against numpy: a row's relation counts as often as it has labels, one without a relation not at all."""
+    rng = np.random.default_rng(0)
+    tokens, relation = rng.standard_normal((4, 3, 5)).astype(np.float32), rng.standard_normal((4, 2)).astype(np.float32)
+    labels, weights = rng.integers(5, size=(4, 3)).astype(np.int32), np.float32(rng.random((4, 3)) > 0.4)
+    known = np.array([1, -1, 0, 0], np.int32)
+    batch = Batch(None, None, labels, weights, known)
+    settings_ = config("masked_lm", relation="next_sentence")
+    both = jax.jit(lambda logits, batch: [task(settings_, logits, batch) for task in (TASK.loss, TASK.metrics)])
+    sums = both(RelationLogits(tokens, relation), batch)
+    loss, measures = ({name: (float(a), float(b)) for name, (a, b) in found.items()} for found in sums)
+    nll = np.log(np.exp(tokens).sum(-1)) - np.take_along_axis(tokens, labels[..., None], -1)[..., 0]
+    rows = np.log(np.exp(relation).sum(-1)) - relation[np.arange(4), np.maximum(known, 0)]
+    real = known >= 0
+    total = (nll * weights).sum() + (rows * real * weights.sum(-1)).sum()
+    np.testing.assert_allclose(loss["loss"], (total, weights.sum()), rtol=1e-5)
+    np.testing.assert_allclose(measures["loss"], ((nll * weights).sum(), weights.sum()), rtol=1e-5)
+    np.testing.assert_allclose(measures["relation_loss"], (rows[real].sum(), 3), rtol=1e-5)
+    right = (relation.argmax(-1) == known)[real].sum()
+    assert measures["relation_accuracy"] == (right, 3)
+    with pytest.raises(ConfigError, match="got no relation, expected one for each row"):
+        TASK.loss(settings_, RelationLogits(tokens, relation), batch._replace(relation=None))
+
+
+def test_a_prompt_of_two_parts_has_a_tab():
+    both = words()
+    tokenizer, settings_ = both.source, config("masked_lm", kinds=2, relation="next_sentence")
+    the, cat, sat = tokenizer.encode("the cat sat")
+    prompt = TASK.prompt(settings_, both, "the <mask>\tcat sat")
+    assert prompt["source"].tolist() == [tokenizer.cls, the, tokenizer.mask, tokenizer.sep, cat, sat, tokenizer.sep]
+    assert prompt["token_type"].tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert TASK.prompt(settings_, both, "the cat")["source"].tolist()[:3] == [tokenizer.cls, the, cat]
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        (("task.relation=next_sentence",), "task.relation: got 'next_sentence', expected none without .*head.relation"),
+        (("model.head.relation=true",), "task.relation: got 'none', expected next_sentence or sentence_order with"),
+        (("model.head.relation=true", "task.name=none"), ""),
+    ],
+)
+def test_the_relation_and_its_head_go_together(edits, message):
+    arguments = ["--config=configs/bert_mlm.py", *(f"--config.{edit}" for edit in edits)]
+    if not message:
+        overrides.parse(arguments)
+        return
+    with pytest.raises(ConfigError, match=message):
+        overrides.parse(arguments)

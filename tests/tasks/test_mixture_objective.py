@@ -55,7 +55,7 @@ def config_of(name="text_to_text", **edits):
 def batch_of(rng, shape):
     labels = rng.integers(VOCAB, size=shape).astype(np.int32)
     weights = np.float32(rng.random(shape) > 0.3)
-    return Batch(None, None, labels, weights, rng.integers(4, size=shape).astype(np.int32))
+    return Batch(None, None, labels, weights, component=rng.integers(4, size=shape).astype(np.int32))
 
 
 def test_components_with_one_loss_share_a_pass():
@@ -124,7 +124,8 @@ def test_starts_and_ends_of_other_components_are_neither_labels_nor_choices():
     component = np.repeat(np.array([0, 1, 2, 3, 0, 1], np.int32)[:, None], 5, axis=1)
     logits = rng.standard_normal((6, 5, 2)).astype(np.float32)
     config = config_of("answering")
-    sums = jax.jit(lambda x: _mixture.mixture_loss(config, x, Batch(None, None, labels, allowed, component)))(logits)
+    batch = Batch(None, None, labels, allowed, component=component)
+    sums = jax.jit(lambda x: _mixture.mixture_loss(config, x, batch))(logits)
     for number, name in enumerate("abcd"):
         own = np.flatnonzero(component[:, 0] == number)
         alone = Batch(None, None, labels[own], allowed[own])

@@ -179,5 +179,5 @@ def test_pooling_goes_by_positions_not_by_the_order_of_slots():
     order = jnp.array([2, 4, 3, 1, 0])
     for how, wanted in {"first": [1, 4, 0], "last": [3, 4, 0], "mean": [2, 4, 0]}.items():
         assert pool_segments(x, slots, how, 3)[0, :, 0].tolist() == wanted
-        turned = pool_segments(x[:, order], Slots(*(part[:, order] for part in slots)), how, 3)
+        turned = pool_segments(x[:, order], jax.tree.map(lambda part: part[:, order], slots), how, 3)
         assert turned[0, :, 0].tolist() == wanted

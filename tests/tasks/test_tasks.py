@@ -6,21 +6,37 @@ import pytest
 from task_toys import TEXT, config, encoded, words
 
 from jaxformer import metrics, registry, tasks
-from jaxformer.config import Config, ConfigError, HeadConfig, ModelConfig, StackConfig, TaskConfig, TemplateConfig
+from jaxformer.config import (
+    Config,
+    ConfigError,
+    HeadConfig,
+    ModelConfig,
+    SeriesConfig,
+    StackConfig,
+    TaskConfig,
+    TemplateConfig,
+)
 from jaxformer.config.checks import sections
-from jaxformer.tasks import masked_lm
+from jaxformer.tasks import _words, masked_lm
 from jaxformer.types import Batch
 
 NAMES = registry.names("jaxformer.tasks")
-UNLIKE = ("answering", "similarity")
+UNLIKE = (
+    *("answering", "similarity", "replaced_tokens", "skip_gram", "cbow"),
+    *("forecasting", "multi_label", "regression"),
+)
 """Tasks whose loss is not the cross-entropy of a label for every slot or text: theirs are in tests of their own."""
 EXAMPLE = {
     **{role: TEXT for role in ("source", "target", "text", "pair", "question", "context")},
     "label": 2,
+    "labels": (0, 2),
     "score": 0.5,
     "tags": tuple(range(len(TEXT.split()))),
     "answers": ("cat", "the cat"),
     "starts": (-1, 0),
+    "values": np.arange(80.0).reshape(40, 2),
+    "future": np.arange(6.0).reshape(3, 2),
+    "messages": ({"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}),
 }
 
 
@@ -30,7 +46,11 @@ def example_of(name):
 
 
 def test_the_folder_holds_the_tasks():
-    named = "translation summarisation language_modelling masked_lm classification tagging answering similarity"
+    named = (
+        "translation summarisation language_modelling dialogue masked_lm classification tagging answering similarity "
+        "permutation_lm replaced_tokens"
+    )
+    named += " skip_gram cbow"
     assert set(NAMES) >= set(named.split())
     with pytest.raises(ValueError, match="did you mean 'translation'"):
         tasks.get("translate")
@@ -38,14 +58,21 @@ def test_the_folder_holds_the_tasks():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_features_are_int32_aligned_and_cut(name):
-    floats = ("weights", "labels") if name == "similarity" else ("weights",)
+    floats = {"similarity": ("weights", "labels"), "forecasting": ("source", "labels")}
+    floats |= {"multi_label": ("labels",), "regression": ("labels",)}
+    floats = floats.get(name, ("weights", "source") if "values" in tasks.get(name).roles else ("weights",))
     features = encoded(config(name, length=6), words(), **example_of(name))
-    assert features.pop("cut") > 0
+    assert features.pop("cut", 0) > 0 or name == "forecasting"  # which reads the last steps, and no others
     assert all(0 < len(features.pop(key)) < 16 for key in ("unread",) if key in features)
+    if "targets" in features:  # tests of their own say which slots these are
+        targets, shapes = features.pop("targets"), {features.pop(key).shape for key in ("labels", "weights")}
+        assert shapes == {targets.shape} and targets.dtype == np.int32 and targets.max() < 6
+    drops_text = name in ("span_corruption", "denoising")  # their sides have lengths of their own
     for key, value in features.items():
         assert value.dtype == (np.float32 if key in floats else np.int32)
-        assert value.shape in ((6,), ())
-    assert set(features) <= {"source", "target", "token_type", "segment", "labels", "weights"}
+        of_rows = name in ("forecasting", "multi_label") and key == "labels"
+        assert value.shape[:1] in ((6,), ()) or of_rows or (drops_text and 0 < value.shape[0] <= 6)
+    assert set(features) <= {"source", "target", "token_type", "segment", "labels", "weights", "prefix", "order"}
     if "weights" in features:
         assert features["weights"].shape == features["labels"].shape
 
@@ -65,7 +92,10 @@ def test_a_prompt_has_the_streams_of_training(name):
     trained = encoded(config(name), words(), **example)
     prompt = task.prompt(config(name), words(), task.input_line(example))
     assert set(prompt) == set(trained) - {"labels", "weights", "unread"}
-    assert all(value.dtype == np.int32 for value in prompt.values())
+    for key, value in prompt.items():
+        assert value.dtype == (np.float32 if "values" in task.roles and key == "source" else np.int32)
+    if "values" in task.roles:
+        np.testing.assert_array_equal(prompt["source"], trained["source"])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNLIKE])
@@ -95,7 +125,9 @@ def test_measures_of_parts_add_up_and_leave_out_smoothing(name):
 RESULTS = {
     "tagging": ([[{"label": "x"}], [{"label": "O"}]], [{"tags": (1,)}, {"tags": (0,)}]),
     "answering": ([{"answer": "a"}], [{"answers": ("a",)}]),
+    "regression": ([0.5, 0.1], [{"score": 0.3}, {"score": 0.4}]),
     "similarity": ([0.5, 0.1], [{"score": 0.3}, {"score": 0.4}]),
+    "dialogue": (["a b"], [{"messages": EXAMPLE["messages"]}]),
 }
 
 
@@ -130,11 +162,19 @@ def test_smoothing_spreads_over_the_real_vocabulary():
         ("summarisation", "a cat", "a cat"),
         ("text_to_text", "positive", "positive"),
         ("language_modelling", " sat\non it", " sat\\non it"),
+        ("dialogue", " sat\non it", " sat\\non it"),
         ("masked_lm", {"text": "the cat sat on it"}, "the cat sat on it"),
+        ("permutation_lm", {"text": "the cat sat on it"}, "the cat sat on it"),
+        ("replaced_tokens", [{"token": " cat", "replaced": 0.25}, {"token": " ", "replaced": 1}], "cat/0.250  /1.000"),
         ("tagging", [{"label": "O"}, {"label": "B-place"}, {"label": "I-place"}], "O B-place I-place"),
         ("answering", {"answer": "the cat", "score": 0.5}, "the cat"),
         ("classification", {"label": "positive", "probability": 0.75}, "positive\t0.7500"),
         ("similarity", 0.5, "0.5000"),
+        ("skip_gram", _words.Neighbours(["cat", "dog"], [0.5, 0.25]), "cat 0.500\tdog 0.250"),
+        ("captioning", "a two above a six", "a two above a six"),
+        ("multi_label", {"labels": ["joy", "fear"]}, "joy,fear"),
+        ("regression", 2.5, "2.5000"),
+        ("series_classification", {"label": "7", "probability": 0.75}, "7\t0.7500"),
     ],
 )
 def test_a_result_becomes_one_line(name, result, output):
@@ -151,10 +191,11 @@ def test_a_model_fits_the_task_that_trained_it(name):
     """Its own where several have the head and sides; then any of the head, as for imported models of two sides."""
     task = tasks.get(name)
     for sides in task.sides:
-        parts = {side: StackConfig() for side in sides.split(", ")}
+        parts = {side: StackConfig(layers=4 * task.has_layers) for side in sides.split(", ")}
+        parts |= {"series": SeriesConfig()} if "values" in task.roles else {}
         model = ModelConfig(**parts, head=HeadConfig(kind=task.head))
         assert tasks.fitting(Config(model=model, task=TaskConfig(name=name))) is task
-    both = ModelConfig(encoder=StackConfig(), decoder=StackConfig(), head=HeadConfig(kind=task.head))
+    both = ModelConfig(**{"encoder": StackConfig(), "decoder": StackConfig(), **parts}, head=HeadConfig(kind=task.head))
     assert tasks.fitting(Config(model=both, task=TaskConfig(name="none"))).head == task.head
 
 

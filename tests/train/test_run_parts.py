@@ -29,6 +29,7 @@ def saved(evaluated_at: int, step_number: int = 5) -> tuple:
         step=step_number,
         window=types.SimpleNamespace(state=dict),
         guard=types.SimpleNamespace(consecutive=3),
+        patience=types.SimpleNamespace(state=dict),
         dataset=types.SimpleNamespace(key="key"),
         state=None,
         batches=None,

@@ -337,3 +337,28 @@ def test_the_average_follows_the_parameters():
     averages, params = jax.device_get((first.variables["ema"], second.params))
     expected = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, averages, params)
     chex.assert_trees_all_close(second.variables["ema"], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_prefix_is_the_same_on_a_mesh_and_in_microbatches():
+    """Sequences divided over a ring, rows over data, in two parts."""
+    model = builders.decoder(**SMALL)
+    batch = builders.batch(model, [8, 3, 5, 8, 6, 2, 7, 4], 8)
+    prefix = np.broadcast_to(np.array([4, 1, 5, 8, 2, 2, 3, 1], np.int32)[:, None], (8, 8))
+    batch = batch._replace(target=batch.target._replace(slots=batch.target.slots._replace(prefix=prefix)))
+    assert_same_on_a_mesh(config_of(model, "prefix_lm"), batch, MeshConfig(data=2, context=4))
+
+
+def test_a_second_output_is_a_sum_over_rows_too():
+    """Two losses with denominators of their own, on one device and on eight, in one batch and in two."""
+    model = dataclasses.replace(builders.encoder(**SMALL), head=HeadConfig(relation=True, width=8))
+    batch = builders.batch(model, ROWS)._replace(relation=np.array([0, 1, 1, -1, 0, 1, 0, 0], np.int32))
+    assert_same_on_a_mesh(config_of(model, "masked_lm"), batch, MeshConfig(data=4, context=2))
+
+
+def assert_same_on_a_mesh(config: Config, batch: Batch, sizes: MeshConfig) -> None:
+    """A step in two parts on this mesh has the loss and the parameters of a step on one device."""
+    ((alone, sums),) = run(config, one_device(), [batch])
+    split = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=2))
+    ((state, other),) = run(split, meshes.make(sizes), [batch])
+    chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(alone.params), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(other[0]["loss"], sums[0]["loss"], rtol=1e-5)

@@ -21,7 +21,7 @@ def check(config: Config) -> None:
             model.check_stack(part, path, config)
         elif isinstance(part, RecurrentConfig):
             model.check_recurrent(part, path)
-    if config.model.parts or not config.init.directory:  # else the directory has the model, checked when it is read
+    if not (config.model.is_empty and config.init.directory):  # else the directory's model is checked when it is read
         model.check_model(config.model)
         sections.check_task(config)
     sections.check_data(config)
@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     if config.data.mixture is not None:
         mixture.check_mixture(config)
     sections.check_train(config)
+    sections.check_evaluate(config)
     mesh.check_mesh(config)
     sections.check_decode(config.decode)
     size.check_limits(config)

@@ -37,14 +37,15 @@ def check_context(config: Config, size: int) -> None:
     """
     model = config.model
     ordered = {
+        "a series (model.series)": model.series is not None,
         "a recurrent model": model.recurrent_encoder is not None or model.recurrent_decoder is not None,
-        "a convolution (encoder.conv)": model.encoder is not None and model.encoder.conv is not None,
+        "a convolution (encoder.conv)": any(stack.conv is not None for stack in model.stacks.values()),
         "permutations (model.permutation)": model.permutation is not None,
         "a mixture of experts of limited capacity (moe.capacity)": any(
-            stack is not None and stack.moe is not None and stack.moe.capacity is not None
-            for stack in (model.encoder, model.decoder)
+            stack.moe is not None and stack.moe.capacity is not None for stack in model.stacks.values()
         ),
-        "head.pooling last": model.head.pooling == "last" and model.head.kind in ("classes", "pooled"),
+        "head.pooling last": model.head.pooling == "last"
+        and (model.head.kind in ("classes", "pooled") or model.head.relation),
     }
     for part, is_present in ordered.items():
         if is_present:
@@ -67,16 +68,19 @@ def check_divisibility(config: Config, sizes: Mapping[str, int]) -> None:
     if stages > 1 and (model.permutation is not None or model.recurrent_encoder or model.recurrent_decoder):
         kind = "permutation" if model.permutation is not None else "recurrent"
         raise invalid("config.mesh.stage", stages, f"1 for a {kind} model, which has no pipeline")
-    for name in model.parts:
-        part, path = getattr(model, name), f"config.model.{name}"
+    recurrent = {name: getattr(model, name) for name in model.parts if name not in model.stacks}
+    for name, part in {**recurrent, **model.stacks}.items():
+        path = f"config.model.{name}"
         sharded = [("width", part.width, "fsdp"), ("embed.vocab", part.embed.vocab, "tensor")]
         if isinstance(part, RecurrentConfig):
             width = part.width // 2 if part.bidirectional else part.width
             sharded.append(("width", width, "tensor"))
-        else:
+        elif part.layers:
             sharded += [("layers", part.layers, "stage"), ("microbatches", part.microbatches, "stage")]
             heads = part.attention.kv_heads or 0
             sharded.append(("attention.heads", part.attention.heads, "tensor"))
+            if part.attention.input == "chunk":
+                sharded.append(("width // attention.heads", part.width // part.attention.heads, "fsdp"))
             sharded.append(("attention.kv_heads", heads if heads > sizes["tensor"] else None, "tensor"))
             if part.ffn is not None:
                 sharded.append(("ffn.width", part.ffn.width or 4 * part.width, "tensor"))

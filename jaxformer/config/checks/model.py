@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from jaxformer import registry
 from jaxformer.config.checks.fields import invalid
 from jaxformer.config.schema import (
+    AdapterConfig,
     Config,
     EmbedConfig,
     FeedForwardConfig,
+    GeneratorConfig,
     ModelConfig,
     MoEConfig,
     RecurrentConfig,
     StackConfig,
 )
+
+GENERATOR = "config.model.generator.encoder"
 
 
 def check_stack(stack: StackConfig, path: str, config: Config) -> None:
@@ -24,7 +29,7 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
       ConfigError: widths, heads, positions, experts or the kernel contradict each other or `data.length`.
     """
     attention, encoding = stack.attention, stack.encoding
-    if attention.head_width is None and stack.width % attention.heads:
+    if stack.layers and attention.head_width is None and stack.width % attention.heads:
         raise invalid(
             f"{path}.width", stack.width, f"a multiple of attention.heads ({attention.heads})",
             "change one of them, or set attention.head_width",
@@ -32,6 +37,8 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
     kv_heads = attention.heads if attention.kv_heads is None else attention.kv_heads
     if attention.heads % kv_heads:
         raise invalid(f"{path}.attention.kv_heads", kv_heads, f"a divisor of heads ({attention.heads})")
+    if attention.input == "chunk":
+        _check_chunks(stack, path)
     head_width = stack.width // attention.heads if attention.head_width is None else attention.head_width
     if not attention.output and attention.heads * head_width != stack.width:
         raise invalid(
@@ -47,8 +54,10 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
                 f"an even rotated width (head width {head_width} * fraction = {rotated})",
             )  # fmt: skip
     has_table = encoding.kind == "learned" or (encoding.kind == "deberta" and encoding.absolute)
-    if has_table and encoding.max_length - encoding.offset < config.data.length:
-        expected = f"at least data.length ({config.data.length})" + (" and the offset" if encoding.offset else "")
+    length = config.model.slots(path.rpartition(".")[2], config.data.length)
+    if has_table and encoding.max_length - encoding.offset < length:
+        slots = "data.length" if length == config.data.length else "the patches of data.length"
+        expected = f"at least {slots} ({length})" + (" and the offset" if encoding.offset else "")
         raise invalid(f"{path}.encoding.max_length", encoding.max_length, expected)
     if encoding.kind == "transformer_xl" and stack.width % 2:
         raise invalid(f"{path}.width", stack.width, "an even width: sines and as many cosines", "change it")
@@ -61,11 +70,18 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         raise invalid(f"{path}.conv.kernel", stack.conv.kernel, "an odd number, with a slot in the middle")
     if stack.conv is not None and stack.width % stack.conv.groups:
         raise invalid(f"{path}.conv.groups", stack.conv.groups, f"a divisor of the width ({stack.width})")
+    ffn = stack.ffn
+    if ffn is not None and not ffn.output and (ffn.width or 4 * stack.width) != stack.width:
+        expected = f"the model width ({stack.width}), since ffn.output is False"
+        raise invalid(f"{path}.ffn.width", ffn.width, expected, "change it, or set ffn.output")
     if stack.moe is not None:
-        _check_moe(stack.moe, stack.ffn, f"{path}.moe")
+        _check_moe(stack.moe, ffn, f"{path}.moe")
+    if stack.layers == 0:
+        _check_no_layers(stack, path)
     if stack.norm.order == "sandwich" and stack.norm.kind == "none":
         raise invalid(f"{path}.norm.kind", "none", "a norm, since norm.order is sandwich")
-    _check_embedding(stack.embed, stack.width, path)
+    # The generator's table may be wider than its layers: it has the width of the model's, which may be shared.
+    _check_embedding(stack.embed, stack.width, path, may_be_wider=path == GENERATOR)
     if attention.kernel != "auto":
         kernel = registry.member("jaxformer.nn.kernels", attention.kernel, "KERNEL")
         bias = registry.member("jaxformer.nn.encodings", encoding.kind, "ENCODING").bias is not None
@@ -74,9 +90,33 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
             raise invalid(f"{path}.attention.kernel", attention.kernel, "a kernel for this layer", reason)
 
 
+def _check_chunks(stack: StackConfig, path: str) -> None:
+    """Raises ConfigError for heads of chunks that do not divide the width, and for encodings that use projections."""
+    own, expected = stack.attention, "a multiple of the heads, each of which reads a chunk of it"
+    for heads in (own.heads, own.kv_heads or own.heads):
+        if stack.width % heads:
+            raise invalid(f"{path}.width", stack.width, expected, "change it, or set attention.input to whole")
+    if registry.member("jaxformer.nn.encodings", stack.encoding.kind, "ENCODING").layer is not None:
+        expected = f"whole for encoding.kind {stack.encoding.kind}, which projects positions of the model width"
+        raise invalid(f"{path}.attention.input", "chunk", expected)
+
+
+def _check_no_layers(stack: StackConfig, path: str) -> None:
+    """Raises ConfigError for what only layers read."""
+    encoding = registry.member("jaxformer.nn.encodings", stack.encoding.kind, "ENCODING")
+    if encoding.embed is None and stack.encoding.kind != "none":
+        expected = "none, or an encoding that is added to the embeddings, where layers is 0"
+        raise invalid(f"{path}.encoding.kind", stack.encoding.kind, expected)
+    for name in ("moe", "conv"):
+        if getattr(stack, name) is not None:
+            raise invalid(f"{path}.{name}", "a section", "None where layers is 0")
+
+
 def _check_moe(moe: MoEConfig, ffn: FeedForwardConfig | None, path: str) -> None:
     if ffn is None:
         raise invalid(path, "a section", "None where there is no feed-forward layer", "set ffn too")
+    if not ffn.output:
+        raise invalid(path, "a section", "None where ffn.output is False: an expert has an output projection")
     if moe.top_k > moe.experts:
         raise invalid(f"{path}.top_k", moe.top_k, f"at most the experts ({moe.experts})")
     if moe.top_k == 1 and moe.normalise and moe.experts > 1:
@@ -90,8 +130,8 @@ def check_recurrent(stack: RecurrentConfig, path: str) -> None:
     _check_embedding(stack.embed, stack.width, path)
 
 
-def _check_embedding(embed: EmbedConfig, width: int, path: str) -> None:
-    if embed.width is not None and embed.width > width:
+def _check_embedding(embed: EmbedConfig, width: int, path: str, may_be_wider: bool = False) -> None:
+    if embed.width is not None and embed.width > width and not may_be_wider:
         raise invalid(f"{path}.embed.width", embed.width, f"at most the model width ({width})")
     if embed.projection_bias and embed.width in (None, width):
         raise invalid(f"{path}.embed.projection_bias", True, f"embed.width below the model width ({width}), or False")
@@ -102,11 +142,13 @@ def check_model(model: ModelConfig) -> None:
 
     Raises:
       ConfigError: there are none, or of two families; attention without an encoder; embeddings that cannot be shared; a
-        pooling that the encoder does not allow.
+        pooling that the encoder does not allow; adapters that are not described as they should be.
     """
     recurrent = [part for part in model.parts if part.startswith("recurrent_")]
     transformer = [part for part in model.parts if part not in recurrent]
-    if not model.parts:
+    if model.series is not None or model.linear is not None or model.head.kind == "forecast":
+        _check_series(model)
+    if model.is_empty:
         raise invalid(
             "config.model", "no encoder and no decoder", "at least one", "add one in the recipe with section()"
         )
@@ -116,6 +158,10 @@ def check_model(model: ModelConfig) -> None:
             "set the transformer parts or the recurrent ones to None",
         )  # fmt: skip
     encoder, decoder = model.encoder_part, model.decoder_part
+    reads_pairs = model.encoder is not None and decoder is None and model.permutation is None
+    if model.head.relation and not (model.head.kind == "tokens" and reads_pairs):
+        expected = "False, unless a transformer encoder alone has a head of kind tokens"
+        raise invalid("config.model.head.relation", True, expected)
     if model.recurrent_decoder is not None:
         if model.recurrent_decoder.bidirectional:
             raise invalid("config.model.recurrent_decoder.bidirectional", "True", "False: a decoder reads forwards")
@@ -129,10 +175,22 @@ def check_model(model: ModelConfig) -> None:
         raise invalid("config.model.recurrent_encoder.attention", attention, "none: it is the decoder that attends")
     if model.decoder is not None and model.decoder.causal is False and encoder is not None:
         raise invalid("config.model.decoder.causal", "False", "True or None: a decoder cannot see what it predicts")
+    if model.decoder is not None and model.decoder.layers == 0 and encoder is not None:
+        raise invalid("config.model.decoder.layers", 0, "at least 1 beside an encoder, which nothing would read")
+    head = model.head
+    if head.kind == "tokens" and not head.projection:
+        for name in ("bias", "scale", "transform", "chunk"):
+            if getattr(head, name):
+                expected = "no such part, since head.projection is False"
+                raise invalid(f"config.model.head.{name}", getattr(head, name), expected)
     if model.share_embeddings:
         _check_shared_embeddings(encoder, decoder)
     if model.permutation is not None:
         _check_permutation(model)
+    if model.generator is not None:
+        _check_generator(model, model.generator)
+    if model.adapter is not None:
+        check_adapter(model.adapter)
     pools_last = model.head.pooling == "last" and model.head.kind in ("classes", "pair")
     bidirectional = model.recurrent_encoder is not None and model.recurrent_encoder.bidirectional
     if pools_last and bidirectional and model.head.kind == "pair":  # the backward direction has read one token there
@@ -141,6 +199,92 @@ def check_model(model: ModelConfig) -> None:
         pools_last and model.encoder is not None and model.encoder.encoding.kind != "transformer_xl"
     ):  # XLNet's is the last
         raise invalid("config.model.head.pooling", "last", "first or mean for a transformer encoder")
+
+
+def _check_series(model: ModelConfig) -> None:
+    """Raises ConfigError if a part that reads a series is missing, or cannot do what the config says."""
+    path, series, linear, head = "config.model.series", model.series, model.linear, model.head
+    if series is None:
+        got = "a section" if linear is not None else "forecast"
+        where = "config.model.linear" if linear is not None else "config.model.head.kind"
+        raise invalid(where, got, "a series to forecast", "add config.model.series with section()")
+    if (model.encoder is None) == (linear is None):
+        got = "a section, with encoder and linear" if linear is not None else "a section, without encoder and linear"
+        raise invalid(path, got, "one of encoder and linear, which read it", "set the other to None")
+    others = {
+        "permutation": model.permutation is not None,
+        "generator": model.generator is not None,
+        "share_embeddings": model.share_embeddings,
+    }
+    for other in (name for name, is_set in others.items() if is_set):
+        raise invalid(f"config.model.{other}", "True or a section", "none of it for an encoder of a series")
+    if series.affine and series.normalise != "instance":
+        raise invalid(f"{path}.affine", True, "False, or series.normalise=instance, whose scale it learns")
+    if linear is not None:
+        if head.kind != "forecast" or model.decoder is not None:
+            raise invalid("config.model.linear", "a section", "head.kind forecast and no decoder")
+        if linear.trend is not None and linear.trend % 2 == 0:
+            raise invalid("config.model.linear.trend", linear.trend, "an odd number, with a step in the middle")
+        if series.patch != 1 or series.stride is not None or series.independent:
+            expected = "1, and no stride or independent: a linear forecast reads no patches, and channels one by one"
+            raise invalid(f"{path}.patch", series.patch, expected)
+    if series.independent and head.kind != "forecast":
+        raise invalid(f"{path}.independent", True, f"False for head.kind {head.kind}, which sees all channels")
+    if head.kind == "forecast" and model.decoder is not None:
+        raise invalid("config.model.head.kind", "forecast", "a head of tokens for a decoder")
+    if head.kind == "slots" or (head.kind == "tokens" and model.decoder is None):
+        raise invalid("config.model.head.kind", head.kind, "forecast, classes, pooled or none for a series")
+    if model.encoder is not None:
+        embed, default = model.encoder.embed, EmbedConfig()
+        for name in ("vocab", "width", "projection_bias", "kinds", "deviation", "pad"):
+            if getattr(embed, name) != getattr(default, name):
+                value, expected = getattr(embed, name), f"{getattr(default, name)} for a series, which has no table"
+                raise invalid(f"config.model.encoder.embed.{name}", value, expected)
+
+
+def _check_generator(model: ModelConfig, generator: GeneratorConfig) -> None:
+    encoder, head = model.encoder, generator.head
+    if encoder is None or model.decoder is not None or model.permutation is not None:
+        raise invalid("config.model.generator", "a section", "None unless the model is a transformer encoder alone")
+    if head.kind != "tokens":
+        raise invalid("config.model.generator.head.kind", head.kind, "tokens: a masked language model")
+    if head.chunk is not None:
+        raise invalid("config.model.generator.head.chunk", head.chunk, "None: tokens are sampled from whole logits")
+    if "batch" in (encoder.norm.kind, generator.encoder.norm.kind):
+        raise invalid("config.model.generator", "a section", "None, or norms of other kinds than batch")
+    if generator.encoder.embed.vocab != encoder.embed.vocab:
+        expected = f"{encoder.embed.vocab}, as config.model.encoder.embed.vocab"
+        raise invalid(f"{GENERATOR}.embed.vocab", generator.encoder.embed.vocab, expected)
+    own, table = (stack.embed.width or stack.width for stack in (generator.encoder, encoder))
+    if generator.sharing != "none" and own != table:
+        expected = f"{table}, the width of the model's table, for sharing {generator.sharing}"
+        raise invalid(f"{GENERATOR}.embed.width", own, expected, "set it, or generator.sharing to none")
+
+
+def check_adapter(adapter: AdapterConfig) -> None:
+    """Checks the entries of an adapter section. Its patterns are compared with the model's paths when that is built.
+
+    Raises:
+      ConfigError: there are no targets, an entry is not PATTERN=NUMBER, or a layer is named twice.
+    """
+    path = "config.model.adapter"
+    if not adapter.targets:
+        raise invalid(f"{path}.targets", adapter.targets, "at least one pattern", "set adapter to None for no adapters")
+    for field, kind in (("ranks", "a whole number of at least 1"), ("alphas", "a number above 0")):
+        for entry in getattr(adapter, field):
+            pattern, _, number = entry.rpartition("=")
+            is_valid = number.isdecimal() and int(number) > 0 if field == "ranks" else _is_positive(number)
+            if not pattern or not is_valid:
+                raise invalid(f"{path}.{field}", entry, f"PATTERN=NUMBER with {kind}, as ffn/in=4")
+    if len(set(adapter.layers)) < len(adapter.layers) or min(adapter.layers, default=0) < 0:
+        raise invalid(f"{path}.layers", adapter.layers, "different numbers of at least 0")
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _check_permutation(model: ModelConfig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jaxformer import registry
 from jaxformer.config import templates
 from jaxformer.config.checks.fields import invalid
@@ -12,14 +14,45 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "translation": (("encoder, decoder",), "tokens"),
     "summarisation": (("encoder, decoder",), "tokens"),
     "language_modelling": (("decoder",), "tokens"),
+    "dialogue": (("decoder",), "tokens"),
+    "prefix_lm": (("decoder",), "tokens"),
     "masked_lm": (("encoder",), "tokens"),
+    "permutation_lm": (("encoder",), "tokens"),
+    "replaced_tokens": (("encoder",), "slots"),
+    "span_corruption": (("encoder, decoder",), "tokens"),
+    "denoising": (("encoder, decoder",), "tokens"),
     "classification": (("encoder", "decoder"), "classes"),
     "tagging": (("encoder", "decoder"), "slots"),
     "answering": (("encoder", "decoder"), "slots"),
     "similarity": (("encoder", "decoder"), "pair"),
     "text_to_text": (("encoder, decoder", "decoder"), "tokens"),
+    "skip_gram": (("encoder",), "tokens"),
+    "cbow": (("encoder",), "tokens"),
+    "multi_label": (("encoder", "decoder"), "classes"),
+    "regression": (("encoder", "decoder"), "classes"),
+    "forecasting": (("encoder",), "forecast"),
+    "series_classification": (("encoder",), "classes"),
+    "captioning": (("encoder, decoder",), "tokens"),
 }
 """Task -> sides that its model may have, and the kind of its head. Tasks that are not listed are not checked here."""
+
+WORD_VECTORS = ("skip_gram", "cbow")
+"""Tasks whose model is two tables of vectors."""
+
+SERIES_TASKS = ("forecasting", "series_classification", "captioning")
+"""Tasks whose model reads a series in place of tokens."""
+
+BALANCED = "balanced"
+"""The value of `task.class_weights` that takes the weights from the data."""
+
+PACKINGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("language_modelling", "prefix_lm", "span_corruption", "denoising"), ("none", "concat", "first_fit")
+    ),
+    **dict.fromkeys(("permutation_lm", "replaced_tokens"), ("none", "concat")),
+    **dict.fromkeys(("dialogue", *WORD_VECTORS), ("none", "first_fit")),
+}
+"""Task -> how several of its examples may share a row; of the others in the table above, none may."""
 
 SIDES_IN_WORDS = {
     ("encoder, decoder",): "an encoder and a decoder",
@@ -48,21 +81,49 @@ def check_task(config: Config) -> None:
             raise invalid("config.task.name", task, expected)
         if model.head.kind != head:
             raise invalid("config.model.head.kind", model.head.kind, f"{head} for the task {task}")
-        if head in ("classes", "slots") and model.head.classes == 1:
+        if task == "regression" and model.head.classes not in (None, 1):
+            raise invalid("config.model.head.classes", model.head.classes, "1 or None for the task regression")
+        if head in ("classes", "slots") and model.head.classes == 1 and task not in ("regression", "multi_label"):
             raise invalid("config.model.head.classes", 1, f"at least 2 for the task {task}")
         if task == "answering" and model.head.classes not in (None, 2):
             raise invalid("config.model.head.classes", model.head.classes, "2 (start and end) or None for this task")
-        if config.data.packing != "none" and task != "language_modelling":
-            raise invalid("config.data.packing", config.data.packing, f"none for the task {task}")
-    if task == "similarity":
+        packings = PACKINGS.get(task, ("none",))
+        if config.data.packing not in packings:
+            raise invalid("config.data.packing", config.data.packing, f"{' or '.join(packings)} for the task {task}")
+        if model.generator is not None and task != "replaced_tokens":
+            raise invalid("config.model.generator", "a section", f"None for the task {task}")
+    if task == "permutation_lm":
+        _check_permutation_lm(config)
+    elif config.task.recurrence:
+        raise invalid("config.task.recurrence", True, f"False for the task {task}", "only permutation_lm has it")
+    if task == "replaced_tokens" and model.generator is None:
+        raise invalid("config.model.generator", None, "a section for the task replaced_tokens", "add one in the recipe")
+    if config.task.class_weights:
+        _check_class_weights(config.task.class_weights, task)
+    if task in WORD_VECTORS:
+        _check_word_vectors(config)
+    if task in SERIES_TASKS and model.series is None:
+        raise invalid("config.model.series", None, f"a section for the task {task}", "add one in the recipe")
+    if task in TASK_MODELS and task not in SERIES_TASKS and model.series is not None:
+        expected = f"one that reads a series ({', '.join(SERIES_TASKS)}), as the model does"
+        raise invalid("config.task.name", task, expected)
+    if task == "forecasting":
+        _check_forecasting(config)
+    if task in ("similarity", "replaced_tokens", "forecasting", "multi_label", "regression", *WORD_VECTORS):
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
+    _check_objective(config)
     decoder = model.decoder
-    writes = task in ("language_modelling", "text_to_text")
-    if writes and not model.has_encoder and decoder is not None and decoder.causal is False:
+    writes = task in ("language_modelling", "prefix_lm", "dialogue", "text_to_text") and not model.has_encoder
+    if writes and decoder is not None and decoder.causal is False:
         expected = "True or None: a language model cannot see what it predicts"
         raise invalid("config.model.decoder.causal", "False", expected)
+    if config.data.tokenizer.chat_template and task in TASK_MODELS and task != "dialogue":
+        path = config.data.tokenizer.chat_template
+        raise invalid("config.data.tokenizer.chat_template", path, f"'' for the task {task}, which reads no turns")
+    if config.task.replies != "all" and task in TASK_MODELS and task != "dialogue":
+        raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
 
@@ -99,6 +160,107 @@ def check_template(config: Config) -> None:
         raise invalid(f"{path}.choices", template.choices, "different choices")
 
 
+def _check_forecasting(config: Config) -> None:
+    data, head = config.data, config.model.head
+    if data.horizon is None:
+        raise invalid("config.data.horizon", None, "the time steps to forecast", "set it")
+    for name, value in (("length", head.look_back), ("horizon", head.horizon)):
+        if value is not None and value != getattr(data, name):
+            expected = f"the model's ({value}), which is linear in all of its steps"
+            raise invalid(f"config.data.{name}", getattr(data, name), expected)
+    if data.buckets:
+        raise invalid("config.data.buckets", data.buckets, "() for forecasting: all windows have data.length steps")
+
+
+def _check_permutation_lm(config: Config) -> None:
+    permutation, data = config.model.permutation, config.data
+    if permutation is None:
+        raise invalid("config.model.permutation", None, "a section for the task permutation_lm", "add it in the recipe")
+    if not config.task.recurrence:
+        return
+    needed = {
+        "config.data.packing": (data.packing, "concat"),
+        "config.data.shuffle": (data.shuffle, False),
+        "config.data.tokens": (data.tokens, None),
+        "config.model.permutation.reuse": (permutation.reuse, None),
+        "config.model.encoder.attention.window": (config.model.stacks["encoder"].attention.window, None),
+    }
+    for path, (got, expected) in needed.items():
+        if got != expected:
+            raise invalid(path, got, f"{expected} with config.task.recurrence", "change one of them")
+    if permutation.memory is None:
+        raise invalid("config.model.permutation.memory", None, "a number of slots with config.task.recurrence")
+
+
+def _check_word_vectors(config: Config) -> None:
+    """Raises ConfigError unless the vector of a word depends on the word alone, and the data has words with counts."""
+    encoder, task = config.model.encoder, config.task.name
+    if encoder is None:
+        raise invalid("config.model.recurrent_encoder", "a section", f"None for the task {task}", "set model.encoder")
+    if encoder.layers:
+        expected = f"0 for the task {task}: the vector of a word may not depend on the words around it"
+        raise invalid("config.model.encoder.layers", encoder.layers, expected)
+    if encoder.encoding.kind != "none":
+        raise invalid("config.model.encoder.encoding.kind", encoder.encoding.kind, f"none for the task {task}")
+    if config.data.tokenizer.kind != "word":
+        raise invalid("config.data.tokenizer.kind", config.data.tokenizer.kind, f"word for the task {task}")
+    if config.evaluate.decode_examples:
+        expected = f"0 for the task {task}, which looks up words and no texts"
+        raise invalid("config.evaluate.decode_examples", config.evaluate.decode_examples, expected)
+
+
+def _check_class_weights(weights: tuple[str, ...], task: str) -> None:
+    """Checks the form of the weights. Their names are compared with the classes when those are known."""
+    path = "config.task.class_weights"
+    if task in TASK_MODELS and task not in ("classification", "tagging"):
+        raise invalid(path, weights, f"() for the task {task}, which has no classes")
+    if weights == (BALANCED,):
+        return
+    for entry in weights:
+        name, _, number = entry.rpartition("=")
+        try:
+            is_weight = 0 <= float(number) < math.inf
+        except ValueError:
+            is_weight = False
+        if not name or not is_weight:
+            raise invalid(path, entry, f"{BALANCED} alone, or CLASS=WEIGHT with a weight of at least 0")
+
+
+def _check_objective(config: Config) -> None:
+    """Checks the options of the objectives on running text.
+
+    Raises:
+      ConfigError: a model reads in one direction where a prefix is read in both, nothing would be corrupted, a second
+        loss has no head or a head no loss, or packed rows need masks that a recurrent model has not.
+    """
+    model, options, name = config.model, config.task, config.task.name
+    recurrent = model.recurrent_encoder is not None or model.recurrent_decoder is not None
+    if name == "prefix_lm" and recurrent:
+        raise invalid("config.task.name", name, "language_modelling: a recurrent decoder reads in one direction")
+    if name == "prefix_lm" and model.decoder is not None:
+        encoding = model.decoder.encoding
+        if encoding.kind == "t5" and not encoding.bidirectional:
+            path = "config.model.decoder.encoding.bidirectional"
+            raise invalid(path, encoding.bidirectional, "True for the task prefix_lm, whose prefix sees later tokens")
+    if name in ("span_corruption", "denoising") and recurrent and config.data.packing != "none":
+        raise invalid("config.data.packing", config.data.packing, "none for a recurrent encoder and decoder")
+    rates = (options.infilling, options.masking, options.deletion, options.permutation, options.rotation)
+    if name == "denoising" and not any(rates):
+        raise invalid("config.task.infilling", 0.0, "some noise for the task denoising", "raise one of its rates")
+    if name == "masked_lm" and (options.relation != "none") != model.head.relation:
+        expected = "none without" if options.relation != "none" else "next_sentence or sentence_order with"
+        raise invalid("config.task.relation", options.relation, f"{expected} config.model.head.relation", "change one")
+    if name != "masked_lm" and model.head.relation and name in TASK_MODELS:
+        raise invalid("config.model.head.relation", True, f"False for the task {name}")
+
+
+def check_evaluate(config: Config) -> None:
+    """Raises ConfigError if the bins of lengths do not ascend."""
+    bins = config.evaluate.length_bins
+    if list(bins) != sorted(set(bins)) or (bins and bins[0] < 1):
+        raise invalid("config.evaluate.length_bins", bins, "ascending numbers of at least 1")
+
+
 def check_data(config: Config) -> None:
     """Raises ConfigError if lengths, the tokenizer, scores, the format or the splits contradict each other."""
     data = config.data
@@ -110,6 +272,8 @@ def check_data(config: Config) -> None:
         raise invalid("config.data.tokens", data.tokens, f"at least data.length ({data.length})")
     if data.tokenizer.kind == "file" and not data.tokenizer.path:
         raise invalid("config.data.tokenizer.path", data.tokenizer.path, "a file, since tokenizer.kind is file")
+    if data.tokenizer.kind == "file" and data.tokenizer.sentinels:
+        raise invalid("config.data.tokenizer.sentinels", data.tokenizer.sentinels, "0 for a file, which has its own")
     if len(data.score_range) != 2 or data.score_range[0] >= data.score_range[1]:
         raise invalid("config.data.score_range", data.score_range, "the lowest and the highest score, as 0,5")
     if data.format and data.source != "table":
@@ -122,8 +286,12 @@ def check_data(config: Config) -> None:
 
 
 def check_train(config: Config) -> None:
-    """Raises ConfigError if the weight average, the accumulation or the averaged checkpoints make no sense."""
+    """Raises ConfigError if the weight average, the accumulation, the averaged checkpoints or rates make no sense."""
     train, checkpoint = config.train, config.checkpoint
+    recurrent = [part for part in config.model.parts if part.startswith("recurrent_")]
+    if config.optimizer.layer_decay != 1 and recurrent:
+        expected = f"1 for {' and '.join(recurrent)}: only the layers of transformers are stacked"
+        raise invalid("config.optimizer.layer_decay", config.optimizer.layer_decay, expected)
     if train.ema_warmup and train.ema is None:
         raise invalid("config.train.ema_warmup", True, "false without config.train.ema, the decay that it warms up to")
     if config.data.tokens is None and config.data.batch % train.accumulation:
@@ -133,6 +301,8 @@ def check_train(config: Config) -> None:
         raise invalid(
             "config.train.accumulation", train.accumulation, f"at most the rows of the longest batch ({rows})"
         )
+    if train.patience is not None and not train.evaluate_every:
+        raise invalid("config.train.patience", train.patience, "None with train.evaluate_every 0: nothing is evaluated")
     checkpoints = checkpoint.keep_last if checkpoint.average_of == "last" else checkpoint.keep_best
     if checkpoint.average > checkpoints:
         raise invalid(

@@ -62,8 +62,10 @@ def check_memory(config: Config, mesh: Mapping[str, int], memory: int | None) ->
     if memory is None:
         return
     ways = mesh["fsdp"] * mesh["tensor"] * mesh["expert"] * mesh["stage"]  # shards of the parameters
-    copies = (1 + (config.train.ema is not None)) / ways
-    copies += MOMENTS[config.optimizer.name] / (ways * (mesh["data"] if config.mesh.zero1 else 1))
+    copies = 1 / ways
+    if not config.optimizer.freeze and config.model.adapter is None:  # frozen parameters have neither
+        copies += (config.train.ema is not None) / ways
+        copies += MOMENTS[config.optimizer.name] / (ways * (mesh["data"] if config.mesh.zero1 else 1))
     count = min_parameters(config)
     if count * FLOAT32 * copies > memory:
         needed = format_size(count * FLOAT32 * copies)
@@ -97,12 +99,27 @@ def min_parameters(config: Config) -> int:
             total += part.layers * GATES[part.cell] * part.width * (part.width + state)
         else:
             total += _stack(part, crosses=name == "decoder" and model.encoder is not None)
+    if model.generator is not None:
+        part = model.generator.encoder
+        total += _stack(part, crosses=False)
+        total += 0 if model.generator.sharing == "tied" else _embedding(part, _vocab(part, config))
     return total + _head(model, config)
 
 
 def _vocab(part: StackConfig | RecurrentConfig, config: Config) -> int:
-    """Minimum rows of the embedding table. A tokenizer not yet built has at least one token, and is padded."""
+    """Minimum rows of the embedding table. A tokenizer not yet built has at least one token, and is padded.
+
+    An encoder of a series has a projection in place of a table, with a row for each number of a slot.
+    """
+    series = config.model.series
+    if part is config.model.encoder and series is not None:
+        return series.patch * _channels(config.model)
     return config.data.tokenizer.multiple if part.embed.vocab is None else part.embed.vocab
+
+
+def _channels(model: ModelConfig) -> int:
+    """Minimum number of a series' channels in one row."""
+    return 1 if model.series is None or model.series.independent else model.series.channels or 1
 
 
 def _embedding(part: StackConfig | RecurrentConfig, vocab: int) -> int:
@@ -116,10 +133,12 @@ def _stack(stack: StackConfig, crosses: bool) -> int:
     width, own = stack.width, stack.attention
     head_width = own.head_width or width // own.heads
     keys = own.kv_heads or own.heads
-    attention = width * head_width * (own.heads + 2 * keys + (own.heads if own.output else 0))
+    inputs = own.heads + 2 * keys if own.input == "whole" else 3  # each head of a chunk has 1 / heads of the rows
+    attention = width * head_width * (inputs + (own.heads if own.output else 0))
     layer = attention * (2 if crosses else 1)
     if stack.ffn is not None:
-        ffn = (3 if stack.ffn.gated else 2) * width * (stack.ffn.width or 4 * width)
+        matrices = 1 + stack.ffn.gated + stack.ffn.output
+        ffn = matrices * width * (stack.ffn.width or 4 * width)
         layer += ffn if stack.moe is None else (stack.moe.experts + stack.moe.shared) * ffn + width * stack.moe.experts
     conv = 0 if stack.conv is None else stack.conv.kernel * (width // stack.conv.groups) * width
     return stack.layers * layer + conv + _encoding(stack.encoding, width, own.heads)
@@ -140,10 +159,17 @@ def _encoding(encoding: EncodingConfig, width: int, heads: int) -> int:
 def _head(model: ModelConfig, config: Config) -> int:
     head = model.head
     side = model.decoder_part or model.encoder_part
+    steps, horizon = head.look_back or config.data.length, head.horizon or config.data.horizon or 1
+    if model.linear is not None and model.series is not None:
+        own = (model.series.channels or 1) if model.linear.individual else 1
+        return own * steps * horizon * (1 if model.linear.trend is None else 2)
     if side is None or head.kind == "none":
         return 0
+    if head.kind == "forecast":
+        return model.slots("encoder", steps) * side.width * horizon * _channels(model)
     if head.kind == "tokens":
-        return 0 if head.tied else side.width * _vocab(side, config)
+        relation = side.width * (head.width or 1) if head.relation else 0
+        return relation + (0 if head.tied or not head.projection else side.width * _vocab(side, config))
     hidden = 0 if head.width is None or head.kind == "slots" else side.width * head.width
     if head.kind not in ("classes", "slots"):
         return hidden

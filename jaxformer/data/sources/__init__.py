@@ -13,9 +13,12 @@ from jaxformer.errors import ConfigError
 Example = Mapping[str, Any]
 """Values by role.
 
-"source", "target", "text", "pair", "question", "context": str. "label": int. "score": float from 0 to 1. "tags": tuple
+"source", "target", "text", "pair", "question", "context": str. "label": int. "labels": tuple of int, a set of classes,
+in ascending order. "score": float from 0 to 1. "tags": tuple
 of int, one per part of "text" between blanks. "answers": tuple of str, empty if there is none. "starts": tuple of int,
-the character of the context where each answer begins (-1: unknown)."""
+the character of the context where each answer begins (-1: unknown). "messages": tuple of {"role", "content"}, the turns
+of a conversation (`jaxformer.data.chat`). "values": float [T, C], a series. "future": float [H, C], the values after
+it."""
 
 
 class Examples(Protocol):
@@ -27,6 +30,15 @@ class Examples(Protocol):
 
 
 @dataclass(frozen=True)
+class Channels:
+    """Names of the channels of a series, with mean and deviation of each in the training part (() without one)."""
+
+    names: tuple[str, ...]
+    means: tuple[float, ...] = ()
+    deviations: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Dataset:
     """The splits of a source, and the names of its classes.
 
@@ -34,6 +46,7 @@ class Dataset:
       splits: examples by split: "train", usually "validation" and "test".
       key: a hash of the content, part of the names of derived files (token streams).
       classes: class names, or None.
+      channels: what the numbers of a series are, or None.
       parts: data sets of a mixture by the names of its components; {}: it is one data set. A mixture has the examples
         of all of them in its own splits.
     """
@@ -41,6 +54,7 @@ class Dataset:
     splits: Mapping[str, Examples]
     key: str
     classes: tuple[str, ...] | None = None
+    channels: Channels | None = None
     parts: Mapping[str, Dataset] = dataclasses.field(default_factory=dict)
 
     @property
@@ -152,7 +166,14 @@ def with_classes(dataset: Dataset, classes: Sequence[str]) -> Dataset:
         raise ConfigError(f"data: got the classes {', '.join(map(repr, unknown[:5]))}, {expected}; mend the files")
     ids = tuple(list(classes).index(name) for name in dataset.classes)
     splits = {name: RelabelledExamples(examples, ids) for name, examples in dataset.splits.items()}
-    return Dataset(splits, dataset.key, tuple(classes))
+    return dataclasses.replace(dataset, splits=splits, classes=tuple(classes))
+
+
+def check_channels(dataset: Dataset, names: Sequence[str]) -> None:
+    """Raises a ConfigError if a data set of series has other channels than those that a model was trained on."""
+    if dataset.channels is not None and names and dataset.channels.names != tuple(names):
+        got, expected = ", ".join(dataset.channels.names), ", ".join(names)
+        raise ConfigError(f"data: got the channels {got}, expected those of the model: {expected}; mend the files")
 
 
 @dataclass(frozen=True)
@@ -169,6 +190,8 @@ class RelabelledExamples:
         example = dict(self.examples[index])
         if "label" in example:
             example["label"] = self.ids[example["label"]]
+        if "labels" in example:
+            example["labels"] = tuple(sorted(self.ids[label] for label in example["labels"]))
         if "tags" in example:
             example["tags"] = tuple(self.ids[tag] for tag in example["tags"])
         return example

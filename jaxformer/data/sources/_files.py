@@ -218,7 +218,7 @@ def nonempty_rows(
     Raises:
       ConfigError: a row of a split other than "train" has an empty text.
     """
-    texts = [role for role in roles if role not in ("label", "score")]
+    texts = [role for role in roles if role not in ("label", "labels", "score")]
     dropped, first = 0, ""
     for where, row in rows:
         empty = next((role for role in texts if not row[role].strip()), None)

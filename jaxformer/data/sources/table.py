@@ -4,8 +4,9 @@
     config.splits = {"train": ("all.tsv[:90%]",), "validation": ("all.tsv[90%:]",)}    a slice counts rows, no header
     config.columns = {"text": "sentence", "label": "label"}
 
-Roles are source, target, text, pair (str), label and score. Labels are integers or strings; they become class ids in
-the order of the training split's sorted names (numbers by value). Scores are numbers from `config.score_range`, whose
+Roles are source, target, text, pair (str), label, labels and score. Labels are integers or strings; they become class
+ids in the order of the training split's sorted names (numbers by value). "labels" is a set of them: names with commas
+between, none for the empty set; in JSONL also a list. Scores are numbers from `config.score_range`, whose
 ends become 0 and 1. Columns "#1", "#2" mean that the file has no header line. `config.format` is the file's format:
 
     tsv          cells between tabs; quotes are ordinary characters
@@ -36,7 +37,9 @@ from jaxformer.data import cache
 from jaxformer.data.sources import Dataset, _files
 from jaxformer.errors import ConfigError
 
-ROLES = ("source", "target", "text", "pair", "label", "score")
+ROLES = ("source", "target", "text", "pair", "label", "labels", "score")
+TEXTS = ("source", "target", "text", "pair")
+SET_SEPARATOR = ","
 Row = tuple[str, dict[str, Any]]
 """Position of a row ("file:line"), and its fields by role."""
 
@@ -55,6 +58,8 @@ def build(config: DataConfig) -> Dataset:
         if role not in ROLES:
             expected = f"expected roles among {', '.join(ROLES)}{registry.nearest(role, ROLES)}"
             raise ConfigError(f"data.columns: got {role!r}, {expected}")
+    if "label" in columns and "labels" in columns:
+        raise ConfigError("data.columns: got label and labels, expected one of them: a class, or a set of classes")
     splits = _files.slices_by_split(config)
     kinds = {part.path: _format(part.path, config.format) for part in itertools.chain(*splits.values())}
 
@@ -63,17 +68,21 @@ def build(config: DataConfig) -> Dataset:
             yield from _files.sliced_items(part, FORMATS[kinds[part.path]](part.path, columns), "rows")
 
     def judged(split: str, classes: tuple[str, ...]) -> Iterator[Row]:
-        return _scored(_labelled(rows(split), classes), config.score_range)
+        return _scored(_labelled(_with_sets(rows(split)), classes), config.score_range)
 
     def parse() -> tuple[dict[str, Any], dict[str, cache.ParsedRows]]:
         import tensorflow_datasets as tfds
 
-        features: dict[str, Any] = {role: tfds.features.Text() for role in columns if role not in ("label", "score")}
+        features: dict[str, Any] = {role: tfds.features.Text() for role in columns if role in TEXTS}
         if "score" in columns:
             features["score"] = tfds.features.Scalar(np.float32)
         classes: tuple[str, ...] = ()
+        named = [split for split in splits if split == "train" or "train" not in splits]
+        if "labels" in columns:
+            sets = (row["labels"] for split in named for _, row in _with_sets(rows(split)))
+            classes = _classes(label for names in sets for label in names)
+            features["labels"] = tfds.features.Sequence(tfds.features.ClassLabel(names=list(classes)))
         if "label" in columns:
-            named = [split for split in splits if split == "train" or "train" not in splits]
             classes = _classes(row["label"] for split in named for _, row in rows(split))
             features["label"] = tfds.features.ClassLabel(names=list(classes))
         return features, {split: _files.nonempty_rows(judged(split, classes), split, columns) for split in splits}
@@ -183,12 +192,17 @@ ENDINGS = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".
 
 def _value(record: dict[str, Any], role: str, column: str, where: str) -> str:
     value = record[_known(column, list(record), where)]
+    if role == "labels" and isinstance(value, list) and all(type(item) in (str, int) for item in value):
+        if any(SET_SEPARATOR in str(item) for item in value):
+            raise ConfigError(f"{where}: got a comma in {value!a} in column {column!r}, expected names without one")
+        return SET_SEPARATOR.join(map(str, value))
     if role == "label" and isinstance(value, int):
         return str(int(value))  # false and true are classes 0 and 1
     if role == "score" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return repr(value)
     if not isinstance(value, str):
-        expected = {"label": "an integer or a string", "score": "a number"}.get(role, "a string")
+        expected = {"label": "an integer or a string", "labels": "a list of names", "score": "a number"}
+        expected = expected.get(role, "a string")
         raise ConfigError(f"{where}: got {type(value).__name__} in column {column!r}, expected {expected}")
     try:
         value.encode("utf-8")
@@ -213,14 +227,33 @@ def _classes(labels: Iterator[str]) -> tuple[str, ...]:
     return tuple(sorted(found, key=int if numbers else None))
 
 
+def _with_sets(rows: Iterator[Row]) -> Iterator[Row]:
+    """Rows whose "labels" is a list of names, each once.
+
+    Raises:
+      ConfigError: a name occurs twice, or is empty beside others.
+    """
+    for where, row in rows:
+        if "labels" in row:
+            cell = row["labels"]
+            names = [name.strip() for name in cell.split(SET_SEPARATOR)] if cell.strip() else []
+            if not all(names) or len(set(names)) < len(names):
+                expected = "expected names with commas between, each once"
+                raise ConfigError(f"{where}: got the labels {cell!a}, {expected}; mend the data")
+            row = {**row, "labels": names}
+        yield where, row
+
+
 def _labelled(rows: Iterator[Row], classes: tuple[str, ...]) -> Iterator[Row]:
     """Rows, with a check that their labels occur in training. Labels stay names: the tfds feature maps them to ids."""
     known = frozenset(classes)
+    order = {name: number for number, name in enumerate(classes)}
     for where, row in rows:
-        if "label" in row and row["label"] not in known:
-            expected = f"expected one of the training split's: {', '.join(classes)}"
-            raise ConfigError(f"{where}: got label {row['label']!r}, {expected}")
-        yield where, row
+        for label in [*([row["label"]] if "label" in row else []), *row.get("labels", ())]:
+            if label not in known:
+                expected = f"expected one of the training split's: {', '.join(classes)}"
+                raise ConfigError(f"{where}: got label {label!r}, {expected}")
+        yield where, {**row, "labels": sorted(row["labels"], key=order.__getitem__)} if "labels" in row else row
 
 
 def _scored(rows: Iterator[Row], score_range: tuple[float, ...]) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxformer.config import (
@@ -74,14 +75,16 @@ def head_config(
     """
     dropout = settings("classifier_dropout", None)
     dropout = stack.dropout if dropout is None else settings("classifier_dropout", 0.0)
+    tokens = HeadConfig(
+        tied=settings("tie_word_embeddings", True),
+        bias=True,
+        transform=True,
+        activation=activation,
+        epsilon=stack.norm.epsilon,
+    )
     heads = {
-        "masked_lm": lambda: HeadConfig(
-            tied=settings("tie_word_embeddings", True),
-            bias=True,
-            transform=True,
-            activation=activation,
-            epsilon=stack.norm.epsilon,
-        ),
+        "masked_lm": lambda: tokens,
+        "pretraining": lambda: dataclasses.replace(tokens, relation=True, width=stack.width),
         "sequence": lambda: classifier_head(
             settings, "classes", width=stack.width, dropout=dropout, input_dropout=dropout if input_dropout else 0.0
         ),
@@ -121,7 +124,7 @@ def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
         "vocab_size": stack.embed.vocab,
         "type_vocab_size": stack.embed.kinds,
         "pad_token_id": stack.embed.pad,
-        "tie_word_embeddings": model.head.tied or head != "masked_lm",
+        "tie_word_embeddings": model.head.tied or head not in ("masked_lm", "pretraining"),
         **({"classifier_dropout": model.head.dropout} if head in ("sequence", "token") else {}),
     }
 

@@ -17,13 +17,15 @@ def read_config(settings: Settings, head: str) -> ModelConfig:
 def rows(model: ModelConfig, head: str) -> list[Row]:
     pooler = linear_rows("bert.pooler.dense", "head/hidden")
     untied = [] if model.head.tied else [Row("cls.predictions.decoder.weight", "head/kernel", "V D -> D V")]
+    tokens = [
+        *linear_rows("cls.predictions.transform.dense", "head/transform"),
+        *norm_rows("cls.predictions.transform.LayerNorm", "head/transform_norm"),
+        Row("cls.predictions.bias", "head/bias"),
+        *untied,
+    ]
     by_head = {
-        "masked_lm": [
-            *linear_rows("cls.predictions.transform.dense", "head/transform"),
-            *norm_rows("cls.predictions.transform.LayerNorm", "head/transform_norm"),
-            Row("cls.predictions.bias", "head/bias"),
-            *untied,
-        ],
+        "masked_lm": tokens,
+        "pretraining": [*tokens, *pooler, *linear_rows("cls.seq_relationship", "head/decision")],
         "sequence": [*pooler, *linear_rows("classifier", "head/decision")],
         "token": linear_rows("classifier", "head/decision"),
         "qa": linear_rows("qa_outputs", "head/decision"),
@@ -35,7 +37,7 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
 
 FAMILY = Family(
     model_types=("bert",),
-    heads=_bert.head_classes("Bert"),
+    heads={**_bert.head_classes("Bert"), "pretraining": "BertForPreTraining"},
     read_config=read_config,
     write_config=_bert.write_config,
     rows=rows,

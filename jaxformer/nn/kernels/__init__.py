@@ -69,6 +69,7 @@ class CallSite(NamedTuple):
       queries, keys: numbers of slots T and S.
       same_slots: the keys are those of the query slots: self-attention without a cache.
       hidden_pairs: the mask hides single pairs.
+      prefix: the mask is causal and has a prefix.
       bias, dropout: the call has a bias, dropout.
       context, tensor: number of devices over which the mesh shards sequences, and heads.
     """
@@ -83,6 +84,7 @@ class CallSite(NamedTuple):
     causal: bool = False
     same_slots: bool = True
     hidden_pairs: bool = False
+    prefix: bool = False
     bias: bool = False
     dropout: bool = False
     context: int = 1
@@ -133,6 +135,7 @@ def apply(
         causal=mask.causal,
         same_slots=mask.same_slots,
         hidden_pairs=mask.hidden_pairs is not None,
+        prefix=mask.causal and mask.query.prefix is not None,
         bias=bias is not None,
         dropout=dropout is not None,
         **shard_counts(),

@@ -107,7 +107,7 @@ def pad(x: Shaped[Array, "B T *rest"], multiple: int) -> Shaped[Array, "B _ *res
 
 def pad_slots(slots: Slots, multiple: int) -> Slots:
     """`slots` padded to a multiple of `multiple`."""
-    return Slots(*(pad(ids, multiple) for ids in slots))
+    return jax.tree.map(lambda ids: pad(ids, multiple), slots)
 
 
 def shard_rows_and_heads(function: Callable, q: Queries, k: Keys, v: Keys, query: Slots, key: Slots) -> Queries:

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Float32, Int, Shaped
 
 from jaxformer.config import AttentionConfig
 from jaxformer.nn.kernels import AttentionBias, AttentionDropout, Kernel, Keys, Queries, _sharding
-from jaxformer.nn.masks import Mask, visible
+from jaxformer.nn.masks import Mask, last_visible, sees_ahead, visible
 from jaxformer.types import Array, PyTree, Slots
 
 MASKED_SCORE = -1e30
@@ -111,8 +111,8 @@ def attend(
     """
     _sharding.refuse_hidden_pairs("blockwise", mask)
     rows, columns = min(config.block, q.shape[1]), min(config.block, k.shape[1])
-    query = Slots(*(tile(ids, rows) for ids in mask.query))
-    key = Slots(*(tile(ids, columns) for ids in mask.key))
+    query = jax.tree.map(lambda ids: tile(ids, rows), mask.query)
+    key = jax.tree.map(lambda ids: tile(ids, columns), mask.key)
     static, float_args, int_args = split_args(mask, bias, dropout)
     window = None if mask.window is None else jnp.asarray(mask.window, jnp.int32)
     ids = TileIds(
@@ -162,11 +162,11 @@ def active_tiles(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] 
     empty pair of tiles may be called active, which costs time but changes no result.
     """
 
-    def ranges(slots: Slots) -> tuple[Array, ...]:
+    def ranges(slots: Slots, *arrays: Array) -> tuple[Array, ...]:
         real = slots.segment != 0
         return tuple(
             edge
-            for ids in (jnp.abs(slots.segment), slots.position)
+            for ids in (jnp.abs(slots.segment), slots.position, *arrays)
             for edge in (
                 jnp.min(jnp.where(real, ids, jnp.iinfo(jnp.int32).max), axis=-1),
                 jnp.max(jnp.where(real, ids, -1), axis=-1),
@@ -174,14 +174,15 @@ def active_tiles(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] 
         )
 
     # The range of segments of an empty tile is empty (from the largest integer to -1) and overlaps with no other.
-    segment_from, segment_to, position_from, position_to = (edge[:, None] for edge in ranges(query))
+    query_edges = (edge[:, None] for edge in ranges(query, last_visible(query)))
+    segment_from, segment_to, position_from, position_to, _, last_to = query_edges
     key_segment_from, key_segment_to, key_from, key_to = (edge[None] for edge in ranges(key))
     see = (segment_from <= key_segment_to) & (key_segment_from <= segment_to)
     if causal:
-        see &= key_from <= position_to
+        see &= key_from <= last_to
     if window is not None:
         see &= (position_from - window) < key_to
-        if not causal:
+        if sees_ahead(query, causal):
             see &= (key_from - window) < position_to
     return jnp.any(see, axis=-1)
 

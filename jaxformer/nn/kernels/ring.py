@@ -103,7 +103,7 @@ def _present_specs(tree: PyTree, specs: PyTree) -> tuple[PartitionSpec, ...]:
 def _specs(ring: RingSpec, float_args: PyTree, data: IntegerArgs) -> tuple[PyTree, ...]:
     """Specs of q, k, v, the float arguments and `data`."""
     layout, window, dropout = ring.layout, data.window, data.dropout
-    leaves = [layout.ids] * 4  # positions and segments of both sides
+    leaves = [layout.ids] * len(jax.tree.leaves((data.query, data.key)))
     leaves += [] if window is None else [PartitionSpec()]
     leaves += ring.int_specs
     leaves += [] if dropout is None else [PartitionSpec()]

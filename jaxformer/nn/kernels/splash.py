@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from jaxtyping import Bool
 
 from jaxformer.config import AttentionConfig
+from jaxformer.errors import ConfigError
 from jaxformer.nn.kernels import AttentionBias, AttentionDropout, CallSite, Kernel, Keys, Queries, _sharding
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.parallel import mesh
 from jaxformer.types import Array, Slots
 
 LANES = 128  # lanes of a TPU's vector unit: block sizes are multiples
+NO_PREFIX = "a mask without a prefix: its masks are fixed when it is compiled, and a prefix differs between rows"
 EMPTY_QUERY_SEGMENT, EMPTY_KEY_SEGMENT = -2, -1  # segment ids of padding, which match no other id
 
 
@@ -37,6 +39,8 @@ def attend(
     Lengths are padded to multiples of 128. The window is that of the config, since the mask's may be a traced value.
     """
     _sharding.refuse_hidden_pairs("splash", mask)
+    if mask.causal and mask.query.prefix is not None:
+        raise ConfigError(f"attention.kernel: got splash, expected another, which needs {NO_PREFIX}; set it to auto")
     window = None if mask.window is None else config.window
     local = functools.partial(_local, mask.causal, window)
     return _sharding.shard_rows_and_heads(local, q, k, v, mask.query, mask.key)
@@ -87,8 +91,9 @@ def _kernel(heads: int, queries: int, keys: int, causal: bool, window: int | Non
 def _slots_are_positions(query: Slots, key: Slots) -> Bool[Array, " B"]:
     """True for rows in which slot indices can replace positions: equal for queries and keys, and consecutive."""
     length = min(query.segment.shape[1], key.segment.shape[1])
-    equal = [jnp.all(a[:, :length] == b[:, :length], axis=1) for a, b in zip(query, key, strict=True)]
-    return equal[0] & equal[1] & _positions_are_consecutive(query) & _positions_are_consecutive(key)
+    same_position = jnp.all(query.position[:, :length] == key.position[:, :length], axis=1)
+    same_segment = jnp.all(query.segment[:, :length] == key.segment[:, :length], axis=1)
+    return same_position & same_segment & _positions_are_consecutive(query) & _positions_are_consecutive(key)
 
 
 def _positions_are_consecutive(slots: Slots) -> Bool[Array, " B"]:
@@ -116,6 +121,8 @@ def _missing(site: CallSite) -> str | None:
         return "a TPU"
     if site.context > 1:
         return "whole sequences (mesh context 1, or ulysses)"
+    if site.prefix:
+        return NO_PREFIX
     return None if site.same_slots or not site.causal else "queries that are not read against a cache"
 
 
