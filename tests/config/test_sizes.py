@@ -48,7 +48,7 @@ def refusal(*edits: str, recipe: str = QUICKSTART) -> str:
 ABSURD = [
     (
         "config.model.encoder.layers=1000000000",
-        "config.model.encoder.layers: got 1000000000, expected at least 1 and at",
+        "config.model.encoder.layers: got 1000000000, expected at least 0 and at",
     ),
     ("config.model.encoder.width=1000000000", "parameters, expected at most 1e+14"),
     (
@@ -109,7 +109,9 @@ def counted(config: Config) -> int:
 @pytest.mark.parametrize("recipe", [recipe for *_, recipe in recipes.each() if "finetune" not in recipe])
 def test_the_bound_is_just_below_the_parameters_of_every_recipe(recipe):
     config = overrides.parse([f"--config={recipe}"])
-    tokenizer = dataclasses.replace(config.data.tokenizer, kind="bpe", vocab=512)
+    stack = config.model.decoder or config.model.encoder
+    vocab = 512 if config.model.head.projection or stack is None else stack.width  # hidden states are the logits
+    tokenizer = dataclasses.replace(config.data.tokenizer, kind="bpe", vocab=vocab)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=tokenizer))
     head = dataclasses.replace(config.model.head, classes=config.model.head.classes or 2)
     config = resolve(dataclasses.replace(config, model=dataclasses.replace(config.model, head=head)))

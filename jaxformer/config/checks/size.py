@@ -136,6 +136,8 @@ def _stack(stack: StackConfig, crosses: bool) -> int:
     inputs = own.heads + 2 * keys if own.input == "whole" else 3  # each head of a chunk has 1 / heads of the rows
     attention = width * head_width * (inputs + (own.heads if own.output else 0))
     layer = attention * (2 if crosses else 1)
+    if stack.encoding.kind == "transformer_xl":  # the projection of distances
+        layer += width * head_width * own.heads
     if stack.ffn is not None:
         matrices = 1 + stack.ffn.gated + stack.ffn.output
         ffn = matrices * width * (stack.ffn.width or 4 * width)

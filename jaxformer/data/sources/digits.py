@@ -11,6 +11,7 @@ its index: 20,000 for training, 500 for validation and test.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,10 +102,10 @@ def build(config: DataConfig) -> Dataset:
 
 def _load() -> tuple[np.ndarray, np.ndarray]:
     try:
-        from sklearn.datasets import load_digits
+        datasets = importlib.import_module("sklearn.datasets")
     except ImportError as error:
         raise ConfigError("data.source: got digits, which reads scikit-learn's; pip install scikit-learn") from error
-    data = load_digits()
+    data = datasets.load_digits()
     return data.images.astype(np.float64), data.target.astype(np.int64)
 
 
