@@ -49,7 +49,7 @@ def build(config: Config, split: str | None = None) -> Dataset:
     joined = {each: JoinedExamples(tuple(examples)) for each, examples in splits.items()}
     key = " ".join(f"{name}:{part.key}" for name, part in parts.items())
     classes = {part.classes for part in parts.values()}
-    return Dataset(joined, key, classes.pop() if len(classes) == 1 else None, parts)
+    return Dataset(joined, key, classes.pop() if len(classes) == 1 else None, parts=parts)
 
 
 def _component(config: Config, split: str | None, trains: bool) -> Dataset:

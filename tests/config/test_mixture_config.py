@@ -1,10 +1,20 @@
 """Mixtures in a config: edits by path, views of the components, and what is refused."""
 
+import dataclasses
 import json
 
 import pytest
 
-from jaxformer.config import ConfigError, MixtureConfig, StackConfig, components, overrides, saved_edits
+from jaxformer.config import (
+    ConfigError,
+    MixtureConfig,
+    StackConfig,
+    TaskConfig,
+    components,
+    overrides,
+    saved_edits,
+)
+from jaxformer.config.checks import mixture, sections
 
 
 def recipe(**mixture):
@@ -113,6 +123,18 @@ REFUSED = {
     ),
     "a vocabulary": (["PARTS.b.task.vocab=9"], "b.task.vocab: got 9, expected None"),
     "a whole dict": (["PARTS=b"], "components: got 'b' for a dict, expected entries"),
+    "bins of lengths": (
+        ["evaluate.length_bins=8,16"],
+        r"config.evaluate.length_bins: got \(8, 16\), expected \(\) with",
+    ),
+    "a relation of sentences": (
+        ["PARTS.b.task.relation=next_sentence"],
+        "components.b: config.task.relation: got 'next_sentence', expected none with data.mixture",
+    ),
+    "classes that are counted": (
+        ["PARTS.b.task.class_weights=balanced"],
+        "components.b: config.task.class_weights: got 'balanced', expected CLASS=WEIGHT with data.mixture",
+    ),
     "an unknown field": (["PARTS.b.weigth=1"], "did you mean 'weight'"),
 }
 
@@ -123,6 +145,22 @@ def test_what_a_mixture_cannot_be_is_refused_in_one_line(name):
     with pytest.raises(ConfigError, match=expected) as refusal:
         edited(*edits)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("task", sorted(set(sections.TASK_MODELS) - set(mixture.MIXED_TASKS)))
+def test_tasks_whose_batches_have_other_arrays_are_refused(task):
+    """As the task of the run, which components without one have, and as that of a component."""
+    config = edited()
+    parts = dict(config.data.mixture.components)
+    parts["a"] = dataclasses.replace(parts["a"], task=TaskConfig(task))
+    data = dataclasses.replace(config.data, mixture=dataclasses.replace(config.data.mixture, components=parts))
+    for changed, where in (
+        (dataclasses.replace(config, task=TaskConfig(task)), "config.task.name"),
+        (dataclasses.replace(config, data=data), "config.data.mixture.components.a: config.task.name"),
+    ):
+        with pytest.raises(ConfigError, match=f"{where}: got '{task}', expected with data.mixture one of") as refusal:
+            mixture.check_mixture(changed)
+        assert "\n" not in str(refusal.value)
 
 
 def test_components_of_a_recipe_are_checked():

@@ -254,6 +254,21 @@ def test_components_whose_arrays_differ_are_refused():
         made(encode=classes)
 
 
+@pytest.mark.parametrize(
+    ("feature", "expected"),
+    [
+        ({"prefix": np.asarray(1)}, "got examples with prefix"),
+        ({"labels": np.ones(3, np.float32)}, "got examples with several numbers as labels"),
+    ],
+)
+def test_arrays_without_a_component_are_refused(feature, expected):
+    def encode(config, tokenizers, example, rng):
+        return {"target": np.ones(3, np.int32), "labels": np.ones(3, np.int32), **feature}
+
+    with pytest.raises(ConfigError, match=f"data.mixture.components.a: {expected}"):
+        made(encode=encode)
+
+
 def test_weights_that_one_component_lacks_are_ones_and_labels_of_rows_have_one_component():
     def encode(config, tokenizers, example, rng):
         features = {"target": np.ones(3, np.int32), "labels": np.asarray(1, np.int32)}
