@@ -136,6 +136,7 @@ def a_run(config, pipeline, seen):
         compile_seconds=0.0,
         reporter=types.SimpleNamespace(write=lambda *row: None),
         step=5,
+        patience=types.SimpleNamespace(add=lambda values: None),
     )
 
 
