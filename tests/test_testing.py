@@ -132,7 +132,7 @@ def test_random_inputs_have_the_shapes_of_the_model():
 
 
 def test_the_example_of_the_module_runs():
-    lines = testing.__doc__.split("like this:\n\n")[1].split("\n")
+    lines = testing.__doc__.split("like this::\n\n")[1].split("\n")
     code = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
     assert "class PerToken" in code and "assert_steps_equal_forward" in code
     exec(compile(code, "example", "exec"), {})

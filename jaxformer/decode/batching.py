@@ -8,6 +8,7 @@ from collections import deque
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence, cast
 
 import numpy as np
+from jaxtyping import Int32
 
 from jaxformer.errors import ConfigError
 from jaxformer.types import Array, Batch, Permutation, Slots, Stream
@@ -176,7 +177,7 @@ def _pad_permutation(prompts: Sequence[Prompt], shape: tuple[int, ...]) -> Permu
     return Permutation(cast(Array, order), cast(Array, targets))
 
 
-def _prefixes(prompts: Sequence[Prompt], name: str, shape: tuple[int, ...]) -> Array | None:
+def _prefixes(prompts: Sequence[Prompt], name: str, shape: tuple[int, ...]) -> Int32[Array, "B T"] | None:
     """The prefix of each slot of the target, int32 of this shape; None if the prompts have none."""
     if name == "source" or "prefix" not in prompts[0]:
         return None

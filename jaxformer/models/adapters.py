@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import traverse_util
-from jaxtyping import Key
+from jaxtyping import Float32, Key
 
 from jaxformer.config import AdapterConfig, ModelConfig, patterns
 from jaxformer.errors import ConfigError
@@ -88,7 +88,7 @@ def targets(config: AdapterConfig, layers: Layers) -> dict[Path, Adapter]:
 
 def leaves(
     config: AdapterConfig, shapes: Mapping[Path, tuple[int, ...]], layers: Layers, key: Key[Array, ""]
-) -> dict[Path, tuple[Array, tuple[str | None, ...]]]:
+) -> dict[Path, tuple[Float32[Array, "..."], tuple[str | None, ...]]]:
     """Initial parameters of the adapters by path, each with the logical names of its axes.
 
     A is uniform in +-inputs ** -0.5, as in the authors' code (the paper says Gaussian); B is zero.
@@ -140,7 +140,7 @@ def also_trained(config: ModelConfig, paths: Iterable[str]) -> set[str]:
     return {path for path in others if config.head.kind != "tokens" and path.startswith("head/")}
 
 
-def _scale(config: AdapterConfig, adapter: Adapter, stack: tuple[int, ...]) -> Array:
+def _scale(config: AdapterConfig, adapter: Adapter, stack: tuple[int, ...]) -> Float32[Array, "..."]:
     """The factor of A B in each layer of a stack: 0 in layers without adapters."""
     if not config.layers or not stack:
         return jnp.full(stack, adapter.scale)

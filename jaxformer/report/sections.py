@@ -43,7 +43,7 @@ HEADLINES = (
 
 DECODED = (
     "bleu", "bleu_lc_tok", "chrf", "exact_match", "f1", "pearson", "precision", "recall", "rouge1", "rouge2", "rouge_l",
-    "spearman", "word_accuracy",
+    "spearman", "squared_error", "word_accuracy",
 )  # fmt: skip
 """Measures of decoded text (the scores of all tasks); training decodes only `evaluate.decode_examples` examples."""
 

@@ -1,7 +1,7 @@
 """A number for a text, or for a pair of texts.
 
-Scores are scaled from `data.score_range` to 0 to 1, of which loss and measures are; predictions and `mse` of whole
-splits are in the units of the data.
+Scores are scaled from `data.score_range` to 0 to 1, of which loss and measures are; predictions and `squared_error` of
+whole splits are in the units of the data.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def score(config: Config, results: Sequence[float], examples: Sequence[Example])
     return {
         "spearman": metrics.spearman(predicted, true),
         "pearson": metrics.pearson(predicted, true),
-        "mse": float(np.mean(np.square(predicted - true))),
+        "squared_error": float(np.mean(np.square(predicted - true))),
     }
 
 
@@ -88,6 +88,6 @@ TASK = dataclasses.replace(
     output_line=output_line,
     reference_line=reference_line,
     score=score,
-    score_names=("spearman", "pearson", "mse"),
+    score_names=("spearman", "pearson", "squared_error"),
     classes=("score",),
 )

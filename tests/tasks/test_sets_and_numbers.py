@@ -184,7 +184,7 @@ def test_numbers_are_predicted_in_units_and_in_order():
     assert found == [1 + 4 * 3 / 8, 1 + 4 * 5 / 8]  # with two special tokens
     examples = [{"score": 0.5}, {"score": 0.25}]
     scores = NUMBERS.score(settings, found, examples)
-    assert scores["mse"] == pytest.approx(((2.5 - 3) ** 2 + (3.5 - 2) ** 2) / 2)
+    assert scores["squared_error"] == pytest.approx(((2.5 - 3) ** 2 + (3.5 - 2) ** 2) / 2)
     assert scores["pearson"] == scores["spearman"] == pytest.approx(-1.0)
     assert NUMBERS.reference_line(settings, examples[0]) == "3.0000"
 
