@@ -161,12 +161,13 @@ def check_value(value: Any, constraint: Constraint, path: str) -> None:
         if registry.is_external(constraint.package, value):
             _import_external(value, constraint, path)
             return
-        choices = constraint.names()
+        choices, otherwise = constraint.names(), "; no module of this name is beside the recipe, here or on PYTHONPATH"
     else:
-        choices = constraint
+        choices, otherwise = constraint, ""
     if value not in choices:
         names = ", ".join(choice or "''" for choice in choices)
-        raise ConfigError(f"{path}: got {value!a}, expected one of {names}{registry.nearest(value, choices)}")
+        remedy = registry.nearest(value, choices) or otherwise
+        raise ConfigError(f"{path}: got {value!a}, expected one of {names}{remedy}")
 
 
 def _import_external(name: str, folder: Folder, path: str) -> None:

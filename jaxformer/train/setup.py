@@ -98,6 +98,9 @@ def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers | No
         model = build.resolve(model, tokenizers.source.vocab, tokenizers.target.vocab, classes, sizes)
         _check_tables(model, tokenizers)
         output = (tokenizers.target if model.has_decoder else tokenizers.source).size
+    if head.kind in ("classes", "slots") and model.head.classes is None:
+        expected = "a number, since the data has no classes; set it, or name them as `classes` of the task"
+        raise ConfigError(f"config.model.head.classes: got None, expected {expected}")
     if tokenizers is not None and model.generator is not None and model.generator.vocab is None:
         model = dataclasses.replace(model, generator=dataclasses.replace(model.generator, vocab=tokenizers.source.size))
     side = model.decoder_part or model.encoder_part
