@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from jaxformer.config import Config, StackConfig, overrides
+from jaxformer.config import Config, MixtureConfig, StackConfig, overrides
 
 STEPS = 24
 STACK = dict(layers=1, width=16, attention=dict(heads=2), ffn=dict(width=16), embed=dict(dropout=0.1), unroll=1)
@@ -104,4 +104,35 @@ def _classes(config) -> None:
     config.checkpoint.metric, config.checkpoint.mode = "accuracy", "max"
 
 
-RUNS = {"packed": _packed, "fitted": _fitted, "bucketed": _bucketed, "masked": _masked, "classes": _classes}
+def _mixed(config) -> None:
+    """Two tasks as text in one model, two microbatches a step, and the first under a prompt that is only evaluated."""
+    labels = dict(source="table", columns={"text": "text", "label": "label"})
+    splits = {"validation": ("valid.jsonl",), "test": ("valid.jsonl",)}
+    as_text = lambda **template: dict(name="text_to_text", template=template)  # noqa: E731
+    words = dict(target="{label}", words={"long": "a lot"})
+    parts = dict(
+        judge=labels | dict(splits={"train": ("train.jsonl",), **splits}, task=as_text(source="size: {text}", **words)),
+        copy=dict(
+            source="text",
+            splits={"train": ("train.txt[:20]",), "validation": ("valid.txt",)},
+            task=as_text(source="copy: {text}", target="{text}"),
+        ),
+        unseen=labels | dict(weight=0.0, splits=splits, task=as_text(source="{text} is", predict="rank", **words)),
+    )
+    config.data.mixture = overrides.section(MixtureConfig, components=parts, temperature=2.0)
+    config.data.length, config.train.accumulation = 24, 2
+    config.task.name = "text_to_text"
+    config.model.encoder = overrides.section(StackConfig, **STACK)
+    config.model.decoder = overrides.section(StackConfig, **STACK)
+    config.model.share_embeddings = True
+    config.checkpoint.metric = "loss/judge"
+
+
+RUNS = {
+    "packed": _packed,
+    "fitted": _fitted,
+    "bucketed": _bucketed,
+    "masked": _masked,
+    "classes": _classes,
+    "mixed": _mixed,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxformer import tasks
-from jaxformer.config import saved_edits
+from jaxformer.config import components, saved_edits
 from jaxformer.data import sources
 from jaxformer.data.pipeline import Pipeline
 from jaxformer.data.sources import Dataset
@@ -23,9 +23,12 @@ from jaxformer.hf import workdirs
 from jaxformer.model import Model
 from jaxformer.parallel import mesh as meshes
 from jaxformer.runtime import files
+from jaxformer.tasks import _datasets
 from jaxformer.train import by_length, metric_settings, step
 from jaxformer.train import evaluate as measuring
 from jaxformer.train.by_length import BinnedEvaluation
+from jaxformer.train.evaluate import Decoded
+from jaxformer.train.setup import build_pipelines
 
 LOG = logging.getLogger("jaxformer")
 
@@ -48,60 +51,98 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
     workdir = Path(workdir)
     loaded = workdirs.load(workdir, which)
     edited = saved_edits.apply_edits(loaded.config, edits, saved_edits.EVALUATE_FIELDS, "evaluate")
-    model = dataclasses.replace(loaded, config=edited.config)
-    config, task = edited.config, tasks.get(edited.config.task.name)
+    config, views = edited.config, components.views(edited.config)
+    model = dataclasses.replace(loaded, config=config)
     limits = {
         name: getattr(config.evaluate, name) if f"evaluate.{name}" in edited.used else None
         for name in ("examples", "decode_examples", "samples")
     }
-    dataset = sources.with_classes(sources.build(config.data, task.roles, split), config.task.classes)
-    sources.check_channels(dataset, config.task.channels)
+    dataset = _datasets.build(config, split)
+    for name, view in views.items():
+        if name in dataset.components:
+            sources.check_channels(dataset.components[name], view.task.channels)
     begun = time.monotonic()
-    values, cut, binned = _measure(model, dataset, split, limits["examples"])
+    values, cuts, binned = _measure(model, dataset, split, limits["examples"])
     rows = [] if binned is None else binned.rows()
-    decode_limit = limits["examples"] if limits["decode_examples"] is None else limits["decode_examples"]
-    if task.score is None:  # nothing is measured on decoded text: it is shown if an edit asks for it
-        decode_limit = limits["decode_examples"] or 0
-    if decode_limit != 0:
-        metric_settings.check_samples_exist(config)
-        decoded = measuring.decode(model.predictor, dataset, split, decode_limit)
-        scores, records = measuring.score(config, decoded), decoded.records
+    decoded = _decode(model, dataset, split, limits)
+    split_examples = {name: len(part.splits[split]) for name, part in dataset.components.items()}
+    if decoded:
+        records = measuring.records_of(decoded)
+        values |= measuring.score_components(config, decoded)
         if binned is not None:
-            prompts = model.predictor.prompts(decoded.inputs)
-            lengths = [len(prompt[config.model.input_side]) for prompt in prompts]
-            rows = by_length.add_scores(config, rows, binned.bins, lengths, decoded.results, decoded.examples)
-        signatures = task.score_signatures(config)
-        values |= scores | ({"signatures": signatures} if signatures else {})
-        values |= {"decoded_examples": len(records)} if task.score and len(records) < len(dataset.splits[split]) else {}
+            rows = _add_scores(model, rows, binned, decoded[""])
+        signatures = {
+            components.measure(score, name): signature
+            for name in decoded
+            for score, signature in tasks.get(views[name].task.name).score_signatures(views[name]).items()
+        }
+        values |= {"signatures": signatures} if signatures else {}
+        scored = [name for name in decoded if tasks.get(views[name].task.name).score is not None]
+        count = sum(len(decoded[name].records) for name in scored)
+        values |= {"decoded_examples": count} if count < sum(split_examples[name] for name in scored) else {}
         files.write_json(workdir / "samples" / f"{split}.json", records[: limits["samples"]])
-    for line in filter(None, (cut.sentence(split, config.data.length), edited.warning("evaluate"))):
+    notes = [cut.sentence(f"{name}, {split}" if name else split, config.data.length) for name, cut in cuts.items()]
+    for line in filter(None, (*notes, edited.warning("evaluate"))):
         LOG.warning(line)
     result = {"split": split, "seconds": round(time.monotonic() - begun, 1), **_weights_used(model)}
-    result |= {"examples": cut.examples, **values, **cut.counts()}
-    split_examples = len(dataset.splits[split])
-    result |= {"split_examples": split_examples} if cut.examples < split_examples else {}
+    result |= {"examples": sum(cut.examples for cut in cuts.values()), **values}
+    for name, cut in cuts.items():
+        counts = cut.counts() | ({"examples": cut.examples} if name else {})
+        result |= {components.measure(count, name): value for count, value in counts.items()}
+        limited = cut.examples < split_examples[name]
+        result |= {components.measure("split_examples", name): split_examples[name]} if limited else {}
     result |= {"changed": edited.changed} if edited.changed else {}
     result |= {"by_length": rows} if rows else {}
     files.write_json(workdir / f"eval-{split}.json", result)
     return result
 
 
+def _decode(model: Model, dataset: Dataset, split: str, limits: Mapping[str, int | None]) -> dict[str, Decoded]:
+    """The decoded examples of each component; none if nothing is to be decoded.
+
+    Components without scores have nothing measured on decoded text. They are shown if an edit asks for it.
+    """
+    config, views = model.config, components.views(model.config)
+    limit, shown = limits["decode_examples"], dataset.components
+    if limit is None:
+        limit = limits["examples"]
+        shown = {name: part for name, part in shown.items() if tasks.get(views[name].task.name).score is not None}
+    if limit == 0 or not shown:
+        return {}
+    metric_settings.check_samples_exist(config)
+    predictor_of = lambda view: dataclasses.replace(model, config=view).predictor  # noqa: E731
+    return measuring.decode_components(predictor_of, config, shown, split, limit)
+
+
+def _add_scores(
+    model: Model, rows: list[dict[str, Any]], binned: BinnedEvaluation, decoded: Decoded
+) -> list[dict[str, Any]]:
+    """`rows` by length with the scores of the decoded text of each bin."""
+    prompts = model.predictor.prompts(decoded.inputs)
+    lengths = [len(prompt[model.config.model.input_side]) for prompt in prompts]
+    return by_length.add_scores(model.config, rows, binned.bins, lengths, decoded.results, decoded.examples)
+
+
 def _measure(
     model: Model, dataset: Dataset, split: str, examples: int | None
-) -> tuple[dict[str, Any], Truncation, BinnedEvaluation | None]:
-    """The metrics of the first `examples` of a split (None: all), what was truncated in them, and those by length."""
+) -> tuple[dict[str, Any], dict[str, Truncation], BinnedEvaluation | None]:
+    """The metrics of the first `examples` of a split (None: all), what was truncated in them, and those by length.
+
+    Metrics by length are of a run without a mixture.
+    """
     config = model.config
     if model.tokenizers is None and config.model.reads_tokens:
         raise ConfigError("evaluate: got a run without tokenizers, expected some to read its data; use another run")
-    pipeline = Pipeline(config, dataset, model.tokenizers, tasks.get(config.task.name))
+    pipelines = build_pipelines(config, dataset, model.tokenizers)
     mesh = meshes.smallest_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        binned = _by_length(model, pipeline, split, examples)
-        eval_step = step.make_eval_step(config, model.module) if binned is None else binned
-        batches, cut = pipeline.evaluate(split, examples), pipeline.truncated(split, examples)
-        size = pipeline.size(split, examples)
+        binned = None
+        if config.data.mixture is None:
+            binned = _by_length(model, pipelines[""], split, examples)
+        eval_steps = measuring.make_eval_steps(config, model.module) if binned is None else {"": binned}
         variables = model.inference_variables()
-        return measuring.evaluate_batches(config, eval_step, variables, batches, size, mesh, cut), cut, binned
+        values, cuts = measuring.evaluate_components(config, eval_steps, variables, pipelines, split, examples, mesh)
+        return values, cuts, binned
 
 
 def _by_length(model: Model, pipeline: Pipeline, split: str, examples: int | None) -> BinnedEvaluation | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from flax import linen as nn
@@ -98,3 +99,11 @@ def run_predictor(
     pad = 0 if tokenizers is None else tokenizers.source.pad or 0
     runner = make_runner(config, module, variables, run_vocabulary(tokenizers), pad)
     return Predictor(config, runner, RunFraming(config, tokenizers))
+
+
+def predictors(
+    config: Config, module: nn.Module, variables: Mapping[str, PyTree], tokenizers: Tokenizers | None
+) -> Callable[[Config], Predictor]:
+    """Makes the predictor of a component of a mixture from its view; all share one runner."""
+    whole = run_predictor(config, module, variables, tokenizers)
+    return lambda view: dataclasses.replace(whole, config=view, framing=RunFraming(view, tokenizers))

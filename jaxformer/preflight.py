@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxformer import __version__
-from jaxformer.config import Config, checks, overrides
+from jaxformer.config import Config, checks, components, overrides
 from jaxformer.errors import ConfigError
 
 
@@ -179,11 +179,12 @@ def data_share(config: Config) -> dict[str, Any]:
     try:
         mesh = meshes.make(config.mesh)
         part, parts = rules.process_part(mesh)
-        examples = sources.build(config.data).splits["train"]
-        count = len(examples)
-        if not count:
+        views = components.views(config)
+        splits = [sources.build(views[name].data).splits["train"] for name in components.trained(config)]
+        if not all(map(len, splits)):
             raise ConfigError("data: got no training examples, expected some; check the files")
-        sample = [examples[index] for index in (0, count // 2, count - 1)]
+        count = sum(map(len, splits))
+        sample = [examples[index] for examples in splits for index in (0, len(examples) // 2, len(examples) - 1)]
         multiple = math.lcm(meshes.row_multiple(mesh.shape, config.model) * config.train.accumulation, parts)
         shape = packing.shapes({config.data.length}, config.data.batch, config.data.tokens, multiple)[-1]
     except (ConfigError, OSError) as error:

@@ -85,6 +85,8 @@ class Batch(NamedTuple):
 
     `permutation` is that of the source, or None where all slots see each other. `continues` (bool `[B]`) is True for
     rows whose text goes on from the same row of the batch before, and None where no memory is carried between batches.
+    `component` (int32, aligned with the labels) is the number of the component of a mixture that an entry belongs to,
+    among their sorted names; None without a mixture.
     """
 
     source: Stream | None
@@ -94,6 +96,7 @@ class Batch(NamedTuple):
     relation: Array | None = None
     permutation: Permutation | None = None
     continues: Array | None = None
+    component: Array | None = None
 
     def side(self, name: Literal["source", "target"]) -> Stream:
         """The stream `name`.

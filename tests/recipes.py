@@ -18,7 +18,7 @@ VARIANTS = {
     "moe_tiny": ("", "dropless", "dense"),
     "quickstart": ("", "fr", "es"),
     "shakespeare_char": ("cpu", "gpu"),
-    "squad": ("transformer", "lstm"),
+    "squad": ("transformer", "lstm", "generative"),
     "sst2": ("transformer", "lstm"),
     "stsb": ("transformer", "lstm", "finetune"),
     "transformer_base": ("base", "big"),

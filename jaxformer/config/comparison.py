@@ -25,14 +25,28 @@ FILLED_IN = ("vocab", "classes", "class_counts", "channels", "means", "deviation
 """Names of fields that a run fills in where they are None or (): such a value agrees with any saved one."""
 
 
+def _items(section: Any) -> dict[str, Any]:
+    """The fields of a section, or the entries of a dict of sections, by name."""
+    if dataclasses.is_dataclass(section):
+        return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return dict(section)
+
+
+def _has_sections(value: Any) -> bool:
+    """True for a dict of sections that is not empty."""
+    return isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values()))
+
+
 def diff(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     """Path ("train.seed") -> the two values, for every field in which two configs differ, in schema order."""
 
     def walk(x: Any, y: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
-        if dataclasses.is_dataclass(x) and type(x) is type(y):
-            for f in dataclasses.fields(x):
-                name = f"{path}.{f.name}" if path else f.name
-                yield from walk(getattr(x, f.name), getattr(y, f.name), name)
+        if (dataclasses.is_dataclass(x) and type(x) is type(y)) or (
+            _has_sections(x) and _has_sections(y) and x.keys() == y.keys()
+        ):
+            others = _items(y)
+            for name, value in _items(x).items():
+                yield from walk(value, others[name], f"{path}.{name}" if path else name)
         elif x != y:
             yield path, (x, y)
 
@@ -82,6 +96,9 @@ def fingerprint(config: Config) -> str:
             value, name = getattr(section, field.name), f"{path}.{field.name}" if path else field.name
             if dataclasses.is_dataclass(value):
                 yield from walk(value, name)
+            elif _has_sections(value):
+                for key, entry in value.items():
+                    yield from walk(entry, f"{name}.{key}")
             elif value != default_of(field) and not _is_in(name, EXECUTION_ONLY):
                 yield name, value
 

@@ -49,6 +49,12 @@ def section_type(hint: Any) -> type | None:
     return kind if dataclasses.is_dataclass(kind) else None
 
 
+def entry_section(hint: Any) -> type | None:
+    """The dataclass of the entries of a field that is a dict of sections; None for any other field."""
+    kind, _ = base_type(hint)
+    return section_type(typing.get_args(kind)[1]) if typing.get_origin(kind) is dict else None
+
+
 def describe(hint: Any) -> str:
     """A field's type in words for an error message."""
     kind, optional = base_type(hint)

@@ -27,6 +27,7 @@ from jaxformer.config.hints import (
     base_type,
     constraint_of,
     describe,
+    entry_section,
     field_types,
     options_type,
     parse_value,
@@ -111,13 +112,16 @@ def override(config: ConfigDict, path: str, text: str) -> None:
     """Sets the value at `path` ("train.steps") to `text`, parsed as the field's type.
 
     Tuples are "a,b"; None, true and false are words; an entry of a dict is `path.KEY`, and an empty text removes it.
-    Sections come from the recipe, except those of `ADDED_BY_EDITS`.
+    Sections, and entries that are sections, come from the recipe, except those of `ADDED_BY_EDITS`.
 
     Raises:
       ConfigError: no such field, a section that this recipe does not have, or a text that is not of the field's type.
     """
-    node, section, parent = config, Config, "config"
-    names = path.split(".")
+    _override(config, Config, "config", path.split("."), text)
+
+
+def _override(node: ConfigDict, section: type, parent: str, names: Sequence[str], text: str) -> None:
+    """`override` of the field that `names` lead to from the section `node` at the path `parent`."""
     for i, name in enumerate(names):
         hints = field_types(section)
         if name not in hints:
@@ -127,6 +131,10 @@ def override(config: ConfigDict, path: str, text: str) -> None:
         constraint = constraint_of(hint)
         if isinstance(constraint, OptionsOf):
             part = _open_options(node, section, name, constraint, parent, text)
+        entry = entry_section(hint)
+        if entry is not None and len(rest) > 1:
+            _override(_entry(node[name], rest, here), entry, f"{here}.{rest[0]}", rest[1:], text)
+            return
         if part is None:
             _set_value(node, name, hint, rest, text, here)
             return
@@ -160,7 +168,9 @@ def _to_config_dict(value: Any) -> Any:
             if values[name] is None and isinstance(constraint_of(hint), OptionsOf):
                 values[name] = _UntypedConfigDict(type_safe=False)  # so that a recipe can set its fields
         return _UntypedConfigDict(values, type_safe=False)
-    return _UntypedConfigDict(value, type_safe=False) if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return _UntypedConfigDict({name: _to_config_dict(item) for name, item in value.items()}, type_safe=False)
+    return value
 
 
 def _apply(config: ConfigDict, section: type, edits: Mapping[str, Any], path: str) -> None:
@@ -168,13 +178,23 @@ def _apply(config: ConfigDict, section: type, edits: Mapping[str, Any], path: st
     for name, value in edits.items():
         if name not in hints:
             raise unknown_field_error(path, name, section)
-        part = section_type(hints[name])
-        if part is None or not isinstance(value, (Mapping, ConfigDict)):
+        part, entry = section_type(hints[name]), entry_section(hints[name])
+        if isinstance(value, (Mapping, ConfigDict)) and entry is not None:
+            entries = {key: _edited(None, entry, item, f"{path}.{name}.{key}") for key, item in value.items()}
+            config[name] = _UntypedConfigDict(entries, type_safe=False)
+        elif isinstance(value, (Mapping, ConfigDict)) and part is not None:
+            config[name] = _edited(config[name], part, value, f"{path}.{name}")
+        else:
             config[name] = value
-            continue
-        base = config[name] if isinstance(config[name], ConfigDict) else _to_config_dict(part())
-        _apply(base, part, dict(value.items()), f"{path}.{name}")
-        config[name] = base
+
+
+def _edited(base: Any, section: type, edits: Any, path: str) -> Any:
+    """The section `base` (None: its defaults) with `edits`; edits that are no dict as they are, for `freeze` to see."""
+    if not isinstance(edits, (Mapping, ConfigDict)):
+        return edits
+    base = base if isinstance(base, ConfigDict) else _to_config_dict(section())
+    _apply(base, section, dict(edits.items()), path)
+    return base
 
 
 def _override_all(config: ConfigDict, argv: Sequence[str]) -> None:
@@ -203,7 +223,16 @@ def _open_options(node: ConfigDict, section: type, name: str, constraint: Option
     return options
 
 
-def _set_value(node: ConfigDict, name: str, hint: Any, rest: list[str], text: str, path: str) -> None:
+def _entry(entries: ConfigDict, names: Sequence[str], path: str) -> ConfigDict:
+    """The entry `names[0]` of a dict of sections at `path`."""
+    if names[0] not in entries:
+        known = tuple(entries)
+        expected = f"expected one of {', '.join(known) or 'none'}{nearest(names[0], known)}"
+        raise ConfigError(f"{path}.{'.'.join(names)}: this recipe has no {names[0]!a}, {expected}")
+    return entries[names[0]]
+
+
+def _set_value(node: ConfigDict, name: str, hint: Any, rest: Sequence[str], text: str, path: str) -> None:
     kind, _ = base_type(hint)
     if typing.get_origin(kind) is dict:
         if len(rest) != 1 or not rest[0]:
@@ -215,6 +244,9 @@ def _set_value(node: ConfigDict, name: str, hint: Any, rest: list[str], text: st
                 hint = nearest(rest[0], tuple(entries))
                 raise ConfigError(f"{path}.{rest[0]}: got no value and no such entry, {expected}{hint}")
             del entries[rest[0]]
+        elif entry_section(hint) is not None:
+            got = f"{path}.{rest[0]}: got {text!a} for a section"
+            raise ConfigError(f"{got}, expected one of its fields, or nothing, which removes it; the recipe adds it")
         else:
             entries[rest[0]] = parse_value(text, typing.get_args(kind)[1], f"{path}.{rest[0]}")
         node[name] = ConfigDict(entries, type_safe=False)

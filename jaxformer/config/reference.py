@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxformer.config.comparison import default_of
 from jaxformer.config.constraints import describe_constraint
-from jaxformer.config.hints import base_type, constraint_of, describe, field_types, section_type
+from jaxformer.config.hints import base_type, constraint_of, describe, entry_section, field_types, section_type
 from jaxformer.config.schema import Config
 
 INTRODUCTION = """# Fields of the config
@@ -31,7 +31,8 @@ from `jaxformer/config/schema.py`.
 
 On the command line None, true and false are words, a tuple is `a,b`, and a dict has one flag for each entry:
 `--config.data.splits.test=a.en,a.de`. An empty entry removes it: `--config.data.splits.test=`. A section whose default
-is None is a part of the run that the recipe adds or leaves out.
+is None is a part of the run that the recipe adds or leaves out. `NAME` in a path is the name of an entry of a dict of
+sections.
 
 `task.name`, `encoding.kind`, `attention.kernel` and `data.source` also take a Python module of yours: see
 [extending.md](extending.md).
@@ -77,13 +78,16 @@ def list_sections() -> tuple[Section, ...]:
 def _walk(section: type, path: str) -> Iterator[tuple[type, str]]:
     yield section, path
     for name, hint in field_types(section).items():
-        part = section_type(hint)
+        part, entry = section_type(hint), entry_section(hint)
         if part is not None:
             yield from _walk(part, f"{path}.{name}")
+        elif entry is not None:
+            yield from _walk(entry, f"{path}.{name}.NAME")
 
 
 def _fields(section: Any, documented: dict[str, tuple[str, dict[str, str]]]) -> Iterator[Field]:
-    comments = documented[section.__name__][1]
+    parents = [documented[parent.__name__][1] for parent in section.__mro__ if parent.__name__ in documented]
+    comments = {name: words for comments in reversed(parents) for name, words in comments.items()}
     hints = field_types(section)
     for field in dataclasses.fields(section):
         hint = hints[field.name]

@@ -19,8 +19,8 @@ EDITABLE = ("data", "evaluate", "decode")
 TOKENIZER = "data.tokenizer"
 
 EVALUATE_FIELDS = (
-    "data.source", "data.name", "data.dir", "data.cache", "data.splits", "data.columns", "data.score_range",
-    "data.format", "data.document", "data.length", "data.buckets", "data.packing", "evaluate.batch",
+    "data.mixture", "data.source", "data.name", "data.dir", "data.cache", "data.splits", "data.columns",
+    "data.score_range", "data.format", "data.document", "data.length", "data.buckets", "data.packing", "evaluate.batch",
     "evaluate.examples", "evaluate.decode_examples", "evaluate.samples", "evaluate.length_bins", "decode",
 )  # fmt: skip
 """Fields and sections that `evaluate` reads: the data, its batches, and decoding."""
@@ -100,9 +100,15 @@ def _changed_values(diff: Mapping[str, tuple[Any, Any]]) -> Iterator[tuple[str, 
         if not isinstance(new, Mapping):
             yield path, {"run": old, "here": new}
             continue
+        old, new = ({key: _plain(value) for key, value in entries.items()} for entries in (old, new))
         for key in [*old, *(key for key in new if key not in old)]:
             if old.get(key) != new.get(key):
                 yield f"{path}.{key}", {"run": old.get(key), "here": new.get(key)}
+
+
+def _plain(value: Any) -> Any:
+    """A section as a dict, so that JSON can hold it."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _path_of(edit: str) -> str:

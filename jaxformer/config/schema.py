@@ -412,19 +412,49 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Examples and how they are batched."""
+class SourceConfig:
+    """Where examples come from."""
 
     source: SourceName = "numerals"  # a file of `jaxformer/data/sources/`
     name: str = ""  # tfds: "wmt14_translate/de-en"; numerals: "de", "fr" or "es"; algorithmic: name of the problem
-    dir: str = ""  # local sources: directory of the files; tfds: directory of the prepared data
-    cache: str = ""  # directory of prepared data; "": $JAXFORMER_CACHE or ~/.cache/jaxformer
+    dir: str = ""  # local sources: directory of the files; tfds: directory of the prepared data; of a component: below
+    # data.dir
     splits: dict[str, tuple[str, ...]] = field(default_factory=dict)  # split -> its files, or one tfds split expression
     columns: dict[str, str] = field(default_factory=dict)  # role of the task (see docs/data.md) -> column of the data
     score_range: tuple[float, ...] = (0.0, 1.0)  # table, tfds: scores that become 0 and 1; those outside are refused
     format: Literal["", "tsv", "tsv_quoted", "csv", "jsonl", "labelled"] = ""  # table: format of the files; labelled:
     # a label, a blank and the text per line; "": by the file name
     document: Literal["line", "file"] = "line"  # text: an example is a line, or a whole file with its newlines
+    examples: PositiveInt | None = None  # number of training examples, the first ones; None: all
+
+
+@dataclass(frozen=True)
+class ComponentConfig(SourceConfig):
+    """One data set of a mixture, with its share of the training examples and its task."""
+
+    weight: NotNegative = 1.0  # share of the training examples, relative to the other components' (with
+    # mixture.temperature: times their sizes' share); 0: evaluated, never trained on
+    task: TaskConfig | None = None  # its objective, labels and templates; None: those of config.task
+    classes: tuple[str, ...] = ()  # names of its classes; (): taken from the data
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """Several data sets in one run. Each batch holds examples of all of them."""
+
+    components: dict[str, ComponentConfig] = field(default_factory=dict)  # name -> data set; the name is part of its
+    # measures, as loss/NAME
+    temperature: AtLeastOne | None = None  # T: a component of n examples has the share min(n, limit) ** (1 / T); 1: in
+    # proportion to sizes; None: shares are the weights alone
+    limit: PositiveInt | None = None  # larger components count as this many examples; None: no limit
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """Examples and how they are batched."""
+
+    mixture: MixtureConfig | None = None  # several data sets, each with a source of its own; None: one
+    cache: str = ""  # directory of prepared data; "": $JAXFORMER_CACHE or ~/.cache/jaxformer
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     batch: PositiveInt = 32  # rows of a global batch; with `tokens`: maximum number of rows
     tokens: PositiveInt | None = None  # tokens of a batch with padding: rows = tokens // bucket; None: `batch` rows
@@ -437,8 +467,21 @@ class DataConfig:
     packing: Literal["none", "concat", "first_fit"] = "none"  # concat: rows are cut from one long text, for
     # language models; first_fit: several examples share a row
     shuffle: bool = True  # a new random order of the training examples every epoch; False: the order of the data
-    examples: PositiveInt | None = None  # number of training examples, the first ones; None: all
     skip_long: bool = False  # training: drop examples over `length`; False: truncate them
+
+
+@dataclass(frozen=True)
+class TemplateConfig:
+    """The texts that the task text_to_text makes of an example; `{name}` stands for its field of that name."""
+
+    source: str = "{source}"  # text that the model reads, as "premise: {text} hypothesis: {pair}"
+    target: str = "{target}"  # text that it writes, as "{label}"
+    words: dict[str, str] = field(default_factory=dict)  # name of a class -> the word that {label} stands for; a class
+    # that is not listed keeps its name
+    predict: Literal["generate", "rank"] = "generate"  # prediction: the decoded text, or the likeliest of the choices
+    choices: tuple[str, ...] = ()  # rank: the targets to choose from; (): one for every class
+    scores: tuple[str, ...] = ("exact_match",)  # scores of predictions: exact_match (equal to the target), squad (exact
+    # match and F1 of words, as SQuAD compares answers), bleu, chrf, rouge
 
 
 @dataclass(frozen=True)
@@ -477,6 +520,7 @@ class TaskConfig:
     unanswerable: bool = False  # answering: contexts may hold no answer; the answer is then empty (SQuAD 2.0)
     replies: Literal["all", "last"] = "all"  # dialogue: turns of the assistant that are learned and measured
     language: str = ""  # translation: code of the target language, for its tokenised BLEU; "": not computed
+    template: TemplateConfig | None = None  # text_to_text: the texts made of an example; None: its source and target
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
     class_weights: tuple[str, ...] = ()  # classification, tagging: weights of classes in the training loss, as
     # "positive=2,negative=0.5" (others: 1); "balanced": examples / (classes * examples of the class); (): all 1
@@ -491,6 +535,11 @@ class TaskConfig:
     vocab: PositiveInt | None = None  # size of the labels' vocabulary without padding; None: from the tokenizer
     options: Annotated[Any, OptionsOf("name")] = None  # settings of a task from outside the project, typed by the
     # dataclass that its `TASK.options` names; None: the task has none
+
+    @property
+    def texts(self) -> TemplateConfig:
+        """The templates of the task text_to_text: those of the config, or the defaults."""
+        return self.template or TemplateConfig()
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
     Returns:
       A batch of numpy arrays, int32 and float32 `[B, T]`; a source of real numbers is float32 `[B, T, C]`. Labels and
       weights of C values a slot are `[B, T, C]`. Labels of whole rows (scalars, and all float32 labels) are `[B, ...]`,
-      and their weights `[B]`.
+      and their weights and components `[B]`.
     """
     if template is None:
         template = next(features for row in rows for features in row)
@@ -146,8 +146,14 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
         labels = _pad(rows, length, "labels", np.int32, values)
         filled = _occupied(rows, length, "labels").astype(np.float32)
         weights = _pad(rows, length, "weights", np.float32, values) if "weights" in template else filled
-    batch = Batch(source, target, cast(Array, labels), cast(Array, weights))  # numpy's arrays stand for jax's
-    return batch._replace(relation=cast(Array, _relations(rows))) if "relation" in template else batch
+    batch = Batch(source, target, _as_jax(labels), _as_jax(weights))
+    if "relation" in template:
+        batch = batch._replace(relation=_as_jax(_relations(rows)))
+    if "component" in template:
+        of_row = has_row_labels(template)
+        component = _row_components(rows) if of_row else _pad(rows, length, "component", np.int32)
+        batch = batch._replace(component=_as_jax(component))
+    return batch
 
 
 def _occupied(rows: Sequence[Sequence[Features]], length: int, name: str) -> np.ndarray:
@@ -256,6 +262,11 @@ def _row_labels(rows: Sequence[Sequence[Features]], template: Features) -> tuple
             labels[number] = features["labels"]
             weights[number] = features.get("weights", 1.0)
     return labels, weights
+
+
+def _row_components(rows: Sequence[Sequence[Features]]) -> np.ndarray:
+    """Components `[B]` of rows with one example each; 0 for an empty row."""
+    return np.array([row[0]["component"] if row else 0 for row in rows], np.int32)
 
 
 def padding_counts(batch: Batch) -> tuple[Array | int, int]:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import grain
-import numpy as np
 
 from jaxformer.config import Config
 from jaxformer.data import cache, concatenation, packing, planning, truncation
+from jaxformer.data.batches import TrainingBatches
 from jaxformer.data.encoding import Encoder, EncodingTask
-from jaxformer.data.packing import Features, PlannedBatch, Shape
-from jaxformer.data.planning import BlockPlanner, PlannedBlock, RunningTextPlanner
+from jaxformer.data.packing import Features, Shape
+from jaxformer.data.planning import BlockPlanner, EncodedExamples, RunningTextPlanner, ShuffledOrder
 from jaxformer.data.sources import Dataset, Examples, FirstExamples
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.data.truncation import Truncation
@@ -28,8 +26,6 @@ from jaxformer.types import Batch
 
 TOKEN_CACHE_BYTES = 512 << 20
 """Memory for the token ids of texts that have been tokenized before."""
-PREFETCHED_BATCHES = 2
-"""Batches filled ahead in the background."""
 UNLIMITED_LENGTH = 2**30
 """A `data.length` that no example exceeds."""
 MAX_SAMPLED_EXAMPLES = 2**14
@@ -37,61 +33,8 @@ MAX_SAMPLED_EXAMPLES = 2**14
 
 PACKINGS = ("none", "concat", "first_fit")
 
-Fill = Callable[[PlannedBlock, PlannedBatch], Batch]
 
-
-class Batches(grain.IterDataset):
-    """The batches of planned blocks, in order.
-
-    Args:
-      blocks: planned blocks, endless.
-      per_epoch: blocks per epoch.
-      fill: makes the arrays of a planned batch.
-    """
-
-    def __init__(self, blocks: grain.IterDataset, per_epoch: int, fill: Fill):
-        super().__init__(blocks)
-        self._per_epoch, self._fill = per_epoch, fill
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return BatchIterator(iter(self._parent), self._per_epoch, self._fill)
-
-
-class BatchIterator(grain.DatasetIterator):
-    """Iterator over batches whose state is the position of the next one: {"epoch", "block", "batch"}."""
-
-    def __init__(self, blocks: grain.DatasetIterator, per_epoch: int, fill: Fill):
-        super().__init__(blocks)
-        self._per_epoch, self._fill = per_epoch, fill
-        self._number, self._batch = 0, 0
-        self._block: PlannedBlock | None = None
-
-    def __next__(self) -> Batch:
-        block: PlannedBlock = next(self._parent) if self._block is None else self._block
-        empty = 0
-        while self._batch >= len(block.batches):
-            empty = empty + 1 if self._batch == 0 else 0
-            if empty > self._per_epoch:
-                raise ConfigError("data.skip_long: got an epoch without examples, expected some; raise data.length")
-            block = next(self._parent)
-            self._number, self._batch = self._number + 1, 0
-        self._block = block
-        planned = block.batches[self._batch]
-        self._batch += 1
-        return self._fill(block, planned)
-
-    def get_state(self) -> dict[str, int]:
-        epoch, block = divmod(self._number, self._per_epoch)
-        return {"epoch": epoch, "block": block, "batch": self._batch}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self._number = state["epoch"] * self._per_epoch + state["block"]
-        self._batch = state["batch"]
-        self._block = None
-        self._parent.set_state({"next_index": self._number})
-
-
-class Pipeline:
+class Pipeline(TrainingBatches):
     """The training and evaluation batches of a run.
 
     Args:
@@ -101,6 +44,7 @@ class Pipeline:
       task: encodes an example.
       process_index, process_count: number of this host, and of hosts; each fills its own slice of a batch's rows.
       multiple: the rows of a batch are a multiple of this (the number of data shards) and of `process_count`.
+      cache_bytes: memory for the token ids of texts that have been tokenized before.
 
     Raises:
       ConfigError: there are no training examples, or the task does not support the packing.
@@ -115,15 +59,15 @@ class Pipeline:
         process_index: int = 0,
         process_count: int = 1,
         multiple: int = 1,
+        cache_bytes: int = TOKEN_CACHE_BYTES,
     ):
+        super().__init__(process_index, process_count, multiple)
         data = config.data
         if data.packing not in PACKINGS:
             raise ConfigError(f"data.packing: got {data.packing!r}, expected one of {', '.join(PACKINGS)}; change it")
         self.config, self.dataset, self.task = config, dataset, task
         self.tokenizers = tokenizers
-        self._caching_tokenizers = None if tokenizers is None else tokenizers.cached(TOKEN_CACHE_BYTES)
-        self._process, self._processes = process_index, process_count
-        self._multiple = math.lcm(multiple, process_count)
+        self._caching_tokenizers = None if tokenizers is None else tokenizers.cached(cache_bytes)
         # A trained model may be evaluated on a single split; its first example then decides the arrays of a batch.
         first = "train" if "train" in dataset.splits else next(iter(dataset.splits))
         self._count(first, data.examples)  # at least one, or it raises
@@ -136,46 +80,18 @@ class Pipeline:
         self._truncations: dict[tuple[str, int | None], Truncation] = {}
 
     def train(self) -> grain.DatasetIterator:
-        """An endless iterator over this host's rows of the training batches, numpy `[B / process_count, T]`.
-
-        `get_state()` returns {"epoch", "block", "batch"} of the next batch; `set_state` seeks to it. A background
-        thread encodes the next block and fills the next batches until `close()`.
-        """
-        self._split("train")  # raises if there is none: the plan may be of another split
-        blocks = grain.MapDataset.range(2**40).map(self._plan)
-        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-        batches = Batches(blocks.to_iter_dataset(ahead), self._plan.blocks, self._fill)
-        return iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=PREFETCHED_BATCHES))
-
-    def data_state(self, batches: grain.DatasetIterator) -> dict[str, Any]:
-        """The position of `batches` as JSON values, with the shapes of its batches: what a checkpoint stores."""
-        return {**batches.get_state(), "shapes": [list(shape) for shape in self._plan.buckets]}
-
-    def resume(self, data_state: dict[str, Any]) -> grain.DatasetIterator:
-        """`train()` from a saved `data_state` on: the same batches on any number of hosts and devices.
+        """See `TrainingBatches.train`.
 
         Raises:
-          ConfigError: the rows of the saved batches do not divide among the devices, or `data_state` is malformed.
+          ConfigError: there is no training split.
         """
-        numbers = [data_state.get(name) for name in ("epoch", "block", "batch")]
-        saved = data_state.get("shapes", [list(shape) for shape in self._plan.buckets])  # absent in old checkpoints
-        fine = all(type(n) is int and n >= 0 for n in numbers) and [shape[-1:] for shape in saved] == [
-            [shape.length] for shape in self._plan.buckets
-        ]
-        if not fine:
-            raise ConfigError(f"checkpoint: got {data_state} as the state of the data, expected epoch, block and batch")
-        shapes = [Shape(*map(int, shape)) for shape in saved]
-        uneven = [shape.rows for shape in shapes if shape.rows % self._multiple]
-        if uneven:
-            raise ConfigError(
-                f"data: got batches of {', '.join(map(str, uneven))} rows in the checkpoint, expected multiples of "
-                f"{self._multiple} (devices that share a batch, times microbatches); resume on as many devices as "
-                "before, or a number that divides theirs"
-            )
-        self._plan.buckets = shapes
-        batches = self.train()
-        batches.set_state(dict(zip(("epoch", "block", "batch"), numbers, strict=True)))
-        return batches
+        self._split("train")  # the plan may be of another split
+        return super().train()
+
+    @property
+    def train_examples(self) -> EncodedExamples:
+        """The training examples, encoded as the training batches have them."""
+        return self._plan.encode
 
     def evaluate(self, split: str, examples: int | None = None, rows: int | None = None) -> Iterator[Batch]:
         """One pass over a split in the order of the data: every example once, the last batch padded with empty rows.
@@ -196,10 +112,6 @@ class Pipeline:
         buckets = packing.shapes(self._shape_arguments()[0], rows, None, self._multiple)
         plan = self._planner(split, examples, buckets, train=False)
         return (self._fill(block, batch) for block in map(plan, range(plan.blocks)) for batch in block.batches)
-
-    def shapes(self) -> list[Shape]:
-        """The (rows, length) of the global training batches, each of which is compiled once."""
-        return self._plan.buckets
 
     def size(self, split: str, examples: int | None = None) -> dict[str, int]:
         """Counts "examples", and "bytes", "words" and "lines" (line ends) of the text that is predicted.
@@ -236,7 +148,7 @@ class Pipeline:
           validation_examples: number of validation examples that the run evaluates; None: all.
         """
         data, lines = self.config.data, []
-        if data.packing != "concat":
+        if data.packing != "concat" and "train" in self.dataset.splits:
             count = self._count("train", data.examples)
             sample: Sequence[int] = range(count)
             if count > MAX_SAMPLED_EXAMPLES:
@@ -256,11 +168,6 @@ class Pipeline:
         return [line for line in lines if line]
 
     @property
-    def skipped_examples(self) -> int:
-        """Training examples that `data.skip_long` left out of the blocks planned in this epoch."""
-        return sum(self._plan.skipped.values())
-
-    @property
     def epoch_batches(self) -> int | None:
         """Batches per training epoch, or None if the number differs between epochs (several buckets, packing)."""
         plan = self._plan
@@ -268,7 +175,8 @@ class Pipeline:
             return None
         if isinstance(plan, RunningTextPlanner):
             return plan.part
-        sizes = [min(plan.size, len(plan.encode) - begin) for begin in range(0, len(plan.encode), plan.size)]
+        count, size = len(plan.encode), planning.block_size(len(plan.encode))
+        sizes = [min(size, count - begin) for begin in range(0, count, size)]
         return sum(-(-size // plan.buckets[0].rows) for size in sizes)
 
     def _shape_arguments(self) -> tuple[set[int], int, int | None, int]:
@@ -325,8 +233,9 @@ class Pipeline:
             length = self.task.row_length(config)
             encode = concatenation.ConcatenatedRows(tokens, length, encode_row, config.train.seed)
             if train and config.task.recurrence:
-                block, full_rows = planning.block_size(len(encode)), (len(tokens) - 1) // length
-                return RunningTextPlanner(encode, buckets, False, None, None, block, full_rows=full_rows)
+                order = ShuffledOrder(len(encode), planning.block_size(len(encode)), None)
+                full_rows = (len(tokens) - 1) // length
+                return RunningTextPlanner(encode, order, buckets, False, None, None, full_rows=full_rows)
         else:
             max_length = data.length if train and data.skip_long else None
             if max_length is not None:
@@ -334,17 +243,5 @@ class Pipeline:
             windows = not train and self.task.encode_windows is not None
             encode = self._encoder(split, count, config, windows)
         seed = config.train.seed if train and data.shuffle else None
-        size = planning.block_size(len(encode))
-        return BlockPlanner(encode, buckets, data.packing == "first_fit", seed, max_length, size, windows)
-
-    def _fill(self, block: PlannedBlock, planned: PlannedBatch) -> Batch:
-        """This host's rows of a planned batch."""
-        part = packing.process_rows(planned.shape.rows, self._process, self._processes)
-        members, rows = planned.rows[part], part.stop - part.start
-        encoded = iter(block.features([member for row in members for member in row]))
-        filled = [[next(encoded) for _ in row] for row in members]
-        batch = packing.collate(filled + [[]] * (rows - len(filled)), planned.shape.length, self._template)
-        if planned.continues is None:
-            return batch
-        flags: Any = np.full(rows, planned.continues)  # numpy's array stands for jax's
-        return batch._replace(continues=flags)
+        order = ShuffledOrder(len(encode), planning.block_size(len(encode)), seed)
+        return BlockPlanner(encode, order, buckets, data.packing == "first_fit", seed, max_length, windows)

@@ -1,14 +1,16 @@
 """Plans the batches of a split: the order of its examples, cut into blocks, and which of a block share a batch.
 
-The order is one seeded shuffle per epoch, computed index by index, so that any size of data will do. A plan depends on
-the seed, the epoch and the block only. So every host plans the same global batches.
+The order is one seeded shuffle per epoch, computed index by index, so that any size of data will do. A mixture draws
+from several splits, each in such an order of its own. A plan depends on the seed, the epoch and the block only. So
+every host plans the same global batches.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grain
 import numpy as np
@@ -29,11 +31,155 @@ def block_size(examples: int) -> int:
 
 
 class EncodedExamples(Protocol):
-    """Encoded examples by index: an `Encoder`, or the rows of a `ConcatenatedRows`."""
+    """Encoded examples by index: an `Encoder`, or the rows of a `ConcatenatedRows`; of a mixture by `Draw`."""
 
     def __len__(self) -> int: ...
 
-    def __call__(self, indices: Sequence[int], epoch: int) -> list[Features]: ...
+    def __call__(self, indices: Sequence[Any], epoch: int) -> list[Features]: ...
+
+
+class Order(Protocol):
+    """The order in which examples are trained on, in blocks that are numbered through all epochs."""
+
+    @property
+    def size(self) -> int:
+        """Examples per block."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """Blocks per epoch."""
+        ...
+
+    def __call__(self, number: int) -> Sequence[Any]:
+        """The examples of block `number`, as `EncodedExamples` takes them."""
+        ...
+
+
+@dataclass(frozen=True)
+class ShuffledOrder:
+    """Every example of a split once an epoch.
+
+    Attributes:
+      examples: number of examples.
+      size: examples per block.
+      seed: seed of the shuffle; None keeps the order of the data.
+    """
+
+    examples: int
+    size: int
+    seed: int | None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks per epoch."""
+        return -(-self.examples // self.size)
+
+    def __call__(self, number: int) -> Sequence[int]:
+        """Indices of the examples of block `number`."""
+        epoch, block = divmod(number, self.blocks)
+        return self.indices(epoch, range(block * self.size, min((block + 1) * self.size, self.examples)))
+
+    def indices(self, epoch: int, positions: range) -> Sequence[int]:
+        """Indices of the examples at these positions of the epoch's pseudorandom permutation."""
+        if self.seed is None:
+            return positions
+        seed = int(np.random.SeedSequence((self.seed, epoch)).generate_state(1)[0])
+        shuffle = grain.experimental.index_shuffle
+        return [shuffle(position, max_index=self.examples - 1, seed=seed, rounds=4) for position in positions]
+
+
+class Draw(NamedTuple):
+    """An example of a mixture: number of its part, index in the part's split, and epoch of the part."""
+
+    part: int
+    index: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class MixedOrder:
+    """Examples of several splits, each in proportion to its share.
+
+    After n blocks, floor(n * size * share) examples of each part have been drawn, so any stretch of blocks has its
+    share to within one example. Inside a block the order is a seeded permutation. A part goes through its own epochs:
+    each of its examples once, in an order of its own.
+
+    Attributes:
+      parts: order of each part.
+      shares: share of each part, in units of `SHARE_UNIT`: integers, so that all machines draw alike.
+      size: examples per block, to within one for each part.
+      seed: seed of the order inside a block; None: parts take turns evenly.
+    """
+
+    parts: tuple[ShuffledOrder, ...]
+    shares: tuple[int, ...]
+    size: int
+    seed: int | None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks per epoch: of as many examples as all parts have."""
+        return -(-sum(part.examples for part in self.parts) // self.size)
+
+    def drawn(self, number: int) -> list[int]:
+        """Examples of each part that the blocks before block `number` hold."""
+        return [number * self.size * share // SHARE_UNIT for share in self.shares]
+
+    def __call__(self, number: int) -> list[Draw]:
+        """The examples of block `number`."""
+        draws: list[Draw] = []
+        for part, (begin, end) in enumerate(zip(self.drawn(number), self.drawn(number + 1), strict=True)):
+            draws += self._draws(part, begin, end)
+        if self.seed is None:
+            counts = np.bincount([draw.part for draw in draws], minlength=len(self.parts))
+            places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count] or [[]])
+            order = np.argsort(places, kind="stable")
+        else:
+            order = np.random.default_rng((self.seed, number)).permutation(len(draws))
+        return [draws[place] for place in order]
+
+    def _draws(self, part: int, begin: int, end: int) -> list[Draw]:
+        """Examples number `begin` to `end` of a part, counted through all of its epochs."""
+        order, found = self.parts[part], []
+        while begin < end:
+            epoch, first = divmod(begin, order.examples)
+            last = min(first + end - begin, order.examples)
+            found += [Draw(part, int(index), epoch) for index in order.indices(epoch, range(first, last))]
+            begin += last - first
+        return found
+
+
+SHARE_UNIT = 2**32
+"""A share of 1."""
+
+
+def shares(
+    weights: Sequence[float], sizes: Sequence[int], temperature: float | None, limit: int | None
+) -> tuple[int, ...]:
+    """The share of each part in units of `SHARE_UNIT`, at least one unit.
+
+    It is proportional to weight * min(size, limit) ** (1 / temperature) (Raffel et al. 2020, section 3.5.2; there all
+    weights are 1), or to the weight alone.
+
+    Args:
+      weights: positive weights.
+      sizes: number of examples of each part.
+      temperature: None: sizes do not matter.
+      limit: larger sizes count as this; None: no limit.
+    """
+    counts = [size if limit is None else min(size, limit) for size in sizes]
+    scaled = [
+        weight if temperature is None else weight * count ** (1.0 / temperature)
+        for weight, count in zip(weights, counts, strict=True)
+    ]
+    total = sum(scaled)
+    return tuple(max(round(value / total * SHARE_UNIT), 1) for value in scaled)
+
+
+def mixture_block_size(sizes: Sequence[int]) -> int:
+    """Examples per block of a mixture: as many as its parts have, at most `BLOCK_EXAMPLES`, and some of every part."""
+    return max(min(sum(sizes), BLOCK_EXAMPLES), 2 * len(sizes))
 
 
 @dataclass
@@ -46,14 +192,14 @@ class PlannedBlock:
     Attributes:
       batches: batches of indices into the block.
       encode: encodes examples of the split.
-      indices: index in the split of each example of the block.
+      indices: index in the split of each example of the block, or its `Draw`.
       epoch: number of the epoch.
       encoded: the encoded examples, or None if they are not encoded yet.
     """
 
     batches: list[PlannedBatch]
     encode: EncodedExamples
-    indices: Sequence[int]
+    indices: Sequence[Any]
     epoch: int
     encoded: list[Features] | None
 
@@ -70,40 +216,41 @@ class BlockPlanner:
 
     Attributes:
       encode: `(indices, epoch) -> features`; its length is the number of examples (rows if data.packing is concat).
+      order: the examples of each block.
       buckets: batch shapes, shortest first.
       pack: True if rows hold several examples (first fit).
-      seed: seed of the shuffle; None keeps the order of the data.
+      seed: seed of the order of batches; None keeps that of their examples.
       max_length: longer examples are skipped; None skips none.
-      size: examples per block.
       windows: True if one example may become several rows.
       skipped: number of skipped examples by block of the epoch, as of the last time that it was planned.
     """
 
     encode: EncodedExamples
+    order: Order
     buckets: list[Shape]
     pack: bool
     seed: int | None
     max_length: int | None
-    size: int
     windows: bool = False
     skipped: dict[int, int] = field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
         """Blocks per epoch."""
-        return -(-len(self.encode) // self.size)
+        return self.order.blocks
 
     def __call__(self, number: int) -> PlannedBlock:
         """Plans block `number`."""
         epoch, block = divmod(number, self.blocks)
-        indices = self._shuffled(epoch, range(block * self.size, min((block + 1) * self.size, len(self.encode))))
+        indices = self.order(number)
         encoded, lengths = None, [0] * len(indices)  # lengths do not matter if there is one bucket only
         if self.pack or len(self.buckets) > 1 or self.max_length is not None or self.windows:
             encoded = self.encode(indices, epoch)
             if self.max_length is not None:
-                short = [example for example in encoded if packing.slot_count(example) <= self.max_length]
-                self.skipped[block] = len(encoded) - len(short)
-                encoded = short
+                fits = [packing.slot_count(example) <= self.max_length for example in encoded]
+                self.skipped[block] = fits.count(False)
+                indices = list(itertools.compress(indices, fits))
+                encoded = list(itertools.compress(encoded, fits))
             lengths = [packing.slot_count(example) for example in encoded]
         if self.pack:
             batches = packing.first_fit(lengths, self.buckets[-1])
@@ -117,15 +264,6 @@ class BlockPlanner:
     def tail(self) -> int:
         """Number of rows at the end of the split that no batch of an epoch has."""
         return 0
-
-    def _shuffled(self, epoch: int, positions: range) -> Sequence[int]:
-        """Indices of the examples at these positions of the epoch's pseudorandom permutation."""
-        if self.seed is None:
-            return positions
-        seed = int(np.random.SeedSequence((self.seed, epoch)).generate_state(1)[0])
-        last = len(self.encode) - 1
-        shuffle = grain.experimental.index_shuffle
-        return [shuffle(position, max_index=last, seed=seed, rounds=4) for position in positions]
 
 
 @dataclass
@@ -164,7 +302,7 @@ class RunningTextPlanner(BlockPlanner):
 
     @property
     def _block_batches(self) -> int:
-        return max(self.size // self.buckets[-1].rows, 1)
+        return max(self.order.size // self.buckets[-1].rows, 1)
 
     def __call__(self, number: int) -> PlannedBlock:
         """Plans block `number`."""

@@ -479,7 +479,7 @@ def _texts(config: DataConfig, examples: Examples, roles: Sequence[str]) -> dict
         return texts
     for example in _sample(examples, config.examples):
         for role in ("source", "text", "pair", "question", "context", "target"):
-            if role in roles or (role == "pair" and "text" in roles and role in example):
+            if role in example and (role in roles or (role == "pair" and "text" in roles)):
                 texts["target" if role == "target" else "source"].append(example[role])
         if "messages" in roles:  # a template writes the names of roles, too
             texts["source"] += [message[key] for message in example["messages"] for key in ("role", "content")]

@@ -34,6 +34,7 @@ TRAINED_AS = {
     "multi_label": "classification",
     "regression": "classification",
     "denoising": "translation",
+    "text_to_text": "translation",
     "prefix_lm": "language_modelling",
     "dialogue": "language_modelling",
     "permutation_lm": "language_modelling",

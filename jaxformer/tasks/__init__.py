@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxformer import registry
 from jaxformer.config import Config, DecodeConfig
-from jaxformer.data.sources import Example
+from jaxformer.data.sources import Dataset, Example
 from jaxformer.data.tokenizers import PairTemplate, Tokenizers
 from jaxformer.decode.runner import Runner
 from jaxformer.errors import ConfigError
@@ -122,6 +122,8 @@ class Task:
       sides: parts that a model may have: "encoder", "decoder", "encoder, decoder".
       method: name of the method of `jaxformer.Model` that predicts.
       needs: head and sides in words, for errors.
+      prepare: `(config, dataset) -> Dataset`: the data set as the task reads it, where that differs from its source's;
+        None: it does not. `roles` are those of its result.
       has_layers: False if the model is a table of vectors: its stack has no layers.
       encode: `(config, tokenizers, example, rng) -> Features`. `rng` is a numpy Generator that depends on the run's
         seed, the epoch and the example only. Truncates to `config.data.length` and counts the truncated tokens.
@@ -193,6 +195,7 @@ class Task:
     check: Callable[[Config], None] = lambda config: None
     reads_document: bool = False
     options: type | None = None
+    prepare: Callable[[Config, Dataset], Dataset] | None = None
     has_layers: bool = True
 
     @property

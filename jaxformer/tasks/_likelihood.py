@@ -19,23 +19,24 @@ def log_likelihoods(predictor: Predictor, lines: Sequence[str], targets: Sequenc
     """The log-likelihood (natural logarithm) of each line, or of each target given its line.
 
     Args:
-      targets: as many as lines for an encoder-decoder; None for a decoder.
+      targets: as many as lines for a task with targets; None for a language model.
 
     Raises:
       ConfigError: targets are missing or superfluous, or one has more tokens than `config.data.length`.
     """
     config, tokenizers = predictor.config, predictor.framing.tokenizers
-    lines, seq2seq = text_lines(lines), config.model.is_seq2seq
-    if seq2seq != (targets is not None) or (targets is not None and len(text_lines(targets)) != len(lines)):
-        expected = "as many targets as lines" if seq2seq else "none: a language model reads lines only"
+    lines, task = text_lines(lines), tasks.get(config.task.name)
+    has_targets = "target" in task.roles
+    if has_targets != (targets is not None) or (targets is not None and len(text_lines(targets)) != len(lines)):
+        expected = "as many targets as lines" if has_targets else "none: a language model reads lines only"
         got = "none" if targets is None else str(len(targets))
         raise ConfigError(f"score: got targets {got}, expected {expected}; change the call")
     if targets is None:
         examples = [{"text": line} for line in lines]
     else:
-        _check_lengths(tokenizers.target, targets, config.data.length)
+        check_lengths(tokenizers.target, targets, config.data.length)
         examples = [{"source": source, "target": target} for source, target in zip(lines, targets, strict=True)]
-    task, rng = tasks.get(config.task.name), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     pieces: list[Features] = []
     line_of_piece: list[int] = []
     for index, example in enumerate(examples):
@@ -48,12 +49,12 @@ def log_likelihoods(predictor: Predictor, lines: Sequence[str], targets: Sequenc
         pieces += windows
         line_of_piece += [index] * len(windows)
     scores = np.zeros(len(lines))
-    for indices, _, sums in predictor.runner.forward(pieces, finish=_summed_log_probs):
+    for indices, _, sums in predictor.runner.forward(pieces, finish=summed_log_probs):
         np.add.at(scores, np.asarray(line_of_piece)[indices], sums)
     return scores.tolist()
 
 
-def _check_lengths(tokenizer: Tokenizer, targets: Sequence[str], max_length: int) -> None:
+def check_lengths(tokenizer: Tokenizer, targets: Sequence[str], max_length: int) -> None:
     """Raises a ConfigError for a target that would be scored only in part."""
     for target in targets:
         size = len(tokenizer.encode(target)) + 1
@@ -65,7 +66,7 @@ def _check_lengths(tokenizer: Tokenizer, targets: Sequence[str], max_length: int
             )
 
 
-def _summed_log_probs(logits: Array, batch: Batch) -> Array:
+def summed_log_probs(logits: Array, batch: Batch) -> Array:
     """`[B]`: the weighted sum of the labels' log-probabilities."""
     labels, weights = _tokens.labels_and_weights(batch)
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, :, None], axis=-1)[:, :, 0]

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import jax
 
-from jaxformer import tasks
 from jaxformer.config import Config, checks
-from jaxformer.data import sources
 from jaxformer.errors import StorageError
 from jaxformer.parallel import mesh as meshes
 from jaxformer.runtime import files, secrets
+from jaxformer.tasks import _datasets
 from jaxformer.train import results, warm_start
 from jaxformer.train import step as steps
 from jaxformer.train.lock import WorkdirLock
@@ -57,7 +56,7 @@ def _train(config: Config, workdir: Path, init_format: warm_start.InitFormat) ->
     notes = check_same_config(config, workdir)
     mesh = meshes.make(config.mesh)
     checks.size.check_memory(config, mesh.shape, meshes.device_memory(mesh))
-    dataset = sources.build(config.data, tasks.get(config.task.name).roles)
+    dataset = _datasets.build(config)
     tokenizers = tokenizers or build_or_load_tokenizers(config, dataset, workdir)
     tokenizers = with_chat_template(config, tokenizers, workdir)
     config = resolve_config(config, dataset, tokenizers)
@@ -103,7 +102,7 @@ def training_loop(run: Run, stop: PreemptionListener) -> int:
         is_last = run.step == config.steps
         stopping = stop.should_stop(run.step) and not is_last
         if is_last or run.step == 1 or is_due(run.step, config.log_every):
-            run.reporter.write(run.step, "train", run.window.flush())
+            run.reporter.write(run.step, "train", run.window.flush() | run.progress_of_components())
         evaluation_due = is_last or is_due(run.step, config.evaluate_every)
         save_due = is_last or stopping or is_due(run.step, config.checkpoint_every)
         if evaluation_due or save_due:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer import tasks
-from jaxformer.config import Config
+from jaxformer.config import Config, components
 from jaxformer.errors import ConfigError
+from jaxformer.tasks import _mixture
 
 NEUTRAL_SETTINGS = ("evaluate.samples", "evaluate.headline", "evaluate.length_bins", "decode.batch")
 """Settings of evaluation and decoding that change no measure."""
@@ -19,7 +20,7 @@ NEUTRAL_SETTINGS = ("evaluate.samples", "evaluate.headline", "evaluate.length_bi
 
 def check_metric_is_measured(config: Config) -> None:
     """Raises a ConfigError if `checkpoint.metric` is a measure of decoded text and none is decoded."""
-    metric, scores = config.checkpoint.metric, tasks.get(config.task.name).score_names
+    metric, scores = config.checkpoint.metric, _mixture.score_names(config)
     is_used = config.checkpoint.keep_best or config.train.patience is not None
     if is_used and metric in scores and not config.evaluate.decode_examples:
         raise ConfigError(
@@ -29,11 +30,12 @@ def check_metric_is_measured(config: Config) -> None:
 
 
 def check_samples_exist(config: Config) -> None:
-    """Raises a ConfigError if examples are to be decoded and the task has nothing to show of them."""
-    if config.evaluate.decode_examples and not tasks.get(config.task.name).has_samples:
+    """Raises a ConfigError if examples are to be decoded and no task has anything to show of them."""
+    names = dict.fromkeys(view.task.name for view in components.views(config).values())
+    if config.evaluate.decode_examples and not any(tasks.get(name).has_samples for name in names):
         raise ConfigError(
             f"config.evaluate.decode_examples: got {config.evaluate.decode_examples}, expected 0 for the task "
-            f"{config.task.name}, which has no scores and no samples of decoded text"
+            f"{', '.join(names)}, which has no scores and no samples of decoded text"
         )
 
 
@@ -82,4 +84,4 @@ def _affects_metrics(path: str, config: Config) -> bool:
 def _affects_ranking(path: str, config: Config) -> bool:
     """True if a setting that affects measures affects `checkpoint.metric`."""
     is_of_text = path == "evaluate.decode_examples" or path.startswith("decode.")
-    return is_of_text == (config.checkpoint.metric in tasks.get(config.task.name).score_names)
+    return is_of_text == (config.checkpoint.metric in _mixture.score_names(config))

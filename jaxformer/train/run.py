@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,17 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from jaxformer import framing, tasks
+from jaxformer import framing
 from jaxformer.checkpoint import Checkpoints
 from jaxformer.config import Config, overrides
-from jaxformer.data.pipeline import Pipeline
+from jaxformer.data.mixture import Mixture
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.runtime import files
+from jaxformer.tasks import _mixture
 from jaxformer.train import evaluate as evaluation
 from jaxformer.train import freezing, optim, warm_start
 from jaxformer.train import step as steps
@@ -27,6 +29,7 @@ from jaxformer.train.metric_window import MetricWindow
 from jaxformer.train.patience import Patience
 from jaxformer.train.preemption import Watchdog
 from jaxformer.train.reporting import Reporter
+from jaxformer.train.setup import build_pipelines
 from jaxformer.train.skip_guard import SkipGuard
 from jaxformer.train.timing import Clock, CompiledShapes, is_due
 from jaxformer.train.workdir import describe_changes, write_run_files
@@ -53,25 +56,22 @@ class Run:
         init_format: warm_start.InitFormat = warm_start.RUN_FORMAT,
     ) -> None:
         self.config, self.workdir, self.mesh, self.dataset, self.tokenizers = config, workdir, mesh, dataset, tokenizers
-        self.task, self.init_format = tasks.get(config.task.name), init_format
+        self.task, self.init_format = _mixture.objective(config), init_format
         self.module = build.build(config.model)
         self.kernels = build.chosen_kernels(config.model, config.data.length, self.task.has_prefix)
         self.balanced = build.uses_causal_ring(config.model, config.data.length)
-        self.pipeline = Pipeline(
-            config,
-            dataset,
-            tokenizers,
-            self.task,
-            *rules.process_part(mesh),
-            multiple=meshes.row_multiple(mesh.shape, config.model) * config.train.accumulation,
-        )
+        part, multiple = rules.process_part(mesh), meshes.row_multiple(mesh.shape, config.model)
+        hosts = (*part, multiple * config.train.accumulation)
+        self.pipelines = build_pipelines(config, dataset, tokenizers, *hosts)
+        mixed = config.data.mixture is not None
+        self.pipeline = Mixture(config, self.pipelines, *hosts) if mixed else self.pipelines[""]
         self.param_shapes = nn.meta.unbox(build.shapes(self.module))["params"]
         self.schedule = optim.schedule(config.schedule, config.train.steps, build.model_width(config.model))
         self.axis_names = build.logical_names(self.module)
         self.frozen = freezing.frozen_paths(config, self.param_shapes) if freezing.may_freeze(config) else set()
         trained = [freezing.trained(config, tree) for tree in (self.param_shapes, self.axis_names)]
         self.optimizer = optim.optimizer(config.optimizer, self.schedule, *trained)
-        self.eval_step = steps.make_eval_step(config, self.module)
+        self.eval_steps = evaluation.make_eval_steps(config, self.module)
 
     # Restoring.
 
@@ -180,24 +180,39 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Measures the validation split, decodes a few of its examples, and reports both."""
         config = self.config
-        if "validation" not in self.dataset.splits:
+        if not any("validation" in part.splits for part in self.dataset.components.values()):
             return {}
         self.clock.lap()
+        compile_seconds: list[float] = []
+
+        def watched(batches: Iterable[Batch]) -> Iterator[Batch]:
+            yield from self.timed_batches(batches)
+            compile_seconds.append(self.compile_seconds)
+
         variables = self.state.evaluation_variables()
-        part = ("validation", config.evaluate.examples)
-        batches, size, cut = self.pipeline.evaluate(*part), self.pipeline.size(*part), self.pipeline.truncated(*part)
-        timed = self.timed_batches(batches)
-        values = evaluation.evaluate_batches(config, self.eval_step, variables, timed, size, self.mesh, cut)
+        values, _ = evaluation.evaluate_components(
+            config,
+            self.eval_steps,
+            variables,
+            self.pipelines,
+            "validation",
+            config.evaluate.examples,
+            self.mesh,
+            watched,
+        )
         if config.evaluate.decode_examples:
-            predictor = framing.run_predictor(config, self.module, variables, self.tokenizers)
-            examples = config.evaluate.decode_examples
-            scores, records = evaluation.decode_and_score(predictor, self.dataset, "validation", examples)
+            predictor_of = framing.predictors(config, self.module, variables, self.tokenizers)
+            decoded = evaluation.decode_components(
+                predictor_of, config, self.dataset.components, "validation", config.evaluate.decode_examples
+            )
+            scores, records = evaluation.score_components(config, decoded), evaluation.records_of(decoded)
             values |= scores
-            self._report_samples(records[: config.evaluate.samples])
+            if records:
+                self._report_samples(records)
         self.reporter.write(self.step, "validation", values)
         self.values, self.evaluated_at = values, self.step
         self.patience.add(values)
-        self.clock.record_part("evaluation", self.compile_seconds)
+        self.clock.record_part("evaluation", sum(compile_seconds))
         return values
 
     def timed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -217,13 +232,25 @@ class Run:
         mean = sum(compiled) / len(compiled) if compiled else 0.0
         self.compile_seconds = sum(max(duration - mean, 0.0) for duration in first)
 
+    def progress_of_components(self) -> dict[str, float]:
+        """Examples and epochs that have been drawn of each component of a mixture."""
+        return self.pipeline.progress(self.batches) if isinstance(self.pipeline, Mixture) else {}
+
     def _report_samples(self, records: list[dict]) -> None:
-        if jax.process_index() == 0:
-            files.write_json(self.workdir / "samples" / f"step-{self.step}.json", records)
+        """Reports `evaluate.samples` records; of a mixture as many of each component."""
+        counts: Counter[str] = Counter()
+        shown = []
         for record in records:
-            shown = {name: text.replace("\r", "\\r").replace("\n", "\\n") for name, text in record.items()}
-            note = f"  ({shown['note']})" if "note" in shown else ""
-            self.reporter.log(f"  {shown['input']}{note}\n    -> {shown['output']}\n     = {shown['reference']}")
+            name = record.get("component", "")
+            counts[name] += 1
+            if counts[name] <= self.config.evaluate.samples:
+                shown.append(record)
+        if jax.process_index() == 0:
+            files.write_json(self.workdir / "samples" / f"step-{self.step}.json", shown)
+        for record in shown:
+            line = {name: text.replace("\r", "\\r").replace("\n", "\\n") for name, text in record.items()}
+            note = f"  ({line['note']})" if "note" in line else ""
+            self.reporter.log(f"  {line['input']}{note}\n    -> {line['output']}\n     = {line['reference']}")
 
     def close(self) -> None:
         """Stops the background threads and waits for the last save.

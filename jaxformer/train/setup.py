@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from jaxformer import tasks
-from jaxformer.config import Config, ModelConfig
+from jaxformer.config import Config, ModelConfig, components
 from jaxformer.config.checks import sections
 from jaxformer.data import chat
+from jaxformer.data.pipeline import TOKEN_CACHE_BYTES, Pipeline
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
 from jaxformer.models import build
+from jaxformer.tasks import _datasets
 from jaxformer.train import metric_settings
 
 
@@ -27,7 +29,33 @@ def build_or_load_tokenizers(config: Config, dataset: Dataset, workdir: Path) ->
         return None
     if (workdir / "config.json").exists():
         return Tokenizers.load(workdir)
-    return Tokenizers.build(config.data, dataset.splits["train"], tasks.get(config.task.name).roles)
+    return Tokenizers.build(config.data, dataset.splits["train"], _datasets.roles(config))
+
+
+def build_pipelines(
+    config: Config,
+    dataset: Dataset,
+    tokenizers: Tokenizers | None,
+    process_index: int = 0,
+    process_count: int = 1,
+    multiple: int = 1,
+) -> dict[str, Pipeline]:
+    """The pipeline of each component of `dataset`, by name; `{"": pipeline}` without a mixture. See `Pipeline`."""
+    views, parts = components.views(config), dataset.components
+    cache_bytes = TOKEN_CACHE_BYTES // len(parts)
+    return {
+        name: Pipeline(
+            views[name],
+            part,
+            tokenizers,
+            tasks.get(views[name].task.name),
+            process_index,
+            process_count,
+            multiple,
+            cache_bytes,
+        )
+        for name, part in parts.items()
+    }
 
 
 def with_chat_template(config: Config, tokenizers: Tokenizers | None, workdir: Path) -> Tokenizers | None:
@@ -54,8 +82,9 @@ def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers | No
     Raises:
       ConfigError: the config gives another number of classes than the data has, or an embedding table with fewer rows
         than the tokenizer has tokens, or a model width that is not the vocabulary where hidden states are the logits;
-        or the task rejects the result.
+        or the task rejects the result; or components share a head and no classes.
     """
+    config = _datasets.with_classes(config, dataset)
     names = tasks.get(config.task.name).classes or dataset.classes
     classes, head = None if names is None else len(names), config.model.head
     if head.kind in ("classes", "slots") and classes is not None and head.classes not in (None, classes):
@@ -82,7 +111,8 @@ def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers | No
     if task.class_weights == (sections.BALANCED,):
         task = dataclasses.replace(task, class_counts=count_classes(config, dataset, model.head.classes or 0))
     resolved = dataclasses.replace(config, model=model, task=task)
-    tasks.get(config.task.name).check(resolved)
+    for view in components.views(resolved).values():
+        tasks.get(view.task.name).check(view)
     metric_settings.check_samples_exist(resolved)
     if "validation" in dataset.splits:
         metric_settings.check_metric_is_measured(resolved)

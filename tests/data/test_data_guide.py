@@ -9,6 +9,8 @@ import builders
 import test_docs
 
 from jaxformer import cli
+from jaxformer.config import components, overrides
+from jaxformer.tasks import _datasets
 
 PAIRS = {"jump twice": "I_JUMP I_JUMP", "walk left": "I_TURN_LEFT I_WALK", "run": "I_RUN", "look": "I_LOOK"}
 
@@ -35,3 +37,30 @@ def test_marked_lines_become_columns_and_train(tmp_path, monkeypatch, capsys):
     measured = json.loads((tmp_path / "run" / "eval-test.json").read_text())
     assert measured["examples"] == len(PAIRS) and "exact_match" in measured
     assert "exact_match" in capsys.readouterr().out
+
+
+def test_the_mixture_of_the_guide_is_read_as_it_says(tmp_path):
+    """Its Python in a recipe, on files of its names: both tasks as text, from folders below data.dir."""
+    page = Path(test_docs.ROOT / "docs" / "data.md")
+    (block,) = [each for each in test_docs.blocks(page, "python") if "MixtureConfig" in each]
+    config = overrides.load(str(test_docs.ROOT / "configs" / "quickstart.py"))
+    for field in ("source", "splits", "columns", "name", "examples"):
+        config.data[field] = overrides.defaults().data[field]
+    exec(compile(block, "data.md", "exec"), {"config": config})
+    config.data.dir, config.data.cache = str(tmp_path), str(tmp_path / "cache")
+    frozen = overrides.freeze(config)
+    (tmp_path / "sst2").mkdir()
+    for name, rows in (("train", "a fine film\tgood\nno\tbad\n"), ("dev", "no\tbad\n")):
+        (tmp_path / "sst2" / f"{name}.tsv").write_text(f"sentence\tlabel\n{rows}")
+    for name in ("train", "val"):
+        (tmp_path / "multi30k_en_de").mkdir(exist_ok=True)
+        (tmp_path / "multi30k_en_de" / f"{name}.en").write_text("a dog\n")
+        (tmp_path / "multi30k_en_de" / f"{name}.de").write_text("ein Hund\n")
+    dataset = _datasets.build(frozen)
+    texts = [(example["source"], example["target"]) for example in map(dataset.splits["train"].__getitem__, range(3))]
+    assert texts == [
+        ("translate to german: a dog", "ein Hund"),
+        ("sst2 sentence: a fine film", "good"),
+        ("sst2 sentence: no", "bad"),
+    ]
+    assert list(components.views(frozen)) == list(dataset.components) == ["german", "sst2"]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxformer.data.packing import Shape
-from jaxformer.data.planning import BlockPlanner
+from jaxformer.data.planning import BlockPlanner, ShuffledOrder
 
 
 class Texts:
@@ -21,7 +21,7 @@ class Texts:
 
 def batches(seed: int, epoch: int) -> set[frozenset[int]]:
     """Which of 40 examples share a batch, in whatever order the batches come."""
-    block = BlockPlanner(range(40), [Shape(4, 8)], pack=False, seed=seed, max_length=None, size=40)(epoch)
+    block = BlockPlanner(range(40), ShuffledOrder(40, 40, seed), [Shape(4, 8)], False, seed, None)(epoch)
     return {frozenset(block.indices[place] for row in planned.rows for place in row) for planned in block.batches}
 
 
@@ -33,7 +33,8 @@ def test_seed_and_epoch_decide_which_examples_share_a_batch():
 
 
 def test_batches_of_all_lengths_come_in_another_order_every_epoch():
-    plan = BlockPlanner(Texts([2, 8] * 16), [Shape(4, 2), Shape(4, 8)], pack=False, seed=0, max_length=None, size=32)
+    order = ShuffledOrder(32, 32, 0)
+    plan = BlockPlanner(Texts([2, 8] * 16), order, [Shape(4, 2), Shape(4, 8)], False, 0, None)
     orders = [tuple(planned.shape.length for planned in plan(epoch).batches) for epoch in range(8)]
     assert {tuple(sorted(order)) for order in orders} == {(2,) * 4 + (8,) * 4}
     assert len(set(orders)) > 4
@@ -41,6 +42,6 @@ def test_batches_of_all_lengths_come_in_another_order_every_epoch():
 
 
 def test_an_example_as_long_as_the_longest_is_kept():
-    plan = BlockPlanner(Texts([3, 4, 5]), [Shape(4, 4)], pack=False, seed=None, max_length=4, size=3)
+    plan = BlockPlanner(Texts([3, 4, 5]), ShuffledOrder(3, 3, None), [Shape(4, 4)], False, None, max_length=4)
     assert sum(len(planned.rows) for planned in plan(0).batches) == 2
     assert plan.skipped == {0: 1}

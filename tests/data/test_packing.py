@@ -88,7 +88,8 @@ def test_collate_packed_rows():
     np.testing.assert_array_equal(batch.source.tokens, [[1, 2, 3, 0], [4, 5, 6, 0], [0] * 4])
     np.testing.assert_array_equal(batch.source.slots.segment, [[1, 2, 2, 0], [1, 1, 1, 0], [0] * 4])
     np.testing.assert_array_equal(batch.source.slots.position, [[0, 0, 1, 0], [0, 1, 2, 0], [0] * 4])
-    integers = [batch.target.tokens, *batch.target.slots, *batch.source.slots, batch.labels]
+    slots = [array for stream in (batch.target, batch.source) for array in stream.slots if array is not None]
+    integers = [batch.target.tokens, *slots, batch.labels]
     assert {array.dtype for array in integers} == {np.dtype(np.int32)}
     assert batch.weights.dtype == np.float32
 

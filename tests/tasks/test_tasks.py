@@ -6,7 +6,16 @@ import pytest
 from task_toys import TEXT, config, encoded, words
 
 from jaxformer import metrics, registry, tasks
-from jaxformer.config import Config, ConfigError, HeadConfig, ModelConfig, SeriesConfig, StackConfig, TaskConfig
+from jaxformer.config import (
+    Config,
+    ConfigError,
+    HeadConfig,
+    ModelConfig,
+    SeriesConfig,
+    StackConfig,
+    TaskConfig,
+    TemplateConfig,
+)
 from jaxformer.config.checks import sections
 from jaxformer.tasks import _words, masked_lm
 from jaxformer.types import Batch
@@ -126,7 +135,12 @@ RESULTS = {
 def test_a_task_names_all_of_its_scores(name):
     results, examples = RESULTS.get(name, (["a b c"], [{"target": "a b c"}]))
     found = set()
-    for options in ({"classes": ("O", "x")}, {"classes": ("O", "B-x"), "language": "de"}):
+    templates = [TemplateConfig(scores=each) for each in (("squad",), ("bleu", "chrf", "rouge"))]
+    for options in (
+        {"classes": ("O", "x")},
+        {"classes": ("O", "B-x"), "language": "de"},
+        *({"classes": ("O", "x"), "template": template} for template in templates),
+    ):
         found |= set(tasks.get(name).score(config(name, **options), results, examples))
     assert found == set(tasks.get(name).score_names)
 
@@ -146,6 +160,7 @@ def test_smoothing_spreads_over_the_real_vocabulary():
     [
         ("translation", "eine Katze", "eine Katze"),
         ("summarisation", "a cat", "a cat"),
+        ("text_to_text", "positive", "positive"),
         ("language_modelling", " sat\non it", " sat\\non it"),
         ("dialogue", " sat\non it", " sat\\non it"),
         ("masked_lm", {"text": "the cat sat on it"}, "the cat sat on it"),

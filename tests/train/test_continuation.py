@@ -18,6 +18,7 @@ import fault_drills  # noqa: E402
 import tiny_runs  # noqa: E402
 import write  # noqa: E402
 
+from jaxformer import cli  # noqa: E402
 from jaxformer.config import ConfigError, MeshConfig  # noqa: E402
 from jaxformer.parallel import mesh as meshes  # noqa: E402
 from jaxformer.train import evaluate as evaluation  # noqa: E402
@@ -31,7 +32,7 @@ NAMES = ("packed", "masked", "classes")
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
     make = meshes.make
-    monkeypatch.setattr(loop.meshes, "make", lambda config: make(MeshConfig(data=1), jax.devices()[:1]))
+    monkeypatch.setattr(loop.meshes, "make", lambda config, devices=None: make(MeshConfig(data=1), jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,48 @@ def test_stopped_and_broken_again_and_again_it_is_the_uninterrupted_run(folder, 
         file.write('{"step": 17, "split": "tra')  # what a kill leaves
     assert loop.train(config, tmp_path) == 0
     assert outcome(tmp_path) == outcome(whole("masked", folder))
+
+
+def test_a_mixture_stopped_inside_an_epoch_is_the_uninterrupted_run(folder, tmp_path, monkeypatch):
+    config = tiny_runs.config("mixed", folder / "files")
+    with monkeypatch.context() as patch:
+        stopped(patch, 7)
+        assert loop.train(config, tmp_path) == loop.EXIT_PREEMPTED
+    assert loop.train(config, tmp_path) == 0
+    assert outcome(tmp_path) == outcome(whole("mixed", folder))
+
+
+def test_a_mixture_reports_and_evaluates_every_component(folder, capsys):
+    workdir, sizes = whole("mixed", folder), {"judge": 44, "copy": 20}
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["split"] == "train"][-1]
+    assert last["loss"] == pytest.approx(sum(last[f"loss/{name}"] * last[f"share/{name}"] for name in sizes), rel=1e-5)
+    assert 24 * 8 - 4 <= sum(last[f"examples/{name}"] for name in sizes) <= 24 * 8  # a block may end in an empty row
+    shares = {name: size**0.5 / (44**0.5 + 20**0.5) for name, size in sizes.items()}
+    for name, size in sizes.items():
+        assert last[f"examples/{name}"] == pytest.approx(24 * 8 * shares[name], abs=8)  # a part of a block
+        assert last[f"epochs/{name}"] == last[f"examples/{name}"] / size
+    measured = [row for row in rows if row["split"] == "validation"][-1]
+    assert {"loss", "loss/judge", "loss/copy", "loss/unseen", "perplexity/unseen"} <= measured.keys()
+    assert (
+        min(measured["loss/judge"], measured["loss/copy"])
+        < measured["loss"]
+        < max(measured["loss/judge"], measured["loss/copy"])
+    )
+
+    arguments = [f"--workdir={workdir}", "--config.evaluate.examples=5", "--config.decode.max_length=3"]
+    assert cli.main(["evaluate", *arguments, "--split=test"]) == 0, capsys.readouterr().err
+    found = json.loads((workdir / "eval-test.json").read_text())
+    assert {found["examples/judge"], found["examples/unseen"]} == {5} and found["examples"] == 10
+    assert found["split_examples/judge"] == 12 and "loss/copy" not in found
+    assert found["loss"] == found["loss/judge"]  # the only one with this split that is trained on
+    assert {0 <= found[f"exact_match/{name}"] <= 1 for name in ("judge", "unseen")} == {True}
+    records = json.loads((workdir / "samples" / "test.json").read_text())
+    assert [record["component"] for record in records] == ["judge"] * 5 + ["unseen"] * 5
+    assert records[0]["input"].startswith("size: ") and records[5]["input"].endswith(" is")
+    assert {record["output"] for record in records[5:]} <= {"a lot", "short"}
+    assert cli.main(["evaluate", *arguments, "--split=tset"]) == 2
+    assert "split: got 'tset', expected one of" in capsys.readouterr().err
 
 
 def broken(measure, at: int):

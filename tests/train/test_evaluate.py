@@ -12,11 +12,13 @@ import pytest
 
 from jaxformer import tasks
 from jaxformer.config import (
+    ComponentConfig,
     Config,
     DataConfig,
     EmbedConfig,
     EvaluateConfig,
     MeshConfig,
+    MixtureConfig,
     ModelConfig,
     StackConfig,
     TaskConfig,
@@ -129,12 +131,14 @@ def a_run(config, pipeline, seen):
         task=pipeline.task,
         mesh=meshes.make(MeshConfig(), jax.devices()[:1]),
         state=TrainState(0, "now", None, None, averaged | {"statistics": 3}),
-        eval_step=function,
+        eval_steps={"": function},
+        pipelines={"": pipeline},
         timed_batches=lambda batches: batches,
         clock=types.SimpleNamespace(lap=lambda: None, record_part=lambda name, compiling: None),
         compile_seconds=0.0,
         reporter=types.SimpleNamespace(write=lambda *row: None),
         step=5,
+        patience=types.SimpleNamespace(add=lambda values: None),
     )
 
 
@@ -153,6 +157,32 @@ def test_evaluation_during_training_reads_the_average_where_there_is_one(ema, ex
     config, seen = dataclasses.replace(config, train=TrainConfig(ema=ema)), []
     Run.evaluate(a_run(config, make(), seen))
     assert seen and all(each == {"params": expected, "statistics": 3} for each in seen)
+
+
+def test_components_are_decoded_by_their_own_tasks_and_those_without_scores_are_shown(monkeypatch):
+    parts = {
+        "texts": ComponentConfig(task=TaskConfig("span_corruption")),
+        "pairs": ComponentConfig(task=TaskConfig("summarisation")),
+        "other": ComponentConfig(task=TaskConfig("summarisation")),
+    }
+    config = Config(data=DataConfig(mixture=MixtureConfig(parts)), task=TaskConfig("summarisation"))
+    examples = [{"source": "a b", "target": "b"}, {"source": "c", "target": "d"}]
+    data = {name: Dataset({"test" if name == "other" else "validation": examples}, name) for name in parts}
+
+    def decode(view, dataset, split, limit):
+        records = [{"input": view.task.name, "output": "b", "reference": "b"}] * limit
+        return evaluation.Decoded(["a"] * limit, ["b"] * limit, dataset.splits[split][:limit], records)
+
+    monkeypatch.setattr(evaluation, "decode", decode)
+    decoded = evaluation.decode_components(lambda view: view, config, data, "validation", 1)
+    assert set(decoded) == {"texts", "pairs"}
+    scores = evaluation.score_components(config, decoded)
+    assert set(scores) == {f"{name}/pairs" for name in tasks.get("summarisation").score_names}
+    assert scores["rouge1/pairs"] == 100.0
+    assert [(record["component"], record["input"]) for record in evaluation.records_of(decoded)] == [
+        ("pairs", "summarisation"),
+        ("texts", "span_corruption"),
+    ]
 
 
 # --- what is cut ------------------------------------------------------------------------------------------------------

@@ -95,9 +95,9 @@ def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkey
     assert loop.train(config, tmp_path) == loop.EXIT_PREEMPTED
     assert rows(tmp_path)[-1]["step"] == 7
     assert not (tmp_path / "result.json").exists()
-    build = loop.sources.build
+    build = loop._datasets.build
     renamed = lambda *given: dataclasses.replace(build(*given), key="other files")  # noqa: E731
-    monkeypatch.setattr(loop.sources, "build", renamed)
+    monkeypatch.setattr(loop._datasets, "build", renamed)
     assert loop.train(dataclasses.replace(config, decode=DecodeConfig(max_length=7)), tmp_path) == 0
     said = capsys.readouterr().err
     assert "validation changes from here on, config.decode.max_length: 7, was 8" in said

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Iterator
 
-from jaxformer.config.checks import fields, mesh, model, sections, size
+from jaxformer.config.checks import fields, mesh, mixture, model, sections, size
 from jaxformer.config.schema import Config, RecurrentConfig, StackConfig
 
 
@@ -25,6 +25,9 @@ def check(config: Config) -> None:
         model.check_model(config.model)
         sections.check_task(config)
     sections.check_data(config)
+    sections.check_template(config)
+    if config.data.mixture is not None:
+        mixture.check_mixture(config)
     sections.check_train(config)
     sections.check_evaluate(config)
     mesh.check_mesh(config)
@@ -39,3 +42,7 @@ def _walk_sections(section: Any, path: str) -> Iterator[tuple[str, Any]]:
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             yield from _walk_sections(value, f"{path}.{field.name}")
+        elif isinstance(value, dict):
+            for key, entry in value.items():
+                if dataclasses.is_dataclass(entry):
+                    yield from _walk_sections(entry, f"{path}.{field.name}.{key}")

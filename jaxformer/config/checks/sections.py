@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+from jaxformer import registry
+from jaxformer.config import templates
 from jaxformer.config.checks.fields import invalid
 from jaxformer.config.schema import Config, DecodeConfig
+from jaxformer.errors import ConfigError
 
 TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "translation": (("encoder, decoder",), "tokens"),
@@ -22,6 +25,7 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "tagging": (("encoder", "decoder"), "slots"),
     "answering": (("encoder", "decoder"), "slots"),
     "similarity": (("encoder", "decoder"), "pair"),
+    "text_to_text": (("encoder, decoder", "decoder"), "tokens"),
     "skip_gram": (("encoder",), "tokens"),
     "cbow": (("encoder",), "tokens"),
     "multi_label": (("encoder", "decoder"), "classes"),
@@ -55,7 +59,11 @@ SIDES_IN_WORDS = {
     ("encoder",): "an encoder alone",
     ("decoder",): "a decoder alone",
     ("encoder", "decoder"): "an encoder or a decoder, not both",
+    ("encoder, decoder", "decoder"): "a decoder, with or without an encoder",
 }
+
+TEMPLATE_SCORES = ("exact_match", "squad", "bleu", "chrf", "rouge")
+"""Entries of `task.template.scores`."""
 
 
 def check_task(config: Config) -> None:
@@ -107,8 +115,8 @@ def check_task(config: Config) -> None:
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
     _check_objective(config)
     decoder = model.decoder
-    continues = task in ("language_modelling", "prefix_lm", "dialogue") and not model.has_encoder
-    if continues and decoder is not None and decoder.causal is False:
+    writes = task in ("language_modelling", "prefix_lm", "dialogue", "text_to_text") and not model.has_encoder
+    if writes and decoder is not None and decoder.causal is False:
         expected = "True or None: a language model cannot see what it predicts"
         raise invalid("config.model.decoder.causal", "False", expected)
     if config.data.tokenizer.chat_template and task in TASK_MODELS and task != "dialogue":
@@ -118,6 +126,38 @@ def check_task(config: Config) -> None:
         raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def check_template(config: Config) -> None:
+    """Checks the templates of the task text_to_text; other tasks have none.
+
+    Raises:
+      ConfigError: a template is malformed, a score is unknown, or settings of one way to predict come with the other.
+    """
+    path, template = "config.task.template", config.task.texts
+    if config.task.name != "text_to_text":
+        if config.task.template is not None:
+            raise invalid(path, "a section", f"None for the task {config.task.name}, which does not read it")
+        return
+    for side in ("source", "target"):
+        text = getattr(template, side)
+        try:
+            names = templates.fields(text)
+        except ValueError as error:
+            expected = "text with names of fields in braces, as in 'question: {question}'; write {{ for a brace"
+            raise ConfigError(f"{path}.{side}: got {text!a} ({error}), expected {expected}") from None
+        if side == "source" and not names:
+            raise invalid(f"{path}.source", text, "at least one field in braces: all examples would be alike")
+    for score in template.scores:
+        if score not in TEMPLATE_SCORES:
+            known = f"names among {', '.join(TEMPLATE_SCORES)}{registry.nearest(score, TEMPLATE_SCORES)}"
+            raise invalid(f"{path}.scores", score, known)
+    if {"exact_match", "squad"} <= set(template.scores):
+        raise invalid(f"{path}.scores", template.scores, "exact_match or squad: both give a measure exact_match")
+    if template.choices and template.predict != "rank":
+        raise invalid(f"{path}.choices", template.choices, "() without template.predict=rank, which chooses among them")
+    if len(set(template.choices)) != len(template.choices):
+        raise invalid(f"{path}.choices", template.choices, "different choices")
 
 
 def _check_forecasting(config: Config) -> None:

@@ -47,12 +47,20 @@ class Dataset:
       key: a hash of the content, part of the names of derived files (token streams).
       classes: class names, or None.
       channels: what the numbers of a series are, or None.
+      parts: data sets of a mixture by the names of its components; {}: it is one data set. A mixture has the examples
+        of all of them in its own splits.
     """
 
     splits: Mapping[str, Examples]
     key: str
     classes: tuple[str, ...] | None = None
     channels: Channels | None = None
+    parts: Mapping[str, Dataset] = dataclasses.field(default_factory=dict)
+
+    @property
+    def components(self) -> Mapping[str, Dataset]:
+        """The data sets of a mixture by name; `{"": self}` for one data set."""
+        return self.parts or {"": self}
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,23 @@ class FirstExamples:
         return examples_at(self.examples, indices)
 
 
+@dataclass(frozen=True)
+class JoinedExamples:
+    """The examples of several splits, one split after the other."""
+
+    parts: tuple[Examples, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, index: int) -> Example:
+        for part in self.parts:
+            if index < len(part):
+                return part[index]
+            index -= len(part)
+        raise IndexError("joined examples: got an index beyond the last one")
+
+
 def examples_at(examples: Examples, indices: Sequence[int]) -> Sequence[Example]:
     """The examples at `indices`, read with one call of `__getitems__` if the split has that method."""
     read_many = getattr(examples, "__getitems__", None)
@@ -80,31 +105,34 @@ def examples_at(examples: Examples, indices: Sequence[int]) -> Sequence[Example]
     return [examples[index] for index in indices]
 
 
-def build(config: DataConfig, roles: Sequence[str] = (), split: str | None = None) -> Dataset:
+def build(config: DataConfig, roles: Sequence[str] = (), split: str | None = None, trains: bool = True) -> Dataset:
     """Builds the data set that `config` describes.
 
     Args:
       config: the data section.
       roles: roles that the examples must have.
       split: the only split to read, to evaluate a trained model; its classes are then the split's own (see
-        `with_classes`). None reads all splits, which must include "train".
+        `with_classes`). None reads all splits.
+      trains: True if the splits must include "train" where all are read.
 
     Raises:
       ConfigError: the source is unknown, its files are missing or malformed (the message names file and line), its
         examples lack a role, or there is no such split.
     """
     if split is None:
-        _check_has_train(config.splits or ("train",))
+        if trains:
+            _check_has_train(config.splits or ("train",))
     elif config.splits:
         if split not in config.splits:
             raise unknown_split(split, config.splits)
         config = dataclasses.replace(config, splits={split: config.splits[split]})
     dataset = registry.member(__name__, config.source, "SOURCE")(config)
-    if split is None:
+    if split is None and trains:
         _check_has_train(dataset.splits)
-    elif split not in dataset.splits:
+    elif split is not None and split not in dataset.splits:
         raise unknown_split(split, dataset.splits)
-    examples = dataset.splits[split or "train"]
+    read = split or ("train" if trains else next(iter(dataset.splits)))
+    examples = dataset.splits[read]
     if roles and len(examples) and not examples[0].keys() >= set(roles):
         got = f"got {config.source!r}, whose examples have {', '.join(examples[0])}"
         expected = f"expected {', '.join(roles)} for the task; choose another source or task, or set data.columns"
