@@ -86,7 +86,7 @@ REFUSED = [
     ),
     (["chat", "--workdir=x", "--sytem=y"], "got --sytem, expected --workdir, --system, --checkpoint; did you mean"),
     (["chat", "--workdir=x", "--config.model.head.bias=true"], "got --config.model.head.bias, which cannot change"),
-    (["chat", "--workdir=nowhere"], "nowhere: got no config.json, expected the workdir of a run"),
+    (["chat", "--workdir=nowhere"], "nowhere: got nothing there, expected a workdir, its checkpoints/best"),
     (["decode", "--workdir=x", "--input=nowhere.txt"], "--input: got 'nowhere.txt' (No such file"),
     (["sweep", "--config=x", "--sweep=x", "--workdir=x", "--executor=slrum"], "did you mean 'slurm'?"),
     (["sweep", "--config=x", "--sweep=nothing.py", "--workdir=x"], "'nothing.py': no such file"),
@@ -254,7 +254,8 @@ def reverser(monkeypatch, run):
         calls.append((len(chunk), options))
         return [line[::-1] for line in chunk]
 
-    task = types.SimpleNamespace(predict=predict, output_line=lambda result: result.replace("%", "\n"))
+    output_line = lambda result: result.replace("%", "\n")  # noqa: E731
+    task = types.SimpleNamespace(predict=predict, output_line=output_line, reads_document=False)
     long = lambda chunk: sum(len(line) > 10 for line in chunk)  # noqa: E731
     model = types.SimpleNamespace(config=overrides.read(run), weights=None, too_long=long, predictor=None)
     stand_in(monkeypatch, "hf.workdirs", load=lambda path, which: model)
