@@ -297,7 +297,7 @@ class GeneratorConfig:
 class AdapterConfig:
     """Low-rank adapters (LoRA, Hu et al. 2021): targets compute `x W + alpha / rank * dropout(x) A B` with W frozen.
 
-    A pattern names one or more components of a path, as "attention/query" or "decoder/blocks/ffn/*"; see
+    A pattern names one or more components of a path, as `attention/query` or `decoder/blocks/ffn/*`; see
     `jaxformer/config/patterns.py`.
     """
 
