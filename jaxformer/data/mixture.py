@@ -134,7 +134,7 @@ class Mixture(TrainingBatches):
         return {name: share / total for name, share in zip(self.trained, self._order.shares, strict=True)}
 
     def progress(self, batches: grain.DatasetIterator) -> dict[str, float]:
-        """What has been drawn of each component: "examples/NAME" since the run began, "epochs/NAME" of its size.
+        """Examples drawn from each component since the run began ("examples/NAME"), also in epochs ("epochs/NAME").
 
         Examples that `data.skip_long` leaves out count when their block is complete.
         """

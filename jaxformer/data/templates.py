@@ -71,7 +71,7 @@ class RenderedExamples:
 
 
 def field_values(example: Example, classes: Sequence[str], words: Mapping[str, str]) -> dict[str, Any]:
-    """What the fields of a template stand for in `example`: texts, and the number `score`."""
+    """Values of a template's fields in `example`, by name: texts, and the number `score`."""
     name = lambda index: words.get(classes[index], classes[index]) if classes else str(index)  # noqa: E731
     values = {role: value for role, value in example.items() if isinstance(value, str) or role == "score"}
     if "label" in example:

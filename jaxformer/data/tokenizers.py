@@ -222,7 +222,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _sentence_kinds(self) -> np.ndarray:
-        """What each piece is to `sentence_starts`, int8 `[size]`."""
+        """Kind of each piece (LINE_END, SENTENCE_END, ...) as `sentence_starts` reads it, int8 `[size]`."""
 
         def kind(piece: str) -> int:
             if piece.endswith(("\n", "Ċ")):

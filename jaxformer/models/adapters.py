@@ -42,7 +42,7 @@ Layers = dict[Path, Dense]
 
 
 class Adapter(NamedTuple):
-    """What the config says of one target.
+    """Rank and scale of one target's adapter.
 
     Attributes:
       rank: r.

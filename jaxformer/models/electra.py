@@ -27,7 +27,7 @@ from jaxformer.types import Array, Batch, PyTree, Stream
 
 
 class Detection(flax.struct.PyTreeNode):
-    """What the two models say of a batch.
+    """Outputs of the generator and the discriminator for a batch.
 
     Attributes:
       generated: float32 `[B, T, V]`, the generator's logits.

@@ -91,7 +91,7 @@ class Predictor:
 
 
 class Sample(NamedTuple):
-    """What a task shows of an example while a model is trained.
+    """An example as training shows it to people: input, expected output, and a note.
 
     Attributes:
       input: the line that `predict` reads.

@@ -324,6 +324,7 @@ def recipe(**edits):
         ({"task__label_smoothing": 0.1}, "task.label_smoothing: got 0.1, expected 0 for the task replaced_tokens"),
         ({"task__name": "tagging"}, "model.generator: got 'a section', expected None for the task tagging"),
         ({"model__generator__head__kind": "slots"}, "generator.head.kind: got 'slots', expected tokens"),
+        ({"model__adapter__rank": 4}, "model.adapter: got 'a section', expected None beside config.model.generator"),
         ({"model__generator__head__chunk": 8}, "generator.head.chunk: got 8, expected None"),
         ({"model__generator__encoder__embed__width": 8}, "encoder.embed.width: got 8, expected 32, the width of the"),
         ({"model__generator__encoder__embed__vocab": 9}, "encoder.embed.vocab: got 9, expected None, as config.model"),

@@ -191,6 +191,8 @@ def check_model(model: ModelConfig) -> None:
         _check_generator(model, model.generator)
     if model.adapter is not None:
         check_adapter(model.adapter)
+        if model.generator is not None:
+            raise invalid("config.model.adapter", "a section", "None beside config.model.generator", "take one away")
     pools_last = model.head.pooling == "last" and model.head.kind in ("classes", "pair")
     bidirectional = model.recurrent_encoder is not None and model.recurrent_encoder.bidirectional
     if pools_last and bidirectional and model.head.kind == "pair":  # the backward direction has read one token there
