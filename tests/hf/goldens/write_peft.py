@@ -87,21 +87,22 @@ def main() -> None:
     for name, (kind, arguments, lora, inputs) in cases().items():
         model = getattr(transformers, kind)
         with tempfile.TemporaryDirectory() as folder:
-            base, place = Path(folder) / "base", Path(folder) / "adapter"
+            base, adapter = Path(folder) / "base", Path(folder) / "adapter"
             model(model.config_class(**arguments)).save_pretrained(base)
             shapes = {key: value.shape for key, value in load_file(base / "model.safetensors").items()}
             save_file({key: values(key, shape) for key, shape in shapes.items()}, base / "model.safetensors")
-            get_peft_model(model.from_pretrained(base), LoraConfig(r=2, lora_alpha=3, **lora)).save_pretrained(place)
-            file = place / "adapter_model.safetensors"
+            get_peft_model(model.from_pretrained(base), LoraConfig(r=2, lora_alpha=3, **lora)).save_pretrained(adapter)
+            file = adapter / "adapter_model.safetensors"
             added = {key: value.shape for key, value in load_file(file).items()}
             save_file({key: values(key, shape) for key, shape in added.items()}, file)
-            adapted = PeftModel.from_pretrained(model.from_pretrained(base, dtype=torch.float32), place).eval()
+            adapted = PeftModel.from_pretrained(model.from_pretrained(base, dtype=torch.float32), adapter).eval()
             with torch.no_grad():
                 outputs = flat(adapted(**{key: torch.tensor(value) for key, value in inputs.items()}))
             content[name] = {
                 "config": json.loads((base / "config.json").read_text()),
                 "tensors": shapes,
-                "adapter_config": json.loads((place / "adapter_config.json").read_text()),
+                "adapter_config": json.loads((adapter / "adapter_config.json").read_text())
+                | {"base_model_name_or_path": "base"},
                 "adapter": added,
                 "inputs": inputs,
                 "logits": outputs["logits"][0],
