@@ -125,7 +125,7 @@ class Attention(nn.Module):
         bias = None
         if encoding.bias is not None:
             heads = None if encoding.heads is None else encoding.heads(position)
-            bias = AttentionBias(functools.partial(encoding.bias, self.encoding), position, heads)
+            bias = AttentionBias(functools.partial(encoding.checked_bias, self.encoding), position, heads)
         o = self.apply_kernel(q, k, v, mask, bias)
         if self.config.average_padding:
             o = jnp.where((mask.query.segment < 0)[..., None, None], mean_value(v, self.heads).astype(o.dtype), o)

@@ -111,6 +111,14 @@ def test_only_relative_position_matters_to_scores(kind):
         assert jnp.max(jnp.abs(near - scores(positions([0, 1, 2, 5, 9])))) > 1e-2
 
 
+def test_a_bias_without_the_axis_of_rows_is_refused():
+    """It would be broadcast: every row would have the bias of one of them."""
+    own = encodings.Encoding(bias=lambda config, shared, q, k, *positions: jnp.zeros((2, q.shape[1], k.shape[1])))
+    q, k, position = jnp.zeros((3, 4, 2, 8)), jnp.zeros((3, 5, 2, 8)), jnp.zeros((3, 4), jnp.int32)
+    with pytest.raises(ValueError, match=r"got a bias of 3 axes, \(2, 4, 5\), expected \[b, H, T, S\]"):
+        own.checked_bias(EncodingConfig(kind="alibi"), None, q, k, position, position)
+
+
 def test_unknown_name_says_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'rope'"):
         encodings.get("ropes")

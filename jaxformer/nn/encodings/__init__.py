@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flax import linen as nn
+from jaxtyping import Float32, Shaped
 
 from jaxformer import registry
 from jaxformer.config import EncodingConfig
@@ -46,6 +47,22 @@ class Encoding:
     heads: Callable[[PyTree], PyTree] | None = None
     terms: Callable[[EncodingConfig], int] = lambda config: 1
     uses_token_types: bool = False
+
+    def checked_bias(
+        self, config: EncodingConfig, shared: PyTree, *tile: Shaped[Array, "..."]
+    ) -> Float32[Array, "..."]:
+        """The result of `bias`, which has four axes: without the first, rows would silently share one row's bias.
+
+        Raises:
+          ValueError: it has another number of axes.
+        """
+        if self.bias is None:
+            raise ValueError(f"encoding {config.kind}: got no bias, expected one; define it")
+        result = self.bias(config, shared, *tile)
+        if result.ndim != 4:
+            got = f"{result.ndim} axes, {result.shape}"
+            raise ValueError(f"encoding {config.kind}: got a bias of {got}, expected [b, H, T, S] with b the rows or 1")
+        return result
 
 
 def get(kind: str) -> Encoding:
