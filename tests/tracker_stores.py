@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,23 @@ def wandb(workdir: Path) -> Points:
     return sorted(found)
 
 
-def wandb_records(workdir: Path) -> list[Any]:
-    """All records of the file: blocks of 32 KiB, each of pieces with a checksum, a length and a type."""
+def wandb_records(workdir: Path, seconds: float = 20.0) -> list[Any]:
+    """All records of the one file that can be uploaded, which another process may still be writing."""
+    begun = time.monotonic()
+    while True:
+        (path,) = (workdir / "wandb").glob("offline-run-*/*.wandb")
+        records = _parse(path.read_bytes())
+        if records and records[-1].HasField("exit"):
+            return records
+        assert time.monotonic() - begun < seconds, f"{path} has no end"
+        time.sleep(0.02)
+
+
+def _parse(data: bytes) -> list[Any]:
+    """Records of wandb's file: blocks of 32 KiB, each of pieces with a checksum, a length and a type."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (path,) = (workdir / "wandb").glob("offline-run-*/*.wandb")
-    data, at, whole, records = path.read_bytes(), 7, b"", []
+    at, whole, records = 7, b"", []
     while at + 7 <= len(data):
         left = 32768 - at % 32768
         if left < 7:
@@ -71,7 +83,7 @@ def wandb_records(workdir: Path) -> list[Any]:
         _, size, kind = struct.unpack_from("<IHB", data, at)
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # a whole record, or the end of one
+        if kind in (1, 4) and at <= len(data):  # a whole record, or the end of one
             records.append(Record.FromString(whole))
             whole = b""
     return records
