@@ -345,6 +345,30 @@ def test_evaluate_adds_its_measures_unless_the_run_is_training(fakes, tmp_path, 
     assert len(good.made) == 1 and "not tracked: workdir" in caplog.text and "training in it" in caplog.text
 
 
+def test_the_tracker_of_the_guide_is_one(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "CsvTracker" in block]
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "csvtracker.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    edit = "--config.train.trackers=tensorboard,csvtracker"
+    own = overrides.parse([f"--config={ROOT}/configs/quickstart.py", edit])
+    trackers.check_available(own.train.trackers)
+    (tmp_path / "result.json").write_text('{"step": 8, "loss": 1.5}')
+    for kept, rows in (([], ROWS), (ROWS[:2], ROWS[4:])):
+        lines: list[str] = []
+        deliveries = Deliveries(own, tmp_path, kept, lines.append)
+        for row in rows:
+            deliveries.add(row)
+        deliveries.close(True)
+        assert lines == []
+    assert (tmp_path / "values.csv").read_text().splitlines() == [
+        f'step,name,"value, of {own.train.steps} steps"',
+        *("1,train/loss,3.0", "1,train/padding,0.0", "4,train/loss,2.5", "4,train/padding,0.5"),
+        *("8,train/loss,2.0", "8,train/padding,0.25", "8,final/validation/loss,1.5"),
+    ]
+
+
 # --- what the trackers hold, read back
 
 
