@@ -100,8 +100,8 @@ class Tracker(Protocol):
         """
         ...
 
-    def scalars(self, row: Row) -> None:
-        """Adds a row."""
+    def scalars(self, rows: Sequence[Row]) -> None:
+        """Adds new rows, in order: one, or all that came while the tracker was busy."""
         ...
 
     def finish(self, measures: Sequence[Row]) -> None:

@@ -56,6 +56,7 @@ class Delivery:
     ) -> None:
         self.name, self.log = name, log
         self.dropped, self.is_warned, self.has_failed = 0, False, False
+        self.pending = 0  # rows that the tracker is being given
         self.called = time.monotonic()  # when the present call began
         self.queue: queue.SimpleQueue[Row | Sequence[Row]] = queue.SimpleQueue()
         arguments = (create, run, config, rows)
@@ -86,7 +87,7 @@ class Delivery:
         if self.thread.is_alive():
             threads.abandon(self.thread)
             self._warn("did not finish in time and is left behind")
-        self.dropped += self._drop_waiting()
+        self.dropped += self.pending + self._drop_waiting()
         if self.dropped:
             self.log(f"tracker {self.name}: {self.dropped:,} rows were dropped; metrics.jsonl has them")
 
@@ -98,17 +99,29 @@ class Delivery:
             tracker.start(run)
             tracker.config(config)
             tracker.rewind(rows)
-            while isinstance(item := self._next(), Row):
-                tracker.scalars(item)
-            tracker.finish(item)
+            measures = None
+            while measures is None:
+                waiting, measures = self._take()
+                self.pending = len(waiting)
+                if waiting:
+                    tracker.scalars(waiting)
+                self.pending = 0
+            tracker.finish(measures)
         except (Exception, SystemExit) as error:  # whatever a package does when its server or its disk is gone
             self.has_failed = True
             self._warn(f"{type(error).__name__}: {' '.join(secrets.redact(str(error)).split())[:300]}")
 
-    def _next(self) -> Row | Sequence[Row]:
+    def _take(self) -> tuple[list[Row], Sequence[Row] | None]:
+        """Waits for rows, and takes all that are there; with the final measures, if they follow."""
+        rows: list[Row] = []
         item = self.queue.get()
         self.called = time.monotonic()
-        return item
+        while isinstance(item, Row):
+            rows.append(item)
+            if self.queue.empty():
+                return rows, None
+            item = self.queue.get()
+        return rows, item
 
     def _drop_waiting(self) -> int:
         """Empties the queue, and ends a thread that comes back to it. Returns how many rows it held."""

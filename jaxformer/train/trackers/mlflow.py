@@ -69,8 +69,8 @@ class MLflow:
         if previous not in (None, self.id):
             self.client.delete_run(previous)
 
-    def scalars(self, row: Row) -> None:
-        self._log(list(_points(row)))
+    def scalars(self, rows: Sequence[Row]) -> None:
+        self._log([point for row in rows for point in _points(row)])
 
     def finish(self, measures: Sequence[Row]) -> None:
         held = {(point.key, point.step): point.value for point in self._latest(measures)}

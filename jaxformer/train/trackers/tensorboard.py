@@ -31,22 +31,17 @@ class TensorBoard:
         self.writer = SummaryWriter(str(self.folder))
         text = json.dumps(self.values, indent=1, sort_keys=True)
         self.writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)  # a block of code
-        for row in rows:
-            self._add(row)
-        self.writer.flush()
+        self.scalars(rows)
 
-    def scalars(self, row: Row) -> None:
-        self._add(row)
+    def scalars(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            for tag, value in row.numbers().items():
+                self.writer.add_scalar(tag, value, row.step, walltime=row.wall_time)
         self.writer.flush()
 
     def finish(self, measures: Sequence[Row]) -> None:
-        for row in measures:
-            self._add(row)
+        self.scalars(measures)
         self.writer.close()
-
-    def _add(self, row: Row) -> None:
-        for tag, value in row.numbers().items():
-            self.writer.add_scalar(tag, value, row.step, walltime=row.wall_time)
 
 
 TRACKER = TensorBoard

@@ -42,8 +42,8 @@ class Trackio:
         self.storage.delete_run(self.project, self.run.name, run_id=self.run.id)
         self._add(rows, self.values)
 
-    def scalars(self, row: Row) -> None:
-        self._add([row])
+    def scalars(self, rows: Sequence[Row]) -> None:
+        self._add(rows)
 
     def finish(self, measures: Sequence[Row]) -> None:
         self._add(measures)

@@ -64,12 +64,12 @@ class WandB:
             held = 0
         self.notes["uploaded"] |= self.mode == "online"
         files.write_json(self.file, self.notes)
-        for row in rows[held:]:
-            self.scalars(row)
+        self.scalars(rows[held:])
 
-    def scalars(self, row: Row) -> None:
-        values = row.numbers() | {"step": row.step, "_timestamp": row.wall_time}
-        self.opened.log(values, step=row.index)
+    def scalars(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            values = row.numbers() | {"step": row.step, "_timestamp": row.wall_time}
+            self.opened.log(values, step=row.index)
 
     def finish(self, measures: Sequence[Row]) -> None:
         for row in measures:
