@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import queue
 import threading
 import time
@@ -33,6 +34,8 @@ STOP_SECONDS = 5.0
 """The same for a run that was stopped and is resumed later; machines that are taken away give half a minute."""
 
 Log = Callable[[str], None]
+
+_importing = threading.Lock()
 
 
 class Delivery:
@@ -70,10 +73,10 @@ class Delivery:
             self.dropped += 1
             return
         if waiting and time.monotonic() - self.called > HANG_SECONDS:
-            self._warn(f"does not answer for {HANG_SECONDS:.0f} s")
+            self._warn(f"does not answer for {HANG_SECONDS:.0f} s; the run goes on")
         if waiting >= MAX_QUEUED_ROWS:
             self.dropped += 1
-            self._warn(f"is {waiting:,} rows behind; further rows are dropped")
+            self._warn(f"is {waiting:,} rows behind; further rows are dropped, and the run goes on")
             return
         self.queue.put(row)
 
@@ -95,6 +98,7 @@ class Delivery:
         self, create: Callable[[], Tracker], run: RunInfo, config: Mapping[str, Any], rows: Sequence[Row]
     ) -> None:
         try:
+            _import(getattr(create, "modules", ()))
             tracker = create()
             tracker.start(run)
             tracker.config(config)
@@ -109,7 +113,9 @@ class Delivery:
             tracker.finish(measures)
         except (Exception, SystemExit) as error:  # whatever a package does when its server or its disk is gone
             self.has_failed = True
-            self._warn(f"{type(error).__name__}: {' '.join(secrets.redact(str(error)).split())[:300]}")
+            self._warn(
+                f"{type(error).__name__}: {' '.join(secrets.redact(str(error)).split())[:300]}; the run goes on without it"
+            )
 
     def _take(self) -> tuple[list[Row], Sequence[Row] | None]:
         """Waits for rows, and takes all that are there; with the final measures, if they follow."""
@@ -135,7 +141,22 @@ class Delivery:
     def _warn(self, problem: str) -> None:
         if not self.is_warned:
             self.is_warned = True
-            self.log(f"tracker {self.name}: {problem}; the run goes on without it")
+            self.log(f"tracker {self.name}: {problem}")
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Imports the packages of a tracker, one tracker after the other.
+
+    Python 3.11 raises SystemError ("AST constructor recursion depth mismatch") if two threads parse source at once, which
+    packages do that read their own docstrings. One that hangs while it is imported holds up the others for a while only.
+    """
+    is_held = _importing.acquire(timeout=HANG_SECONDS)
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    finally:
+        if is_held:
+            _importing.release()
 
 
 class Deliveries:
