@@ -33,6 +33,9 @@ FINISH_SECONDS = 60.0
 STOP_SECONDS = 5.0
 """The same for a run that was stopped and is resumed later; machines that are taken away give half a minute."""
 
+MAX_REASON = 300
+"""Characters of an error message in a warning."""
+
 Log = Callable[[str], None]
 
 _importing = threading.Lock()
@@ -113,9 +116,8 @@ class Delivery:
             tracker.finish(measures)
         except (Exception, SystemExit) as error:  # whatever a package does when its server or its disk is gone
             self.has_failed = True
-            self._warn(
-                f"{type(error).__name__}: {' '.join(secrets.redact(str(error)).split())[:300]}; the run goes on without it"
-            )
+            reason = " ".join(secrets.redact(str(error)).split())[:MAX_REASON]
+            self._warn(f"{type(error).__name__}: {reason}; the run goes on without it")
 
     def _take(self) -> tuple[list[Row], Sequence[Row] | None]:
         """Waits for rows, and takes all that are there; with the final measures, if they follow."""
@@ -147,8 +149,8 @@ class Delivery:
 def _import(modules: Sequence[str]) -> None:
     """Imports the packages of a tracker, one tracker after the other.
 
-    Python 3.11 raises SystemError ("AST constructor recursion depth mismatch") if two threads parse source at once, which
-    packages do that read their own docstrings. One that hangs while it is imported holds up the others for a while only.
+    Python 3.11 raises SystemError ("AST constructor recursion depth mismatch") if two threads parse source at once, as
+    packages do that read their own docstrings. One that hangs while it is imported delays the others by `HANG_SECONDS`.
     """
     is_held = _importing.acquire(timeout=HANG_SECONDS)
     try:
