@@ -150,6 +150,7 @@ def test_one_that_hangs_holds_nothing_up(method, fakes, tmp_path, monkeypatch):
     dropped = {"finish": 0}.get(method, 15)
     assert lines[1:] == ([f"tracker hanging: {dropped} rows were dropped; metrics.jsonl has them"] if dropped else [])
     (left,) = [thread for thread in threading.enumerate() if thread.name == "tracker hanging"]
+    assert left.daemon  # a script that trains ends, too
     release.set()  # it comes back, and ends
     left.join(5)
     assert not left.is_alive() and hanging.made[0].calls[-1][0] == "finish"
