@@ -28,7 +28,7 @@ TARGET = Path(__file__).resolve().parents[1] / "jaxformer" / "hf" / "keys.json"
 
 CLASSES = (
     "Bart", "Bert", "Deberta", "DebertaV2", "GPT2", "Gemma", "Llama", "Marian", "Mistral", "Mixtral", "Pegasus",
-    "Qwen2", "Qwen3", "Qwen3Moe", "Roberta", "T5", "XLNet",
+    "Qwen2", "Qwen3", "Qwen3Moe", "Roberta", "RobertaPreLayerNorm", "T5", "XLMRoberta", "XLNet",
 )  # fmt: skip
 
 GENERIC = {name: head for name, head in vars(modeling_layers).items() if name.startswith("GenericFor")}

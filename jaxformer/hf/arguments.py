@@ -90,6 +90,26 @@ def add_config_flags(given: dict[str, Any], settings: Settings, names: tuple[str
     return {**dict.fromkeys(wished, True), **given}
 
 
+def flatten_choices(given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """The arguments of a multiple choice with each choice as a row, `[B, C, T]` -> `[B * C, T]`, and C.
+
+    Raises:
+      ConfigError: an input has no axis of choices.
+    """
+    flat, counts = dict(given), set()
+    for name in ENCODER_ARGUMENTS:
+        if name not in given:
+            continue
+        x = jnp.asarray(given[name])
+        if x.ndim != (4 if name == "inputs_embeds" else 3):
+            raise ConfigError(f"call: got {name} of shape {list(x.shape)}, expected [batch, choices, length]; add an axis")
+        flat[name] = x.reshape(-1, *x.shape[2:])
+        counts.add(x.shape[1])
+    if len(counts) != 1:
+        raise ConfigError(f"call: got {sorted(counts) or 'no'} choices, expected one number in all inputs")
+    return flat, counts.pop()
+
+
 def has_concrete_values(x: Any) -> bool:
     """True if the values of an array can be read: not under jit, nor if other processes hold a part."""
     return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)

@@ -14,7 +14,7 @@ from flax import linen as nn
 from jaxformer import tasks
 from jaxformer.config import ModelConfig
 from jaxformer.errors import ConfigError
-from jaxformer.hf.arguments import add_config_flags, argument_names, check_arguments, make_batch
+from jaxformer.hf.arguments import add_config_flags, argument_names, check_arguments, flatten_choices, make_batch
 from jaxformer.hf.origin import HuggingFaceOrigin
 from jaxformer.hf.outputs import Outputs, add_router_outputs, compute_loss, named_outputs, needs_intermediates
 from jaxformer.hf.table import Settings
@@ -45,6 +45,7 @@ def call(
         raise ConfigError("call: got a prefix language model, expected another: no argument says where a prefix ends")
     names = argument_names(config, head)
     arguments = add_config_flags(check_arguments(inputs, names), origin.settings, names)
+    arguments, choices = flatten_choices(arguments) if head == "multiple_choice" else (arguments, 0)
     classifies_last_token = origin.family is not None and reads_last_token(config, head)
     if classifies_last_token:
         module = build.build(with_slot_head(config))
@@ -53,6 +54,7 @@ def call(
     logits, sown = apply(module, model.inference_variables(params), batch, with_intermediates, dropout_key)
     if classifies_last_token:
         logits = last_token_logits(origin.settings, logits, arguments)
+    logits = logits.reshape(-1, choices) if choices else logits
     loss = compute_loss(head, origin.settings, logits, arguments)
     outputs = named_outputs(head, config, logits, loss, sown, arguments)
     return add_router_outputs(outputs, origin.settings, config, sown, arguments)

@@ -51,7 +51,8 @@ def from_pretrained(
     """The model in a Hugging Face directory: config.json and model.safetensors, or its shards.
 
     Args:
-      head: another head on the same body: causal_lm, masked_lm, pretraining, seq2seq, sequence, token, qa or model.
+      head: another head on the same body: causal_lm, masked_lm, pretraining, seq2seq, sequence, token, qa,
+        multiple_choice or model.
         Its parameters are random unless the file has them. None: the head of the file.
       classes: number of classes of a classifier. If the file has another number, the decision layer is random.
       vocab: new number of embedding rows; added rows are random.
@@ -70,6 +71,8 @@ def from_pretrained(
     head = file_head if head is None else head
     if head not in family.heads:
         raise ConfigError(f"head: got {head!r}, expected one of {', '.join(family.heads)} for {family.model_types[0]}")
+    if classes is not None and head not in ("sequence", "token"):
+        raise ConfigError(f"classes: got {classes} for head {head!r}, expected None: sequence and token have classes")
     tensors = convert.canonical_tensors(family, tensors)
     if head == file_head == "model" and "bare" in family.heads and not any("pooler" in name for name in tensors):
         head = "bare"

@@ -102,9 +102,10 @@ class Family:
 
     Attributes:
       model_types: values of `model_type` that this family reads; an export writes the first.
-      heads: head -> class name in `architectures`. Heads are causal_lm, masked_lm, pretraining (BERT's two outputs),
-        seq2seq, sequence, token, qa, model (the body), and bare (a body without BERT's pooler) or encoder (T5's encoder
-        alone).
+      heads: head -> class name in `architectures`. Heads are causal_lm, masked_lm, pretraining (the two outputs of BERT
+        and ALBERT, or ELECTRA's discriminator), seq2seq, sequence, token, qa, multiple_choice, model (the body), and
+        bare (a body without BERT's pooler) or encoder (T5's encoder alone).
+      other_classes: further class names -> head; the library's Flax classes wrote some.
       read_config: `(settings, head) -> ModelConfig`.
       write_config: `(model, head) -> config.json`, without the keys that all families share. It raises ConfigError if
         the family cannot express the model.
@@ -130,6 +131,7 @@ class Family:
     write_config: Callable[[ModelConfig, str], dict[str, Any]]
     rows: Callable[[ModelConfig, str], Sequence[Row]]
     prefix: str = ""
+    other_classes: Mapping[str, str] = field(default_factory=dict)
     droppable_tensors: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
     duplicate_tensors: tuple[tuple[str, str], ...] = ()
@@ -288,7 +290,8 @@ def head_of(family: Family, settings: Settings) -> str:
       ConfigError: the family has no such head.
     """
     architectures = settings("architectures", None) or []
-    for head, architecture in family.heads.items():
+    classes = [(architecture, head) for head, architecture in family.heads.items()]
+    for architecture, head in (*classes, *family.other_classes.items()):
         if architecture in architectures:
             return head
     if not architectures and "model" in family.heads:
@@ -375,6 +378,11 @@ def count_classes(settings: Settings) -> int:
 def classifier_head(settings: Settings, kind: Literal["classes", "slots"], **fields: Any) -> HeadConfig:
     """A classifier: kind "classes" (one decision a sequence) or "slots" (one a token)."""
     return HeadConfig(kind=kind, tied=False, classes=count_classes(settings), **fields)
+
+
+def choice_head(**fields: Any) -> HeadConfig:
+    """One score for each of several texts (multiple choice), which a call compares."""
+    return HeadConfig(kind="classes", tied=False, classes=1, **fields)
 
 
 def token_classifier_dropout(settings: Settings) -> float:

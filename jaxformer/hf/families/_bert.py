@@ -1,9 +1,12 @@
-"""Shared by BERT and RoBERTa: post-norm encoder, learned positions, a norm over the embedding sum."""
+"""Shared by BERT, RoBERTa and their relatives: learned positions, a norm over the embedding sum, a stack of layers.
+
+With head "causal_lm" the same layers are a decoder (the library's `is_decoder`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from jaxformer.config import (
     AttentionConfig,
@@ -22,6 +25,7 @@ from jaxformer.hf.table import (
     Row,
     Settings,
     attention_rows,
+    choice_head,
     classifier_head,
     hf_activation,
     linear_rows,
@@ -37,9 +41,18 @@ PROJECTIONS = (
 )
 
 
-def encoder_config(settings: Settings, offset: int = 0, kinds: int = 2) -> StackConfig:
+def stack_config(
+    settings: Settings, head: str, offset: int = 0, kinds: int = 2, order: Literal["pre", "post"] = "post"
+) -> StackConfig:
+    """The layers, with their embedding.
+
+    Args:
+      offset: row of the first position.
+      kinds: token types if config.json names none.
+      order: place of the norms.
+    """
     settings.expect("position_embedding_type", "absolute")
-    settings.expect("is_decoder", False)
+    settings.expect("is_decoder", head == "causal_lm")
     settings.expect("add_cross_attention", False)
     dropout = settings("hidden_dropout_prob", 0.1)
     return StackConfig(
@@ -59,9 +72,24 @@ def encoder_config(settings: Settings, offset: int = 0, kinds: int = 2) -> Stack
         ffn=FeedForwardConfig(
             width=settings.size("intermediate_size", 3072), activation=settings.activation("hidden_act", "gelu")
         ),
-        norm=NormConfig(order="post", epsilon=settings("layer_norm_eps", 1e-12)),
+        norm=NormConfig(order=order, epsilon=settings("layer_norm_eps", 1e-12)),
         dropout=dropout,
     )
+
+
+def model_config(stack: StackConfig, head: str, top: HeadConfig) -> ModelConfig:
+    """The model of these layers: an encoder, or a decoder under a causal language model's head."""
+    return ModelConfig(decoder=stack, head=top) if head == "causal_lm" else ModelConfig(encoder=stack, head=top)
+
+
+def stack_of(model: ModelConfig) -> StackConfig:
+    """The layers of a model that `model_config` made."""
+    return require_stack(model, "encoder" if model.decoder is None else "decoder")
+
+
+def paths_of(model: ModelConfig) -> tuple[str, str]:
+    """Paths of the layers' parameters and of the embedding's."""
+    return ("encoder", "source_embed") if model.decoder is None else ("decoder", "target_embed")
 
 
 def head_config(
@@ -71,7 +99,8 @@ def head_config(
 
     Args:
       activation: activation function of the masked language model's transform.
-      input_dropout: a sequence classifier has dropout before its hidden layer, too (RoBERTa).
+      input_dropout: a sequence classifier has dropout before its hidden layer, too, and the choice between texts the
+        dropout of the layers (RoBERTa).
     """
     dropout = settings("classifier_dropout", None)
     dropout = stack.dropout if dropout is None else settings("classifier_dropout", 0.0)
@@ -84,11 +113,13 @@ def head_config(
     )
     heads = {
         "masked_lm": lambda: tokens,
+        "causal_lm": lambda: tokens,
         "pretraining": lambda: dataclasses.replace(tokens, relation=True, width=stack.width),
         "sequence": lambda: classifier_head(
             settings, "classes", width=stack.width, dropout=dropout, input_dropout=dropout if input_dropout else 0.0
         ),
         "token": lambda: classifier_head(settings, "slots", dropout=dropout),
+        "multiple_choice": lambda: choice_head(width=stack.width, dropout=stack.dropout if input_dropout else dropout),
         "qa": lambda: SPAN_HEAD,
         "model": lambda: HeadConfig(kind="pooled", tied=False, width=stack.width),
         "bare": lambda: NO_HEAD,
@@ -96,13 +127,15 @@ def head_config(
     return heads[head]()
 
 
-def head_classes(name: str) -> dict[str, str]:
+def head_classes(name: str, causal: str = "ForCausalLM") -> dict[str, str]:
     """Head -> class name, for a family whose class names begin with `name`."""
     heads = {
         "masked_lm": "ForMaskedLM",
+        "causal_lm": causal,
         "sequence": "ForSequenceClassification",
         "token": "ForTokenClassification",
         "qa": "ForQuestionAnswering",
+        "multiple_choice": "ForMultipleChoice",
         "model": "Model",
         "bare": "Model",
     }
@@ -110,7 +143,7 @@ def head_classes(name: str) -> dict[str, str]:
 
 
 def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
-    stack = require_stack(model, "encoder")
+    stack = stack_of(model)
     return {
         "hidden_size": stack.width,
         "num_hidden_layers": stack.layers,
@@ -124,26 +157,40 @@ def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
         "vocab_size": stack.embed.vocab,
         "type_vocab_size": stack.embed.kinds,
         "pad_token_id": stack.embed.pad,
-        "tie_word_embeddings": model.head.tied or head not in ("masked_lm", "pretraining"),
+        "tie_word_embeddings": model.head.tied or head not in ("masked_lm", "causal_lm", "pretraining"),
+        **({"is_decoder": True} if head == "causal_lm" else {}),
         **({"classifier_dropout": model.head.dropout} if head in ("sequence", "token") else {}),
     }
 
 
 def body_rows(model: ModelConfig, prefix: str) -> list[Row]:
-    """Rows of embeddings and layers."""
-    stack = require_stack(model, "encoder")
-    hf_layer, param_layer = prefix + ".encoder.layer.{layer}", "encoder/blocks"
-    kinds = (
-        [Row(f"{prefix}.embeddings.token_type_embeddings.weight", "source_embed/kinds")] if stack.embed.kinds else []
-    )
+    """Rows of embeddings and layers. Norms before a sub-layer stand elsewhere in the file than norms after it."""
+    stack, (side, embed) = stack_of(model), paths_of(model)
+    hf_layer, param_layer = prefix + ".encoder.layer.{layer}", f"{side}/blocks"
+    pre = stack.norm.order == "pre"
     return [
-        Row(f"{prefix}.embeddings.word_embeddings.weight", "source_embed/table"),
-        Row(f"{prefix}.embeddings.position_embeddings.weight", "encoder/position/table"),
-        *kinds,
-        *norm_rows(f"{prefix}.embeddings.LayerNorm", "encoder/embed_norm"),
+        *embedding_rows(model, prefix),
         *attention_rows(hf_layer, f"{param_layer}/attention", stack.attention, stack.width, PROJECTIONS),
-        *norm_rows(f"{hf_layer}.attention.output.LayerNorm", f"{param_layer}/attention_norm"),
+        *norm_rows(
+            f"{hf_layer}.attention.LayerNorm" if pre else f"{hf_layer}.attention.output.LayerNorm",
+            f"{param_layer}/attention_norm",
+        ),
         *linear_rows(f"{hf_layer}.intermediate.dense", f"{param_layer}/ffn/in"),
         *linear_rows(f"{hf_layer}.output.dense", f"{param_layer}/ffn/out"),
-        *norm_rows(f"{hf_layer}.output.LayerNorm", f"{param_layer}/ffn_norm"),
+        *norm_rows(
+            f"{hf_layer}.intermediate.LayerNorm" if pre else f"{hf_layer}.output.LayerNorm", f"{param_layer}/ffn_norm"
+        ),
+        *(norm_rows(f"{prefix}.LayerNorm", f"{side}/final_norm") if pre else []),
+    ]
+
+
+def embedding_rows(model: ModelConfig, prefix: str) -> list[Row]:
+    """Rows of the tables of tokens, positions and token types, and of the norm of their sum."""
+    stack, (side, embed) = stack_of(model), paths_of(model)
+    kinds = [Row(f"{prefix}.embeddings.token_type_embeddings.weight", f"{embed}/kinds")] if stack.embed.kinds else []
+    return [
+        Row(f"{prefix}.embeddings.word_embeddings.weight", f"{embed}/table"),
+        Row(f"{prefix}.embeddings.position_embeddings.weight", f"{side}/position/table"),
+        *kinds,
+        *norm_rows(f"{prefix}.embeddings.LayerNorm", f"{side}/embed_norm"),
     ]

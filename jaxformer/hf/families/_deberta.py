@@ -246,4 +246,5 @@ def head_rows(model: ModelConfig, head: str) -> list[Row]:
 
 def head_classes(name: str) -> dict[str, str]:
     """Head -> class name. The bare model has no pooler, so there is no head "bare"."""
-    return {head: class_name for head, class_name in _bert.head_classes(name).items() if head != "bare"}
+    absent = ("bare", "causal_lm", "multiple_choice")
+    return {head: class_name for head, class_name in _bert.head_classes(name).items() if head not in absent}

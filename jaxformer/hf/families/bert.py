@@ -8,10 +8,9 @@ from jaxformer.hf.table import CallConvention, Family, Row, Settings, linear_row
 
 
 def read_config(settings: Settings, head: str) -> ModelConfig:
-    encoder = _bert.encoder_config(settings)
-    return ModelConfig(
-        encoder=encoder, head=_bert.head_config(settings, head, encoder, settings.activation("hidden_act", "gelu"))
-    )
+    stack = _bert.stack_config(settings, head)
+    top = _bert.head_config(settings, head, stack, settings.activation("hidden_act", "gelu"))
+    return _bert.model_config(stack, head, top)
 
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
@@ -25,9 +24,11 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
     ]
     by_head = {
         "masked_lm": tokens,
+        "causal_lm": tokens,
         "pretraining": [*tokens, *pooler, *linear_rows("cls.seq_relationship", "head/decision")],
         "sequence": [*pooler, *linear_rows("classifier", "head/decision")],
         "token": linear_rows("classifier", "head/decision"),
+        "multiple_choice": [*pooler, *linear_rows("classifier", "head/decision")],
         "qa": linear_rows("qa_outputs", "head/decision"),
         "model": pooler,
         "bare": [],
@@ -37,7 +38,8 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
 
 FAMILY = Family(
     model_types=("bert",),
-    heads={**_bert.head_classes("Bert"), "pretraining": "BertForPreTraining"},
+    heads={**_bert.head_classes("Bert", "LMHeadModel"), "pretraining": "BertForPreTraining"},
+    other_classes={"BertForCausalLM": "causal_lm"},
     read_config=read_config,
     write_config=_bert.write_config,
     rows=rows,
