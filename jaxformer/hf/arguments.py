@@ -150,7 +150,7 @@ def make_batch(
             raise ConfigError("call: got a model without transformer parts, expected an encoder or a decoder")
         return Batch(_stream(convention, encoder, sources), None)
     if encoder is None:
-        return Batch(None, _stream(convention, decoder, sources))
+        return Batch(None, _stream(convention, decoder, sources, causal=decoder.causal is not False))
     source = _stream(convention, encoder, sources)
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
         if "labels" in sources and sources["labels"].ndim == 2:
@@ -174,7 +174,9 @@ def _up_to_the_end(target: Stream, ends: Array) -> Stream:
     return target._replace(slots=target.slots._replace(segment=jnp.where(inside, target.slots.segment, 0)))
 
 
-def _stream(convention: CallConvention, stack: StackConfig, inputs: Mapping[str, Array]) -> Stream:
+def _stream(
+    convention: CallConvention, stack: StackConfig, inputs: Mapping[str, Array], causal: bool = False
+) -> Stream:
     """One stream with its positions and slots; raises a ConfigError for arguments of a wrong shape or range."""
     pad, encoding = -1 if stack.embed.pad is None else stack.embed.pad, stack.encoding
     if ("input_ids" in inputs) == ("inputs_embeds" in inputs):
@@ -192,6 +194,11 @@ def _stream(convention: CallConvention, stack: StackConfig, inputs: Mapping[str,
     count = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     if convention.positions == "ids" and "input_ids" in inputs:
         text = (tokens != pad).astype(jnp.int32)
+        if causal and has_concrete_values(text * real) and bool(((text == 0) & (real == 1)).any()):
+            raise ConfigError(
+                f"call: got padding ({pad}) that the attention_mask does not hide, expected it hidden: padding has no "
+                "position, by which a causal model orders tokens"
+            )
         count = jnp.cumsum(text, axis=1) * text - 1  # padding: the row before the first position's
     if "position_ids" in inputs:
         first = pad + 1 if convention.positions == "ids" else 0
