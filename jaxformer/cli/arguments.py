@@ -14,10 +14,16 @@ from typing import Any, Literal, NoReturn
 from jaxformer import __version__
 from jaxformer.errors import ConfigError
 from jaxformer.registry import nearest
-from jaxformer.runtime import files
+from jaxformer.runtime import files, terminal
 
 REQUIRED = object()
 """Default of a flag that must be given."""
+
+EXAMPLE = "example:\n  "
+"""Begins the end of a command's help."""
+
+MIN_HELP_COLUMNS = 30
+"""Width of a help text in a terminal that is narrower."""
 
 EXIT_CODES = "exit codes: 0 done, 2 wrong config or input, 143 preempted and saved, 75 hung, 1 crash"
 
@@ -62,6 +68,7 @@ class Command:
         "edits": edits only; "": none.
       positionals: positional arguments as the help shows them; their attributes have the names in lower case.
       prints: the command's result is its stdout; else files are the result, and stdout is a log.
+      example: a whole command line, for the end of the help.
     """
 
     help: str
@@ -70,6 +77,7 @@ class Command:
     config: Literal["", "recipe", "optional", "edits"] = ""
     positionals: tuple[str, ...] = ()
     prints: bool = False
+    example: str = ""
 
     @property
     def takes_recipe(self) -> bool:
@@ -105,10 +113,16 @@ def positive(text: str) -> int:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Formats flags as `--flag=VALUE`, in at most 100 columns."""
+    """Formats flags as `--flag=VALUE`, as wide as the terminal but in at most 100 columns."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=100)
+        width = max(min(terminal.columns() - 1, 100), MIN_HELP_COLUMNS)
+        super().__init__(prog, max_help_position=min(30, width // 3), width=width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(EXAMPLE):  # one line however long, so that it can be copied
+            return text
+        return super()._fill_text(text, width, indent)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if action.option_strings and action.nargs is None:
@@ -134,14 +148,23 @@ def program_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="jaxformer COMMAND --help")
     for name, command in commands.items():
         usage, description = _usage(name, command), command.help
-        _add_arguments(subparsers.add_parser(name, help=command.help, usage=usage, description=description), command)
+        subparser = subparsers.add_parser(
+            name, help=command.help, usage=usage, description=description, epilog=_epilog(command)
+        )
+        _add_arguments(subparser, command)
     return parser
 
 
 def command_parser(name: str, command: Command) -> argparse.ArgumentParser:
     """The parser of one command."""
     usage, description = _usage(name, command), command.help
-    return _add_arguments(_Parser(prog=f"jaxformer {name}", usage=usage, description=description), command)
+    parser = _Parser(prog=f"jaxformer {name}", usage=usage, description=description, epilog=_epilog(command))
+    return _add_arguments(parser, command)
+
+
+def _epilog(command: Command) -> str:
+    """The end of a command's help."""
+    return f"{EXAMPLE}{command.example}" if command.example else ""
 
 
 def _usage(name: str, command: Command) -> str:

@@ -22,4 +22,5 @@ COMMAND = Command(
     run,
     {"dir": Flag("tfds data_dir to prepare into", directory="create")},
     positionals=("prepare", "NAME"),
+    example="jaxformer data prepare wmt14_translate/de-en --dir=prepared",
 )

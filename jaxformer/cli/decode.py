@@ -68,4 +68,5 @@ COMMAND = Command(
     },
     config="edits",
     prints=True,
+    example='echo "three hundred and five" | jaxformer decode --workdir=runs/quickstart',
 )

@@ -30,4 +30,5 @@ COMMAND = Command(
     },
     config="optional",
     prints=True,
+    example="jaxformer doctor --config=configs/quickstart.py",
 )

@@ -60,4 +60,5 @@ COMMAND = Command(
         "checkpoint": CHECKPOINT,
     },
     config="edits",
+    example="jaxformer evaluate --workdir=runs/quickstart --split=test",
 )

@@ -24,4 +24,5 @@ COMMAND = Command(
         "base": Flag("model of an adapter's directory; without it the one that adapter_config.json names", default=""),
         "workdir": Flag("new folder of the run", directory="create"),
     },
+    example="jaxformer import --source=bert-base-uncased --workdir=runs/bert",
 )

@@ -20,4 +20,5 @@ COMMAND = Command(
     run,
     {"workdir": Flag("folder of the run, or one of its checkpoints", directory="read")},
     prints=True,
+    example="jaxformer inspect --workdir=runs/quickstart",
 )

@@ -30,4 +30,5 @@ COMMAND = Command(
     },
     config="recipe",
     prints=True,
+    example="jaxformer plan --config=configs/gpt2_124m.py --devices=8 --chip=h100",
 )
