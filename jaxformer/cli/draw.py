@@ -92,12 +92,13 @@ def _draw(name: str, arguments: Namespace, config: Config, title: str) -> tuple[
 
     if name in ("model", "flops"):
         from jaxformer.analysis.draw import model as models
+        from jaxformer.analysis.draw.diagram import to_text
         from jaxformer.plan import program
 
         resolved = program.resolve(config)
         if name == "model":
             drawn = models.diagram(resolved.model, title)
-            text = models.to_text(drawn, terminal.columns(), details=terminal.columns() >= 60)
+            text = to_text(drawn, terminal.columns(), details=terminal.columns() >= 60)
             return diagram.figure(drawn), text.split("\n")
         from jaxformer.plan import pictures
 

@@ -30,7 +30,7 @@ class Value:
       path: "model.encoder.layers".
       value: the value; a section that the run does not have is None.
       origin: "default", "recipe", "variant NAME" or "command line".
-      derived: what None stands for, as "512 (4 * width)", "" if it stands for itself.
+      derived: what None stands for, as "512 (4 * width)"; "" if it stands for itself.
     """
 
     path: str
@@ -72,7 +72,7 @@ def to_text(values: Sequence[Value]) -> str:
     """A line for each value: `model.encoder.layers = 6  # recipe`, with the origins in one column where they fit."""
     lines = [f"{value.path} = {format_value(value.value)}" for value in values]
     width = min(max(map(len, lines), default=0), 60)
-    ends = [f"{value.origin}{f'; stands for {value.derived}' if value.derived else ''}" for value in values]
+    ends = [f"{value.origin}{f'; derived: {value.derived}' if value.derived else ''}" for value in values]
     return "\n".join(f"{line:<{width}}  # {end}" for line, end in zip(lines, ends, strict=True))
 
 

@@ -72,8 +72,8 @@ def _multiplied(config: Config, params: Any, names: Any) -> dict[tuple[str, ...]
 def by_block(config: Config, params: Any, names: Any, length: int) -> dict[str, float]:
     """`flops_per_token` by block of the model: "encoder attention", "encoder attention scores", "head", ...
 
-    A block of a stack is all its layers together. The products of queries with keys and of weights with values, 12 L H Q
-    T of the formula, are "scores" of their own; those of the decoder include cross-attention's.
+    A block of a stack is all its layers together. The products of queries with keys and of weights with values, 12 L H
+    Q T of the formula, are "scores" of their own; those of the decoder include cross-attention's.
 
     Args:
       config: the config of the run.

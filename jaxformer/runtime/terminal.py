@@ -70,8 +70,8 @@ def sparkline(values: list[float]) -> str:
 class LiveLine:
     """A line that is redrawn in place on a terminal.
 
-    Others' output comes in between: `clear_shown` removes the line before it is written (`runtime/streams.py` calls it),
-    and the next `show` draws it below.
+    Other output comes in between: `clear_shown`, which `runtime/streams.py` calls, removes the line before it is
+    written, and the next `show` draws the line below it.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -3,7 +3,8 @@
     panels.py      heat maps and curves as values
     positions.py   position encodings: matrices, decay with distance, buckets
     masks.py       which keys each query attends to
-    model.py       the model as blocks with shapes and parameter counts
+    diagram.py     a model as columns of blocks
+    model.py       the diagram of a config, with the shapes and counts of its parameters
     schedule.py    the learning rate of each step
     embeddings.py  rows of an embedding table in two dimensions, with their nearest neighbours
 

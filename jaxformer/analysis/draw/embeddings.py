@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float32
 
+from jaxformer.analysis.draw.panels import Neighbourhood
 from jaxformer.data.tokenizers import Tokenizer
 from jaxformer.errors import ConfigError
 from jaxformer.model import Model
@@ -17,27 +16,10 @@ TOKENS = 40
 """Tokens that are drawn unless some are named."""
 NEIGHBOURS = 3
 """Nearest neighbours of each token unless a number is given."""
+BLANKS = ("▁", "Ġ", " ")
+"""Signs of a blank before a word, in the pieces of SentencePiece and of byte-level BPE."""
 MAX_TOKENS = 300
 """More tokens than this cannot be read in a picture."""
-
-
-@dataclass(frozen=True)
-class Neighbourhood:
-    """Tokens of a table.
-
-    Attributes:
-      title: name of the run and the table.
-      tokens: the tokens that are drawn, those asked for first.
-      asked: how many of them were asked for; the others are neighbours.
-      vectors: their rows of the table, `[n, D]`.
-      neighbours: for each token that was asked for, its nearest ones as (index in `tokens`, cosine), best first.
-    """
-
-    title: str
-    tokens: list[str]
-    asked: int
-    vectors: Float32[np.ndarray, "n D"]
-    neighbours: list[list[tuple[int, float]]]
 
 
 def neighbourhood(model: Model, title: str, words: Sequence[str] = (), neighbours: int | None = None) -> Neighbourhood:
@@ -108,9 +90,12 @@ def ordinary_tokens(tokenizer: Tokenizer) -> list[int]:
 
 
 def token_text(tokenizer: Tokenizer, index: int) -> str:
-    """The piece of a token, printable."""
+    """A token as its text, with "▁" for a blank before it; the piece itself where that is no whole text."""
     piece = str(tokenizer.vocabulary.pieces[index])
-    return piece if piece.isprintable() and piece else repr(piece)[1:-1]
+    text = tokenizer.decode([index]).strip()
+    if not text or not text.isprintable() or "\N{REPLACEMENT CHARACTER}" in text:
+        return piece if piece.isprintable() and piece else repr(piece)[1:-1]
+    return f"▁{text}" if piece[:1] in BLANKS else text
 
 
 def _token_id(tokenizer: Tokenizer, word: str, ordinary: Sequence[int]) -> int:

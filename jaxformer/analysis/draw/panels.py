@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Num, Shaped
+from jaxtyping import Float32, Num, Shaped
 
 
 @dataclass(frozen=True)
@@ -84,3 +84,22 @@ class Picture:
     title: str
     rows: list[list[Panel]]
     summary: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Neighbourhood:
+    """Tokens of a table.
+
+    Attributes:
+      title: name of the run and the table.
+      tokens: the tokens that are drawn, those asked for first.
+      asked: how many of them were asked for; the others are neighbours.
+      vectors: their rows of the table, `[n, D]`.
+      neighbours: for each token that was asked for, its nearest ones as (index in `tokens`, cosine), best first.
+    """
+
+    title: str
+    tokens: list[str]
+    asked: int
+    vectors: Float32[np.ndarray, "n D"]
+    neighbours: list[list[tuple[int, float]]]

@@ -79,6 +79,12 @@ def positions(config: Config, title: str, length: int | None = None, params: PyT
     return Picture(f"Positions of {title}", rows, summary)
 
 
+def needs_run(config: Config) -> bool:
+    """True if a run's parameters show more of the positions than its config does: learned vectors and biases."""
+    kinds = {stack.encoding.kind for stack in config.model.stacks.values()}
+    return bool(kinds - {"none", "sinusoidal", "rope", "alibi", "deberta", "transformer_xl"})
+
+
 def _sites(config: Config, length: int | None, params: PyTree | None) -> list[Site]:
     """The stacks that have positions; without parameters, stacks that have the same ones are one."""
     sites: list[Site] = []

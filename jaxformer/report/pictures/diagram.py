@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
-from jaxformer.analysis.draw.model import Block, Column, Diagram
+from jaxformer.analysis.draw.diagram import Block, Column, Diagram
 from jaxformer.report.figures import PRINT_INK, escape_label
 
 FILL = {
@@ -118,9 +118,9 @@ def _draw_layer(drawing: Drawing, column: Column, x: float, y: float, below: Box
             y = below.top + GAP
     top = y - GAP + 0.28
     corner, size = (x - WIDTH / 2 - LAYER_MARGIN + 0.05, frame), (WIDTH + 2 * LAYER_MARGIN - 0.1, top - frame)
-    style = {"boxstyle": "round,pad=0,rounding_size=0.12", "facecolor": "none", "edgecolor": "#9aa3ad"}
+    style: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.12", "facecolor": "none", "edgecolor": "#9aa3ad"}
     axes.add_patch(FancyBboxPatch(corner, *size, **style, linewidth=1.0, linestyle="--", zorder=0))
-    words = f"× {column.repeats}    {column.layer_parameters:,} in a layer"
+    words = f"x {column.repeats}    {column.layer_parameters:,} in a layer"
     axes.text(corner[0] + 0.1, top - 0.14, words, ha="left", va="center", fontsize=FONT + 0.5, color=PRINT_INK)
     if below is not None:  # the output leaves the frame
         axes.plot([x, x], [below.top, top], color=PRINT_INK, linewidth=0.9, zorder=1)
@@ -131,7 +131,7 @@ def _draw_residual(axes: Axes, x: float, start: float, last: Box) -> Box:
     """The arc around a sub-layer, and the sum above it."""
     radius, y = 0.09, last.top + 0.24
     left = x - WIDTH / 2 - ARC
-    line = {"color": PRINT_INK, "linewidth": 0.9}
+    line: dict[str, Any] = {"color": PRINT_INK, "linewidth": 0.9}
     axes.plot([x, left, left, x - radius], [start, start, y, y], solid_joinstyle="round", **line)
     axes.plot([x, x], [last.top, y - radius], **line)
     axes.add_patch(Circle((x, y), radius, facecolor="white", edgecolor=PRINT_INK, linewidth=0.9, zorder=3))
@@ -142,10 +142,14 @@ def _draw_residual(axes: Axes, x: float, start: float, last: Box) -> Box:
 def _draw_block(axes: Axes, block: Block, x: float, y: float) -> Box:
     """A box with its name, its number of parameters and its lines of detail."""
     height = _block_height(block)
-    style = {"boxstyle": "round,pad=0,rounding_size=0.06", "facecolor": FILL[block.kind], "edgecolor": PRINT_INK}
+    style: dict[str, Any] = {
+        "boxstyle": "round,pad=0,rounding_size=0.06",
+        "facecolor": FILL[block.kind],
+        "edgecolor": PRINT_INK,
+    }
     axes.add_patch(FancyBboxPatch((x - WIDTH / 2, y), WIDTH, height, **style, linewidth=0.8, zorder=2))
     left, right, line = x - WIDTH / 2 + 0.1, x + WIDTH / 2 - 0.1, y + height - PADDING - LINE / 2
-    options = {"va": "center", "color": PRINT_INK, "zorder": 3}
+    options: dict[str, Any] = {"va": "center", "color": PRINT_INK, "zorder": 3}
     axes.text(left, line, escape_label(block.name), fontsize=FONT + 1, weight="bold", **options)
     axes.text(right, line, f"{block.parameters:,}", ha="right", fontsize=FONT + 1, **options)
     for number, text in enumerate(block.detail, 1):
@@ -159,7 +163,7 @@ def _connect(axes: Axes, below: Box | None, box: Box) -> None:
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    style = {"arrowstyle": "-|>", "mutation_scale": 7, "shrinkA": 0, "shrinkB": 0, "linewidth": 0.9}
+    style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 7, "shrinkA": 0, "shrinkB": 0, "linewidth": 0.9}
     axes.add_patch(FancyArrowPatch(start, end, color=PRINT_INK, zorder=1, **style))
 
 
@@ -173,7 +177,7 @@ def _draw_arrow_between(drawing: Drawing, diagram: Diagram, step: float) -> None
         label = "keys and values" if drawing.cross else "states"
         end = (drawing.cross or drawing.aside or drawing.first[1:])[0]
     y = (end.bottom + end.top) / 2
-    line = {"color": PRINT_INK, "linewidth": 1.1}
+    line: dict[str, Any] = {"color": PRINT_INK, "linewidth": 1.1}
     axes.plot([source.x, source.x, middle, middle], [source.top, source.top + 0.15, source.top + 0.15, y], **line)
     _arrow(axes, (middle, y), (end.x - WIDTH / 2, y))
     axes.text(

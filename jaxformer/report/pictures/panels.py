@@ -9,9 +9,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import BoundaryNorm, ListedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from jaxformer.analysis.draw.panels import Bars, Curves, Heat, Panel, Picture
 from jaxformer.report.figures import PRINT_INK, escape_label
@@ -39,7 +40,10 @@ def figure(picture: Picture) -> Figure:
     """The figure of a picture: a grid of panels, a row for each of its rows."""
     columns = max(len(row) for row in picture.rows)
     heights = [_height(row) for row in picture.rows]
-    result = Figure(figsize=(max(4.4 * columns, 5.0), sum(heights) + 0.5), layout="constrained")
+    height = sum(heights) + 0.5
+    result = Figure(figsize=(max(4.4 * columns, 5.0), height))
+    # Below the title there is a little more space than the layout leaves.
+    result.set_layout_engine(ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - 0.2 / height), w_pad=0.06, h_pad=0.08))
     grid = result.subplots(len(picture.rows), columns, squeeze=False, height_ratios=heights)
     for row, axes_row in zip(picture.rows, grid, strict=True):
         for axes in axes_row[len(row) :]:
@@ -55,8 +59,6 @@ def figure(picture: Picture) -> Figure:
             handles.append(Line2D([], [], color=BOUNDARY))
             names.append("another text, or padding, begins")
         result.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    height = result.get_size_inches()[1]
-    result.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.2 / height), w_pad=0.06, h_pad=0.08)  # ty: ignore[unresolved-attribute]
     return result
 
 
@@ -99,6 +101,7 @@ def _draw_heat(panel: Heat, axes: Axes, result: Figure) -> None:
         bar = result.colorbar(image, ax=axes, shrink=0.85, pad=0.02)
         bar.set_label(panel.meaning, color=PRINT_INK, fontsize=8)
         bar.ax.tick_params(colors=PRINT_INK, labelsize=7)
+        bar.minorticks_off()
         if panel.scale == "bucket":
             bar.ax.yaxis.set_major_locator(MaxNLocator(8, integer=True))
         return
@@ -132,7 +135,7 @@ def _colours(panel: Heat) -> dict[str, Any]:
 
 def _draw_curves(panel: Curves, axes: Axes) -> None:
     for number, (label, values) in enumerate(panel.curves.items()):
-        style = {
+        style: dict[str, Any] = {
             "color": COLOURS[number % len(COLOURS)],
             "linestyle": DASHES[number % len(DASHES)],
             "drawstyle": "steps-mid" if panel.steps else "default",
@@ -171,6 +174,7 @@ def _draw_bars(panel: Bars, axes: Axes) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, max(values) * 1.22 if values else 1)
     axes.set_xlabel(panel.meaning)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     for number, value in enumerate(values):
         axes.annotate(
             f"{value / total:.1%}" if total else "0 %", (value, number), (3, 0), textcoords="offset points",
