@@ -133,4 +133,6 @@ def _complete() -> None:
         import argcomplete
     except ImportError:
         return
-    argcomplete.autocomplete(program_parser(COMMANDS))
+    # Fields of the config are hundreds of flags: they are added only where one is being typed.
+    typed = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0"))].split(" ")[-1]
+    argcomplete.autocomplete(program_parser(COMMANDS, fields=typed.startswith("--config.")))

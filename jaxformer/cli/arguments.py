@@ -60,15 +60,17 @@ class Command:
     """One command of the program.
 
     Attributes:
-      help: one sentence for the list of commands.
+      help: a few words for the list of commands.
       run: executes the command and returns the exit code. Its argument has an attribute for each flag and positional
         argument, and `config`: the list of `--config=FILE` and edits.
       flags: by name, without the dashes.
       config: accepted config arguments: "recipe": --config=FILE (required) and edits; "optional": the same, or none;
         "edits": edits only; "": none.
       positionals: positional arguments as the help shows them; their attributes have the names in lower case.
+      choices: what the first positional can be, for shell completion; the command itself refuses others.
       prints: the command's result is its stdout; else files are the result, and stdout is a log.
       example: a whole command line, for the end of the help.
+      details: sentences for the command's own help, after `help`.
     """
 
     help: str
@@ -76,8 +78,10 @@ class Command:
     flags: Mapping[str, Flag]
     config: Literal["", "recipe", "optional", "edits"] = ""
     positionals: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     prints: bool = False
     example: str = ""
+    details: str = ""
 
     @property
     def takes_recipe(self) -> bool:
@@ -140,26 +144,51 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
-def program_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """The parser of the whole program: its help lists the commands, and shell completion reads it."""
+def program_parser(commands: Mapping[str, Command], fields: bool = False) -> argparse.ArgumentParser:
+    """The parser of the whole program: its help lists the commands, and shell completion reads it.
+
+    Args:
+      fields: every field of the config is a flag of the commands that take edits, as completion needs it.
+    """
     title = f"jaxformer {__version__}"
     parser = _Parser(prog="jaxformer", usage="jaxformer COMMAND [flags]", description=title, epilog=EXIT_CODES)
     parser.add_argument("--version", action="version", version=__version__, help="print the version")
     subparsers = parser.add_subparsers(title="commands", metavar="jaxformer COMMAND --help")
     for name, command in commands.items():
-        usage, description = _usage(name, command), command.help
+        usage, description = _usage(name, command), _description(command)
         subparser = subparsers.add_parser(
             name, help=command.help, usage=usage, description=description, epilog=_epilog(command)
         )
         _add_arguments(subparser, command)
+        for path in _field_paths() if fields and command.config else ():
+            subparser.add_argument(f"--config.{path}", metavar="VALUE", help="a field of the config")
     return parser
+
+
+def _field_paths() -> list[str]:
+    """Paths of all fields of the config, of optional sections too."""
+    from jaxformer.config import Config
+    from jaxformer.config.hints import field_types, section_type
+
+    def paths(section: type, prefix: str) -> list[str]:
+        found = []
+        for name, hint in field_types(section).items():
+            part = section_type(hint)
+            found += [f"{prefix}{name}"] if part is None else paths(part, f"{prefix}{name}.")
+        return found
+
+    return paths(Config, "")
 
 
 def command_parser(name: str, command: Command) -> argparse.ArgumentParser:
     """The parser of one command."""
-    usage, description = _usage(name, command), command.help
+    usage, description = _usage(name, command), _description(command)
     parser = _Parser(prog=f"jaxformer {name}", usage=usage, description=description, epilog=_epilog(command))
     return _add_arguments(parser, command)
+
+
+def _description(command: Command) -> str:
+    return f"{command.help}; {command.details}" if command.details else command.help
 
 
 def _epilog(command: Command) -> str:
@@ -173,7 +202,10 @@ def _usage(name: str, command: Command) -> str:
 
 def _add_arguments(parser: argparse.ArgumentParser, command: Command) -> argparse.ArgumentParser:
     for word in command.positionals:
-        parser.add_argument(word.lower(), metavar=word).required = False  # `parse` words the error
+        action = parser.add_argument(word.lower(), metavar=word)
+        action.required = False  # `parse` words the error
+        if command.choices:
+            action.completer = lambda **_: command.choices  # ty: ignore[unresolved-attribute]
     if command.takes_recipe:
         parser.add_argument("--config", metavar="FILE.py[:variant]", action="append", default=[], help="the recipe")
     for name, flag in command.flags.items():

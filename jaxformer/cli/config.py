@@ -25,7 +25,7 @@ def run(arguments: Namespace) -> int:
 
 
 COMMAND = Command(
-    "every value of a recipe, and where it comes from: default, recipe, variant or command line",
+    "every value of a recipe and where it comes from",
     run,
     {
         "json": Flag("the values alone, as a run's config.json", default=False, switch=True),
@@ -33,5 +33,6 @@ COMMAND = Command(
     },
     config="optional",
     prints=True,
+    details="from the default, the recipe, its variant or the command line",
     example="jaxformer config --config=configs/quickstart.py --config.train.steps=400",
 )

@@ -129,7 +129,7 @@ def _load(arguments: Namespace) -> Model:
 
 
 COMMAND = Command(
-    f"draw {', '.join(PICTURES)} of a recipe or a run, as PNG, SVG or PDF",
+    "pictures of a recipe or a run: masks, positions, ...",
     run,
     {
         "workdir": Flag("run in place of a recipe", default="", directory="read"),
@@ -141,5 +141,7 @@ COMMAND = Command(
     },
     config="optional",
     positionals=("PICTURE",),
+    choices=tuple(PICTURES),
+    details=f"PICTURE is one of {', '.join(PICTURES)}; the file is PNG, SVG or PDF",
     example="jaxformer draw masks --config=configs/gpt3.py:small --output=masks.svg",
 )

@@ -50,9 +50,10 @@ def format_description(recipe: recipes.Description, width: int) -> str:
 
 
 COMMAND = Command(
-    "list the recipes of a folder: variants and the first line of the docstring",
+    "list the recipes of a folder",
     run,
     {"dir": Flag("folder with recipes", default="configs", directory="read")},
     prints=True,
+    details="with their variants and the first line of their docstrings",
     example="jaxformer recipes",
 )

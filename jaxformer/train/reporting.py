@@ -204,6 +204,8 @@ def fit_parts(parts: Mapping[str, str], width: int, stream: TextIO | None = None
     Args:
       stream: where the line goes: its sparkline has a colour where the stream allows.
     """
+    if len(parts["step"]) > width:
+        return parts["step"][: max(width, 0)]
     kept: set[str] = set()
     used = -2
     for name in LIVE_PRIORITY:
@@ -213,7 +215,7 @@ def fit_parts(parts: Mapping[str, str], width: int, stream: TextIO | None = None
     shown = {name: parts[name] for name in LIVE_ORDER if name in kept}
     if "spark" in shown:
         shown["spark"] = terminal.coloured(shown["spark"], terminal.CYAN, stream)
-    return "  ".join(shown.values()) if shown else parts["step"][: max(width, 0)]
+    return "  ".join(shown.values())
 
 
 class Reporter:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxformer import tasks
+from jaxformer import registry
 from jaxformer.analysis.draw import diagram, masks, model, positions, schedule
 from jaxformer.analysis.draw.panels import Curves, Heat
 from jaxformer.config import (
@@ -37,7 +37,7 @@ from jaxformer.models import build
 from jaxformer.nn import encodings
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.encodings.sinusoidal import sinusoids
-from jaxformer.nn.masks import Mask, slots_from_segments
+from jaxformer.nn.masks import slots_from_segments
 from jaxformer.plan import flops, pictures
 from jaxformer.tasks import permutation_lm
 from jaxformer.train import optim
@@ -391,17 +391,11 @@ def test_flops_by_block_of_a_small_decoder_by_hand():
     assert crossing == pytest.approx(bars.values["decoder attention scores"], rel=0.05)
 
 
-def test_panels_of_every_kind_have_the_shapes_that_figures_expect():
-    for kind in positions.PANELS:
-        if kind == "learned":
-            continue
+def test_every_encoding_of_the_project_has_panels_that_figures_can_draw():
+    assert set(positions.PANELS) | {"none"} == set(registry.names("jaxformer.nn.encodings"))
+    for kind in set(positions.PANELS) - {"learned"}:
         for panel in positions_of(kind, "encoder")[1]:
             if isinstance(panel, Heat):
                 assert panel.values.ndim == 2
-            if isinstance(panel, Curves):
+            elif isinstance(panel, Curves):
                 assert all(values.shape == panel.x.shape for values in panel.curves.values())
-    assert set(positions.PANELS) | {"none"} == set(encodings.registry.names("jaxformer.nn.encodings"))
-    assert tasks.get("prefix_lm").has_prefix
-    side = slots_from_segments(jnp.array([[1, 1, 0]]))
-    assert masks._boundaries(side) == (2,)
-    assert Mask(side, side).dense().shape == (1, 3, 3)
