@@ -205,7 +205,7 @@ def _add_arguments(parser: argparse.ArgumentParser, command: Command) -> argpars
         action = parser.add_argument(word.lower(), metavar=word)
         action.required = False  # `parse` words the error
         if command.choices:
-            action.completer = lambda **_: command.choices  # ty: ignore[unresolved-attribute]
+            action.completer = lambda **_: command.choices  # ty: ignore[missing-attribute]
     if command.takes_recipe:
         parser.add_argument("--config", metavar="FILE.py[:variant]", action="append", default=[], help="the recipe")
     for name, flag in command.flags.items():

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxformer.errors import ConfigError
@@ -26,6 +25,8 @@ def principal_components(vectors: Float[np.ndarray, "n D"], count: int = 2) -> t
     return centred @ directions[:count].T, float(np.sum(sizes[:count] ** 2)) / total if total else 0.0
 
 
+SIZE = (7.0, 5.6)
+"""Width and height of a picture in inches."""
 LABEL_POINTS = 8
 """Size of a word's letters."""
 SIDES = (
@@ -40,13 +41,16 @@ SIDES = (
 
 
 def label_places(
-    axes: Axes, places: Float[np.ndarray, "n _"], words: Sequence[str]
+    size: tuple[float, float], places: Float[np.ndarray, "n _"], words: Sequence[str]
 ) -> list[tuple[tuple[int, int], str]]:
-    """For each word the place of `SIDES` at which it covers least of the words before it and of all points."""
-    figure = axes.figure
+    """For each word the place of `SIDES` at which it covers least of the words before it and of all points.
+
+    Args:
+      size: width and height of the figure in inches.
+    """
     # Points of print per unit of the axes, which nearly fill the figure.
     low, high = places.min(axis=0), places.max(axis=0)
-    scale = 0.78 * 72 * np.asarray(figure.get_size_inches()) / np.maximum(high - low, 1e-12)
+    scale = 0.78 * 72 * np.asarray(size) / np.maximum(high - low, 1e-12)
     centres = (places - low) * scale
     chosen, boxes = [], [np.concatenate([centre - 3, centre + 3]) for centre in centres]
     for centre, word in zip(centres, words, strict=True):
@@ -83,11 +87,11 @@ def word_map(vectors: Float[np.ndarray, "n D"], words: Sequence[str], ink: str =
         got = f"vectors of shape {vectors.shape} for {len(words)} words"
         raise ConfigError(f"word_map: got {got}, expected one of two or more entries for each of three or more words")
     places, share = principal_components(vectors)
-    figure = Figure(figsize=(7.0, 5.6), layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     axes.scatter(*places.T, s=12, color=figures.COLOURS[0])
     axes.margins(0.12)
-    for place, word, (offset, side) in zip(places, words, label_places(axes, places, words), strict=True):
+    for place, word, (offset, side) in zip(places, words, label_places(SIZE, places, words), strict=True):
         label = figures.escape_label(word)
         axes.annotate(
             label, place, offset, textcoords="offset points", fontsize=LABEL_POINTS, color=ink, ha=side, va="center"

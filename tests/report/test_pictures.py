@@ -145,7 +145,7 @@ def model():
     config.data.tokenizer.kind = "word"
     config.model.encoder = overrides.section(StackConfig, width=2, attention=dict(heads=1))
     config.task.name = "masked_lm"
-    tokenizer = Tokenizer(LookupVocabulary(WORDS))
+    tokenizer = Tokenizer(LookupVocabulary("word", WORDS, False))
     table = np.array([PLACES.get(word, [50.0, 50.0]) for word in WORDS], np.float32)
     params = {"source_embed": {"table": np.concatenate([table, np.zeros((3, 2), np.float32)])}}
     return Model(None, params, {}, overrides.freeze(config), Tokenizers(tokenizer, tokenizer))
@@ -198,6 +198,5 @@ def test_the_command_loads_the_run(model, tmp_path, monkeypatch, capsys):
 
 def test_labels_avoid_each_other():
     points = np.array([[0.0, 0.0], [0.01, 0.0], [5.0, 5.0]])
-    figure = word_map.word_map(points, ["first", "second", "third"])
-    sides = word_map.label_places(figure.axes[0], points, ["first", "second", "third"])
+    sides = word_map.label_places(word_map.SIZE, points, ["first", "second", "third"])
     assert sides[0] != sides[1]

@@ -64,6 +64,8 @@ def masks(config: Config, title: str, length: int | None = None) -> Picture:
         if "decoder" in stacks and "encoder" in stacks:
             panels.append(_cross_panel(batch, kind))
         rows.append(panels)
+    if all(len(row) == 1 for row in rows):  # beside each other: a figure is read from the left
+        rows = [[panel for row in rows for panel in row]]
     heats = [panel for row in rows for panel in row if isinstance(panel, Heat)]
     summary = [f"{heat.title}: {heat.values.mean():.0%} visible" for heat in heats]
     return Picture(f"Attention masks of {title}", rows, summary)

@@ -73,7 +73,11 @@ def positions(config: Config, title: str, length: int | None = None, params: PyT
         what = "stacks with encoding.kind none" if config.model.stacks else what
         raise ConfigError(f"draw positions: got {what}, expected a stack with a position encoding; draw something else")
     rows, summary = [], []
+    drawable = [site for site in sites if site.encoding.kind != "learned" or site.params is not None]
     for site in sites:
+        if drawable and site not in drawable:
+            summary.append(f"{site.name}: {site.encoding.kind}, drawn of a run only; give --workdir=DIR")
+            continue
         rows.append(PANELS.get(site.encoding.kind, _external)(site))
         summary.append(f"{site.name}: {site.encoding.kind}, {site.length} positions")
     return Picture(f"Positions of {title}", rows, summary)
