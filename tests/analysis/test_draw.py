@@ -53,8 +53,10 @@ def config_of(model_config: ModelConfig, task: str = "translation", **data) -> C
 @pytest.fixture(scope="module")
 def windowed():
     """An encoder with a window in its second layer and a causal decoder, on a packed row, and what they attend to."""
-    encoder = builders.stack(attention=AttentionConfig(heads=2, window=3, window_every=2, kernel="dense"))
-    decoder = builders.stack(attention=AttentionConfig(heads=2, kernel="dense"))
+    bare = {"ffn": None, "norm": NormConfig(kind="none")}  # compiling takes time by the parameter
+    attention = AttentionConfig(heads=2, bias=False, kernel="dense")
+    encoder = builders.stack(attention=dataclasses.replace(attention, window=3, window_every=2), **bare)
+    decoder = builders.stack(attention=attention, layers=1, **bare)
     config = config_of(ModelConfig(encoder=encoder, decoder=decoder), packing="first_fit")
     batch = masks.example_batches(config, 12)["packed"]
     module, variables = builders.make(config.model)
@@ -241,6 +243,33 @@ def test_learned_positions_need_a_run_and_are_its_table():
     np.testing.assert_allclose(products.values, table[:12] @ table[:12].T, rtol=1e-5)
 
 
+def test_beside_positions_that_can_be_drawn_learned_ones_are_left_out():
+    both = ModelConfig(encoder=builders.stack(encoding=EncodingConfig("learned")), decoder=builders.stack())
+    picture = positions.positions(config_of(both), "toy")
+    assert len(picture.rows) == 1
+    assert picture.summary[0] == "encoder: learned, drawn of a run only; give --workdir=DIR"
+
+
+OUTSIDE = """
+import jax.numpy as jnp
+from jaxformer.nn.encodings import Encoding
+
+def bias(config, shared, q, k, query_position, key_position):
+    same = query_position[:, None, :, None] == key_position[:, None, None, :]
+    return jnp.tile(jnp.where(same, 2.5, 0.0), (1, q.shape[2], 1, 1)).astype(jnp.float32)
+
+ENCODING = Encoding(bias=bias)
+"""
+
+
+def test_an_encoding_from_outside_shows_its_bias(tmp_path, monkeypatch):
+    (tmp_path / "drawn_outside.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, panels = positions_of("drawn_outside")
+    assert [panel.title for panel in panels] == [f"decoder: bias of head {head}" for head in (1, 2, 3)]
+    np.testing.assert_array_equal(panels[0].values, 2.5 * np.eye(12))
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -264,7 +293,7 @@ def test_the_schedule_is_the_rate_of_each_update(kind):
     (curve,) = schedule.schedule(config, "toy").rows[0]
     rate = optim.schedule(settings, 30, 8)
     assert curve.x.tolist() == list(range(1, 31))
-    np.testing.assert_allclose(curve.curves[""], [float(rate(n)) for n in range(30)], rtol=1e-6)
+    np.testing.assert_allclose(curve.curves[""][[0, 6, 7, 29]], [float(rate(n)) for n in (0, 6, 7, 29)], rtol=1e-6)
     assert curve.marks == ((7.0, "end of the warm-up"),)
 
 
@@ -291,7 +320,6 @@ FAMILIES = {
     "encoder": builders.encoder(encoding=EncodingConfig("learned", max_length=9)),
     "decoder": builders.decoder(norm=NormConfig(kind="rms", order="sandwich"), encoding=EncodingConfig("t5")),
     "seq2seq": builders.seq2seq(norm=POST),
-    "classifier": builders.classifier(),
     "experts": builders.decoder(moe=MoEConfig(experts=3, shared=1)),
     "rnn": ModelConfig(
         recurrent_encoder=RecurrentConfig(width=8, bidirectional=True, layers=2, embed=builders.stack().embed),

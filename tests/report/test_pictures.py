@@ -59,7 +59,7 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize(("name", "suffix"), zip(LINES, ("", "svg", "pdf", "png", "svg"), strict=True))
+@pytest.mark.parametrize(("name", "suffix"), zip(LINES, ("", "svg", "svg", "png", "pdf"), strict=True))
 def test_every_picture_is_a_file_and_lines(name, suffix, recipe, tmp_path, capsys):
     output = [f"--output=out.{suffix}"] if suffix else []
     assert cli.main(["draw", name, recipe, *output]) == 0
