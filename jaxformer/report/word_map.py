@@ -9,7 +9,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from jaxformer.errors import ConfigError
-from jaxformer.report import figures
+from jaxformer.report.pictures import style
 
 
 def principal_components(vectors: Float[np.ndarray, "n D"], count: int = 2) -> tuple[Float[np.ndarray, "n _"], float]:
@@ -73,7 +73,7 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> float:
     return float(max(width, 0.0) * max(height, 0.0))
 
 
-def word_map(vectors: Float[np.ndarray, "n D"], words: Sequence[str], ink: str = figures.PRINT_INK) -> Figure:
+def word_map(vectors: Float[np.ndarray, "n D"], words: Sequence[str], ink: str = style.INK) -> Figure:
     """Each word at the first two principal components of its vector.
 
         words = ["king", "queen", "man", "woman"]
@@ -89,10 +89,10 @@ def word_map(vectors: Float[np.ndarray, "n D"], words: Sequence[str], ink: str =
     places, share = principal_components(vectors)
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
-    axes.scatter(*places.T, s=12, color=figures.COLOURS[0])
+    axes.scatter(*places.T, s=12, color=style.COLOURS[0])
     axes.margins(0.12)
     for place, word, (offset, side) in zip(places, words, label_places(SIZE, places, words), strict=True):
-        label = figures.escape_label(word)
+        label = style.escape_label(word)
         axes.annotate(
             label, place, offset, textcoords="offset points", fontsize=LABEL_POINTS, color=ink, ha=side, va="center"
         )

@@ -29,6 +29,7 @@ def get_config(variant=""):
     config.data.splits = {"train": ["a.txt"]}
     config.schedule.peak = 1e-3  # the default
     config.train.steps = 500
+    config.optimizer.clip = None
     return config
 '''
 
@@ -56,6 +57,7 @@ def test_every_value_has_its_origin(recipe):
         "data.splits.train": (("a.txt",), "recipe"),
         "data.splits.test": (("b.txt",), "command line"),
         "schedule.peak": (1e-3, "default"),
+        "optimizer.clip": (None, "recipe"),
         "train.steps": (7, "command line"),
         "train.seed": (0, "command line"),
     }
@@ -128,6 +130,7 @@ def test_recipes_are_listed_and_broken_ones_with_their_error(recipe, tmp_path, c
     (tmp_path / "a_toy.py").write_text(RECIPE)
     (tmp_path / "broken.py").write_text('"""Broken."""\nimport nothing_of_that_name\n')
     (tmp_path / "torn.py").write_text("def get_config(:\n")
+    (tmp_path / "fails.py").write_text("def get_config():\n    raise ValueError('no such thing')\n")
     (tmp_path / "helper.py").write_text("x = 1\n")
     (tmp_path / "_private.py").write_text("1 / 0\n")
     (tmp_path / "notes.txt").write_text("no recipe\n")
@@ -138,6 +141,7 @@ def test_recipes_are_listed_and_broken_ones_with_their_error(recipe, tmp_path, c
     assert "broken.py\n    error: " in out
     assert "broken.py:2: got ModuleNotFoundError: No module named 'nothing_of_that_name'" in out
     assert "torn.py:1: got SyntaxError" in out
+    assert "fails.py:2: got ValueError: no such thing" in out
     assert "got no get_config" in out
     assert "_private" not in out
     assert "notes" not in out

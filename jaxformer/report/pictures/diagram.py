@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 from jaxformer.analysis.draw.diagram import Block, Column, Diagram
-from jaxformer.report.figures import PRINT_INK, escape_label
+from jaxformer.report.pictures.style import INK, escape_label
 
 FILL = {
     "embedding": "#fbe3c4",
@@ -64,7 +64,7 @@ def figure(diagram: Diagram) -> Figure:
         _draw_arrow_between(drawing, diagram, step)
     top = max((box.top for box in drawing.outputs), default=1.0) + 0.5
     title = f"{escape_label(diagram.title)}: {diagram.parameters:,} parameters"
-    axes.text(width / 2, top, title, ha="center", va="center", fontsize=11, color=PRINT_INK, weight="bold")
+    axes.text(width / 2, top, title, ha="center", va="center", fontsize=11, color=INK, weight="bold")
     result.set_size_inches(width, top + 0.3)
     axes.set(xlim=(0, width), ylim=(0, top + 0.3), aspect="equal")
     axes.set_axis_off()
@@ -79,7 +79,7 @@ def _draw_column(drawing: Drawing, column: Column, x: float) -> None:
     """Draws a column around the vertical line `x`, from the bottom up."""
     axes, y, below = drawing.axes, 0.55, None
     text = f"{column.title}: {column.parameters:,}"
-    axes.text(x, 0.28, text, ha="center", va="center", fontsize=FONT + 2, color=PRINT_INK, weight="bold")
+    axes.text(x, 0.28, text, ha="center", va="center", fontsize=FONT + 2, color=INK, weight="bold")
     for number, block in enumerate(column.before):
         box = _draw_block(axes, block, x, y)
         _connect(axes, below, box)
@@ -121,9 +121,9 @@ def _draw_layer(drawing: Drawing, column: Column, x: float, y: float, below: Box
     style: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.12", "facecolor": "none", "edgecolor": "#9aa3ad"}
     axes.add_patch(FancyBboxPatch(corner, *size, **style, linewidth=1.0, linestyle="--", zorder=0))
     words = f"x {column.repeats}    {column.layer_parameters:,} in a layer"
-    axes.text(corner[0] + 0.1, top - 0.14, words, ha="left", va="center", fontsize=FONT + 0.5, color=PRINT_INK)
+    axes.text(corner[0] + 0.1, top - 0.14, words, ha="left", va="center", fontsize=FONT + 0.5, color=INK)
     if below is not None:  # the output leaves the frame
-        axes.plot([x, x], [below.top, top], color=PRINT_INK, linewidth=0.9, zorder=1)
+        axes.plot([x, x], [below.top, top], color=INK, linewidth=0.9, zorder=1)
     return top + GAP, Box(x, top, top)
 
 
@@ -131,11 +131,11 @@ def _draw_residual(axes: Axes, x: float, start: float, last: Box) -> Box:
     """The arc around a sub-layer, and the sum above it."""
     radius, y = 0.09, last.top + 0.24
     left = x - WIDTH / 2 - ARC
-    line: dict[str, Any] = {"color": PRINT_INK, "linewidth": 0.9}
+    line: dict[str, Any] = {"color": INK, "linewidth": 0.9}
     axes.plot([x, left, left, x - radius], [start, start, y, y], solid_joinstyle="round", **line)
     axes.plot([x, x], [last.top, y - radius], **line)
-    axes.add_patch(Circle((x, y), radius, facecolor="white", edgecolor=PRINT_INK, linewidth=0.9, zorder=3))
-    axes.text(x, y - 0.008, "+", ha="center", va="center", fontsize=FONT + 1, color=PRINT_INK, zorder=4)
+    axes.add_patch(Circle((x, y), radius, facecolor="white", edgecolor=INK, linewidth=0.9, zorder=3))
+    axes.text(x, y - 0.008, "+", ha="center", va="center", fontsize=FONT + 1, color=INK, zorder=4)
     return Box(x, y - radius, y + radius)
 
 
@@ -145,11 +145,11 @@ def _draw_block(axes: Axes, block: Block, x: float, y: float) -> Box:
     style: dict[str, Any] = {
         "boxstyle": "round,pad=0,rounding_size=0.06",
         "facecolor": FILL[block.kind],
-        "edgecolor": PRINT_INK,
+        "edgecolor": INK,
     }
     axes.add_patch(FancyBboxPatch((x - WIDTH / 2, y), WIDTH, height, **style, linewidth=0.8, zorder=2))
     left, right, line = x - WIDTH / 2 + 0.1, x + WIDTH / 2 - 0.1, y + height - PADDING - LINE / 2
-    options: dict[str, Any] = {"va": "center", "color": PRINT_INK, "zorder": 3}
+    options: dict[str, Any] = {"va": "center", "color": INK, "zorder": 3}
     axes.text(left, line, escape_label(block.name), fontsize=FONT + 1, weight="bold", **options)
     axes.text(right, line, f"{block.parameters:,}", ha="right", fontsize=FONT + 1, **options)
     for number, text in enumerate(block.detail, 1):
@@ -164,7 +164,7 @@ def _connect(axes: Axes, below: Box | None, box: Box) -> None:
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
     style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 7, "shrinkA": 0, "shrinkB": 0, "linewidth": 0.9}
-    axes.add_patch(FancyArrowPatch(start, end, color=PRINT_INK, zorder=1, **style))
+    axes.add_patch(FancyArrowPatch(start, end, color=INK, zorder=1, **style))
 
 
 def _draw_arrow_between(drawing: Drawing, diagram: Diagram, step: float) -> None:
@@ -177,9 +177,9 @@ def _draw_arrow_between(drawing: Drawing, diagram: Diagram, step: float) -> None
         label = "keys and values" if drawing.cross else "states"
         end = (drawing.cross or drawing.aside or drawing.first[1:])[0]
     y = (end.bottom + end.top) / 2
-    line: dict[str, Any] = {"color": PRINT_INK, "linewidth": 1.1}
+    line: dict[str, Any] = {"color": INK, "linewidth": 1.1}
     axes.plot([source.x, source.x, middle, middle], [source.top, source.top + 0.15, source.top + 0.15, y], **line)
     _arrow(axes, (middle, y), (end.x - WIDTH / 2, y))
     axes.text(
-        middle - 0.06, (source.top + y) / 2, label, rotation=90, ha="right", va="center", fontsize=FONT, color=PRINT_INK
+        middle - 0.06, (source.top + y) / 2, label, rotation=90, ha="right", va="center", fontsize=FONT, color=INK
     )

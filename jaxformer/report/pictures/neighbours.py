@@ -6,13 +6,12 @@ from matplotlib.figure import Figure
 
 from jaxformer.analysis.draw.panels import Neighbourhood
 from jaxformer.report import word_map
-from jaxformer.report.figures import PRINT_INK
-from jaxformer.report.pictures.panels import COLOURS
+from jaxformer.report.pictures.style import COLOURS, INK
 
 
 def figure(found: Neighbourhood) -> Figure:
     """The map of the tokens: those asked for in blue, their neighbours in orange, a line from each to its nearest."""
-    result = word_map.word_map(found.vectors, found.tokens, PRINT_INK)
+    result = word_map.word_map(found.vectors, found.tokens, INK)
     axes = result.axes[0]
     axes.collections[0].set_visible(False)
     places, share = word_map.principal_components(found.vectors)
@@ -24,7 +23,7 @@ def figure(found: Neighbourhood) -> Figure:
             axes.plot([x, other_x], [y, other_y], color=COLOURS[7], linewidth=width, alpha=0.45, zorder=0)
     axes.scatter(*places[found.asked :].T, s=14, color=COLOURS[1], marker="s", zorder=2)
     axes.scatter(*places[: found.asked].T, s=18, color=COLOURS[0], zorder=2)
-    axes.set_title(f"{found.title}: {len(found.tokens)} tokens, {share:.0%} of their variance", color=PRINT_INK)
+    axes.set_title(f"{found.title}: {len(found.tokens)} tokens, {share:.0%} of their variance", color=INK)
     return result
 
 

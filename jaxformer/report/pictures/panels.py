@@ -15,13 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from jaxformer.analysis.draw.panels import Bars, Curves, Heat, Panel, Picture
-from jaxformer.report.figures import PRINT_INK, escape_label
-
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#7f7f7f")
-"""Colours that readers with colour blindness tell apart (Okabe and Ito 2008), and grey."""
-
-DASHES = ("-", "--", ":", "-.")
-"""Line styles, so that curves differ without colour, too."""
+from jaxformer.report.pictures.style import COLOURS, DASHES, INK, escape_label
 
 MASK_COLOURS = ("#e9ecef", "#0072b2")
 """Hidden and visible pairs of a mask."""
@@ -50,7 +44,7 @@ def figure(picture: Picture) -> Figure:
             axes.set_axis_off()
         for panel, axes in zip(row, axes_row, strict=False):
             _draw(panel, axes, result)
-    result.suptitle(escape_label(picture.title), color=PRINT_INK, fontsize=12)
+    result.suptitle(escape_label(picture.title), color=INK, fontsize=12)
     has_masks = any(isinstance(panel, Heat) and panel.scale == "mask" for row in picture.rows for panel in row)
     if has_masks:
         handles: list[Any] = [Patch(facecolor=colour) for colour in MASK_COLOURS[::-1]]
@@ -76,12 +70,12 @@ def _draw(panel: Panel, axes: Axes, result: Figure) -> None:
         _draw_curves(panel, axes)
     else:
         _draw_bars(panel, axes)
-    axes.set_title(textwrap.fill(escape_label(panel.title), MAX_TITLE), color=PRINT_INK, fontsize=10)
-    axes.tick_params(colors=PRINT_INK, labelsize=8)
-    axes.xaxis.label.set(color=PRINT_INK, fontsize=9)
-    axes.yaxis.label.set(color=PRINT_INK, fontsize=9)
+    axes.set_title(textwrap.fill(escape_label(panel.title), MAX_TITLE), color=INK, fontsize=10)
+    axes.tick_params(colors=INK, labelsize=8)
+    axes.xaxis.label.set(color=INK, fontsize=9)
+    axes.yaxis.label.set(color=INK, fontsize=9)
     for spine in axes.spines.values():
-        spine.set_color(PRINT_INK)
+        spine.set_color(INK)
 
 
 def _draw_heat(panel: Heat, axes: Axes, result: Figure) -> None:
@@ -99,8 +93,8 @@ def _draw_heat(panel: Heat, axes: Axes, result: Figure) -> None:
         axis.set_major_locator(MaxNLocator(7, integer=True))
     if panel.scale != "mask":
         bar = result.colorbar(image, ax=axes, shrink=0.85, pad=0.02)
-        bar.set_label(panel.meaning, color=PRINT_INK, fontsize=8)
-        bar.ax.tick_params(colors=PRINT_INK, labelsize=7)
+        bar.set_label(panel.meaning, color=INK, fontsize=8)
+        bar.ax.tick_params(colors=INK, labelsize=7)
         bar.minorticks_off()
         if panel.scale == "bucket":
             bar.ax.yaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -150,20 +144,20 @@ def _draw_curves(panel: Curves, axes: Axes) -> None:
     if not panel.log_x:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.grid(True, color=PRINT_INK, alpha=0.15, linewidth=0.7)
+    axes.grid(True, color=INK, alpha=0.15, linewidth=0.7)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for place, text in panel.marks:
-        axes.axvline(place, color=PRINT_INK, alpha=0.5, linewidth=0.9, linestyle=":")
+        axes.axvline(place, color=INK, alpha=0.5, linewidth=0.9, linestyle=":")
         middle = (axes.get_xlim()[0] + axes.get_xlim()[1]) / 2
         side = "left" if place < middle else "right"
         offset = 4 if side == "left" else -4
         axes.annotate(
             text, (place, 0.03), xycoords=axes.get_xaxis_transform(), xytext=(offset, 0), textcoords="offset points",
-            ha=side, fontsize=8, color=PRINT_INK,
+            ha=side, fontsize=8, color=INK,
         )  # fmt: skip
     if any(panel.curves):
-        axes.legend(frameon=False, labelcolor=PRINT_INK, fontsize=8, ncols=1 + (len(panel.curves) > 4))
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8, ncols=1 + (len(panel.curves) > 4))
 
 
 def _draw_bars(panel: Bars, axes: Axes) -> None:
@@ -178,7 +172,7 @@ def _draw_bars(panel: Bars, axes: Axes) -> None:
     for number, value in enumerate(values):
         axes.annotate(
             f"{value / total:.1%}" if total else "0 %", (value, number), (3, 0), textcoords="offset points",
-            va="center", fontsize=8, color=PRINT_INK,
+            va="center", fontsize=8, color=INK,
         )  # fmt: skip
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
