@@ -6,6 +6,7 @@ where `NO_COLOR` is set and not empty (https://no-color.org).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from typing import TextIO
@@ -43,8 +44,15 @@ def coloured(text: str, code: str, stream: TextIO | None) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if has_colours(stream) else text
 
 
-def columns() -> int:
-    """Width of the terminal in characters; 80 if there is none. `COLUMNS` overrides it."""
+def columns(stream: TextIO | None = None) -> int:
+    """Width of the terminal in characters; 80 if there is none. `COLUMNS` overrides it.
+
+    Args:
+      stream: the terminal; None: stdout's. The other streams may lead elsewhere.
+    """
+    if stream is not None and is_terminal(stream) and not os.environ.get("COLUMNS", "").isdecimal():
+        with contextlib.suppress(OSError, ValueError):
+            return max(os.get_terminal_size(stream.fileno()).columns, 1)
     return max(shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns, 1)
 
 

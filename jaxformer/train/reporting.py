@@ -143,7 +143,7 @@ class ProgressLine:
         """Draws the live line, as wide as the terminal is now."""
         if self.live is not None and self.live_parts:
             with contextlib.suppress(OSError, ValueError):
-                self.live.show(fit_parts(self.live_parts, terminal.columns() - 1, self.stream))
+                self.live.show(fit_parts(self.live_parts, terminal.columns(self.stream) - 1, self.stream))
 
     def _print(self, text: str) -> None:
         # The reader may be gone (a dropped ssh, a pipe into head, a full disk). metrics.jsonl has everything.

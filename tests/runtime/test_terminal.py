@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import os
 import pty
+import struct
+import termios
 
 import pytest
 
@@ -164,9 +167,14 @@ def test_a_sparkline_goes_from_the_lowest_to_the_highest():
 
 def test_a_real_terminal_is_one_and_a_file_or_nothing_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLUMNS", raising=False)
     master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 43, 0, 0))
     with open(slave, "w") as stream:
         assert terminal.can_redraw(stream)
+        assert terminal.columns(stream) == 43
+        monkeypatch.setenv("COLUMNS", "50")
+        assert terminal.columns(stream) == 50
     os.close(master)
     assert not terminal.can_redraw(stream), "closed"
     with open(tmp_path / "log", "w") as stream:
