@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import jinja2
-
-from jaxformer.report import sections
+from jaxformer.report import sections, templating
 from jaxformer.report.blocks import Block, Heading
 from jaxformer.report.runs import Run
 
@@ -25,23 +23,17 @@ def render(runs: Sequence[Run]) -> str:
         "Environment": sections.environment(runs),
         "Parameters": _per_run(runs, sections.parameters),
     }
-    html = _template().render(
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
-        written=time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        notes=sections.notes(runs),
-        sections={name: section for name, section in blocks.items() if section},
+    html = (
+        templating.environment()
+        .get_template("page.html")
+        .render(
+            title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
+            written=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            notes=sections.notes(runs),
+            sections={name: section for name, section in blocks.items() if section},
+        )
     )
     return html.encode("utf-8", "replace").decode()  # UTF-8 has no surrogates, which JSON can hold
-
-
-def _template() -> jinja2.Template:
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("jaxformer.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template("page.html")
 
 
 def _per_run(runs: Sequence[Run], section: Callable[[Run], Sequence[Block]]) -> list[Block]:

@@ -1,0 +1,19 @@
+"""The template engine of pages: everything is escaped unless a template says `safe`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jinja2
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """Templates of `jaxformer/report/templates`; a missing value is an error."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("jaxformer.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
