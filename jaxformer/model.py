@@ -364,13 +364,13 @@ class Model:
         return analysis_ablate.ablate(self.predictor, lines, heads, mlps, targets)
 
     def patch(
-        self, clean: str, corrupted: str, target: str | None = None, position: int = -1
+        self, clean: str, corrupted: str, target: str | None = None, position: int | None = None
     ) -> analysis_ablate.Patching:
         """Activations of `clean` put into `corrupted`, one layer and token at a time: what brings its answer back.
 
         Args:
           target: output that is measured in an encoder-decoder; None: the model's own for `clean`.
-          position: slot whose best output is measured in other models.
+          position: slot whose best output is measured in other models; None: a decoder's last, all of an encoder.
 
         Raises:
           ConfigError: the sentences have unlike numbers of tokens, or as in `ablate`.

@@ -27,6 +27,9 @@ from jaxformer.errors import ConfigError
 from jaxformer.tasks import Predictor
 from jaxformer.types import Array, Batch
 
+MAX_ROWS = 8
+"""Variants of a sentence that are read together: few enough for the memory of large models, one shape for all."""
+
 HeadChoice = tuple[int, int] | tuple[str, int, int]
 """A head: (layer, head) of a model with one kind of attention, or (kind, layer, head)."""
 MlpChoice = int | tuple[str, int]
@@ -281,7 +284,7 @@ def log_probs(
     *_, last = reader.walk(sentence.batch, edits)
     logits = reader.logits(last.output.x, last.inputs.slots)
     length, vocab = len(sentence.ids[sentence.last]), predictor.runner.vocabulary.size
-    return np.asarray(jax.nn.log_softmax(by_position(logits, length, vocab)))
+    return np.asarray(log_softmax(by_position(logits, length, vocab)))
 
 
 def references(predictor: Predictor, sentence: Sentence, before: Float32[np.ndarray, "T V"]) -> np.ndarray:
@@ -348,24 +351,33 @@ def measure_rows(
     ids: np.ndarray,
 ) -> Float32[np.ndarray, "R T"]:
     """Log-probabilities of the references with R edits of one layer, each a row, from that layer's input on."""
-    rows = edit.mlp.shape[0]
-    x, inputs = repeat_rows(previous.output.x, visit.inputs, rows)
-    *_, last = reader.resume(visit.side, visit.layer - 1, x, inputs, {(visit.side, visit.layer): edit})
-    return read_rows(predictor, reader, sentence, last, rows, ids)
+    found = []
+    for rows in chunks(len(edit.mlp)):
+        x, inputs = repeat_rows(previous.output.x, visit.inputs, MAX_ROWS)
+        edits = {(visit.side, visit.layer): Edits(*(factor[rows] for factor in edit))}
+        *_, last = reader.resume(visit.side, visit.layer - 1, x, inputs, edits)
+        found.append(read_rows(predictor, reader, sentence, last, ids))
+    return np.concatenate(found)[: len(edit.mlp)]
+
+
+def chunks(count: int) -> list[np.ndarray]:
+    """The numbers below `count` in groups of `MAX_ROWS`, the last one filled up with the last number."""
+    return [np.minimum(np.arange(begin, begin + MAX_ROWS), count - 1) for begin in range(0, count, MAX_ROWS)]
 
 
 def read_rows(
-    predictor: Predictor, reader: Reader, sentence: Sentence, last: Visit, rows: int, ids: np.ndarray
+    predictor: Predictor, reader: Reader, sentence: Sentence, last: Visit, ids: np.ndarray
 ) -> Float32[np.ndarray, "R T"]:
-    """Log-probabilities of the references in R rows, from the end of any side on, one row's logits at a time."""
+    """Log-probabilities of the references in all rows, from the end of any side on, one row's logits at a time."""
+    rows = last.output.x.shape[0]
     if last.side != reader.sides[-1]:  # the rest is the decoder's, which reads the rows as its memory
         last = finish_walk(reader, sentence.batch, last, rows)
     length, vocab = len(sentence.ids[sentence.last]), predictor.runner.vocabulary.size
     found = []
     for row in range(rows):
         one = jax.tree.map(lambda x: x[row : row + 1], (last.output.x, last.inputs.slots))  # noqa: B023
-        scores = jax.nn.log_softmax(by_position(reader.logits(*one), length, vocab))
-        found.append(np.asarray(scores[jnp.arange(len(ids)), jnp.asarray(ids)]))
+        scores = np.asarray(log_softmax(by_position(reader.logits(*one), length, vocab)))
+        found.append(scores[np.arange(len(ids)), ids])
     return np.stack(found)
 
 
@@ -387,10 +399,15 @@ def repeat_rows(x: Array, inputs: SideInputs, rows: int) -> tuple[Array, SideInp
     return repeat(x), repeat(inputs._replace(convolved=None))._replace(convolved=convolved)
 
 
+log_softmax = jax.jit(jax.nn.log_softmax)
+
+
 # --- patching ---------------------------------------------------------------------------------------------------------
 
 
-def patch(predictor: Predictor, clean: str, corrupted: str, target: str | None = None, position: int = -1) -> Patching:
+def patch(
+    predictor: Predictor, clean: str, corrupted: str, target: str | None = None, position: int | None = None
+) -> Patching:
     """See `jaxformer.Model.patch`."""
     reader = open_reader(predictor, "patch")
     targets = None if target is None else [target]
@@ -411,8 +428,7 @@ def patch(predictor: Predictor, clean: str, corrupted: str, target: str | None =
     visits = [[visit for visit in reader.walk(one.batch) if visit.side == patched] for one in (first, second)]
     score = lambda rows: rows @ weights  # noqa: E731
     ends = [
-        read_rows(predictor, reader, one, walked[-1], 1, ids)
-        for one, walked in zip((first, second), visits, strict=True)
+        read_rows(predictor, reader, one, walked[-1], ids) for one, walked in zip((first, second), visits, strict=True)
     ]
     rows = [
         score(patch_layer(predictor, reader, second, source, goal, counts[0], ids))
@@ -443,20 +459,22 @@ def with_target(sentence: Sentence, other: Sentence) -> Sentence:
 
 
 def patch_reference(
-    predictor: Predictor, reader: Reader, clean: Sentence, position: int
+    predictor: Predictor, reader: Reader, clean: Sentence, position: int | None
 ) -> tuple[np.ndarray, Float32[np.ndarray, " T"]]:
     """The output measured at each position, and the positions' weights, whose sum is 1.
 
-    Of an encoder-decoder all tokens of the output count alike; of others the best output at `position` alone.
+    Of an encoder-decoder all tokens of its output count alike, and so do all slots of an encoder without `position`.
+    Of others the best output at `position` alone counts, by default at the last one.
 
     Raises:
       ConfigError: there is no such position.
     """
     full = log_probs(predictor, reader, clean, {})
     ids, weights = references(predictor, clean, full), np.zeros(len(full), np.float32)
-    if reader.config.is_seq2seq:
+    if reader.config.is_seq2seq or (position is None and not predicts_next(predictor)):
         weights[:] = 1 / len(full)
         return ids, weights
+    position = -1 if position is None else position
     if not -len(full) <= position < len(full):
         raise ConfigError(f"position: got {position}, expected one of the text's {len(full)} slots")
     ids[position] = int(np.argmax(full[position]))
@@ -474,8 +492,10 @@ def patch_layer(
     ids: np.ndarray,
 ) -> Float32[np.ndarray, "P T"]:
     """Log-probabilities of the references when position p after one layer is that of another sentence: row p."""
-    x, inputs = repeat_rows(goal.output.x, goal.inputs, count)
-    index = jnp.arange(count)
-    x = x.at[index, index].set(source.output.x[0, :count])
-    *_, last = reader.resume(goal.side, goal.layer, x, inputs)
-    return read_rows(predictor, reader, sentence, last, count, ids)
+    found = []
+    for positions in chunks(count):
+        x, inputs = repeat_rows(goal.output.x, goal.inputs, MAX_ROWS)
+        x = x.at[jnp.arange(MAX_ROWS), positions].set(source.output.x[0, positions])
+        *_, last = reader.resume(goal.side, goal.layer, x, inputs)
+        found.append(read_rows(predictor, reader, sentence, last, ids))
+    return np.concatenate(found)[:count]

@@ -372,7 +372,7 @@ def maps_of(
     for visit in reader.walk(sentence.batch, maps=lambda side, layer: layer in chosen[side]):
         for kind, probs in (("attention", visit.output.attention), ("cross", visit.output.cross)):
             name = visit.side if kind == "attention" else "cross"
-            if probs is not None:
+            if probs is not None and visit.layer in chosen[visit.side]:
                 queries, keys = (sizes[stream] for stream in SIDES[name])
                 kept.setdefault(name, []).append(np.asarray(probs[0, :, :queries, :keys]))
         if explain is not None:  # what the backward pass reads: the residual streams alone

@@ -29,6 +29,9 @@ from jaxformer.types import Array, Batch, DeferredLogits, PyTree, RelationLogits
 Side = Literal["encoder", "decoder"]
 STREAMS: dict[str, Literal["source", "target"]] = {"encoder": "source", "decoder": "target"}
 """Stream that each side reads."""
+MAX_FREE_MAP = 256
+"""Up to this length probabilities are always computed: that costs less than to compile a program without them."""
+
 LOGIT_HEADS = ("tokens", "slots", "classes")
 """Kinds of heads whose outputs are logits."""
 
@@ -147,7 +150,7 @@ class Reader:
 
         Args:
           edits: of the layers that are changed.
-          maps: True for the layers whose probabilities are wanted.
+          maps: True for the layers whose probabilities are wanted; others may have them, too.
           replace: changes the residual stream between layers.
         """
         memory: Array | None = None
@@ -178,9 +181,8 @@ class Reader:
         for index in range(layer + 1, self.layers(side)):
             edit = (edits or {}).get((side, index)) or self.no_edits(side, x.shape[0])
             weights = self.layer_variables(side, index)
-            output = run_layer(
-                self.module, self.rest, weights, jnp.int32(index), x, inputs, edit, side, maps(side, index)
-            )
+            with_maps = maps(side, index) or (x.shape[0] == 1 and x.shape[1] <= MAX_FREE_MAP)
+            output = run_layer(self.module, self.rest, weights, jnp.int32(index), x, inputs, edit, side, with_maps)
             x = output.x if replace is None else replace(side, index, output.x)
             yield Visit(side, index, output._replace(x=x), inputs)
 
