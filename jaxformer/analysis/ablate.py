@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxformer import display
-from jaxformer.analysis import sentences
+from jaxformer.analysis import layers, sentences
 from jaxformer.analysis.attention import output_name
 from jaxformer.analysis.layers import Edits, Reader, Side, SideInputs, Visit
 from jaxformer.analysis.lens import by_position, predicts_next, row_name
@@ -93,14 +93,12 @@ class AblationScan:
         changes = [*(abs(array.mean(-1)).max() for array in (*self.heads.values(), *self.mlps.values()))]
         limit, parts = max(changes), []
         for kind, array in self.heads.items():
-            layers, heads = (
-                [f"{name} {i}" for i in range(n)] for name, n in zip(("layer", "head"), array.shape, strict=False)
-            )
-            parts.append(display.box(f"{kind} heads", display.heat_map(array.mean(-1), layers, heads, limit=limit)))
+            rows, columns = [f"layer {i}" for i in range(len(array))], [f"head {i}" for i in range(array.shape[1])]
+            parts.append(display.box(f"{kind} heads", display.heat_map(array.mean(-1), rows, columns, limit=limit)))
         for side, array in self.mlps.items():
-            layers = [f"layer {i}" for i in range(len(array))]
+            columns = [f"layer {i}" for i in range(len(array))]
             parts.append(
-                display.box(f"{side} mlp", display.heat_map(array.mean(-1)[None], ["mlp"], layers, limit=limit))
+                display.box(f"{side} mlp", display.heat_map(array.mean(-1)[None], ["mlp"], columns, limit=limit))
             )
         note = "Mean change of the log-probability of the text's tokens when a part is removed: red where it helped."
         return display.box(f"Ablations of {self.text}", *parts, note=note)
@@ -354,7 +352,7 @@ def measure_rows(
     found = []
     for rows in chunks(len(edit.mlp)):
         x, inputs = repeat_rows(previous.output.x, visit.inputs, MAX_ROWS)
-        edits = {(visit.side, visit.layer): Edits(*(factor[rows] for factor in edit))}
+        edits = {(visit.side, visit.layer): Edits(*(np.asarray(factor)[rows] for factor in edit))}
         *_, last = reader.resume(visit.side, visit.layer - 1, x, inputs, edits)
         found.append(read_rows(predictor, reader, sentence, last, ids))
     return np.concatenate(found)[: len(edit.mlp)]
@@ -375,7 +373,7 @@ def read_rows(
     length, vocab = len(sentence.ids[sentence.last]), predictor.runner.vocabulary.size
     found = []
     for row in range(rows):
-        one = jax.tree.map(lambda x: x[row : row + 1], (last.output.x, last.inputs.slots))  # noqa: B023
+        one = layers.select_row((last.output.x, last.inputs.slots), row)
         scores = np.asarray(log_softmax(by_position(reader.logits(*one), length, vocab)))
         found.append(scores[np.arange(len(ids)), ids])
     return np.stack(found)
@@ -392,14 +390,22 @@ def finish_walk(reader: Reader, batch: Batch, last: Visit, rows: int) -> Visit:
 
 def repeat_rows(x: Array, inputs: SideInputs, rows: int) -> tuple[Array, SideInputs]:
     """A residual stream and the inputs of a side, of one row, with that row `rows` times."""
-    repeat = lambda tree: jax.tree.map(lambda leaf: jnp.repeat(jnp.asarray(leaf), rows, axis=0), tree)  # noqa: E731
     convolved = inputs.convolved
     if convolved is not None:  # its parameters have no rows
-        convolved = convolved.replace(output=repeat(convolved.output), visible=repeat(convolved.visible))
-    return repeat(x), repeat(inputs._replace(convolved=None))._replace(convolved=convolved)
+        output, visible = layers.repeat_rows((convolved.output, convolved.visible), rows)
+        convolved = convolved.replace(output=output, visible=visible)
+    x, inputs = layers.repeat_rows((x, inputs._replace(convolved=None)), rows)
+    return x, inputs._replace(convolved=convolved)
 
 
 log_softmax = jax.jit(jax.nn.log_softmax)
+
+
+@jax.jit
+def put_states(x: Array, source: Array, positions: Array) -> Array:
+    """`x` `[R, T, D]` with slot `positions[r]` of row r from the only row of `source`."""
+    rows = jnp.arange(x.shape[0])
+    return x.at[rows, positions].set(source[0, positions])
 
 
 # --- patching ---------------------------------------------------------------------------------------------------------
@@ -495,7 +501,7 @@ def patch_layer(
     found = []
     for positions in chunks(count):
         x, inputs = repeat_rows(goal.output.x, goal.inputs, MAX_ROWS)
-        x = x.at[jnp.arange(MAX_ROWS), positions].set(source.output.x[0, positions])
+        x = put_states(x, source.output.x, positions)
         *_, last = reader.resume(goal.side, goal.layer, x, inputs)
         found.append(read_rows(predictor, reader, sentence, last, ids))
     return np.concatenate(found)[:count]

@@ -21,6 +21,7 @@ from jaxformer.analysis.layers import LOGIT_HEADS, Reader
 from jaxformer.analysis.lens import Lens
 from jaxformer.analysis.sentences import Sentence
 from jaxformer.config import DecodeConfig
+from jaxformer.decode.batching import bucket_length
 from jaxformer.errors import ConfigError
 from jaxformer.models.build import count_params
 from jaxformer.tasks import Predictor
@@ -36,6 +37,8 @@ MAX_SCANNED_PARTS = 400
 
 MAX_SENTENCES = 32
 """Sentences of one page."""
+
+STREAM_NAMES = ("source", "target")
 
 SAMPLE_PAIR = (
     "I poured water from the bottle into the cup until it was full.",
@@ -76,7 +79,7 @@ def document(
         raise ConfigError(f"explore: got {len(lines)} sentences, expected 1 to {MAX_SENTENCES}")
     attention.check(predictor.config.model)
     model, params = predictor.config.model, predictor.runner.variables["params"]
-    found = [sentence(predictor, line, options) for line in lines]
+    found = [describe(predictor, read, options) for read in sentences.read(predictor, lines)]
     return {
         "format": FORMAT,
         "name": name,
@@ -90,6 +93,17 @@ def document(
         "patching": None if pair is None or not can_edit(predictor) else patching(predictor, *pair),
         "induction": induction(predictor),
     }
+
+
+def pair_of(predictor: Predictor, lines: Sequence[str]) -> tuple[str, str]:
+    """Two sentences to patch between: the first two with equally many tokens, else `SAMPLE_PAIR`."""
+    side = "source" if predictor.config.model.has_encoder else "target"
+    sizes = [len(sentences.plain(predictor.config.model, prompt).get(side, ())) for prompt in predictor.prompts(lines)]
+    for second, size in enumerate(sizes):
+        first = sizes.index(size)
+        if first < second:
+            return lines[first], lines[second]
+    return SAMPLE_PAIR
 
 
 def writes(predictor: Predictor) -> bool:
@@ -113,6 +127,23 @@ def sentence(
       forced: tokens that the generated text begins with.
     """
     (read,) = sentences.read(predictor, [line], None if target is None else [target])
+    return describe(predictor, read, options, target, forced)
+
+
+def prepare(predictor: Predictor, lines: Sequence[str], options: Options) -> Predictor:
+    """The predictor with one padded length for all of these sentences, so that each program is compiled once."""
+    model = predictor.config.model
+    lengths = [len(ids) for prompt in predictor.prompts(lines) for name, ids in prompt.items() if name in STREAM_NAMES]
+    more = 0 if model.encoder is not None or not writes(predictor) else options.new_tokens
+    size = bucket_length(max(lengths, default=1) + more)
+    return dataclasses.replace(predictor, runner=dataclasses.replace(predictor.runner, buckets=(size,)))
+
+
+def describe(
+    predictor: Predictor, read: Sentence, options: Options, target: str | None = None, forced: Sequence[int] = ()
+) -> dict[str, Any]:
+    """`sentence` of one that has been read."""
+    line = read.text
     longest = max(len(ids) for ids in read.ids.values())
     if longest > MAX_TOKENS:
         raise ConfigError(
@@ -129,7 +160,7 @@ def sentence(
         "relevance": relevance_json(maps),
         "lens": lens_json(lens.lens_of(predictor, read, options.top)) if has_lens else None,
         "ablation": scan_json(predictor, read),
-        **(written(predictor, line, options, forced) if writes(predictor) else {"steps": None, "beam": None}),
+        **(written(predictor, read, options, forced) if writes(predictor) else {"steps": None, "beam": None}),
     }
 
 
@@ -218,14 +249,13 @@ def scan_json(predictor: Predictor, read: Sentence) -> dict[str, Any] | None:
 
 
 def ablation(
-    predictor: Predictor, line: str, heads: Sequence[ablate.HeadChoice], mlps: Sequence[ablate.MlpChoice], top: int
+    predictor: Predictor, line: str, heads: Sequence[ablate.HeadChoice], mlps: Sequence[ablate.MlpChoice]
 ) -> dict[str, Any]:
     """What changes in a sentence without some parts: the outputs with and without them."""
     (found,) = ablate.ablate(predictor, [line], heads, mlps)
     if not isinstance(found, ablate.Ablation):
         raise TypeError("ablation: got a scan, expected chosen parts")
-    best = np.argsort(-found.after, axis=-1, kind="stable")[:, :top]
-    index = np.arange(len(best))
+    index = np.arange(len(found.tokens))
     return {
         "removed": list(found.removed),
         "tokens": list(found.tokens),
@@ -233,7 +263,7 @@ def ablation(
         "before": array_json(found.before[index, found.reference_ids]),
         "after": array_json(found.after[index, found.reference_ids]),
         "best_before": [attention.output_name(predictor, int(i)) for i in np.argmax(found.before, axis=-1)],
-        "best_after": [attention.output_name(predictor, int(row[0])) for row in best],
+        "best_after": [attention.output_name(predictor, int(i)) for i in np.argmax(found.after, axis=-1)],
     }
 
 
@@ -264,10 +294,10 @@ def induction(predictor: Predictor) -> list[list[float]] | None:
     return attention.induction_scores(predictor)["decoder"].tolist()
 
 
-def written(predictor: Predictor, line: str, options: Options, forced: Sequence[int]) -> dict[str, Any]:
+def written(predictor: Predictor, read: Sentence, options: Options, forced: Sequence[int]) -> dict[str, Any]:
     """The model's output by token, and the tree of a beam search."""
-    decode = decode_options(predictor, options)
-    steps = generation.steps(predictor, line, decode, forced, options.top)
+    decode, line = decode_options(predictor, options), read.text
+    steps = generation.steps(predictor, line, decode, forced, options.top, None if forced else read.written)
     beams = dataclasses.replace(decode, method="beam", beams=options.beams, hypotheses=1)
     tree = generation.beam_tree(predictor, line, beams) if not forced else []
     tokenizer = predictor.framing.tokenizers.target

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float32, Int
 
 from jaxformer.analysis import sentences
+from jaxformer.analysis.layers import Reader
 from jaxformer.analysis.lens import by_position, read_logits
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import cache_schedule
@@ -24,7 +25,7 @@ from jaxformer.decode.search.base import RowSettings
 from jaxformer.decode.search.beam import BeamSearch
 from jaxformer.errors import ConfigError
 from jaxformer.tasks import Features, Predictor
-from jaxformer.types import Batch, PyTree
+from jaxformer.types import Array, Batch, PyTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,47 +96,65 @@ def prompt_of(predictor: Predictor, line: str, forced: Sequence[int] = ()) -> Fe
     return {**prompt, "target": target}
 
 
-def steps(predictor: Predictor, line: str, options: DecodeConfig, forced: Sequence[int] = (), top: int = 8) -> Steps:
+def steps(
+    predictor: Predictor,
+    line: str,
+    options: DecodeConfig,
+    forced: Sequence[int] = (),
+    top: int = 8,
+    written: np.ndarray | None = None,
+) -> Steps:
     """The best output of a line, with the alternatives of every token.
 
     Args:
       options: how to decode; an output ends at the model's last position.
       forced: tokens that the output begins with; they are steps, too.
       top: number of alternatives.
+      written: the output, if it is known.
     """
     check(predictor)
     runner, tokenizer = predictor.runner, predictor.framing.tokenizers.target
-    start, prompt = prompt_of(predictor, line), prompt_of(predictor, line, forced)
-    has_ended = bool(forced) and forced[-1] in runner.vocabulary.eos
-    found = [] if has_ended else runner.generate([prompt], _bounded(options))[0]
-    ids = np.asarray([*forced, *(found[0].tokens if found else [])], np.int32)
-    whole = {**start, "target": np.concatenate([start["target"], ids])}
-    before, count = len(start["target"]), len(ids)
+    start = prompt_of(predictor, line)
+    if written is None:
+        has_ended = bool(forced) and forced[-1] in runner.vocabulary.eos
+        prompts = [] if has_ended else [prompt_of(predictor, line, forced)]
+        found = [output for outputs in runner.generate(prompts, _bounded(options)) for output in outputs]
+        written = np.asarray([*forced, *(found[0].tokens if found else [])], np.int32)
+    before, count = len(start["target"]), len(written)
     limit = runner.max_target_length
-    if limit is not None and len(whole["target"]) - 1 > limit:
-        raise ConfigError(
-            f"generation: got {len(whole['target'])} tokens, expected at most the model's {limit} positions"
-        )
-    batch = padded(predictor, {**whole, "target": whole["target"][:-1]} if count else whole)
-    logits = forward(runner.module, runner.variables, batch, None, None)
-    scores = by_position(logits[:1], before + count, runner.vocabulary.size)[before - 1 : before - 1 + count]
-    read = read_logits(scores, jnp.asarray(ids), min(top, scores.shape[-1]))
+    if limit is not None and before + count - 1 > limit:
+        got = f"{before + count} tokens"
+        raise ConfigError(f"generation: got {got}, expected at most the model's {limit} positions; shorten the text")
+    read = np.concatenate([start["target"], written])[: max(before + count - 1, before)]
+    logits = final_logits(predictor, padded(predictor, {**start, "target": read}))
+    scores = by_position(logits, len(read), runner.vocabulary.size)[before - 1 : before - 1 + count]
+    readings = read_logits(scores, jnp.asarray(written), min(top, scores.shape[-1]))
     names = functools.partial(sentences.token_names, tokenizer)
-    alternatives = np.asarray(read.ids)
+    alternatives = np.asarray(readings.ids)
     return Steps(
         prompt=names(start["target"]),
-        ids=ids,
-        tokens=names(ids),
+        ids=written,
+        tokens=names(written),
         alternative_ids=alternatives,
         alternatives=tuple(names(row) for row in alternatives),
-        probs=np.exp(np.asarray(read.log_probs)),
-        chosen_probs=np.exp(np.asarray(read.reference)),
+        probs=np.exp(np.asarray(readings.log_probs)),
+        chosen_probs=np.exp(np.asarray(readings.reference)),
     )
 
 
 def _bounded(options: DecodeConfig) -> DecodeConfig:
     """The options for one output with the parameters as they are, which are also read for the alternatives."""
     return dataclasses.replace(options, hypotheses=1, past_positions="stop", weights="float")
+
+
+def final_logits(predictor: Predictor, batch: Batch) -> Float32[Array, "B T V"]:
+    """The model's logits of a batch; of a transformer a layer at a time."""
+    runner, model = predictor.runner, predictor.config.model
+    if model.decoder is None:
+        return forward(runner.module, runner.variables, batch, None, None)
+    reader = Reader(runner.module, runner.variables)
+    *_, last = reader.walk(batch)
+    return reader.logits(last.output.x, last.inputs.slots)
 
 
 def padded(predictor: Predictor, prompt: Features) -> Batch:

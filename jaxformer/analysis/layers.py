@@ -122,9 +122,10 @@ class Reader:
     def layer_variables(self, side: Side, layer: int) -> dict[str, PyTree]:
         """The variables of one layer."""
         collections = ((name, part.get(side, {})) for name, part in self.variables.items())
-        return {
-            name: jax.tree.map(lambda x: x[layer], part["blocks"]) for name, part in collections if "blocks" in part
-        }
+        stacked = {name: part["blocks"] for name, part in collections if "blocks" in part}
+        if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(stacked)):
+            return select_layer(stacked, layer)
+        return jax.tree.map(lambda x: x[layer], stacked)  # on the host: the device gets this layer alone
 
     def layers(self, side: Side) -> int:
         """Number of layers of a side."""
@@ -197,7 +198,7 @@ class Reader:
     def decoder_input(self, batch: Batch, rows: int) -> tuple[Float[Array, "B T D"], SideInputs]:
         """Input of the decoder's first layer for `rows` copies of a batch's only row; its slots, without a memory."""
         stream = batch.side("target")
-        stream = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), rows, axis=0), stream)
+        stream = repeat_rows(stream, rows)
         x, convolved = embed(self.module, self.rest, stream, "decoder")
         return x, SideInputs(stream.slots, stream.token_type, convolved=convolved)
 
@@ -217,6 +218,24 @@ def _without_blocks(part: PyTree) -> PyTree:
 def apply(module: nn.Module, variables: PyTree, function: Callable[[Any], Any]) -> Any:
     """Result of a function of the bound module."""
     return module.apply(variables, method=function)
+
+
+@jax.jit
+def select_layer(stacked: PyTree, layer: Int[Array, ""] | int) -> PyTree:
+    """One layer of arrays `[L, ...]`."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacked)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def repeat_rows(tree: PyTree, rows: int) -> PyTree:
+    """Arrays of one row with that row `rows` times."""
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), tree)
+
+
+@jax.jit
+def select_row(tree: PyTree, row: Int[Array, ""] | int) -> PyTree:
+    """Arrays of one of many rows, with an axis of one row."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), tree)
 
 
 def _stack(module: Any, side: Side) -> Stack:

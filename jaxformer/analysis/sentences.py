@@ -26,10 +26,12 @@ class Sentence:
 
     Attributes:
       text: the line.
-      batch: one row, padded to a bucket's length so that few shapes are compiled.
+      batch: one row, padded to the length of the longest of its call, and to a bucket, so that few shapes are
+        compiled.
       ids: int32 `[n]` of the sides that the model reads, "source" and "target"; without padding.
       tokens: their names, as people read them.
       cut: number of tokens of the line that were not read.
+      written: int32 `[m]`, the output of an encoder-decoder with its end, if it is the model's own; else None.
     """
 
     text: str
@@ -37,6 +39,7 @@ class Sentence:
     ids: dict[str, np.ndarray]
     tokens: dict[str, tuple[str, ...]]
     cut: int = 0
+    written: np.ndarray | None = None
 
     @property
     def last(self) -> str:
@@ -71,9 +74,16 @@ def read(predictor: Predictor, lines: Sequence[str], targets: Sequence[str] | No
     for number, prompt in enumerate(prompts):
         if not len(prompt.get("source", prompt.get("target", ()))):
             raise ConfigError(f"line {number + 1}: got no tokens, expected some; write a text")
+    written: list[np.ndarray | None] = [None] * len(lines)
+    if model.is_seq2seq and targets is None:
+        options = dataclasses.replace(predictor.config.decode, hypotheses=1)
+        found = predictor.runner.generate(prompts, options)
+        written = [outputs[0].tokens if outputs else np.zeros(0, np.int32) for outputs in found]
     if model.is_seq2seq:
-        prompts = with_outputs(predictor, prompts, targets)
-    return [sentence(predictor, line, prompt) for line, prompt in zip(lines, prompts, strict=True)]
+        prompts = with_targets(predictor, prompts, targets, written)
+    longest = [max(len(prompt.get(side, ())) for prompt in prompts) for side in ("source", "target")]
+    parts = zip(lines, prompts, written, strict=True)
+    return [sentence(predictor, line, prompt, tokens, longest) for line, prompt, tokens in parts]
 
 
 def plain(model: ModelConfig, prompt: Features) -> Features:
@@ -84,24 +94,28 @@ def plain(model: ModelConfig, prompt: Features) -> Features:
     return prompt
 
 
-def with_outputs(predictor: Predictor, prompts: Sequence[Features], targets: Sequence[str] | None) -> list[Features]:
-    """The prompts with a complete target each: the text that is given, or what the model writes."""
-    runner, end = predictor.runner, set(predictor.runner.vocabulary.eos)
-    if targets is None:
-        options = dataclasses.replace(predictor.config.decode, hypotheses=1)
-        found = [list(outputs[0].tokens) if outputs else [] for outputs in runner.generate(prompts, options)]
-        written = [tokens[:-1] if tokens and int(tokens[-1]) in end else tokens for tokens in found]
-    else:
-        written = [predictor.framing.tokenizers.target.encode(text) for text in targets]
-    start = [] if runner.vocabulary.start is None else [runner.vocabulary.start]
-    return [
-        {**prompt, "target": np.asarray([*prompt.get("target", start), *tokens], np.int32)}
-        for prompt, tokens in zip(prompts, written, strict=True)
-    ]
+def with_targets(
+    predictor: Predictor,
+    prompts: Sequence[Features],
+    targets: Sequence[str] | None,
+    written: Sequence[np.ndarray | None],
+) -> list[Features]:
+    """The prompts with a complete target each: the text that is given, or what the model wrote, without its end."""
+    vocabulary, tokenizer = predictor.runner.vocabulary, predictor.framing.tokenizers.target
+    start = [] if vocabulary.start is None else [vocabulary.start]
+    complete = []
+    for index, (prompt, own) in enumerate(zip(prompts, written, strict=True)):
+        tokens = tokenizer.encode(targets[index]) if targets is not None else [] if own is None else own.tolist()
+        if targets is None and tokens and tokens[-1] in vocabulary.eos:
+            tokens = tokens[:-1]
+        complete.append({**prompt, "target": np.asarray([*prompt.get("target", start), *tokens], np.int32)})
+    return complete
 
 
-def sentence(predictor: Predictor, line: str, prompt: Features) -> Sentence:
-    """The sentence of a prompt.
+def sentence(
+    predictor: Predictor, line: str, prompt: Features, written: np.ndarray | None, longest: Sequence[int]
+) -> Sentence:
+    """The sentence of a prompt, padded like one of `longest` tokens in source and target.
 
     Raises:
       ConfigError: it has more tokens than the model has positions.
@@ -117,9 +131,10 @@ def sentence(predictor: Predictor, line: str, prompt: Features) -> Sentence:
                 "shorten it"
             )
     buckets = buckets_within(runner.buckets, *limits.values())
-    batch = pad_batch([prompt], 1, (runner.source_pad, runner.vocabulary.pad), buckets)
+    source, target = ((bucket_length(size, buckets),) for size in longest)
+    batch = pad_batch([prompt], 1, (runner.source_pad, runner.vocabulary.pad), source, target)
     names = {side: token_names(getattr(tokenizers, side), tokens) for side, tokens in ids.items()}
-    return Sentence(line, batch, ids, names, int(prompt.get("cut", 0)))
+    return Sentence(line, batch, ids, names, int(prompt.get("cut", 0)), written)
 
 
 def row_of_ids(ids: np.ndarray, side: str) -> Batch:

@@ -87,7 +87,7 @@ def page_charts() -> list[charts.Chart]:
 
 
 def section(document: Mapping[str, Any], serve: bool = False) -> str:
-    """The explorer's elements, with its data, for the body of a page that has `charts.scripts(page_charts(), script())`."""
+    """The explorer's elements and its data. The page has `charts.scripts(page_charts(), script())` at its end."""
     figures = {chart.name: charts.figure(chart) for chart in page_charts()}
     content = charts.json_text({**document, "serve": serve})
     template = templating.environment().get_template("explorer.html")
