@@ -328,12 +328,11 @@ def attention(
     """The attention of a model for each line; see `jaxformer.Model.attention`."""
     model = predictor.config.model
     check(model)
+    is_recurrent = model.recurrent_decoder is not None
+    if is_recurrent and (gradient or layers is not None):
+        raise ConfigError("attention: got gradient or layers of a recurrent model, expected neither; leave them out")
     found = sentences.read(predictor, lines, targets)
-    if model.recurrent_decoder is not None:
-        if gradient or layers is not None:
-            raise ConfigError(
-                "attention: got gradient or layers of a recurrent model, expected neither; leave them out"
-            )
+    if is_recurrent:
         return Results(recurrent_maps(predictor, one) for one in found)
     reader = Reader(predictor.runner.module, predictor.runner.variables)
     return Results(maps_of(predictor, reader, one, layers, position if gradient else None) for one in found)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import builders
+import jax
 import numpy as np
 
 from jaxformer import testing
@@ -14,8 +15,10 @@ from jaxformer.config import (
     DecodeConfig,
     EmbedConfig,
     EncodingConfig,
+    FeedForwardConfig,
     HeadConfig,
     ModelConfig,
+    NormConfig,
     RecurrentConfig,
     TaskConfig,
     TokenizerConfig,
@@ -26,7 +29,12 @@ from jaxformer.models import build
 
 VOCAB = 264
 DATA = DataConfig(tokenizer=TokenizerConfig(kind="byte"), length=16, buckets=(8,))
-STACK = builders.stack(embed=EmbedConfig(vocab=VOCAB), attention=AttentionConfig(heads=4, kv_heads=2))
+STACK = builders.stack(  # few parameters: compiling takes time by the array
+    embed=EmbedConfig(vocab=VOCAB),
+    attention=AttentionConfig(heads=4, kv_heads=2, bias=False),
+    ffn=FeedForwardConfig(width=16, activation="relu"),
+    norm=NormConfig(kind="rms"),
+)
 LEARNED = dataclasses.replace(STACK, encoding=EncodingConfig(kind="learned", max_length=16))
 GRU = RecurrentConfig(cell="gru", layers=2, width=8, embed=EmbedConfig(vocab=VOCAB))
 ADDITIVE = dataclasses.replace(GRU, attention="additive")
@@ -58,5 +66,6 @@ def sown(name, text, target=None):
     held = model(name)
     targets = None if target is None else [target]
     (sentence,) = sentences.read(held.predictor, [text], targets)
-    logits, found = held.module.apply(held.inference_variables(), sentence.batch, mutable=["intermediates"])
+    read = jax.jit(lambda variables, batch: held.module.apply(variables, batch, mutable=["intermediates"]))
+    logits, found = read(held.inference_variables(), sentence.batch)
     return sentence, np.asarray(logits), found["intermediates"]

@@ -1,14 +1,12 @@
 """The lens by hand, and parts removed against the same parameters set to zero."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
 
-from jaxformer.analysis import generation, recurrent
+from jaxformer.analysis import recurrent
 from jaxformer.config import ConfigError
 
 TEXT, TARGET = "a cab", "dab"
@@ -21,7 +19,7 @@ def log_softmax(logits):
 def test_the_lens_is_the_head_on_each_layer():
     model = small.model("language_modelling")
     (found,) = model.lens([TEXT], top=3)
-    sentence, logits, sown = small.sown("language_modelling", TEXT)
+    _, logits, sown = small.sown("language_modelling", TEXT)
     length = len(found.tokens)
     states = [sown["decoder"]["input"][0], *sown["decoder"]["blocks"]["output"][0]]
     params, size = model.params, model.tokenizers.target.size
@@ -29,10 +27,8 @@ def test_the_lens_is_the_head_on_each_layer():
     final = log_softmax(logits[0, :length, :size]).argmax(-1)
     for row, x in enumerate(states):
         x = np.asarray(x[0, :length], np.float64)
-        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(
-            x.var(-1, keepdims=True) + model.config.model.decoder.norm.epsilon
-        )
-        by_hand = log_softmax((x * norm["scale"] + norm["bias"]) @ np.asarray(table, np.float64)[:size].T)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + model.config.model.decoder.norm.epsilon)
+        by_hand = log_softmax((x * norm["scale"]) @ np.asarray(table, np.float64)[:size].T)
         best = np.argsort(-by_hand, axis=-1)[:, :3]
         np.testing.assert_allclose(found.probs[row], np.exp(np.take_along_axis(by_hand, best, 1)), rtol=1e-4)
         np.testing.assert_array_equal(found.ids[row], best)
@@ -157,7 +153,7 @@ def test_patching_everything_is_the_other_sentence():
     assert found.log_probs.shape == (3, len(found.clean_tokens)) and len(found.clean_tokens) == 6
     changed = [t for t in range(6) if found.clean_tokens[t] != found.corrupted_tokens[t]]
     assert changed == [4]
-    # The input of the changed token is all that differs, and after the last layer only the position that is read counts.
+    # The input of the changed token is all that differs, and after the last layer only the slot that is read counts.
     np.testing.assert_allclose(found.log_probs[0, 4], found.clean_log_prob, atol=1e-5)
     np.testing.assert_allclose(np.delete(found.log_probs[0], 4), found.corrupted_log_prob, atol=1e-5)
     np.testing.assert_allclose(found.log_probs[-1, -1], found.clean_log_prob, atol=1e-5)
@@ -175,39 +171,3 @@ def test_patching_an_encoder_decoder_changes_its_source():
     assert len(found.answer.split()) == 4  # three tokens and what follows them
     with pytest.raises(ConfigError, match=r"patch: got sentences of 3 and 4 tokens \(a b </s> and a b c </s>\)"):
         small.model("translation").patch("ab", "abc")
-
-
-def test_steps_have_the_models_alternatives_and_can_be_forced():
-    model = small.model("language_modelling")
-    decode = dataclasses.replace(model.config.decode, max_length=3)
-    found = generation.steps(model.predictor, "ab", decode, top=4)
-    (outputs,) = model.outputs(["ab"], max_length=3)
-    assert found.ids.tolist() == outputs[0].tokens.tolist()
-    np.testing.assert_array_equal(found.alternative_ids[:, 0], found.ids)  # greedy search takes the likeliest
-    np.testing.assert_allclose(np.log(found.chosen_probs).sum(), outputs[0].score, rtol=1e-4)
-    other = int(found.alternative_ids[0, 1])
-    forced = generation.steps(model.predictor, "ab", decode, forced=[other], top=4)
-    assert forced.ids[0] == other and np.isclose(forced.chosen_probs[0], found.probs[0, 1], rtol=1e-4)
-    ended = generation.steps(model.predictor, "ab", decode, forced=[model.predictor.runner.vocabulary.eos[0]])
-    assert len(ended.ids) == 1
-    with pytest.raises(ConfigError, match="forced: got"):
-        generation.steps(model.predictor, "ab", decode, forced=[10**6])
-    with pytest.raises(ConfigError, match="writes no text"):
-        generation.steps(small.model("classification").predictor, "ab", decode)
-
-
-def test_a_beam_tree_ends_in_the_result_of_decoding():
-    model = small.model("language_modelling")
-    decode = dataclasses.replace(model.config.decode, method="beam", beams=3, max_length=3)
-    tree = generation.beam_tree(model.predictor, "ab", decode)
-    (outputs,) = model.outputs(["ab"], decode=decode)
-    best = [node for node in tree if node.is_best]
-    assert [node.id for node in best] == outputs[0].tokens.tolist()
-    assert np.isclose(best[-1].score, outputs[0].score, rtol=1e-4)
-    assert all(node.parent < index for index, node in enumerate(tree))
-    for node in tree:
-        if node.parent >= 0:
-            assert tree[node.parent].step == node.step - 1 and node.log_prob <= tree[node.parent].log_prob + 1e-5
-    assert max(node.score for node in tree if node.score is not None) == best[-1].score
-    with pytest.raises(ConfigError, match="got decode.method greedy"):
-        generation.beam_tree(model.predictor, "ab", model.config.decode)
