@@ -14,7 +14,7 @@ def run(arguments: Namespace) -> int:
         overrides.read(workdir)
     from jaxformer import report
 
-    print(f"written to {report.write(arguments.workdir, arguments.output)}")
+    print(f"written to {report.write(arguments.workdir, arguments.output, arguments.figures)}")
     return 0
 
 
@@ -28,5 +28,6 @@ COMMAND = Command(
             "folder that holds them",
             default="",
         ),
+        "figures": Flag("folder for every chart as PNG and SVG, for papers; made if it is missing", default=""),
     },
 )

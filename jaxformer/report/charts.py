@@ -34,7 +34,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,6 +162,18 @@ class Scripts:
         return "; ".join([*rules, "connect-src 'self'"] if connect else rules)
 
 
+def slug(text: str, taken: set[str] | None = None) -> str:
+    """A name for `NAME_PATTERN` out of any text. It is added to `taken`, and differs from the names in it."""
+    name = stem = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "chart"
+    count = 1
+    while taken is not None and name in taken:
+        count += 1
+        name = f"{stem}-{count}"
+    if taken is not None:
+        taken.add(name)
+    return name
+
+
 # --- in a page --------------------------------------------------------------------------------------------------------
 
 
@@ -175,11 +187,12 @@ def figure(chart: Chart) -> str:
     return template.render(chart=chart, zooms=has_zoom(chart.spec), height=_height(chart.spec))
 
 
-def scripts(charts: Sequence[Chart], extra: str = "") -> Scripts:
+def scripts(charts: Sequence[Chart], extra: str = "", live: str = "") -> Scripts:
     """The data of all charts, the library and the script that draws them, for the end of a page's body.
 
     Args:
       extra: JavaScript of the page's own, run last; it may call `window.charts` (see `templates/charts.js`).
+      live: value that `window.charts.live` has.
 
     Raises:
       ValueError: two charts have one name, or differ in a data set of one name.
@@ -200,8 +213,8 @@ def scripts(charts: Sequence[Chart], extra: str = "") -> Scripts:
             "data": list(chart.data),
         }
     named = {name: dict(columns) for name, columns in data.items()}
-    content = json_text({"charts": shown, "data": named, "theme": theme(INK_PLACEHOLDER)})
-    bodies = [library(), _template("charts.js"), *([extra] if extra else [])]
+    content = json_text({"charts": shown, "data": named, "theme": theme(INK_PLACEHOLDER), "live": live})
+    bodies = [library(), templating.text("charts.js"), *([extra] if extra else [])]
     element = f'<script type="application/json" id="chart-data">{content}</script>\n'
     return Scripts(
         element + "\n".join(f"<script>{body}</script>" for body in bodies), tuple(script_hash(body) for body in bodies)
@@ -221,7 +234,7 @@ def script_hash(body: str) -> str:
 
 def style() -> str:
     """CSS of charts; it uses the variables `--ink --paper --soft --line` of the page."""
-    return _template("charts.css")
+    return templating.text("charts.css")
 
 
 @cache
@@ -359,8 +372,3 @@ def _print_spec(chart: Chart, ink: str) -> str:
 def _height(spec: Mapping[str, Any]) -> int:
     height = spec.get("height", 240)
     return height if isinstance(height, int) else 240
-
-
-@cache
-def _template(name: str) -> str:
-    return resources.files("jaxformer.report").joinpath("templates", name).read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import resources
 
 import jinja2
 
@@ -17,3 +18,9 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+@cache
+def text(name: str) -> str:
+    """Content of a file of `jaxformer/report/templates` as it is: scripts and styles."""
+    return resources.files("jaxformer.report").joinpath("templates", name).read_text(encoding="utf-8")

@@ -243,6 +243,7 @@ window.charts = (() => {
 
   return {
     names: Object.keys(store.charts),
+    live: store.live,
     options,
     rows,
     view: (name) => drawn.get(name)?.view,

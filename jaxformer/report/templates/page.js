@@ -1,0 +1,50 @@
+// The controls of the curves, and a live page's questions to its server.
+"use strict";
+(() => {
+  const $ = (id) => document.getElementById(id);
+
+  function apply() {
+    const smooth = Number($("smooth").value);
+    $("smooth-value").textContent = smooth ? `${2 * smooth + 1} points` : "none";
+    $("smooth").setAttribute("aria-valuetext", $("smooth-value").textContent);
+    const log = $("log-y").value;
+    return { axis: $("axis").value, smooth, log_x: $("log-x").checked, log_y: log === "" ? null : log === "1" };
+  }
+
+  if ($("controls")) {
+    $("controls").addEventListener("submit", (event) => event.preventDefault());
+    $("smooth").addEventListener("input", () => charts.set({ smooth: apply().smooth }));
+    for (const id of ["axis", "log-y", "log-x"]) $(id).addEventListener("change", () => charts.set(apply()));
+    charts.set(apply()); // a browser that goes back restores the form
+  }
+
+  // --- live ----------------------------------------------------------------------------------------------------------
+
+  // Each answer holds whole data sets. The page never joins old points with new ones, so that a run that was cut back
+  // to a checkpoint shows no point twice and none that no longer exists.
+  const SECONDS = 2;
+  let version = "";
+
+  async function poll() {
+    try {
+      const answer = await fetch(`data?version=${encodeURIComponent(version)}`, { cache: "no-store" });
+      if (!answer.ok) throw new Error(`${answer.status}`);
+      const news = await answer.json();
+      if (news.page !== charts.live) {
+        location.reload(); // other charts: a measure, a sample or an evaluation has been added
+        return;
+      }
+      if (news.version !== version) {
+        version = news.version;
+        for (const [name, columns] of Object.entries(news.data)) charts.replace(name, columns);
+        $("status").textContent = news.status;
+      }
+      document.body.dataset.live = version;
+    } catch {
+      $("status").textContent = "The server does not answer; what is shown may be old. Trying again.";
+    }
+    setTimeout(poll, SECONDS * 1000);
+  }
+
+  if (charts.live) poll();
+})();
