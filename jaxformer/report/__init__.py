@@ -13,10 +13,10 @@ from pathlib import Path
 
 from jaxformer.errors import ConfigError
 from jaxformer.report import charts, curves, page, runs
+from jaxformer.report.runs import expand
 from jaxformer.runtime import files, secrets
-from jaxformer.train import seeds
 
-__all__ = ["write", "write_after_training"]
+__all__ = ["expand", "write", "write_after_training"]
 
 
 def write(
@@ -27,7 +27,7 @@ def write(
     """Writes a page, and a figure of the losses beside it, if there are any.
 
     One run gets `report.html` and `loss.png` in its workdir. Several runs get `comparison.html` and `comparison.png`
-    in the nearest common parent directory, so that no run's own page is replaced. A folder of seeds
+    in the nearest common parent directory, so that no run's own page is replaced. A folder of seeds or of a sweep
     stands for its runs.
 
     Args:
@@ -42,8 +42,10 @@ def write(
     """
     if not workdirs:
         raise ConfigError("report: got no workdir, expected at least one; give --workdir=DIR")
-    read_runs = runs.read(seeds.expand(workdirs))
+    read_runs = runs.read(runs.expand(workdirs))
     target, picture = _output_paths(read_runs, output)
+    if figures:
+        charts.write_figures(page.all_charts(page.content(read_runs)), Path(figures))
     try:
         shown = curves.all_charts(read_runs)
         if shown:
@@ -52,8 +54,6 @@ def write(
     except OSError as error:
         got = f"{target}: got {error.strerror or error}"
         raise ConfigError(f"{got}, expected to write the page there; give --output=FILE.html") from error
-    if figures:
-        charts.write_figures(page.all_charts(page.content(read_runs)), Path(figures))
     return target
 
 

@@ -111,8 +111,8 @@ class Chart:
       note: remark under the caption, such as what was left out.
       renderer: "svg", or "canvas" for more than a few thousand marks, such as heat maps.
       width: of figures for papers, in pixels.
-      readout: fields (x, y, series, shown name of y) whose values are shown at the cursor, by mouse and by arrow keys;
-        None if the marks have tooltips of their own. The specification has `CURSOR` and `CURSOR_RULE`.
+      readout: fields (x, y, name of the series, its colour) whose values are shown at the cursor, by mouse and by arrow
+        keys; None if the marks have tooltips of their own. The specification has `CURSOR` and `CURSOR_RULE`.
       curve: True if the page's controls of curves (axis, smoothing, logarithms) apply to it.
     """
 
@@ -312,7 +312,7 @@ def theme(ink: str) -> dict[str, Any]:
         "titleFontWeight": "normal", "labelOverlap": True,
     }  # fmt: skip
     legend = {"labelColor": ink, "titleColor": ink, "labelLimit": 280, "symbolStrokeWidth": 2.5, "orient": "bottom",
-              "columns": 2, "titleFontWeight": "normal"}  # fmt: skip
+              "columns": 2, "titleFontWeight": "normal", "layout": {"bottom": {"direction": "vertical"}}}  # fmt: skip
     text = {"color": ink, "subtitleColor": ink, "fontWeight": 600, "fontSize": 14, "anchor": "start"}
     return {
         "axis": axis,
@@ -320,6 +320,7 @@ def theme(ink: str) -> dict[str, Any]:
         "title": text,
         "header": {"labelColor": ink, "titleColor": ink},
         "text": {"color": ink},
+        "mark": {"color": COLOURS[0]},
         "rule": {"color": ink},
         "view": {"stroke": None},
         "range": {"category": list(COLOURS)},
@@ -362,11 +363,19 @@ def _complete(chart: Chart, sizes: Mapping[str, Any]) -> dict[str, Any]:
 def _print_spec(chart: Chart, ink: str) -> str:
     """The whole specification as JSON, on white. Halves of surrogate pairs, which UTF-8 lacks, become "?"."""
     spec = _complete(chart, {"width": chart.width, "title": chart.title})
+    spec = _without_clips(spec)  # nothing is zoomed here, and every clipped mark is a slow mask of the whole picture
     spec["datasets"] = {name: rows(columns) for name, columns in chart.data.items()}
     # The fonts that the renderer can rely on are few; a page has its system's.
     config = theme(ink) | {"background": "white", "font": "DejaVu Sans, Verdana, sans-serif"}
     spec["config"] = config | spec.get("config", {})
     return json.dumps(spec, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode()
+
+
+def _without_clips(value: Any) -> Any:
+    """A specification without the "clip" of its marks."""
+    if isinstance(value, dict):
+        return {key: _without_clips(each) for key, each in value.items() if key != "clip"}
+    return [_without_clips(each) for each in value] if isinstance(value, list) else value
 
 
 def _height(spec: Mapping[str, Any]) -> int:

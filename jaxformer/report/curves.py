@@ -1,12 +1,13 @@
 """Curves of runs: every measure of training and validation against steps, tokens and time.
 
 Long curves are thinned for a page: of each stretch of neighbouring points the smallest and the largest are kept, so
-that no peak is lost. Runs that differ in their seed only are one curve, their mean, with a band of one standard
-deviation.
+that no peak is lost. Runs that differ in their seed only are one curve, their mean, with a band from the smallest to
+the largest of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -35,8 +36,8 @@ MAX_MARKED_POINTS = 60
 MIN_LOG_RATIO = 3.0
 """From this ratio of largest to smallest value on, an axis is logarithmic at first."""
 
-ALWAYS_LINEAR = ("learning_rate", "tokens_per_second", "padding", "skipped", "spiked")
-"""Measures whose axis is linear at first."""
+LOG_MEASURES = ("loss", "perplexity", "word_perplexity", "gradient_norm", "squared_error")
+"""Measures whose axis may be logarithmic at first: those that fall by factors."""
 
 TRAINING_FIRST = ("learning_rate", "gradient_norm", "tokens_per_second", "padding", "skipped", "spiked")
 """Training measures that are shown first, in this order."""
@@ -53,8 +54,8 @@ class Curve:
       name: as the legend shows it.
       split: "train" or "validation".
       step, tokens, hours, value: float64 `[n]`; tokens and hours of training until then, NaN if they are not known.
-      deviation: sample standard deviation over seeds `[n]`; None for a single run.
-      members: names of the runs.
+      low, high: smallest and largest value over seeds `[n]`; None for a single run.
+      group: the run, or the seeds, that the curve is of; of a single run the split. It has the colour.
     """
 
     name: str
@@ -63,8 +64,9 @@ class Curve:
     tokens: np.ndarray
     hours: np.ndarray
     value: np.ndarray
-    deviation: np.ndarray | None = None
-    members: tuple[str, ...] = ()
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+    group: str = ""
 
 
 # --- curves of runs ---------------------------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ def curve(run: Run, split: str, name: str) -> Curve:
     is_finite = np.isfinite(values)
     steps, values = steps[is_finite], values[is_finite]
     tokens, hours = progress(run, steps)
-    return Curve(run.name, split, steps, tokens, hours, values, None, (run.name,))
+    return Curve(run.name, split, steps, tokens, hours, values, group=run.name)
 
 
 def progress(run: Run, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +100,7 @@ def progress(run: Run, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mean_curve(name: str, members: Sequence[Curve]) -> Curve:
-    """The mean of several curves over the steps that all of them have, with the sample deviation (n - 1)."""
+    """The mean of several curves over the steps that all of them have, with the range of their values."""
     common = members[0].step
     for each in members[1:]:
         common = np.intersect1d(common, each.step)
@@ -107,10 +109,9 @@ def mean_curve(name: str, members: Sequence[Curve]) -> Curve:
         key: np.stack([getattr(each, key)[i] for each, i in zip(members, index, strict=True)])
         for key in ("tokens", "hours", "value")
     }
-    deviation = rows["value"].std(axis=0, ddof=1) if len(common) else np.zeros(0)
-    means = {key: value.mean(axis=0) if len(common) else np.zeros(0) for key, value in rows.items()}
-    names = tuple(each.name for each in members)
-    return Curve(name, members[0].split, common, means["tokens"], means["hours"], means["value"], deviation, names)
+    low, high = rows["value"].min(axis=0), rows["value"].max(axis=0)
+    means = {key: value.mean(axis=0) for key, value in rows.items()}
+    return Curve(name, members[0].split, common, **means, low=low, high=high, group=name)
 
 
 def seed_groups(runs: Sequence[Run]) -> list[list[Run]]:
@@ -155,7 +156,8 @@ def all_charts(runs: Sequence[Run]) -> list[Chart]:
     shown = [("loss", [("train", "loss"), ("validation", "loss")])]
     for split in ("validation", "train"):
         names = dict.fromkeys(name for run in runs for name in run.measures(split))
-        order = TRAINING_FIRST if split == "train" else ()
+        main = (name for run in runs for name in measures.headline(dict.fromkeys(names), run.config)[:1])
+        order = TRAINING_FIRST if split == "train" else tuple(main)
         for name in sorted(names, key=lambda each: order.index(each) if each in order else len(order)):
             is_left_out = name == "loss" or name.split("/")[0].startswith("cut_")
             if not (is_left_out if split == "validation" else name in NOT_SHOWN):
@@ -184,8 +186,10 @@ def _measure_chart(
     label = measures.LABELS.get(measure, measure.replace("_", " "))
     title = label if len(shown) > 1 or split == "train" else f"{split}: {label}"
     values = np.concatenate([each.value for each in curves])
+    if measure in ("skipped", "spiked") and not values.any():
+        return None  # the page says so in a sentence
     is_log = (
-        measure not in ALWAYS_LINEAR and values.min() > 0 and values.max() / values.min() >= MIN_LOG_RATIO
+        measure.split("/")[0] in LOG_MEASURES and values.min() > 0 and values.max() / values.min() >= MIN_LOG_RATIO
     )  # as a run of losses is read: its last steps matter as much as its first
     spec = _spec(label, curves, most <= MAX_MARKED_POINTS, bool(is_log), len(shown) > 1 and not is_single, name)
     total = max(len(each.value) for each in curves)
@@ -199,7 +203,7 @@ def _measure_chart(
         table=_summary(curves),
         table_summary="first, last, smallest and largest value of each curve",
         note=note,
-        readout=("x", "value", "series", label),
+        readout=("x", "value", "series", "group"),
         curve=True,
     )
 
@@ -215,7 +219,7 @@ def _group_curves(members: Sequence[Run], shown: Sequence[tuple[str, str]], is_s
         if not len(joined.value):
             continue
         text = split if is_single else joined.name if len(shown) == 1 else f"{joined.name}, {split}"
-        found.append(Curve(**{**joined.__dict__, "name": text}))
+        found.append(dataclasses.replace(joined, name=text, group=split if is_single else joined.group))
     return found
 
 
@@ -229,15 +233,16 @@ def _columns(curves: Sequence[Curve], limit: int) -> tuple[dict[str, Any], int]:
 
     columns: dict[str, Any] = {
         "series": ("repeat", [(each.name, len(index)) for each, index in pairs]),
+        "group": ("repeat", [(each.group, len(index)) for each, index in pairs]),
         "split": ("repeat", [(each.split, len(index)) for each, index in pairs]),
         "step": joined("step", 12),
         "tokens": joined("tokens", 7),
         "hours": joined("hours", 5),
         "value": joined("value", 6),
     }
-    if any(each.deviation is not None for each in curves):
-        for name, sign in (("low", -1), ("high", 1)):
-            bands = [each.value if each.deviation is None else each.value + sign * each.deviation for each in curves]
+    if any(each.low is not None for each in curves):
+        for name in ("low", "high"):
+            bands = [getattr(each, "value" if each.low is None else name) for each in curves]
             columns[name] = [_rounded(v, 6) for band, index in zip(bands, kept, strict=True) for v in band[index]]
     return columns, max(map(len, kept))
 
@@ -276,14 +281,15 @@ def _spec(
     label: str, curves: Sequence[Curve], has_dots: bool, is_log: bool, has_dashes: bool, name: str
 ) -> dict[str, Any]:
     """The Vega-Lite specification of curves over `series`; its parameters are those that the page's controls set."""
-    names = [each.name for each in curves]
     # Of one run the splits have colours of their own; of several, train and validation of a run share one.
-    colours = _colours(curves, has_dashes)
+    groups = list(dict.fromkeys(each.group for each in curves))
+    colours = [charts.COLOURS[i % len(charts.COLOURS)] for i in range(len(groups))]
     lines: dict[str, Any] = {"type": "line", "clip": True, "strokeWidth": 1.6, "interpolate": "linear"}
     dots = {"point": {"size": 22, "filled": True}} if has_dots else {}
     layers: list[dict[str, Any]] = []
-    if any(each.deviation is not None for each in curves):
-        band = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
+    if any(each.low is not None for each in curves):
+        band: dict[str, Any] = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
+        band |= {"strokeDash": None} if has_dashes else {}
         layers.append({"mark": {"type": "area", "clip": True, "opacity": 0.18}, "encoding": band})
     faint = {"opacity": {"expr": "smooth > 0 ? 0.3 : 1"}}
     layers.append({"params": [charts.ZOOM], "mark": {**lines, **faint, **dots}})
@@ -293,16 +299,18 @@ def _spec(
     encoding: dict[str, Any] = {
         "x": {"field": "x", "type": "quantitative", "title": "step", "axis": {"grid": False, "format": "~s"},
               "scale": {"type": "linear", "nice": False, "zero": False}},
-        "y": {"field": "value", "type": "quantitative", "title": label, "axis": {"tickCount": 6, "format": "~g"},
-              "scale": {"type": "log" if is_log else "linear", "zero": False}},
-        "color": {"field": "series", "type": "nominal", "title": None,
-                  "scale": {"domain": names, "range": colours}},
+        "y": {"field": "value", "type": "quantitative", "title": label, "axis": {"tickCount": 6},
+              "scale": {"type": "log", "nice": False} if is_log else {"type": "linear", "zero": False}},
+        "color": {"field": "group", "type": "nominal", "title": None, "scale": {"domain": groups, "range": colours},
+                  "legend": {"symbolType": "stroke", "symbolOpacity": 1}},
+        "detail": {"field": "series", "type": "nominal"},
     }  # fmt: skip
-    if len(names) == 1:
+    if len(groups) == 1:
         encoding["color"]["legend"] = None
     if has_dashes:
         dash = {"domain": ["train", "validation"], "range": [[4, 3], [1, 0]]}
         encoding["strokeDash"] = {"field": "split", "type": "nominal", "scale": dash, "title": None}
+        encoding["strokeDash"]["legend"] = {"symbolType": "stroke"}
     return {
         "data": {"name": name},
         "height": 250,
@@ -316,13 +324,6 @@ def _spec(
         "transform": _transforms(),
         "layer": [{"encoding": encoding, "layer": layers}, charts.CURSOR_RULE],
     }
-
-
-def _colours(curves: Sequence[Curve], by_run: bool) -> list[str]:
-    """A colour for each curve: of each run, if train and validation of a run are two of them."""
-    keys = [each.members if by_run else (each.name,) for each in curves]
-    order = list(dict.fromkeys(keys))
-    return [charts.COLOURS[order.index(key) % len(charts.COLOURS)] for key in keys]
 
 
 def _transforms() -> list[dict[str, Any]]:

@@ -18,7 +18,9 @@ Z = 1.959964
 """97.5 % quantile of the normal distribution."""
 
 RESAMPLES = 1000
-"""Samples of sacreBLEU's bootstrap, which has a fixed seed."""
+"""Samples of a bootstrap, which has a fixed seed."""
+
+TEXTS = ("output", "reference")
 
 CLASSIFICATION = ("classification", "series_classification")
 """Tasks whose accuracy counts examples; elsewhere it counts tokens, which depend on each other."""
@@ -44,6 +46,10 @@ def interval(run: Run, split: str, measure: str) -> Interval | None:
     is_share = measure == "exact_match" or (measure == "accuracy" and task in CLASSIFICATION)
     if is_share and isinstance(decoded, int) and decoded > 0 and 0 <= value <= 1:
         return wilson(value, decoded if measure == "exact_match" else values.get("examples", decoded))
+    bounds = values["diagnosis"].get("f1_interval") if isinstance(values.get("diagnosis"), dict) else None
+    if measure == "f1" and isinstance(bounds, list) and len(bounds) == 2:
+        low, high = map(as_float, bounds)
+        return Interval(low, high, f"bootstrap over {decoded:,} examples, {RESAMPLES:,} resamples")
     records = run.samples.get(split, [])
     if measure in ("bleu", "chrf") and records and len(records) == decoded:
         found = bootstrap(measure, records)
@@ -67,11 +73,10 @@ def bootstrap(measure: str, records: Sequence[dict[str, Any]]) -> tuple[float, I
     """
     import sacrebleu
 
-    pairs = [(record.get("output"), record.get("reference")) for record in records]
-    if not all(isinstance(text, str) for pair in pairs for text in pair):
+    outputs, references = ([text for r in records if isinstance(text := r.get(key), str)] for key in TEXTS)
+    if not len(outputs) == len(references) == len(records):
         return None
     metric = sacrebleu.BLEU() if measure == "bleu" else sacrebleu.CHRF()
-    outputs, references = [a for a, _ in pairs], [b for _, b in pairs]
     score = metric.corpus_score(outputs, [references], n_bootstrap=RESAMPLES)
     found = json.loads(score.format(is_json=True, signature=metric.get_signature().format()))
     mean, half = as_float(found.get("confidence_mean")), as_float(found.get("confidence_var"))

@@ -14,7 +14,7 @@ import numpy as np
 from jaxformer.config import Config, overrides
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import files, secrets
-from jaxformer.train import results
+from jaxformer.train import results, seeds
 
 
 @dataclass
@@ -124,6 +124,15 @@ def read(workdirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
     found = [_read_run(path, secrets.redact(name)) for path, name in zip(paths, _names(paths), strict=True)]
     for number, run in enumerate(found, 1):
         run.number = number if len(found) > 1 else 0
+    return found
+
+
+def expand(workdirs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The workdirs of runs: a folder of seeds, or of the runs of a sweep, stands for its runs."""
+    found = []
+    for path in seeds.expand(workdirs):
+        inner = [] if (path / "config.json").exists() else sorted(path.glob("*/config.json"))
+        found += [each.parent for each in inner] or [path]
     return found
 
 

@@ -79,14 +79,14 @@ def samples(run: Run) -> list[Block]:
     finals = [name for name in names if not name.startswith("step ")]
     steps = [name for name in names if name.startswith("step ")]
     for name in finals or steps[:1]:
-        blocks += _extremes(name, run.samples[name], task)
+        blocks += _extremes(name, run.samples[name], task, not run.number)
     blocks += _improvement(run, task)
     has_step = False
     for name in names:
         records = run.samples[name]
         count = f"{min(len(records), MAX_SAMPLES)} of {len(records):,}" if len(records) > MAX_SAMPLES else len(records)
         is_step = name.startswith("step ")
-        is_open = not (is_step and has_step) and not (blocks and finals)
+        is_open = not run.number and not (is_step and has_step) and not (blocks and finals)
         blocks.append(Details(f"{name}: {count} decoded", _table(records[:MAX_SAMPLES]), is_open))
         has_step |= is_step
     return blocks
@@ -104,7 +104,7 @@ def _table(records: Sequence[Record], values: Sequence[float] | None = None, tit
     return table(head, rows)
 
 
-def _extremes(name: str, records: Sequence[Record], task: str) -> list[Block]:
+def _extremes(name: str, records: Sequence[Record], task: str, is_open: bool) -> list[Block]:
     """The worst and the best samples of one file; none if there are too few to choose from."""
     records = [{**record, "number": number} for number, record in enumerate(records[:MAX_SCORED], 1)]
     if len(records) <= 2 or any("component" in record for record in records):
@@ -119,7 +119,7 @@ def _extremes(name: str, records: Sequence[Record], task: str) -> list[Block]:
     for word, chosen in (("worst", order[:count]), ("best", order[::-1][:count])):
         body = _table([records[i] for i in chosen], [values[i] for i in chosen], title)
         summary = f"{name}: the {count} {word} of {len(records):,} by {title}"
-        found.append(Details(summary, body, word == "worst"))
+        found.append(Details(summary, body, is_open and word == "worst"))
     return found
 
 

@@ -38,8 +38,8 @@ SAME_CONFIG = "The runs have the same configuration."
 MAX_SKIPPED = 200
 """Skipped steps that are listed."""
 
-MAX_CARDS = 8
-"""More runs have no cards; their results are in the table."""
+MAX_COLUMNS = 6
+"""More runs are rows of a table and not columns, and have neither cards nor tables of their own."""
 
 PARTS = ("model.encoder", "model.decoder", "model.recurrent_encoder", "model.recurrent_decoder")
 """Paths of the optional parts of a model; the results name those of a run."""
@@ -50,8 +50,18 @@ PARTS = ("model.encoder", "model.decoder", "model.recurrent_encoder", "model.rec
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """A line for each missing file, unreadable file, or loss that was not finite."""
-    lines = [(run.name, note) for run in runs for note in [*run.notes, *not_finite(run), *_missing_headline(run)]]
-    return [f"{name}: {note}" if len(runs) > 1 else note for name, note in lines]
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        for note in [*run.notes, *not_finite(run), *_missing_headline(run)]:
+            names.setdefault(note, []).append(run.name)
+    if len(runs) == 1:
+        return list(names)
+    return [f"{_some(runs_of_note)}: {note}" for note, runs_of_note in names.items()]
+
+
+def _some(names: Sequence[str]) -> str:
+    """The names of runs; of many the first two and their number."""
+    return ", ".join(names) if len(names) <= 3 else f"{len(names)} runs ({', '.join(names[:2])}, …)"
 
 
 def not_finite(run: Run) -> list[str]:
@@ -85,7 +95,11 @@ def results(runs: Sequence[Run]) -> list[Block]:
     names = dict.fromkeys(name for column in columns for name in column)
     order = sorted(names, key=lambda name: COSTS.index(name) + 1 if name in COSTS else 0)
     rows = [[name, *(column.get(name) for column in columns)] for name in order]
-    cards = tuple(filter(None, map(_card, runs))) if len(runs) <= MAX_CARDS else ()
+    if len(runs) > MAX_COLUMNS:
+        order = [name for name in order if name != "model"]  # the table of differences has what differs
+        rows = [[run.name, *map(column.get, order)] for run, column in zip(runs, columns, strict=True)]
+        return [table(["run", *order], rows)]
+    cards = tuple(filter(None, map(_card, runs)))
     return [*([Cards(cards)] if cards else []), table(_run_columns("", runs), rows)]
 
 
@@ -208,6 +222,8 @@ def seed_means(runs: Sequence[Run]) -> list[Block]:
         for split, values in splits.items():
             summary = seeds.summarise(values)
             for name, mean in summary["mean"].items():
+                if name in measures.NO_SCORES:
+                    continue
                 deviation = summary["deviation"][name]
                 both = None if mean is None or deviation is None else f"{mean:.5g} ± {deviation:.2g}"
                 rows.append([split, name, both])
@@ -235,7 +251,7 @@ def curve_blocks(runs: Sequence[Run]) -> list[Block]:
         blocks.append(Paragraph(f"The training loss includes {terms}; that of validation does not.", is_soft=True))
     blocks += [Figure(shown[0]), Figures(tuple(shown[1:]))]
     blocks += _skipped(runs)
-    for run in runs:
+    for run in runs if len(runs) <= MAX_COLUMNS else []:
         names = run.measures("validation")
         if names:
             rows = [[row["step"], *(_finite(row.get(name)) for name in names)] for row in run.rows["validation"]]
@@ -323,12 +339,14 @@ def differences(runs: Sequence[Run]) -> list[Block]:
     fields = sorted({name for config in configs for name in config})
     differing = [name for name in fields if len({json.dumps(c.get(name, ABSENT)) for c in configs}) > 1]
     rows = [[name, *(format_value(c[name]) if name in c else ABSENT for c in configs)] for name in differing]
-    blocks: list[Block] = [table(["field", *names], rows)] if rows else [Paragraph(SAME_CONFIG)]
     results = _result_differences(runs)
-    if results:
-        blocks += [Paragraph(f"Results; in brackets the difference from {names[0]}.", is_soft=True)]
-        blocks += [table(["measure", *names], results)]
-    return blocks
+    said = Paragraph(f"Results; in brackets the difference from {names[0]}.", is_soft=True)
+    if len(runs) > MAX_COLUMNS:
+        both = [["run", *names], *rows, *results]
+        head, *body = [list(row) for row in zip(*both, strict=True)]
+        return [said, table(head, body)]
+    blocks: list[Block] = [table(["field", *names], rows)] if rows else [Paragraph(SAME_CONFIG)]
+    return [*blocks, said, table(["measure", *names], results)] if results else blocks
 
 
 def _result_differences(runs: Sequence[Run]) -> list[list[str]]:
@@ -359,7 +377,7 @@ def configuration(run: Run) -> list[Details]:
     changed = {path: v for path, v in flatten(run.raw_config).items() if defaults.get(path, ABSENT) != v}
     rows = [[path, format_value(value)] for path, value in changed.items() if value is not None or path not in PARTS]
     return [
-        Details("what differs from the defaults", table(["field", "value"], rows), is_open=True),
+        Details("what differs from the defaults", table(["field", "value"], rows), is_open=not run.number),
         Details("all of config.json", Preformatted(json.dumps(run.raw_config, indent=1, ensure_ascii=False))),
     ]
 

@@ -17,6 +17,9 @@ MAX_CLASSES = 100
 CALIBRATION_BINS = 10
 """Intervals of equal width of the probability that the model gives its answer."""
 
+RESAMPLES = 1000
+"""Resamples of the bootstrap (Efron 1979)."""
+
 ENTITY_ERRORS = ("correct", "wrong_type", "wrong_bounds", "missed")
 """What becomes of a true entity: found; found with another type; overlapped by another span; not found."""
 
@@ -68,6 +71,17 @@ def entity_errors(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[st
             count(span[0], "predicted", *(["spurious"] if is_spurious else []))
     names = ("true", "predicted", *ENTITY_ERRORS, "spurious")
     return [{"type": kind, **{name: rows[kind][name] for name in names}} for kind in sorted(rows)]
+
+
+def entity_interval(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> list[float]:
+    """95 % bootstrap interval of the F1 over entities, `RESAMPLES` times over the sentences; [] without entities."""
+    pairs = [(set(metrics.entity_spans(a)), set(metrics.entity_spans(b))) for a, b in zip(true, predicted, strict=True)]
+    counts = np.array([(2 * len(a & b), len(a) + len(b)) for a, b in pairs], np.float64).reshape(-1, 2)
+    if not counts[:, 1].any():
+        return []
+    draws = np.random.default_rng(0).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), RESAMPLES)
+    sums = draws @ counts
+    return [float(bound) for bound in np.quantile(sums[:, 0] / np.maximum(sums[:, 1], 1.0), (0.025, 0.975))]
 
 
 def _outcome(span: tuple[str, int, int], found: Sequence[tuple[str, int, int]]) -> str:

@@ -153,6 +153,7 @@ def diagnose(config: Config, results: Sequence[Sequence[Mapping]], examples: Seq
     }
     if metrics.are_span_tags(config.task.classes):
         found["entities"] = _diagnosis.entity_errors(true, predicted)
+        found["f1_interval"] = _diagnosis.entity_interval(true, predicted)
     return found
 
 

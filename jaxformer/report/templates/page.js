@@ -15,7 +15,19 @@
     $("controls").addEventListener("submit", (event) => event.preventDefault());
     $("smooth").addEventListener("input", () => charts.set({ smooth: apply().smooth }));
     for (const id of ["axis", "log-y", "log-x"]) $(id).addEventListener("change", () => charts.set(apply()));
-    charts.set(apply()); // a browser that goes back restores the form
+    const form = [...$("controls").elements].filter((each) => each.id);
+    if (charts.live) {
+      // A live page loads itself again when there is more than points to show.
+      for (const each of form) {
+        const saved = sessionStorage.getItem(each.id);
+        if (saved !== null) each.type === "checkbox" ? (each.checked = saved === "true") : (each.value = saved);
+      }
+      $("controls").addEventListener("input", () => {
+        for (const each of form) sessionStorage.setItem(each.id, each.type === "checkbox" ? each.checked : each.value);
+      });
+    }
+    charts.set(apply());
+    addEventListener("pageshow", () => charts.set(apply())); // a browser that goes back restores the form
   }
 
   // --- live ----------------------------------------------------------------------------------------------------------
@@ -38,6 +50,8 @@
         version = news.version;
         for (const [name, columns] of Object.entries(news.data)) charts.replace(name, columns);
         $("status").textContent = news.status;
+        const results = new DOMParser().parseFromString(news.results, "text/html"); // escaped by the server, runs nothing
+        $("results").querySelector("div").replaceChildren(...results.body.childNodes);
       }
       document.body.dataset.live = version;
     } catch {
