@@ -20,8 +20,8 @@ chart is drawn. `COLOURS` are visible on both. Sizes: a page's chart is as wide 
 specification's; a figure for papers is `Chart.width` wide.
 
 Text from outside (names of runs, decoded text) may stand in data, titles and descriptions, which are shown as text. It
-must not stand in an expression (`expr`, `calculate`, `filter`), which Vega evaluates: give expressions data fields with
-names of your own.
+must not stand in an expression (`expr`, `calculate`, `filter`), which Vega evaluates, nor in `sort`, which becomes one
+(an order of names is `scale.domain`): give expressions data fields with names of your own.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ CURSOR_RULE = {
 VEGA_LITE_VERSION = "6.4"
 """Version of the language that specifications are written in."""
 
-GLOBALS = "Object.assign(window, {vega, vegaLite, vegaEmbed});"
-"""What the library's bundle does with its modules."""
+GLOBALS = "window.vegaEmbed = vegaEmbed;"
+"""What the library's bundle does with its modules. In some versions its `vega` is null; views suffice."""
 
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]*")
 """Names of charts and data sets: they become ids and file names."""
@@ -239,7 +239,7 @@ def style() -> str:
 
 @cache
 def library() -> str:
-    """JavaScript of Vega, Vega-Lite and Vega-Embed: `vega`, `vegaLite` and `vegaEmbed` on the window; 0.9 MB.
+    """JavaScript of Vega, Vega-Lite and Vega-Embed: `vegaEmbed` on the window; 0.9 MB.
 
     It is made by `vl-convert-python` in about two seconds, so a copy is kept in the cache directory for each version.
     """
@@ -320,12 +320,14 @@ def theme(ink: str) -> dict[str, Any]:
         "title": text,
         "header": {"labelColor": ink, "titleColor": ink},
         "text": {"color": ink},
-        "mark": {"color": COLOURS[0]},
         "rule": {"color": ink},
         "view": {"stroke": None},
         "range": {"category": list(COLOURS)},
+        # The place of the chart has a description. Those of marks, by Vega-Lite, would be expressions of titles.
+        "aria": False,
+        "mark": {"color": COLOURS[0], "aria": False},
         "font": "system-ui, sans-serif",
-        "background": None,
+        "background": "transparent",
     }
 
 

@@ -58,8 +58,20 @@ def _confusion(value: Any, suffix: str, of: str) -> Chart | None:
     words = f" Most often {worst[1]} is taken for {worst[2]}: {worst[0]:,} times." if worst[0] else ""
     name = f"confusion-{suffix}"
     encoding: dict[str, Any] = {
-        "x": {"field": "predicted", "type": "nominal", "sort": names, "title": "predicted", "axis": {"labelLimit": 90}},
-        "y": {"field": "true", "type": "nominal", "sort": names, "title": "true", "axis": {"labelLimit": 90}},
+        "x": {
+            "field": "predicted",
+            "type": "nominal",
+            "scale": {"domain": names},
+            "title": "predicted",
+            "axis": {"labelLimit": 90},
+        },
+        "y": {
+            "field": "true",
+            "type": "nominal",
+            "scale": {"domain": names},
+            "title": "true",
+            "axis": {"labelLimit": 90},
+        },
     }
     shade = {"field": "share", "type": "quantitative", "title": "share of the true class",
              "scale": {"scheme": "blues", "domain": [0, 1]}, "legend": {"gradientLength": 160}}  # fmt: skip
@@ -96,14 +108,20 @@ def _calibration(value: Any, suffix: str, of: str) -> Chart | None:
     share = {"scale": {"domain": [0, 1]}, "type": "quantitative"}
     tips = [{"field": key, "type": "quantitative"} for key in ("confidence", "accuracy", "count")]
     mark = {"type": "circle", "opacity": 0.9}
-    size = {"field": "count", "type": "quantitative", "title": "answers", "scale": {"range": [30, 500]}}
+    size = {
+        "field": "count",
+        "type": "quantitative",
+        "title": "answers",
+        "scale": {"range": [30, 500]},
+        "legend": {"tickCount": 3, "columns": 4},
+    }
     layers = [
         {"data": {"values": [{"a": 0, "b": 0}, {"a": 1, "b": 1}]}, "mark": {"type": "line", "strokeDash": [4, 4],
          "color": "gray"}, "encoding": {"x": {"field": "a", **share}, "y": {"field": "b", **share}}},
         {"mark": {"type": "line", "strokeWidth": 1}, "encoding": {
             "x": {"field": "confidence", **share}, "y": {"field": "accuracy", **share}}},
         {"mark": mark, "encoding": {
-            "x": {"field": "confidence", "title": "probability that the model gives its answer", **share},
+            "x": {"field": "confidence", "title": "probability of the answer", **share},
             "y": {"field": "accuracy", "title": "share of right answers", **share}, "size": size, "tooltip": tips}},
     ]  # fmt: skip
     spec = {"data": {"name": name}, "height": 260, "layer": layers}
@@ -163,7 +181,7 @@ def _by_length(run: Run, split: str) -> Chart | None:
         "height": 220,
         "mark": {"type": "bar", "width": {"band": 0.6}},
         "encoding": {
-            "x": {"field": "tokens", "type": "ordinal", "sort": labels, "title": "tokens of the input",
+            "x": {"field": "tokens", "type": "ordinal", "scale": {"domain": labels}, "title": "tokens of the input",
                   "axis": {"labelAngle": 0}},
             "y": {"field": "value", "type": "quantitative", "title": label},
             "tooltip": [{"field": key, "type": "nominal"} for key in ("tokens", "value", "examples")],

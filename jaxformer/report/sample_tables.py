@@ -31,7 +31,7 @@ Record = dict[str, Any]
 def score_name(task: str) -> str:
     """What one sample of a task is scored by."""
     if task in LABEL_TASKS:
-        return "right (1) or wrong (0)"
+        return "probability, negative where wrong"
     if task in NUMBER_TASKS:
         return "minus absolute error"
     return "words tagged right (share)" if task == "tagging" else "chrF (0 to 100)"
@@ -40,7 +40,7 @@ def score_name(task: str) -> str:
 def scores(task: str, records: Sequence[Record]) -> list[float]:
     """The score of each record, larger is better; NaN if it has no reference."""
     if task in LABEL_TASKS:
-        return [_of_texts(r, lambda a, b: float(a.partition("\t")[0] == b)) for r in records]
+        return [_of_texts(r, _signed_probability) for r in records]
     if task in NUMBER_TASKS:
         return [_of_texts(r, _minus_error) for r in records]
     if task == "tagging":
@@ -54,6 +54,16 @@ def scores(task: str, records: Sequence[Record]) -> list[float]:
 def _of_texts(record: Record, score: Any) -> float:
     output, reference = record.get("output"), record.get("reference")
     return score(output, reference) if isinstance(output, str) and isinstance(reference, str) else math.nan
+
+
+def _signed_probability(output: str, reference: str) -> float:
+    """The probability of the label, negative if it is wrong; 1 where the output has none."""
+    label, _, probability = output.partition("\t")
+    try:
+        size = float(probability or 1)
+    except ValueError:
+        size = 1.0
+    return size if label == reference else -size
 
 
 def _minus_error(output: str, reference: str) -> float:
@@ -80,22 +90,23 @@ def samples(run: Run) -> list[Block]:
     steps = [name for name in names if name.startswith("step ")]
     for name in finals or steps[:1]:
         blocks += _extremes(name, run.samples[name], task, not run.number)
+    is_scored = bool(blocks)
     blocks += _improvement(run, task)
     has_step = False
     for name in names:
         records = run.samples[name]
         count = f"{min(len(records), MAX_SAMPLES)} of {len(records):,}" if len(records) > MAX_SAMPLES else len(records)
         is_step = name.startswith("step ")
-        is_open = not run.number and not (is_step and has_step) and not (blocks and finals)
+        is_open = not (run.number or is_scored or (is_step and has_step))
         blocks.append(Details(f"{name}: {count} decoded", _table(records[:MAX_SAMPLES]), is_open))
         has_step |= is_step
     return blocks
 
 
-def _table(records: Sequence[Record], values: Sequence[float] | None = None, title: str = "") -> Any:
+def _table(records: Sequence[Record], values: Sequence[float] | None = None) -> Any:
     """Records as rows: their number from 1, their score if it is given, and their texts."""
     keys = [key for key in ("component", "input", "output", "reference") if any(key in r for r in records)]
-    head = ["", *([title] if values is not None else []), *keys]
+    head = ["", *(["score"] if values is not None else []), *keys]
     rows = []
     for index, record in enumerate(records):
         score = [] if values is None else [None if math.isnan(values[index]) else round(values[index], 4)]
@@ -117,7 +128,7 @@ def _extremes(name: str, records: Sequence[Record], task: str, is_open: bool) ->
     title = score_name(task)
     found: list[Block] = []
     for word, chosen in (("worst", order[:count]), ("best", order[::-1][:count])):
-        body = _table([records[i] for i in chosen], [values[i] for i in chosen], title)
+        body = _table([records[i] for i in chosen], [values[i] for i in chosen])
         summary = f"{name}: the {count} {word} of {len(records):,} by {title}"
         found.append(Details(summary, body, is_open and word == "worst"))
     return found
@@ -146,7 +157,7 @@ def _improvement(run: Run, task: str) -> list[Block]:
                 points[key].append(cell[:200] if isinstance(cell, str) else cell)
             points["score"].append(rows[-1][1])
         last = next(reversed(found.values()))
-        head = ["step", score_name(task), "output"]
+        head = ["step", "score", "output"]
         words = " ".join(str(last["input"]).split())
         words = f"{words[:80]}…" if len(words) > 80 else words
         reference = " ".join(str(last.get("reference", "")).split())

@@ -124,7 +124,7 @@ def _parallel(axes: Sequence[_Axis], columns: dict[str, list[Any]], measure: str
     labels = [(axis.name, round(place, 5), text) for axis in axes for place, text in axis.labels]
     marks = {"axis": [a for a, _, _ in labels], "place": [b for _, b, _ in labels], "text": [c for _, _, c in labels]}
     names = [axis.name for axis in axes]
-    x = {"field": "axis", "type": "nominal", "sort": names, "title": None, "scale": {"padding": 0.1},
+    x = {"field": "axis", "type": "nominal", "title": None, "scale": {"padding": 0.1, "domain": names},
          "axis": {"labelAngle": -20, "labelLimit": 130, "domain": False, "grid": True,
                   "bandPosition": 0.5}}  # fmt: skip
     y = {"field": "place", "type": "quantitative", "axis": None, "scale": {"domain": [0, 1]}}

@@ -2,6 +2,7 @@
 // becomes text only. window.charts is for a page's own script:
 //   charts.names          names of all charts
 //   charts.view(name)     Vega's view of a drawn chart, or undefined
+//   charts.draw(name)     draws a chart that is not in view yet; a promise
 //   charts.set(options)   changes options (see below) and draws again
 //   charts.replace(name, columns)   replaces a data set wherever it is shown
 "use strict";
@@ -252,8 +253,10 @@ window.charts = (() => {
   if (Object.keys(store.charts).length) draw(Object.keys(store.charts)[0]); // the first one in any case
 
   return {
+    draw,
     names: Object.keys(store.charts),
     live: store.live,
+    draw,
     options,
     rows,
     view: (name) => drawn.get(name)?.view,
@@ -273,7 +276,7 @@ window.charts = (() => {
       cache.delete(name);
       for (const [chart, { view }] of drawn) {
         if (!view || !store.charts[chart].data.includes(name)) continue;
-        view.change(name, vega.changeset().remove(() => true).insert(structuredClone(rows(name)))).runAsync();
+        view.data(name, structuredClone(rows(name))).runAsync();
       }
     },
   };

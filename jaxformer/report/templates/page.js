@@ -37,25 +37,29 @@
   const SECONDS = 2;
   let version = "";
 
-  async function poll() {
+  async function ask() {
     try {
       const answer = await fetch(`data?version=${encodeURIComponent(version)}`, { cache: "no-store" });
-      if (!answer.ok) throw new Error(`${answer.status}`);
-      const news = await answer.json();
-      if (news.page !== charts.live) {
-        location.reload(); // other charts: a measure, a sample or an evaluation has been added
-        return;
-      }
-      if (news.version !== version) {
-        version = news.version;
-        for (const [name, columns] of Object.entries(news.data)) charts.replace(name, columns);
-        $("status").textContent = news.status;
-        const results = new DOMParser().parseFromString(news.results, "text/html"); // escaped by the server, runs nothing
-        $("results").querySelector("div").replaceChildren(...results.body.childNodes);
-      }
-      document.body.dataset.live = version;
+      return answer.ok ? await answer.json() : null;
     } catch {
+      return null;
+    }
+  }
+
+  async function poll() {
+    const news = await ask();
+    if (news === null) {
       $("status").textContent = "The server does not answer; what is shown may be old. Trying again.";
+      version = "";
+    } else if (news.page !== charts.live) {
+      location.reload(); // other charts: a measure, a sample or an evaluation has been added
+      return;
+    } else if (news.version !== version) {
+      version = news.version;
+      for (const [name, columns] of Object.entries(news.data)) charts.replace(name, columns);
+      $("status").textContent = news.status;
+      const results = new DOMParser().parseFromString(news.results, "text/html"); // escaped by the server, runs nothing
+      $("results").querySelector("div").replaceChildren(...results.body.childNodes);
     }
     setTimeout(poll, SECONDS * 1000);
   }
