@@ -20,8 +20,8 @@ chart is drawn. `COLOURS` are visible on both. Sizes: a page's chart is as wide 
 specification's; a figure for papers is `Chart.width` wide.
 
 Text from outside (names of runs, decoded text) may stand in data, titles and descriptions, which are shown as text. It
-must not stand in an expression (`expr`, `calculate`, `filter`), which Vega evaluates: give expressions data fields with
-names of your own.
+must not stand in an expression (`expr`, `calculate`, `filter`), which Vega evaluates, nor in `sort`, which becomes one
+(an order of names is `scale.domain`): give expressions data fields with names of your own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,8 +82,8 @@ CURSOR_RULE = {
 VEGA_LITE_VERSION = "6.4"
 """Version of the language that specifications are written in."""
 
-GLOBALS = "Object.assign(window, {vega, vegaLite, vegaEmbed});"
-"""What the library's bundle does with its modules."""
+GLOBALS = "window.vegaEmbed = vegaEmbed;"
+"""What the library's bundle does with its modules. In some versions its `vega` is null; views suffice."""
 
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]*")
 """Names of charts and data sets: they become ids and file names."""
@@ -111,8 +111,8 @@ class Chart:
       note: remark under the caption, such as what was left out.
       renderer: "svg", or "canvas" for more than a few thousand marks, such as heat maps.
       width: of figures for papers, in pixels.
-      readout: fields (x, y, series, shown name of y) whose values are shown at the cursor, by mouse and by arrow keys;
-        None if the marks have tooltips of their own. The specification has `CURSOR` and `CURSOR_RULE`.
+      readout: fields (x, y, name of the series, its colour) whose values are shown at the cursor, by mouse and by arrow
+        keys; None if the marks have tooltips of their own. The specification has `CURSOR` and `CURSOR_RULE`.
       curve: True if the page's controls of curves (axis, smoothing, logarithms) apply to it.
     """
 
@@ -162,6 +162,18 @@ class Scripts:
         return "; ".join([*rules, "connect-src 'self'"] if connect else rules)
 
 
+def slug(text: str, taken: set[str] | None = None) -> str:
+    """A name for `NAME_PATTERN` out of any text. It is added to `taken`, and differs from the names in it."""
+    name = stem = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "chart"
+    count = 1
+    while taken is not None and name in taken:
+        count += 1
+        name = f"{stem}-{count}"
+    if taken is not None:
+        taken.add(name)
+    return name
+
+
 # --- in a page --------------------------------------------------------------------------------------------------------
 
 
@@ -175,11 +187,12 @@ def figure(chart: Chart) -> str:
     return template.render(chart=chart, zooms=has_zoom(chart.spec), height=_height(chart.spec))
 
 
-def scripts(charts: Sequence[Chart], extra: str = "") -> Scripts:
+def scripts(charts: Sequence[Chart], extra: str = "", live: str = "") -> Scripts:
     """The data of all charts, the library and the script that draws them, for the end of a page's body.
 
     Args:
       extra: JavaScript of the page's own, run last; it may call `window.charts` (see `templates/charts.js`).
+      live: value that `window.charts.live` has.
 
     Raises:
       ValueError: two charts have one name, or differ in a data set of one name.
@@ -200,8 +213,8 @@ def scripts(charts: Sequence[Chart], extra: str = "") -> Scripts:
             "data": list(chart.data),
         }
     named = {name: dict(columns) for name, columns in data.items()}
-    content = json_text({"charts": shown, "data": named, "theme": theme(INK_PLACEHOLDER)})
-    bodies = [library(), _template("charts.js"), *([extra] if extra else [])]
+    content = json_text({"charts": shown, "data": named, "theme": theme(INK_PLACEHOLDER), "live": live})
+    bodies = [library(), templating.text("charts.js"), *([extra] if extra else [])]
     element = f'<script type="application/json" id="chart-data">{content}</script>\n'
     return Scripts(
         element + "\n".join(f"<script>{body}</script>" for body in bodies), tuple(script_hash(body) for body in bodies)
@@ -221,12 +234,12 @@ def script_hash(body: str) -> str:
 
 def style() -> str:
     """CSS of charts; it uses the variables `--ink --paper --soft --line` of the page."""
-    return _template("charts.css")
+    return templating.text("charts.css")
 
 
 @cache
 def library() -> str:
-    """JavaScript of Vega, Vega-Lite and Vega-Embed: `vega`, `vegaLite` and `vegaEmbed` on the window; 0.9 MB.
+    """JavaScript of Vega, Vega-Lite and Vega-Embed: `vegaEmbed` on the window; 0.9 MB.
 
     It is made by `vl-convert-python` in about two seconds, so a copy is kept in the cache directory for each version.
     """
@@ -299,7 +312,7 @@ def theme(ink: str) -> dict[str, Any]:
         "titleFontWeight": "normal", "labelOverlap": True,
     }  # fmt: skip
     legend = {"labelColor": ink, "titleColor": ink, "labelLimit": 280, "symbolStrokeWidth": 2.5, "orient": "bottom",
-              "columns": 2, "titleFontWeight": "normal"}  # fmt: skip
+              "columns": 2, "titleFontWeight": "normal", "layout": {"bottom": {"direction": "vertical"}}}  # fmt: skip
     text = {"color": ink, "subtitleColor": ink, "fontWeight": 600, "fontSize": 14, "anchor": "start"}
     return {
         "axis": axis,
@@ -310,8 +323,11 @@ def theme(ink: str) -> dict[str, Any]:
         "rule": {"color": ink},
         "view": {"stroke": None},
         "range": {"category": list(COLOURS)},
+        # The place of the chart has a description. Those of marks, by Vega-Lite, would be expressions of titles.
+        "aria": False,
+        "mark": {"color": COLOURS[0], "aria": False},
         "font": "system-ui, sans-serif",
-        "background": None,
+        "background": "transparent",
     }
 
 
@@ -349,6 +365,7 @@ def _complete(chart: Chart, sizes: Mapping[str, Any]) -> dict[str, Any]:
 def _print_spec(chart: Chart, ink: str) -> str:
     """The whole specification as JSON, on white. Halves of surrogate pairs, which UTF-8 lacks, become "?"."""
     spec = _complete(chart, {"width": chart.width, "title": chart.title})
+    spec = _without_clips(spec)  # nothing is zoomed here, and every clipped mark is a slow mask of the whole picture
     spec["datasets"] = {name: rows(columns) for name, columns in chart.data.items()}
     # The fonts that the renderer can rely on are few; a page has its system's.
     config = theme(ink) | {"background": "white", "font": "DejaVu Sans, Verdana, sans-serif"}
@@ -356,11 +373,13 @@ def _print_spec(chart: Chart, ink: str) -> str:
     return json.dumps(spec, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode()
 
 
+def _without_clips(value: Any) -> Any:
+    """A specification without the "clip" of its marks."""
+    if isinstance(value, dict):
+        return {key: _without_clips(each) for key, each in value.items() if key != "clip"}
+    return [_without_clips(each) for each in value] if isinstance(value, list) else value
+
+
 def _height(spec: Mapping[str, Any]) -> int:
     height = spec.get("height", 240)
     return height if isinstance(height, int) else 240
-
-
-@cache
-def _template(name: str) -> str:
-    return resources.files("jaxformer.report").joinpath("templates", name).read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from jaxformer.errors import ConfigError
-from jaxformer.report import figures
+from jaxformer.report import charts
 
 
 def principal_components(vectors: Float[np.ndarray, "n D"], count: int = 2) -> tuple[Float[np.ndarray, "n _"], float]:
@@ -25,7 +25,7 @@ def principal_components(vectors: Float[np.ndarray, "n D"], count: int = 2) -> t
     return centred @ directions[:count].T, float(np.sum(sizes[:count] ** 2)) / total if total else 0.0
 
 
-def word_map(vectors: Float[np.ndarray, "n D"], words: Sequence[str], ink: str = figures.PRINT_INK) -> Figure:
+def word_map(vectors: Float[np.ndarray, "n D"], words: Sequence[str], ink: str = charts.PRINT_INK) -> Figure:
     """Each word at the first two principal components of its vector.
 
         words = ["king", "queen", "man", "woman"]
@@ -41,12 +41,18 @@ def word_map(vectors: Float[np.ndarray, "n D"], words: Sequence[str], ink: str =
     places, share = principal_components(vectors)
     figure = Figure(figsize=(7.0, 5.6), layout="constrained")
     axes = figure.subplots()
-    axes.scatter(*places.T, s=12, color=figures.COLOURS[0])
+    axes.scatter(*places.T, s=12, color=charts.COLOURS[0])
     for place, word in zip(places, words, strict=True):
-        label = figures.escape_label(word)
+        label = _escape_label(word)
         axes.annotate(label, place, (3, 3), textcoords="offset points", fontsize=8, color=ink)
     axes.set_xlabel("first principal component", color=ink)
     axes.set_ylabel("second principal component", color=ink)
     axes.set_title(f"{len(words)} word vectors: {share:.0%} of their variance", color=ink)
     axes.tick_params(colors=ink, labelsize=9)
     return figure
+
+
+def _escape_label(word: str) -> str:
+    """A word for matplotlib, which reads dollars as formulas and hides labels that begin with "_"."""
+    word = word.encode("utf-8", "replace").decode().replace("$", r"\$")
+    return f" {word}" if word.startswith("_") else word

@@ -96,7 +96,9 @@ class Browser:
         return answer
 
     def _note(self, method, params) -> None:
-        if method == "Runtime.exceptionThrown":
+        if method == "Page.loadEventFired":
+            self._is_loaded = True
+        elif method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.messages.append(details.get("exception", {}).get("description", details["text"]))
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
@@ -111,8 +113,10 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
+        self._is_loaded = False
         self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+        while not self._is_loaded:
+            self._receive()
 
     def run(self, expression: str):
         """The value of a JavaScript expression; promises are awaited."""

@@ -2,6 +2,7 @@
 // becomes text only. window.charts is for a page's own script:
 //   charts.names          names of all charts
 //   charts.view(name)     Vega's view of a drawn chart, or undefined
+//   charts.draw(name)     draws a chart that is not in view yet; a promise
 //   charts.set(options)   changes options (see below) and draws again
 //   charts.replace(name, columns)   replaces a data set wherever it is shown
 "use strict";
@@ -46,6 +47,10 @@ window.charts = (() => {
 
   const AXES = { step: "step", tokens: "tokens", hours: "hours of training" };
 
+  // Of many curves, the first chart alone has the legend: the colours are the same in all.
+  const MAX_LEGENDS = 4;
+  const first = Object.keys(store.charts).find((name) => store.charts[name].curve);
+
   function specification(name) {
     const chart = store.charts[name];
     const spec = structuredClone(chart.spec);
@@ -59,10 +64,14 @@ window.charts = (() => {
         if (param.name === "log_y" && options.log_y !== null) param.value = options.log_y;
       }
       const value = (param) => spec.params.find((each) => each.name === param).value;
-      const { x, y } = spec.layer[0].encoding; // which its layers inherit
+      const { x, y, color } = spec.layer[0].encoding; // which its layers inherit
+      if (name !== first && color.scale.domain.length > MAX_LEGENDS) color.legend = null;
       x.title = AXES[options.axis];
       x.scale.type = value("log_x") ? "log" : "linear";
       y.scale.type = value("log_y") ? "log" : "linear";
+      y.scale.nice = !value("log_y");
+      if (value("log_y")) delete y.scale.zero;
+      if (value("log_x")) delete x.scale.zero;
     }
     return spec;
   }
@@ -80,6 +89,7 @@ window.charts = (() => {
       const result = await vegaEmbed(place, specification(name), {
         ast: true, // expressions are interpreted: the page's policy forbids eval
         actions: false,
+        defaultStyle: false,
         config: theme(place),
         renderer: store.charts[name].renderer,
         tooltip: { theme: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" },
@@ -121,13 +131,13 @@ window.charts = (() => {
     value === null || value === undefined ? "-" : typeof value === "number" ? number.format(value) : String(value);
 
   function points(name) {
-    const [x, y, series] = store.charts[name].readout;
+    const [x, y, series, group] = store.charts[name].readout;
     const field = store.charts[name].curve && x === "x" ? options.axis : x;
     const found = new Map();
     for (const row of rows(store.charts[name].data[0])) {
       if (row[y] === null || row[field] === null) continue;
       if (!found.has(row[series])) found.set(row[series], []);
-      found.get(row[series]).push([row[field], row[y]]);
+      found.get(row[series]).push([row[field], row[y], row[group]]);
     }
     return found;
   }
@@ -154,7 +164,7 @@ window.charts = (() => {
     for (const [series, point] of lines) {
       const line = document.createElement("span");
       const mark = document.createElement("i");
-      mark.style.background = colour ? colour(series) : "currentColor";
+      mark.style.background = colour ? colour(point[2]) : "currentColor";
       line.append(mark, `${series}: ${format(point[1])}`);
       output.append(line);
     }
@@ -240,14 +250,20 @@ window.charts = (() => {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   addEventListener("beforeprint", () => Object.keys(store.charts).forEach(draw));
   for (const place of document.querySelectorAll("[data-chart]")) observer.observe(place);
+  if (Object.keys(store.charts).length) draw(Object.keys(store.charts)[0]); // the first one in any case
 
   return {
+    draw,
     names: Object.keys(store.charts),
+    live: store.live,
+    draw,
     options,
     rows,
     view: (name) => drawn.get(name)?.view,
     set(changes) {
-      const only = Object.keys(changes).every((key) => key === "smooth");
+      const changed = Object.keys(changes).filter((key) => changes[key] !== options[key]);
+      if (!changed.length) return undefined;
+      const only = changed.every((key) => key === "smooth");
       Object.assign(options, changes);
       if (!only) return redraw();
       for (const [name, { view }] of drawn) {
@@ -260,7 +276,7 @@ window.charts = (() => {
       cache.delete(name);
       for (const [chart, { view }] of drawn) {
         if (!view || !store.charts[chart].data.includes(name)) continue;
-        view.change(name, vega.changeset().remove(() => true).insert(structuredClone(rows(name)))).runAsync();
+        view.data(name, structuredClone(rows(name))).runAsync();
       }
     },
   };
