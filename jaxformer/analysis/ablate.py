@@ -430,6 +430,8 @@ def patch(
             f"patch: got sentences of {counts[0]} and {counts[1]} tokens ({names}), expected equally many; change a "
             "word"
         )
+    if np.array_equal(first.ids[stream], second.ids[stream]):
+        raise ConfigError("patch: got sentences whose tokens are the same as far as they are read, expected others")
     ids, weights = patch_reference(predictor, reader, first, position)
     visits = [[visit for visit in reader.walk(one.batch) if visit.side == patched] for one in (first, second)]
     score = lambda rows: rows @ weights  # noqa: E731

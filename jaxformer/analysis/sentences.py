@@ -156,6 +156,6 @@ def _token_name(tokenizer: Tokenizer, token: int) -> str:
     piece = str(tokenizer.vocabulary.pieces[token])
     text = tokenizer.decode([token])
     if not text.strip() or REPLACEMENT in text:
-        return piece
+        return "▁" if piece in WORD_MARKS else piece
     starts_word = piece.startswith(WORD_MARKS) or (piece != text.strip() and text[0].isspace())
     return "▁" + text.strip() if starts_word else text.strip()

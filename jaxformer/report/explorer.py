@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from importlib import resources
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxformer.errors import ConfigError
 from jaxformer.report import charts, templating
+from jaxformer.report.charts import Chart
+from jaxformer.report.runs import Run
 
 DATA_FILE = "explore.json"
 """File of a workdir with what was computed; a report of the run shows it."""
@@ -96,12 +98,12 @@ def section(document: Mapping[str, Any], serve: bool = False) -> str:
 
 def script() -> str:
     """The explorer's JavaScript; it needs `window.charts`."""
-    return _template("explorer.js")
+    return templating.text("explorer.js")
 
 
 def style() -> str:
     """CSS of the explorer."""
-    return _template("explorer.css")
+    return templating.text("explorer.css")
 
 
 def render(document: Mapping[str, Any], serve: bool = False) -> str:
@@ -141,5 +143,29 @@ def read(workdir: Path) -> dict[str, Any] | None:
     return value
 
 
-def _template(name: str) -> str:
-    return resources.files("jaxformer.report").joinpath("templates", name).read_text(encoding="utf-8")
+@dataclass(frozen=True)
+class Explored:
+    """The explorer as a part of a run's page: its section, charts, script, style, and notes for the page's head."""
+
+    html: str = ""
+    charts: tuple[Chart, ...] = ()
+    script: str = ""
+    style: str = ""
+    notes: tuple[str, ...] = ()
+
+
+NOTHING = Explored()
+"""A page without the explorer."""
+
+
+def of_runs(runs: Sequence[Run]) -> Explored:
+    """The explorer of a run for which `jaxformer explore` was called; nothing for several runs."""
+    if len(runs) != 1:
+        return NOTHING
+    try:
+        document = read(runs[0].workdir)
+    except ConfigError as error:
+        return Explored(notes=(str(error),))
+    if document is None:
+        return NOTHING
+    return Explored(section(document), tuple(page_charts()), script(), style())

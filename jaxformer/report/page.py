@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from jaxformer.report import charts, sample_tables, sections, sweeps, templating
+from jaxformer.report import charts, explorer, sample_tables, sections, sweeps, templating
 from jaxformer.report.blocks import Block, Details, Figure, Figures, Heading
 from jaxformer.report.charts import Chart
 from jaxformer.report.runs import Run
@@ -19,18 +19,22 @@ def render(runs: Sequence[Run], live: str = "") -> str:
         page is a file.
     """
     blocks = content(runs)
-    embedded = charts.scripts(all_charts(blocks), extra=templating.text("page.js"), live=live)
+    explored = explorer.of_runs(runs) if not live else explorer.NOTHING
+    embedded = charts.scripts(
+        [*all_charts(blocks), *explored.charts], extra=templating.text("page.js") + explored.script, live=live
+    )
     html = (
         templating.environment()
         .get_template("page.html")
         .render(
             title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
             written=time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            notes=sections.notes(runs),
+            notes=[*sections.notes(runs), *explored.notes],
             sections={name: section for name, section in blocks.items() if section},
             policy=embedded.policy(connect=bool(live)),
             scripts=embedded.html,
-            styles=charts.style(),
+            styles=charts.style() + explored.style,
+            explorer=explored.html,
             figure=charts.figure,
             live=live,
         )

@@ -8,7 +8,9 @@ import os
 import re
 import sys
 import threading
+from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,6 +118,7 @@ def test_limits_are_one_line():
         explorer.document(small.model("rnn_lm").predictor, "x", ["a"], None, OPTIONS)
     refused = explorer.patching(predictor(), "a", "ab")
     assert "expected equally many" in refused["refused"]
+    assert "tokens are the same" in explorer.patching(predictor(), "ab", "ab")["refused"]
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -140,8 +143,8 @@ def test_text_in_the_page_ends_no_element():
     assert "<script>alert" not in html and "<img" not in html
     (data,) = re.findall(r'<script type="application/json" id="explorer-data">(.*?)</script>', html, re.DOTALL)
     assert json.loads(data)["sentences"][0]["text"] == HOSTILE
-    assert "script-src 'sha256-" in html and "connect-src" not in html
-    assert "connect-src 'self'" in page.render(document(), serve=True)
+    assert "script-src 'sha256-" in unescape(html) and "connect-src" not in html
+    assert "connect-src 'self'" in unescape(page.render(document(), serve=True))
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +300,8 @@ def test_the_command_writes_a_page_and_its_value(workdir, capsys):
     value = page.read(workdir)
     assert [each["text"] for each in value["sentences"]] == ["a cab", "a cob"]
     assert "a cab" in (workdir / "explore.html").read_text(encoding="utf-8")
+    page_of_run = page.of_runs([SimpleNamespace(workdir=workdir)])
+    assert "a cab" in page_of_run.html and len(page_of_run.charts) == 3 and not page_of_run.notes
     (workdir / "lines.txt").write_text("a dab\n\n")
     before = sorted(os.listdir(workdir))
     assert cli.main([*words, f"--input={workdir}/lines.txt", f"--output={workdir}/other.html"]) == 0
@@ -327,3 +332,5 @@ def test_a_damaged_value_is_one_line(tmp_path):
         (tmp_path / page.DATA_FILE).write_text(content)
         with pytest.raises(ConfigError, match="run jaxformer explore again"):
             page.read(tmp_path)
+        (note,) = page.of_runs([SimpleNamespace(workdir=tmp_path)]).notes
+        assert "run jaxformer explore again" in note

@@ -257,10 +257,12 @@ window.explorer = (() => {
     const { relevance, tokens } = sentence();
     at("relevance-part").hidden = !relevance;
     if (!relevance) return;
-    at("relevance-note").textContent = `How much each token matters for “${relevance.output}”, by gradient × attention through all layers (Chefer et al. 2021); darker is more, the largest of each text is full. The slot's own share, which is always large, counts too.`;
+    at("relevance-note").textContent = `How much each token matters for “${relevance.output}”, by gradient × attention through all layers (Chefer et al. 2021); darker is more, the largest of each text is full. The 1 that every slot starts with is left out.`;
+    const last = tokens.target ? "target" : "source";
     const parts = Object.entries(relevance.values).map(([side, values]) => {
-      const largest = Math.max(...values) || 1;
-      const words = values.map((value, index) => Object.assign(tinted(tokens[side][index], Math.max(value, 0) / largest), { title: value.toFixed(4) }));
+      const own = values.map((value, index) => (side === last && index === relevance.position ? value - 1 : value));
+      const largest = Math.max(...own) || 1;
+      const words = own.map((value, index) => Object.assign(tinted(tokens[side][index], Math.max(value, 0) / largest), { title: value.toFixed(4) }));
       return make("span", { className: "line" }, `${side}: `, ...words, make("br"));
     });
     at("relevance").replaceChildren(...parts);
