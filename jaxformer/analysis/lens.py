@@ -22,6 +22,9 @@ from jaxformer.errors import ConfigError
 from jaxformer.tasks import Predictor
 from jaxformer.types import Array
 
+MAX_POSITIONS = 64
+"""Positions whose logits exist at the same time: of a vocabulary of 128,000 they are 33 MB."""
+
 WHOLE_TEXT = "[text]"
 """Name of the only position of a classifier of texts."""
 
@@ -109,22 +112,28 @@ def lens(
 
 
 def lens_of(predictor: Predictor, sentence: Sentence, top: int) -> Lens:
-    """The lens of one sentence; the logits of one layer exist at a time."""
-    runner, length = predictor.runner, len(sentence.ids[sentence.last])
-    if predictor.config.model.recurrent_decoder is not None:
+    """The lens of one sentence. The logits of one layer at `MAX_POSITIONS` positions exist at a time."""
+    runner, model, length = predictor.runner, predictor.config.model, len(sentence.ids[sentence.last])
+    if model.recurrent_decoder is not None:
         states = list(recurrent.layer_outputs(runner.module, runner.variables, sentence.batch))
-        read = lambda x: recurrent.read_out(runner.module, runner.variables, x, sentence.batch)  # noqa: E731
+        slots = sentence.batch.side("target").slots
+        read = functools.partial(recurrent.read_out, runner.module, runner.variables)
     else:
         reader = Reader(runner.module, runner.variables)
         reader.check_logits("lens")
         visits = [visit for visit in reader.walk(sentence.batch) if visit.side == reader.sides[-1]]
-        states, slots = [visit.output.x for visit in visits], visits[-1].inputs.slots
-        read = lambda x: reader.logits(x, slots)  # noqa: E731
-    final = by_position(read(states[-1]), length, runner.vocabulary.size)
-    reference = jnp.argmax(final, axis=-1)
-    top = min(top, final.shape[-1])
-    rows = [read_logits(by_position(read(x), length, runner.vocabulary.size), reference, top) for x in states]
-    return make_lens(predictor, sentence, [Readings(*map(np.asarray, row)) for row in rows])
+        states, slots, read = [visit.output.x for visit in visits], visits[-1].inputs.slots, reader.logits
+    width = states[-1].shape[1] if model.head.kind == "classes" else MAX_POSITIONS
+    found: list[list[Readings]] = []
+    for begin in range(0, length, width):
+        part = [jax.tree.map(lambda x: x[:, begin : begin + width], (x, slots)) for x in states]  # noqa: B023
+        count = min(width, length - begin)
+        final = by_position(read(*part[-1]), count, runner.vocabulary.size)
+        reference, best = jnp.argmax(final, axis=-1), min(top, final.shape[-1])
+        logits = (by_position(read(*one), count, runner.vocabulary.size) for one in part)
+        found.append([Readings(*map(np.asarray, read_logits(one, reference, best))) for one in logits])
+    rows = [Readings(*map(np.concatenate, zip(*parts, strict=True))) for parts in zip(*found, strict=True)]
+    return make_lens(predictor, sentence, rows)
 
 
 def by_position(logits: Float32[Array, "1 ..."], length: int, vocab: int | None) -> Float32[Array, "T V"]:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Float32
 
 from jaxformer.analysis import layers
 from jaxformer.nn.recurrent import AttendingLayer, Layer
-from jaxformer.types import Array, Batch, PyTree
+from jaxformer.types import Array, Batch, PyTree, Slots
 
 
 @functools.partial(jax.jit, static_argnames="module")
@@ -38,8 +38,7 @@ def layer_outputs(
 
 @functools.partial(jax.jit, static_argnames="module")
 def read_out(
-    module: nn.Module, variables: Mapping[str, PyTree], x: Float[Array, "B T D"], batch: Batch
+    module: nn.Module, variables: Mapping[str, PyTree], x: Float[Array, "B T D"], slots: Slots
 ) -> Float32[Array, "B T V"]:
     """The head's logits of a layer's outputs."""
-    slots = batch.side("target").slots
     return layers.apply(variables=variables, module=module, function=lambda m: m.head(x, slots, m.output_embed()))

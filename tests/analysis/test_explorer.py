@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import small
 
+import jaxformer
 from jaxformer import cli
 from jaxformer.analysis import explorer, generation
 from jaxformer.cli import explore
@@ -109,6 +110,16 @@ def test_a_recurrent_model_is_explored_without_parts_to_remove(monkeypatch):
     value = explorer.sentence(model.predictor, "ab", dataclasses.replace(OPTIONS, top=2), target="b")
     assert [kind["name"] for kind in value["kinds"]] == ["alignment"] and value["ablation"] is None
     assert not explorer.can_edit(model.predictor) and value["relevance"] is None and value["lens"] is not None
+
+
+def test_the_python_of_the_guide_runs(monkeypatch):
+    """With a tiny model, whose text is short."""
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "explore.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    monkeypatch.setattr(jaxformer, "load", lambda path: small.model("translation"))
+    names = {}
+    exec(compile(code.replace("three hundred and ", ""), "docs/explore.md", "exec"), names)
+    assert names["patched"].restored.shape == (3, 4) and names["scan"].heads["cross"].shape[:2] == (1, 4)
 
 
 def test_limits_are_one_line():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import small
 
-from jaxformer.analysis import recurrent
+from jaxformer.analysis import lens, recurrent
 from jaxformer.config import ConfigError
 
 TEXT, TARGET = "a cab", "dab"
@@ -16,7 +16,7 @@ def log_softmax(logits):
     return np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))
 
 
-def test_the_lens_is_the_head_on_each_layer():
+def test_the_lens_is_the_head_on_each_layer(monkeypatch):
     model = small.model("language_modelling")
     (found,) = model.lens([TEXT], top=3)
     _, logits, sown = small.sown("language_modelling", TEXT)
@@ -36,6 +36,10 @@ def test_the_lens_is_the_head_on_each_layer():
         np.testing.assert_allclose(found.final_probs[row], np.exp(by_hand[np.arange(length), final]), rtol=1e-4)
     np.testing.assert_allclose(found.probs[-1, :, 0], np.exp(log_softmax(logits[0, :length, :size])).max(-1), rtol=1e-4)
     assert found.next_tokens == (*found.tokens[1:], "")
+    monkeypatch.setattr(lens, "MAX_POSITIONS", 2)  # the text in parts
+    (parts,) = model.lens([TEXT], top=3)
+    np.testing.assert_array_equal(parts.ids, found.ids)
+    np.testing.assert_allclose(parts.final_probs, found.final_probs, rtol=1e-5)
 
 
 def test_the_lens_of_a_classifier_has_one_position_and_its_classes():
