@@ -28,7 +28,7 @@ from jaxformer.model import Model
 from jaxformer.models import build
 
 VOCAB = 264
-DATA = DataConfig(tokenizer=TokenizerConfig(kind="byte"), length=16, buckets=(8,))
+DATA = DataConfig(tokenizer=TokenizerConfig(kind="byte"), length=16, buckets=(16,))  # one length for all
 STACK = builders.stack(  # few parameters: compiling takes time by the array
     embed=EmbedConfig(vocab=VOCAB),
     attention=AttentionConfig(heads=4, kv_heads=2, bias=False),

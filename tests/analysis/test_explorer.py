@@ -24,6 +24,7 @@ from jaxformer.config import ConfigError, overrides
 from jaxformer.hf import workdirs
 from jaxformer.report import charts, serving
 from jaxformer.report import explorer as page
+from jaxformer.tasks import _generation
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "report"))
 import browser as browsers
@@ -49,9 +50,9 @@ def decode(**changes):
 
 
 def test_steps_have_the_models_alternatives_and_can_be_forced():
-    model, options, read = small.model("language_modelling"), decode(), predictor()
+    options, read = decode(), predictor()
     found = generation.steps(read, "ab", options, top=4)
-    (outputs,) = model.outputs(["ab"], max_length=3)
+    (outputs,) = _generation.outputs(read, ["ab"], options)
     assert found.ids.tolist() == outputs[0].tokens.tolist()
     np.testing.assert_array_equal(found.alternative_ids[:, 0], found.ids)  # greedy search takes the likeliest
     np.testing.assert_allclose(np.log(found.chosen_probs).sum(), outputs[0].score, rtol=1e-4)
@@ -67,10 +68,9 @@ def test_steps_have_the_models_alternatives_and_can_be_forced():
 
 
 def test_a_beam_tree_ends_in_the_result_of_decoding():
-    model = small.model("language_modelling")
     options = decode(method="beam", beams=3)
     tree = generation.beam_tree(predictor(), "ab", options)
-    (outputs,) = model.outputs(["ab"], decode=options)
+    (outputs,) = _generation.outputs(predictor(), ["ab"], options)
     best = [node for node in tree if node.is_best]
     assert [node.id for node in best] == outputs[0].tokens.tolist()
     assert np.isclose(best[-1].score, outputs[0].score, rtol=1e-4)
