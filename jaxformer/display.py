@@ -123,10 +123,10 @@ def pixels(values: Float[np.ndarray, "T S"], limit: float | None = None) -> UInt
 
 def picture(values: Float[np.ndarray, "T S"], title: str, width: int, limit: float | None = None) -> str:
     """A heat map without names as a picture `width` pixels wide."""
-    from matplotlib import image
+    from PIL import Image
 
     buffer = io.BytesIO()
-    image.imsave(buffer, pixels(values, limit), format="png")
+    Image.fromarray(pixels(values, limit)).save(buffer, "png")
     data = base64.b64encode(buffer.getvalue()).decode("ascii")
     height = max(round(width * values.shape[0] / values.shape[1]), 1)
     return (

@@ -17,15 +17,13 @@ from jaxformer.analysis import sentences
 from jaxformer.analysis.layers import Reader
 from jaxformer.analysis.lens import by_position, read_logits
 from jaxformer.config import DecodeConfig
-from jaxformer.decode import cache_schedule
 from jaxformer.decode.batching import buckets_within, pad_batch
-from jaxformer.decode.compiled import BoundModel, forward
+from jaxformer.decode.compiled import CompiledDecoder, forward
 from jaxformer.decode.generate import compiled_options, max_new_tokens
 from jaxformer.decode.search.base import RowSettings
-from jaxformer.decode.search.beam import BeamSearch
 from jaxformer.errors import ConfigError
 from jaxformer.tasks import Features, Predictor
-from jaxformer.types import Array, Batch, PyTree
+from jaxformer.types import Array, Batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,42 +182,26 @@ def beam_tree(predictor: Predictor, line: str, options: DecodeConfig) -> list[No
     runner, prompt = predictor.runner, prompt_of(predictor, line)
     options = _bounded(options)
     longest = max_new_tokens(prompt, options, runner.max_target_length)
-    vocabulary, batch = runner.vocabulary, padded(predictor, prompt)
-    search = BeamSearch(compiled_options(options, longest), vocabulary.eos, vocabulary.pad)
-    rows = RowSettings(np.asarray([longest], np.int32), np.zeros(1, np.int32), jax.random.key(options.seed))
-    model = BoundModel(runner.module, runner.variables, runner.vocabulary.size)
-    state, model_state = _begin(search, model.module, model.vocab_size, model.variables, batch, rows)
-    tree = _Tree(predictor, search)
+    decoder = CompiledDecoder(runner.module, compiled_options(options, longest), runner.vocabulary)
+    variables, batch = decoder.prepare_variables(runner.variables), padded(predictor, prompt)
+    rows = RowSettings(np.asarray([longest], np.int32), np.zeros(1, np.int32), jax.random.key(0))
+    state = decoder.prefill(variables, batch, rows)
+    schedule = decoder.schedule_for(state.model, batch.side("target").tokens.shape[1])
+    if len(schedule.capacities) > 1:
+        state = state._replace(model=decoder.grow(state.model, schedule, schedule.capacities[-1]))
+    tree = _Tree(predictor, decoder.search)
     while True:
-        tree.add(jax.tree.map(np.asarray, state._replace(prompt=None)))
-        if bool(np.all(np.asarray(search.is_finished(state)))):
-            return tree.finish(np.asarray(search.hypotheses(state).tokens[0, 0]))
-        state, model_state = _advance(search, model.module, model.vocab_size, model.variables, state, model_state)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _begin(
-    search: BeamSearch, module: Any, vocab: int | None, variables: PyTree, batch: Batch, rows: RowSettings
-) -> tuple[Any, Any]:
-    """The search after its first token, and the model's state with space for all tokens."""
-    target, model, longest = batch.side("target"), BoundModel(module, variables, vocab), search.config.max_length
-    strategy: Any = search  # the protocol's state is any search's
-    logits, state = cache_schedule.prefill(model, batch, longest, strategy)
-    schedule = cache_schedule.schedule_for(state, target.tokens.shape[1], longest, search.branches)
-    return search.init(logits, target, rows), schedule.grow(state, schedule.capacities[-1])
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _advance(
-    search: BeamSearch, module: Any, vocab: int | None, variables: PyTree, state: Any, model_state: Any
-) -> Any:
-    return search.advance(BoundModel(module, variables, vocab), state, model_state)
+        # Copies: the arrays of a state are given away with it.
+        tree.add(jax.tree.map(np.array, state.search._replace(prompt=None)))
+        if bool(np.all(decoder.search.is_finished(state.search))):
+            return tree.finish(np.asarray(decoder.hypotheses(state.search).tokens[0, 0]))
+        state, _ = decoder.decode_steps(variables, state, np.int32(1), np.int32(1))
 
 
 class _Tree:
     """The nodes of a search in progress, found by their tokens."""
 
-    def __init__(self, predictor: Predictor, search: BeamSearch) -> None:
+    def __init__(self, predictor: Predictor, search: Any) -> None:
         self.tokenizer, self.search = predictor.framing.tokenizers.target, search
         self.nodes: list[Node] = []
         self.index: dict[tuple[int, ...], int] = {}

@@ -68,14 +68,11 @@ CURSOR = {"name": "at", "value": None}
 
 CURSOR_RULE = {
     "data": {"values": [{}]},
-    "mark": {
-        "type": "rule",
-        "x": {"expr": "isValid(at) ? scale('x', at) : 0"},
-        "y": 0,
-        "y2": "height",
-        "opacity": {"expr": "isValid(at) ? 0.5 : 0"},
+    "mark": "rule",
+    "encoding": {
+        "x": {"value": {"expr": "isValid(at) ? scale('x', at) : 0"}},
+        "opacity": {"value": {"expr": "isValid(at) ? 0.5 : 0"}},
     },
-    "encoding": {},
 }
 """Layer that draws the cursor; it inherits no encoding, so it stands beside a layer of curves."""
 

@@ -308,9 +308,9 @@ def _spec(
     if len(groups) == 1:
         encoding["color"]["legend"] = None
     if has_dashes:
-        dash = {"domain": ["train", "validation"], "range": [[4, 3], [1, 0]]}
-        encoding["strokeDash"] = {"field": "split", "type": "nominal", "scale": dash, "title": None}
-        encoding["strokeDash"]["legend"] = {"symbolType": "stroke"}
+        stroke = {"legend": {"symbolType": "stroke"}}
+        dash: dict[str, Any] = {"domain": ["train", "validation"], "range": [[4, 3], [1, 0]]}
+        encoding["strokeDash"] = {"field": "split", "type": "nominal", "scale": dash, "title": None, **stroke}
     return {
         "data": {"name": name},
         "height": 250,

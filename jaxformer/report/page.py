@@ -52,13 +52,20 @@ def content(runs: Sequence[Run]) -> dict[str, list[Block]]:
         "Curves": sections.curve_blocks(runs),
         "Settings": [Figure(settings[0]), Figures(tuple(settings[1:]))] if settings else [],
         "Evaluation": sections.evaluations(runs),
-        "Samples": _per_run(runs, sample_tables.samples),
+        "Samples": _per_run(
+            runs, sample_tables.samples if len(runs) <= sections.MAX_COLUMNS else sample_tables.extremes
+        ),
         "Differences": sections.differences(runs) if several else [],
         "Configuration": _per_run(runs, sections.configuration),
         "Reproduce": _per_run(runs, sections.reproduction),
         "Environment": sections.environment(runs),
-        "Parameters": _per_run(runs, sections.parameters),
+        "Parameters": _per_run(_distinct(runs), sections.parameters),
     }
+
+
+def _distinct(runs: Sequence[Run]) -> list[Run]:
+    """The first run of each list of parameters."""
+    return list({run.parameters: run for run in reversed(runs)}.values())[::-1]
 
 
 def all_charts(blocks: dict[str, list[Block]]) -> list[Chart]:

@@ -83,15 +83,10 @@ def _tag_share(output: str, reference: str) -> float:
 
 def samples(run: Run) -> list[Block]:
     """The newest samples by score, the samples in their order, and how they improved."""
-    blocks: list[Block] = []
-    task = run.config.task.name if run.config else ""
     names = [name for name, records in run.samples.items() if records]
-    finals = [name for name in names if not name.startswith("step ")]
-    steps = [name for name in names if name.startswith("step ")]
-    for name in finals or steps[:1]:
-        blocks += _extremes(name, run.samples[name], task, not run.number)
+    blocks = extremes(run)
     is_scored = bool(blocks)
-    blocks += _improvement(run, task)
+    blocks += _improvement(run, _task(run))
     has_step = False
     for name in names:
         records = run.samples[name]
@@ -101,6 +96,21 @@ def samples(run: Run) -> list[Block]:
         blocks.append(Details(f"{name}: {count} decoded", _table(records[:MAX_SAMPLES]), is_open))
         has_step |= is_step
     return blocks
+
+
+def extremes(run: Run) -> list[Block]:
+    """The worst and the best samples of each split that was evaluated; else of the newest step."""
+    names = [name for name, records in run.samples.items() if records]
+    finals = [name for name in names if not name.startswith("step ")]
+    steps = [name for name in names if name.startswith("step ")]
+    found: list[Block] = []
+    for name in finals or steps[:1]:
+        found += _extremes(name, run.samples[name], _task(run), not run.number)
+    return found
+
+
+def _task(run: Run) -> str:
+    return run.config.task.name if run.config else ""
 
 
 def _table(records: Sequence[Record], values: Sequence[float] | None = None) -> Any:

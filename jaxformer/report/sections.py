@@ -303,7 +303,7 @@ def evaluations(runs: Sequence[Run]) -> list[Block]:
             convert = _changes if name == "changed" else _finite
             rows.append([name, *(convert(each.get(name)) for each in values), definition])
         blocks += [Heading(split), table([*_run_columns("measure", runs, "value"), "what it is"], rows)]
-        for run in runs:
+        for run in runs if len(runs) <= MAX_COLUMNS else []:
             blocks += _by_length(run.evaluations.get(split, {}).get("by_length"), run.name if len(runs) > 1 else "")
             shown = tuple(figure.chart for figure in diagnosis.figures(run, split))
             if shown and run.number:

@@ -64,8 +64,8 @@ def differing(runs: Sequence[Run]) -> list[str]:
     """Config fields in which the runs differ, those with the most values first."""
     configs = [flatten(run.raw_config) for run in runs]
     counts = {
-        name: len({json.dumps(config.get(name)) for config in configs})
-        for name in sorted({name for config in configs for name in config})
+        name: len({json.dumps(values.get(name)) for values in configs})
+        for name in sorted({name for values in configs for name in values})
     }
     names = [name for name, count in counts.items() if count > 1 and name not in NOT_SETTINGS]
     return sorted(names, key=lambda name: -counts[name])

@@ -88,6 +88,9 @@ def test_charts_are_drawn_and_answer_to_keys_and_to_the_mouse(browser, page):
     assert readout(browser).startswith("step 10train: ")
     browser.press("ArrowRight")
     assert readout(browser).startswith("step 20train: ")
+    rule = browser.run("document.querySelector('[data-chart=loss] .mark-rule.layer_1_marks line').outerHTML")
+    place = browser.run(f"{view}.scale('x')(20)")
+    assert f"translate({place:.4g}" in rule and 'opacity="0.5"' in rule and "y2=" in rule
     low, high = browser.run(f"{view}.scale('x').domain()")
     browser.press("+")
     zoomed = browser.run(f"{view}.scale('x').domain()")

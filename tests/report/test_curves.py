@@ -42,6 +42,13 @@ def test_thinning_keeps_the_ends_and_the_extremes(values, limit):
     assert len(values) > limit or len(kept) == len(values)
 
 
+def test_thinning_keeps_a_peak_and_a_dip_of_one_step():
+    values = np.sin(np.arange(2000.0))
+    values[[700, 1200]] = 9.0, -9.0
+    kept = curves.thin(values, 20).tolist()
+    assert len(kept) <= 20 and {700, 1200} <= set(kept)
+
+
 def test_a_chart_has_the_points_of_the_file_against_steps_tokens_and_hours(tmp_path):
     rows = [train_row(10, loss=8.0), train_row(30, loss=None), train_row(40, loss=2.0)]
     rows += [{"step": 20, "wall_time": 1e9, "split": "validation", "loss": 3.0, "bleu": 1.0}]

@@ -367,6 +367,16 @@ def test_the_main_measure_comes_first(tmp_path, values, config, first):
     assert cards.cards[0].title == scores.rows[0][0] == title
 
 
+def test_the_quickstart_is_known_by_its_exact_matches(tmp_path):
+    recipe = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.py"
+    config = overrides.parse([f"--config={recipe}"])
+    evaluation = {"split": "test", "examples": 1000, "bleu": 0.0, "exact_match": 0.999}
+    (run,) = runs.read([whole(tmp_path, config, **{"eval-test.json": json.dumps(evaluation)})])
+    (card,) = sections.results([run])[0].cards
+    assert (card.title, card.value) == ("test: exact matches (share)", "0.999")
+    assert card.details[0] == "95 %: 0.9944 to 0.9998 (Wilson interval of 1,000 examples)"
+
+
 def test_a_headline_that_was_not_measured_is_said(tmp_path):
     folder = whole(tmp_path, dataclasses.replace(CONFIG, evaluate=EvaluateConfig(headline="blue")))
     assert "evaluate.headline is 'blue', which was not measured; there are bleu, loss" in read(folder).text
