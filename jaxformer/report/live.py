@@ -9,10 +9,8 @@ writes the steps after it again, and the page shows what is in the file, each st
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,18 +20,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from jaxformer.errors import ConfigError
-from jaxformer.report import curves, page, runs, sections, templating
+from jaxformer.report import curves, page, runs, sections, serving, templating
 from jaxformer.report.runs import Run
 from jaxformer.runtime import secrets
-
-ADDRESS = "127.0.0.1"
-"""Nobody on another machine reaches the server."""
-
-TIMEOUT_SECONDS = 10.0
-"""A client that sends or takes nothing for so long is dropped."""
-
-MAX_CONNECTIONS = 32
-"""More connections at a time are closed at once."""
 
 REST_FACTOR = 4.0
 """Runs are read again after this many times the seconds that reading took, at most: reading must not slow training."""
@@ -125,90 +114,37 @@ def _status(found: Sequence[Run]) -> str:
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class Server(http.server.ThreadingHTTPServer):
+class Server(serving.LocalServer):
     """The server of one `State`. `url` is the address of the page."""
-
-    daemon_threads = True
-    allow_reuse_address = True
 
     def __init__(self, state: State, port: int) -> None:
         self.state = state
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        try:
-            super().__init__((ADDRESS, port), Handler)
-        except (OSError, OverflowError) as error:
-            got = f"--port: got {port} ({getattr(error, 'strerror', None) or error})"
-            raise ConfigError(f"{got}, expected a free port; give another, or 0 for any") from error
-
-    @property
-    def url(self) -> str:
-        """The address of the page."""
-        return f"http://{ADDRESS}:{self.server_address[1]}/"
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Handles a connection in a thread of its own, or closes it if there are too many."""
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handles a connection, and makes room for another."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says what went wrong in one line; that a client left or was too slow is nothing wrong."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, (ConnectionError, TimeoutError)):
-            words = secrets.redact(" ".join(str(error).split()))
-            print(f"warning: no answer ({type(error).__name__}: {words})", file=sys.stderr)
+        super().__init__(port, Handler)
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(serving.LocalHandler):
     """Answers the page and its questions for data, to requests that name this machine as their host."""
 
     server: Server  # ty: ignore[incompatible-mutable-override]
-    timeout = TIMEOUT_SECONDS
-    server_version, sys_version = "jaxformer", ""
 
     def do_GET(self) -> None:
         """The page at /, JSON at /data."""
         # A page of a stranger that a name server points at this address names its own host.
-        if self.headers.get("Host", "").rpartition(":")[0] not in (ADDRESS, "localhost"):
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this address only\n")
+        if self.headers.get("Host", "").rpartition(":")[0] not in (serving.ADDRESS, "localhost"):
+            self.send_text(HTTPStatus.FORBIDDEN, "text/plain", "this address only\n")
             return
         url = urlsplit(self.path)
         try:
             if url.path == "/":
-                self._answer(HTTPStatus.OK, "text/html", self.server.state.page())
+                self.send_text(HTTPStatus.OK, "text/html", self.server.state.page())
             elif url.path == "/data":
                 version = parse_qs(url.query).get("version", [""])[0]
                 text = json.dumps(self.server.state.data(version), allow_nan=False)
-                self._answer(HTTPStatus.OK, "application/json", text)
+                self.send_text(HTTPStatus.OK, "application/json", text)
             else:
-                self._answer(HTTPStatus.NOT_FOUND, "text/plain", "not found\n")
+                self.send_text(HTTPStatus.NOT_FOUND, "text/plain", "not found\n")
         except ConfigError as error:  # a run was moved or deleted
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{secrets.redact(str(error))}\n")
-
-    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
-        body = text.encode("utf-8")
-        self.send_response(status)
-        for name, value in (
-            ("Content-Type", f"{kind}; charset=utf-8"),
-            ("Content-Length", str(len(body))),
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Referrer-Policy", "no-referrer"),
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line every two seconds helps nobody."""
+            self.send_text(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{secrets.redact(str(error))}\n")
 
 
 def serve(workdirs: Sequence[str | os.PathLike[str]], port: int = 0) -> int:
@@ -220,9 +156,4 @@ def serve(workdirs: Sequence[str | os.PathLike[str]], port: int = 0) -> int:
     state = State(workdirs)
     state.data("")  # says now what is wrong with the workdirs
     with Server(state, port) as server:
-        print(f"following {len(state.workdirs)} workdir(s) at {server.url} (Ctrl-C ends it)", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-    return 0
+        return server.run(f"following {len(state.workdirs)} workdir(s) at {server.url} (Ctrl-C ends it)")

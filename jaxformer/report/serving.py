@@ -1,4 +1,4 @@
-"""A small web server for one page and the questions that its script asks, for this machine only.
+"""Small web servers for one page and the questions that its script asks, for this machine only.
 
 It listens on the loopback address and answers requests that name it as their host, so that no page of a stranger
 reaches it. Questions are JSON objects of bounded size; one is answered at a time. Errors are one line of JSON.
@@ -44,8 +44,8 @@ class Site:
     answers: Mapping[str, Answer]
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """A server of a site; `url` is the address of its page.
+class LocalServer(http.server.ThreadingHTTPServer):
+    """A server on the loopback address; `url` is the address of its page.
 
     Raises:
       ConfigError: the port is taken.
@@ -54,11 +54,10 @@ class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, site: Site, port: int) -> None:
-        self.site, self.lock = site, threading.Lock()
+    def __init__(self, port: int, handler: type[LocalHandler]) -> None:
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         try:
-            super().__init__((ADDRESS, port), Handler)
+            super().__init__((ADDRESS, port), handler)
         except (OSError, OverflowError) as error:
             got = f"--port: got {port} ({getattr(error, 'strerror', None) or error})"
             raise ConfigError(f"{got}, expected a free port; give another, or 0 for any") from error
@@ -88,13 +87,53 @@ class Server(http.server.ThreadingHTTPServer):
         if not isinstance(error, (ConnectionError, TimeoutError)):
             print(f"warning: no answer ({_in_one_line(error)})", file=sys.stderr)
 
+    def run(self, line: str) -> int:
+        """Prints a line, serves until it is interrupted, and returns the exit code 0."""
+        print(line, flush=True)
+        try:
+            self.serve_forever()
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+        return 0
 
-class Handler(http.server.BaseHTTPRequestHandler):
+
+class LocalHandler(http.server.BaseHTTPRequestHandler):
+    """Sends answers that nobody keeps or reads as something else."""
+
+    timeout = TIMEOUT_SECONDS
+    server_version, sys_version = "jaxformer", ""
+
+    def send_text(self, status: HTTPStatus, kind: str, text: str) -> None:
+        """The whole answer: a text of a type such as "text/html"."""
+        body = text.encode("utf-8", "replace")
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", f"{kind}; charset=utf-8"),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a line for every request helps nobody, and errors are said elsewhere."""
+
+
+class Server(LocalServer):
+    """A server of a site."""
+
+    def __init__(self, site: Site, port: int) -> None:
+        self.site, self.lock = site, threading.Lock()
+        super().__init__(port, Handler)
+
+
+class Handler(LocalHandler):
     """Answers the page and its questions."""
 
     server: Server  # ty: ignore[incompatible-mutable-override]
-    timeout = TIMEOUT_SECONDS
-    server_version, sys_version = "jaxformer", ""
 
     def do_GET(self) -> None:
         """The page."""
@@ -103,7 +142,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path.partition("?")[0] != "/":
             self._refuse(HTTPStatus.NOT_FOUND, "not found; the page is at /")
             return
-        self._send(HTTPStatus.OK, "text/html", self.server.site.page())
+        self.send_text(HTTPStatus.OK, "text/html", self.server.site.page())
 
     def do_POST(self) -> None:
         """The answer to a question."""
@@ -119,7 +158,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         try:
             with self.server.lock:
                 value = answer(question)
-            self._send(HTTPStatus.OK, "application/json", json.dumps(value, allow_nan=False))
+            self.send_text(HTTPStatus.OK, "application/json", json.dumps(value, allow_nan=False))
         except ConfigError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except Exception as error:  # the next question may be a better one
@@ -157,24 +196,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return question
 
     def _refuse(self, status: HTTPStatus, line: str) -> None:
-        self._send(status, "application/json", json.dumps({"error": secrets.redact(" ".join(line.split()))}))
-
-    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
-        body = text.encode("utf-8", "replace")
-        self.send_response(status)
-        for name, value in (
-            ("Content-Type", f"{kind}; charset=utf-8"),
-            ("Content-Length", str(len(body))),
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Referrer-Policy", "no-referrer"),
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: errors are said elsewhere."""
+        self.send_text(status, "application/json", json.dumps({"error": secrets.redact(" ".join(line.split()))}))
 
 
 def _in_one_line(error: BaseException | None) -> str:
@@ -188,9 +210,4 @@ def serve(site: Site, port: int, what: str) -> int:
       ConfigError: the port is taken.
     """
     with Server(site, port) as server:
-        print(f"{what} at {server.url} (Ctrl-C ends it)", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-    return 0
+        return server.run(f"{what} at {server.url} (Ctrl-C ends it)")
