@@ -21,6 +21,7 @@ from jaxformer.analysis import ablate as analysis_ablate
 from jaxformer.analysis import attention as analysis_attention
 from jaxformer.analysis import lens as analysis_lens
 from jaxformer.analysis import notebook
+from jaxformer.analysis import patching as analysis_patching
 from jaxformer.analysis.notebook import Parameters
 from jaxformer.analysis.results import Results
 from jaxformer.checkpoint import LoadedRun, WeightsInfo
@@ -365,7 +366,7 @@ class Model:
 
     def patch(
         self, clean: str, corrupted: str, target: str | None = None, position: int | None = None
-    ) -> analysis_ablate.Patching:
+    ) -> analysis_patching.Patching:
         """Activations of `clean` put into `corrupted`, one layer and token at a time: what brings its answer back.
 
         Args:
@@ -375,7 +376,7 @@ class Model:
         Raises:
           ConfigError: the sentences have unlike numbers of tokens, or as in `ablate`.
         """
-        return analysis_ablate.patch(self.predictor, clean, corrupted, target, position)
+        return analysis_patching.patch(self.predictor, clean, corrupted, target, position)
 
     @property
     def parameters(self) -> Parameters:

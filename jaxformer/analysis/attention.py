@@ -1,9 +1,4 @@
-"""What models attend to: probabilities of every head with the names of the tokens, and measures of them.
-
-Sources: Clark et al. 2019 ("What does BERT look at?"), Vig and Belinkov 2019 ("Analyzing the structure of attention"),
-Olsson et al. 2022 ("In-context learning and induction heads"), Abnar and Zuidema 2020 ("Quantifying attention flow"),
-Chefer et al. 2021 ("Generic attention-model explainability"), Bahdanau et al. 2015 (alignments).
-"""
+"""What models attend to: probabilities of every head with the names of the tokens. `measures` has the formulas."""
 
 from __future__ import annotations
 
@@ -17,9 +12,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxformer import display
-from jaxformer.analysis import recurrent, sentences
+from jaxformer.analysis import measures, recurrent, sentences
 from jaxformer.analysis.layers import (
-    STREAMS,
     LayerOutput,
     Reader,
     Side,
@@ -28,14 +22,12 @@ from jaxformer.analysis.layers import (
     head_gradient,
     layer_gradient,
 )
+from jaxformer.analysis.measures import HEAD_SCORES, NAMED_SCORE, PATTERNS
 from jaxformer.analysis.results import Results
 from jaxformer.analysis.sentences import Sentence
 from jaxformer.config import ModelConfig
 from jaxformer.errors import ConfigError
 from jaxformer.tasks import Predictor
-
-NAMED_SCORE = 0.5
-"""A head gets the name of a pattern that has at least this share of its attention."""
 
 SIDES: dict[str, tuple[str, str]] = {
     "encoder": ("source", "source"),
@@ -45,16 +37,10 @@ SIDES: dict[str, tuple[str, str]] = {
 }
 """Kinds of attention, and the streams that its queries and keys belong to."""
 
-HEAD_SCORES = ("entropy", "distance", "previous", "first", "diagonal", "induction")
-"""Names of the measures of a head, as `head_scores` makes them."""
-
-PATTERNS = ("previous", "first", "diagonal", "induction")
-"""Those that are shares of a head's attention and may name it."""
-
 
 @dataclass(frozen=True)
 class HeadSummary:
-    """One head, its scores (see `head_scores`) and the patterns whose score is at least `NAMED_SCORE`."""
+    """One head, its scores (see `measures.head_scores`) and the patterns whose score is at least `NAMED_SCORE`."""
 
     kind: str
     layer: int
@@ -146,7 +132,9 @@ class AttentionMaps:
         """A summary of every head (of a kind)."""
         found = []
         for name in self.maps if kind is None else (kind,):
-            scores = head_scores(self[name], self.ids[SIDES[name][0]] if name in ("encoder", "decoder") else None)
+            scores = measures.head_scores(
+                self[name], self.ids[SIDES[name][0]] if name in ("encoder", "decoder") else None
+            )
             for row, layer in enumerate(self.layers[name]):
                 for head in range(self.maps[name].shape[1]):
                     values = {measure: float(scores[measure][row, head]) for measure in HEAD_SCORES}
@@ -155,7 +143,7 @@ class AttentionMaps:
         return found
 
     def rollout(self, kind: str = "") -> Float[np.ndarray, "L T T"]:
-        """Attention rollout after each layer of a self-attention (the only one, or `kind`); see `rollout`.
+        """Attention rollout after each layer of a self-attention (the only one, or `kind`); see `measures.rollout`.
 
         Raises:
           ConfigError: `kind` is no self-attention of the model, or not all of its layers are here.
@@ -167,7 +155,7 @@ class AttentionMaps:
                 f"rollout: got {kind!r}, expected a self-attention: {' or '.join(choices) or 'none here'}"
             )
         self.require_all_layers("rollout", kind)
-        return rollout(self.maps[kind])
+        return measures.rollout(self.maps[kind])
 
     def relevance(self) -> dict[str, Float[np.ndarray, " S"]]:
         """How relevant each token is for the logit of `explained`: by stream, numbers whose sum is not 1.
@@ -184,7 +172,7 @@ class AttentionMaps:
             raise ConfigError("relevance: got no gradients, expected some; call attention(..., gradient=True)")
         for kind in self.maps:
             self.require_all_layers("relevance", kind)
-        return relevance(self.maps, self.explained)
+        return measures.relevance(self.maps, self.explained.gradients, self.explained.position)
 
     def require_all_layers(self, method: str, kind: str) -> None:
         """Raises a ConfigError if only some layers of a kind are here."""
@@ -227,91 +215,6 @@ class AttentionMaps:
         return display.box(
             f"Attention of {self.text}", *parts, note=f"Tokens: {names}. See one: .show(layer, head, kind)"
         )
-
-
-def head_scores(maps: Float[np.ndarray, "L H T S"], ids: np.ndarray | None = None) -> dict[str, np.ndarray]:
-    """Measures of every head, float64 `[L, H]` each, means over queries; NaN where no query counts.
-
-    entropy: -sum_s A_ts ln A_ts, in nats (Clark et al. 2019, section 5).
-    distance: sum_s A_ts |t - s|, in tokens (Vig and Belinkov 2019, equation 5).
-    previous: A_t,t-1 over the queries t > 0 (Clark et al. 2019, section 3.1).
-    first: A_t,0 over the queries t > 0 (the attention sink of Xiao et al. 2024).
-    diagonal: A_t,t; between two texts A_t,d(t) with d(t) = round(t (S - 1) / (T - 1)), the same relative position.
-    induction: the sum of A_t,j+1 over all j < t whose token equals that of t, over queries that have such a j: the
-      prefix-matching score of Olsson et al. 2022. Self-attention only.
-
-    Args:
-      ids: tokens of the text, for induction in self-attention; None in cross-attention, whose distance and `previous`
-        compare slots of two texts.
-    """
-    maps = np.asarray(maps, np.float64)
-    queries, keys = maps.shape[2:]
-    t, s = np.arange(queries), np.arange(keys)
-    aligned = t if ids is not None else np.rint(t * (keys - 1) / max(queries - 1, 1)).astype(int)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        entropy = -np.where(maps > 0, maps * np.log(maps), 0.0).sum(-1)
-    scores = {
-        "entropy": entropy.mean(-1),
-        "distance": (maps * np.abs(t[:, None] - s)).sum(-1).mean(-1),
-        "previous": _mean_share(maps, (s == t[:, None] - 1), t > 0),
-        "first": _mean_share(maps, np.broadcast_to(s == 0, (queries, keys)), t > 0),
-        "diagonal": _mean_share(maps, s == aligned[:, None], np.ones(queries, bool)),
-    }
-    if ids is None:
-        return scores | {"induction": np.full(maps.shape[:2], np.nan)}
-    after_same = np.zeros((queries, keys), bool)
-    after_same[:, 1:] = (ids[:, None] == ids[None, :-1]) & (s[:-1] < t[:, None])
-    return scores | {"induction": _mean_share(maps, after_same, np.any(after_same, axis=1))}
-
-
-def _mean_share(maps: np.ndarray, chosen: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Attention on the `chosen` `[T, S]` keys, mean over the queries `rows` `[T]`: `[L, H]`."""
-    if not rows.any():
-        return np.full(maps.shape[:2], np.nan)
-    return (maps * chosen).sum(-1)[:, :, rows].mean(-1)
-
-
-def rollout(maps: Float[np.ndarray, "L H T T"]) -> Float[np.ndarray, "L T T"]:
-    """Attention rollout: A_l = (mean over heads + I) / 2, rows divided by their sums; R_l = A_l R_(l-1), R_0 = I.
-
-    Abnar and Zuidema 2020, equation 1. Row t of R_l says how much of each input token layer l holds at t.
-    """
-    found, total = [], np.eye(maps.shape[-1])
-    for layer in np.asarray(maps, np.float64):
-        mixed = layer.mean(0) + np.eye(len(total))
-        total = (mixed / mixed.sum(-1, keepdims=True)) @ total
-        found.append(total)
-    return np.asarray(found)
-
-
-def relevance(maps: Mapping[str, np.ndarray], explained: Explained) -> dict[str, np.ndarray]:
-    """See `AttentionMaps.relevance`."""
-    grown = {
-        kind: np.maximum(np.asarray(maps[kind], np.float64) * explained.gradients[kind], 0).mean(1) for kind in maps
-    }
-    totals: dict[str, np.ndarray] = {}
-    for kind in ("encoder", "decoder"):
-        if kind not in grown:
-            continue
-        own, of_source = np.eye(grown[kind].shape[-1]), None
-        for index, layer in enumerate(grown[kind]):
-            own = own + layer @ own
-            if kind == "decoder" and "cross" in grown:
-                cross = grown["cross"][index]
-                of_source = np.zeros_like(cross) if of_source is None else of_source + layer @ of_source
-                of_source = of_source + _normalised(own).T @ cross @ _normalised(totals["source"])
-        totals[STREAMS[kind]] = own
-        if of_source is not None:
-            totals["source"] = of_source
-    row = explained.position
-    return {stream: total.mean(0) if row < 0 else total[row] for stream, total in totals.items()}
-
-
-def _normalised(total: np.ndarray) -> np.ndarray:
-    """R with the rows of R - I divided by their sums, plus I (Chefer et al. 2021, equations 8 and 9)."""
-    own = np.eye(len(total))
-    sums = (total - own).sum(-1, keepdims=True)
-    return np.divide(total - own, sums, out=np.zeros_like(total), where=sums > 0) + own
 
 
 # --- of a model -------------------------------------------------------------------------------------------------------
@@ -473,7 +376,8 @@ def recurrent_maps(predictor: Predictor, sentence: Sentence) -> AttentionMaps:
 def induction_scores(predictor: Predictor, length: int = 24, seed: int = 0) -> dict[str, Float[np.ndarray, "L H"]]:
     """The induction score of each head of a decoder on random tokens, twice in a row (Olsson et al. 2022).
 
-    The text has no other regularity, so a head that finds it matches prefixes. Scores as in `head_scores`, by kind.
+    The text has no other regularity, so a head that finds it matches prefixes. Scores by kind, as in
+    `measures.head_scores`.
 
     Args:
       length: tokens before they repeat, fewer if the model has not so many positions.
@@ -495,5 +399,5 @@ def induction_scores(predictor: Predictor, length: int = 24, seed: int = 0) -> d
     for visit in reader.walk(sentences.row_of_ids(ids, "target"), maps=lambda side, layer: True):
         if visit.output.attention is not None:
             maps = np.asarray(visit.output.attention[:, :, :size, :size])
-            rows.append(head_scores(maps, ids)["induction"][0])
+            rows.append(measures.head_scores(maps, ids)["induction"][0])
     return {"decoder": np.stack(rows)}

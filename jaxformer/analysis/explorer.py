@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from jaxformer import tasks
-from jaxformer.analysis import ablate, attention, generation, lens, sentences
-from jaxformer.analysis.attention import HEAD_SCORES, SIDES, AttentionMaps
+from jaxformer.analysis import ablate, attention, generation, lens, patching, sentences
+from jaxformer.analysis.attention import SIDES, AttentionMaps
 from jaxformer.analysis.layers import LOGIT_HEADS, Reader
 from jaxformer.analysis.lens import Lens
+from jaxformer.analysis.measures import HEAD_SCORES
 from jaxformer.analysis.sentences import Sentence
 from jaxformer.config import DecodeConfig
 from jaxformer.decode.batching import bucket_length
@@ -90,7 +91,7 @@ def document(
         "edits": can_edit(predictor),
         "options": dataclasses.asdict(options),
         "sentences": found,
-        "patching": None if pair is None or not can_edit(predictor) else patching(predictor, *pair),
+        "patching": None if pair is None or not can_edit(predictor) else patched(predictor, *pair),
         "induction": induction(predictor),
     }
 
@@ -267,10 +268,10 @@ def ablation(
     }
 
 
-def patching(predictor: Predictor, clean: str, corrupted: str) -> dict[str, Any]:
+def patched(predictor: Predictor, clean: str, corrupted: str) -> dict[str, Any]:
     """Activation patching between two sentences; of sentences that do not fit, why."""
     try:
-        found = ablate.patch(predictor, clean, corrupted)
+        found = patching.patch(predictor, clean, corrupted)
     except ConfigError as error:
         return {"clean": clean, "corrupted": corrupted, "refused": str(error)}
     return {

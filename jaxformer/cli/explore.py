@@ -130,7 +130,7 @@ def _answers(predictor: Predictor, options: Options) -> Mapping[str, Any]:
         return explorer.ablation(predictor, _text(question, "line"), heads, mlps)
 
     def patching(question: Mapping[str, Any]) -> dict[str, Any]:
-        return explorer.patching(predictor, _text(question, "clean"), _text(question, "corrupted"))
+        return explorer.patched(predictor, _text(question, "clean"), _text(question, "corrupted"))
 
     return {"/api/sentence": sentence, "/api/ablation": ablation, "/api/patching": patching}
 

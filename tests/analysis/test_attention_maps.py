@@ -13,8 +13,8 @@ from flax import linen as nn
 
 import jaxformer
 from jaxformer.analysis import attention, sentences
-from jaxformer.analysis.attention import head_scores, rollout
 from jaxformer.analysis.layers import Reader
+from jaxformer.analysis.measures import HEAD_SCORES, PATTERNS, head_scores, relevance, rollout
 from jaxformer.config import ConfigError, HeadConfig, ModelConfig, SeriesConfig
 from jaxformer.hf.arguments import make_batch
 from jaxformer.models import build
@@ -158,13 +158,13 @@ def test_relevance_by_hand():
     rng = np.random.default_rng(0)
     maps = {kind: rng.dirichlet(np.ones(2), (1, 2, 2)) for kind in ("encoder", "decoder", "cross")}
     gradients = {kind: rng.uniform(-0.5, 1, (1, 2, 2, 2)) for kind in maps}
-    found = attention.relevance(maps, attention.Explained(1, 0, "x", gradients))
+    found = relevance(maps, gradients, 1)
     grown = {kind: np.clip(maps[kind] * gradients[kind], 0, None).mean(1)[0] for kind in maps}
     ss, tt = np.eye(2) + grown["encoder"], np.eye(2) + grown["decoder"]
     bar = lambda r: np.eye(2) + (r - np.eye(2)) / (r - np.eye(2)).sum(-1, keepdims=True)  # noqa: E731
     np.testing.assert_allclose(found["target"], tt[1])
     np.testing.assert_allclose(found["source"], (bar(tt).T @ grown["cross"] @ bar(ss))[1])
-    mean = attention.relevance({"encoder": maps["encoder"]}, attention.Explained(-1, 0, "x", gradients))
+    mean = relevance({"encoder": maps["encoder"]}, gradients, -1)
     np.testing.assert_allclose(mean["source"], ss.mean(0))
 
 
@@ -172,7 +172,7 @@ def test_scores_of_heads_by_hand():
     previous = np.array([[1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]], float)
     uniform = np.full((4, 4), 0.25)
     scores = head_scores(np.stack([previous, uniform, np.eye(4)])[None], np.array([7, 8, 7, 9]))
-    assert {name: values.shape for name, values in scores.items()} == dict.fromkeys(attention.HEAD_SCORES, (1, 3))
+    assert {name: values.shape for name, values in scores.items()} == dict.fromkeys(HEAD_SCORES, (1, 3))
     np.testing.assert_allclose(scores["entropy"][0], [0, math.log(4), 0])
     np.testing.assert_allclose(scores["distance"][0], [0.75, (6 + 4 + 4 + 6) / 16, 0])
     np.testing.assert_allclose(scores["previous"][0], [1, 0.25, 0])
@@ -195,7 +195,7 @@ def test_a_head_is_named_by_the_rules_and_found_on_random_tokens():
     model = small.model("language_modelling")
     (found,) = model.attention(["aaaaa"])
     for one in found.heads():
-        assert one.names == tuple(name for name in attention.PATTERNS if one.scores[name] >= 0.5)
+        assert one.names == tuple(name for name in PATTERNS if one.scores[name] >= 0.5)
     scores = attention.induction_scores(model.predictor, length=24)  # the model has 16 positions
     assert scores["decoder"].shape == (2, 4) and np.isfinite(scores["decoder"]).all()
     with pytest.raises(ConfigError, match="expected a decoder alone"):

@@ -127,9 +127,9 @@ def test_limits_are_one_line():
         explorer.document(predictor(), "x", [], None, OPTIONS)
     with pytest.raises(ConfigError, match="recurrent model without attention"):
         explorer.document(small.model("rnn_lm").predictor, "x", ["a"], None, OPTIONS)
-    refused = explorer.patching(predictor(), "a", "ab")
+    refused = explorer.patched(predictor(), "a", "ab")
     assert "expected equally many" in refused["refused"]
-    assert "tokens are the same" in explorer.patching(predictor(), "ab", "ab")["refused"]
+    assert "tokens are the same" in explorer.patched(predictor(), "ab", "ab")["refused"]
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
