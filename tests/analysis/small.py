@@ -40,7 +40,7 @@ GRU = RecurrentConfig(cell="gru", layers=2, width=8, embed=EmbedConfig(vocab=VOC
 ADDITIVE = dataclasses.replace(GRU, attention="additive")
 PARTS = {
     "language_modelling": ModelConfig(decoder=LEARNED),
-    "translation": ModelConfig(encoder=STACK, decoder=dataclasses.replace(STACK, layers=1)),
+    "translation": ModelConfig(encoder=STACK, decoder=STACK),
     "classification": ModelConfig(encoder=STACK, head=HeadConfig(kind="classes", classes=3, pooling="mean")),
     "rnn": ModelConfig(recurrent_encoder=GRU, recurrent_decoder=ADDITIVE),
     "rnn_lm": ModelConfig(recurrent_decoder=GRU),

@@ -52,7 +52,7 @@ def test_an_encoder_decoder_has_three_kinds_and_reads_the_target():
         queries, keys = len(found.queries(kind)), len(found.keys(kind))
         own = np.stack(sown[side]["blocks"][part]["probabilities"][0])[:, 0, :, :queries, :keys]
         np.testing.assert_allclose(found[kind], own, atol=1e-5)
-    assert found["cross"].shape == (1, 4, 4, len(found.tokens["source"]))
+    assert found["cross"].shape == (2, 4, 4, len(found.tokens["source"]))
 
 
 def test_without_a_target_the_decoder_reads_the_models_own_output():
@@ -62,6 +62,10 @@ def test_without_a_target_the_decoder_reads_the_models_own_output():
     end = set(model.predictor.runner.vocabulary.eos)
     written = [token for token in outputs[0].tokens.tolist() if token not in end]
     assert found.ids["target"].tolist()[1:] == written
+    (last,) = end
+    for tokens, expected in (([40, last], [1, 40]), ([40, 41], [1, 40, 41]), ([last], [1]), ([], [1])):
+        prompts = sentences.with_targets(model.predictor, [{"target": [1]}], None, [np.asarray(tokens, np.int32)])
+        assert prompts[0]["target"].tolist() == expected  # the end is no input of the decoder
 
 
 def test_the_alignment_of_a_recurrent_decoder_is_its_own():

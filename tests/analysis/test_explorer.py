@@ -119,7 +119,7 @@ def test_the_python_of_the_guide_runs(monkeypatch):
     monkeypatch.setattr(jaxformer, "load", lambda path: small.model("translation"))
     names = {}
     exec(compile(code.replace("three hundred and ", ""), "docs/explore.md", "exec"), names)
-    assert names["patched"].restored.shape == (3, 4) and names["scan"].heads["cross"].shape[:2] == (1, 4)
+    assert names["patched"].restored.shape == (3, 4) and names["scan"].heads["cross"].shape[:2] == (2, 4)
 
 
 def test_limits_are_one_line():

@@ -122,9 +122,9 @@ def test_a_scan_removes_every_part_alone():
     model = small.model("translation")
     (found,) = model.ablate([TEXT], targets=[TARGET])
     assert {kind: values.shape for kind, values in found.heads.items()} == {
-        "encoder": (2, 4, 4), "decoder": (1, 4, 4), "cross": (1, 4, 4)
+        "encoder": (2, 4, 4), "decoder": (2, 4, 4), "cross": (2, 4, 4)
     }  # fmt: skip
-    assert {side: values.shape for side, values in found.mlps.items()} == {"encoder": (2, 4), "decoder": (1, 4)}
+    assert {side: values.shape for side, values in found.mlps.items()} == {"encoder": (2, 4), "decoder": (2, 4)}
     for kind, layer, head in (("encoder", 0, 3), ("decoder", 0, 0), ("cross", 0, 2)):
         (one,) = model.ablate([TEXT], heads=[(kind, layer, head)], targets=[TARGET])
         np.testing.assert_allclose(found.heads[kind][layer, head], one.change, atol=1e-5)
