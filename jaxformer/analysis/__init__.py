@@ -1,1 +1,1 @@
-"""What a model computes, as arrays: nothing here draws or writes files. `jaxformer.report` does that."""
+"""What a model attends to, what its layers predict, what its parts do, as arrays; nothing here draws or writes files."""

@@ -123,20 +123,8 @@ class Stack(nn.Module):
         if cache is None and projected is None and self.can_pipeline(x.shape[0], parts):
             x = self.apply_pipelined(x, RowInputs(slots, token_type, encoded, memory_slots, convolved), parts)
         else:
-            context = LayerContext(
-                mask=Mask(
-                    slots,
-                    slots if cache_slots is None else cache_slots,
-                    self.causal,
-                    config.attention.window,
-                    hidden_pairs=None if visible_slots is None else ~visible_slots,
-                    same_slots=cache is None,
-                ),
-                position=self.shared_position(slots, token_type),
-                memory=encoded,
-                memory_mask=None if memory_slots is None else cross_mask(slots, memory_slots),
-                index=index,
-                convolved=convolved,
+            context = self.layer_context(
+                RowInputs(slots, token_type, encoded, memory_slots, convolved), cache_slots, index, visible_slots
             )
             if isinstance(cache, tuple):
                 x, cache = self.apply_unrolled(x, cache, projected, context)
@@ -147,6 +135,31 @@ class Stack(nn.Module):
         x = constrain(x, "batch", "length", "act_embed")
         self.sow("intermediates", "output", x)
         return x, cache
+
+    def layer_context(
+        self,
+        rows: RowInputs,
+        cache_slots: Slots | None = None,
+        index: Int[Array, ""] | None = None,
+        visible_slots: Bool[Array, "B T _"] | None = None,
+    ) -> LayerContext:
+        """The inputs that all layers share; see `__call__`. Without `cache_slots` the keys are the rows' own slots."""
+        slots, memory_slots = rows.slots, rows.memory_slots
+        return LayerContext(
+            mask=Mask(
+                slots,
+                slots if cache_slots is None else cache_slots,
+                self.causal,
+                self.resolved.attention.window,
+                hidden_pairs=None if visible_slots is None else ~visible_slots,
+                same_slots=cache_slots is None,
+            ),
+            position=self.shared_position(slots, rows.token_type),
+            memory=rows.memory,
+            memory_mask=None if memory_slots is None else cross_mask(slots, memory_slots),
+            index=index,
+            convolved=rows.convolved,
+        )
 
     def prepare_input(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B T D"]:
         """Input `[B, T, D]` of the first layer: embeddings plus positions, with norm and dropout as configured."""

@@ -258,9 +258,10 @@ def test_evaluate_prints_its_values(monkeypatch, run, capsys):
 
 
 def test_report_and_data_prepare(monkeypatch, run, capsys):
-    stand_in(monkeypatch, "report", write=lambda workdirs, output: f"page of {len(workdirs)} {output}")
-    assert cli.main(["report", f"--workdir={run}", f"--workdir={run}", "--output=a.html"]) == 0
-    assert capsys.readouterr().out == "written to page of 2 a.html\n"
+    write = lambda workdirs, output, figures: f"page of {len(workdirs)} {output} {figures}"  # noqa: E731
+    stand_in(monkeypatch, "report", write=write, expand=lambda workdirs: workdirs)
+    assert cli.main(["report", f"--workdir={run}", f"--workdir={run}", "--output=a.html", "--figures=b"]) == 0
+    assert capsys.readouterr().out == "written to page of 2 a.html b\n"
     stand_in(monkeypatch, "data.prepare", prepare=lambda name, folder: f"{folder}/{name}")
     assert cli.main(["data", "prepare", "lm1b", "--dir=/data"]) == 0
     assert capsys.readouterr().out == "prepared in /data/lm1b\n"
