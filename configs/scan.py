@@ -1,0 +1,82 @@
+"""SCAN: commands to sequences of actions, and whether that carries over to longer ones (Lake and Baroni 2018).
+
+`simple` is a random split; `length` trains on outputs of up to 22 actions and tests on 24 to 48; `length26` moves the
+border to 26 (Csordás et al. 2021). The validation split is every 20th line of the training file, so it has the lengths
+of training and says nothing of longer ones. The last checkpoint is used; none is chosen.
+
+The files are made of the published ones, DIR/train_simple.txt and so on, in DIR:
+
+    for name in simple length; do for part in train test; do
+        awk -F ' OUT: ' '{ sub(/^IN: /, ""); print $1 "\t" $2 }' ${part}_$name.txt > ${part}_$name.tsv; done; done
+    cat train_length.tsv test_length.tsv | awk -F '\t' \
+        '{ print > (split($2, a, " ") > 26 ? "test_length26.tsv" : "train_length26.tsv") }'
+    for name in simple length length26; do
+        awk 'NR % 20 == 0' train_$name.tsv > valid_$name.tsv; awk 'NR % 20' train_$name.tsv > fit_$name.tsv; done
+
+Command:  python -m jaxformer train --config=configs/scan.py:lstm --workdir=runs/scan --config.data.dir=DIR
+          python -m jaxformer evaluate --workdir=runs/scan --split=test
+          (another split: --config.data.splits.train=fit_length.tsv --config.data.splits.validation=valid_length.tsv
+          --config.data.splits.test=test_length.tsv)
+Variants: lstm (two layers without attention, of width 200 and dropout 0.5, as the one that was best overall in the
+          paper), relative (a transformer with relative positions in encoder and decoder)
+Hardware: 2 CPU cores
+Time:     not measured here
+Score:    not measured here
+"""
+
+from jaxformer.config import RecurrentConfig, StackConfig
+from jaxformer.config.overrides import defaults, section
+
+VARIANTS = ("lstm", "relative")
+
+
+def get_config(variant: str = "lstm"):
+    recurrent = {"lstm": True, "relative": False}[variant or "lstm"]
+    config = defaults()
+    config.data.source = "table"
+    config.data.columns = {"source": "#1", "target": "#2"}
+    config.data.splits = {
+        "train": ("fit_simple.tsv",),
+        "validation": ("valid_simple.tsv",),
+        "test": ("test_simple.tsv",),
+    }
+    config.data.tokenizer.kind = "word"
+    config.data.batch = 32 if recurrent else 64
+    config.data.length = 64
+    config.data.buckets = (10, 16, 24, 34)
+    config.task.name = "translation"
+
+    if recurrent:
+        part = dict(cell="lstm", layers=2, width=200, dropout=0.5, embed=dict(dropout=0.5))
+        config.model.recurrent_encoder = section(RecurrentConfig, **part)
+        config.model.recurrent_decoder = section(RecurrentConfig, **part)
+    else:
+        stack = dict(
+            layers=2,
+            width=64,
+            dropout=0.1,
+            embed=dict(scale=True, dropout=0.1),
+            encoding=dict(kind="transformer_xl"),
+            attention=dict(heads=4),
+            ffn=dict(width=128, activation="relu"),
+        )
+        config.model.encoder = section(StackConfig, **stack)
+        config.model.decoder = section(StackConfig, **stack)
+
+    config.optimizer.name = "adam"
+    config.optimizer.clip = 5.0
+    config.schedule.kind = "linear"
+    config.schedule.peak = 1e-3 if recurrent else 2e-3
+    config.schedule.warmup = 100
+    config.schedule.floor = 0.02
+    config.train.steps = 5000 if recurrent else 3000
+    config.train.log_every = 200
+    config.train.evaluate_every = 1000
+    config.train.checkpoint_every = 1000
+    config.checkpoint.keep_last = 1
+    config.checkpoint.keep_best = 0
+    config.evaluate.batch = 256
+    config.evaluate.samples = 2
+    config.decode.batch = 256
+    config.decode.max_length = 64
+    return config
