@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxformer import tasks
-from jaxformer.config import components, saved_edits
+from jaxformer.config import Config, components, saved_edits
 from jaxformer.data import sources
 from jaxformer.data.pipeline import Pipeline
 from jaxformer.data.sources import Dataset
@@ -24,11 +24,13 @@ from jaxformer.model import Model
 from jaxformer.parallel import mesh as meshes
 from jaxformer.runtime import files
 from jaxformer.tasks import _datasets
-from jaxformer.train import by_length, metric_settings, step
+from jaxformer.train import by_length, metric_settings, step, trackers
 from jaxformer.train import evaluate as measuring
 from jaxformer.train.by_length import BinnedEvaluation
 from jaxformer.train.evaluate import Decoded
+from jaxformer.train.lock import WorkdirLock
 from jaxformer.train.setup import build_pipelines
+from jaxformer.train.trackers import _delivery
 
 LOG = logging.getLogger("jaxformer")
 
@@ -94,7 +96,20 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
     result |= {"changed": edited.changed} if edited.changed else {}
     result |= {"by_length": rows} if rows else {}
     files.write_json(workdir / f"eval-{split}.json", result)
+    _track(loaded.config, workdir)
     return result
+
+
+def _track(config: Config, workdir: Path) -> None:
+    """Adds the measures to the trackers of a run; of one that is training, they are added when it ends."""
+    if not config.train.trackers or not (workdir / "metrics.jsonl").exists() or jax.process_count() > 1:
+        return
+    try:
+        trackers.check_available(config.train.trackers)
+        with WorkdirLock(workdir.absolute()):
+            _delivery.publish(config, workdir.absolute(), LOG.warning)
+    except ConfigError as error:
+        LOG.warning("not tracked: %s", error)
 
 
 def _decode(model: Model, dataset: Dataset, split: str, limits: Mapping[str, int | None]) -> dict[str, Decoded]:

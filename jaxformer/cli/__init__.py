@@ -33,7 +33,7 @@ from jaxformer.cli import (
 from jaxformer.cli.arguments import Command, parse, program_parser
 from jaxformer.errors import ConfigError, StorageError
 from jaxformer.registry import nearest
-from jaxformer.runtime import compilation, exit_codes, files, interrupts, memory, secrets, streams
+from jaxformer.runtime import compilation, exit_codes, files, interrupts, memory, secrets, streams, threads
 
 COMMANDS: dict[str, Command] = {
     "train": train.COMMAND,
@@ -116,7 +116,7 @@ def console() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = exit_codes.INTERRUPTED
-    sys.exit(code)
+    threads.exit_process(code)
 
 
 def _complete() -> None:

@@ -120,6 +120,7 @@ ProperShare = Annotated[float, Range(0.0, 1.0, "()")]
 EncodingName = Annotated[str, Folder("jaxformer.nn.encodings", "ENCODING", "Encoding")]
 KernelName = Annotated[str, Folder("jaxformer.nn.kernels", "KERNEL", "Kernel", extra=("auto",))]
 SourceName = Annotated[str, Folder("jaxformer.data.sources", "SOURCE")]
+TrackerName = Annotated[str, Folder("jaxformer.train.trackers", "TRACKER")]
 TaskName = Annotated[str, Folder("jaxformer.tasks", "TASK", "Task", extra=("none",))]
 
 

@@ -43,6 +43,12 @@ def constraint_of(hint: Any) -> Constraint | OptionsOf | None:
     return split_constraint(hint)[1]
 
 
+def item_constraint(hint: Any) -> Constraint | OptionsOf | None:
+    """The annotation of the items of a tuple; None for any other type."""
+    kind, _ = base_type(hint)
+    return constraint_of(typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else None
+
+
 def section_type(hint: Any) -> type | None:
     """The dataclass of a field that is a section of the config, optional or not; None for a plain value."""
     kind, _ = base_type(hint)

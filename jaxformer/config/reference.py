@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 
 from jaxformer.config.comparison import default_of
 from jaxformer.config.constraints import describe_constraint
-from jaxformer.config.hints import base_type, constraint_of, describe, entry_section, field_types, section_type
+from jaxformer.config.hints import (
+    base_type,
+    constraint_of,
+    describe,
+    entry_section,
+    field_types,
+    item_constraint,
+    section_type,
+)
 from jaxformer.config.schema import Config
 
 INTRODUCTION = """# Fields of the config
@@ -97,7 +105,7 @@ def _fields(section: Any, documented: dict[str, tuple[str, dict[str, str]]]) -> 
             meaning = meaning or documented[part.__name__][0].split("\n")[0]
             yield Field(field.name, f"{part.__name__}{' or None' if optional else ''}", "", default, meaning)
         else:
-            allowed = describe_constraint(constraint_of(hint))
+            allowed = describe_constraint(constraint_of(hint) or item_constraint(hint))
             yield Field(field.name, describe(hint), allowed, default, meaning)
 
 

@@ -34,6 +34,7 @@ from jaxformer.config.constraints import (
     Seed,
     SourceName,
     TaskName,
+    TrackerName,
 )
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "gelu_sigmoid", "silu", "tanh", "relu_squared", "mish", "sigmoid"]
@@ -594,6 +595,8 @@ class TrainConfig:
     deadline: Positive | None = None  # minutes after which the process saves and ends with exit code 143; None: none
     watchdog: Positive | None = None  # minutes without a step or evaluation batch that end the process with exit code
     # 75; None: no limit
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)  # where the rows of metrics.jsonl, the config and the final
+    # measures go too; (): nowhere
 
 
 @dataclass(frozen=True)

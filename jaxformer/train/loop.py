@@ -13,7 +13,7 @@ from jaxformer.errors import StorageError
 from jaxformer.parallel import mesh as meshes
 from jaxformer.runtime import files, secrets
 from jaxformer.tasks import _datasets
-from jaxformer.train import results, warm_start
+from jaxformer.train import results, trackers, warm_start
 from jaxformer.train import step as steps
 from jaxformer.train.lock import WorkdirLock
 from jaxformer.train.preemption import EXIT_PREEMPTED, PreemptionListener
@@ -52,6 +52,7 @@ def _train(config: Config, workdir: Path, init_format: warm_start.InitFormat) ->
     """Checks everything that can be checked before the first write, then trains under the workdir's lock."""
     stop = PreemptionListener(config.train.deadline)
     secrets.reject(dataclasses.asdict(config), "config")
+    trackers.check_available(config.train.trackers)
     config, tokenizers = warm_start.adopt_model(config, workdir, init_format)
     notes = check_same_config(config, workdir)
     mesh = meshes.make(config.mesh)

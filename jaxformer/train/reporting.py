@@ -1,4 +1,4 @@
-"""Reports of a run: a progress line, `metrics.jsonl`, TensorBoard events. Only the first process writes them."""
+"""Reports of a run: a progress line, `metrics.jsonl`, trackers. Only the first process writes them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,21 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import jax
 
+from jaxformer.config import Config
 from jaxformer.runtime import files, units
 from jaxformer.train.timing import Clock
+from jaxformer.train.trackers import Row
+from jaxformer.train.trackers._delivery import Deliveries
 
 LOG = logging.getLogger("jaxformer")
 
 Values = Mapping[str, float]
-
-
-class Writer(Protocol):
-    """A destination of reports."""
-
-    def write(self, step: int, split: str, values: Values) -> None:
-        """Writes the values of a split ("train", "validation", "skipped") at a step."""
-        ...
-
-    def close(self) -> None:
-        """Writes what is buffered."""
-        ...
 
 
 class MetricsFile:
@@ -62,50 +53,20 @@ class MetricsFile:
                     self.rows.append(row)
             if len(self.rows) != len(rows):
                 files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in self.rows))
-        self.file = path.open("a", encoding="utf-8")
+        self.file, self.count = path.open("a", encoding="utf-8"), len(self.rows)
 
-    def write(self, step: int, split: str, values: Values) -> None:
-        """Appends a row. Values that are not finite become null, since JSON has no NaN."""
+    def write(self, step: int, split: str, values: Values) -> Row:
+        """Appends a row and returns it. Values that are not finite become null, since JSON has no NaN."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        row = {"step": step, "wall_time": round(time.time(), 3), "split": split, **finite}
-        self.file.write(json.dumps(row) + "\n")
+        row = Row(self.count, step, split, finite, round(time.time(), 3))
+        self.file.write(json.dumps({"step": step, "wall_time": row.wall_time, "split": split, **finite}) + "\n")
         self.file.flush()
+        self.count += 1
+        return row
 
     def close(self) -> None:
         """Closes the file."""
         self.file.close()
-
-
-class TensorBoard:
-    """TensorBoard event files in the workdir with the rows of `metrics.jsonl`, under tags `split/name`.
-
-    A resumed run writes them anew from `rows`, since a killed process may have written too many or too few.
-    """
-
-    def __init__(self, path: Path, rows: Iterable[dict[str, Any]] = ()) -> None:
-        from tensorboardX import SummaryWriter  # slow to import, and only one process needs it
-
-        for events in path.glob("events.out.tfevents.*"):
-            events.unlink()
-        self.writer = SummaryWriter(str(path))
-        for row in rows:
-            values = {name: value for name, value in row.items() if name not in ("step", "wall_time", "split")}
-            self._add(row["step"], row["split"], values, row.get("wall_time"))
-        self.writer.flush()
-
-    def write(self, step: int, split: str, values: Values) -> None:
-        """Adds the values as scalars."""
-        self._add(step, split, values, None)
-        self.writer.flush()
-
-    def _add(self, step: int, split: str, values: Mapping[str, Any], wall_time: float | None) -> None:
-        for name, value in values.items():
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                self.writer.add_scalar(f"{split}/{name}", value, step, walltime=wall_time)
-
-    def close(self) -> None:
-        """Closes the event file."""
-        self.writer.close()
 
 
 class ProgressLine:
@@ -159,17 +120,19 @@ class ProgressLine:
 class Reporter:
     """All reports of a run on the first process; nothing on the others."""
 
-    def __init__(self, workdir: Path, clock: Clock, first_step: int, evaluated: bool = True) -> None:
+    def __init__(self, workdir: Path, clock: Clock, first_step: int, evaluated: bool, config: Config) -> None:
         self.progress = ProgressLine(clock)
-        self.writers: list[Writer] = []
-        if jax.process_index() == 0:
-            file = MetricsFile(workdir / "metrics.jsonl", first_step, evaluated)
-            self.writers = [file, TensorBoard(workdir / "tensorboard", file.rows), self.progress]
+        self.is_first = jax.process_index() == 0
+        if self.is_first:
+            self.file = MetricsFile(workdir / "metrics.jsonl", first_step, evaluated)
+            rows = [Row.from_json(index, row) for index, row in enumerate(self.file.rows)]
+            self.trackers = Deliveries(config, workdir, rows, self.progress.log)
 
     def write(self, step: int, split: str, values: Values) -> None:
-        """Reports the values of a split at a step."""
-        for writer in self.writers:
-            writer.write(step, split, values)
+        """Reports the values of a split ("train", "validation", "skipped") at a step."""
+        if self.is_first:
+            self.trackers.add(self.file.write(step, split, values))
+            self.progress.write(step, split, values)
 
     def log_skipped(self, step: int, values: Mapping[str, int]) -> None:
         """Reports a skipped step and its batch."""
@@ -177,13 +140,15 @@ class Reporter:
 
     def log(self, text: str) -> None:
         """Prints a line for people."""
-        if self.writers:
+        if self.is_first:
             self.progress.log(text)
 
-    def close(self) -> None:
-        """Closes all files."""
-        for writer in self.writers:
-            writer.close()
+    def close(self, is_finished: bool) -> None:
+        """Closes the file, then the trackers, with the final measures of a run that is finished."""
+        if self.is_first:
+            self.progress.close()
+            self.file.close()
+            self.trackers.close(is_finished)
 
 
 def format_number(value: float) -> str:

@@ -91,7 +91,7 @@ class Run:
         self.step = int(self.state.step)
         self.evaluated_at = self.step if self.values else -1
         self.clock = Clock(config.train)
-        self.reporter = Reporter(workdir, self.clock, self.step, not self.progress["evaluation_due"])
+        self.reporter = Reporter(workdir, self.clock, self.step, not self.progress["evaluation_due"], config)
         self.train_shapes, self.eval_shapes = (
             CompiledShapes(program, self.reporter.log) for program in ("step", "evaluation")
         )
@@ -253,14 +253,16 @@ class Run:
             self.reporter.log(f"  {line['input']}{note}\n    -> {line['output']}\n     = {line['reference']}")
 
     def close(self) -> None:
-        """Stops the background threads and waits for the last save.
+        """Stops the background threads and waits for the last save, then for the trackers, which have a deadline.
 
         Raises:
           StorageError: a save failed.
         """
         self.batches.close()
-        self.reporter.close()
-        self.checkpoints.close()
+        try:
+            self.checkpoints.close()
+        finally:
+            self.reporter.close(is_finished=self.step >= self.config.train.steps or self.patience.is_exhausted)
 
 
 def has_same_measurement(config: Config, about: dict[str, Any]) -> bool:

@@ -17,7 +17,8 @@ from jaxformer.report import inspection, runs
 from jaxformer.runtime import files
 from jaxformer.sweep import planning, ranking
 from jaxformer.train import lock
-from jaxformer.train.reporting import MetricsFile, TensorBoard
+from jaxformer.train.reporting import MetricsFile
+from jaxformer.train.trackers import Row, RunInfo, tensorboard
 
 WRITERS = {
     "write": lambda path: files.write_atomic(path, "text\n"),
@@ -207,7 +208,11 @@ def test_edited_rows_of_metrics_are_left_out_and_named(row, tmp_path, caplog):
     file.close()
     assert file.rows == [good, good]
     assert "1 lines cannot be read, left out; the first is line 2" in caplog.text
-    TensorBoard(tmp_path / "tensorboard", file.rows).close()
+    tracker = tensorboard.TRACKER()
+    tracker.start(RunInfo("a", "a", "", tmp_path))
+    tracker.config({})
+    tracker.rewind([Row.from_json(index, row) for index, row in enumerate(file.rows)])
+    tracker.finish([])
     (run,) = runs.read([tmp_path])
     assert run.rows["train"] == [good]
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jaxformer.config.constraints import OptionsOf, check_value
-from jaxformer.config.hints import constraint_of, field_types
+from jaxformer.config.hints import constraint_of, field_types, item_constraint
 from jaxformer.errors import ConfigError
 
 
@@ -21,6 +21,10 @@ def check_fields(section: Any, path: str) -> None:
         value, constraint = getattr(section, field.name), constraint_of(hints[field.name])
         if value is not None and constraint is not None and not isinstance(constraint, OptionsOf):
             check_value(value, constraint, f"{path}.{field.name}")
+        items = item_constraint(hints[field.name])
+        if value is not None and items is not None and not isinstance(items, OptionsOf):
+            for item in value:
+                check_value(item, items, f"{path}.{field.name}")
 
 
 def invalid(path: str, got: Any, expected: str, remedy: str = "") -> ConfigError:

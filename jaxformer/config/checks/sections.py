@@ -301,6 +301,8 @@ def check_train(config: Config) -> None:
         raise invalid(
             "config.train.accumulation", train.accumulation, f"at most the rows of the longest batch ({rows})"
         )
+    if len(set(train.trackers)) < len(train.trackers):
+        raise invalid("config.train.trackers", ",".join(train.trackers), "each tracker once")
     if train.patience is not None and not train.evaluate_every:
         raise invalid("config.train.patience", train.patience, "None with train.evaluate_every 0: nothing is evaluated")
     checkpoints = checkpoint.keep_last if checkpoint.average_of == "last" else checkpoint.keep_best
