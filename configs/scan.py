@@ -20,8 +20,9 @@ Command:  python -m jaxformer train --config=configs/scan.py:lstm --workdir=runs
 Variants: lstm (two layers without attention, of width 200 and dropout 0.5, as the one that was best overall in the
           paper), relative (a transformer with relative positions in encoder and decoder)
 Hardware: 2 CPU cores
-Time:     not measured here
-Score:    not measured here
+Time:     of processor time, with evaluation: lstm 10.5 minutes (simple) and 7.5 (length), relative 4.9 (length)
+Score:    exact match of the test split, %: lstm 95.7 (simple), 13.3 (length); relative 13.9 (length); length26 and
+          relative on simple were not measured
 """
 
 from jaxformer.config import RecurrentConfig, StackConfig

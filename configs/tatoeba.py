@@ -43,12 +43,12 @@ def get_config():
     config.optimizer.beta2 = 0.98
     config.schedule.kind = "linear"
     config.schedule.peak = 4e-3
-    config.schedule.warmup = 200
+    config.schedule.warmup = 100
     config.schedule.floor = 0.02
-    config.train.steps = 1600
+    config.train.steps = 800
     config.train.log_every = 50
-    config.train.evaluate_every = 800
-    config.train.checkpoint_every = 80
+    config.train.evaluate_every = 400
+    config.train.checkpoint_every = 40
     config.checkpoint.keep_last = 5
     config.checkpoint.keep_best = 1
     config.checkpoint.average = 5
