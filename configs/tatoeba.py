@@ -6,8 +6,9 @@ English and French with a tab between), so that all translations of a sentence l
 Command:  python -m jaxformer train --config=configs/tatoeba.py --workdir=runs/tatoeba --config.data.dir=DIR --seeds=3
           python -m jaxformer evaluate --workdir=runs/tatoeba/seed-0 --split=test      (and seed-1, seed-2)
 Hardware: 2 CPU cores
-Time:     not measured here
-Score:    not measured here
+Time:     6.6 minutes of processor time a seed, with evaluation
+Score:    test 20.8 BLEU cased 13a (standard deviation of 3 seeds 0.2), chrF 39.6 (0.3); beam 4, mean of the last 5
+          checkpoints; 800 steps, loss still falling
 """
 
 from jaxformer.config import StackConfig
