@@ -27,6 +27,7 @@ LAYERS = (
     ("train",),
     ("model",),
     ("hf",),
+    ("analysis",),
     ("evaluation", "preflight"),
     ("conversation", "doctor", "experiment", "plan", "report", "sweep", "testing"),
     ("cli",),

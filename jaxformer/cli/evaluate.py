@@ -52,7 +52,7 @@ def print_table(values: Mapping[str, object]) -> None:
 
 
 COMMAND = Command(
-    "measure a run on a split, print and write eval-<split>.json",
+    "measure a run on a split",
     run,
     {
         "workdir": Flag("folder of the run, or of several seeds", directory="write"),
@@ -60,4 +60,6 @@ COMMAND = Command(
         "checkpoint": CHECKPOINT,
     },
     config="edits",
+    details="prints the measures and writes eval-<split>.json",
+    example="jaxformer evaluate --workdir=runs/quickstart --split=test",
 )

@@ -29,4 +29,5 @@ COMMAND = Command(
             default="",
         ),
     },
+    example="jaxformer report --workdir=runs/a --workdir=runs/b --output=both.html",
 )
