@@ -75,7 +75,8 @@ class CallConvention:
     """The conventions of a family's model classes and tokenizers.
 
     Attributes:
-      positions: slots that get a position id: "slots" (all), or "ids" (those without padding, as RoBERTa counts).
+      positions: slots that get a position id: "slots" (all), "ids" (those without the padding token, as RoBERTa
+        counts), or "mask" (those that the attention mask shows, as OPT and BLOOM count).
       decoder_start_token: first token of a decoder's input if config.json names none.
       decoder_input_from_source: without decoder inputs, the decoder reads the encoder's input (BART).
       prefix_tokens, separator_tokens, suffix_tokens: special tokens before a text, between the two texts of a pair, and

@@ -39,7 +39,7 @@ class Transformer(nn.Module):
             self.decoder = Stack(decoder, causal=decoder.causal is not False)
         last = last_stack(config)
         outputs = None if config.head.horizon is None else config.head.horizon * self.channels_per_row()
-        self.head = Head(config.head, last.width, last.embed.vocab, outputs)
+        self.head = Head(config.head, last.output_width or last.width, last.embed.vocab, outputs)
 
     @nn.nowrap
     def channels_per_row(self) -> int:

@@ -367,6 +367,8 @@ def check(config: StackConfig) -> None:
         "attention.output": (attention.output, (True,)),
         "attention.scale_by_layer": (attention.scale_by_layer, (False,)),
         "attention.window_every": (attention.window_every, (1,)),
+        "attention.window_layers": (attention.window_layers, ((),)),
+        "output_width": (config.output_width, (None,)),
         "residual_attention": (config.residual_attention, (True,)),
         "residual_ffn": (config.residual_ffn, (True,)),
         "ffn": ("a section" if config.ffn else "None", ("a section",)),

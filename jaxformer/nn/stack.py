@@ -17,7 +17,7 @@ from jaxformer.nn.attention import Attention, head_shape
 from jaxformer.nn.block import Block, LayerContext
 from jaxformer.nn.cache import KeyValues, StackKeyValues, cache_dtype
 from jaxformer.nn.convolution import Convolution, Convolved
-from jaxformer.nn.layers import Dropout, Norm
+from jaxformer.nn.layers import Dense, Dropout, Norm
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel import mesh, pipeline
 from jaxformer.parallel.rules import constrain
@@ -70,6 +70,8 @@ class Stack(nn.Module):
             self.blocks = self.scanned_blocks(config)
         if has_final_norm(config):
             self.final_norm = Norm(config.norm)
+        if config.output_width is not None:
+            self.output_projection = Dense((config.width, config.output_width), ("embed", "table"), bias=False)
 
     def scanned_blocks(self, config: StackConfig) -> nn.Module:
         """The layers as one module, whose parameters are stacked."""
@@ -102,7 +104,7 @@ class Stack(nn.Module):
         token_type: Int[Array, "B T"] | None = None,
         visible_slots: Bool[Array, "B T _"] | None = None,
     ) -> tuple[Float[Array, "B T D"], StackKeyValues | None]:
-        """Hidden states `[B, T, D]` after the final norm, and the updated cache.
+        """Hidden states `[B, T, D]` after the final norm and the last projection, if any, and the updated cache.
 
         Args:
           x: embeddings of the tokens at `slots`.
@@ -144,6 +146,8 @@ class Stack(nn.Module):
                 (x, cache), _ = self.blocks((x, cache), jnp.arange(config.layers), projected, context)
         if has_final_norm(config):
             x = self.final_norm(x, slots.segment != 0)
+        if config.output_width is not None:
+            x = self.output_projection(x)
         x = constrain(x, "batch", "length", "act_embed")
         self.sow("intermediates", "output", x)
         return x, cache

@@ -23,6 +23,8 @@ BASE = {
 
 OTHERS = {
     "architectures": ["X"],
+    "attention_layers": ["local"] * 24,
+    "attention_types": [[["local"], 24]],
     "attn_type": "uni",
     "attention_head_size": 3,
     "classifier_dropout": 0.25,
@@ -37,6 +39,7 @@ OTHERS = {
     "feed_forward_proj": "gated-gelu",
     "head_dim": 48,
     "hidden_dropout": 0.25,
+    "intermediate_size": 24,
     "is_gated_act": True,
     "layer_types": ["sliding_attention"],
     "mlp_only_layers": [1],
@@ -63,6 +66,7 @@ OTHERS = {
     "tie_word_embeddings": False,
     "token_classification_bias": False,
     "use_bidirectional_attention": True,
+    "word_embed_proj_dim": 24,
 }
 """Another value of keys whose default does not tell of which kind they are."""
 
@@ -78,7 +82,7 @@ def another(name, default):
     if isinstance(default, bool):
         return not default
     if name.endswith(("_act", "_function", "ff_activation")):
-        return "relu"
+        return "silu" if default == "relu" else "relu"
     if isinstance(default, float):
         return default / 2 + 0.25
     if isinstance(default, int):
