@@ -50,6 +50,8 @@ class EmbedConfig:
     scale: bool = False  # multiply by sqrt(model width) (Vaswani et al. 2017, section 3.4)
     kinds: Count = 0  # number of token types (BERT's segments A and B); 0: none
     norm: bool = False  # normalise the sum of the embeddings, as BERT does
+    norm_before_positions: bool = False  # this norm reads the unscaled tokens, before positions are added
+    # (BlenderbotSmall's decoder)
     dropout: Rate = 0.0  # dropout rate of the embeddings
     deviation: Positive | None = None  # standard deviation of the initial table; None: width ** -0.5
     pad: Count | None = None  # token id whose row starts at zero and gets no gradient from look-ups; None: none

@@ -204,7 +204,13 @@ def _positions_of_mask(real: Array, has_table: bool) -> tuple[Array, Array | Non
 
 def shift_right(convention: CallConvention, settings: Settings, labels: Array) -> Array:
     """A decoder's input: its start token, then all labels but the last, with padding in place of ignored labels."""
-    start = settings("decoder_start_token_id", convention.decoder_start_token)
-    first = jnp.full((labels.shape[0], 1), start, labels.dtype)
+    pad = settings("pad_token_id", 0)
+    if convention.starts_with_last_token:
+        labels = jnp.where(labels == IGNORED_LABEL, pad, labels)
+        last = jnp.sum(labels != pad, axis=1, keepdims=True) - 1
+        first = jnp.take_along_axis(labels, last, axis=1)
+    else:
+        start = settings("decoder_start_token_id", convention.decoder_start_token)
+        first = jnp.full((labels.shape[0], 1), start, labels.dtype)
     moved = jnp.concatenate([first, labels[:, :-1]], axis=1)
-    return jnp.where(moved == IGNORED_LABEL, settings("pad_token_id", 0), moved)
+    return jnp.where(moved == IGNORED_LABEL, pad, moved)

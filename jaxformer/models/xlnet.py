@@ -363,6 +363,7 @@ def check(config: StackConfig) -> None:
         "norm.kind": (norm.kind, ("layer", "rms", "none")),
         "norm.final": (norm.final, (None, False)),
         "embed.norm": (config.embed.norm, (False,)),
+        "embed.norm_before_positions": (config.embed.norm_before_positions, (False,)),
         "attention.norm": (attention.norm, (None,)),
         "attention.output": (attention.output, (True,)),
         "attention.scale_by_layer": (attention.scale_by_layer, (False,)),

@@ -155,9 +155,13 @@ class Stack(nn.Module):
     def prepare_input(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B T D"]:
         """Input `[B, T, D]` of the first layer: embeddings plus positions, with norm and dropout as configured."""
         config = self.resolved
+        if config.embed.norm and config.embed.norm_before_positions:
+            if config.embed.scale:  # undone by the norm but for its epsilon
+                x = x * jnp.asarray(config.width**-0.5, x.dtype)
+            x = self.embed_norm(x, slots.segment != 0)
         if encodings.get(config.encoding.kind).embed is not None:
             x = x + self.position(slots).astype(x.dtype)
-        if config.embed.norm:
+        if config.embed.norm and not config.embed.norm_before_positions:
             x = self.embed_norm(x, slots.segment != 0)
         if config.attention.average_padding:
             x = jnp.where((slots.segment < 0)[..., None], jnp.zeros((), x.dtype), x)

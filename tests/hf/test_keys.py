@@ -36,7 +36,7 @@ OTHERS = {
     "decoder_vocab_size": 24,
     "dense_act_fn": "silu",
     "embedding_size": 48,
-    "feed_forward_proj": "gated-gelu",
+    "feed_forward_proj": "gated-silu",
     "head_dim": 48,
     "hidden_dropout": 0.25,
     "intermediate_size": 24,

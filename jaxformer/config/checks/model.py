@@ -177,6 +177,8 @@ def check_recurrent(stack: RecurrentConfig, path: str) -> None:
 def _check_embedding(embed: EmbedConfig, width: int, path: str, may_be_wider: bool = False) -> None:
     if embed.width is not None and embed.width > width and not may_be_wider:
         raise invalid(f"{path}.embed.width", embed.width, f"at most the model width ({width})")
+    if embed.norm_before_positions and not embed.norm:
+        raise invalid(f"{path}.embed.norm_before_positions", True, "False where embed.norm is False")
     if embed.projection_bias and embed.width in (None, width):
         raise invalid(f"{path}.embed.projection_bias", True, f"embed.width below the model width ({width}), or False")
 
