@@ -70,7 +70,7 @@ class Transformer(nn.Module):
             return y
         return self.series.restore(y, statistics)
 
-    def hidden(self, batch: Batch) -> Float[Array, "B T D"]:
+    def hidden(self, batch: Batch) -> Float[Array, "B T _"]:
         """Hidden states of the last stack, the input of the head."""
         return self.last_hidden(self.read(batch)[0])
 

@@ -208,7 +208,7 @@ class Norm(nn.Module):
             return x
         if config.kind == "batch":
             return BatchNorm(config.epsilon, config.momentum, name="batch")(x, visible)
-        scale: Float[Array, " D"] | float = 1.0
+        scale = None
         if config.scale:
             ones = nn.initializers.constant(1.0 - config.offset)
             scale = parameter(self, "scale", ones, (None,), (width,)) + config.offset
@@ -220,7 +220,7 @@ class Norm(nn.Module):
 @functools.partial(jax.checkpoint, static_argnums=(3, 4))
 def normalize(
     x: Float[Array, "*batch D"],
-    scale: Float[Array, " D"] | float,
+    scale: Float[Array, " D"] | None,
     bias: Float[Array, " D"] | None,
     centred: bool,
     epsilon: float,
@@ -229,7 +229,8 @@ def normalize(
     y = x.astype(jnp.float32)
     if centred:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon) * scale
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    y = y if scale is None else y * scale
     return (y if bias is None else y + bias).astype(x.dtype)
 
 

@@ -103,7 +103,7 @@ class Stack(nn.Module):
         index: Int[Array, ""] | None = None,
         token_type: Int[Array, "B T"] | None = None,
         visible_slots: Bool[Array, "B T _"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], StackKeyValues | None]:
+    ) -> tuple[Float[Array, "B T _"], StackKeyValues | None]:
         """Hidden states `[B, T, D]` after the final norm and the last projection, if any, and the updated cache.
 
         Args:

@@ -17,6 +17,7 @@ SOURCES = "".join(path.read_text() for path in (Path(jaxformer.__file__).parent 
 BASE = {
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"], "conv_kernel_size": 3},
+    "mt5": {"feed_forward_proj": "relu"},
     "marian": {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 16},
 }
 """What must be set for other keys to act."""
