@@ -27,7 +27,7 @@ from jaxformer.hf.table import (
     require_stack,
 )
 
-ALTERNATING = [[["global", "local"], 12]]
+ALTERNATING: list[Any] = [[["global", "local"], 12]]
 """`attention_types` of files without the key: every second layer is local, 24 layers in all."""
 
 
