@@ -56,7 +56,7 @@ def _multiplied(config: Config, params: Any, names: Any) -> dict[tuple[str, ...]
         words = [str(getattr(key, "key", key)) for key in path]
         size, share = math.prod(leaf.shape), 0.0
         if words[-1] == "up":
-            share = _embedded_sides(config) + _is_head(config, words)
+            share = _embedded_sides(config) + (_is_head(config, words) and _projects_back(config))
         elif "table" in words or "delta" in words:
             share = float(_is_head(config, words))
         elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and not _is_not_multiplied(words):
@@ -128,6 +128,11 @@ def _is_head(config: Config, words: list[str]) -> bool:
     return words[0] == ("target_embed" if decodes and _embedded_sides(config) == 1 else "source_embed")
 
 
+def _projects_back(config: Config) -> bool:
+    """True if a tied head multiplies with the projection of a factorised embedding: there is no `output_width`."""
+    return all(stack.output_width is None for stack in config.model.stacks.values())
+
+
 def attention_flops(config: Config, length: int, visible: bool = False) -> float:
     """12 x layers x heads x head width x keys, summed over stacks: forward once, backward twice.
 
@@ -159,7 +164,8 @@ def _visible_keys(stack: StackConfig, decodes: bool, length: int) -> float:
     if own.window is None:
         return whole
     banded = min(whole, own.window * (1 if causal else 2))
-    return (banded + (own.window_every - 1) * whole) / own.window_every
+    share = len(stack.windowed_layers) / stack.layers if own.window_layers else 1 / own.window_every
+    return share * banded + (1 - share) * whole
 
 
 def flops_per_token(config: Config, params: Any, names: Any, length: int) -> float:
