@@ -23,7 +23,7 @@ from jaxformer.nn.attention import Attention
 from jaxformer.nn.block import Block
 from jaxformer.nn.convolution import Convolved
 from jaxformer.nn.kernels import dense
-from jaxformer.nn.stack import RowInputs, Stack, has_final_norm
+from jaxformer.nn.stack import RowInputs, Stack
 from jaxformer.types import Array, Batch, DeferredLogits, PyTree, RelationLogits, Slots, Stream
 
 Side = Literal["encoder", "decoder"]
@@ -258,12 +258,8 @@ def embed(
 
 @functools.partial(jax.jit, static_argnames=("module", "side"))
 def finish(module: nn.Module, rest: PyTree, x: Float[Array, "B T D"], slots: Slots, side: Side) -> Array:
-    """The output of a side `[B, T, D]`: its last layer's after the final norm, if it has one."""
-    return apply(module, rest, lambda model: _finish(_stack(model, side), x, slots))
-
-
-def _finish(stack: Stack, x: Array, slots: Slots) -> Array:
-    return stack.final_norm(x, slots.segment != 0) if has_final_norm(stack.config) else x
+    """The output of a side `[B, T, D]`: its last layer's after the final norm and the last projection, if any."""
+    return apply(module, rest, lambda model: _stack(model, side).finish(x, slots))
 
 
 @functools.partial(jax.jit, static_argnames=("module", "side"))
@@ -274,7 +270,7 @@ def read_out(module: nn.Module, rest: PyTree, x: Float[Array, "B T D"], slots: S
 
 def logits_of(model: Any, x: Float[Array, "B T D"], slots: Slots, side: Side) -> Float32[Array, "B ..."]:
     """`read_out` of a bound module."""
-    y = model.head(_finish(_stack(model, side), x, slots), slots, model.output_embed())
+    y = model.head(_stack(model, side).finish(x, slots), slots, model.output_embed())
     if isinstance(y, RelationLogits):
         y = y.tokens
     if isinstance(y, DeferredLogits):

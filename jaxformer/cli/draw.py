@@ -108,7 +108,10 @@ def _draw(name: str, arguments: Namespace, config: Config, title: str) -> tuple[
         from jaxformer.analysis.draw import embeddings
 
         words = [word for word in arguments.tokens.split(",") if word]
-        found = embeddings.neighbourhood(_load(arguments), title, words, arguments.neighbours)
+        model = _load(arguments)
+        found = embeddings.neighbourhood(
+            model.config.model, model.params, model.tokenizers, title, words, arguments.neighbours
+        )
         return neighbours.figure(found), neighbours.lines(found)
     from jaxformer.analysis.draw import masks, positions, schedule
 

@@ -132,13 +132,15 @@ class Stack(nn.Module):
                 x, cache = self.apply_unrolled(x, cache, projected, context)
             elif config.layers:
                 (x, cache), _ = self.blocks((x, cache), jnp.arange(config.layers), projected, context)
-        if has_final_norm(config):
-            x = self.final_norm(x, slots.segment != 0)
-        if config.output_width is not None:
-            x = self.output_projection(x)
-        x = constrain(x, "batch", "length", "act_embed")
+        x = constrain(self.finish(x, slots), "batch", "length", "act_embed")
         self.sow("intermediates", "output", x)
         return x, cache
+
+    def finish(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B T _"]:
+        """Hidden states after the final norm and the last projection, if any, from the output of the last layer."""
+        if has_final_norm(self.resolved):
+            x = self.final_norm(x, slots.segment != 0)
+        return x if self.resolved.output_width is None else self.output_projection(x)
 
     def layer_context(
         self,

@@ -40,12 +40,17 @@ GRU = RecurrentConfig(cell="gru", layers=2, width=8, embed=EmbedConfig(vocab=VOC
 ADDITIVE = dataclasses.replace(GRU, attention="additive")
 PARTS = {
     "language_modelling": ModelConfig(decoder=LEARNED),
+    "narrow": ModelConfig(
+        decoder=dataclasses.replace(
+            LEARNED, embed=EmbedConfig(vocab=VOCAB, width=4), output_width=4, sublayers="parallel_one_norm"
+        )
+    ),
     "translation": ModelConfig(encoder=STACK, decoder=STACK),
     "classification": ModelConfig(encoder=STACK, head=HeadConfig(kind="classes", classes=3, pooling="mean")),
     "rnn": ModelConfig(recurrent_encoder=GRU, recurrent_decoder=ADDITIVE),
     "rnn_lm": ModelConfig(recurrent_decoder=GRU),
 }
-TASKS = {"rnn": "translation", "rnn_lm": "language_modelling"}
+TASKS = {"narrow": "language_modelling", "rnn": "translation", "rnn_lm": "language_modelling"}
 
 
 @functools.lru_cache

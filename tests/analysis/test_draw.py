@@ -19,6 +19,7 @@ from jaxformer.config import (
     Config,
     ConfigError,
     DataConfig,
+    EmbedConfig,
     EncodingConfig,
     GeneratorConfig,
     HeadConfig,
@@ -333,6 +334,8 @@ FAMILIES = {
         generator=GeneratorConfig(encoder=builders.stack(), head=HeadConfig(transform=True)),
         head=HeadConfig("slots", classes=2),
     ),
+    "narrow table": builders.decoder(embed=EmbedConfig(vocab=builders.VOCAB, width=4), output_width=4),
+    "parallel": builders.decoder(sublayers="parallel_one_norm"),
     "series": ModelConfig(
         encoder=builders.stack(norm=NormConfig(kind="batch")),
         series=SeriesConfig(channels=2, patch=4, normalise="instance", affine=True),
@@ -389,6 +392,21 @@ def test_blocks_stand_in_the_order_of_computation_with_their_own_counts():
     assert groups == expected
     (column,) = model.diagram(FAMILIES["decoder"], "toy").columns
     assert [block.name for block in column.layer[0].blocks] == ["rms norm", "self-attention", "rms norm"]
+
+
+def test_parallel_sublayers_windows_of_some_layers_and_a_last_projection_are_named():
+    (column,) = model.diagram(FAMILIES["parallel"], "toy").columns
+    assert [[block.name for block in group.blocks] for group in column.layer] == [
+        ["layer norm", "self-attention"],
+        ["feed-forward"],
+    ]
+    assert column.layer[1].blocks[0].detail[1] == "beside attention: reads what it reads"
+    attention = AttentionConfig(heads=2, window=3, window_layers=(1,))
+    config = builders.decoder(attention=attention, residual_after_norm=True)
+    detail = model.diagram(config, "toy").columns[0].layer[0].blocks[1].detail
+    assert detail[:2] == ("2 heads, rope, window 3 in layer 2", "the residual starts after the norm")
+    (column,) = model.diagram(FAMILIES["narrow table"], "toy").columns
+    assert [block.name for block in column.after] == ["layer norm", "last projection", "head"]
 
 
 def test_columns_and_the_arrow_between_them():

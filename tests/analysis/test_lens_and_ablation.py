@@ -42,6 +42,15 @@ def test_the_lens_is_the_head_on_each_layer(monkeypatch):
     np.testing.assert_allclose(parts.final_probs, found.final_probs, rtol=1e-5)
 
 
+def test_the_lens_ends_with_the_logits_where_a_last_projection_follows_the_final_norm():
+    (found,) = small.model("narrow").lens([TEXT])
+    _, logits, _ = small.sown("narrow", TEXT)
+    expected = np.exp(log_softmax(logits[0, : len(found.tokens), : small.model("narrow").tokenizers.target.size])).max(
+        -1
+    )
+    np.testing.assert_allclose(found.probs[-1, :, 0], expected, rtol=1e-4)
+
+
 def test_the_lens_of_a_classifier_has_one_position_and_its_classes():
     (found,) = small.model("classification").lens([TEXT])
     _, logits, _ = small.sown("classification", TEXT)

@@ -152,19 +152,19 @@ def model():
 
 
 def test_neighbours_are_the_nearest_ordinary_tokens(model):
-    found = embeddings.neighbourhood(model, "toy", ["king", "woman"], 2)
+    found = embeddings.neighbourhood(model.config.model, model.params, model.tokenizers, "toy", ["king", "woman"], 2)
     assert found.tokens[:2] == ["king", "woman"]
     near = [[(found.tokens[index], round(cosine, 4)) for index, cosine in each] for each in found.neighbours]
     assert near == [[("man", 0.8944), ("queen", 0.8)], [("queen", 0.8944), ("king", 0.4472)]]
     np.testing.assert_array_equal(found.vectors, [PLACES[token] for token in found.tokens])
-    every = embeddings.neighbourhood(model, "toy")
+    every = embeddings.neighbourhood(model.config.model, model.params, model.tokenizers, "toy")
     assert every.tokens == ["king", "queen", "man", "woman", "tree", "a"], "no special token; signs last"
     assert all(len(each) == 3 for each in every.neighbours)
     assert neighbours.lines(found)[0] == "king   man 0.89  queen 0.80"
 
 
 def test_the_map_has_lines_to_the_neighbours(model):
-    found = embeddings.neighbourhood(model, "toy", ["king", "woman"], 2)
+    found = embeddings.neighbourhood(model.config.model, model.params, model.tokenizers, "toy", ["king", "woman"], 2)
     (axes,) = neighbours.figure(found).axes
     assert len(axes.lines) == 4
     places, _ = word_map.principal_components(found.vectors)
@@ -182,7 +182,7 @@ def test_the_map_has_lines_to_the_neighbours(model):
 )
 def test_words_that_are_no_token_are_refused(model, words, expected):
     with pytest.raises(ConfigError, match=expected):
-        embeddings.neighbourhood(model, "toy", words)
+        embeddings.neighbourhood(model.config.model, model.params, model.tokenizers, "toy", words)
 
 
 def test_the_command_loads_the_run(model, tmp_path, monkeypatch, capsys):

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxformer.analysis.draw.panels import Neighbourhood
-from jaxformer.data.tokenizers import Tokenizer
+from jaxformer.config import ModelConfig
+from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.model import Model
 from jaxformer.registry import nearest as nearest_name
+from jaxformer.types import PyTree
 
 TOKENS = 40
 """Tokens that are drawn unless some are named."""
@@ -22,7 +23,14 @@ MAX_TOKENS = 300
 """More tokens than this cannot be read in a picture."""
 
 
-def neighbourhood(model: Model, title: str, words: Sequence[str] = (), neighbours: int | None = None) -> Neighbourhood:
+def neighbourhood(
+    config: ModelConfig,
+    params: PyTree,
+    tokenizers: Tokenizers | None,
+    title: str,
+    words: Sequence[str] = (),
+    neighbours: int | None = None,
+) -> Neighbourhood:
     """The tokens `words`, or without any the first of the vocabulary, with their nearest neighbours by cosine.
 
     Neighbours are searched among all tokens that are not special. Without words, only neighbours that are drawn anyway
@@ -35,7 +43,7 @@ def neighbourhood(model: Model, title: str, words: Sequence[str] = (), neighbour
     Raises:
       ConfigError: the model reads no tokens, or a word is not a token of its vocabulary.
     """
-    tokenizer, table = _table(model)
+    tokenizer, table = _table(config, params, tokenizers)
     ordinary = ordinary_tokens(tokenizer)
     ids = [_token_id(tokenizer, word, ordinary) for word in dict.fromkeys(words)] or ordinary[:TOKENS]
     if len(ids) > MAX_TOKENS:
@@ -62,19 +70,18 @@ def neighbourhood(model: Model, title: str, words: Sequence[str] = (), neighbour
     return Neighbourhood(title, names, len(ids), table[shown], found)
 
 
-def _table(model: Model) -> tuple[Tokenizer, np.ndarray]:
+def _table(config: ModelConfig, params: PyTree, tokenizers: Tokenizers | None) -> tuple[Tokenizer, np.ndarray]:
     """The tokenizer and the embedding table `[V, W]` of the input side."""
-    config = model.config.model
-    if not config.reads_tokens or model.tokenizers is None:
+    if not config.reads_tokens or tokenizers is None:
         what = "a model of series" if not config.reads_tokens else "a model without a tokenizer"
         raise ConfigError(f"draw embeddings: got {what}, expected one with a table of tokens; draw something else")
     name = "source_embed" if config.has_encoder and config.series is None else "target_embed"
-    embed = model.params[name]
-    tokenizer = model.tokenizers.source if name == "source_embed" else model.tokenizers.target
+    embed = params[name]
+    tokenizer = tokenizers.source if name == "source_embed" else tokenizers.target
     if "table" in embed:
         table = np.asarray(embed["table"], np.float32)
     else:  # ELECTRA's discriminator: the generator's table plus a difference
-        table = np.asarray(model.params["generator"][name]["table"] + embed["delta"], np.float32)
+        table = np.asarray(params["generator"][name]["table"] + embed["delta"], np.float32)
     return tokenizer, table[: tokenizer.size]
 
 

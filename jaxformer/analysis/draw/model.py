@@ -58,6 +58,9 @@ NAMES = {
 }
 """Words for parts of a model whose names in the tree of parameters do not say what they are."""
 
+MAX_LISTED_LAYERS = 6
+"""More layers with a window are counted and not listed."""
+
 Leaves = dict[tuple[str, ...], list[Leaf]]
 """Parameters by their block: ("source_embed",), ("encoder", "blocks", "attention"), ("encoder", "final_norm")."""
 
@@ -138,6 +141,8 @@ def _stack_column(
     ends: list[Block] = []
     if has_final_norm(stack) and stack.norm.kind != "none":
         ends.append(_block(f"{stack.norm.kind} norm", "norm", leaves.pop((side, "final_norm"), [])))
+    if stack.output_width is not None:
+        ends.append(_block("last projection", "head", leaves.pop((side, "output_projection"))))
     return Column(title, tuple(before), tuple(groups), stack.layers, (*ends, *after))
 
 
@@ -155,7 +160,8 @@ def _layer_groups(side: str, stack: StackConfig, leaves: Leaves) -> list[Group]:
     groups = []
     for key, name, kind, residual in sublayers:
         core = _block(name, kind, leaves.pop((*prefix, key), []), _sublayer_words(key, stack))
-        first = _norm(stack, leaves.pop((*prefix, f"{key}_norm"), []))
+        shares_norm = key == "ffn" and stack.sublayers == "parallel_one_norm"
+        first = [] if shares_norm else _norm(stack, leaves.pop((*prefix, f"{key}_norm"), []))
         last = _norm(stack, leaves.pop((*prefix, f"{key}_post_norm"), []))
         if stack.norm.order == "post":
             groups += [Group((core,), residual), *([Group(tuple(first))] if first else [])]
@@ -173,14 +179,31 @@ def _sublayer_words(key: str, stack: StackConfig) -> list[str]:
     attention, ffn, moe = stack.attention, stack.ffn, stack.moe
     if key == "ffn" and ffn is not None:
         words = f"{'gated ' if ffn.gated else ''}{ffn.activation}"
-        return [words if moe is None else f"{words}, {moe.top_k} of {moe.experts} experts a token"]
+        words = words if moe is None else f"{words}, {moe.top_k} of {moe.experts} experts a token"
+        beside = {
+            "sequential": [],
+            "parallel": ["beside attention: reads the layer's input"],
+            "parallel_one_norm": ["beside attention: reads what it reads"],
+        }
+        return [words, *beside[stack.sublayers]]
     heads, groups = attention.heads, attention.kv_heads or attention.heads
     words = [f"{heads} head{'s' * (heads > 1)}"]
     words += [f"{groups} for keys and values"] if groups != heads else []
     if key == "attention":
         words += [stack.encoding.kind] if stack.encoding.kind not in ("none", "sinusoidal", "learned") else []
-        words += [f"window {attention.window}"] if attention.window is not None else []
-    return [", ".join(words)]
+        words += [f"window {attention.window}{_window_layers(stack)}"] if attention.window is not None else []
+    after_norm = ["the residual starts after the norm"] if stack.residual_after_norm else []
+    return [", ".join(words), *after_norm]
+
+
+def _window_layers(stack: StackConfig) -> str:
+    """Words for the layers that have the window, where others have none."""
+    numbers = stack.windowed_layers
+    if len(numbers) == stack.layers:
+        return ""
+    if len(numbers) > MAX_LISTED_LAYERS:
+        return f" in {len(numbers)} of {stack.layers} layers"
+    return f" in layer{'s' * (len(numbers) > 1)} {', '.join(str(number + 1) for number in numbers)}"
 
 
 def _recurrent_column(
