@@ -156,4 +156,5 @@ COMMAND = Command(
         "beams": Flag("beams of the tree of a beam search", default=4, type=positive),
         "checkpoint": CHECKPOINT,
     },
+    example="jaxformer explore --workdir=runs/quickstart --input=lines.txt",
 )
