@@ -21,7 +21,7 @@ from jaxformer.config import Config
 from jaxformer.preflight import Finding
 from jaxformer.runtime import compilation, directories, units
 
-MODULES = {"orbax-checkpoint": "orbax.checkpoint"}
+MODULES = {"orbax-checkpoint": "orbax.checkpoint", "pillow": "PIL", "vl-convert-python": "vl_convert"}
 """Modules of distributions whose module has another name."""
 
 MIN_FREE_BYTES = 2e8

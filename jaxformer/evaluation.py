@@ -79,6 +79,7 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
             for score, signature in tasks.get(views[name].task.name).score_signatures(views[name]).items()
         }
         values |= {"signatures": signatures} if signatures else {}
+        values |= _diagnose(views, decoded)
         scored = [name for name in decoded if tasks.get(views[name].task.name).score is not None]
         count = sum(len(decoded[name].records) for name in scored)
         values |= {"decoded_examples": count} if count < sum(split_examples[name] for name in scored) else {}
@@ -115,18 +116,34 @@ def _track(config: Config, workdir: Path) -> None:
 def _decode(model: Model, dataset: Dataset, split: str, limits: Mapping[str, int | None]) -> dict[str, Decoded]:
     """The decoded examples of each component; none if nothing is to be decoded.
 
-    Components without scores have nothing measured on decoded text. They are shown if an edit asks for it.
+    Components without scores and diagnosis have nothing measured on decoded text. They are shown if an edit asks for
+    it.
     """
     config, views = model.config, components.views(model.config)
     limit, shown = limits["decode_examples"], dataset.components
     if limit is None:
         limit = limits["examples"]
-        shown = {name: part for name, part in shown.items() if tasks.get(views[name].task.name).score is not None}
+        shown = {name: part for name, part in shown.items() if _is_decoded(tasks.get(views[name].task.name))}
     if limit == 0 or not shown:
         return {}
     metric_settings.check_samples_exist(config)
     predictor_of = lambda view: dataclasses.replace(model, config=view).predictor  # noqa: E731
     return measuring.decode_components(predictor_of, config, shown, split, limit)
+
+
+def _is_decoded(task: tasks.Task) -> bool:
+    """True if an evaluation measures the task's results, and not only its logits."""
+    return task.score is not None or task.diagnose is not None
+
+
+def _diagnose(views: Mapping[str, Config], decoded: Mapping[str, Decoded]) -> dict[str, Any]:
+    """The task's diagnosis of every component that has one: "diagnosis", or "diagnosis/NAME" in a mixture."""
+    found = {}
+    for name, each in decoded.items():
+        diagnose = tasks.get(views[name].task.name).diagnose
+        if diagnose is not None:
+            found[components.measure("diagnosis", name)] = diagnose(views[name], each.results, each.examples)
+    return found
 
 
 def _add_scores(

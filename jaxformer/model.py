@@ -17,6 +17,13 @@ import numpy as np
 from flax import linen as nn
 
 from jaxformer import framing, tasks
+from jaxformer.analysis import ablate as analysis_ablate
+from jaxformer.analysis import attention as analysis_attention
+from jaxformer.analysis import lens as analysis_lens
+from jaxformer.analysis import notebook
+from jaxformer.analysis import patching as analysis_patching
+from jaxformer.analysis.notebook import Parameters
+from jaxformer.analysis.results import Results
 from jaxformer.checkpoint import LoadedRun, WeightsInfo
 from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.tokenizers import Tokenizers
@@ -304,6 +311,80 @@ class Model:
     def too_long(self, lines: Sequence[str]) -> int:
         """Number of these inputs that have more tokens than `config.data.length`, so that their ends are not read."""
         return sum("cut" in prompt for prompt in self.predictor.prompts(tasks.text_lines(lines)))
+
+    # What it computes inside: arrays with the names of tokens, which a notebook displays. See docs/explore.md.
+
+    def attention(
+        self,
+        lines: Sequence[str],
+        targets: Sequence[str] | None = None,
+        layers: Sequence[int] | None = None,
+        gradient: bool = False,
+        position: int = -1,
+    ) -> Results[analysis_attention.AttentionMaps]:
+        """What each head attends to, for each line: probabilities `[L, H, T, S]` by kind, with the names of the tokens.
+
+        Args:
+          targets: what the decoder of an encoder-decoder reads; None: the model's own output.
+          layers: indices of the layers to keep; None: all.
+          gradient: also the gradients of the highest logit at `position`, for `AttentionMaps.relevance`.
+
+        Raises:
+          ConfigError: the model has no attention over tokens, or an argument does not fit.
+        """
+        return analysis_attention.attention(self.predictor, lines, targets, layers, gradient, position)
+
+    def lens(
+        self, lines: Sequence[str], targets: Sequence[str] | None = None, top: int = 5
+    ) -> Results[analysis_lens.Lens]:
+        """The logit lens: what the head would predict from each layer, for each line; the `top` likeliest outputs.
+
+        Raises:
+          ConfigError: the head gives no logits, or the model reads no text.
+        """
+        return analysis_lens.lens(self.predictor, lines, targets, top)
+
+    def ablate(
+        self,
+        lines: Sequence[str],
+        heads: Sequence[analysis_ablate.HeadChoice] | None = None,
+        mlps: Sequence[analysis_ablate.MlpChoice] | None = None,
+        targets: Sequence[str] | None = None,
+    ) -> Results[analysis_ablate.Ablation] | Results[analysis_ablate.AblationScan]:
+        """The outputs for each line without some heads and feed-forward layers, whose outputs count as 0.
+
+        Without `heads` and `mlps`, the change that each of them makes, removed alone.
+
+        Args:
+          heads: (layer, head), or (kind, layer, head) of an encoder-decoder, as ("cross", 0, 1).
+          mlps: layers, or (side, layer) of an encoder-decoder.
+
+        Raises:
+          ConfigError: there is no such part, or the model is no transformer whose head gives logits.
+        """
+        return analysis_ablate.ablate(self.predictor, lines, heads, mlps, targets)
+
+    def patch(
+        self, clean: str, corrupted: str, target: str | None = None, position: int | None = None
+    ) -> analysis_patching.Patching:
+        """Activations of `clean` put into `corrupted`, one layer and token at a time: what brings its answer back.
+
+        Args:
+          target: output that is measured in an encoder-decoder; None: the model's own for `clean`.
+          position: slot whose best output is measured in other models; None: a decoder's last, all of an encoder.
+
+        Raises:
+          ConfigError: the sentences have unlike numbers of tokens, or as in `ablate`.
+        """
+        return analysis_patching.patch(self.predictor, clean, corrupted, target, position)
+
+    @property
+    def parameters(self) -> Parameters:
+        """The parameters by path ("decoder/blocks/ffn/in/kernel"), a mapping that a notebook displays as a table."""
+        return Parameters(self.params)
+
+    def _repr_html_(self) -> str:
+        return notebook.summary(self.config, self.params)
 
     # Arrays.
 

@@ -17,6 +17,7 @@ VARIANTS = {
     "llama": ("1b", "7b"),
     "moe_tiny": ("", "dropless", "dense"),
     "quickstart": ("", "fr", "es"),
+    "scan": ("lstm", "lstm_paper", "relative"),
     "shakespeare_char": ("cpu", "gpu"),
     "squad": ("transformer", "lstm", "generative"),
     "sst2": ("transformer", "lstm"),

@@ -445,3 +445,43 @@ def test_an_n_gram_model_reads_the_windows_of_the_run(packing, length, tmp_path,
     assert baseline.measure(tmp_path, "validation", 5)["loss"] != pytest.approx(expected, abs=1e-3)
     with pytest.raises(ConfigError, match="--order: got 0, expected at least 1"):
         baseline.main([f"--workdir={tmp_path}", "--order=0"])
+
+
+def test_linear_baselines_choose_on_validation_and_count_words(tmp_path, capsys):
+    """The baseline reads words, not the order of examples: a bigram decides here, and each unigram says nothing."""
+    pytest.importorskip("sklearn")
+    baseline = script("bag_of_words")
+    pairs = [("not good", 0), ("not bad", 1), ("so good", 1), ("so bad", 0)]
+    for split, repeats in (("train", 8), ("dev", 2), ("test", 1)):
+        rows = ["sentence\tlabel", *(f"{text}\t{label}" for text, label in pairs * repeats)]
+        (tmp_path / f"{split}.tsv").write_text("\n".join(rows) + "\n")
+    names = {"train": "train", "validation": "dev", "test": "test"}
+    edits = [f"--config.data.splits.{split}={name}.tsv" for split, name in names.items()]
+    folders = [f"--config.data.dir={tmp_path}", f"--config.data.cache={tmp_path / 'cache'}"]
+    arguments = [f"--config={ROOT / 'configs' / 'sst2.py'}", *edits, *folders]
+    assert baseline.main(arguments) == 0
+    header, features, _, validation, accuracy, f1, _ = capsys.readouterr().out.splitlines()
+    assert header == "test" and features.split() == ["features", "counts"]
+    assert [line.split()[-2] for line in (validation, accuracy, f1)] == ["100.0"] * 3
+    # Labels of the test split turned around: what is printed is of the test split, what is chosen is not.
+    turned = ["sentence\tlabel", *(f"{text}\t{1 - label}" for text, label in pairs)]
+    (tmp_path / "turned.tsv").write_text("\n".join(turned) + "\n")
+    assert baseline.main([*arguments, "--config.data.splits.turned=turned.tsv", "--split=turned"]) == 0
+    assert [line.split()[-2] for line in capsys.readouterr().out.splitlines()[3:6]] == ["100.0", "0.0", "0.0"]
+    with pytest.raises(ConfigError, match="got a recipe of translation without classes"):
+        baseline.main([f"--config={ROOT / 'configs' / 'quickstart.py'}"])
+
+
+def test_the_most_frequent_tag_of_a_word_is_a_baseline(tmp_path):
+    baseline = script("bag_of_words")
+    train = "Ann\tB-PER\nsaw\tO\nAnn\tB-PER\n\nAnn\tO\nMay\tB-PER\nMay\tO\nMay\tO\n"
+    (tmp_path / "train.conll").write_text(train)
+    (tmp_path / "test.conll").write_text("Ann\tB-PER\nmet\tB-PER\nMay\tO\nsaw\tO\n")
+    config = overrides.parse(
+        [f"--config={ROOT / 'configs' / 'btc_ner.py'}", "--config.data.splits.train=train.conll",
+         "--config.data.splits.validation=test.conll", "--config.data.splits.test=test.conll",
+         f"--config.data.dir={tmp_path}", f"--config.data.cache={tmp_path / 'cache'}"]
+    )  # fmt: skip
+    (found,) = baseline.measure(config, "test").values()
+    # Ann is a person, May and the unknown "met" are nothing: one entity of two, and three words of four.
+    assert found == pytest.approx({"word_accuracy": 0.75, "precision": 1.0, "recall": 0.5, "f1": 2 / 3})

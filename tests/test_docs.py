@@ -54,7 +54,7 @@ def commands() -> list[tuple[str, list[str]]]:
 def test_every_command_is_one(page, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     arguments = cli.parse(words[0], cli.COMMANDS[words[0]], words[1:])
-    if cli.COMMANDS[words[0]].config == "recipe":
+    if cli.COMMANDS[words[0]].takes_recipe and any(word.startswith("--config=") for word in arguments.config):
         overrides.parse(arguments.config)
 
 

@@ -20,12 +20,15 @@ from jaxformer.cli import (
     data,
     decode,
     doctor,
+    draw,
     evaluate,
     experiment,
+    explore,
     export_checkpoint,
     import_checkpoint,
     inspect,
     plan,
+    recipes,
     report,
     sweep,
     train,
@@ -33,7 +36,7 @@ from jaxformer.cli import (
 from jaxformer.cli.arguments import Command, parse, program_parser
 from jaxformer.errors import ConfigError, StorageError
 from jaxformer.registry import nearest
-from jaxformer.runtime import compilation, exit_codes, files, interrupts, memory, secrets, streams, threads
+from jaxformer.runtime import compilation, exit_codes, files, interrupts, memory, secrets, streams, terminal, threads
 
 COMMANDS: dict[str, Command] = {
     "train": train.COMMAND,
@@ -43,8 +46,11 @@ COMMANDS: dict[str, Command] = {
     "sweep": sweep.COMMAND,
     "experiment": experiment.COMMAND,
     "report": report.COMMAND,
+    "explore": explore.COMMAND,
     "plan": plan.COMMAND,
+    "draw": draw.COMMAND,
     "config": config.COMMAND,
+    "recipes": recipes.COMMAND,
     "inspect": inspect.COMMAND,
     "import": import_checkpoint.COMMAND,
     "export": export_checkpoint.COMMAND,
@@ -85,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_error(error: Exception, code: int) -> int:
-    print("error: " + secrets.redact(" ".join(str(error).split("\n"))), file=sys.stderr)
+    mark = terminal.coloured("error:", terminal.RED, sys.stderr)
+    print(f"{mark} " + secrets.redact(" ".join(str(error).split("\n"))), file=sys.stderr)
     return code
 
 
@@ -128,4 +135,6 @@ def _complete() -> None:
         import argcomplete
     except ImportError:
         return
-    argcomplete.autocomplete(program_parser(COMMANDS))
+    # Fields of the config are hundreds of flags: they are added only where one is being typed.
+    typed = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0"))].split(" ")[-1]
+    argcomplete.autocomplete(program_parser(COMMANDS, fields=typed.startswith("--config.")))

@@ -14,10 +14,16 @@ from typing import Any, Literal, NoReturn
 from jaxformer import __version__
 from jaxformer.errors import ConfigError
 from jaxformer.registry import nearest
-from jaxformer.runtime import files
+from jaxformer.runtime import files, terminal
 
 REQUIRED = object()
 """Default of a flag that must be given."""
+
+EXAMPLE = "example:\n  "
+"""Begins the end of a command's help."""
+
+MIN_HELP_COLUMNS = 30
+"""Width of a help text in a terminal that is narrower."""
 
 EXIT_CODES = "exit codes: 0 done, 2 wrong config or input, 143 preempted and saved, 75 hung, 1 crash"
 
@@ -54,14 +60,17 @@ class Command:
     """One command of the program.
 
     Attributes:
-      help: one sentence for the list of commands.
+      help: a few words for the list of commands.
       run: executes the command and returns the exit code. Its argument has an attribute for each flag and positional
         argument, and `config`: the list of `--config=FILE` and edits.
       flags: by name, without the dashes.
       config: accepted config arguments: "recipe": --config=FILE (required) and edits; "optional": the same, or none;
         "edits": edits only; "": none.
       positionals: positional arguments as the help shows them; their attributes have the names in lower case.
+      choices: what the first positional can be, for shell completion; the command itself refuses others.
       prints: the command's result is its stdout; else files are the result, and stdout is a log.
+      example: a whole command line, for the end of the help.
+      details: sentences for the command's own help, after `help`.
     """
 
     help: str
@@ -69,7 +78,10 @@ class Command:
     flags: Mapping[str, Flag]
     config: Literal["", "recipe", "optional", "edits"] = ""
     positionals: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     prints: bool = False
+    example: str = ""
+    details: str = ""
 
     @property
     def takes_recipe(self) -> bool:
@@ -105,10 +117,16 @@ def positive(text: str) -> int:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Formats flags as `--flag=VALUE`, in at most 100 columns."""
+    """Formats flags as `--flag=VALUE`, as wide as the terminal but in at most 100 columns."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=100)
+        width = max(min(terminal.columns() - 1, 100), MIN_HELP_COLUMNS)
+        super().__init__(prog, max_help_position=min(30, width // 3), width=width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(EXAMPLE):  # one line however long, so that it can be copied
+            return text
+        return super()._fill_text(text, width, indent)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if action.option_strings and action.nargs is None:
@@ -126,22 +144,56 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
-def program_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """The parser of the whole program: its help lists the commands, and shell completion reads it."""
+def program_parser(commands: Mapping[str, Command], fields: bool = False) -> argparse.ArgumentParser:
+    """The parser of the whole program: its help lists the commands, and shell completion reads it.
+
+    Args:
+      fields: every field of the config is a flag of the commands that take edits, as completion needs it.
+    """
     title = f"jaxformer {__version__}"
     parser = _Parser(prog="jaxformer", usage="jaxformer COMMAND [flags]", description=title, epilog=EXIT_CODES)
     parser.add_argument("--version", action="version", version=__version__, help="print the version")
     subparsers = parser.add_subparsers(title="commands", metavar="jaxformer COMMAND --help")
     for name, command in commands.items():
-        usage, description = _usage(name, command), command.help
-        _add_arguments(subparsers.add_parser(name, help=command.help, usage=usage, description=description), command)
+        usage, description = _usage(name, command), _description(command)
+        subparser = subparsers.add_parser(
+            name, help=command.help, usage=usage, description=description, epilog=_epilog(command)
+        )
+        _add_arguments(subparser, command)
+        for path in _field_paths() if fields and command.config else ():
+            subparser.add_argument(f"--config.{path}", metavar="VALUE", help="a field of the config")
     return parser
+
+
+def _field_paths() -> list[str]:
+    """Paths of all fields of the config, of optional sections too."""
+    from jaxformer.config import Config
+    from jaxformer.config.hints import field_types, section_type
+
+    def paths(section: type, prefix: str) -> list[str]:
+        found = []
+        for name, hint in field_types(section).items():
+            part = section_type(hint)
+            found += [f"{prefix}{name}"] if part is None else paths(part, f"{prefix}{name}.")
+        return found
+
+    return paths(Config, "")
 
 
 def command_parser(name: str, command: Command) -> argparse.ArgumentParser:
     """The parser of one command."""
-    usage, description = _usage(name, command), command.help
-    return _add_arguments(_Parser(prog=f"jaxformer {name}", usage=usage, description=description), command)
+    usage, description = _usage(name, command), _description(command)
+    parser = _Parser(prog=f"jaxformer {name}", usage=usage, description=description, epilog=_epilog(command))
+    return _add_arguments(parser, command)
+
+
+def _description(command: Command) -> str:
+    return f"{command.help}; {command.details}" if command.details else command.help
+
+
+def _epilog(command: Command) -> str:
+    """The end of a command's help."""
+    return f"{EXAMPLE}{command.example}" if command.example else ""
 
 
 def _usage(name: str, command: Command) -> str:
@@ -150,7 +202,10 @@ def _usage(name: str, command: Command) -> str:
 
 def _add_arguments(parser: argparse.ArgumentParser, command: Command) -> argparse.ArgumentParser:
     for word in command.positionals:
-        parser.add_argument(word.lower(), metavar=word).required = False  # `parse` words the error
+        action = parser.add_argument(word.lower(), metavar=word)
+        action.required = False  # `parse` words the error
+        if command.choices:
+            action.completer = lambda **_: command.choices  # ty: ignore[missing-attribute]
     if command.takes_recipe:
         parser.add_argument("--config", metavar="FILE.py[:variant]", action="append", default=[], help="the recipe")
     for name, flag in command.flags.items():

@@ -88,4 +88,5 @@ COMMAND = Command(
     },
     config="edits",
     prints=True,
+    example='jaxformer chat --workdir=runs/orders --system="tea 3 soup 5 cake 2"',
 )

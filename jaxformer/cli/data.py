@@ -18,8 +18,10 @@ def run(arguments: Namespace) -> int:
 
 
 COMMAND = Command(
-    "prepare NAME: make a stock tfds data set readable without TensorFlow (this step needs it: extra [prepare])",
+    "prepare NAME: make a tfds data set readable here",
     run,
     {"dir": Flag("tfds data_dir to prepare into", directory="create")},
     positionals=("prepare", "NAME"),
+    details="without TensorFlow from then on; this step needs it (extra [prepare])",
+    example="jaxformer data prepare wmt14_translate/de-en --dir=prepared",
 )

@@ -58,7 +58,7 @@ def print_edits(edited: saved_edits.AppliedEdits, command: str) -> None:
 
 
 COMMAND = Command(
-    "one line in, one line out; of a forecast, a table in and a table out",
+    "one line in, one line out",
     run,
     {
         "workdir": Flag("folder of the run, or one of its checkpoints", directory="read"),
@@ -68,4 +68,6 @@ COMMAND = Command(
     },
     config="edits",
     prints=True,
+    details="of a forecast, a table in and a table out",
+    example='echo "three hundred and five" | jaxformer decode --workdir=runs/quickstart',
 )

@@ -21,8 +21,7 @@ def run(arguments: Namespace) -> int:
 
 
 COMMAND = Command(
-    "check this machine and installation; started by a launcher, that the processes of a run belong together; with a "
-    "config, its devices and data",
+    "check this machine and installation",
     run,
     {
         "devices": Flag("number of devices there must be, of all processes", default=None, type=positive),
@@ -30,4 +29,6 @@ COMMAND = Command(
     },
     config="optional",
     prints=True,
+    details="started by a launcher, that the processes of a run belong together; with a config, its devices and data",
+    example="jaxformer doctor --config=configs/quickstart.py",
 )

@@ -32,15 +32,16 @@ def run(arguments: Namespace) -> int:
         report.write_after_training(workdir)
     else:
         values = next(iter(found.values()))
-        print_table({name: value for name, value in values.items() if name not in NOT_PRINTED})
+        print_table({name: value for name, value in values.items() if name.split("/")[0] not in NOT_PRINTED})
         if "by_length" in values:
             print("\nby source length:", by_length.format_table(values["by_length"]), sep="\n")
     print(f"written to {target}")
     return 0
 
 
-NOT_PRINTED = ("checkpoint", "by_length")
-"""Values that are not lines of the table: "weights" describes the checkpoint, and lengths have a table of their own."""
+NOT_PRINTED = ("checkpoint", "by_length", "diagnosis")
+"""Values that are not lines of the table: "weights" describes the checkpoint, lengths have a table of their own, and a
+diagnosis is shown by the report."""
 
 
 def print_table(values: Mapping[str, object]) -> None:
@@ -52,7 +53,7 @@ def print_table(values: Mapping[str, object]) -> None:
 
 
 COMMAND = Command(
-    "measure a run on a split, print and write eval-<split>.json",
+    "measure a run on a split",
     run,
     {
         "workdir": Flag("folder of the run, or of several seeds", directory="write"),
@@ -60,4 +61,6 @@ COMMAND = Command(
         "checkpoint": CHECKPOINT,
     },
     config="edits",
+    details="prints the measures and writes eval-<split>.json",
+    example="jaxformer evaluate --workdir=runs/quickstart --split=test",
 )

@@ -21,4 +21,5 @@ COMMAND = Command(
         "workdir": Flag("folder of its results", directory="create"),
     },
     positionals=("NAME",),
+    example="jaxformer experiment score_scaling --scale=smoke --workdir=runs/score_scaling",
 )

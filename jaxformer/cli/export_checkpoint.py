@@ -26,4 +26,5 @@ COMMAND = Command(
         ),
         "family": Flag("architecture to write; without it the first that computes the same", default=""),
     },
+    example="jaxformer export --workdir=runs/quickstart --target=exported",
 )

@@ -17,11 +17,13 @@ def run(arguments: Namespace) -> int:
 
 
 COMMAND = Command(
-    "make a run from a Hugging Face directory (config.json, model.safetensors), or from an adapter and its base",
+    "make a run from a Hugging Face directory",
     run,
     {
         "source": Flag("the directory", directory="read"),
         "base": Flag("model of an adapter's directory; without it the one that adapter_config.json names", default=""),
         "workdir": Flag("new folder of the run", directory="create"),
     },
+    details="one with config.json and model.safetensors, or an adapter and its base",
+    example="jaxformer import --source=bert-base-uncased --workdir=runs/bert",
 )

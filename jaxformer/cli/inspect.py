@@ -16,8 +16,9 @@ def run(arguments: Namespace) -> int:
 
 
 COMMAND = Command(
-    "show a run: its config, parameters, checkpoints and last results",
+    "show a run: config, parameters, checkpoints, results",
     run,
     {"workdir": Flag("folder of the run, or one of its checkpoints", directory="read")},
     prints=True,
+    example="jaxformer inspect --workdir=runs/quickstart",
 )

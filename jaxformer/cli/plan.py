@@ -20,7 +20,7 @@ def run(arguments: Namespace) -> int:
 
 
 COMMAND = Command(
-    "memory, FLOPs, traffic and time of a training step, by compiling it for devices that need not be present",
+    "what a training step costs, on devices not present",
     run,
     {
         "devices": Flag("number of devices; without it that of config.mesh", default=None, type=positive),
@@ -30,4 +30,6 @@ COMMAND = Command(
     },
     config="recipe",
     prints=True,
+    details="memory, FLOPs, traffic and time, by compiling the step",
+    example="jaxformer plan --config=configs/gpt2_124m.py --devices=8 --chip=h100",
 )

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 
 from jaxformer.cli.arguments import Command, Flag
 from jaxformer.config import overrides
-from jaxformer.train import seeds
+from jaxformer.errors import ConfigError
+
+
+def _port(text: str) -> int:
+    """A port number; 0 stands for any that is free."""
+    if not text.isdecimal() or not 0 <= int(text) <= MAX_PORT:
+        raise ArgumentTypeError(f"got {text!a}, expected a number from 0 to {MAX_PORT}")
+    return int(text)
 
 
 def run(arguments: Namespace) -> int:
-    for workdir in seeds.expand(arguments.workdir):
-        overrides.read(workdir)
     from jaxformer import report
 
-    print(f"written to {report.write(arguments.workdir, arguments.output)}")
+    for workdir in report.expand(arguments.workdir):
+        overrides.read(workdir)
+
+    if arguments.serve:
+        for name in ("output", "figures"):
+            if getattr(arguments, name):
+                raise ConfigError(f"--{name}: got {getattr(arguments, name)!a} with --serve, expected one of the two")
+        from jaxformer.report import live
+
+        return live.serve(arguments.workdir, arguments.port or 0)
+    if arguments.port is not None:
+        raise ConfigError(f"--port: got {arguments.port} without --serve, expected both; add --serve")
+    print(f"written to {report.write(arguments.workdir, arguments.output, arguments.figures)}")
     return 0
 
+
+MAX_PORT = 65535
 
 COMMAND = Command(
     "one HTML page of one run, or of several compared",
     run,
     {
-        "workdir": Flag("folder of a run, or of several seeds; may be repeated", repeats=True, directory="write"),
+        "workdir": Flag("folder of a run, of seeds or of a sweep; may be repeated", repeats=True, directory="write"),
         "output": Flag(
             "page to write, FILE.html; without it report.html of one run, and of several comparison.html in the "
             "folder that holds them",
             default="",
         ),
+        "serve": Flag("follow runs while they train: a live page, for this machine only", default=False, switch=True),
+        "port": Flag("with --serve: port of the page; without it any that is free", default=None, type=_port),
+        "figures": Flag("folder for every chart as PNG and SVG, for papers; made if it is missing", default=""),
     },
+    example="jaxformer report --workdir=runs/a --workdir=runs/b --output=both.html",
 )

@@ -30,4 +30,6 @@ COMMAND = Command(
         "workers": Flag("runs at the same time", default=1, type=positive),
     },
     config="recipe",
+    example="jaxformer sweep --config=configs/quickstart.py --sweep=experiments/sweeps/learning_rate.py "
+    "--workdir=runs/rates",
 )

@@ -51,4 +51,5 @@ COMMAND = Command(
         ),
     },
     config="recipe",
+    example="jaxformer train --config=configs/quickstart.py --workdir=runs/quickstart --config.train.steps=400",
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
 import inspect
 import os
 import traceback
@@ -54,6 +56,40 @@ def load(recipe: str) -> ConfigDict:
         got = f"got {describe_value(config)} from get_config"
         raise ConfigError(f"{path}: {got}, expected a ConfigDict; return the config")
     return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What a list of recipes says about one.
+
+    Attributes:
+      path: of the file.
+      summary: first line of its docstring; "" without one.
+      variants: what may follow a colon, if the recipe lists it.
+      error: why the recipe cannot be used, in one line; "" if it can.
+    """
+
+    path: str
+    summary: str
+    variants: tuple[str, ...] = ()
+    error: str = ""
+
+
+def describe(path: str) -> Description:
+    """A recipe's docstring and variants. The file is run, as `load` does, and so is its first variant."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            summary = (ast.get_docstring(ast.parse(file.read())) or "").strip().partition("\n")[0]
+    except (OSError, ValueError, SyntaxError):  # `load` words the error
+        summary = ""
+    variants: tuple[str, ...] = ()
+    try:
+        function = read_variable(path, "get_config", "a function get_config(variant) that returns a config")
+        variants = tuple(map(str, getattr(function, "__globals__", {}).get("VARIANTS", ())))
+        load(f"{path}:{variants[0]}" if variants else path)
+    except ConfigError as error:
+        return Description(path, summary, variants, str(error))
+    return Description(path, summary, variants)
 
 
 def read_variable(path: str, name: str, expected: str) -> Any:

@@ -50,6 +50,8 @@ class EmbedConfig:
     scale: bool = False  # multiply by sqrt(model width) (Vaswani et al. 2017, section 3.4)
     kinds: Count = 0  # number of token types (BERT's segments A and B); 0: none
     norm: bool = False  # normalise the sum of the embeddings, as BERT does
+    norm_before_positions: bool = False  # this norm reads the unscaled tokens, before positions are added
+    # (BlenderbotSmall's decoder)
     dropout: Rate = 0.0  # dropout rate of the embeddings
     deviation: Positive | None = None  # standard deviation of the initial table; None: width ** -0.5
     pad: Count | None = None  # token id whose row starts at zero and gets no gradient from look-ups; None: none
@@ -76,7 +78,7 @@ class EncodingConfig:
 
     kind: EncodingName = "sinusoidal"  # how positions enter the model
     max_length: PositiveInt = 512  # learned: rows of the table, including those before `offset`
-    offset: Count = 0  # learned: row of position 0 (BART: 2; RoBERTa: padding token id + 1)
+    offset: Count = 0  # learned, sinusoidal: row of position 0 (BART, OPT, XGLM: 2; RoBERTa: padding id + 1)
     base: MoreThanOne = 10000.0  # sinusoidal, rope, transformer_xl: base of the geometric series of wavelengths
     concatenated: bool = False  # sinusoidal: all sines, then all cosines (Marian); False: sine and cosine alternate
     scaling: RopeScalingConfig | None = None  # rope: scaling for longer texts; None: no scaling
@@ -102,6 +104,7 @@ class NormConfig:
     kind: Literal["layer", "rms", "batch", "none"] = "layer"  # layer norm, RMS norm, batch norm, or none
     order: Literal["pre", "post", "sandwich"] = "pre"  # before or after each sub-layer; sandwich: before and after
     epsilon: Positive = 1e-5  # added to the variance (rms: to the mean square)
+    scale: bool = True  # layer, rms: multiply by a learned scale
     bias: bool = True  # layer: add a learned bias
     offset: Probability = 0.0  # rms: constant added to the learned scale, which starts at 1 - offset (Gemma: 1)
     momentum: Rate = 0.99  # batch: decay of the running statistics per training step
@@ -128,6 +131,7 @@ class AttentionConfig:
     scale_by_layer: bool = False  # also divide scores by the layer number, counted from 1
     window: PositiveInt | None = None  # visible positions up to the query's own (not causal: as many ahead); None: all
     window_every: PositiveInt = 1  # every n-th layer has the window, the others see all keys (GPT-3: 2)
+    window_layers: tuple[int, ...] = ()  # numbers from 0 of the layers with the window; (): as `window_every` says
     kernel: KernelName = "auto"  # implementation, a file of `jaxformer/nn/kernels/`; auto: the fastest that applies
     block: PositiveInt = 128  # blockwise: rows and columns of a tile
     dropout: Rate = 0.0  # dropout rate of the attention probabilities
@@ -186,9 +190,13 @@ class StackConfig:
     norm: NormConfig = field(default_factory=NormConfig)
     conv: ConvConfig | None = None  # encoders only: convolution beside the first layer (DeBERTa v2); None: none
     dropout: Rate = 0.0  # dropout rate of every sub-layer's output, before it is added to the residual stream
+    sublayers: Literal["sequential", "parallel", "parallel_one_norm"] = "sequential"  # parallel: attention and
+    # feed-forward layer read the same residual stream, each with its norm (GPT-NeoX) or both with one norm (GPT-J)
+    residual_after_norm: bool = False  # pre: residual connections start after the norm (BLOOM)
     residual_attention: bool = True  # residual connection around self-attention
     residual_cross: bool = True  # residual connection around cross-attention
     residual_ffn: bool = True  # residual connection around the feed-forward layer
+    output_width: PositiveInt | None = None  # width after a last projection without bias (OPT); None: no projection
     causal: bool | None = None  # slots attend to earlier slots only; None: decoders are causal, encoders are not
     unroll: PositiveInt | None = None  # layers per scan iteration; None: up to 128 on CPU (faster), 1 elsewhere (less
     # compile time)
@@ -197,6 +205,14 @@ class StackConfig:
     # to host memory (offload)
     remat_names: tuple[str, ...] = ("attention", "ffn")  # activations that are stored, see jaxformer/nn/remat.py
     microbatches: PositiveInt | None = None  # pipeline: parts of a batch, a multiple of mesh.stage; None: mesh.stage
+
+    @property
+    def windowed_layers(self) -> tuple[int, ...]:
+        """Numbers from 0 of the layers with the window of `attention`; () where there is no window."""
+        own = self.attention
+        if own.window is None:
+            return ()
+        return tuple(sorted(own.window_layers)) or tuple(range(own.window_every - 1, self.layers, own.window_every))
 
 
 @dataclass(frozen=True)

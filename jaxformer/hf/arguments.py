@@ -200,9 +200,12 @@ def _stream(
                 "position, by which a causal model orders tokens"
             )
         count = jnp.cumsum(text, axis=1) * text - 1  # padding: the row before the first position's
+    prefix = None
+    if convention.positions == "mask" and "attention_mask" in inputs:
+        count, prefix = _positions_of_mask(real, encoding.kind == "learned")
     if "position_ids" in inputs:
         first = pad + 1 if convention.positions == "ids" else 0
-        count = jnp.broadcast_to(inputs["position_ids"], shape).astype(jnp.int32) - first
+        count, prefix = jnp.broadcast_to(inputs["position_ids"], shape).astype(jnp.int32) - first, None
     if "input_ids" in inputs:
         check_ids("input_ids", tokens, stack.embed.vocab)
     if "token_type_ids" in inputs and stack.embed.kinds:
@@ -211,12 +214,30 @@ def _stream(
         check_ids("a position (row of the table)", count + encoding.offset, encoding.max_length)
     elif "position_ids" in inputs:
         check_ids("position_ids", count, MAX_INT32)
-    return Stream(tokens, Slots(count, 2 * real - 1), inputs.get("token_type_ids"))
+    return Stream(tokens, Slots(count, 2 * real - 1, prefix), inputs.get("token_type_ids"))
+
+
+def _positions_of_mask(real: Array, has_table: bool) -> tuple[Array, Array | None]:
+    """Positions `[B, T]` that count the real tokens, and the prefix that padding sees.
+
+    Padding sees the real tokens before it. With a table it reads the row before the first position's, as if it stood
+    before the text, and the tokens that it sees are its prefix (see `types.Slots`).
+    """
+    count = jnp.cumsum(real, axis=1)
+    if not has_table:
+        return count - 1, None
+    return count * real - 1, count * (1 - real)
 
 
 def shift_right(convention: CallConvention, settings: Settings, labels: Array) -> Array:
     """A decoder's input: its start token, then all labels but the last, with padding in place of ignored labels."""
-    start = settings("decoder_start_token_id", convention.decoder_start_token)
-    first = jnp.full((labels.shape[0], 1), start, labels.dtype)
+    pad = settings("pad_token_id", 0)
+    if convention.starts_with_last_token:
+        labels = jnp.where(labels == IGNORED_LABEL, pad, labels)
+        last = jnp.sum(labels != pad, axis=1, keepdims=True) - 1
+        first = jnp.take_along_axis(labels, last, axis=1)
+    else:
+        start = settings("decoder_start_token_id", convention.decoder_start_token)
+        first = jnp.full((labels.shape[0], 1), start, labels.dtype)
     moved = jnp.concatenate([first, labels[:, :-1]], axis=1)
-    return jnp.where(moved == IGNORED_LABEL, settings("pad_token_id", 0), moved)
+    return jnp.where(moved == IGNORED_LABEL, pad, moved)

@@ -11,7 +11,7 @@ from jaxformer.config import EncodingConfig, ModelConfig, StackConfig
 ENCODING_FIELDS = {
     "none": (),
     "learned": ("max_length", "offset"),
-    "sinusoidal": ("base", "concatenated"),
+    "sinusoidal": ("base", "concatenated", "offset"),
     "rope": ("base", "fraction", "interleaved", "scaling"),
     "t5": ("buckets", "max_distance", "bidirectional"),
     "alibi": (),
@@ -50,8 +50,14 @@ def _normalised_stack(stack: StackConfig, causal: bool) -> StackConfig:
         encoding = dataclasses.replace(EncodingConfig(encoding.kind), **fields)
     if norm.kind == "rms":
         norm = dataclasses.replace(norm, bias=True)
+    windowed = stack.windowed_layers
+    if len(windowed) in (0, stack.layers):
+        attention = dataclasses.replace(attention, window=attention.window if windowed else None)
+    differ = 0 < len(windowed) < stack.layers
     attention = dataclasses.replace(
         attention,
+        window_every=1,
+        window_layers=windowed if differ else (),
         kv_heads=attention.kv_heads or attention.heads,
         head_width=attention.head_width or width // attention.heads,
         key_bias=attention.bias if attention.key_bias is None else attention.key_bias,

@@ -75,9 +75,12 @@ class CallConvention:
     """The conventions of a family's model classes and tokenizers.
 
     Attributes:
-      positions: slots that get a position id: "slots" (all), or "ids" (those without padding, as RoBERTa counts).
+      positions: slots that get a position id: "slots" (all), "ids" (those without the padding token, as RoBERTa
+        counts), or "mask" (those that the attention mask shows, as OPT and BLOOM count).
       decoder_start_token: first token of a decoder's input if config.json names none.
       decoder_input_from_source: without decoder inputs, the decoder reads the encoder's input (BART).
+      starts_with_last_token: a decoder's input that is made of labels begins with their last token that is not padding
+        (mBART's language), in place of a start token.
       prefix_tokens, separator_tokens, suffix_tokens: special tokens before a text, between the two texts of a pair, and
         after them. They count if there is no tokenizer.json that says it.
       last_token_type: token type of the last special token if it has one of its own (XLNet).
@@ -87,6 +90,7 @@ class CallConvention:
     positions: str = "slots"
     decoder_start_token: int = 0
     decoder_input_from_source: bool = False
+    starts_with_last_token: bool = False
     prefix_tokens: tuple[str, ...] = ()
     separator_tokens: tuple[str, ...] = ()
     suffix_tokens: tuple[str, ...] = ()

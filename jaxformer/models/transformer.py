@@ -39,7 +39,7 @@ class Transformer(nn.Module):
             self.decoder = Stack(decoder, causal=decoder.causal is not False)
         last = last_stack(config)
         outputs = None if config.head.horizon is None else config.head.horizon * self.channels_per_row()
-        self.head = Head(config.head, last.width, last.embed.vocab, outputs)
+        self.head = Head(config.head, last.output_width or last.width, last.embed.vocab, outputs)
 
     @nn.nowrap
     def channels_per_row(self) -> int:
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
             return y
         return self.series.restore(y, statistics)
 
-    def hidden(self, batch: Batch) -> Float[Array, "B T D"]:
+    def hidden(self, batch: Batch) -> Float[Array, "B T _"]:
         """Hidden states of the last stack, the input of the head."""
         return self.last_hidden(self.read(batch)[0])
 

@@ -9,9 +9,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from jaxformer.config import StackConfig
+from jaxformer.config import AttentionConfig, StackConfig
+from jaxformer.errors import ConfigError
 from jaxformer.nn import remat
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.cache import KeyValues, LayerCache
@@ -22,6 +23,9 @@ from jaxformer.nn.masks import Mask
 from jaxformer.nn.moe import MoE
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
+
+SubLayer = Callable[[Array], Array]
+"""Attention or a feed-forward layer, as a function `[B, T, D] -> [B, T, D]`."""
 
 NO_WINDOW = 2**30
 """Attention window beyond every distance: layers without a window use it where others have one."""
@@ -52,7 +56,10 @@ class Block(nn.Module):
 
     `config.norm.order` places the norms around a sub-layer f: pre `x + f(norm(x))` (Xiong et al. 2020), post
     `norm(x + f(x))` (Vaswani et al. 2017), sandwich `x + norm(f(norm(x)))` (Ding et al. 2021). A disabled residual
-    drops the `x +`.
+    drops the `x +`. With `config.residual_after_norm` pre order is `norm(x) + f(norm(x))`.
+
+    With `config.sublayers` parallel the layer is `x + f(norm_f(x)) + g(norm_g(x))`, for attention f and feed-forward g
+    (Black et al. 2022, GPT-NeoX-20B, section 2.1.2). With parallel_one_norm both read the attention's norm (GPT-J).
 
     Norms, dropout and residual sums act on each slot alone, so between sub-layers the slots are also sharded over the
     tensor axis (sequence parallelism, Korthikanti et al. 2022). The all-reduce after a sub-layer becomes a
@@ -82,8 +89,8 @@ class Block(nn.Module):
         if keys_values is not None and context.index is not None:
             cache = LayerCache(keys_values, layer if keys_values.stacked else None, context.index)
         mask = depend_on_layer(context.mask, layer)
-        if config.attention.window is not None and config.attention.window_every > 1:
-            banded = layer % config.attention.window_every == config.attention.window_every - 1
+        if config.attention.window is not None and windows_differ(config.attention):
+            banded = has_window(config.attention, layer)
             mask = mask.replace(window=jnp.where(banded, config.attention.window, NO_WINDOW))
 
         def attend(y: Array) -> Array:
@@ -91,6 +98,25 @@ class Block(nn.Module):
             y, cache = attention(y, mask, context.position, cache=cache, layer=layer)
             return y
 
+        if config.sublayers != "sequential":
+            x = self.parallel_sublayers(x, attend, self.feed_forward(context), context)
+        else:
+            x = self.sequential_sublayers(x, attend, layer, memory, context)
+        if context.convolved is not None:
+            x = context.convolved.add(x, layer)
+        self.sow("intermediates", "output", x)
+        return (x, None if cache is None else cache.keys_values), None
+
+    def sequential_sublayers(
+        self,
+        x: Float[Array, "B T D"],
+        attend: SubLayer,
+        layer: Int[Array, ""],
+        memory: KeyValues | None,
+        context: LayerContext,
+    ) -> Float[Array, "B T D"]:
+        """Self-attention, cross-attention over a memory (if any) and feed-forward, one after the other."""
+        config = self.config
         x = self.sublayer("attention", x, attend, config.residual_attention, context)
         if context.memory_mask is not None:
             cross = Attention(
@@ -101,38 +127,86 @@ class Block(nn.Module):
             attend_memory = lambda y: cross(y, memory_mask, memory=source, layer=layer)[0]  # noqa: E731
             x = self.sublayer("cross", x, attend_memory, config.residual_cross, context)
         if config.ffn is not None:
-            if config.moe is None:
-                ffn = FeedForward(config.ffn, config.width, name="ffn")
-            else:
-                mixture = MoE(config.ffn, config.moe, config.width, name="ffn")
-                ffn = lambda y: mixture(y, context.mask.query.segment != 0)  # noqa: E731
-            x = self.sublayer("ffn", x, ffn, config.residual_ffn, context)
-        if context.convolved is not None:
-            x = context.convolved.add(x, layer)
-        self.sow("intermediates", "output", x)
-        return (x, None if cache is None else cache.keys_values), None
+            x = self.sublayer("ffn", x, self.feed_forward(context), config.residual_ffn, context)
+        return x
+
+    def feed_forward(self, context: LayerContext) -> SubLayer:
+        """The feed-forward layer, or the mixture of experts in its place, as a function `[B, T, D] -> [B, T, D]`.
+
+        Raises:
+          ConfigError: the stack has none.
+        """
+        config = self.config
+        if config.ffn is None:
+            raise ConfigError("ffn: got None, expected a section for parallel sub-layers; set sublayers to sequential")
+        if config.moe is None:
+            return FeedForward(config.ffn, config.width, name="ffn")
+        mixture = MoE(config.ffn, config.moe, config.width, name="ffn")
+        return lambda y: mixture(y, context.mask.query.segment != 0)
+
+    def parallel_sublayers(
+        self, x: Float[Array, "B T D"], attend: SubLayer, ffn: SubLayer, context: LayerContext
+    ) -> Float[Array, "B T D"]:
+        """Self-attention and feed-forward that read the same residual stream, and are added to it together.
+
+        Raises:
+          ConfigError: there is a memory to attend to, or the norms are not in pre order.
+        """
+        if context.memory_mask is not None or self.config.norm.order != "pre":
+            raise ConfigError(
+                "sublayers: got parallel with cross-attention or with norms that are not in pre order, expected "
+                "sequential; change sublayers"
+            )
+        y = self.normalise("attention", x, context)
+        z = y if self.config.sublayers == "parallel_one_norm" else self.normalise("ffn", x, context)
+        y, z = self.branch("attention", y, attend, context), self.branch("ffn", z, ffn, context)
+        return constrain(x + y + z, "batch", "act_length", "act_embed")
 
     def sublayer(
         self,
         name: str,
         x: Float[Array, "B T D"],
-        function: Callable[[Array], Array],
+        function: SubLayer,
         residual: bool,
         context: LayerContext,
     ) -> Float[Array, "B T D"]:
         """Output `[B, T, D]` of `function` wrapped in the norms, dropout and residual sum of `config`."""
-        norm, visible = self.config.norm, context.mask.query.segment != 0
-        y = x if norm.order == "post" else Norm(norm, name=f"{name}_norm")(x, visible)
+        norm = self.config.norm
+        y = x if norm.order == "post" else self.normalise(name, x, context)
+        x = y if self.config.residual_after_norm else x
+        y = self.branch(name, y, function, context)
+        y = x + y if residual else y
+        if norm.order == "post":
+            y = self.normalise(name, y, context)
+        return constrain(y, "batch", "act_length", "act_embed")
+
+    def normalise(self, name: str, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
+        """The norm of the sub-layer `name`."""
+        return Norm(self.config.norm, name=f"{name}_norm")(x, context.mask.query.segment != 0)
+
+    def branch(
+        self, name: str, y: Float[Array, "B T D"], function: SubLayer, context: LayerContext
+    ) -> Float[Array, "B T D"]:
+        """`function(y)`, with the second norm of sandwich order and dropout: what is added to the residual stream."""
+        norm = self.config.norm
         y = constrain(y, "batch", "act_length", "act_embed")  # makes the gradient's all-reduce a reduce-scatter
         y = function(constrain(y, "batch", "length", "act_embed"))
         y = remat.name_activation(constrain(y, "batch", "act_length", "act_embed"), name)
         if norm.order == "sandwich":
-            y = Norm(norm, name=f"{name}_post_norm")(y, visible)
-        y = Dropout(self.config.dropout)(y)
-        y = x + y if residual else y
-        if norm.order == "post":
-            y = Norm(norm, name=f"{name}_norm")(y, visible)
-        return constrain(y, "batch", "act_length", "act_embed")
+            y = Norm(norm, name=f"{name}_post_norm")(y, context.mask.query.segment != 0)
+        return Dropout(self.config.dropout)(y)
+
+
+def windows_differ(config: AttentionConfig) -> bool:
+    """True if some layers have the window and others not, so that a layer's number decides."""
+    return bool(config.window_layers) or config.window_every > 1
+
+
+def has_window(config: AttentionConfig, layer: Int[Array, ""]) -> Bool[Array, ""]:
+    """True if the layer with this number from 0 has the window of `config`."""
+    if config.window_layers:
+        return jnp.any(layer == jnp.asarray(config.window_layers))
+    return layer % config.window_every == config.window_every - 1
 
 
 def depend_on_layer(mask: Mask, layer: Int[Array, ""]) -> Mask:

@@ -208,8 +208,10 @@ class Norm(nn.Module):
             return x
         if config.kind == "batch":
             return BatchNorm(config.epsilon, config.momentum, name="batch")(x, visible)
-        ones = nn.initializers.constant(1.0 - config.offset)
-        scale = parameter(self, "scale", ones, (None,), (width,)) + config.offset
+        scale = None
+        if config.scale:
+            ones = nn.initializers.constant(1.0 - config.offset)
+            scale = parameter(self, "scale", ones, (None,), (width,)) + config.offset
         has_bias = config.kind == "layer" and config.bias
         bias = zeros_parameter(self, "bias", (None,), (width,)) if has_bias else None
         return normalize(x, scale, bias, config.kind == "layer", config.epsilon)
@@ -218,7 +220,7 @@ class Norm(nn.Module):
 @functools.partial(jax.checkpoint, static_argnums=(3, 4))
 def normalize(
     x: Float[Array, "*batch D"],
-    scale: Float[Array, " D"],
+    scale: Float[Array, " D"] | None,
     bias: Float[Array, " D"] | None,
     centred: bool,
     epsilon: float,
@@ -227,7 +229,8 @@ def normalize(
     y = x.astype(jnp.float32)
     if centred:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon) * scale
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    y = y if scale is None else y * scale
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
@@ -379,8 +382,11 @@ class Embed(nn.Module):
         """Factor of each row of an integer table (see decode/int8.py); None for a table of floats."""
         return self.get_variable("params", "table_scale")
 
-    def unembedding_factors(self, x: Float[Array, "*batch D"]) -> tuple[Float[Array, "*batch E"], Num[Array, "V E"]]:
-        """The two factors of a tied head's logits: hidden states (times `up.T` if factorised) and the table."""
-        if self.projects:
+    def unembedding_factors(self, x: Float[Array, "*batch _"]) -> tuple[Float[Array, "*batch E"], Num[Array, "V E"]]:
+        """The two factors of a tied head's logits: hidden states (times `up.T` if factorised) and the table.
+
+        Hidden states that have the width of the table already (`StackConfig.output_width`) are not projected.
+        """
+        if self.projects and x.shape[-1] != self.inner:
             x = jnp.einsum("...d,ed->...e", x, self.up.astype(x.dtype))
         return x, self.table

@@ -17,7 +17,7 @@ from jaxformer.nn.attention import Attention, head_shape
 from jaxformer.nn.block import Block, LayerContext
 from jaxformer.nn.cache import KeyValues, StackKeyValues, cache_dtype
 from jaxformer.nn.convolution import Convolution, Convolved
-from jaxformer.nn.layers import Dropout, Norm
+from jaxformer.nn.layers import Dense, Dropout, Norm
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel import mesh, pipeline
 from jaxformer.parallel.rules import constrain
@@ -70,6 +70,8 @@ class Stack(nn.Module):
             self.blocks = self.scanned_blocks(config)
         if has_final_norm(config):
             self.final_norm = Norm(config.norm)
+        if config.output_width is not None:
+            self.output_projection = Dense((config.width, config.output_width), ("embed", "table"), bias=False)
 
     def scanned_blocks(self, config: StackConfig) -> nn.Module:
         """The layers as one module, whose parameters are stacked."""
@@ -101,8 +103,8 @@ class Stack(nn.Module):
         index: Int[Array, ""] | None = None,
         token_type: Int[Array, "B T"] | None = None,
         visible_slots: Bool[Array, "B T _"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], StackKeyValues | None]:
-        """Hidden states `[B, T, D]` after the final norm, and the updated cache.
+    ) -> tuple[Float[Array, "B T _"], StackKeyValues | None]:
+        """Hidden states `[B, T, D]` after the final norm and the last projection, if any, and the updated cache.
 
         Args:
           x: embeddings of the tokens at `slots`.
@@ -123,37 +125,58 @@ class Stack(nn.Module):
         if cache is None and projected is None and self.can_pipeline(x.shape[0], parts):
             x = self.apply_pipelined(x, RowInputs(slots, token_type, encoded, memory_slots, convolved), parts)
         else:
-            context = LayerContext(
-                mask=Mask(
-                    slots,
-                    slots if cache_slots is None else cache_slots,
-                    self.causal,
-                    config.attention.window,
-                    hidden_pairs=None if visible_slots is None else ~visible_slots,
-                    same_slots=cache is None,
-                ),
-                position=self.shared_position(slots, token_type),
-                memory=encoded,
-                memory_mask=None if memory_slots is None else cross_mask(slots, memory_slots),
-                index=index,
-                convolved=convolved,
+            context = self.layer_context(
+                RowInputs(slots, token_type, encoded, memory_slots, convolved), cache_slots, index, visible_slots
             )
             if isinstance(cache, tuple):
                 x, cache = self.apply_unrolled(x, cache, projected, context)
             elif config.layers:
                 (x, cache), _ = self.blocks((x, cache), jnp.arange(config.layers), projected, context)
-        if has_final_norm(config):
-            x = self.final_norm(x, slots.segment != 0)
-        x = constrain(x, "batch", "length", "act_embed")
+        x = constrain(self.finish(x, slots), "batch", "length", "act_embed")
         self.sow("intermediates", "output", x)
         return x, cache
+
+    def finish(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B T _"]:
+        """Hidden states after the final norm and the last projection, if any, from the output of the last layer."""
+        if has_final_norm(self.resolved):
+            x = self.final_norm(x, slots.segment != 0)
+        return x if self.resolved.output_width is None else self.output_projection(x)
+
+    def layer_context(
+        self,
+        rows: RowInputs,
+        cache_slots: Slots | None = None,
+        index: Int[Array, ""] | None = None,
+        visible_slots: Bool[Array, "B T _"] | None = None,
+    ) -> LayerContext:
+        """The inputs that all layers share; see `__call__`. Without `cache_slots` the keys are the rows' own slots."""
+        slots, memory_slots = rows.slots, rows.memory_slots
+        return LayerContext(
+            mask=Mask(
+                slots,
+                slots if cache_slots is None else cache_slots,
+                self.causal,
+                self.resolved.attention.window,
+                hidden_pairs=None if visible_slots is None else ~visible_slots,
+                same_slots=cache_slots is None,
+            ),
+            position=self.shared_position(slots, rows.token_type),
+            memory=rows.memory,
+            memory_mask=None if memory_slots is None else cross_mask(slots, memory_slots),
+            index=index,
+            convolved=rows.convolved,
+        )
 
     def prepare_input(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B T D"]:
         """Input `[B, T, D]` of the first layer: embeddings plus positions, with norm and dropout as configured."""
         config = self.resolved
+        if config.embed.norm and config.embed.norm_before_positions:
+            if config.embed.scale:  # undone by the norm but for its epsilon
+                x = x * jnp.asarray(config.width**-0.5, x.dtype)
+            x = self.embed_norm(x, slots.segment != 0)
         if encodings.get(config.encoding.kind).embed is not None:
             x = x + self.position(slots).astype(x.dtype)
-        if config.embed.norm:
+        if config.embed.norm and not config.embed.norm_before_positions:
             x = self.embed_norm(x, slots.segment != 0)
         if config.attention.average_padding:
             x = jnp.where((slots.segment < 0)[..., None], jnp.zeros((), x.dtype), x)

@@ -42,25 +42,67 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
       params: tree of shapes.
       names: tree of the logical names of their axes.
     """
-    total = 0.0
+    return sum(_multiplied(config, params, names).values())
+
+
+def _multiplied(config: Config, params: Any, names: Any) -> dict[tuple[str, ...], float]:
+    """The terms of `matmul_parameters` by the path of the parameter; without those that are 0."""
+    found: dict[tuple[str, ...], float] = {}
     head = config.model.head
     times = {"classes": 1, "pooled": 1, "pair": 2, "forecast": 1}  # per row
     once = times[head.kind] / config.data.length if head.kind in times else 1.0
     leaves = jax.tree.leaves_with_path(params)
     for (path, leaf), axes in zip(leaves, jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple)), strict=True):
         words = [str(getattr(key, "key", key)) for key in path]
-        size = math.prod(leaf.shape)
+        size, share = math.prod(leaf.shape), 0.0
         if words[-1] == "up":
-            total += size * (_embedded_sides(config) + _is_head(config, words))
+            share = _embedded_sides(config) + (_is_head(config, words) and _projects_back(config))
         elif "table" in words or "delta" in words:
-            total += size * _is_head(config, words)
+            share = float(_is_head(config, words))
         elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and not _is_not_multiplied(words):
-            share = 1.0
+            share = once if words[0] == "head" else 1.0
             if "experts" in axes:
                 moe: Any = config.model.stacks[".".join(words[: words.index("blocks")])].moe
-                share = moe.top_k / moe.experts
-            total += size * share * (once if words[0] == "head" else 1.0)
-    return total
+                share *= moe.top_k / moe.experts
+        if share:
+            found[tuple(words)] = size * share
+    return found
+
+
+def by_block(config: Config, params: Any, names: Any, length: int) -> dict[str, float]:
+    """`flops_per_token` by block of the model: "encoder attention", "encoder attention scores", "head", ...
+
+    A block of a stack is all its layers together. The products of queries with keys and of weights with values, 12 L H
+    Q T of the formula, are "scores" of their own; those of the decoder include cross-attention's.
+
+    Args:
+      config: the config of the run.
+      params: tree of shapes.
+      names: tree of the logical names of their axes.
+      length: row length T.
+    """
+    found: dict[str, float] = {}
+    for path, size in _multiplied(config, params, names).items():
+        name = _block_name(path)
+        found[name] = found.get(name, 0.0) + 6 * size
+    for name in config.model.stacks:
+        scores = _stack_attention_flops(config, name, length)
+        if scores:
+            found[f"{name.replace('.', ' ')} attention scores"] = scores
+    return found
+
+
+def _block_name(path: tuple[str, ...]) -> str:
+    """Words for the block of a parameter."""
+    if "table" in path:
+        return "head (tied to the embedding)"
+    if path[-1] == "up":
+        return "embedding projection"
+    start = path[1:] if path[0] == "generator" else path
+    prefix = "generator " if path[0] == "generator" else ""
+    if start[0] in ("encoder", "decoder") and len(start) > 2:
+        return f"{prefix}{start[0]} {start[2] if start[1] == 'blocks' else start[1]}".replace("_", " ")
+    return prefix + start[0].replace("_", " ")
 
 
 def _is_not_multiplied(words: list[str]) -> bool:
@@ -86,6 +128,11 @@ def _is_head(config: Config, words: list[str]) -> bool:
     return words[0] == ("target_embed" if decodes and _embedded_sides(config) == 1 else "source_embed")
 
 
+def _projects_back(config: Config) -> bool:
+    """True if a tied head multiplies with the projection of a factorised embedding: there is no `output_width`."""
+    return all(stack.output_width is None for stack in config.model.stacks.values())
+
+
 def attention_flops(config: Config, length: int, visible: bool = False) -> float:
     """12 x layers x heads x head width x keys, summed over stacks: forward once, backward twice.
 
@@ -96,14 +143,17 @@ def attention_flops(config: Config, length: int, visible: bool = False) -> float
       length: row length.
       visible: True to count visible keys only: half of them if attention is causal, the window if there is one.
     """
-    model, total = config.model, 0.0
-    for name, stack in model.stacks.items():
-        own = stack.attention
-        width = own.heads * (own.head_width or stack.width // own.heads)
-        keys = _visible_keys(stack, name == "decoder", length) if visible else length
-        keys += length if name == "decoder" and model.encoder is not None else 0
-        total += 12 * stack.layers * width * keys
-    return total
+    return sum(_stack_attention_flops(config, name, length, visible) for name in config.model.stacks)
+
+
+def _stack_attention_flops(config: Config, name: str, length: int, visible: bool = False) -> float:
+    """The term of one stack in `attention_flops`."""
+    stack = config.model.stacks[name]
+    own = stack.attention
+    width = own.heads * (own.head_width or stack.width // own.heads)
+    keys = _visible_keys(stack, name == "decoder", length) if visible else length
+    keys += length if name == "decoder" and config.model.encoder is not None else 0
+    return 12 * stack.layers * width * keys
 
 
 def _visible_keys(stack: StackConfig, decodes: bool, length: int) -> float:
@@ -114,7 +164,8 @@ def _visible_keys(stack: StackConfig, decodes: bool, length: int) -> float:
     if own.window is None:
         return whole
     banded = min(whole, own.window * (1 if causal else 2))
-    return (banded + (own.window_every - 1) * whole) / own.window_every
+    share = len(stack.windowed_layers) / stack.layers if own.window_layers else 1 / own.window_every
+    return share * banded + (1 - share) * whole
 
 
 def flops_per_token(config: Config, params: Any, names: Any, length: int) -> float:

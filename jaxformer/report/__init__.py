@@ -12,22 +12,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxformer.errors import ConfigError
-from jaxformer.report import figures, page, runs
+from jaxformer.report import charts, curves, page, runs
+from jaxformer.report.runs import expand
 from jaxformer.runtime import files, secrets
-from jaxformer.train import seeds
 
-__all__ = ["write", "write_after_training"]
+__all__ = ["expand", "write", "write_after_training"]
 
 
-def write(workdirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str] = "") -> Path:
-    """Writes a page, and a figure of the losses beside it.
+def write(
+    workdirs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str] = "",
+    figures: str | os.PathLike[str] = "",
+) -> Path:
+    """Writes a page, and a figure of the losses beside it, if there are any.
 
     One run gets `report.html` and `loss.png` in its workdir. Several runs get `comparison.html` and `comparison.png`
-    in the nearest common parent directory, so that no run's own page is replaced. A folder of seeds
+    in the nearest common parent directory, so that no run's own page is replaced. A folder of seeds or of a sweep
     stands for its runs.
 
     Args:
       output: another path for the page, which ends in .html; the figure has the same name with .png.
+      figures: a folder that gets every chart of the page as NAME.png and NAME.svg; "": none.
 
     Returns:
       The path of the page.
@@ -37,10 +42,14 @@ def write(workdirs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[
     """
     if not workdirs:
         raise ConfigError("report: got no workdir, expected at least one; give --workdir=DIR")
-    read_runs = runs.read(seeds.expand(workdirs))
+    read_runs = runs.read(runs.expand(workdirs))
     target, picture = _output_paths(read_runs, output)
+    if figures:
+        charts.write_figures(page.all_charts(page.content(read_runs)), Path(figures))
     try:
-        files.write_atomic(picture, figures.png(figures.loss(read_runs, figures.PRINT_INK)))
+        shown = curves.all_charts(read_runs)
+        if shown:
+            files.write_atomic(picture, charts.png(shown[0]))
         files.write_atomic(target, page.render(read_runs))
     except OSError as error:
         got = f"{target}: got {error.strerror or error}"

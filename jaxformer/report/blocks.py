@@ -6,7 +6,10 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from jaxformer.report.charts import Chart
 
 ABSENT = "-"
 """Cell of a value that does not exist."""
@@ -67,14 +70,46 @@ class Preformatted:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An SVG element from `figures.svg`, the only block that is not escaped."""
+class Figure:
+    """A chart of `charts`."""
 
-    svg: str
-    kind: ClassVar[str] = "picture"
+    chart: Chart
+    kind: ClassVar[str] = "figure"
 
 
-Block = Table | Details | Heading | Paragraph | Preformatted | Picture
+@dataclass(frozen=True)
+class Figures:
+    """Charts side by side where there is room."""
+
+    charts: tuple[Chart, ...]
+    kind: ClassVar[str] = "figures"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A number that is seen first: what it is, its value, and what is to be known about it."""
+
+    title: str
+    value: str
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Cards side by side."""
+
+    cards: tuple[Card, ...]
+    kind: ClassVar[str] = "cards"
+
+
+@dataclass(frozen=True)
+class CurveControls:
+    """The form that sets axes and smoothing of all curves of a page."""
+
+    kind: ClassVar[str] = "controls"
+
+
+Block = Table | Details | Heading | Paragraph | Preformatted | Figure | Figures | Cards | CurveControls
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:

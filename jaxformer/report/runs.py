@@ -14,7 +14,7 @@ import numpy as np
 from jaxformer.config import Config, overrides
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import files, secrets
-from jaxformer.train import results
+from jaxformer.train import results, seeds
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Run:
       samples: decoded examples by source: "step 400", "test".
       parameters: text of `parameters.txt`.
       notes: a line for each missing or unreadable file.
+      number: of several runs, from 1 on; 0: it is the only one.
     """
 
     name: str
@@ -46,6 +47,17 @@ class Run:
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     parameters: str = ""
     notes: list[str] = field(default_factory=list)
+    number: int = 0
+
+    @property
+    def number_suffix(self) -> str:
+        """Ends the ids of a run's charts, so that those of several runs differ."""
+        return f"-run{self.number}" if self.number else ""
+
+    def final(self) -> dict[str, Any]:
+        """The measures of the last validation: those of `result.json`, or the last of `metrics.jsonl`."""
+        values = {name: value for name, value in self.result.items() if name not in ("step", "config")}
+        return values or {name: self.last("validation", name) for name in self.measures("validation")}
 
     def series(self, split: str, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps [n] and values [n] of a measure where it was measured; NaN if it was not a finite number."""
@@ -109,7 +121,19 @@ def read(workdirs: Sequence[str | os.PathLike[str]]) -> list[Run]:
         if not path.is_dir():
             got = "a file" if path.exists() else "nothing there"
             raise ConfigError(f"{path}: got {got}, expected the workdir of a run; check --workdir")
-    return [_read_run(path, secrets.redact(name)) for path, name in zip(paths, _names(paths), strict=True)]
+    found = [_read_run(path, secrets.redact(name)) for path, name in zip(paths, _names(paths), strict=True)]
+    for number, run in enumerate(found, 1):
+        run.number = number if len(found) > 1 else 0
+    return found
+
+
+def expand(workdirs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The workdirs of runs: a folder of seeds, or of the runs of a sweep, stands for its runs."""
+    found = []
+    for path in seeds.expand(workdirs):
+        inner = [] if (path / "config.json").exists() else sorted(path.glob("*/config.json"))
+        found += [each.parent for each in inner] or [path]
+    return found
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -14,7 +14,7 @@ import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from jaxformer.runtime import secrets
+from jaxformer.runtime import secrets, terminal
 from jaxformer.runtime.files import OutputClosed, write_error
 
 if TYPE_CHECKING:
@@ -53,7 +53,15 @@ class _Descriptor(io.FileIO):
         return size if written is None and not self.is_output else written
 
 
-class _RedactedText(io.TextIOWrapper):
+class _Text(io.TextIOWrapper):
+    """A text stream before whose text the live line of the terminal goes, so that the two do not mix."""
+
+    def write(self, text: str) -> int:
+        terminal.clear_shown()
+        return super().write(text)
+
+
+class _RedactedText(_Text):
     """A text stream for people, without secrets."""
 
     def write(self, text: str) -> int:
@@ -84,7 +92,7 @@ def install(is_output: bool) -> None:
     """
     is_closed = sys.stdout is None
     open_closed_descriptors()
-    for name, number, stream_type in (("stdout", 1, io.TextIOWrapper), ("stderr", 2, _RedactedText)):
+    for name, number, stream_type in (("stdout", 1, _Text), ("stderr", 2, _RedactedText)):
         old = getattr(sys, name)
         encoding = "utf-8" if old is None else old.encoding
         errors = "backslashreplace" if old is None or name == "stderr" else old.errors

@@ -150,6 +150,8 @@ class Task:
       sample: `(config, tokenizers, example, rng) -> Sample` of a task without `score`, for people who watch a run;
         None: there is nothing to show. Tasks with `score` show `input_line` and `reference_line`.
       score: `(config, results, examples) -> values`: corpus scores of results (BLEU, exact match).
+      diagnose: `(config, results, examples) -> values`: what stands behind the scores, as JSON values for reports:
+        "confusion", "calibration", "entities" (see `_diagnosis`); None: nothing does.
       score_names: names of the values that `score` may return.
       score_signatures: `(config) -> name -> str`: exact definition of each score (sacreBLEU's signature).
       classes: names of the head's classes, where the task fixes them; None: the data has them.
@@ -181,6 +183,7 @@ class Task:
     reference_line: Callable[[Config, Example], str] = lambda config, example: example["target"]
     sample: Callable[[Config, Tokenizers, Example, np.random.Generator], Sample] | None = None
     score: Callable[[Config, Sequence[Any], Sequence[Example]], dict[str, float]] | None = None
+    diagnose: Callable[[Config, Sequence[Any], Sequence[Example]], dict[str, Any]] | None = None
     score_names: tuple[str, ...] = ()
     encode_windows: Callable[[Config, Tokenizers, Example, np.random.Generator], list[Features]] | None = None
     encode_row: Callable[[Config, Tokenizers, np.ndarray, np.random.Generator], Features] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config import ModelConfig
+from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.decode.compiled import Finish
 from jaxformer.errors import ConfigError
 from jaxformer.nn.heads import pool
@@ -70,7 +70,7 @@ def _width(model: ModelConfig) -> int:
     part = model.encoder_part or model.decoder_part
     if part is None:
         raise ConfigError("config.model: got no part, expected an encoder or a decoder; add one")
-    return part.width
+    return (part.output_width or part.width) if isinstance(part, StackConfig) else part.width
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from jaxformer.config.checks import sections
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.tasks import Features, Predictor, Sample, Task, _tokens, text_lines
+from jaxformer.tasks import Features, Predictor, Sample, Task, _diagnosis, _tokens, text_lines
 from jaxformer.types import Array, Batch, Sums
 
 
@@ -148,6 +148,17 @@ def sample(config: Config, tokenizers: Tokenizers, example: Example, rng: np.ran
     return Sample(input_line(example), names[example["label"]])
 
 
+def diagnose(config: Config, results: Sequence[Mapping[str, Any]], examples: Sequence[Example]) -> dict[str, Any]:
+    """Confusion matrix and calibration, see `_diagnosis`."""
+    names = class_names(config, config.model.head.classes or 0)
+    true, predicted = [names[example["label"]] for example in examples], [result["label"] for result in results]
+    is_correct = [a == b for a, b in zip(true, predicted, strict=True)]
+    return {
+        "confusion": _diagnosis.confusion(names, true, predicted),
+        "calibration": _diagnosis.calibration([result["probability"] for result in results], is_correct),
+    }
+
+
 TASK = Task(
     roles=("text", "label"),
     head="classes",
@@ -163,4 +174,5 @@ TASK = Task(
     output_line=output_line,
     check=check,
     sample=sample,
+    diagnose=diagnose,
 )

@@ -82,4 +82,5 @@ TASK = dataclasses.replace(
     predict=predict,
     output_line=output_line,
     reference_line=reference_line,
+    diagnose=None,
 )

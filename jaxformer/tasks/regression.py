@@ -90,4 +90,5 @@ TASK = dataclasses.replace(
     score=score,
     score_names=("spearman", "pearson", "squared_error"),
     classes=("score",),
+    diagnose=None,
 )

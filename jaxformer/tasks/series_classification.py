@@ -42,5 +42,7 @@ TASK = dataclasses.replace(
     encode=encode,
     prompt=prompt,
     input_line=input_line,
+    sample=None,  # a predictor reads lines of text, and no series
+    diagnose=None,
     reference_line=lambda config, example: classification.class_names(config, 0)[example["label"]],
 )

@@ -18,7 +18,7 @@ from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.tasks import Features, Predictor, Task, _tokens, classification, text_lines
+from jaxformer.tasks import Features, Predictor, Task, _diagnosis, _tokens, classification, text_lines
 from jaxformer.types import Sums
 
 OUTSIDE = "O"
@@ -141,6 +141,22 @@ def score(config: Config, results: Sequence[Sequence[Mapping]], examples: Sequen
     return metrics.entity_scores(predicted, true)._asdict()
 
 
+def diagnose(config: Config, results: Sequence[Sequence[Mapping]], examples: Sequence[Example]) -> dict[str, Any]:
+    """Confusion of the words' tags, their calibration, and mistakes by type of entity, see `_diagnosis`."""
+    predicted = [[word["label"] for word in result] for result in results]
+    true = [[config.task.classes[tag] for tag in example["tags"]] for example in examples]
+    words = [pair for both in zip(true, predicted, strict=True) for pair in zip(*both, strict=True)]
+    is_correct = [a == b for a, b in words]
+    found: dict[str, Any] = {
+        "confusion": _diagnosis.confusion(config.task.classes, [a for a, _ in words], [b for _, b in words]),
+        "calibration": _diagnosis.calibration([word["probability"] for each in results for word in each], is_correct),
+    }
+    if metrics.are_span_tags(config.task.classes):
+        found["entities"] = _diagnosis.entity_errors(true, predicted)
+        found["f1_interval"] = _diagnosis.entity_interval(true, predicted)
+    return found
+
+
 def unread_label_metrics(config: Config, labels: Int[np.ndarray, " n"]) -> Sums:
     """Accuracy and F1 of words without a token: tagged "O", or wrong where there is no such class."""
     classes = config.task.classes
@@ -194,4 +210,5 @@ TASK = Task(
     score_names=(*ENTITY_SCORES, "word_accuracy"),
     unread_label_metrics=unread_label_metrics,
     check=check,
+    diagnose=diagnose,
 )

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,7 +16,7 @@ from typing import Any, TextIO
 import jax
 
 from jaxformer.config import Config
-from jaxformer.runtime import files, units
+from jaxformer.runtime import files, terminal, units
 from jaxformer.train.timing import Clock
 from jaxformer.train.trackers import Row
 from jaxformer.train.trackers._delivery import Deliveries
@@ -69,52 +70,113 @@ class MetricsFile:
         self.file.close()
 
 
+SPARK_VALUES = 16
+"""Latest losses in the sparkline of the live line."""
+
+
 class ProgressLine:
-    """Progress for people: one line that is redrawn on a terminal, one plain line per report elsewhere."""
+    """Progress for people: one line that is redrawn on a terminal, one plain line per report elsewhere.
+
+    The live line is as wide as the terminal: where it is narrow, the less important values are left out. It has a
+    sparkline of the latest losses where the encoding allows. A terminal that cannot redraw, as with TERM=dumb, gets
+    plain lines.
+    """
 
     def __init__(self, clock: Clock, stream: TextIO | None = None) -> None:
         self.clock, self.stream = clock, sys.stderr if stream is None else stream
-        # A daemon has no stream, or a closed one.
-        self.is_terminal = self.stream is not None and not self.stream.closed and self.stream.isatty()
+        self.live = terminal.LiveLine(self.stream) if terminal.can_redraw(self.stream) else None
+        self.losses: deque[float] = deque(maxlen=SPARK_VALUES)
         self.last_evaluation = ""
+        self.live_parts: dict[str, str] = {}
 
     def write(self, step: int, split: str, values: Values) -> None:
         """Prints or redraws the line of a report."""
         if split == "skipped":
             batch = ", ".join(f"{name} {values[name]:,}" for name in values if name not in ("in_a_row", "spike"))
             reason = "gradient is a spike" if values["spike"] else "loss or gradient is not finite"
-            self.log(f"step {step:,}  skipped: its {reason} ({batch})")
+            text = f"step {step:,}  skipped: its {reason} ({batch})"
+            self.log(terminal.coloured(text, terminal.YELLOW, self.stream))
             return
         if split != "train":
             self.last_evaluation = f"{split} " + "  ".join(f"{k} {format_number(v)}" for k, v in values.items())
             self.log(f"step {step:,}  {self.last_evaluation}")
             return
-        line = (
-            f"step {step:,}/{self.clock.config.steps:,}  loss {values['loss']:.4f}  lr {values['learning_rate']:.2e}"
-            f"  |g| {values['gradient_norm']:.2f}  {values['tokens_per_second']:,.0f} tok/s"
-            f"  padding {values['padding']:.0%}  left {units.format_duration(self.clock.remaining(step))}"
-        )
-        if self.is_terminal:
-            tail = f"  [{self.last_evaluation}]" if self.last_evaluation else ""
-            self._print("\r\x1b[K" + line + tail, end="")
-        else:
-            self._print(line)
+        self.losses.append(values["loss"])
+        parts = self._parts(step, values)
+        if self.live is None:
+            self._print("  ".join(parts.values()))
+            return
+        if terminal.can_encode(terminal.BLOCKS, self.stream):
+            parts["spark"] = terminal.sparkline(list(self.losses))
+        if self.last_evaluation:
+            parts["evaluation"] = f"[{self.last_evaluation}]"
+        self.live_parts = parts
+        self._show()
+
+    def _parts(self, step: int, values: Values) -> dict[str, str]:
+        """The words of a line by their meaning, in the order of a log."""
+        return {
+            "step": f"step {step:,}/{self.clock.config.steps:,}",
+            "loss": f"loss {values['loss']:.4f}",
+            "rate": f"lr {values['learning_rate']:.2e}",
+            "norm": f"|g| {values['gradient_norm']:.2f}",
+            "speed": f"{values['tokens_per_second']:,.0f} tok/s",
+            "padding": f"padding {values['padding']:.0%}",
+            "left": f"left {units.format_duration(self.clock.remaining(step))}",
+        }
 
     def log(self, text: str) -> None:
-        """Prints a line that is not redrawn."""
-        self._print(("\r\x1b[K" if self.is_terminal else "") + text)
+        """Prints a line that is not redrawn, above the live line."""
+        if self.live is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.live.clear()
+        self._print(text)
+        self._show()
 
     def close(self) -> None:
         """Ends the line that is being redrawn."""
-        if self.is_terminal:
-            self._print("")
+        if self.live is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.live.end()
 
-    def _print(self, text: str, end: str = "\n") -> None:
+    def _show(self) -> None:
+        """Draws the live line, as wide as the terminal is now."""
+        if self.live is not None and self.live_parts:
+            with contextlib.suppress(OSError, ValueError):
+                self.live.show(fit_parts(self.live_parts, terminal.columns(self.stream) - 1, self.stream))
+
+    def _print(self, text: str) -> None:
         # The reader may be gone (a dropped ssh, a pipe into head, a full disk). metrics.jsonl has everything.
         if self.stream is None:
             return
         with contextlib.suppress(OSError, ValueError):
-            print(text, end=end, file=self.stream, flush=True)
+            print(text, file=self.stream, flush=True)
+
+
+LIVE_ORDER = ("step", "loss", "spark", "left", "speed", "rate", "norm", "padding", "evaluation")
+"""Parts of the live line, from left to right."""
+LIVE_PRIORITY = ("step", "left", "loss", "spark", "speed", "rate", "norm", "evaluation", "padding")
+"""Parts of the live line, the most important first."""
+
+
+def fit_parts(parts: Mapping[str, str], width: int, stream: TextIO | None = None) -> str:
+    """The parts of the live line that fit into `width` columns, the important ones before the others.
+
+    Args:
+      stream: where the line goes: its sparkline has a colour where the stream allows.
+    """
+    if len(parts["step"]) > width:
+        return parts["step"][: max(width, 0)]
+    kept: set[str] = set()
+    used = -2
+    for name in LIVE_PRIORITY:
+        if name in parts and used + 2 + len(parts[name]) <= width:
+            kept.add(name)
+            used += 2 + len(parts[name])
+    shown = {name: parts[name] for name in LIVE_ORDER if name in kept}
+    if "spark" in shown:
+        shown["spark"] = terminal.coloured(shown["spark"], terminal.CYAN, stream)
+    return "  ".join(shown.values())
 
 
 class Reporter:

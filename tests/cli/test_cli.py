@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -118,6 +119,22 @@ REFUSED = [
     ),
     (["config"], "--config: got 0 of them"),
     (["config", "--fields", "--config.train.steps=3"], "got --fields and '--config.train.steps=3', expected one"),
+    (["config", "--fields", "--json"], "got --fields and '--json', expected one"),
+    (["recipes"], "--dir: got 'configs', but there is no such folder here"),
+    (["recipes", "--dir=."], "a folder without .py files"),
+    (["draw", "--config=x"], "got 'nothing', expected PICTURE"),
+    (
+        ["draw", "mask", "--config=x"],
+        "got 'mask', expected one of positions, masks, model, flops, schedule, embeddings",
+    ),
+    (["draw", "masks"], "got neither --config nor --workdir"),
+    (["draw", "masks", "--config=x", "--workdir=y"], "got both --config and --workdir"),
+    (["draw", "masks", "--config=x", "--tokens=a"], "got --tokens, expected it with embeddings only"),
+    (["draw", "masks", "--config=x", "--length=0"], "--length: got '0', expected a whole number of at least 1"),
+    (["draw", "embeddings", "--config=x"], "got a recipe, expected a run for embeddings"),
+    (["draw", "positions", "--config=x", "--checkpoint=best"], "got a recipe, expected a run for --checkpoint"),
+    (["draw", "model", "--workdir=nowhere"], "nowhere: got no config.json"),
+    (["draw", "embeddings", "--workdir=x", "--config.train.steps=3"], "expected no edits of the run's config"),
 ]
 
 
@@ -170,7 +187,7 @@ def test_values_of_the_config_may_follow_a_blank():
 
 
 def test_config_prints_what_a_run_would_have(recipe, capsys):
-    assert cli.main(["config", recipe, "--config.train.steps", "7"]) == 0
+    assert cli.main(["config", "--json", recipe, "--config.train.steps", "7"]) == 0
     assert overrides.from_json(capsys.readouterr().out) == overrides.parse([recipe, "--config.train.steps=7"])
     assert cli.main(["config", "--fields"]) == 0
     out = capsys.readouterr().out
@@ -188,6 +205,24 @@ def test_help_names_every_command_and_flag(capsys):
         text = capsys.readouterr().out
         assert all(f"--{name}{'' if flag.switch else '='}" in text for name, flag in command.flags.items())
         assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_help_is_one_screen_with_an_example_that_parses(width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    screen = 40 if width >= 80 else 100
+    assert cli.main(["help"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("\n") <= screen
+    for name, command in cli.COMMANDS.items():
+        assert cli.main([name, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert text.count("\n") <= screen, name
+        body, _, example = text.rpartition("example:\n  ")
+        assert max(map(len, body.splitlines()[1:])) <= min(width, 100), name  # the usage is one line
+        words = shlex.split(example.rpartition("|")[2])
+        assert words[:2] == ["jaxformer", name]
+        cli.parse(name, command, words[2:])
 
 
 # --- wiring -----------------------------------------------------------------------------------------------------------
@@ -223,9 +258,10 @@ def test_evaluate_prints_its_values(monkeypatch, run, capsys):
 
 
 def test_report_and_data_prepare(monkeypatch, run, capsys):
-    stand_in(monkeypatch, "report", write=lambda workdirs, output: f"page of {len(workdirs)} {output}")
-    assert cli.main(["report", f"--workdir={run}", f"--workdir={run}", "--output=a.html"]) == 0
-    assert capsys.readouterr().out == "written to page of 2 a.html\n"
+    write = lambda workdirs, output, figures: f"page of {len(workdirs)} {output} {figures}"  # noqa: E731
+    stand_in(monkeypatch, "report", write=write, expand=lambda workdirs: workdirs)
+    assert cli.main(["report", f"--workdir={run}", f"--workdir={run}", "--output=a.html", "--figures=b"]) == 0
+    assert capsys.readouterr().out == "written to page of 2 a.html b\n"
     stand_in(monkeypatch, "data.prepare", prepare=lambda name, folder: f"{folder}/{name}")
     assert cli.main(["data", "prepare", "lm1b", "--dir=/data"]) == 0
     assert capsys.readouterr().out == "prepared in /data/lm1b\n"
@@ -350,7 +386,11 @@ def test_no_command_imports_heavy_modules_before_it_runs():
 
 def test_a_shell_gets_completions(tmp_path):
     pytest.importorskip("argcomplete")
-    cases = {"jaxformer ev": "evaluate", "jaxformer sweep --e": "--executor", "jaxformer chat --s": "--system"}
+    cases = {
+        "jaxformer ev": "evaluate",
+        "jaxformer draw s": "schedule",
+        "jaxformer chat --config.train.ste": "--config.train.steps",
+    }
     for line, expected in cases.items():
         variables = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "IFS": "\n"}
         environment = os.environ | variables | {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "completions")}

@@ -21,7 +21,10 @@ FEW = (
     "gemma_gelu", "gemma_both_ways", "llama_theta_beside", "llama_head_dim", "llama_dynamic", "llama_yarn_factor",
     "bert_both_biases", "roberta_both_biases", "bart_two_tables", "gpt2_alias", "gpt2_says_outputs", "xlnet_summary",
     "mixtral_router", "deberta_v2_qa", "deberta_absolute_qa", "gpt2_classifier", "llama_classifier_without_pad",
-    "llama_padded_left", "mixtral_padded", "bert_padded", "bert_classifier_padded_left", "bart_padded",
+    "opt_350m", "opt_without_biases", "gpt_neo_layers", "gptj", "gpt_neox",
+    "gpt_neox_sequential", "bloom", "bloom_residual_after_norm", "xglm", "mt5", "mbart",
+    "blenderbot_small", "llama_padded_left", "mixtral_padded", "bert_padded",
+    "bert_classifier_padded_left", "bart_padded",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 

@@ -17,12 +17,15 @@ SOURCES = "".join(path.read_text() for path in (Path(jaxformer.__file__).parent 
 BASE = {
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"], "conv_kernel_size": 3},
+    "mt5": {"feed_forward_proj": "relu"},
     "marian": {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 16},
 }
 """What must be set for other keys to act."""
 
 OTHERS = {
     "architectures": ["X"],
+    "attention_layers": ["local"] * 24,
+    "attention_types": [[["local"], 24]],
     "attn_type": "uni",
     "attention_head_size": 3,
     "classifier_dropout": 0.25,
@@ -34,9 +37,10 @@ OTHERS = {
     "decoder_vocab_size": 24,
     "dense_act_fn": "silu",
     "embedding_size": 48,
-    "feed_forward_proj": "gated-gelu",
+    "feed_forward_proj": "gated-silu",
     "head_dim": 48,
     "hidden_dropout": 0.25,
+    "intermediate_size": 24,
     "is_gated_act": True,
     "layer_types": ["sliding_attention"],
     "mlp_only_layers": [1],
@@ -63,6 +67,7 @@ OTHERS = {
     "tie_word_embeddings": False,
     "token_classification_bias": False,
     "use_bidirectional_attention": True,
+    "word_embed_proj_dim": 24,
 }
 """Another value of keys whose default does not tell of which kind they are."""
 
@@ -78,7 +83,7 @@ def another(name, default):
     if isinstance(default, bool):
         return not default
     if name.endswith(("_act", "_function", "ff_activation")):
-        return "relu"
+        return "silu" if default == "relu" else "relu"
     if isinstance(default, float):
         return default / 2 + 0.25
     if isinstance(default, int):

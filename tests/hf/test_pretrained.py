@@ -241,7 +241,7 @@ def edited(directory, place, tensors=None, **settings):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_type": "gpt3"}, "model_type 'gpt3'.*did you mean 'gpt2'"),
+        ({"model_type": "gpt-2"}, "model_type 'gpt-2'.*did you mean 'gpt2'"),
         ({"n_layer": 2}, "no tensor transformer.h.1"),
         ({"n_embd": 12, "n_head": 2}, "shape"),
         ({"n_layer": "1"}, "n_layer '1'"),

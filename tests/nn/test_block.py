@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig
+from jaxformer.config import AttentionConfig, Config, ConfigError, EmbedConfig, EncodingConfig, MeshConfig, NormConfig
+from jaxformer.config.checks.model import check_model, check_stack
+from jaxformer.decode import int8
+from jaxformer.models import build
 from jaxformer.nn import reference
 from jaxformer.nn.attention import Attention
-from jaxformer.nn.block import Block, LayerContext
+from jaxformer.nn.block import Block, LayerContext, has_window
 from jaxformer.nn.ffn import FeedForward
 from jaxformer.nn.layers import Norm
 from jaxformer.nn.masks import Mask, slots_from_segments
+from jaxformer.parallel import mesh as meshes
+from jaxformer.types import Batch, Stream
 
 LENGTH, WIDTH = 4, 8
 SLOTS = slots_from_segments(jnp.ones((1, LENGTH), jnp.int32))
@@ -93,3 +98,111 @@ def test_without_an_output_projection_heads_stand_one_after_another():
         for head in range(2)
     ]
     np.testing.assert_allclose(got, jnp.concatenate(heads, axis=-1), rtol=1e-5, atol=1e-6)
+
+
+def drawn_layer(config):
+    """Parameters of a layer in which no norm is as any other."""
+    block, context = Block(config), LayerContext(Mask(SLOTS, SLOTS))
+    drawn = nn.meta.unbox(block.init(jax.random.key(0), (X, None), jnp.int32(0), None, context))["params"]
+    noise = np.random.default_rng(1).standard_normal
+    return block, context, jax.tree.map(lambda x: x + 0.3 * noise(x.shape).astype(np.float32), drawn)
+
+
+def slow_layer(config, params):
+    """The three parts of a layer as plain functions: a norm by name, attention and feed-forward."""
+
+    def norm(name, x):
+        centred = x - x.mean(-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm.epsilon)
+        return scaled * params[name].get("scale", 1.0) + params[name].get("bias", 0.0)
+
+    attention = Attention(config.attention, config.encoding, WIDTH)
+    attend = lambda x: attention.apply({"params": params["attention"]}, x, Mask(SLOTS, SLOTS))[0]  # noqa: E731
+    feed = lambda x: FeedForward(config.ffn, WIDTH).apply({"params": params["ffn"]}, x)  # noqa: E731
+    return norm, attend, feed
+
+
+@pytest.mark.parametrize("sublayers", ["parallel", "parallel_one_norm"])
+def test_parallel_sublayers_read_the_same_stream(sublayers):
+    config = builders.stack(sublayers=sublayers, encoding=EncodingConfig(kind="none"))
+    block, context, params = drawn_layer(config)
+    assert ("ffn_norm" in params) == (sublayers == "parallel")
+    norm, attend, feed = slow_layer(config, params)
+    wanted = X + attend(norm("attention_norm", X))
+    wanted += feed(norm("ffn_norm" if sublayers == "parallel" else "attention_norm", X))
+    (got, _), _ = block.apply({"params": params}, (X, None), jnp.int32(0), None, context)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_residual_connections_may_start_after_the_norm():
+    config = builders.stack(residual_after_norm=True, encoding=EncodingConfig(kind="none"))
+    block, context, params = drawn_layer(config)
+    norm, attend, feed = slow_layer(config, params)
+    x = norm("attention_norm", X)
+    x = norm("ffn_norm", x + attend(x))
+    (got, _), _ = block.apply({"params": params}, (X, None), jnp.int32(0), None, context)
+    np.testing.assert_allclose(got, x + feed(x), rtol=1e-4, atol=1e-5)
+
+
+def test_named_layers_are_banded():
+    attention = AttentionConfig(heads=2, window=1, window_layers=(0, 3))
+    stack = builders.stack(attention=attention, layers=4)
+    assert [bool(has_window(attention, jnp.int32(layer))) for layer in range(4)] == [True, False, False, True]
+    assert stack.windowed_layers == (0, 3)
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {
+            "sublayers": "parallel_one_norm",
+            "attention": AttentionConfig(heads=2, window=2, window_layers=(1,)),
+            "output_width": 4,
+            "embed": EmbedConfig(vocab=builders.VOCAB, width=4),
+        },
+        {"residual_after_norm": True, "norm": NormConfig(scale=False, bias=False)},
+    ],
+    ids=["parallel, windows, output width", "residual after norm"],
+)
+def test_layers_of_other_orders_decode_as_they_read(edits):
+    """With a cache, with int8 weights, on eight devices and through two stages: the whole pass."""
+    config = builders.decoder(**edits)
+    module = build.build(config)
+    params = nn.meta.unbox(build.init_variables(module, jax.random.key(0)))["params"]
+    tokens = jnp.asarray(np.random.default_rng(0).integers(1, builders.VOCAB, (8, 6)))
+    slots = slots_from_segments(jnp.ones((8, 6), jnp.int32))
+    batch = Batch(None, Stream(tokens, slots))
+    whole = module.apply({"params": params}, batch)
+    start = lambda variables, prompt: module.apply(variables, prompt, 6, method="start")  # noqa: E731
+    prompt = Batch(None, Stream(tokens[:, :4], jax.tree.map(lambda x: x[:, :4], slots)))
+    for variables, rtol in (({"params": params}, 1e-4), (int8.quantize(module, {"params": params}), 0.1)):
+        variables = module.unstack(variables)
+        logits, state = start(variables, prompt)
+        np.testing.assert_allclose(logits, whole[:, 3], rtol=rtol, atol=rtol * float(jnp.abs(whole).max()))
+        logits, _ = module.apply(variables, tokens[:, 4:5], state, method="step")
+        np.testing.assert_allclose(logits, whole[:, 4], rtol=rtol, atol=rtol * float(jnp.abs(whole).max()))
+    with jax.set_mesh(meshes.make(MeshConfig(stage=2, tensor=2, fsdp=2))):
+        np.testing.assert_allclose(jax.jit(module.apply)({"params": params}, batch), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({"sublayers": "parallel", "norm": NormConfig(order="post")}, "norm.order: got 'post'"),
+        ({"sublayers": "parallel", "ffn": None}, "ffn: got None"),
+        ({"residual_after_norm": True, "norm": NormConfig(order="post")}, "residual_after_norm: got True"),
+        ({"attention": AttentionConfig(heads=2, window_layers=(1,))}, "window_layers: got"),
+        ({"attention": AttentionConfig(heads=2, window=2, window_layers=(2,))}, "from 0 to 1"),
+        ({"output_width": 5}, "output_width: got 5"),
+        ({"embed": EmbedConfig(norm_before_positions=True)}, "norm_before_positions: got True"),
+    ],
+)
+def test_contradictions_are_refused(edits, message):
+    config = Config(model=builders.decoder(**edits))
+
+    def check():
+        check_stack(config.model.decoder, "config.model.decoder", config)
+        check_model(config.model)
+
+    with pytest.raises(ConfigError, match=message):
+        check()

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxformer.config import MeshConfig, NormConfig
-from jaxformer.nn.layers import ACTIVATIONS, Norm, embedding_lookup
+from jaxformer.config import EmbedConfig, MeshConfig, NormConfig
+from jaxformer.nn.layers import ACTIVATIONS, Embed, Norm, embedding_lookup
 from jaxformer.parallel import mesh as meshes
 
 LEAN = ("gelu", "gelu_tanh", "gelu_sigmoid", "silu", "mish")
@@ -91,3 +91,11 @@ def test_rows_of_a_divided_table_are_looked_up_and_added_up_where_they_lie(rows)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_allclose(summed, pull(gradient)[0], rtol=1e-6, atol=1e-6)
     assert np.isnan(nowhere[0, :2]).all() and not np.isnan(np.asarray(nowhere).reshape(32, 8)[2:]).any()
+
+
+def test_a_tied_head_projects_back_to_a_factorised_table_unless_the_stack_has_done_it():
+    table, up = normal(7, 3), normal(3, 5)
+    embed, variables = Embed(EmbedConfig(vocab=7, width=3), 5), {"params": {"table": table, "up": up}}
+    for x, expected in ((normal(2, 5), normal(2, 5) @ up.T), (normal(2, 3), normal(2, 3))):
+        narrow, rows = embed.apply(variables, x, method="unembedding_factors")
+        chex.assert_trees_all_close(narrow @ rows.T, expected @ table.T, atol=1e-5)

@@ -4,12 +4,10 @@ import ast
 import dataclasses
 import json
 import math
+import pathlib
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import jaxformer.report
 from jaxformer import registry, report, tasks
@@ -28,7 +26,7 @@ from jaxformer.config import (
     overrides,
 )
 from jaxformer.parallel import distributed
-from jaxformer.report import blocks, figures, page, runs, sections
+from jaxformer.report import blocks, measures, page, runs, sample_tables, sections
 
 CONFIG = Config(
     model=ModelConfig(
@@ -78,11 +76,11 @@ def whole(folder, config=CONFIG, rows=None, **files):
 
 
 class Reader(HTMLParser):
-    """Tags, attributes, text of a page and of its pictures; complains where tags do not nest."""
+    """Tags, attributes, text of a page, and what is in its scripts; complains where tags do not nest."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.attributes, self.words, self.drawn = [], [], [], [], []
+        self.open, self.tags, self.attributes, self.words, self.scripts = [], [], [], [], []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -101,7 +99,7 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        (self.drawn if "svg" in self.open else self.words).append(data)
+        (self.scripts if self.open[-1:] == ["script"] else self.words).append(data)
 
     @property
     def text(self):
@@ -139,13 +137,14 @@ def test_the_page_says_what_the_files_say(tmp_path):
     assert cells(found, "parameters")[0] == "1,234,567"
     assert cells(found, "training time")[0].startswith("about 50 s")
     assert SIGNATURE in found.words
-    assert cells(found, "1")[:3] == ["eins", "zwo", "two"]
+    start = found.words.index("eins")
+    assert [word for word in found.words[start:] if word.strip()][:3] == ["eins", "zwo", "two"]
     assert cells(found, "model.dtype")[0] == "bfloat16"
     assert cells(found, "model.decoder.layers")[0] == "3"
     assert "model.decoder.dropout" not in found.words  # at its default
     assert cells(found, "jax")[0] == "0.10.2"
     assert "a/kernel  8 x 4" in found.text
-    assert found.tags.count("svg") == 2
+    assert [value for name, value in found.attributes if name == "data-chart"][:2] == ["loss", "validation-bleu"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not list(folder.glob("*.tmp"))
 
@@ -159,12 +158,14 @@ def test_the_page_needs_nothing_else(tmp_path):
     assert {link[1:] for link in links} <= targets
     outside = [value for name, value in found.attributes if value and "://" in value and not name.startswith("xmlns")]
     assert outside == []
-    assert "script" not in found.tags
-    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in found.attributes
+    (policy,) = [value for name, value in found.attributes if name == "content" and "default-src" in value]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-eval" not in policy and policy.count("unsafe-inline") == 1 and "connect-src" not in policy
+    assert found.tags.count("script") == policy.count("sha256-") + 1  # one of them is data
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
     assert "prefers-color-scheme: dark" in found.text
     ids = [value for name, value in found.attributes if name == "id"]
     assert len(ids) == len(set(ids))
-    assert figures.PAGE_INK not in (tmp_path / "run" / "report.html").read_text()
 
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;$\\frac{\\'
@@ -183,7 +184,8 @@ def test_nothing_foreign_becomes_markup(tmp_path):
     )
     put(folder, **{"samples__test.json": [{"input": HOSTILE, "output": "\ud800 ok", "reference": ["not text"]}, "x"]})
     found = read(folder, whole(tmp_path / "_other"))
-    assert not {"script", "img"} & set(found.tags)
+    assert "img" not in found.tags and found.tags.count("script") == len(found.scripts) == 4
+    assert json.loads(found.scripts[0])["charts"]
     assert not [name for name, _ in found.attributes if name.startswith("on")]
     for place in ("samples", "parameters", "environment"):
         assert place in [value for attribute, value in found.attributes if attribute == "id"]
@@ -204,7 +206,8 @@ def test_samples_of_the_end_come_first_and_older_steps_are_folded(tmp_path):
         put(folder, **{f"samples__{name}.json": [{"input": "a", "output": "b"}]})
     (run,) = runs.read([folder])
     assert list(run.samples) == ["test", "step 100", "step 9"]
-    assert [block.is_open for block in sections.samples(run)] == [True, True, False]
+    found = {block.summary: block.is_open for block in sample_tables.samples(run) if block.kind == "details"}
+    assert list(found.values()) == [False, True, True, False] and next(iter(found)).startswith("sample 1: a")
 
 
 # --- what is missing or broken ----------------------------------------------------------------------------------------
@@ -244,7 +247,8 @@ def test_an_empty_folder_still_gives_a_page_that_says_so(tmp_path):
         "parameters",
     ):
         assert words in found.text
-    assert "nothing measured yet" in found.drawn
+    assert "Nothing has been measured yet." in found.words
+    assert not (tmp_path / "loss.png").exists()
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\udcff", "{}", "[" * 20000])
@@ -280,7 +284,6 @@ def test_what_is_no_workdir_is_refused(tmp_path, workdirs):
 def test_a_failure_leaves_the_old_page_and_training_succeeds(tmp_path, monkeypatch, capsys):
     put(tmp_path, **{"report.html": "old"})
     monkeypatch.setattr(page, "render", lambda found: 1 / 0)
-    monkeypatch.setattr(figures, "loss", lambda found, ink: figures.Figure(figsize=(1, 1)))
     with pytest.raises(ZeroDivisionError):
         report.write([tmp_path])
     report.write_after_training(tmp_path)
@@ -310,7 +313,9 @@ def test_runs_are_compared(tmp_path):
     assert cells(found, "task.label_smoothing")[:2] == ["0", "0.1"]
     table = ["field", "a/run", "b/run", "schedule.peak", "0.001", "0.25", "task.label_smoothing", "0", "0.1"]
     start = differences.index("field")
-    assert differences[start : start + 10] == [*table, "Configuration"]
+    assert differences[start : start + 10] == [*table, "Results; in brackets the difference from a/run."]
+    start = differences.index("validation: bleu")
+    assert differences[start : start + 3] == ["validation: bleu", "12", "12 (+0)"]
     assert cells(found, "test: BLEU (0 to 100)")[:2] == ["33.25", "33.25"]
 
 
@@ -356,9 +361,20 @@ SCORES = {"step": 100, "loss": 2.0, "perplexity": 7.4, "accuracy": 0.5, "bleu": 
 )  # fmt: skip
 def test_the_main_measure_comes_first(tmp_path, values, config, first):
     files = {"eval-test.json": json.dumps({"split": "test", **values}), "result.json": json.dumps(values)}
-    folder = whole(tmp_path, dataclasses.replace(CONFIG, **config), **files)
-    words = [word for word in read(folder).words if word.strip()]
-    assert words[words.index("Results", words.index("Results") + 1) + 1] == f"test: {figures.LABELS.get(first, first)}"
+    (run,) = runs.read([whole(tmp_path, dataclasses.replace(CONFIG, **config), **files)])
+    cards, scores = sections.results([run])
+    title = f"test: {measures.LABELS.get(first, first)}"
+    assert cards.cards[0].title == scores.rows[0][0] == title
+
+
+def test_the_quickstart_is_known_by_its_exact_matches(tmp_path):
+    recipe = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.py"
+    config = overrides.parse([f"--config={recipe}"])
+    evaluation = {"split": "test", "examples": 1000, "bleu": 0.0, "exact_match": 0.999}
+    (run,) = runs.read([whole(tmp_path, config, **{"eval-test.json": json.dumps(evaluation)})])
+    (card,) = sections.results([run])[0].cards
+    assert (card.title, card.value) == ("test: exact matches (share)", "0.999")
+    assert card.details[0] == "95 %: 0.9944 to 0.9998 (Wilson interval of 1,000 examples)"
 
 
 def test_a_headline_that_was_not_measured_is_said(tmp_path):
@@ -368,7 +384,7 @@ def test_a_headline_that_was_not_measured_is_said(tmp_path):
 
 def test_every_score_of_decoded_text_says_of_how_many_examples_it_is():
     scores = {name for task in registry.names("jaxformer.tasks") for name in tasks.get(task).score_names}
-    assert set(sections.DECODED) == scores
+    assert set(measures.DECODED) == scores
 
 
 def test_an_evaluation_of_a_part_with_other_settings_says_both(tmp_path):
@@ -384,13 +400,15 @@ def test_an_evaluation_of_a_part_with_other_settings_says_both(tmp_path):
 
 def test_equal_configs_are_said_to_be_equal(tmp_path):
     found = runs.read([whole(tmp_path / "a"), whole(tmp_path / "b")])
-    assert sections.differences(found) == [blocks.Paragraph("The runs have the same configuration.")]
-    assert "do not compare" not in str(sections.curves(found))
+    assert sections.differences(found)[0] == blocks.Paragraph("The runs have the same configuration.")
+    assert "do not compare" not in str(sections.curve_blocks(found))
 
 
 def test_losses_per_different_labels_are_said_not_to_compare(tmp_path):
     other = dataclasses.replace(CONFIG, data=DataConfig(tokenizer=TokenizerConfig(vocab=123)))
-    assert "do not compare" in str(sections.curves(runs.read([whole(tmp_path / "a"), whole(tmp_path / "b", other)])))
+    assert "do not compare" in str(
+        sections.curve_blocks(runs.read([whole(tmp_path / "a"), whole(tmp_path / "b", other)]))
+    )
 
 
 def test_the_best_value_follows_the_mode(tmp_path):
@@ -400,68 +418,6 @@ def test_the_best_value_follows_the_mode(tmp_path):
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_loss_picture_shows_the_values_and_says_what_it_smooths(tmp_path):
-    config = dataclasses.replace(CONFIG, task=TaskConfig(label_smoothing=0.1))
-    rows = [row(5 * i, loss=float(6 + i % 2)) for i in range(1, 81)] + [
-        row(i, "validation", loss=i / 100) for i in (200, 400)
-    ]
-    (run,) = runs.read([whole(tmp_path, config, rows)])
-    (axes,) = figures.loss([run], figures.PRINT_INK).axes
-    lines = {line.get_label(): line for line in axes.lines}
-    raw = lines["train, means of 5 steps (with label smoothing 0.1 and dropout)"]
-    mean = lines["train, moving mean of 25 steps"]
-    np.testing.assert_array_equal(raw.get_ydata(), [6 + i % 2 for i in range(1, 81)])
-    assert raw.get_alpha() < 0.5
-    assert np.all(np.abs(np.asarray(mean.get_ydata())[2:-2] - 6.5) <= 0.1 + 1e-9)
-    np.testing.assert_array_equal(lines["validation"].get_xdata(), [200, 400])
-    assert axes.get_xlabel() == "step"
-    assert axes.get_ylabel() == "loss (nats per label), log scale"
-    assert [text.get_text() for text in axes.texts] == ["2 at step 200"]
-
-
-def test_a_short_run_is_not_smoothed_and_a_narrow_range_is_linear(tmp_path):
-    (run,) = runs.read([whole(tmp_path, rows=[row(i, loss=5.0 + i / 10) for i in range(1, 10)])])
-    (axes,) = figures.loss([run], figures.PRINT_INK).axes
-    assert [line.get_label() for line in axes.lines] == ["train, every step (with dropout)"]
-    assert axes.get_yscale() == "linear"
-
-
-def test_every_validation_measure_has_a_panel(tmp_path):
-    (run,) = runs.read([whole(tmp_path)])
-    titles = [axes.get_title() for axes in figures.panels([run], figures.PRINT_INK).axes]
-    assert titles[:4] == [
-        "learning rate",
-        "gradient norm, before clipping",
-        "tokens per second, padding left out",
-        "validation: BLEU (0 to 100)",
-    ]
-    assert figures.panels(runs.read([put(tmp_path / "empty")]), figures.PRINT_INK) is None
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30), st.integers(0, 20).map(lambda n: 2 * n + 1))
-def test_smoothing_keeps_lines_and_stays_within_the_values(values, width):
-    values = np.array(values)
-    out = figures.moving_mean(values, width)
-    assert out.shape == values.shape
-    assert np.all((out >= values.min() - 1e-6) & (out <= values.max() + 1e-6))
-    np.testing.assert_allclose(figures.moving_mean(values, 1), values, atol=1e-9)
-    line = 3.0 - 0.5 * np.arange(len(values))
-    np.testing.assert_allclose(figures.moving_mean(line, width), line, atol=1e-9)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 200), st.integers(1, 50))
-def test_thinning_keeps_the_mean_of_what_it_joins(count, limit):
-    steps, values = np.arange(count, dtype=float), np.sin(np.arange(count))
-    thinned_steps, thinned = figures.downsample(steps, values, limit)
-    size = math.ceil(count / limit)
-    assert len(thinned) == math.ceil(count / size) <= limit
-    np.testing.assert_allclose(thinned[0], values[:size].mean())
-    np.testing.assert_allclose(thinned[-1], values[(len(thinned) - 1) * size :].mean())
-    np.testing.assert_allclose(thinned_steps[0], (min(size, count) - 1) / 2)
 
 
 @pytest.mark.parametrize(
@@ -475,8 +431,8 @@ def test_numbers_are_shown_for_people(value, words):
 
 def test_a_report_does_not_wait_for_jax():
     folder = jaxformer.report.__path__[0]
-    for name in ("__init__", "runs", "figures", "blocks", "sections", "page", "inspection"):
-        with open(f"{folder}/{name}.py", encoding="utf-8") as file:
+    for path in pathlib.Path(folder).glob("*.py"):
+        with open(path, encoding="utf-8") as file:
             body = ast.parse(file.read()).body
         modules = {node.module for node in body if isinstance(node, ast.ImportFrom)}
         modules |= {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}

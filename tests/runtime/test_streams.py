@@ -95,7 +95,7 @@ def test_which_commands_print_their_result(argv, result):
 
 def test_every_command_says_whether_it_prints_its_result():
     printing = {name for name, command in cli.COMMANDS.items() if command.prints}
-    assert printing == {"chat", "config", "decode", "inspect", "plan", "doctor"}
+    assert printing == {"chat", "config", "recipes", "decode", "inspect", "plan", "doctor"}
 
 
 def test_a_full_disk_loses_lines_and_gets_the_later_ones(tmp_path, monkeypatch):

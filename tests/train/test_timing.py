@@ -6,13 +6,15 @@ import io
 from pathlib import Path
 
 import builders
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxformer.config import TrainConfig
 from jaxformer.train.preemption import Watchdog
 from jaxformer.train.reporting import ProgressLine
 from jaxformer.train.run import Run
-from jaxformer.train.timing import Clock, CompiledShapes, _remaining_count, is_due
+from jaxformer.train.timing import MIN_TIMED_STEPS, Clock, CompiledShapes, _remaining_count, is_due
 
 
 class Time:
@@ -27,7 +29,7 @@ class Time:
 def passing():
     """A clock of 100 steps with an evaluation every 10 and a save every 25, and what moves it."""
     time = Time()
-    clock = Clock(TrainConfig(steps=100, evaluate_every=10, checkpoint_every=25), time)
+    clock = Clock(TrainConfig(steps=100, evaluate_every=10, checkpoint_every=25), time, lambda: 0)
 
     def go(seconds, then, *arguments):
         time.seconds += seconds
@@ -39,12 +41,45 @@ def passing():
 def test_compilation_is_not_in_the_time_left(passing):
     clock, go = passing
     go(60.0, clock.record_step, True)
-    assert clock.remaining(1) != clock.remaining(1), "nothing is known after the compiled step"
-    go(0.5, clock.record_step, False)
-    assert clock.remaining(2) == 98 * 0.5
+    go(17.0, clock.record_step, False)  # it waited for the one before
+    for step in range(3, 3 + MIN_TIMED_STEPS):
+        assert clock.remaining(step) != clock.remaining(step), "too little is known"
+        go(0.5, clock.record_step, False)
+    assert clock.remaining(7) == 93 * 0.5
     go(45.0, clock.record_step, True)  # the next bucket
-    go(1.5, clock.record_step, False)
-    assert clock.remaining(4) == 96 * 1.0
+    go(9.0, clock.record_step, False)
+    assert clock.remaining(9) == 91 * 0.5
+    for _ in range(MIN_TIMED_STEPS):
+        go(1.5, clock.record_step, False)
+    assert clock.remaining(14) == 86 * 1.0
+    assert clock.remaining(100) == 0
+
+
+def test_a_compilation_that_no_new_shape_announces_is_left_out_too(passing):
+    """As of the second step, whose state has other shardings than the first one's."""
+    clock, go = passing
+    compiled = 0
+    clock.compiled = lambda: compiled
+    for _ in range(MIN_TIMED_STEPS):
+        go(1.0, clock.record_step, False)
+    compiled += 1
+    go(170.0, clock.record_step, False)
+    go(3.0, clock.record_step, False)
+    assert clock.remaining(10) == 90.0
+    compiled += 1
+    go(30.0, clock.record_part, "evaluation", 30.0)  # compiled there: the next step is as any other
+    go(3.0, clock.record_step, False)
+    assert clock.remaining(11) == pytest.approx(89 * 8 / 6)
+
+
+def test_programs_that_jax_compiles_are_counted():
+    clock = Clock(TrainConfig())
+    before = clock.compiled()
+    jax.jit(lambda x: x + 17)(jnp.ones(3))
+    count = clock.compiled()
+    assert count > before
+    jax.block_until_ready(jnp.ones(3))
+    assert clock.compiled() == count
 
 
 def test_evaluations_and_saves_count_as_often_as_they_are_still_to_come(passing):
@@ -76,7 +111,8 @@ def test_the_line_says_what_the_clock_says(passing):
     progress = ProgressLine(clock, stream)
     go(300.0, clock.record_step, True)
     progress.write(1, "train", values)
-    go(2.0, clock.record_step, False)
+    for _ in range(MIN_TIMED_STEPS + 1):
+        go(2.0, clock.record_step, False)
     progress.write(2, "train", values)
     first, second = stream.getvalue().splitlines()
     assert first.startswith("step 1/100 ") and first.endswith("left ?")

@@ -74,6 +74,7 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
     if ffn is not None and not ffn.output and (ffn.width or 4 * stack.width) != stack.width:
         expected = f"the model width ({stack.width}), since ffn.output is False"
         raise invalid(f"{path}.ffn.width", ffn.width, expected, "change it, or set ffn.output")
+    _check_sublayers(stack, path)
     if stack.moe is not None:
         _check_moe(stack.moe, ffn, f"{path}.moe")
     if stack.layers == 0:
@@ -88,6 +89,49 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         reason = kernel.refuse(attention, bias, attention.dropout > 0)
         if reason:
             raise invalid(f"{path}.attention.kernel", attention.kernel, "a kernel for this layer", reason)
+
+
+def _check_sublayers(stack: StackConfig, path: str) -> None:
+    """Raises ConfigError for orders of sub-layers, residual connections and windows that contradict each other."""
+    own, order = stack.attention, stack.norm.order
+    if stack.sublayers != "sequential":
+        needed = {
+            "norm.order": (order, "pre"),
+            "ffn": ("a section" if stack.ffn else None, "a section"),
+            "residual_after_norm": (stack.residual_after_norm, False),
+            "residual_attention": (stack.residual_attention, True),
+            "residual_ffn": (stack.residual_ffn, True),
+        }
+        for name, (value, expected) in needed.items():
+            if value != expected:
+                raise invalid(f"{path}.{name}", value, f"{expected} with sublayers {stack.sublayers}")
+    if stack.residual_after_norm and order != "pre":
+        raise invalid(f"{path}.residual_after_norm", True, f"False with norm.order {order}, which has no such norm")
+    if own.window_layers:
+        if own.window is None:
+            raise invalid(f"{path}.attention.window_layers", own.window_layers, "() where attention.window is None")
+        if own.window_every != 1:
+            raise invalid(f"{path}.attention.window_every", own.window_every, "1 where window_layers names the layers")
+        numbers = set(own.window_layers)
+        if len(numbers) < len(own.window_layers) or not numbers <= set(range(stack.layers)):
+            expected = f"different numbers from 0 to {stack.layers - 1}"
+            raise invalid(f"{path}.attention.window_layers", own.window_layers, expected)
+
+
+def _check_output_width(model: ModelConfig) -> None:
+    """Raises ConfigError for a last projection whose result nothing can read."""
+    for name, stack in model.stacks.items():
+        if stack.output_width is None:
+            continue
+        path, decodes = f"config.model.{name}", model.decoder is not None
+        if (name == "encoder" and decodes) or model.permutation is not None or model.generator is not None:
+            raise invalid(f"{path}.output_width", stack.output_width, "None, unless the head alone reads this stack")
+        tokens = model.head.kind == "tokens"
+        if tokens and not model.head.projection:
+            raise invalid(f"{path}.output_width", stack.output_width, "None, since head.projection is False")
+        if tokens and model.head.tied and stack.output_width != (stack.embed.width or stack.width):
+            expected = f"the width of the table of the tied head ({stack.embed.width or stack.width})"
+            raise invalid(f"{path}.output_width", stack.output_width, expected, "change it, or untie the head")
 
 
 def _check_chunks(stack: StackConfig, path: str) -> None:
@@ -133,6 +177,8 @@ def check_recurrent(stack: RecurrentConfig, path: str) -> None:
 def _check_embedding(embed: EmbedConfig, width: int, path: str, may_be_wider: bool = False) -> None:
     if embed.width is not None and embed.width > width and not may_be_wider:
         raise invalid(f"{path}.embed.width", embed.width, f"at most the model width ({width})")
+    if embed.norm_before_positions and not embed.norm:
+        raise invalid(f"{path}.embed.norm_before_positions", True, "False where embed.norm is False")
     if embed.projection_bias and embed.width in (None, width):
         raise invalid(f"{path}.embed.projection_bias", True, f"embed.width below the model width ({width}), or False")
 
@@ -183,6 +229,10 @@ def check_model(model: ModelConfig) -> None:
             if getattr(head, name):
                 expected = "no such part, since head.projection is False"
                 raise invalid(f"config.model.head.{name}", getattr(head, name), expected)
+    _check_output_width(model)
+    if model.decoder is not None and encoder is not None and model.decoder.sublayers != "sequential":
+        expected = "sequential beside an encoder: cross-attention stands between the two sub-layers"
+        raise invalid("config.model.decoder.sublayers", model.decoder.sublayers, expected)
     if model.share_embeddings:
         _check_shared_embeddings(encoder, decoder)
     if model.permutation is not None:

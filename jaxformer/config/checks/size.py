@@ -143,6 +143,7 @@ def _stack(stack: StackConfig, crosses: bool) -> int:
         ffn = matrices * width * (stack.ffn.width or 4 * width)
         layer += ffn if stack.moe is None else (stack.moe.experts + stack.moe.shared) * ffn + width * stack.moe.experts
     conv = 0 if stack.conv is None else stack.conv.kernel * (width // stack.conv.groups) * width
+    conv += width * (stack.output_width or 0)
     return stack.layers * layer + conv + _encoding(stack.encoding, width, own.heads)
 
 
@@ -167,15 +168,16 @@ def _head(model: ModelConfig, config: Config) -> int:
         return own * steps * horizon * (1 if model.linear.trend is None else 2)
     if side is None or head.kind == "none":
         return 0
+    width = (side.output_width if isinstance(side, StackConfig) else None) or side.width
     if head.kind == "forecast":
-        return model.slots("encoder", steps) * side.width * horizon * _channels(model)
+        return model.slots("encoder", steps) * width * horizon * _channels(model)
     if head.kind == "tokens":
-        relation = side.width * (head.width or 1) if head.relation else 0
-        return relation + (0 if head.tied or not head.projection else side.width * _vocab(side, config))
-    hidden = 0 if head.width is None or head.kind == "slots" else side.width * head.width
+        relation = width * (head.width or 1) if head.relation else 0
+        return relation + (0 if head.tied or not head.projection else width * _vocab(side, config))
+    hidden = 0 if head.width is None or head.kind == "slots" else width * head.width
     if head.kind not in ("classes", "slots"):
         return hidden
-    width = side.width if head.width is None or head.kind == "slots" else head.width
+    width = width if head.width is None or head.kind == "slots" else head.width
     return hidden + width * (head.classes or 1)
 
 

@@ -107,17 +107,25 @@ def ignored_keys(variant: Variant) -> dict[str, str]:
     return keys
 
 
-def rope_encoding(settings: Settings, positions: int, theta: float) -> EncodingConfig:
-    """The rotary encoding of `rope_parameters`, or of `rope_theta` and `rope_scaling` in files of transformers 4."""
+def rope_encoding(settings: Settings, positions: int, theta: float, fraction: float | None = None) -> EncodingConfig:
+    """The rotary encoding of `rope_parameters`, or of `rope_theta` and `rope_scaling` in files of transformers 4.
+
+    Args:
+      fraction: default of `partial_rotary_factor`; None: the family rotates whole heads, and other values are refused.
+    """
     values = settings("rope_scaling", None) or settings("rope_parameters", None) or {}
     if not isinstance(values, Mapping):
         raise ConfigError(f"{settings.path}: got rope_parameters {values!r}, expected an object; fix the file")
     rope = Settings(values, settings.path)
     kind = rope("rope_type", "default", "type")
-    for holder in (settings, rope):
-        holder.expect("partial_rotary_factor", 1.0)  # the library reads it, but does not apply it in these families
+    if fraction is None:
+        for holder in (settings, rope):
+            holder.expect("partial_rotary_factor", 1.0)  # the library reads it, but does not apply it in these families
+    else:
+        fraction = rope("partial_rotary_factor", settings("partial_rotary_factor", fraction))
     base = rope("rope_theta", settings("rope_theta", theta))
     encoding = EncodingConfig("rope", max_length=positions, base=base, scaling=_scaling(rope, kind, positions))
+    encoding = replace(encoding, fraction=1.0 if fraction is None else fraction)
     settings.unread_keys |= {f"rope_parameters.{name}" for name in values if name not in rope.read_keys}
     return encoding
 

@@ -32,14 +32,14 @@ def sinusoids(
 
 
 class Sinusoidal(nn.Module):
-    """`sinusoids` of the positions `[B, T, D]`, without parameters and for any length."""
+    """`sinusoids` of the positions plus `config.offset`, `[B, T, D]`, without parameters and for any length."""
 
     config: EncodingConfig
     width: int
 
     @nn.compact
     def __call__(self, slots: Slots) -> Float32[Array, "B T D"]:
-        return sinusoids(slots.position, self.width, self.config.base, self.config.concatenated)
+        return sinusoids(slots.position + self.config.offset, self.width, self.config.base, self.config.concatenated)
 
 
 ENCODING = Encoding(embed=Sinusoidal)

@@ -113,6 +113,8 @@ def _refuse(config: AttentionConfig, bias: bool, dropout: bool) -> str | None:
         return "an encoding that adds no bias"
     if dropout:
         return "attention.dropout 0"
+    if config.window is not None and config.window_layers:
+        return "attention.window_layers ()"
     return "attention.window_every 1" if config.window is not None and config.window_every > 1 else None
 
 

@@ -187,11 +187,75 @@ def cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[st
         found[f"{family.lower()}_classifier"] = (
             f"{family}ForSequenceClassification", config | {"num_labels": 3}, {}, calls
         )  # fmt: skip
+    found |= decoders()
     one = [{"input_ids": [[3, 0, 5, 0]], "labels": [2]}]
     found["llama_classifier_without_pad"] = (
         "LlamaForSequenceClassification", LLAMA | {"num_labels": 3, "pad_token_id": None}, {}, one
     )  # fmt: skip
     return found
+
+
+def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
+    """Decoders and encoder-decoders whose layers differ from GPT-2's and BART's."""
+    opt = {
+        "vocab_size": 24, "hidden_size": 8, "ffn_dim": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "max_position_embeddings": 12, "word_embed_proj_dim": 6, "pad_token_id": 1,
+    }  # fmt: skip
+    bare = {"enable_bias": False, "layer_norm_elementwise_affine": False, "word_embed_proj_dim": 8}
+    neo = {
+        "vocab_size": 24, "hidden_size": 8, "num_layers": 3, "num_heads": 2, "max_position_embeddings": 12,
+        "attention_types": [[["local"], 2], [["global"], 1]], "window_size": 2,
+    }  # fmt: skip
+    gptj = GPT2 | {"rotary_dim": 2, "n_inner": 12}
+    neox = SMALL | {"max_position_embeddings": 12, "hidden_size": 16}
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    bloom = {"vocab_size": 24, "hidden_size": 12, "n_layer": 2, "n_head": 3}
+    xglm = {
+        "vocab_size": 24, "d_model": 8, "ffn_dim": 12, "num_layers": 2, "attention_heads": 2, "pad_token_id": 1
+    }  # fmt: skip
+    mt5 = {
+        "vocab_size": 24, "d_model": 8, "d_kv": 3, "d_ff": 12, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 2
+    }  # fmt: skip
+    shown = [{"input_ids": IDS, "labels": IDS, "output_hidden_states": True}]
+    padded = [padding("right") | {"labels": IDS}, padding("left") | {"labels": IDS}]
+    masked = [{**padding("left"), "decoder_input_ids": IDS, "decoder_attention_mask": RIGHT}]
+    ignored = [{"input_ids": IDS, "labels": [[3, 4, 5, -100, -100], [6, 7, 8, 9, 10]]}]
+    blenderbot = BART | {"pad_token_id": 0, "bos_token_id": 1, "decoder_layers": 2}
+    return {
+        "opt_350m": ("OPTForCausalLM", opt | {"do_layer_norm_before": False}, {}, shown + padded),
+        "opt_pre_norm": ("OPTForCausalLM", opt | {"activation_function": "gelu"}, {}, padded),
+        "opt_without_biases": ("OPTForCausalLM", opt | bare | {"_remove_final_layer_norm": True}, {}, [TEXT]),
+        "opt_classifier": ("OPTForSequenceClassification", opt | {"num_labels": 3}, {}, CLASSIFIED[:1]),
+        "gpt_neo_layers": ("GPTNeoForCausalLM", neo, {}, shown),
+        "gptj": ("GPTJForCausalLM", gptj, {}, shown),
+        "gpt_neox": ("GPTNeoXForCausalLM", neox, {}, shown + padded),
+        "gpt_neox_sequential": (
+            "GPTNeoXForCausalLM",
+            neox | {"use_parallel_residual": False, "attention_bias": False, "rope_parameters": rope},
+            {},
+            [TEXT],
+        ),
+        "gpt_neox_older_keys": (
+            "GPTNeoXForCausalLM",
+            neox | {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
+            {"rope_parameters": None, "rotary_pct": 0.5, "rotary_emb_base": 50},
+            [TEXT],
+        ),
+        "bloom": ("BloomForCausalLM", bloom, {}, shown + padded[:1]),
+        "bloom_residual_after_norm": (
+            "BloomForCausalLM",
+            bloom | {"apply_residual_connection_post_layernorm": True},
+            {},
+            [TEXT],
+        ),
+        "xglm": ("XGLMForCausalLM", xglm, {}, shown),
+        "mt5": ("MT5ForConditionalGeneration", mt5, {}, [TEXT]),
+        "mbart": ("MBartForConditionalGeneration", BART | {"decoder_layers": 2}, {}, ignored + masked),
+        "blenderbot": ("BlenderbotForConditionalGeneration", blenderbot, {}, ignored + masked),
+        "blenderbot_small": (
+            "BlenderbotSmallForConditionalGeneration", blenderbot | {"scale_embedding": True}, {}, ignored + masked
+        ),
+    }  # fmt: skip
 
 
 def flat(outputs: Any) -> dict[str, list]:
