@@ -102,7 +102,9 @@ def flatten_choices(given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
             continue
         x = jnp.asarray(given[name])
         if x.ndim != (4 if name == "inputs_embeds" else 3):
-            raise ConfigError(f"call: got {name} of shape {list(x.shape)}, expected [batch, choices, length]; add an axis")
+            raise ConfigError(
+                f"call: got {name} of shape {list(x.shape)}, expected [batch, choices, length]; add an axis"
+            )
         flat[name] = x.reshape(-1, *x.shape[2:])
         counts.add(x.shape[1])
     if len(counts) != 1:

@@ -24,7 +24,8 @@ FEW = (
     "opt_350m", "opt_without_biases", "gpt_neo_layers", "gptj", "gpt_neox",
     "gpt_neox_sequential", "bloom", "bloom_residual_after_norm", "xglm", "mt5", "mbart",
     "blenderbot_small", "llama_padded_left", "mixtral_padded", "bert_padded",
-    "bert_classifier_padded_left", "bart_padded",
+    "bert_classifier_padded_left", "bart_padded", "bert_choice", "xlm_roberta", "prelayernorm", "prelayernorm_model",
+    "roberta_causal",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 
@@ -90,6 +91,32 @@ def test_several_rows_without_a_padding_token_are_refused(tmp_path):
     model = loaded("llama_classifier_without_pad", tmp_path / "in")
     with pytest.raises(ConfigError, match=r"got 2 rows and no pad_token_id in .*config.json, expected one row"):
         model(input_ids=np.asarray([[3, 4], [5, 6]]))
+
+
+def test_choices_need_an_axis_of_their_own_and_causal_padding_a_mask(tmp_path):
+    choice, causal = (loaded(name, tmp_path / name) for name in ("roberta_choice", "roberta_causal"))
+    with pytest.raises(ConfigError, match=r"input_ids of shape \[2, 6\], expected \[batch, choices, length\]"):
+        choice(input_ids=np.ones((2, 6), int))
+    with pytest.raises(ConfigError, match=r"got \[2, 3\] choices, expected one number in all inputs"):
+        choice(input_ids=np.ones((2, 3, 4), int), attention_mask=np.ones((2, 2, 4), int))
+    with pytest.raises(ConfigError, match=r"got padding \(1\) that the attention_mask does not hide"):
+        causal(input_ids=np.array([[1, 1, 5, 6]]))
+    with pytest.raises(ConfigError, match="got 3 for head 'multiple_choice', expected None"):
+        jaxformer.from_pretrained(tmp_path / "roberta_choice", classes=3)
+    with pytest.raises(ConfigError, match="got is_decoder False, expected True"):
+        jaxformer.from_pretrained(tmp_path / "roberta_choice", head="causal_lm")
+
+
+def test_layers_of_an_encoder_generate_as_they_score(tmp_path):
+    """Left-padded prompts go on with the tokens that a call of the whole text finds likeliest."""
+    model = loaded("roberta_causal", tmp_path / "in")
+    ids = np.array([[1, 1, 3, 4], [5, 6, 7, 8]])
+    found = model.generate(input_ids=ids, attention_mask=(ids != 1).astype(int), max_new_tokens=4, do_sample=False)
+    for row, start in zip(np.asarray(found), (2, 0), strict=True):
+        text = row[start:]
+        logits = np.asarray(model(input_ids=text[None]).logits)[0]
+        for i in range(4 - start, len(text)):
+            assert logits[i - 1].argmax() == text[i]
 
 
 def test_positions_of_roberta_leave_out_padding_on_either_side(tmp_path):

@@ -91,6 +91,12 @@ def another(name, default):
     raise AssertionError(f"{name}: give a value for it in OTHERS")
 
 
+def base_of(family, head):
+    """What must be set for other keys to act on this head."""
+    decodes = "is_decoder" in keys.default_values(family) and head == "causal_lm" and "masked_lm" in family.heads
+    return BASE.get(family.model_types[0], {}) | ({"is_decoder": True} if decodes else {})
+
+
 def state(family, head, values):
     """The model and its rows, or what the refusal says."""
     try:
@@ -103,13 +109,13 @@ def state(family, head, values):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_key_is_ignored(name):
     family, silent, acting = FAMILIES[name], [], []
-    base = BASE.get(family.model_types[0], {})
-    before = {head: model(family, head, base) for head in family.heads}
+    bases = {head: base_of(family, head) for head in family.heads}
+    before = {head: model(family, head, base) for head, base in bases.items()}
     for key, default in keys.default_values(family).items():
         if key in {*keys.KEYS_READ_LATER, *keys.IGNORED_KEYS} and key != "pad_token_id":
             continue
-        value = another(key, base.get(key, default))
-        after = {head: state(family, head, {**base, key: value}) for head in family.heads}
+        values = {head: another(key, base.get(key, default)) for head, base in bases.items()}
+        after = {head: state(family, head, {**base, key: values[head]}) for head, base in bases.items()}
         if key in family.ignored_keys:
             acting += [key] if after != before else []
         elif after == before and key not in keys.KEYS_READ_LATER:
@@ -122,7 +128,8 @@ def test_a_silent_file_says_what_the_librarys_defaults_say(name):
     family = FAMILIES[name]
     written = {key: value for key, value in keys.key_lists()["families"][family.model_types[0]]["defaults"].items()}
     for head in family.heads:
-        assert model(family, head, {}) == model(family, head, written), head
+        decodes = {"is_decoder": True} if base_of(family, head).get("is_decoder") else {}
+        assert model(family, head, decodes) == model(family, head, written | decodes), head
 
 
 def test_lists_and_families_are_of_the_same_types():

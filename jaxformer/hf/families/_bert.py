@@ -165,7 +165,7 @@ def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
 
 def body_rows(model: ModelConfig, prefix: str) -> list[Row]:
     """Rows of embeddings and layers. Norms before a sub-layer stand elsewhere in the file than norms after it."""
-    stack, (side, embed) = stack_of(model), paths_of(model)
+    stack, (side, _) = stack_of(model), paths_of(model)
     hf_layer, param_layer = prefix + ".encoder.layer.{layer}", f"{side}/blocks"
     pre = stack.norm.order == "pre"
     return [

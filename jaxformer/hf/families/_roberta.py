@@ -1,4 +1,4 @@
-"""Shared by RoBERTa (Liu et al. 2019) and its relatives: BERT with positions that begin after the padding token's id."""
+"""Shared by RoBERTa (Liu et al. 2019) and its relatives: BERT with positions that begin after the padding's id."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def family(model_type: str, class_prefix: str, prefix: str, order: Literal["pre"
         pad = settings("pad_token_id", 1)
         settings = settings.with_values({**settings.values, "pad_token_id": pad})
         stack = _bert.stack_config(settings, head, offset=pad + 1, order=order)
-        return _bert.model_config(
-            stack, head, _bert.head_config(settings, head, stack, "gelu", input_dropout=True)
-        )
+        return _bert.model_config(stack, head, _bert.head_config(settings, head, stack, "gelu", input_dropout=True))
 
     def rows(model: ModelConfig, head: str) -> list[Row]:
         untied = [] if model.head.tied else [Row("lm_head.decoder.weight", "head/kernel", "V D -> D V")]

@@ -1,6 +1,8 @@
 """Writes `cases.json`: outputs of the other library for configs that are easily misread.
 
-    python tests/hf/goldens/write.py        (needs the extra [bench]: torch and transformers)
+    python tests/hf/goldens/write.py [NAME...]        (needs the extra [bench]: torch and transformers)
+
+With names only those cases are written anew; the others stay as they are.
 
 A case holds a config.json, the names and shapes of the weights, and calls with their outputs. The weights themselves
 are not kept: `values` makes them from their names, here and in the test.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -187,7 +190,7 @@ def cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[st
         found[f"{family.lower()}_classifier"] = (
             f"{family}ForSequenceClassification", config | {"num_labels": 3}, {}, calls
         )  # fmt: skip
-    found |= decoders()
+    found |= decoders() | encoders()
     one = [{"input_ids": [[3, 0, 5, 0]], "labels": [2]}]
     found["llama_classifier_without_pad"] = (
         "LlamaForSequenceClassification", LLAMA | {"num_labels": 3, "pad_token_id": None}, {}, one
@@ -258,11 +261,30 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
     }  # fmt: skip
 
 
+def encoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
+    """Relatives of BERT, choices between texts, and the layers of an encoder as a decoder."""
+    choices = {"input_ids": [IDS, IDS[::-1]], "attention_mask": [RIGHT, LEFT]}
+    kinds = {"token_type_ids": [[[0, 0, 1, 1, 0, 1]] * 2] * 2}
+    pairs = {**padding("left"), "labels": IDS, "output_hidden_states": True}
+    causal = [padding(side) | {"labels": [[3, 4, -100, -100, -100, -100], IDS[1]]} for side in ("left", "right")]
+    decoder = BERT | {"is_decoder": True}
+    return {
+        "bert_choice": ("BertForMultipleChoice", BERT, {}, [choices | kinds | {"labels": [1, 0]}]),
+        "roberta_choice": ("RobertaForMultipleChoice", BERT, {}, [choices | {"labels": [1, 0]}]),
+        "xlm_roberta": ("XLMRobertaForMaskedLM", BERT | {"pad_token_id": 2, "hidden_act": "relu"}, {}, [pairs]),
+        "prelayernorm": ("RobertaPreLayerNormForMaskedLM", BERT | {"hidden_act": "gelu_new"}, {}, [pairs]),
+        "prelayernorm_model": ("RobertaPreLayerNormModel", BERT | {"type_vocab_size": 1}, {}, [padding("right")]),
+        "bert_causal": ("BertLMHeadModel", decoder, {"architectures": ["BertForCausalLM"]}, causal),
+        "roberta_causal": ("RobertaForCausalLM", decoder, {}, causal),
+    }
+
+
 def flat(outputs: Any) -> dict[str, list]:
     """The outputs that a test compares, to seven digits."""
     found = {}
     for name, value in outputs.items():
         kept = name in ("loss", "logits", "start_logits", "end_logits", "aux_loss", "router_logits", "hidden_states")
+        kept = kept or name in ("last_hidden_state", "pooler_output")
         if kept:
             parts = value if isinstance(value, tuple) else (value,)
             found[name] = [[float(f"{x:.7g}") for x in part.detach().double().reshape(-1).tolist()] for part in parts]
@@ -275,8 +297,9 @@ def main() -> None:
     from safetensors.numpy import load_file, save_file
 
     transformers.logging.set_verbosity_error()
-    content = {}
-    for name, (kind, arguments, edits, calls) in cases().items():
+    chosen = cases() if len(sys.argv) == 1 else {name: cases()[name] for name in sys.argv[1:]}
+    content = {} if len(sys.argv) == 1 else json.loads(TARGET.read_text(encoding="utf-8"))
+    for name, (kind, arguments, edits, calls) in chosen.items():
         model = getattr(transformers, kind)
         with tempfile.TemporaryDirectory() as place:
             model(model.config_class(**copy.deepcopy(arguments))).save_pretrained(place)
