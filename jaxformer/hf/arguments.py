@@ -38,10 +38,9 @@ INTEGER_ARGUMENTS = (
 
 def argument_names(model: ModelConfig, head: str) -> tuple[str, ...]:
     """Names of the arguments that a call of this model accepts."""
-    names = SEQ2SEQ_ARGUMENTS if model.is_seq2seq else DECODER_ARGUMENTS
-    if model.decoder is None:
-        kinds = model.encoder is not None and model.encoder.embed.kinds
-        names = ENCODER_ARGUMENTS if kinds else DECODER_ARGUMENTS
+    stack = model.encoder or model.decoder
+    names = ENCODER_ARGUMENTS if stack is not None and stack.embed.kinds else DECODER_ARGUMENTS
+    names = SEQ2SEQ_ARGUMENTS if model.is_seq2seq else names
     labels = {"qa": ("start_positions", "end_positions"), "model": (), "bare": (), "encoder": ()}
     labels["pretraining"] = ("labels", "next_sentence_label")
     router = (ROUTER_FLAG,) if returns_router_logits(model, head) else ()

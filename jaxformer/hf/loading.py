@@ -81,7 +81,7 @@ def from_pretrained(
         labels = {str(i): f"LABEL_{i}" for i in range(classes)}
         settings = settings.with_values({**settings.values, "id2label": labels})
     model = dataclasses.replace(keys.read_model(family, settings, head), dtype=dtype)
-    model = resolve_embedding_tables(family, untie_output(family, model, tensors), tensors)
+    model = family.resolve(resolve_embedding_tables(family, untie_output(family, model, tensors), tensors), tensors)
     _check_counts(model, settings, len(tensors))
     module = build.build(model)
     boxed = build.shapes(module)
@@ -194,7 +194,7 @@ def read_params(
     tensors, rows = convert.canonical_tensors(family, reading.open_tensors(directory)), family.rows(model, head)
     if family.tied_tensors is not None and model.head.tied:
         tensors.pop(family.tied_tensors[0], None)
-    resolve_embedding_tables(family, model, tensors)
+    family.resolve(resolve_embedding_tables(family, model, tensors), tensors)
     head_params = {path: x for path, x in _flatten(params).items() if path.startswith("head/")}
     if not keep_head:
         tensors = _without_rows(tensors, [row for row in rows if all(path in head_params for path in row.param_paths)])

@@ -107,8 +107,8 @@ class Family:
     Attributes:
       model_types: values of `model_type` that this family reads; an export writes the first.
       heads: head -> class name in `architectures`. Heads are causal_lm, masked_lm, pretraining (the two outputs of BERT
-        and ALBERT, or ELECTRA's discriminator), seq2seq, sequence, token, qa, multiple_choice, model (the body), and
-        bare (a body without BERT's pooler) or encoder (T5's encoder alone).
+        and ALBERT, or ELECTRA's discriminator), seq2seq, sequence, token, qa, multiple_choice, next_sentence (BERT's
+        second output alone), model (the body), and bare (a body without BERT's pooler) or encoder (T5's encoder alone).
       other_classes: further class names -> head; the library's Flax classes wrote some.
       read_config: `(settings, head) -> ModelConfig`.
       write_config: `(model, head) -> config.json`, without the keys that all families share. It raises ConfigError if
@@ -127,6 +127,8 @@ class Family:
       constant_tensors: `model -> tensors` that the file holds and that are no parameters.
       tied_tensors: names of the output projection and of the embedding that it may be tied to.
       convention: how its models are called.
+      resolve: `(model, tensors) -> model` for what config.json leaves to the tensors; it removes tensors that are no
+        parameters of that model.
     """
 
     model_types: tuple[str, ...]
@@ -145,6 +147,7 @@ class Family:
     tied_tensors: tuple[str, str] | None = None
     convention: CallConvention = CallConvention()
     constant_tensors: Callable[[ModelConfig], dict[str, np.ndarray]] = lambda model: {}
+    resolve: Callable[[ModelConfig, dict[str, Any]], ModelConfig] = lambda model, tensors: model
 
 
 class Settings:

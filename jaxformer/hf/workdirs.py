@@ -163,7 +163,7 @@ def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     directory, settings, family, head = _open_source(config)
     tensors = convert.canonical_tensors(family, reading.open_tensors(directory))
     model = loading.untie_output(family, keys.read_model(family, settings, head), tensors)
-    model = loading.resolve_embedding_tables(family, model, tensors)
+    model = family.resolve(loading.resolve_embedding_tables(family, model, tensors), tensors)
     if head in ("sequence", "token"):
         model = dataclasses.replace(model, head=dataclasses.replace(model.head, classes=None))
     if head in BODIES:

@@ -25,7 +25,7 @@ FEW = (
     "gpt_neox_sequential", "bloom", "bloom_residual_after_norm", "xglm", "mt5", "mbart",
     "blenderbot_small", "llama_padded_left", "mixtral_padded", "bert_padded",
     "bert_classifier_padded_left", "bart_padded", "bert_choice", "xlm_roberta", "prelayernorm", "prelayernorm_model",
-    "roberta_causal",
+    "roberta_causal", "distilbert", "distilbert_classifier",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 
@@ -105,6 +105,30 @@ def test_choices_need_an_axis_of_their_own_and_causal_padding_a_mask(tmp_path):
         jaxformer.from_pretrained(tmp_path / "roberta_choice", classes=3)
     with pytest.raises(ConfigError, match="got is_decoder False, expected True"):
         jaxformer.from_pretrained(tmp_path / "roberta_choice", head="causal_lm")
+
+
+def test_sinusoids_of_distilbert_are_no_parameters_and_are_written(tmp_path):
+    """A file of the Flax classes has no table beside sinusoids; the other library reads the one that we write."""
+    name, case = "distilbert.embeddings.position_embeddings.weight", CASES["distilbert_classifier"]
+    table = np.array([[np.sin(p), np.cos(p), *(f(p / 10**k) for k in (1, 2, 3) for f in (np.sin, np.cos))]
+                      for p in range(12)], np.float32)  # fmt: skip
+    tensors = {key: VALUES(key, tuple(shape)) for key, shape in case["tensors"].items()}
+    logits = []
+    for kept in ({name: table}, {}):
+        place = tmp_path / str(len(kept))
+        others = {key: value for key, value in tensors.items() if key != name}
+        writing.write_checkpoint(place, case["config"], others | kept)
+        model = jaxformer.from_pretrained(place)
+        assert model.config.model.encoder.encoding.kind == "sinusoidal" and "position" not in model.params["encoder"]
+        logits.append(np.asarray(model(input_ids=np.array([[3, 4, 5]])).logits))
+    np.testing.assert_array_equal(*logits)
+    model.save_pretrained(tmp_path / "out")
+    np.testing.assert_allclose(reading.open_tensors(tmp_path / "out")[name].array(), table, atol=1e-6)
+    writing.write_checkpoint(
+        tmp_path / "table", case["config"] | {"sinusoidal_pos_embds": False}, tensors | {name: table}
+    )
+    learned = jaxformer.from_pretrained(tmp_path / "table")
+    np.testing.assert_allclose(learned(input_ids=np.array([[3, 4, 5]])).logits, logits[0], rtol=1e-5, atol=1e-5)
 
 
 def test_layers_of_an_encoder_generate_as_they_score(tmp_path):

@@ -23,6 +23,7 @@ BASE = {
 """What must be set for other keys to act."""
 
 OTHERS = {
+    "activation": "relu",
     "architectures": ["X"],
     "attention_layers": ["local"] * 24,
     "attention_types": [[["local"], 24]],

@@ -120,6 +120,7 @@ def head_config(
         ),
         "token": lambda: classifier_head(settings, "slots", dropout=dropout),
         "multiple_choice": lambda: choice_head(width=stack.width, dropout=stack.dropout if input_dropout else dropout),
+        "next_sentence": lambda: HeadConfig(kind="classes", tied=False, classes=2, width=stack.width),
         "qa": lambda: SPAN_HEAD,
         "model": lambda: HeadConfig(kind="pooled", tied=False, width=stack.width),
         "bare": lambda: NO_HEAD,

@@ -26,6 +26,7 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
         "masked_lm": tokens,
         "causal_lm": tokens,
         "pretraining": [*tokens, *pooler, *linear_rows("cls.seq_relationship", "head/decision")],
+        "next_sentence": [*pooler, *linear_rows("cls.seq_relationship", "head/decision")],
         "sequence": [*pooler, *linear_rows("classifier", "head/decision")],
         "token": linear_rows("classifier", "head/decision"),
         "multiple_choice": [*pooler, *linear_rows("classifier", "head/decision")],
@@ -38,7 +39,11 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
 
 FAMILY = Family(
     model_types=("bert",),
-    heads={**_bert.head_classes("Bert", "LMHeadModel"), "pretraining": "BertForPreTraining"},
+    heads={
+        **_bert.head_classes("Bert", "LMHeadModel"),
+        "pretraining": "BertForPreTraining",
+        "next_sentence": "BertForNextSentencePrediction",
+    },
     other_classes={"BertForCausalLM": "causal_lm"},
     read_config=read_config,
     write_config=_bert.write_config,

@@ -268,15 +268,29 @@ def encoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
     pairs = {**padding("left"), "labels": IDS, "output_hidden_states": True}
     causal = [padding(side) | {"labels": [[3, 4, -100, -100, -100, -100], IDS[1]]} for side in ("left", "right")]
     decoder = BERT | {"is_decoder": True}
+    distilled = {
+        "vocab_size": 24, "dim": 8, "hidden_dim": 12, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 12,
+        "activation": "relu", "sinusoidal_pos_embds": True,
+    }  # fmt: skip
     return {
+        "distilbert": ("DistilBertForMaskedLM", distilled | {"tie_word_embeddings": False}, {}, [pairs]),
+        "distilbert_classifier": (
+            "DistilBertForSequenceClassification", distilled | {"num_labels": 3}, {}, [padding("left")]
+        ),
         "bert_choice": ("BertForMultipleChoice", BERT, {}, [choices | kinds | {"labels": [1, 0]}]),
+        "bert_next_sentence": ("BertForNextSentencePrediction", BERT, {}, [padding("right") | {"labels": [1, 0]}]),
         "roberta_choice": ("RobertaForMultipleChoice", BERT, {}, [choices | {"labels": [1, 0]}]),
         "xlm_roberta": ("XLMRobertaForMaskedLM", BERT | {"pad_token_id": 2, "hidden_act": "relu"}, {}, [pairs]),
         "prelayernorm": ("RobertaPreLayerNormForMaskedLM", BERT | {"hidden_act": "gelu_new"}, {}, [pairs]),
         "prelayernorm_model": ("RobertaPreLayerNormModel", BERT | {"type_vocab_size": 1}, {}, [padding("right")]),
         "bert_causal": ("BertLMHeadModel", decoder, {"architectures": ["BertForCausalLM"]}, causal),
-        "roberta_causal": ("RobertaForCausalLM", decoder, {}, causal),
-    }
+        "roberta_causal": (
+            "RobertaForCausalLM",
+            decoder | {"type_vocab_size": 2},
+            {},
+            [call | {"token_type_ids": [[0, 0, 1, 1, 0, 1]] * 2} for call in causal],
+        ),
+    }  # fmt: skip
 
 
 def flat(outputs: Any) -> dict[str, list]:
