@@ -123,6 +123,8 @@ class Reader:
         """The variables of one layer."""
         collections = ((name, part.get(side, {})) for name, part in self.variables.items())
         stacked = {name: part["blocks"] for name, part in collections if "blocks" in part}
+        if getattr(self.config, side).share_layers:  # with nothing beside parameters: batch norm is refused
+            return {"params": stacked["params"]}
         if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(stacked)):
             return select_layer(stacked, layer)
         return jax.tree.map(lambda x: x[layer], stacked)  # on the host: the device gets this layer alone

@@ -45,7 +45,9 @@ class EmbedConfig:
     """Token embedding of the encoder or the decoder."""
 
     vocab: PositiveInt | None = None  # rows of the table; None: the tokenizer's vocabulary, padded
-    width: PositiveInt | None = None  # width of the table; None: the model width; smaller: factorised (ALBERT)
+    width: PositiveInt | None = None  # width of the table; None: the model width; other: factorised (ALBERT)
+    projection: Literal["table", "sum"] = "table"  # with `width`, what is projected to the model width: the rows of the
+    # table (OPT), or the sum with positions and token types after its norm and dropout (ALBERT, ELECTRA)
     projection_bias: bool = False  # bias of the projection from the table's width to the model width
     scale: bool = False  # multiply by sqrt(model width) (Vaswani et al. 2017, section 3.4)
     kinds: Count = 0  # number of token types (BERT's segments A and B); 0: none
@@ -55,6 +57,11 @@ class EmbedConfig:
     dropout: Rate = 0.0  # dropout rate of the embeddings
     deviation: Positive | None = None  # standard deviation of the initial table; None: width ** -0.5
     pad: Count | None = None  # token id whose row starts at zero and gets no gradient from look-ups; None: none
+
+    @property
+    def sum_width(self) -> int | None:
+        """Width of the sum of the embeddings where it is projected; None where it has the model width."""
+        return self.width if self.projection == "sum" else None
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,7 @@ class StackConfig:
     """Transformer encoder or decoder."""
 
     layers: Layers = 4  # number of layers, each attention and feed-forward; 0: embeddings alone (bigrams, word vectors)
+    share_layers: bool = False  # all layers have the same parameters (ALBERT)
     width: PositiveInt = 128  # channels of the residual stream
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     encoding: EncodingConfig = field(default_factory=EncodingConfig)
@@ -281,11 +289,12 @@ class HeadConfig:
     classes: PositiveInt | None = None  # classes, slots: number of classes; None: taken from the data
     pooling: Literal["first", "mean", "last"] = "first"  # classes, pooled, pair, relation: vector of a sequence: its
     # first token, the mean over its tokens, or its last token (decoders and recurrent models)
-    width: PositiveInt | None = None  # classes, pooled, pair, relation: width of a dense layer after pooling; None: no
-    # such layer
+    width: PositiveInt | None = None  # classes, pooled, pair, relation: width of a dense layer after pooling; slots: of
+    # one before the decision (ELECTRA's discriminator); None: no such layer
     hidden: Activation = "tanh"  # activation of that layer
     decision_bias: bool = True  # classes, slots: bias per class; forecast: per output
-    dropout: Rate = 0.0  # dropout rate before the last projection, or of the hidden states where there is none
+    dropout: Rate = 0.0  # dropout rate before the last projection (relation: of the pooled vector alone), or of the
+    # hidden states where there is none
     input_dropout: Rate = 0.0  # classes, pooled, pair: dropout rate of the pooled vector, before the layer of `width`
     look_back: PositiveInt | None = None  # forecast: time steps that it is made of; None: data.length
     horizon: PositiveInt | None = None  # forecast: time steps that it has; None: data.horizon

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jaxformer.config import EncodingConfig, ModelConfig, StackConfig
+from jaxformer.config import EmbedConfig, EncodingConfig, ModelConfig, StackConfig
 
 ENCODING_FIELDS = {
     "none": (),
@@ -68,10 +68,16 @@ def _normalised_stack(stack: StackConfig, causal: bool) -> StackConfig:
         causal=causal,
         encoding=encoding,
         attention=attention,
-        embed=dataclasses.replace(stack.embed, width=stack.embed.width or width),
+        embed=_normalised_embed(stack.embed, width),
         ffn=stack.ffn and dataclasses.replace(stack.ffn, width=stack.ffn.width or 4 * width),
         norm=dataclasses.replace(norm, final=norm.order != "post" if norm.final is None else norm.final),
     )
+
+
+def _normalised_embed(embed: EmbedConfig, width: int) -> EmbedConfig:
+    """The embedding with its width, and the projection of the sum only where there is one."""
+    projection = "table" if embed.sum_width is None else embed.projection
+    return dataclasses.replace(embed, width=embed.width or width, projection=projection)
 
 
 def _differences(a: Any, b: Any, path: str) -> Iterator[str]:

@@ -147,7 +147,8 @@ def _check_counts(model: ModelConfig, settings: Settings, tensors: int) -> None:
     for stack in (model.encoder, model.decoder):
         if stack is None:
             continue
-        counts = {"layers": stack.layers, "experts in every layer": 1 if stack.moe is None else stack.moe.experts}
+        layers = 1 if stack.share_layers else stack.layers
+        counts = {"layers": layers, "experts in every layer": 1 if stack.moe is None else stack.moe.experts}
         for what, count in counts.items():
             if count > tensors:
                 raise ConfigError(

@@ -27,7 +27,9 @@ def rewrite_for_export(model: ModelConfig, params: PyTree) -> tuple[ModelConfig,
     is_reordered = False
     for name in ("encoder", "decoder"):
         stack = getattr(model, name)
-        if stack is not None and stack.encoding.kind == "sinusoidal" and not stack.encoding.concatenated:
+        if stack is None or stack.embed.width is not None:  # other widths: the two do not have the same channels
+            continue
+        if stack.encoding.kind == "sinusoidal" and not stack.encoding.concatenated:
             is_reordered = True
             encoding = dataclasses.replace(stack.encoding, concatenated=True)
             model = dataclasses.replace(model, **{name: dataclasses.replace(stack, encoding=encoding)})

@@ -120,7 +120,8 @@ class Transformer(nn.Module):
             blocks = unstack(part["decoder"]["blocks"], decoder.layers)
             return {**part, "decoder": {**part["decoder"], "blocks": blocks}}
 
-        stacked = {name: "blocks" in part.get("decoder", {}) for name, part in variables.items()}
+        shared = {"params"} if decoder.share_layers else set()
+        stacked = {name: name not in shared and "blocks" in part.get("decoder", {}) for name, part in variables.items()}
         return {name: separate(part) if stacked[name] else part for name, part in variables.items()}
 
     def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], TransformerState]:

@@ -103,7 +103,7 @@ class Head(nn.Module):
                 return logits
             return RelationLogits(logits, self.class_logits(self.pooled_vector(x, slots), RELATIONS))
         if kind == "slots":
-            return self.class_logits(x)
+            return self.class_logits(x if self.config.width is None else self.hidden_layer(x))
         if kind == "classes":
             return self.class_logits(self.pooled_vector(x, slots))
         if kind == "forecast":
@@ -119,9 +119,10 @@ class Head(nn.Module):
         if self.vocab is None:
             raise ValueError("head: got vocab None, expected a size; resolve the config with a tokenizer first")
         if config.transform:
-            x = ACTIVATIONS[config.activation](Dense((width, width), ("embed", None), name="transform")(x))
+            own, width = width, width if embed is None else embed.config.sum_width or width
+            x = ACTIVATIONS[config.activation](Dense((own, width), ("embed", None), name="transform")(x))
             x = Norm(NormConfig(epsilon=config.epsilon), name="transform_norm")(x)
-        x = Dropout(config.dropout)(x)
+        x = x if config.relation else Dropout(config.dropout)(x)
         if not config.projection:
             if width != self.vocab:
                 raise ValueError(f"head.projection: got False at width {width}, expected the vocabulary, {self.vocab}")
@@ -159,9 +160,12 @@ class Head(nn.Module):
         pair = config.kind == "pair"
         y = pool_segments(x, slots, config.pooling, 2) if pair else pool(x, slots, config.pooling)
         y = Dropout(config.input_dropout, name="input_dropout")(y)
-        if config.width is None:
-            return y
-        return ACTIVATIONS[config.hidden](Dense((self.width, config.width), ("embed", None), name="hidden")(y))
+        return y if config.width is None else self.hidden_layer(y)
+
+    def hidden_layer(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch _"]:
+        """The dense layer of `config.width` and its activation."""
+        width = self.config.width or self.width
+        return ACTIVATIONS[self.config.hidden](Dense((self.width, width), ("embed", None), name="hidden")(x))
 
     def class_logits(self, x: Float[Array, "*batch _"], classes: int | None = None) -> Float[Array, "*batch C"]:
         """Logits over C classes, those of the config if `classes` is None, after dropout."""

@@ -308,8 +308,9 @@ def _with_zero_row(init: nn.initializers.Initializer, row: int | None) -> nn.ini
 class Embed(nn.Module):
     """Token embedding table `[V, E]`, with the scaling and token types of `config`.
 
-    With `config.width` below the model width a projection follows (factorised embedding, Lan et al. 2020). A tied head
-    reads the same table through `unembedding_factors` (Press and Wolf 2017). With `values` there
+    With `config.width` a projection to the model width follows (factorised embedding, Lan et al. 2020): here, or with
+    `config.projection` "sum" in the stack, and the embeddings are then `[B, T, E]`. A tied head reads the same table
+    through `unembedding_factors` (Press and Wolf 2017). With `values` there
     is no table, and the projection, with a bias, maps the numbers of a slot to the model width.
 
     Attributes:
@@ -329,7 +330,8 @@ class Embed(nn.Module):
     def setup(self) -> None:
         config = self.config
         self.inner = self.values or config.width or self.width
-        self.projects = self.values is not None or self.inner != self.width
+        self.sum_width = config.sum_width or self.width
+        self.projects = self.values is not None or self.inner != self.sum_width
         normal = nn.initializers.normal(self.inner**-0.5 if config.deviation is None else config.deviation)
         if self.values is None:
             self.table = self.make_table(normal)
@@ -340,7 +342,7 @@ class Embed(nn.Module):
             if config.projection_bias or self.values is not None:
                 self.up_bias = zeros_parameter(self, "up_bias", ("embed",), (self.width,))
         if config.kinds:
-            self.token_type_table = parameter(self, "kinds", normal, (None, "table"), (config.kinds, self.width))
+            self.token_type_table = parameter(self, "kinds", normal, (None, "table"), (config.kinds, self.sum_width))
 
     @nn.nowrap
     def make_table(self, normal: nn.initializers.Initializer) -> Num[Array, "V E"]:
@@ -355,8 +357,8 @@ class Embed(nn.Module):
             return jax.lax.stop_gradient(self.base.table) + zeros_parameter(self, "delta", names, shape)
         return self.base.table
 
-    def __call__(self, stream: Stream) -> Float[Array, "B T D"]:
-        """Embeddings `[B, T, D]` of a stream, before position, norm and dropout.
+    def __call__(self, stream: Stream) -> Float[Array, "B T _"]:
+        """Embeddings `[B, T, D]` (or E) of a stream, before position, norm and dropout.
 
         Floating-point tokens `[B, T, E]` are used as rows of the table that are already looked up.
         """

@@ -40,6 +40,8 @@ class RowInputs(NamedTuple):
 class Stack(nn.Module):
     """The layers of an encoder or decoder, scanned: parameters are stacked `[L, ...]`, compile time is constant in L.
 
+    With `config.share_layers` (ALBERT, Lan et al. 2020, section 3.1) there is one set of parameters, without axis L.
+
     Attributes:
       causal: a slot sees only its past (`config.causal` with its default resolved).
     """
@@ -55,13 +57,16 @@ class Stack(nn.Module):
         self.resolved = config
         encoding = encodings.get(config.encoding.kind)
         if encoding.embed is not None:
-            self.position = encoding.embed(config.encoding, config.width)
+            self.position = encoding.embed(config.encoding, config.embed.sum_width or config.width)
         if encoding.shared is not None:
             head_width = head_shape(config.attention, config.width)[2]
             self.shared = encoding.shared(config.encoding, config.attention, head_width)
         if config.embed.norm:
             self.embed_norm = Norm(config.norm)
         self.embed_dropout = Dropout(config.embed.dropout)
+        if config.embed.sum_width is not None:
+            shape = (config.embed.sum_width, config.width)
+            self.embed_projection = Dense(shape, ("table", "embed"), bias=config.embed.projection_bias)
         if config.conv is not None:
             if self.causal:
                 raise ConfigError("conv: got a convolution in a causal stack, expected None; it reads the slots ahead")
@@ -74,17 +79,19 @@ class Stack(nn.Module):
             self.output_projection = Dense((config.width, config.output_width), ("embed", "table"), bias=False)
 
     def scanned_blocks(self, config: StackConfig) -> nn.Module:
-        """The layers as one module, whose parameters are stacked."""
+        """The layers as one module, whose parameters are stacked, or those of each layer (`config.share_layers`)."""
         block: Any = Block
         if config.remat != "none":
             # In a loop the compiler cannot merge a recomputation with the original; unrolled layers need prevent_cse.
             block = nn.remat(Block, policy=remat.policy(config), prevent_cse=unroll(config) > 1)
         # Initialisation runs once, and an unrolled program takes long to compile.
         layers_per_iteration = 1 if self.is_initializing() else unroll(config)
+        stacked: dict[Any, Any] = {"batch_stats": 0, "intermediates": 0, moe.COLLECTION: 0}
         scanned: Any = nn.scan(
             block,
-            variable_axes={"params": 0, "batch_stats": 0, "intermediates": 0, moe.COLLECTION: 0},
-            split_rngs={"params": True, "dropout": True},
+            variable_axes=stacked if config.share_layers else {"params": 0, **stacked},
+            variable_broadcast="params" if config.share_layers else False,
+            split_rngs={"params": not config.share_layers, "dropout": True},
             in_axes=(0, 0, nn.broadcast),
             length=config.layers,
             unroll=layers_per_iteration,
@@ -94,7 +101,7 @@ class Stack(nn.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B T _"],
         slots: Slots,
         memory: Float[Array, "B S D"] | KeyValues | tuple[KeyValues, ...] | None = None,
         memory_slots: Slots | None = None,
@@ -167,7 +174,7 @@ class Stack(nn.Module):
             convolved=rows.convolved,
         )
 
-    def prepare_input(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B T D"]:
+    def prepare_input(self, x: Float[Array, "B T _"], slots: Slots) -> Float[Array, "B T D"]:
         """Input `[B, T, D]` of the first layer: embeddings plus positions, with norm and dropout as configured."""
         config = self.resolved
         if config.embed.norm and config.embed.norm_before_positions:
@@ -180,7 +187,8 @@ class Stack(nn.Module):
             x = self.embed_norm(x, slots.segment != 0)
         if config.attention.average_padding:
             x = jnp.where((slots.segment < 0)[..., None], jnp.zeros((), x.dtype), x)
-        return self.embed_dropout(x)
+        x = self.embed_dropout(x)
+        return x if config.embed.sum_width is None else self.embed_projection(x)
 
     def apply_unrolled(
         self,
@@ -198,9 +206,15 @@ class Stack(nn.Module):
         return x, tuple(written)
 
     def layer_variables(self) -> list[PyTree]:
-        """Variables of each layer, whether they are stacked or already separated by `unstack`."""
+        """Variables of each layer, whether they are shared, stacked or already separated by `unstack`."""
         variables = self.blocks.variables if self.config.layers else {}
-        parts = {name: part if "0" in part else unstack(part, self.config.layers) for name, part in variables.items()}
+        parts = {
+            name: part if "0" in part else unstack(part, self.config.layers)
+            for name, part in variables.items()
+            if not (self.config.share_layers and name == "params")
+        }
+        if self.config.share_layers and "params" in variables:
+            parts["params"] = {str(i): variables["params"] for i in range(self.config.layers)}
         return [{name: part[str(i)] for name, part in parts.items()} for i in range(self.config.layers)]
 
     def can_pipeline(self, rows: int, parts: int) -> bool:
@@ -211,7 +225,7 @@ class Stack(nn.Module):
         """
         if pipeline.stages() == 1 or self.is_initializing() or self.is_mutable_collection("intermediates"):
             return False
-        if self.config.layers == 0:
+        if self.config.layers == 0 or self.config.share_layers:
             return False
         return self.config.norm.kind != "batch" and pipeline.can_pipeline(rows, self.config.layers, parts)
 
@@ -278,6 +292,9 @@ class Stack(nn.Module):
         if unrolls_decoding(config):
             return tuple(layer(variables["params"]["cross"]) for variables in self.layer_variables())
         params = self.blocks.variables["params"]["cross"]
+        if config.share_layers:
+            projected = layer(params)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (config.layers, *x.shape)), projected)
         return jax.lax.map(layer, {name: params[name] for name in ("key", "value", "key_norm") if name in params})
 
     def empty_cache(self, rows: int, length: int, dtype: jnp.dtype) -> StackKeyValues:

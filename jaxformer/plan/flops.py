@@ -34,8 +34,8 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
     """N: the parameters that one token is multiplied with, times the number of multiplications.
 
     Kernels count, and the embedding table of a tied head. Biases, norms, embedding look-ups and kernels on positions do
-    not. Only the experts that a token is routed to count. A layer that runs once per sequence counts 1 / length, one
-    that runs for both segments of a pair 2 / length.
+    not. Parameters that L layers share count L times. Only the experts that a token is routed to count. A layer that
+    runs once per sequence counts 1 / length, one that runs for both segments of a pair 2 / length.
 
     Args:
       config: the config of the run.
@@ -61,6 +61,9 @@ def _multiplied(config: Config, params: Any, names: Any) -> dict[tuple[str, ...]
             share = float(_is_head(config, words))
         elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and not _is_not_multiplied(words):
             share = once if words[0] == "head" else 1.0
+            stack = config.model.stacks[".".join(words[: words.index("blocks")])] if "blocks" in words else None
+            if stack is not None and stack.share_layers:
+                share *= stack.layers
             if "experts" in axes:
                 moe: Any = config.model.stacks[".".join(words[: words.index("blocks")])].moe
                 share *= moe.top_k / moe.experts

@@ -98,7 +98,8 @@ def _stack(part: StackConfig) -> str:
         shared = f" and {part.moe.shared} shared" if part.moe.shared else ""
         ffn += f" x {part.moe.experts} experts of which a token passes {part.moe.top_k}{shared}"
     return (
-        f"layers {part.layers}, width {part.width}, heads {attention.heads}{grouped}, {ffn}, "
+        f"layers {part.layers}{' (shared)' if part.share_layers else ''}, width {part.width}, "
+        f"heads {attention.heads}{grouped}, {ffn}, "
         f"{part.encoding.kind} positions, {norm.order} {norm.kind} norm"
         + ("" if part.embed.vocab is None else f", vocabulary {part.embed.vocab}")
     )

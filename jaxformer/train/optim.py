@@ -180,7 +180,7 @@ def _format_factor(factor: np.ndarray | None) -> str:
 # Layer-wise decay of the learning rate.
 
 
-EMBEDDING_PARTS = ("position", "embed_norm")
+EMBEDDING_PARTS = ("position", "embed_norm", "embed_projection")
 """Parts of a stack whose parameters act on the embeddings."""
 
 

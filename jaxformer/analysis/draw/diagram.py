@@ -47,6 +47,7 @@ class Column:
       layer: groups of one layer; () without layers that repeat.
       repeats: number of layers.
       after: blocks after the layers.
+      shares: True if the layers have one set of parameters.
     """
 
     title: str
@@ -54,6 +55,7 @@ class Column:
     layer: tuple[Group, ...]
     repeats: int
     after: tuple[Block, ...]
+    shares: bool = False
 
     @property
     def layer_parameters(self) -> int:
@@ -64,7 +66,7 @@ class Column:
     def parameters(self) -> int:
         """Number of parameters of the whole column."""
         outside = sum(block.parameters for block in (*self.before, *self.after))
-        return outside + self.repeats * self.layer_parameters
+        return outside + (min(self.repeats, 1) if self.shares else self.repeats) * self.layer_parameters
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def to_text(diagram: Diagram, width: int = 80, details: bool = True) -> str:
             add_block(2, block)
         if column.layer:
             plural = "s, of which each has" if column.repeats > 1 else ""
+            plural = "s, which share" if column.shares and plural else plural
             add(2, f"{column.repeats} layer{plural}", column.layer_parameters)
             for group in column.layer:
                 for block in group.blocks:

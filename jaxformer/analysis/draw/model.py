@@ -6,6 +6,7 @@ blocks, the residual connections and the words come from the config.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def _stack_column(
         ends.append(_block(f"{stack.norm.kind} norm", "norm", leaves.pop((side, "final_norm"), [])))
     if stack.output_width is not None:
         ends.append(_block("last projection", "head", leaves.pop((side, "output_projection"))))
-    return Column(title, tuple(before), tuple(groups), stack.layers, (*ends, *after))
+    return Column(title, tuple(before), tuple(groups), stack.layers, (*ends, *after), stack.share_layers)
 
 
 def _layer_groups(side: str, stack: StackConfig, leaves: Leaves) -> list[Group]:
@@ -236,10 +237,10 @@ def _with_rest(columns: list[Column], leaves: Leaves) -> list[Column]:
         )
         if len(path) > 2:  # a part of every layer
             layer = (*column.layer, Group((block,)))
-            columns[number] = Column(column.title, column.before, layer, column.repeats, column.after)
+            columns[number] = dataclasses.replace(column, layer=layer)
         else:
             before = (*column.before, block)
-            columns[number] = Column(column.title, before, column.layer, column.repeats, column.after)
+            columns[number] = dataclasses.replace(column, before=before)
     return columns
 
 
@@ -288,6 +289,8 @@ def _position_blocks(side: str, stack: StackConfig, leaves: Leaves) -> list[Bloc
         blocks.append(_block(f"{kind} positions, for all layers", "position", leaves.pop((side, "shared"))))
     if stack.embed.norm and stack.norm.kind != "none":
         blocks.append(_block(f"{stack.norm.kind} norm", "norm", leaves.pop((side, "embed_norm"), [])))
+    if stack.embed.sum_width is not None:
+        blocks.append(_block("projection of the sum", "embedding", leaves.pop((side, "embed_projection"))))
     return blocks
 
 

@@ -86,6 +86,10 @@ def check_divisibility(config: Config, sizes: Mapping[str, int]) -> None:
                 sharded.append(("ffn.width", part.ffn.width or 4 * part.width, "tensor"))
             if part.moe is not None:
                 sharded.append(("moe.experts", part.moe.experts, "expert"))
+            if stages > 1 and part.share_layers:
+                raise invalid(
+                    "config.mesh.stage", stages, f"1 for {name}.share_layers: stages divide parameters by layer"
+                )
             if stages > 1 and part.norm.kind == "batch":
                 raise invalid(f"{path}.norm.kind", "batch", "layer, rms or none: a pipeline never sees a whole batch")
         for field, size, axis in sharded:

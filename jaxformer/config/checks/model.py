@@ -79,6 +79,8 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         _check_moe(stack.moe, ffn, f"{path}.moe")
     if stack.layers == 0:
         _check_no_layers(stack, path)
+    if stack.share_layers and stack.norm.kind == "batch":
+        raise invalid(f"{path}.share_layers", True, "False with norm.kind batch: running statistics are of one layer")
     if stack.norm.order == "sandwich" and stack.norm.kind == "none":
         raise invalid(f"{path}.norm.kind", "none", "a norm, since norm.order is sandwich")
     # The generator's table may be wider than its layers: it has the width of the model's, which may be shared.
@@ -174,12 +176,35 @@ def check_recurrent(stack: RecurrentConfig, path: str) -> None:
     _check_embedding(stack.embed, stack.width, path)
 
 
+def _check_projected_sums(model: ModelConfig) -> None:
+    """Raises ConfigError for embeddings whose sum is projected where another part expects the model width."""
+    for name in model.parts:
+        part: StackConfig | RecurrentConfig = getattr(model, name)
+        if part.embed.projection == "table":
+            continue
+        path = f"config.model.{name}.embed.projection"
+        if part.embed.width is None:
+            raise invalid(path, "sum", "table where embed.width is None, or a width to project from")
+        if isinstance(part, RecurrentConfig) or model.permutation is not None or part.layers == 0:
+            raise invalid(path, "sum", "table for recurrent parts, permutations and stacks without layers")
+        head, is_last = model.head, name == ("encoder" if model.decoder is None else "decoder")
+        reads_table = head.kind == "tokens" and head.tied and head.projection and is_last
+        if reads_table and not head.transform and (part.output_width or part.width) != part.embed.width:
+            raise invalid(path, "sum", "table, or head.transform to give the tied head the width of the table")
+        if head.kind == "tokens" and is_last and not head.projection and head.transform:
+            raise invalid(path, "sum", "table, since head.projection is False")
+    sides = [part.embed for part in (model.encoder, model.decoder) if part is not None]
+    if model.share_embeddings and len({(embed.projection, embed.kinds) for embed in sides}) > 1:
+        raise invalid("config.model.share_embeddings", True, "the same embed.projection and embed.kinds on both sides")
+
+
 def _check_embedding(embed: EmbedConfig, width: int, path: str, may_be_wider: bool = False) -> None:
+    may_be_wider = may_be_wider or embed.projection == "sum"
     if embed.width is not None and embed.width > width and not may_be_wider:
         raise invalid(f"{path}.embed.width", embed.width, f"at most the model width ({width})")
     if embed.norm_before_positions and not embed.norm:
         raise invalid(f"{path}.embed.norm_before_positions", True, "False where embed.norm is False")
-    if embed.projection_bias and embed.width in (None, width):
+    if embed.projection_bias and embed.width in (None, width) and embed.sum_width is None:
         raise invalid(f"{path}.embed.projection_bias", True, f"embed.width below the model width ({width}), or False")
 
 
@@ -230,6 +255,7 @@ def check_model(model: ModelConfig) -> None:
                 expected = "no such part, since head.projection is False"
                 raise invalid(f"config.model.head.{name}", getattr(head, name), expected)
     _check_output_width(model)
+    _check_projected_sums(model)
     if model.decoder is not None and encoder is not None and model.decoder.sublayers != "sequential":
         expected = "sequential beside an encoder: cross-attention stands between the two sub-layers"
         raise invalid("config.model.decoder.sublayers", model.decoder.sublayers, expected)
@@ -241,6 +267,8 @@ def check_model(model: ModelConfig) -> None:
         _check_generator(model, model.generator)
     if model.adapter is not None:
         check_adapter(model.adapter)
+        if model.adapter.layers and any(stack.share_layers for stack in model.stacks.values()):
+            raise invalid("config.model.adapter.layers", model.adapter.layers, "() where layers share their parameters")
         if model.generator is not None:
             raise invalid("config.model.adapter", "a section", "None beside config.model.generator", "take one away")
     pools_last = model.head.pooling == "last" and model.head.kind in ("classes", "pair")
@@ -288,7 +316,7 @@ def _check_series(model: ModelConfig) -> None:
         raise invalid("config.model.head.kind", head.kind, "forecast, classes, pooled or none for a series")
     if model.encoder is not None:
         embed, default = model.encoder.embed, EmbedConfig()
-        for name in ("vocab", "width", "projection_bias", "kinds", "deviation", "pad"):
+        for name in ("vocab", "width", "projection", "projection_bias", "kinds", "deviation", "pad"):
             if getattr(embed, name) != getattr(default, name):
                 value, expected = getattr(embed, name), f"{getattr(default, name)} for a series, which has no table"
                 raise invalid(f"config.model.encoder.embed.{name}", value, expected)
@@ -343,6 +371,8 @@ def _check_permutation(model: ModelConfig) -> None:
     path, encoder = "config.model.permutation", model.encoder
     if encoder is None or model.decoder is not None:
         raise invalid(path, "a section", "None unless the model is a transformer encoder alone")
+    if encoder.share_layers:
+        raise invalid("config.model.encoder.share_layers", True, "False for a permutation model")
     if encoder.encoding.kind != "transformer_xl":
         raise invalid(path, "a section", f"encoding.kind transformer_xl (it is {encoder.encoding.kind})")
     if encoder.norm.order != "post" or encoder.ffn is None or encoder.moe is not None:

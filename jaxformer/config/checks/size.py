@@ -124,9 +124,9 @@ def _channels(model: ModelConfig) -> int:
 
 def _embedding(part: StackConfig | RecurrentConfig, vocab: int) -> int:
     inner = part.embed.width or part.width
-    up = inner * part.width if inner != part.width else 0
+    up = inner * part.width if inner != (part.embed.sum_width or part.width) or part.embed.sum_width else 0
     bias = part.width if part.embed.projection_bias else 0
-    return vocab * inner + up + bias + part.embed.kinds * part.width
+    return vocab * inner + up + bias + part.embed.kinds * (part.embed.sum_width or part.width)
 
 
 def _stack(stack: StackConfig, crosses: bool) -> int:
@@ -144,7 +144,8 @@ def _stack(stack: StackConfig, crosses: bool) -> int:
         layer += ffn if stack.moe is None else (stack.moe.experts + stack.moe.shared) * ffn + width * stack.moe.experts
     conv = 0 if stack.conv is None else stack.conv.kernel * (width // stack.conv.groups) * width
     conv += width * (stack.output_width or 0)
-    return stack.layers * layer + conv + _encoding(stack.encoding, width, own.heads)
+    layers = min(stack.layers, 1) if stack.share_layers else stack.layers
+    return layers * layer + conv + _encoding(stack.encoding, stack.embed.sum_width or width, own.heads)
 
 
 def _encoding(encoding: EncodingConfig, width: int, heads: int) -> int:
@@ -173,11 +174,12 @@ def _head(model: ModelConfig, config: Config) -> int:
         return model.slots("encoder", steps) * width * horizon * _channels(model)
     if head.kind == "tokens":
         relation = width * (head.width or 1) if head.relation else 0
-        return relation + (0 if head.tied or not head.projection else width * _vocab(side, config))
-    hidden = 0 if head.width is None or head.kind == "slots" else width * head.width
+        inner = (side.embed.sum_width if head.transform else None) or width
+        return relation + (0 if head.tied or not head.projection else inner * _vocab(side, config))
+    hidden = 0 if head.width is None else width * head.width
     if head.kind not in ("classes", "slots"):
         return hidden
-    width = width if head.width is None or head.kind == "slots" else head.width
+    width = width if head.width is None else head.width
     return hidden + width * (head.classes or 1)
 
 

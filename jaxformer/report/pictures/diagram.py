@@ -120,7 +120,8 @@ def _draw_layer(drawing: Drawing, column: Column, x: float, y: float, below: Box
     corner, size = (x - WIDTH / 2 - LAYER_MARGIN + 0.05, frame), (WIDTH + 2 * LAYER_MARGIN - 0.1, top - frame)
     style: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.12", "facecolor": "none", "edgecolor": "#9aa3ad"}
     axes.add_patch(FancyBboxPatch(corner, *size, **style, linewidth=1.0, linestyle="--", zorder=0))
-    words = f"x {column.repeats}    {column.layer_parameters:,} in a layer"
+    shared = ", shared by all" if column.shares else ""
+    words = f"x {column.repeats}    {column.layer_parameters:,} in a layer{shared}"
     axes.text(corner[0] + 0.1, top - 0.14, words, ha="left", va="center", fontsize=FONT + 0.5, color=INK)
     if below is not None:  # the output leaves the frame
         axes.plot([x, x], [below.top, top], color=INK, linewidth=0.9, zorder=1)
