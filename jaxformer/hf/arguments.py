@@ -31,7 +31,7 @@ SEQ2SEQ_ARGUMENTS = (
 )  # fmt: skip
 INTEGER_ARGUMENTS = (
     "input_ids", "decoder_input_ids", "token_type_ids", "position_ids", "start_positions", "end_positions",
-    "next_sentence_label",
+    "next_sentence_label", "sentence_order_label",
 )  # fmt: skip
 """Arguments that hold integers; `labels` may be scores."""
 
@@ -42,7 +42,8 @@ def argument_names(model: ModelConfig, head: str) -> tuple[str, ...]:
     names = ENCODER_ARGUMENTS if stack is not None and stack.embed.kinds else DECODER_ARGUMENTS
     names = SEQ2SEQ_ARGUMENTS if model.is_seq2seq else names
     labels = {"qa": ("start_positions", "end_positions"), "model": (), "bare": (), "encoder": ()}
-    labels["pretraining"] = ("labels", "next_sentence_label")
+    if model.head.relation:
+        labels["pretraining"] = ("labels", "next_sentence_label")
     router = (ROUTER_FLAG,) if returns_router_logits(model, head) else ()
     return (*names, *labels.get(head, ("labels",)), *OUTPUT_FLAGS, *router)
 

@@ -51,6 +51,11 @@ def save_pretrained(
     if origin.family is None:
         config, params = rewrite.rewrite_for_export(config, params)
     chosen, head, settings = choose_family(model, origin, config, family)
+    if head == "pretraining" and model.config.task.relation not in (chosen.relation, "none"):
+        raise ConfigError(
+            f"export: got a model of task.relation {model.config.task.relation}, expected {chosen.relation} or none: "
+            "the other library's second output says that"
+        )
     tensors = {**convert.export_tensors(chosen.rows(config, head), params, dtype), **chosen.constant_tensors(config)}
     if not config.head.tied:
         tensors |= {name: tensors[weaker] for name, weaker in chosen.duplicate_tensors if weaker in tensors}
@@ -168,11 +173,6 @@ def _check_objective(config: Config) -> None:
     if any(stack.layers == 0 for stack in stacks):
         raise ConfigError(
             "export: got a model with layers 0, expected at least 1: no family of the other library has none"
-        )
-    if task.relation == "sentence_order":
-        raise ConfigError(
-            "export: got a model of task.relation sentence_order, expected next_sentence or none: the other library's "
-            "second output says whether a text follows another"
         )
 
 

@@ -43,8 +43,11 @@ def call(
     config, module, head = model.config.model, model.module, origin.head
     if model.config.task.name != "none" and tasks.get(model.config.task.name).has_prefix:
         raise ConfigError("call: got a prefix language model, expected another: no argument says where a prefix ends")
-    names = argument_names(config, head)
-    arguments = add_config_flags(check_arguments(inputs, names), origin.settings, names)
+    renamed = origin.convention.renamed
+    names = tuple(renamed.get(name, name) for name in argument_names(config, head))
+    given = check_arguments(inputs, names)
+    given |= {name: given.pop(own) for name, own in renamed.items() if own in given}
+    arguments = add_config_flags(given, origin.settings, names)
     arguments, choices = flatten_choices(arguments) if head == "multiple_choice" else (arguments, 0)
     classifies_last_token = origin.family is not None and reads_last_token(config, head)
     if classifies_last_token:
@@ -55,9 +58,12 @@ def call(
     if classifies_last_token:
         logits = last_token_logits(origin.settings, logits, arguments)
     logits = logits.reshape(-1, choices) if choices else logits
+    if head == "pretraining" and config.head.kind == "slots":
+        logits = logits[..., 0]
     loss = compute_loss(head, origin.settings, logits, arguments)
     outputs = named_outputs(head, config, logits, loss, sown, arguments)
-    return add_router_outputs(outputs, origin.settings, config, sown, arguments)
+    outputs = add_router_outputs(outputs, origin.settings, config, sown, arguments)
+    return Outputs({renamed.get(name, name): value for name, value in outputs.items()})
 
 
 @functools.partial(jax.jit, static_argnames=("module", "with_intermediates"))

@@ -102,7 +102,7 @@ def from_pretrained(
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
     data = DataConfig(length=min(least_positions(model), MAX_QA_LENGTH if head == "qa" else DataConfig.length))
     decode = DecodeConfig(max_length=MAX_ANSWER_LENGTH) if head == "qa" else DecodeConfig()
-    relation = "next_sentence" if model.head.relation else "none"
+    relation = family.relation if model.head.relation else "none"
     task = TaskConfig(name=_task_name(model, head, settings), relation=relation)
     config = Config(model=model, data=data, task=task, decode=decode)
     origin = HuggingFace(head, family, settings, defaults)

@@ -64,6 +64,10 @@ def compute_loss(
     if "labels" not in inputs:
         return None
     labels = jnp.asarray(inputs["labels"])
+    if head == "pretraining":  # one score for each token: another took its place (ELECTRA)
+        weights = jnp.asarray(inputs.get("attention_mask", jnp.ones(labels.shape))) == 1
+        losses = optax.sigmoid_binary_cross_entropy(logits, labels.astype(jnp.float32))
+        return jnp.sum(jnp.where(weights, losses, 0.0)) / jnp.sum(weights)
     if head == "causal_lm":
         return mean_cross_entropy(logits[:, :-1], labels[:, 1:])
     return sequence_loss(settings, logits, labels) if head == "sequence" else mean_cross_entropy(logits, labels)

@@ -84,6 +84,7 @@ class CallConvention:
       prefix_tokens, separator_tokens, suffix_tokens: special tokens before a text, between the two texts of a pair, and
         after them. They count if there is no tokenizer.json that says it.
       last_token_type: token type of the last special token if it has one of its own (XLNet).
+      renamed: names of arguments and outputs -> the family's own.
       call: a function that replaces the usual call of `jaxformer/hf/forward.py`; None: the usual one.
     """
 
@@ -95,6 +96,7 @@ class CallConvention:
     separator_tokens: tuple[str, ...] = ()
     suffix_tokens: tuple[str, ...] = ()
     last_token_type: int | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
     call: Callable[..., Any] | None = None
 
 
@@ -126,6 +128,7 @@ class Family:
       renamed_tensors: (regular expression, replacement) from older tensor names to current ones.
       constant_tensors: `model -> tensors` that the file holds and that are no parameters.
       tied_tensors: names of the output projection and of the embedding that it may be tied to.
+      relation: what the second output of its pretraining head says, as `task.relation`.
       convention: how its models are called.
       resolve: `(model, tensors) -> model` for what config.json leaves to the tensors; it removes tensors that are no
         parameters of that model.
@@ -145,6 +148,7 @@ class Family:
     ignored_keys: Mapping[str, str] = field(default_factory=dict)
     renamed_tensors: tuple[tuple[str, str], ...] = ()
     tied_tensors: tuple[str, str] | None = None
+    relation: Literal["next_sentence", "sentence_order"] = "next_sentence"
     convention: CallConvention = CallConvention()
     constant_tensors: Callable[[ModelConfig], dict[str, np.ndarray]] = lambda model: {}
     resolve: Callable[[ModelConfig, dict[str, Any]], ModelConfig] = lambda model, tensors: model

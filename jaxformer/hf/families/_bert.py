@@ -165,12 +165,16 @@ def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
 
 
 def body_rows(model: ModelConfig, prefix: str) -> list[Row]:
-    """Rows of embeddings and layers. Norms before a sub-layer stand elsewhere in the file than norms after it."""
+    """Rows of embeddings and layers."""
+    return embedding_rows(model, prefix) + layer_rows(model, prefix)
+
+
+def layer_rows(model: ModelConfig, prefix: str) -> list[Row]:
+    """Rows of the layers. Norms before a sub-layer stand elsewhere in the file than norms after it."""
     stack, (side, _) = stack_of(model), paths_of(model)
     hf_layer, param_layer = prefix + ".encoder.layer.{layer}", f"{side}/blocks"
     pre = stack.norm.order == "pre"
     return [
-        *embedding_rows(model, prefix),
         *attention_rows(hf_layer, f"{param_layer}/attention", stack.attention, stack.width, PROJECTIONS),
         *norm_rows(
             f"{hf_layer}.attention.LayerNorm" if pre else f"{hf_layer}.attention.output.LayerNorm",
