@@ -66,7 +66,7 @@ class Stack(nn.Module):
         self.embed_dropout = Dropout(config.embed.dropout)
         if config.embed.sum_width is not None:
             shape = (config.embed.sum_width, config.width)
-            self.embed_projection = Dense(shape, ("table", "embed"), bias=config.embed.projection_bias)
+            self.embed_projection = Dense(shape, (None, "embed"), bias=config.embed.projection_bias)
         if config.conv is not None:
             if self.causal:
                 raise ConfigError("conv: got a convolution in a causal stack, expected None; it reads the slots ahead")
@@ -76,7 +76,7 @@ class Stack(nn.Module):
         if has_final_norm(config):
             self.final_norm = Norm(config.norm)
         if config.output_width is not None:
-            self.output_projection = Dense((config.width, config.output_width), ("embed", "table"), bias=False)
+            self.output_projection = Dense((config.width, config.output_width), ("embed", None), bias=False)
 
     def scanned_blocks(self, config: StackConfig) -> nn.Module:
         """The layers as one module, whose parameters are stacked, or those of each layer (`config.share_layers`)."""

@@ -3,6 +3,7 @@
 By default those cases of which no two fail for one mistake; with `GOLDENS=all` (`make goldens`) all of them.
 """
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -25,7 +26,8 @@ FEW = (
     "gpt_neox_sequential", "bloom", "bloom_residual_after_norm", "xglm", "mt5", "mbart",
     "blenderbot_small", "llama_padded_left", "mixtral_padded", "bert_padded",
     "bert_classifier_padded_left", "bart_padded", "bert_choice", "xlm_roberta", "prelayernorm", "prelayernorm_model",
-    "roberta_causal", "distilbert", "distilbert_classifier",
+    "roberta_causal", "distilbert", "distilbert_classifier", "albert", "albert_equal_widths",
+    "albert_pretraining", "electra", "electra_generator", "electra_choice", "electra_choice_of_states",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 
@@ -131,11 +133,51 @@ def test_sinusoids_of_distilbert_are_no_parameters_and_are_written(tmp_path):
     np.testing.assert_allclose(learned(input_ids=np.array([[3, 4, 5]])).logits, logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_layers_of_an_encoder_generate_as_they_score(tmp_path):
+@pytest.mark.parametrize("name", ["albert", "albert_pretraining", "electra_generator"])
+def test_written_as_it_was_read(name, tmp_path):
+    model = loaded(name, tmp_path / "in")
+    model.save_pretrained(tmp_path / "out")
+    before, after = (reading.open_tensors(tmp_path / place) for place in ("in", "out"))
+    for key, tensor in after.items():
+        np.testing.assert_array_equal(tensor.array(), before[key].array(), err_msg=key)
+    assert reading.read_config(tmp_path / "out") == CASES[name]["config"]
+    assert jaxformer.from_pretrained(tmp_path / "out").config == model.config
+
+
+def test_what_albert_and_electra_do_not_compute_is_refused(tmp_path):
+    values = CASES["albert"]["config"]
+    for key in ("num_hidden_groups", "inner_group_num"):
+        writing.write_checkpoint(tmp_path / key, values | {key: 2}, {"x": np.zeros(1, np.float32)})
+        with pytest.raises(ConfigError, match=f"got {key} 2, expected 1"):
+            jaxformer.from_pretrained(tmp_path / key)
+    values = CASES["electra_choice"]["config"]
+    for number, (edit, message) in enumerate((
+        ({"summary_type": "mean"}, "summary_type 'mean', expected 'first'"),
+        ({"summary_activation": ""}, "summary_activation '' with summary_use_proj True, expected an activation"),
+        ({"summary_use_proj": False}, "summary_activation 'tanh' with summary_use_proj False, expected ''"),
+    )):  # fmt: skip
+        writing.write_checkpoint(tmp_path / str(number), values | edit, {"x": np.zeros(1, np.float32)})
+        with pytest.raises(ConfigError, match=message):
+            jaxformer.from_pretrained(tmp_path / str(number))
+
+
+def test_the_second_output_of_albert_is_the_order_of_sentences(tmp_path):
+    model = loaded("albert_pretraining", tmp_path / "in")
+    assert model.config.task.relation == "sentence_order"
+    task = dataclasses.replace(model.config.task, relation="next_sentence")
+    other = dataclasses.replace(model, config=dataclasses.replace(model.config, task=task))
+    with pytest.raises(
+        ConfigError, match="got a model of task.relation next_sentence, expected sentence_order or none"
+    ):
+        other.save_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("name", "pad"), [("roberta_causal", 1), ("electra_causal", 0)])
+def test_layers_of_an_encoder_generate_as_they_score(name, pad, tmp_path):
     """Left-padded prompts go on with the tokens that a call of the whole text finds likeliest."""
-    model = loaded("roberta_causal", tmp_path / "in")
-    ids = np.array([[1, 1, 3, 4], [5, 6, 7, 8]])
-    found = model.generate(input_ids=ids, attention_mask=(ids != 1).astype(int), max_new_tokens=4, do_sample=False)
+    model = loaded(name, tmp_path / "in")
+    ids = np.array([[pad, pad, 3, 4], [5, 6, 7, 8]])
+    found = model.generate(input_ids=ids, attention_mask=(ids != pad).astype(int), max_new_tokens=4, do_sample=False)
     for row, start in zip(np.asarray(found), (2, 0), strict=True):
         text = row[start:]
         logits = np.asarray(model(input_ids=text[None]).logits)[0]

@@ -81,6 +81,8 @@ def another(name, default):
     """A value of a key that differs from its default."""
     if name in OTHERS and OTHERS[name] != default:
         return OTHERS[name]
+    if name == "summary_type":
+        return "mean"
     if isinstance(default, bool):
         return not default
     if name.endswith(("_act", "_function", "ff_activation")):

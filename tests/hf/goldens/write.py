@@ -272,7 +272,27 @@ def encoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
         "vocab_size": 24, "dim": 8, "hidden_dim": 12, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 12,
         "activation": "relu", "sinusoidal_pos_embds": True,
     }  # fmt: skip
+    narrow = BERT | {"embedding_size": 6, "pad_token_id": 0}
+    albert = narrow | {"num_hidden_layers": 3}
+    order = {**padding("right"), "labels": IDS, "sentence_order_label": [1, 0]}
+    found = [padding(side) | {"labels": [[0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 1, 1]]} for side in ("left", "right")]
     return {
+        "albert": ("AlbertForMaskedLM", albert, {}, [pairs]),
+        "albert_equal_widths": (
+            "AlbertForMaskedLM", albert | {"embedding_size": 8, "tie_word_embeddings": False}, {}, [TEXT]
+        ),
+        "albert_pretraining": ("AlbertForPreTraining", albert | {"hidden_act": "relu"}, {}, [order]),
+        "albert_choice": ("AlbertForMultipleChoice", albert, {}, [choices]),
+        "electra": ("ElectraForPreTraining", narrow | {"hidden_act": "relu"}, {}, found),
+        "electra_generator": ("ElectraForMaskedLM", narrow | {"hidden_act": "relu", "embedding_size": 10}, {}, [pairs]),
+        "electra_classifier": (
+            "ElectraForSequenceClassification", narrow | {"embedding_size": 8, "num_labels": 3}, {}, [padding("left")]
+        ),
+        "electra_choice": ("ElectraForMultipleChoice", narrow | {"summary_activation": "tanh"}, {}, [choices]),
+        "electra_choice_of_states": (
+            "ElectraForMultipleChoice", narrow | {"summary_activation": "", "summary_use_proj": False}, {}, [choices]
+        ),
+        "electra_causal": ("ElectraForCausalLM", narrow | {"is_decoder": True}, {}, causal),
         "distilbert": ("DistilBertForMaskedLM", distilled | {"tie_word_embeddings": False}, {}, [pairs]),
         "distilbert_classifier": (
             "DistilBertForSequenceClassification", distilled | {"num_labels": 3}, {}, [padding("left")]
@@ -298,7 +318,7 @@ def flat(outputs: Any) -> dict[str, list]:
     found = {}
     for name, value in outputs.items():
         kept = name in ("loss", "logits", "start_logits", "end_logits", "aux_loss", "router_logits", "hidden_states")
-        kept = kept or name in ("last_hidden_state", "pooler_output")
+        kept = kept or name in ("last_hidden_state", "pooler_output", "prediction_logits", "sop_logits")
         if kept:
             parts = value if isinstance(value, tuple) else (value,)
             found[name] = [[float(f"{x:.7g}") for x in part.detach().double().reshape(-1).tolist()] for part in parts]
