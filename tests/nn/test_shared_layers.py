@@ -63,6 +63,10 @@ def random_params(model):
     return jax.tree.map(lambda x: jnp.asarray(0.3 * generator.standard_normal(x.shape), jnp.float32), shapes)
 
 
+def apply(model, variables):
+    return jax.jit(build.build(model).apply)(variables, BATCH)
+
+
 @pytest.fixture(scope="module")
 def params():
     return random_params(ALBERT)
@@ -70,7 +74,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def logits(params):
-    return jax.jit(build.build(ALBERT).apply)({"params": params}, BATCH)
+    return apply(ALBERT, {"params": params})
 
 
 def stacked(params, side="encoder"):
@@ -121,7 +125,8 @@ def test_gradients_are_the_sums_over_layers_of_their_own(params):
         module = build.build(model)
         return jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply({"params": p}, BATCH)))))(params)
 
-    shared, own = gradient(ALBERT, params), gradient(separate(ALBERT), stacked(params))
+    looped = dataclasses.replace(ALBERT, encoder=dataclasses.replace(STACK, unroll=1))
+    shared, own = gradient(looped, params), gradient(separate(looped), stacked(params))
     summed = jax.tree.map(lambda x: x.sum(0), own["encoder"]["blocks"])
     for got, expected in zip(jax.tree.leaves(shared["encoder"]["blocks"]), jax.tree.leaves(summed), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
@@ -129,7 +134,7 @@ def test_gradients_are_the_sums_over_layers_of_their_own(params):
 
 def test_loops_and_recomputation_change_nothing(params, logits):
     model = dataclasses.replace(ALBERT, encoder=dataclasses.replace(STACK, unroll=1, remat="full"))
-    np.testing.assert_allclose(build.build(model).apply({"params": params}, BATCH), logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(apply(model, {"params": params}), logits, rtol=1e-5, atol=1e-5)
 
 
 def test_there_is_one_layer_of_parameters_and_its_work_is_done_by_each(params):
@@ -202,13 +207,13 @@ def test_adapters_and_integers_are_of_the_one_layer(params, logits):
     own = {path: jnp.asarray(0.2 * generator.standard_normal(x.shape), jnp.float32) for path, x in flat.items()}
     own |= traverse_util.flatten_dict(params)
     trained = traverse_util.unflatten_dict(own)
-    got = build.build(adapted).apply({"params": trained}, BATCH)
+    got = apply(adapted, {"params": trained})
     assert np.abs(np.asarray(got - logits)).max() > 5e-4
-    merged = build.build(ALBERT).apply({"params": adapters.merge(trained)}, BATCH)
+    merged = apply(ALBERT, {"params": adapters.merge(trained)})
     np.testing.assert_allclose(got, merged, rtol=1e-5, atol=1e-5)
     rounded = int8.quantize(build.build(ALBERT), {"params": params})
     assert rounded["params"]["encoder"]["blocks"]["ffn"]["in"]["kernel"].dtype == jnp.int8
-    close = build.build(ALBERT).apply(rounded, BATCH)
+    close = apply(ALBERT, rounded)
     assert np.abs(np.asarray(close - logits)).max() < 0.05 * np.abs(np.asarray(logits)).max()
 
 

@@ -19,6 +19,7 @@ from jaxformer.hf.table import (
     classifier_head,
     linear_rows,
     norm_rows,
+    require_ffn,
     require_stack,
 )
 
@@ -36,7 +37,7 @@ def read_config(settings: Settings, head: str) -> ModelConfig:
         tied=settings("tie_word_embeddings", True),
         bias=True,
         transform=True,
-        activation=settings.activation("hidden_act", "gelu_new"),
+        activation=require_ffn(stack).activation,
         epsilon=stack.norm.epsilon,
     )
     by_head = {
