@@ -335,8 +335,7 @@ class Embed(nn.Module):
             self.table = self.make_table(normal)
         if self.projects:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-            rows = "table" if self.values is None else None
-            self.up = parameter(self, "up", init, (rows, "embed"), (self.inner, self.width))
+            self.up = parameter(self, "up", init, (None, "embed"), (self.inner, self.width))
             if config.projection_bias or self.values is not None:
                 self.up_bias = zeros_parameter(self, "up_bias", ("embed",), (self.width,))
         if config.kinds:

@@ -71,7 +71,7 @@ class Stack(nn.Module):
         if has_final_norm(config):
             self.final_norm = Norm(config.norm)
         if config.output_width is not None:
-            self.output_projection = Dense((config.width, config.output_width), ("embed", "table"), bias=False)
+            self.output_projection = Dense((config.width, config.output_width), ("embed", None), bias=False)
 
     def scanned_blocks(self, config: StackConfig) -> nn.Module:
         """The layers as one module, whose parameters are stacked."""
