@@ -322,7 +322,7 @@ class Model:
         gradient: bool = False,
         position: int = -1,
     ) -> Results[analysis_attention.AttentionMaps]:
-        """What each head attends to, for each line: probabilities `[L, H, T, S]` by kind, with the names of the tokens.
+        """Attention of each head for each line: probabilities `[L, H, T, S]` by kind, with the names of the tokens.
 
         Args:
           targets: what the decoder of an encoder-decoder reads; None: the model's own output.

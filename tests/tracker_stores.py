@@ -1,4 +1,4 @@
-"""What trackers hold of a run, read back with their own packages: sorted (step, tag, value)."""
+"""Contents of trackers' stores for a run, read back with their own packages: sorted (step, tag, value)."""
 
 from __future__ import annotations
 

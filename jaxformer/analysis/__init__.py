@@ -1,1 +1,1 @@
-"""What a model attends to, what its layers predict and its parts do, as arrays; nothing here draws or writes files."""
+"""Attention maps, logit lens, ablation and patching of a model, as arrays; nothing here draws or writes files."""

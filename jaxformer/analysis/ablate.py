@@ -1,4 +1,4 @@
-"""What parts of a model do: the output without heads and feed-forward layers.
+"""Ablation: the output of a model without some of its heads and feed-forward layers.
 
 Source: Michel et al. 2019 ("Are sixteen heads really better than one?").
 """

@@ -1,4 +1,4 @@
-"""What models attend to: probabilities of every head with the names of the tokens. `measures` has the formulas."""
+"""Attention maps: probabilities of every head with the names of the tokens. `measures` has the formulas."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ SAMPLE_PAIR = (
 
 @dataclass(frozen=True)
 class Options:
-    """What is computed of a sentence.
+    """Sizes of the explorer's results for a sentence.
 
     Attributes:
       top: alternatives at each position.
@@ -231,7 +231,8 @@ def lens_json(found: Lens) -> dict[str, Any]:
 
 
 def scan_json(predictor: Predictor, read: Sentence) -> dict[str, Any] | None:
-    """What each head and feed-forward layer changes; None for models that are too large or cannot be edited."""
+    """Ablations of every head and feed-forward layer as JSON; None for models that cannot be edited, without the
+    values for models that have too many parts."""
     if not can_edit(predictor):
         return None
     stacks = predictor.config.model.stacks.values()
@@ -252,7 +253,7 @@ def scan_json(predictor: Predictor, read: Sentence) -> dict[str, Any] | None:
 def ablation(
     predictor: Predictor, line: str, heads: Sequence[ablate.HeadChoice], mlps: Sequence[ablate.MlpChoice]
 ) -> dict[str, Any]:
-    """What changes in a sentence without some parts: the outputs with and without them."""
+    """Outputs for a sentence with and without some heads and feed-forward layers, as JSON."""
     (found,) = ablate.ablate(predictor, [line], heads, mlps)
     if not isinstance(found, ablate.Ablation):
         raise TypeError("ablation: got a scan, expected chosen parts")

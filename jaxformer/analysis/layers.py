@@ -50,7 +50,7 @@ class Edits(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """What a layer computes: `x` `[B, T, D]`, and probabilities `[B, H, T, S]` of attention and cross-attention."""
+    """Output of a layer: `x` `[B, T, D]`, and probabilities `[B, H, T, S]` of attention and cross-attention."""
 
     x: Array
     attention: Array | None = None
@@ -58,7 +58,7 @@ class LayerOutput(NamedTuple):
 
 
 class SideInputs(NamedTuple):
-    """What all layers of a side read: the slots and token types, the encoder's output (decoders), a convolution."""
+    """Inputs that all layers of a side share: slots, token types, the encoder's output (decoders), a convolution."""
 
     slots: Slots
     token_type: Array | None
@@ -190,7 +190,7 @@ class Reader:
             yield Visit(side, index, output._replace(x=x), inputs)
 
     def logits(self, x: Float[Array, "B T D"], slots: Slots) -> Float32[Array, "B ..."]:
-        """What the final norm and the head make of a residual stream: `[B, T, V]`, or `[B, C]` of a classifier."""
+        """Logits of a residual stream after the final norm and the head: `[B, T, V]`, or `[B, C]` of a classifier."""
         return read_out(self.module, self.rest, x, slots, self.sides[-1])
 
     def finish(self, side: Side, last: Visit) -> Float[Array, "B T D"]:

@@ -30,7 +30,7 @@ WHOLE_TEXT = "[text]"
 
 
 class Readings(NamedTuple):
-    """What a distribution over V outputs is at T positions.
+    """Summary of the distributions over V outputs at T positions.
 
     Attributes:
       ids: int32 `[T, k]`, the likeliest outputs, best first.
@@ -56,7 +56,7 @@ def read_logits(logits: Float32[Array, "T V"], reference: Int[Array, " T"], top:
 
 @dataclass(frozen=True, eq=False)
 class Lens:
-    """What each layer predicts for one line.
+    """Predictions of each layer for one line.
 
     Row 0 is the input of the first layer, row l + 1 the output of layer l; the last row is the model's prediction.
 

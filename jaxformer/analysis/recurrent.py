@@ -1,4 +1,4 @@
-"""What recurrent models compute: the alignment of a decoder with its source, and the outputs of each layer."""
+"""Recurrent models: the alignment of a decoder with its source, and the outputs of each layer."""
 
 from __future__ import annotations
 

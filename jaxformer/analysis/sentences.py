@@ -17,7 +17,7 @@ from jaxformer.types import Batch
 
 REPLACEMENT = "\ufffd"
 WORD_MARKS = ("Ġ", "▁")
-"""What two kinds of vocabularies write for the blank before a word."""
+"""Signs of two kinds of vocabularies for the blank before a word."""
 
 
 @dataclass(frozen=True, eq=False)

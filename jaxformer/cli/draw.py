@@ -26,7 +26,7 @@ PICTURES = {
     "schedule": (),
     "embeddings": ("tokens", "neighbours", "checkpoint"),
 }
-"""What can be drawn, and which flags beside --config, --workdir and --output each takes."""
+"""Pictures by name, and the flags beside --config, --workdir and --output that each takes."""
 
 
 def run(arguments: Namespace) -> int:

@@ -109,7 +109,7 @@ def _sampled_sentences(workdir: Path) -> list[str]:
 
 
 def _answers(predictor: Predictor, options: Options) -> Mapping[str, Any]:
-    """What the page may ask."""
+    """Functions that answer the questions of the page, by path."""
     from jaxformer.analysis import explorer
 
     def sentence(question: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def load(recipe: str) -> ConfigDict:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a list of recipes says about one.
+    """Entry of a recipe in a list of recipes.
 
     Attributes:
       path: of the file.

@@ -80,7 +80,7 @@ VEGA_LITE_VERSION = "6.4"
 """Version of the language that specifications are written in."""
 
 GLOBALS = "window.vegaEmbed = vegaEmbed;"
-"""What the library's bundle does with its modules. In some versions its `vega` is null; views suffice."""
+"""Script that makes the bundle's modules reachable. In some versions its `vega` is null; views suffice."""
 
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]*")
 """Names of charts and data sets: they become ids and file names."""

@@ -126,7 +126,7 @@ def render(document: Mapping[str, Any], serve: bool = False) -> str:
 
 
 def read(workdir: Path) -> dict[str, Any] | None:
-    """What an explorer computed for a run; None if it has not been asked.
+    """The explorer's results that a workdir holds; None if it has none.
 
     Raises:
       ConfigError: the file is damaged, or of another version.

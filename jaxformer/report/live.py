@@ -32,7 +32,7 @@ WATCHED = ("metrics.jsonl", "config.json", "result.json", "environment.json", "p
 
 
 class State:
-    """What the page shows, read again when files change. Its methods may be called from several threads.
+    """Contents of the page, read again when files change. Its methods may be called from several threads.
 
     Args:
       workdirs: as `report.write` takes them; folders of seeds are looked into each time.
@@ -52,7 +52,7 @@ class State:
             return page.render(self._runs, live=self._answer["page"])
 
     def data(self, version: str) -> dict[str, Any]:
-        """What is new since `version`, an earlier answer's: "page" changes if the page has to be loaded again,
+        """News since `version`, an earlier answer's: "page" changes if the page has to be loaded again,
         "version" if there is "data", the columns of curves by name, with "results" and "status" as HTML and text."""
         with self._lock:
             self._refresh()
@@ -129,9 +129,7 @@ class Handler(serving.LocalHandler):
 
     def do_GET(self) -> None:
         """The page at /, JSON at /data."""
-        # A page of a stranger that a name server points at this address names its own host.
-        if self.headers.get("Host", "").rpartition(":")[0] not in (serving.ADDRESS, "localhost"):
-            self.send_text(HTTPStatus.FORBIDDEN, "text/plain", "this address only\n")
+        if not self.names_this_server():
             return
         url = urlsplit(self.path)
         try:

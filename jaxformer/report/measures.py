@@ -1,4 +1,4 @@
-"""What measures are called, in words and with their units."""
+"""Names of measures in words, with their units."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 
 def score_name(task: str) -> str:
-    """What one sample of a task is scored by."""
+    """Name of the score of one sample of a task."""
     if task in LABEL_TASKS:
         return "probability, negative where wrong"
     if task in NUMBER_TASKS:

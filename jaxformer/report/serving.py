@@ -33,7 +33,7 @@ Answer = Callable[[Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Site:
-    """What a server serves.
+    """Contents of a server.
 
     Attributes:
       page: makes the page at "/".
@@ -100,8 +100,26 @@ class LocalServer(http.server.ThreadingHTTPServer):
 class LocalHandler(http.server.BaseHTTPRequestHandler):
     """Sends answers that nobody keeps or reads as something else."""
 
+    server: LocalServer  # ty: ignore[incompatible-mutable-override]
     timeout = TIMEOUT_SECONDS
     server_version, sys_version = "jaxformer", ""
+
+    def names_this_server(self) -> bool:
+        """True if a request names this server as its host, and comes from its page or from none; else it is refused.
+
+        A page of a stranger reaches this address, too, if a name server points the stranger's name at it. The request
+        then names the stranger.
+        """
+        hosts = tuple(f"{name}:{self.server.server_address[1]}" for name in (ADDRESS, "localhost"))
+        origin = self.headers.get("Origin")
+        if self.headers.get("Host") in hosts and (origin is None or origin.removeprefix("http://") in hosts):
+            return True
+        self.refuse(HTTPStatus.FORBIDDEN, f"this address only: {self.server.url}")
+        return False
+
+    def refuse(self, status: HTTPStatus, line: str) -> None:
+        """Sends an error as one line of JSON."""
+        self.send_text(status, "application/json", json.dumps({"error": secrets.redact(" ".join(line.split()))}))
 
     def send_text(self, status: HTTPStatus, kind: str, text: str) -> None:
         """The whole answer: a text of a type such as "text/html"."""
@@ -137,20 +155,20 @@ class Handler(LocalHandler):
 
     def do_GET(self) -> None:
         """The page."""
-        if not self._is_ours():
+        if not self.names_this_server():
             return
         if self.path.partition("?")[0] != "/":
-            self._refuse(HTTPStatus.NOT_FOUND, "not found; the page is at /")
+            self.refuse(HTTPStatus.NOT_FOUND, "not found; the page is at /")
             return
         self.send_text(HTTPStatus.OK, "text/html", self.server.site.page())
 
     def do_POST(self) -> None:
         """The answer to a question."""
-        if not self._is_ours():
+        if not self.names_this_server():
             return
         answer = self.server.site.answers.get(self.path)
         if answer is None:
-            self._refuse(HTTPStatus.NOT_FOUND, f"not found; expected one of {', '.join(self.server.site.answers)}")
+            self.refuse(HTTPStatus.NOT_FOUND, f"not found; expected one of {', '.join(self.server.site.answers)}")
             return
         question = self._question()
         if question is None:
@@ -160,43 +178,31 @@ class Handler(LocalHandler):
                 value = answer(question)
             self.send_text(HTTPStatus.OK, "application/json", json.dumps(value, allow_nan=False))
         except ConfigError as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            self.refuse(HTTPStatus.BAD_REQUEST, str(error))
         except Exception as error:  # the next question may be a better one
             print(f"warning: {_in_one_line(error)}", file=sys.stderr)
-            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, _in_one_line(error))
-
-    def _is_ours(self) -> bool:
-        """True if a request names this machine; else it is refused. A stranger's page may send any, but not this."""
-        hosts = tuple(f"{name}:{self.server.server_address[1]}" for name in (ADDRESS, "localhost"))
-        origin = self.headers.get("Origin")
-        if self.headers.get("Host") in hosts and (origin is None or origin.removeprefix("http://") in hosts):
-            return True
-        self._refuse(HTTPStatus.FORBIDDEN, f"this address only: {self.server.url}")
-        return False
+            self.refuse(HTTPStatus.INTERNAL_SERVER_ERROR, _in_one_line(error))
 
     def _question(self) -> Mapping[str, Any] | None:
         """The JSON object of a request; None: it was refused."""
         size = self.headers.get("Content-Length", "")
         if not size.isdecimal() or not self.headers.get("Content-Type", "").startswith("application/json"):
-            self._refuse(HTTPStatus.BAD_REQUEST, "got a request without its length and type, expected application/json")
+            self.refuse(HTTPStatus.BAD_REQUEST, "got a request without its length and type, expected application/json")
             return None
         if int(size) > MAX_REQUEST_BYTES:
             self.close_connection = True
             got = f"got {int(size):,} bytes, expected at most {MAX_REQUEST_BYTES:,}"
-            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, got)
+            self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, got)
             return None
         try:
             question = json.loads(self.rfile.read(int(size)).decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, f"got no JSON ({_in_one_line(error)}), expected an object")
+            self.refuse(HTTPStatus.BAD_REQUEST, f"got no JSON ({_in_one_line(error)}), expected an object")
             return None
         if not isinstance(question, dict):
-            self._refuse(HTTPStatus.BAD_REQUEST, f"got a {type(question).__name__}, expected a JSON object")
+            self.refuse(HTTPStatus.BAD_REQUEST, f"got a {type(question).__name__}, expected a JSON object")
             return None
         return question
-
-    def _refuse(self, status: HTTPStatus, line: str) -> None:
-        self.send_text(status, "application/json", json.dumps({"error": secrets.redact(" ".join(line.split()))}))
 
 
 def _in_one_line(error: BaseException | None) -> str:

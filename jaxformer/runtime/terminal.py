@@ -1,4 +1,4 @@
-"""What a terminal allows: its width, lines that are redrawn, colours; and the live line at its foot.
+"""Terminals: width, colours, lines that are redrawn, and the live line at the foot.
 
 `TERM=dumb` (or none) means a terminal that cannot move its cursor: it is written to like a file. Colours are left out
 where `NO_COLOR` is set and not empty (https://no-color.org).

@@ -1,5 +1,5 @@
-"""What stands behind the scores of an evaluation: which classes are taken for which, how far probabilities can be
-trusted, and which mistakes are made with entities. Values are JSON; `jaxformer.report` shows them."""
+"""Diagnosis of an evaluation: confusion matrix, calibration, errors with entities. Values are JSON; `jaxformer.report`
+shows them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESAMPLES = 1000
 """Resamples of the bootstrap (Efron 1979)."""
 
 ENTITY_ERRORS = ("correct", "wrong_type", "wrong_bounds", "missed")
-"""What becomes of a true entity: found; found with another type; overlapped by another span; not found."""
+"""Outcomes for a true entity: found; found with another type; overlapped by another span; not found."""
 
 
 def confusion(classes: Sequence[str], true: Sequence[str], predicted: Sequence[str]) -> dict[str, Any]:

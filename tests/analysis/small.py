@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxformer import testing
 from jaxformer.config import (
+    AdapterConfig,
     AttentionConfig,
     Config,
     DataConfig,
@@ -40,6 +41,7 @@ GRU = RecurrentConfig(cell="gru", layers=2, width=8, embed=EmbedConfig(vocab=VOC
 ADDITIVE = dataclasses.replace(GRU, attention="additive")
 PARTS = {
     "language_modelling": ModelConfig(decoder=LEARNED),
+    "adapted": ModelConfig(decoder=LEARNED, adapter=AdapterConfig(rank=2, targets=("attention", "ffn"))),
     "narrow": ModelConfig(
         decoder=dataclasses.replace(
             LEARNED, embed=EmbedConfig(vocab=VOCAB, width=4), output_width=4, sublayers="parallel_one_norm"
@@ -50,7 +52,12 @@ PARTS = {
     "rnn": ModelConfig(recurrent_encoder=GRU, recurrent_decoder=ADDITIVE),
     "rnn_lm": ModelConfig(recurrent_decoder=GRU),
 }
-TASKS = {"narrow": "language_modelling", "rnn": "translation", "rnn_lm": "language_modelling"}
+TASKS = {
+    "adapted": "language_modelling",
+    "narrow": "language_modelling",
+    "rnn": "translation",
+    "rnn_lm": "language_modelling",
+}
 
 
 @functools.lru_cache
@@ -65,7 +72,7 @@ def model(name) -> Model:
 
 @functools.lru_cache
 def sown(name, text, target=None):
-    """What the model's own forward pass sows for a text, and its logits: what a call with names returns."""
+    """The sentence, the logits of the model's own forward pass, and the intermediates that it sows."""
     from jaxformer.analysis import sentences
 
     held = model(name)

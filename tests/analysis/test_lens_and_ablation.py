@@ -1,5 +1,7 @@
 """The lens by hand, and parts removed against the same parameters set to zero."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,12 +45,25 @@ def test_the_lens_is_the_head_on_each_layer(monkeypatch):
 
 
 def test_the_lens_ends_with_the_logits_where_a_last_projection_follows_the_final_norm():
-    (found,) = small.model("narrow").lens([TEXT])
+    model = small.model("narrow")
+    (found,) = model.lens([TEXT])
     _, logits, _ = small.sown("narrow", TEXT)
-    expected = np.exp(log_softmax(logits[0, : len(found.tokens), : small.model("narrow").tokenizers.target.size])).max(
-        -1
-    )
+    size = model.tokenizers.target.size
+    expected = np.exp(log_softmax(logits[0, : len(found.tokens), :size])).max(-1)
     np.testing.assert_allclose(found.probs[-1, :, 0], expected, rtol=1e-4)
+    assert model.embed([TEXT]).shape == (1, 4)  # the head's input
+
+
+def test_a_model_with_adapters_is_the_one_they_are_merged_into():
+    model = small.model("adapted")
+    merged = model.merge_adapters()
+    (maps,), (expected,) = model.attention([TEXT]), merged.attention([TEXT])
+    np.testing.assert_allclose(maps["decoder"], expected["decoder"], atol=1e-5)
+    (found,), (wanted,) = model.lens([TEXT]), merged.lens([TEXT])
+    np.testing.assert_allclose(found.probs, wanted.probs, atol=1e-5)
+    zeroed = jax.tree.map_with_path(lambda path, x: x * ("lora_b" not in str(path)), model.params)
+    (without,) = dataclasses.replace(model, params=zeroed).attention([TEXT])
+    assert np.abs(maps["decoder"] - without["decoder"]).max() > 1e-3
 
 
 def test_the_lens_of_a_classifier_has_one_position_and_its_classes():

@@ -134,6 +134,9 @@ PARTS = {
         builders.decoder(embed=EmbedConfig(vocab=400)), head=HeadConfig(tied=False)
     ),
     "classes": dataclasses.replace(builders.encoder(), head=HeadConfig(kind="classes", classes=300, width=50)),
+    "last projection": dataclasses.replace(
+        builders.decoder(output_width=400), head=HeadConfig(kind="classes", classes=2, tied=False)
+    ),
     "pair": dataclasses.replace(builders.encoder(), head=HeadConfig(kind="pair", width=400)),
     "seq2seq": builders.seq2seq(embed=EmbedConfig(vocab=400)),
 }  # fmt: skip

@@ -1,5 +1,7 @@
 """One layer: where its norms and sums stand, how its scores are scaled, and what differs by its number."""
 
+import dataclasses
+
 import builders
 import jax
 import jax.numpy as jnp
@@ -7,17 +9,27 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxformer.config import AttentionConfig, Config, ConfigError, EmbedConfig, EncodingConfig, MeshConfig, NormConfig
+from jaxformer.config import (
+    AttentionConfig,
+    Config,
+    ConfigError,
+    EmbedConfig,
+    EncodingConfig,
+    HeadConfig,
+    MeshConfig,
+    NormConfig,
+)
 from jaxformer.config.checks.model import check_model, check_stack
 from jaxformer.decode import int8
 from jaxformer.models import build
-from jaxformer.nn import reference
+from jaxformer.nn import kernels, reference
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.block import Block, LayerContext, has_window
 from jaxformer.nn.ffn import FeedForward
 from jaxformer.nn.layers import Norm
 from jaxformer.nn.masks import Mask, slots_from_segments
 from jaxformer.parallel import mesh as meshes
+from jaxformer.parallel import rules
 from jaxformer.types import Batch, Stream
 
 LENGTH, WIDTH = 4, 8
@@ -181,8 +193,23 @@ def test_layers_of_other_orders_decode_as_they_read(edits):
         np.testing.assert_allclose(logits, whole[:, 3], rtol=rtol, atol=rtol * float(jnp.abs(whole).max()))
         logits, _ = module.apply(variables, tokens[:, 4:5], state, method="step")
         np.testing.assert_allclose(logits, whole[:, 4], rtol=rtol, atol=rtol * float(jnp.abs(whole).max()))
-    with jax.set_mesh(meshes.make(MeshConfig(stage=2, tensor=2, fsdp=2))):
-        np.testing.assert_allclose(jax.jit(module.apply)({"params": params}, batch), whole, rtol=1e-4, atol=1e-5)
+    mesh = meshes.make(MeshConfig(stage=2, tensor=2, fsdp=2))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(params, rules.shardings(build.shapes(module), mesh)["params"])
+        np.testing.assert_allclose(jax.jit(module.apply)({"params": sharded}, batch), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_of_its_own_reads_the_last_projection():
+    config = dataclasses.replace(builders.decoder(output_width=4), head=HeadConfig(tied=False))
+    shapes = nn.meta.unbox(build.shapes(build.build(config)))["params"]
+    assert shapes["head"]["kernel"].shape == (4, builders.VOCAB)
+
+
+@pytest.mark.parametrize("window", [{"window_layers": (1,)}, {"window_every": 2}])
+def test_splash_refuses_windows_of_some_layers(window):
+    refused = kernels.get("splash").refuse(AttentionConfig(heads=2, window=2, **window), False, False)
+    assert refused is not None and next(iter(window)) in refused
+    assert kernels.get("splash").refuse(AttentionConfig(heads=2, window=2), False, False) is None
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ def test_an_encoder_and_a_decoder_by_hand(shared):
         ("decoder", {}, 8.5),
         ("decoder", {"window": 4}, 4),
         ("decoder", {"window": 4, "window_every": 2}, 6.25),
+        ("decoder", {"window": 4, "window_layers": (0,)}, 6.25),
         ("decoder", {"window": 99}, 8.5),
         ("encoder", {}, 16),
         ("encoder", {"window": 4}, 8),

@@ -95,6 +95,7 @@ def test_strangers_and_wrong_paths_are_refused(server):
     assert server.server_address[0] == "127.0.0.1"
     assert get(server, "/", f"localhost:{port}")[0] == 200
     assert get(server, "/", f"evil.example:{port}")[0] == 403
+    assert get(server, "/", f"localhost:{port + 1}")[0] == 403
     assert get(server, "/../config.json")[0] == 404
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     connection.request("POST", "/data", b"x")

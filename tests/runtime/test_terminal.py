@@ -1,4 +1,4 @@
-"""What is written to a terminal: the live line by a small emulation of one, colours, widths, sparklines."""
+"""Output on a terminal: the live line by a small emulation of one, colours, widths, sparklines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands behind scores: confusion, calibration, mistakes with entities, worked out by hand."""
+"""Diagnosis of evaluations: confusion, calibration, errors with entities, worked out by hand."""
 
 import pytest
 

@@ -88,7 +88,7 @@ def fail(kind=RuntimeError, text="no server"):
 
 
 def deliver(tmp_path, names, rows, finished=True, kept=()):
-    """What a run does: starts trackers, hands rows over, ends. Returns what was logged, and the seconds it took."""
+    """Starts trackers as a run does, hands rows over, ends. Returns the lines logged, and the seconds it took."""
     lines, begun = [], time.monotonic()
     deliveries = Deliveries(config(*names), tmp_path, kept, lines.append)
     for row in rows:

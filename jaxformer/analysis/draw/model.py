@@ -176,7 +176,7 @@ def _norm(stack: StackConfig, leaves: list[Leaf]) -> list[Block]:
 
 
 def _sublayer_words(key: str, stack: StackConfig) -> list[str]:
-    """What the config says about a sub-layer beside its shapes."""
+    """Lines about a sub-layer that its shapes do not say: heads, encoding, window, activation, experts."""
     attention, ffn, moe = stack.attention, stack.ffn, stack.moe
     if key == "ffn" and ffn is not None:
         words = f"{'gated ' if ffn.gated else ''}{ffn.activation}"

@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """What a tracker has to know of a run.
+    """Identity of a run for its trackers.
 
     Attributes:
       id: the same for every start of the run; it is stored in the workdir and moves with it.

@@ -1,4 +1,4 @@
-"""What trackers read of a workdir: the identity of its run, its rows, and its final measures."""
+"""The parts of a workdir that trackers read: the identity of its run, its rows, and its final measures."""
 
 from __future__ import annotations
 

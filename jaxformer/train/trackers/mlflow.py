@@ -19,7 +19,7 @@ from jaxformer.runtime import files
 from jaxformer.train.trackers import PROJECT, Row, RunInfo, flatten
 
 MAX_METRICS, MAX_PARAMS, MAX_TEXT = 1000, 100, 5000
-"""What MLflow takes in one call: metrics, parameters, and characters of a parameter's value."""
+"""Limits of one call of MLflow: metrics, parameters, and characters of a parameter's value."""
 
 Point = tuple[str, float, int, int]
 """Metric, value, Unix milliseconds, step."""
