@@ -17,6 +17,7 @@ from jaxformer.decode.cache_schedule import CacheSchedule
 from jaxformer.decode.cropped_context import CroppingModel, drop_cache
 from jaxformer.decode.search.base import Hypotheses, RowSettings, Search, SearchState, decode_loop
 from jaxformer.decode.search.beam import BeamSearch
+from jaxformer.decode.search.per_row import PerRowSearch
 from jaxformer.decode.search.sample import SampleSearch
 from jaxformer.nn.cache import scatter_rows
 from jaxformer.parallel.rules import constrain
@@ -113,17 +114,20 @@ class CompiledDecoder:
         `generate.compiled_options`), since each new value compiles all programs again.
       context_length: number of tokens that the model reads of a longer text, its last ones (see `CroppingModel`). None:
         all texts fit into the model's positions.
+      per_row: True if every row has sampling settings of its own (`search/per_row.py`) in place of those of `config`.
     """
 
     module: nn.Module
     config: DecodeConfig
     vocabulary: Vocabulary
     context_length: int | None = None
+    per_row: bool = False
 
     @property
     def search(self) -> Search[Any]:
         """The search strategy that the options choose."""
-        return SEARCHES[self.config.method](self.config, self.vocabulary.eos, self.vocabulary.pad)
+        strategy = PerRowSearch if self.per_row else SEARCHES[self.config.method]
+        return strategy(self.config, self.vocabulary.eos, self.vocabulary.pad)
 
     def prepare_variables(self, variables: PyTree) -> PyTree:
         """Rounds the variables as `config.weights` says, and unstacks layers if the module has `unstack`."""
@@ -191,6 +195,20 @@ class CompiledDecoder:
         return DecodeState(search, state.model.replace_rows(model_rows, new.model))
 
     @functools.partial(jax.jit, static_argnums=(0,))
+    def take_rows(self, state: DecodeState, indices: Int[Array, " R"], released: Bool[Array, " R"]) -> DecodeState:
+        """The batch whose prompt i is prompt `indices[i]` of this one; no tokens are added to those `released`."""
+        outputs = self.search.outputs_per_prompt
+        rows = _expand_indices(indices, len(indices) * outputs)
+        search = jax.tree.map(lambda x: x[rows], state.search)
+        model_rows = _expand_indices(indices, len(indices) * self._rows_per_prompt(state.model))
+        return self._release(DecodeState(search, state.model.rows(model_rows)), released)
+
+    @functools.partial(jax.jit, static_argnums=(0,), donate_argnames=("state",))
+    def release_rows(self, state: DecodeState, released: Bool[Array, " B"]) -> DecodeState:
+        """The batch with no more tokens for the prompts `released`."""
+        return self._release(state, released)
+
+    @functools.partial(jax.jit, static_argnums=(0,))
     def hypotheses(self, search_state: SearchState) -> Hypotheses:
         """The best outputs of every prompt so far, on all devices."""
         return replicate(self.search.hypotheses(search_state))
@@ -198,6 +216,10 @@ class CompiledDecoder:
     def _bind(self, variables: PyTree) -> Decodable:
         model = BoundModel(self.module, variables, self.vocabulary.size)
         return model if self.context_length is None else CroppingModel(model, self.context_length)
+
+    def _release(self, state: DecodeState, released: Bool[Array, " B"]) -> DecodeState:
+        done = jnp.repeat(released, self.search.outputs_per_prompt) | state.search.done
+        return state._replace(search=state.search._replace(done=done))
 
     def _rows_per_prompt(self, state: State) -> int:
         """Rows of the model's state for each prompt."""

@@ -123,8 +123,8 @@ def prepare(
     """
     vocabulary = model.vocabulary
     check_token_ids(options, vocabulary)
-    prompts = [_with_target(prompt, vocabulary) for prompt in prompts]
-    _check_sources(prompts, model.max_source_length)
+    prompts = [with_target(prompt, vocabulary) for prompt in prompts]
+    check_sources(prompts, model.max_source_length)
     max_lengths = [max_new_tokens(prompt, options, model.max_target_length) for prompt in prompts]
     if not prompts:
         return []
@@ -243,7 +243,7 @@ def max_new_tokens(prompt: Prompt, options: DecodeConfig, max_target_length: int
     return max_target_length - size + 1
 
 
-def _with_target(prompt: Prompt, vocabulary: Vocabulary) -> Prompt:
+def with_target(prompt: Prompt, vocabulary: Vocabulary) -> Prompt:
     """The prompt with the start token as its target if it has none."""
     if len(prompt.get("target", ())) > 0:
         return prompt
@@ -252,7 +252,7 @@ def _with_target(prompt: Prompt, vocabulary: Vocabulary) -> Prompt:
     return {**prompt, "target": np.asarray([vocabulary.start], np.int32)}
 
 
-def _check_sources(prompts: Sequence[Prompt], max_source_length: int | None) -> None:
+def check_sources(prompts: Sequence[Prompt], max_source_length: int | None) -> None:
     """Raises a ConfigError if a source needs more positions than the encoder has."""
     if max_source_length is None:
         return
