@@ -30,12 +30,12 @@ LAYERS = (
     ("model",),
     ("hf",),
     ("evaluation", "preflight"),
-    ("conversation", "doctor", "experiment", "plan", "report", "sweep", "testing"),
+    ("conversation", "doctor", "experiment", "plan", "report", "serving", "sweep", "testing"),
     ("cli",),
 )
 """The rooms, first to last: a room imports rooms of lines above its own, and no other of its line."""
 
-FREE = {"__init__": {"hf", "model"}, "__main__": {"cli"}, "overrides": {"config"}}
+FREE = {"__init__": {"hf", "model", "serving"}, "__main__": {"cli"}, "overrides": {"config"}}
 """The package's own front, and names of earlier versions."""
 
 

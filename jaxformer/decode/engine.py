@@ -25,11 +25,11 @@ from jaxformer.decode.batching import Prompt, PromptBatch, PromptQueue, bucket_l
 from jaxformer.decode.compiled import CompiledDecoder
 from jaxformer.decode.generate import (
     ModelBundle,
+    check_sources,
     check_token_ids,
     compiled_options,
     group_by_context,
     max_new_tokens,
-    check_sources,
     with_target,
 )
 from jaxformer.decode.scheduler import FREE_ROW, ActiveBatch, DecodeRun, call_directly, is_on_one_device
@@ -62,11 +62,13 @@ class Piece(NamedTuple):
       tokens: int32 `[n]`, the new tokens, with the end token if one was reached.
       log_probs: float32 `[n]`, their log-probabilities, before temperature and truncation.
       finished: True if no more tokens will come.
+      error: why there are no more, where the caller of `Engine.step` gave up; None: the output has ended by itself.
     """
 
     tokens: np.ndarray
     log_probs: np.ndarray
     finished: bool
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,9 +229,7 @@ class Engine:
         self._can_refill = is_on_one_device(model.variables)
         self._buckets = buckets_within(model.buckets, model.max_target_length, model.max_source_length)
 
-    def job(
-        self, prompt: Prompt, sampling: Sampling, max_new: int | None, deliver: Callable[[Piece], None]
-    ) -> Job:
+    def job(self, prompt: Prompt, sampling: Sampling, max_new: int | None, deliver: Callable[[Piece], None]) -> Job:
         """A prompt that is checked and ready for `submit`.
 
         Args:

@@ -61,7 +61,8 @@ class DecodeRun:
 
     def prefill(self, prompts: PromptBatch, prompt_width: int | None = None) -> DecodeState:
         """Reads prompts and chooses the first tokens (see `CompiledDecoder.prefill`)."""
-        return self.decoder.prefill(self.variables, prompts.batch, self.row_settings(prompts), prompt_width=prompt_width)
+        rows = self.row_settings(prompts)
+        return self.decoder.prefill(self.variables, prompts.batch, rows, prompt_width=prompt_width)
 
     def row_settings(self, prompts: PromptBatch) -> RowSettings:
         """The settings of a batch's rows."""

@@ -51,9 +51,7 @@ class PerRowSearch(SampleSearch):
         return jnp.where(samples, jax.lax.cond(jnp.any(samples), draw, lambda: greedy), greedy)
 
 
-def process_rows(
-    logits: Float32[Array, "R V"], sampling: RowSampling, samples: Array
-) -> Float32[Array, "R V"]:
+def process_rows(logits: Float32[Array, "R V"], sampling: RowSampling, samples: Array) -> Float32[Array, "R V"]:
     """`logits_processors.process_for_sampling` with each row's own settings.
 
     Args:
