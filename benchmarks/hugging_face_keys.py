@@ -28,7 +28,7 @@ TARGET = Path(__file__).resolve().parents[1] / "jaxformer" / "hf" / "keys.json"
 
 CLASSES = (
     "Albert", "Bart", "Bert", "Blenderbot", "BlenderbotSmall", "Bloom", "Deberta", "DebertaV2", "DistilBert",
-    "Electra", "GPT2", "GPTJ", "GPTNeo", "GPTNeoX", "Gemma", "Llama", "MBart", "MT5", "Marian", "Mistral",
+    "Electra", "GPT2", "GPTJ", "GPTNeo", "GPTNeoX", "Gemma", "Gemma2", "Gemma3Text", "Llama", "MBart", "MT5", "Marian", "Mistral",
     "Mixtral", "OPT", "Pegasus", "Qwen2", "Qwen3", "Qwen3Moe", "Roberta", "RobertaPreLayerNorm", "T5",
     "XGLM", "XLMRoberta", "XLNet",
 )  # fmt: skip
