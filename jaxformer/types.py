@@ -111,7 +111,7 @@ class Batch(NamedTuple):
 
 
 class DeferredLogits(flax.struct.PyTreeNode):
-    """Logits `hidden @ table.T + bias` (float32), capped where there is a cap, which losses and measures compute for some tokens at a time.
+    """Logits `hidden @ table.T + bias` (float32) that losses and measures compute for some tokens at a time.
 
     Attributes:
       hidden: `[B, T, D]`, in the compute precision.

@@ -130,10 +130,8 @@ class AttentionConfig:
     scale: bool = True  # divide scores by sqrt(head_width)
     scale_width: Positive | None = None  # with `scale`, the width whose square root divides scores (Gemma 2's
     # query_pre_attn_scalar); None: head_width
-    soft_cap: Positive | None = (
-        None  # scores s become soft_cap * tanh(s / soft_cap), before biases and masks (Gemma 2);
-    )
-    # None: as they are
+    soft_cap: Positive | None = None  # scores s become soft_cap * tanh(s / soft_cap), before biases and masks; None: as
+    # they are
     input: Literal["whole", "chunk"] = (
         "whole"  # what a head projects: all channels of its input, or a chunk of their own
     )
@@ -289,9 +287,7 @@ class HeadConfig:
     bias: bool = False  # tokens: bias per vocabulary row
     init_scale: Positive = 1.0  # tokens, not tied: initial variance of the output matrix times the model width
     scale: bool = False  # tokens: multiply the hidden states by width ** -0.5 first (T5)
-    soft_cap: Positive | None = (
-        None  # tokens: logits x become soft_cap * tanh(x / soft_cap) (Gemma 2); None: as they are
-    )
+    soft_cap: Positive | None = None  # tokens: logits x become soft_cap * tanh(x / soft_cap); None: as they are
     transform: bool = False  # tokens: dense layer, activation and norm before the projection, as in BERT's masked LM
     relation: bool = False  # tokens: also two class logits for each row, from its pooled vector (see task.relation)
     chunk: PositiveInt | None = None  # tokens: tokens per device whose logits a loss holds at a time; None: all

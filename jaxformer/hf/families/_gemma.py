@@ -1,4 +1,4 @@
-"""Shared by Gemma 2 (2024) and Gemma 3 (2025): Gemma with norms on both sides of a sub-layer and windows in some layers."""
+"""Shared by Gemma 2 (2024) and Gemma 3 (2025): norms on both sides of a sub-layer, windows in some layers."""
 
 from __future__ import annotations
 
@@ -117,9 +117,7 @@ def family(generation: Generation) -> Family:
             encoding = dataclasses.replace(encoding, window_base=None if window is None else local_base)
         norm = decoder.norm
         scores, logits = generation.caps
-        if generation.has_local_base:
-            settings.raw("attn_logit_softcapping")  # the library's Gemma 3 has the key and does not apply it
-        else:
+        if not generation.has_local_base:
             scores = _cap(settings, "attn_logit_softcapping", scores)
         attention = dataclasses.replace(
             decoder.attention,
@@ -180,6 +178,7 @@ def family(generation: Generation) -> Family:
         rows=rows,
         ignored_keys={
             "max_window_layers": "of use_sliding_window, which is refused",
+            **({"attn_logit_softcapping": "the library does not apply it"} if generation.has_local_base else {}),
             "_sliding_window_pattern": "the number that `layer_types` was made from",
             **dict.fromkeys(PICTURES, "of models that also read pictures"),
         },

@@ -1,4 +1,4 @@
-"""The text models of Gemma 3 (2025): windows in five of six layers, with a RoPE base of their own; normalised queries."""
+"""The text models of Gemma 3 (2025): windows with a RoPE base of their own in five of six layers."""
 
 from jaxformer.hf.families._gemma import Generation, family
 
