@@ -32,13 +32,14 @@ def get_config(variant: str = "sst2"):
     config.model.encoder = section(StackConfig, **ENCODER)
     config.init.head = False
     config.data.batch = 64 if variant != "wnut17" else 32
-    config.data.length = 96
-    config.data.buckets = (16, 32, 64, 96)
+    config.data.length = 128
+    config.data.buckets = (16, 32, 64, 128)
     if variant == "wnut17":
         config.data.source = "conll"
         config.data.splits = {"train": ("train.conll",), "validation": ("dev.conll",), "test": ("test.conll",)}
         config.task.name = "tagging"
         config.model.head.kind = "slots"
+        config.evaluate.decode_examples = 1009  # all of dev.conll
         config.checkpoint.metric = "f1"
     else:
         config.data.source = "table"
