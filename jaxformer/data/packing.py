@@ -99,7 +99,8 @@ def first_fit(
       lengths: length of each example, or the lengths of its streams.
     """
     rows: list[list[int]] = []
-    sizes = np.reshape(np.asarray(lengths, np.int32), (len(lengths), -1)) if len(lengths) else np.zeros((0, 1), np.int32)
+    sizes = np.asarray(lengths, np.int32)
+    sizes = sizes.reshape(len(sizes), -1 if len(sizes) else 1)
     room = np.zeros_like(sizes)  # free slots of each stream of row r; at most one row an example
     for index, length in enumerate(sizes):
         begin = max(len(rows) - window, 0)
