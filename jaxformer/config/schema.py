@@ -496,9 +496,10 @@ class DataConfig(SourceConfig):
     horizon: PositiveInt | None = None  # forecasting: time steps to forecast
     standardise: bool = True  # series: subtract the mean of each channel and divide by its deviation, both of the
     # training part
-    buckets: tuple[int, ...] = ()  # ascending row lengths that batches are padded to; (): `length` alone
+    buckets: tuple[int, ...] = ()  # ascending row lengths that batches are padded to, with packing those of decoding
+    # alone; (): `length` alone
     packing: Literal["none", "concat", "first_fit"] = "none"  # concat: rows are cut from one long text, for
-    # language models; first_fit: several examples share a row
+    # language models; first_fit: several examples share a row, of pairs each side its own; evaluation packs no pairs
     shuffle: bool = True  # a new random order of the training examples every epoch; False: the order of the data
     skip_long: bool = False  # training: drop examples over `length`; False: truncate them
 

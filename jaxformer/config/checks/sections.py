@@ -50,7 +50,7 @@ PACKINGS: dict[str, tuple[str, ...]] = {
         ("language_modelling", "prefix_lm", "span_corruption", "denoising"), ("none", "concat", "first_fit")
     ),
     **dict.fromkeys(("masked_lm", "permutation_lm", "replaced_tokens"), ("none", "concat")),
-    **dict.fromkeys(("dialogue", *WORD_VECTORS), ("none", "first_fit")),
+    **dict.fromkeys(("translation", "summarisation", "text_to_text", "dialogue", *WORD_VECTORS), ("none", "first_fit")),
 }
 """Task -> how several of its examples may share a row; of the others in the table above, none may."""
 
