@@ -5,6 +5,9 @@
 Command:  python -m jaxformer train --config=configs/small_pretraining.py:masked_lm --workdir=runs/masked_lm \
               --config.data.dir=DIR
 Variants: masked_lm (Devlin et al. 2019), span_corruption (Raffel et al. 2020; the same encoder, and a decoder)
+Hardware: 2 CPU cores
+Time:     masked_lm: 27 minutes on two cores of a shared machine; span_corruption: not run to its end
+Score:    masked_lm: validation loss of masked tokens 4.076 (from 9.01), accuracy 36.2 %; span_corruption: not measured
 """
 
 from jaxformer.config import StackConfig
@@ -50,7 +53,7 @@ def get_config(variant: str = "masked_lm"):
     config.schedule.kind = "linear"
     config.schedule.peak = 2e-3
     config.schedule.warmup = 200
-    config.train.steps = 2000
+    config.train.steps = 2500
     config.train.evaluate_every = 500
     config.train.checkpoint_every = 250
     config.evaluate.batch = 32

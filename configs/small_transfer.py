@@ -6,7 +6,12 @@ scratch is the same command without `--config.init.directory`.
 Command:  python -m jaxformer train --config=configs/small_transfer.py:sst2 --workdir=runs/sst2_pretrained \
               --config.data.dir=DIR --config.data.tokenizer.path=PRETRAINED/tokenizer.json \
               --config.init.directory=PRETRAINED --seeds=3
+          python -m jaxformer evaluate --workdir=runs/sst2_pretrained --split=test
 Variants: sst2 (DIR has glue.train.tsv.gz: labelled phrases, as for sst2.py), wnut17 (DIR has train.conll)
+Hardware: 2 CPU cores
+Time:     a seed of sst2: 2.2 to 7 minutes, of wnut17: 3.9 to 5.9, on a shared machine
+Score:    test, mean of 3 seeds. wnut17: entity F1 14.9 % after masked_lm, 5.1 % from scratch; sst2: accuracy 79.9 % and
+          80.4 %
 """
 
 from jaxformer.config import StackConfig
