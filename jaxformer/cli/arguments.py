@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from jaxformer import __version__
@@ -71,6 +71,7 @@ class Command:
       prints: the command's result is its stdout; else files are the result, and stdout is a log.
       example: a whole command line, for the end of the help.
       details: sentences for the command's own help, after `help`.
+      actions: commands of their own by the word after this one's name (`jaxformer data build`).
     """
 
     help: str
@@ -82,6 +83,7 @@ class Command:
     prints: bool = False
     example: str = ""
     details: str = ""
+    actions: Mapping[str, Command] = field(default_factory=dict)
 
     @property
     def takes_recipe(self) -> bool:
