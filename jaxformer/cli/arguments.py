@@ -61,8 +61,8 @@ class Command:
 
     Attributes:
       help: a few words for the list of commands.
-      run: executes the command and returns the exit code. Its argument has an attribute for each flag and positional
-        argument, and `config`: the list of `--config=FILE` and edits.
+      run: executes the command and returns the exit code. Its argument has an attribute for each flag (with _ for -)
+        and positional argument, and `config`: the list of `--config=FILE` and edits.
       flags: by name, without the dashes.
       config: accepted config arguments: "recipe": --config=FILE (required) and edits; "optional": the same, or none;
         "edits": edits only; "": none.
@@ -248,7 +248,8 @@ def parse(name: str, command: Command, argv: Sequence[str]) -> argparse.Namespac
     if len(words) != len(command.positionals):
         raise _wrong_positionals(name, command, words)
     for flag_name, flag in command.flags.items():
-        setattr(arguments, flag_name, _value(name, flag_name, flag, getattr(arguments, flag_name)))
+        attribute = flag_name.replace("-", "_")
+        setattr(arguments, attribute, _value(name, flag_name, flag, getattr(arguments, attribute)))
     arguments.config = [*(f"--config={path}" for path in getattr(arguments, "config", [])), *edits]
     return arguments
 

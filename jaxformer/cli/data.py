@@ -35,13 +35,13 @@ def build(arguments: Namespace) -> int:
 
     options = build.Options(
         filters=tuple(arguments.filter),
-        min_length=getattr(arguments, "min-length"),
-        max_length=getattr(arguments, "max-length"),
+        min_length=arguments.min_length,
+        max_length=arguments.max_length,
         deduplicate=arguments.deduplicate,
         similarity=arguments.similarity,
-        held_out=getattr(arguments, "held-out"),
-        sample_mb=getattr(arguments, "sample-mb"),
-        shard_mb=getattr(arguments, "shard-mb"),
+        held_out=arguments.held_out,
+        sample_mb=arguments.sample_mb,
+        shard_mb=arguments.shard_mb,
     )
     index = build.build(config, arguments.target, arguments.workers, options)
     for split, counts in index["splits"].items():

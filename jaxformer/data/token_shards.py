@@ -29,8 +29,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxformer.data.encoded_text import EncodedText
 from jaxformer.data.sources import Dataset, Example
-from jaxformer.data.tokenizers import EncodedText, Tokenizer, Tokenizers
+from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import files
 
@@ -120,15 +121,18 @@ class ShardFiles:
 
     def __init__(self, directory: Path, shards: Sequence[Shard], dtype: np.dtype):
         self.directory, self.shards, self.dtype = directory, shards, dtype
-        for shard in shards:
-            path = directory / shard.file
+        self._check()
+        self._start()
+
+    def _check(self) -> None:
+        for shard in self.shards:
+            path = self.directory / shard.file
             try:
                 size = path.stat().st_size
             except OSError as error:
                 raise ConfigError(f"{path}: got no shard ({error.strerror}), {_REBUILD}") from None
             if size != shard.size:
                 raise ConfigError(f"{path}: got {size:,} bytes, expected {shard.size:,}, {_REBUILD}")
-        self._start()
 
     def _start(self) -> None:
         self._open: collections.OrderedDict[int, Any] = collections.OrderedDict()

@@ -24,6 +24,7 @@ import tokenizers as hf
 
 from jaxformer.config import DataConfig
 from jaxformer.data import vocabularies, vocabulary_learning
+from jaxformer.data.encoded_text import EncodedText
 from jaxformer.data.sources import Example, Examples
 from jaxformer.data.tokenizer_files import read_file, unreadable, write
 from jaxformer.data.vocabularies import LibraryVocabulary, LookupVocabulary, SentencePieceVocabulary, Vocabulary
@@ -63,24 +64,6 @@ class PairTemplate(NamedTuple):
     separator: list[int]
     suffix: list[int]
     token_types: tuple[list[int], int, list[int], int, list[int]]
-
-
-class EncodedText(str):
-    """A text whose ids are known, as documents of token shards are: `Tokenizer.encode` returns them as they are.
-
-    Decoding may lose what tokenization lost (capital letters, unknown words), so ids made anew could differ.
-    """
-
-    __slots__ = ("ids",)
-    ids: list[int]
-
-    def __new__(cls, text: str, ids: list[int]) -> Self:
-        encoded = super().__new__(cls, text)
-        encoded.ids = ids
-        return encoded
-
-    def __reduce__(self) -> tuple[type[EncodedText], tuple[str, list[int]]]:
-        return EncodedText, (str(self), self.ids)
 
 
 class Tokenizer:

@@ -125,7 +125,7 @@ class Run:
         if saved not in (None, self.dataset.key) and token_shards.shared_tokenizers(self.dataset) is not None:
             raise ConfigError(
                 f"data.dir: got token shards with the key {self.dataset.key}, expected {saved}, which the checkpoint "
-                f"in {self.workdir} was trained on; restore them, or start another workdir from this one (init.directory)"
+                f"in {self.workdir} was trained on; restore them, or start another run (from this one: init.directory)"
             )
 
     def _restore_state(self) -> list[str]:

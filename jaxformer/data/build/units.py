@@ -22,7 +22,7 @@ from jaxformer.data import token_shards
 from jaxformer.data.build import deduplication
 from jaxformer.data.build.options import Cleaner, Options
 from jaxformer.data.build.pieces import Input, Piece
-from jaxformer.data.token_shards import COUNTS, RECORD_TOKENS, TABLE, TABLE_DOCUMENTS
+from jaxformer.data.token_shards import COUNTS, TABLE
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError, StorageError
 from jaxformer.runtime import files
@@ -248,13 +248,13 @@ class _ShardWriter:
         self._rows.append((self._tokens, size, words, lines))
         self._pending.append(tokens)
         self._count += len(tokens)
-        if self._count >= RECORD_TOKENS:
-            self._flush(self._count // RECORD_TOKENS * RECORD_TOKENS)
+        if self._count >= token_shards.RECORD_TOKENS:
+            self._flush(self._count // token_shards.RECORD_TOKENS * token_shards.RECORD_TOKENS)
 
     def _flush(self, count: int) -> None:
         joined = np.concatenate(self._pending)
-        for begin in range(0, count, RECORD_TOKENS):
-            self._write(joined[begin : min(begin + RECORD_TOKENS, count)].tobytes())
+        for begin in range(0, count, token_shards.RECORD_TOKENS):
+            self._write(joined[begin : min(begin + token_shards.RECORD_TOKENS, count)].tobytes())
         self._pending, self._count = [joined[count:]], len(joined) - count
 
     def _write(self, record: bytes) -> None:
@@ -275,8 +275,8 @@ class _ShardWriter:
             return None
         self._flush(self._count)
         table: Any = np.array(self._rows, TABLE)
-        for begin in range(0, len(table), TABLE_DOCUMENTS):
-            self._write(table[begin : begin + TABLE_DOCUMENTS].tobytes())
+        for begin in range(0, len(table), token_shards.TABLE_DOCUMENTS):
+            self._write(table[begin : begin + token_shards.TABLE_DOCUMENTS].tobytes())
         try:
             self._writer.close()
         except RuntimeError as error:
