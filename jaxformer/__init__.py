@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     import os
 
     from jaxformer.model import Model
-    from jaxformer.serving import Server
 
 __version__ = "0.2.0"
-__all__ = ["Model", "__version__", "from_pretrained", "load", "serve"]
+__all__ = ["Model", "__version__", "from_pretrained", "load"]
 
 
 def load(path: str | os.PathLike[str], which: str = "") -> Model:
@@ -41,17 +40,6 @@ def from_pretrained(directory: str | os.PathLike[str], **options: Any) -> Model:
     from jaxformer.hf.peft import reading
 
     return reading.from_pretrained(directory, **options)
-
-
-def serve(model: Model | str | os.PathLike[str], port: int = 0, **options: Any) -> Server:
-    """A server of a model, or of the run in a workdir, on the loopback address. See `jaxformer.serving.serve`.
-
-    with jaxformer.serve("runs/quickstart") as server:
-        print(server.url)
-    """
-    from jaxformer import serving
-
-    return serving.serve(model, port, **options)
 
 
 def __getattr__(name: str) -> Any:

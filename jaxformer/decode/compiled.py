@@ -195,20 +195,6 @@ class CompiledDecoder:
         return DecodeState(search, state.model.replace_rows(model_rows, new.model))
 
     @functools.partial(jax.jit, static_argnums=(0,))
-    def take_rows(self, state: DecodeState, indices: Int[Array, " R"], released: Bool[Array, " R"]) -> DecodeState:
-        """The batch whose prompt i is prompt `indices[i]` of this one; no tokens are added to those `released`."""
-        outputs = self.search.outputs_per_prompt
-        rows = _expand_indices(indices, len(indices) * outputs)
-        search = jax.tree.map(lambda x: x[rows], state.search)
-        model_rows = _expand_indices(indices, len(indices) * self._rows_per_prompt(state.model))
-        return self._release(DecodeState(search, state.model.rows(model_rows)), released)
-
-    @functools.partial(jax.jit, static_argnums=(0,), donate_argnames=("state",))
-    def release_rows(self, state: DecodeState, released: Bool[Array, " B"]) -> DecodeState:
-        """The batch with no more tokens for the prompts `released`."""
-        return self._release(state, released)
-
-    @functools.partial(jax.jit, static_argnums=(0,))
     def hypotheses(self, search_state: SearchState) -> Hypotheses:
         """The best outputs of every prompt so far, on all devices."""
         return replicate(self.search.hypotheses(search_state))
@@ -216,10 +202,6 @@ class CompiledDecoder:
     def _bind(self, variables: PyTree) -> Decodable:
         model = BoundModel(self.module, variables, self.vocabulary.size)
         return model if self.context_length is None else CroppingModel(model, self.context_length)
-
-    def _release(self, state: DecodeState, released: Bool[Array, " B"]) -> DecodeState:
-        done = jnp.repeat(released, self.search.outputs_per_prompt) | state.search.done
-        return state._replace(search=state.search._replace(done=done))
 
     def _rows_per_prompt(self, state: State) -> int:
         """Rows of the model's state for each prompt."""

@@ -1,12 +1,13 @@
 """Continuous batching of requests that arrive while others are decoded.
 
 `Engine.step` is called again and again, by one thread. It collects what the last launches of the decode loops have
-chosen, lets waiting requests join a batch, and launches the loops for a few more tokens. So a request joins the others
-within `streaming.LATENCY_SECONDS`, and its tokens come out in pieces.
+chosen, lets waiting requests take free rows, and launches the loops for a few more tokens. So a request joins the
+others within `streaming.LATENCY_SECONDS`, and its tokens come out in pieces.
 
-A batch has rows for a power of `ROW_GROWTH` of requests, and gets more when one waits. Waiting requests join in the
-order of their arrival. If the first of them fits into no batch, another batch begins beside it, up to `MAX_BATCHES`;
-otherwise all wait until one has ended, so no request waits forever.
+The shapes are few and known, so that `Engine.warm_up` can compile all of them: a batch has a fixed number of rows, and
+prompts are padded to one of a few widths. Waiting requests join in the order of their arrival. If the first of them is
+too long for every batch, a wider batch begins beside it, up to `MAX_BATCHES`; otherwise all wait until a row is free or
+a batch has ended, so no request waits forever.
 """
 
 from __future__ import annotations
@@ -21,27 +22,30 @@ import jax
 import numpy as np
 
 from jaxformer.config import DecodeConfig
-from jaxformer.decode.batching import Prompt, PromptBatch, PromptQueue, bucket_length, buckets_within, pad_batch
-from jaxformer.decode.compiled import CompiledDecoder
+from jaxformer.decode.batching import Prompt, PromptBatch, PromptQueue, pad_batch
+from jaxformer.decode.compiled import CompiledDecoder, DecodeState
 from jaxformer.decode.generate import (
     ModelBundle,
-    check_sources,
     check_token_ids,
     compiled_options,
-    group_by_context,
     max_new_tokens,
     with_target,
 )
 from jaxformer.decode.scheduler import FREE_ROW, ActiveBatch, DecodeRun, call_directly, is_on_one_device
 from jaxformer.decode.search.base import RowSampling, RowSettings
 from jaxformer.decode.streaming import next_steps
+from jaxformer.errors import ConfigError
 
-ROW_GROWTH = 4
-"""A batch has 1, 4, 16, ... rows: few shapes to compile, and a single request does not pay for empty rows."""
 MAX_BATCHES = 2
 """Batches at a time: the prompts of a batch have one padded length, so longer ones need another."""
-MIN_PROMPT_SLOTS = 64
-"""Padded length of a decoder's prompts at least, so that prompts of most lengths fit into one batch."""
+MIN_WIDTH = 64
+"""Padded length of prompts at least."""
+WIDTH_GROWTH = 4
+"""Ratio of two padded lengths: prompts are at most this many times shorter than what they are padded to."""
+
+
+class PromptTooLong(ConfigError):
+    """A prompt has more tokens than the engine reads, or leaves too few positions for the output."""
 
 
 class Sampling(NamedTuple):
@@ -52,7 +56,6 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    draw: int = 0
 
 
 class Piece(NamedTuple):
@@ -60,13 +63,11 @@ class Piece(NamedTuple):
 
     Attributes:
       tokens: int32 `[n]`, the new tokens, with the end token if one was reached.
-      log_probs: float32 `[n]`, their log-probabilities, before temperature and truncation.
       finished: True if no more tokens will come.
       error: why there are no more, where the caller of `Engine.step` gave up; None: the output has ended by itself.
     """
 
     tokens: np.ndarray
-    log_probs: np.ndarray
     finished: bool
     error: Exception | None = None
 
@@ -77,26 +78,15 @@ class Job:
 
     Attributes:
       max_new: tokens that the output may have.
-      context_length: see `CompiledDecoder`; `is_long` is True if the prompt alone is longer.
+      width: padded length of the prompt.
       deliver: called with each piece, by the thread that calls `Engine.step`.
     """
 
     prompt: Prompt
     max_new: int
+    width: int
     sampling: Sampling
-    context_length: int | None
-    is_long: bool
     deliver: Callable[[Piece], None]
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Number of tokens of source and target; 1 for a source that the prompt does not have."""
-        return max(len(self.prompt.get("source", ())), 1), len(self.prompt["target"])
-
-    @property
-    def kind(self) -> tuple[int | None, bool]:
-        """What the jobs of one batch have in common."""
-        return self.context_length, self.is_long
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,28 +98,31 @@ class _EngineRun(DecodeRun):
     def row_settings(self, prompts: PromptBatch) -> RowSettings:
         """The settings of a batch's rows; those of empty rows are zeros."""
         jobs = [self.jobs[int(index)] for index in prompts.indices]
-        padding = prompts.rows - len(jobs)
-        dtypes = (np.float32, np.int32, np.float32, np.float32, np.uint32, np.int32)
+        padding = (0, prompts.rows - len(jobs))
+        dtypes = (np.float32, np.int32, np.float32, np.float32, np.uint32)
         columns = zip(*(job.sampling for job in jobs), strict=True)
         sampling = RowSampling(
-            *(np.pad(np.array(values, dtype), (0, padding)) for values, dtype in zip(columns, dtypes, strict=True))
+            *(np.pad(np.array(values, dtype), padding) for values, dtype in zip(columns, dtypes, strict=True))
         )
-        max_lengths = np.pad(np.array([job.max_new for job in jobs], np.int32), (0, padding))
+        max_lengths = np.pad(np.array([job.max_new for job in jobs], np.int32), padding)
         return RowSettings(max_lengths, np.zeros(prompts.rows, np.int32), self.prompts.key, sampling)
+
+    def prefill(self, prompts: PromptBatch, prompt_width: int | None = None) -> DecodeState:
+        """As of any run; those that begin a batch and those that join it share a program."""
+        return super().prefill(prompts, prompts.lengths[1])
 
 
 class _EngineBatch(ActiveBatch):
     """An active batch whose rows are given to jobs one by one.
 
     Attributes:
-      kind: that of its jobs.
       steps: tokens of the next launch.
     """
 
     run: _EngineRun
 
-    def __init__(self, run: _EngineRun, prompts: PromptBatch, kind: tuple[int | None, bool]) -> None:
-        self.kind, self.steps, self._none = kind, 1, PromptQueue([], (0, 0))
+    def __init__(self, run: _EngineRun, prompts: PromptBatch) -> None:
+        self.steps, self._none = 1, PromptQueue([], (0, 0))
         self._given = np.zeros(prompts.rows, int)
         self._launched = time.monotonic()
         super().__init__(run, prompts, call_directly, self._none, 1)
@@ -146,17 +139,15 @@ class _EngineBatch(ActiveBatch):
 
     def fits(self, job: Job) -> bool:
         """True if the job may get a row of this batch."""
-        shorter = all(new <= current for new, current in zip(job.lengths, self.lengths, strict=True))
-        return self.can_refill and job.kind == self.kind and shorter
+        return self.can_refill and job.width <= self.lengths[1]
 
     def collect(self) -> list[tuple[int, Piece]]:
         """Waits for the loop; the number of each job with what is new of it. Frees the rows of finished jobs."""
         tokens, lengths, _ = self.hypotheses()
-        log_probs = jax.device_get(self.state.search.log_probs)
         finished, pieces = np.asarray(self.status.finished), []
         for row in np.flatnonzero(self.prompt_indices != FREE_ROW).tolist():
             new = slice(self._given[row], int(lengths[row, 0]))
-            piece = Piece(tokens[row, 0, new].copy(), log_probs[row, new].copy(), bool(finished[row]))
+            piece = Piece(tokens[row, 0, new].copy(), bool(finished[row]))
             if len(piece.tokens) or piece.finished:
                 pieces.append((int(self.prompt_indices[row]), piece))
             self._given[row] = new.stop
@@ -164,10 +155,10 @@ class _EngineBatch(ActiveBatch):
         self.steps = next_steps(self.steps, time.monotonic() - self._launched)
         return pieces
 
-    def go_on(self) -> None:
-        """Launches the loop for some tokens. It stops as soon as a job has finished."""
+    def resume(self, steps: int | None = None) -> None:
+        """Launches the loop for some tokens, None: `steps`. It stops as soon as a job has finished."""
         self._launched = time.monotonic()
-        self.launch(self._none, self.steps)
+        self.launch(self._none, self.steps if steps is None else steps)
 
     def join(self, prompts: PromptBatch) -> None:
         """Prefills jobs into free rows."""
@@ -178,21 +169,23 @@ class _EngineBatch(ActiveBatch):
         self.fill(prompts, rows)
 
     def release(self, number: int) -> None:
-        """Frees the row of a job, whose output ends here."""
-        released = self.prompt_indices == number
-        self.state = self.run.decoder.release_rows(self.state, released)
-        self.prompt_indices[released] = FREE_ROW
+        """Frees the row of a job. What the device still adds to it is not read, and the next job overwrites it."""
+        self.prompt_indices[self.prompt_indices == number] = FREE_ROW
 
-    def resize(self, rows: int) -> None:
-        """Changes the number of rows; there are at least as many as jobs."""
-        active = np.flatnonzero(self.prompt_indices != FREE_ROW)
-        indices = np.zeros(rows, int)
-        indices[: len(active)] = active
-        released = np.arange(rows) >= len(active)
-        self.state = self.run.decoder.take_rows(self.state, indices, released)
-        for name in ("prompt_indices", "context_lengths", "_given"):
-            setattr(self, name, getattr(self, name)[indices])
-        self.prompt_indices[released] = FREE_ROW
+    def compile_capacities(self, joining: Sequence[PromptBatch]) -> None:
+        """Compiles the programs of all capacities that the cache may have, with rows that `joining` takes over."""
+        decoder, capacities = self.run.decoder, self.schedule.capacities
+        for index, capacity in enumerate(capacities):
+            if capacity > self.capacity:
+                self.state = self.state._replace(model=decoder.grow(self.state.model, self.schedule, capacity))
+                self.capacity = capacity
+            for prompts in joining if self.can_refill else ():
+                new = self.run.prefill(prompts)
+                self.state = decoder.refill_rows(self.state, np.full(prompts.rows, self.rows), new)
+            self.resume(0)
+            for smaller in capacities[: index + 2]:
+                decoder.compact(self.state, self.schedule, smaller)
+        self.hypotheses()
 
     def _min_finished(self, queue: PromptQueue) -> int:
         return min(len(self.free_rows) + 1, self.rows)
@@ -202,50 +195,59 @@ class Engine:
     """Decodes jobs that arrive at any time. `job` may be called by any thread, the other methods by one.
 
     Attributes:
-      model: the model.
-      options: settings that all jobs share: logits processors, rounded weights, what happens past the last position.
+      model: the model, which reads prompts and goes on from them: it has no encoder.
+      options: settings that all jobs share: logits processors, rounded weights.
       max_new: most tokens that an output may have.
-      max_rows: rows of a batch.
+      max_prompt: most tokens of a prompt.
+      rows: rows of a batch.
+      widths: the lengths that prompts are padded to, ascending; the last is `max_prompt`.
       waiting: number and job of each that has no row yet.
     """
 
-    def __init__(self, model: ModelBundle, options: DecodeConfig, max_new: int, max_rows: int = 16) -> None:
-        """Prepares the model's variables.
+    def __init__(self, model: ModelBundle, options: DecodeConfig, max_new: int, max_prompt: int, rows: int = 8) -> None:
+        """Prepares the model's variables. Prompts and outputs are no longer than the model's positions.
 
         Raises:
           ConfigError: the options name a token outside the vocabulary.
         """
         check_token_ids(options, model.vocabulary)
-        self.model, self.max_new, self.max_rows = model, max_new, max_rows
-        self.options = dataclasses.replace(options, method="greedy", hypotheses=1, max_length=max_new)
+        limit = model.max_target_length
+        self.model, self.rows = model, rows
+        self.max_new, self.max_prompt = (min(most, limit or most) for most in (max_new, max_prompt))
+        self.widths = _widths(self.max_prompt)
+        self.options = dataclasses.replace(
+            options, method="greedy", hypotheses=1, max_length=self.max_new, past_positions="stop"
+        )
         shared = dataclasses.replace(self.options, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-        decoder = CompiledDecoder(model.module, compiled_options(shared, max_new), model.vocabulary, per_row=True)
-        self.variables = decoder.prepare_variables(model.variables)
+        decoder = CompiledDecoder(model.module, compiled_options(shared, self.max_new), model.vocabulary, per_row=True)
         self.waiting: deque[tuple[int, Job]] = deque()
-        self._decoder, self._key = decoder, jax.random.key(0)
         self._jobs: dict[int, Job] = {}
         self._batches: list[_EngineBatch] = []
         self._count = 0
-        self._can_refill = is_on_one_device(model.variables)
-        self._buckets = buckets_within(model.buckets, model.max_target_length, model.max_source_length)
+        none = RowSettings(np.zeros(0, np.int32), np.zeros(0, np.int32), jax.random.key(0))
+        variables = decoder.prepare_variables(model.variables)
+        self._run = _EngineRun(decoder, variables, none, is_on_one_device(model.variables), self._jobs)
 
     def job(self, prompt: Prompt, sampling: Sampling, max_new: int | None, deliver: Callable[[Piece], None]) -> Job:
         """A prompt that is checked and ready for `submit`.
 
         Args:
-          max_new: tokens of the output at most; None: `self.max_new`.
+          max_new: tokens of the output at most; None: as the options say, or as many as the model has positions for.
 
         Raises:
+          PromptTooLong: the prompt is too long, alone or with the output.
           ConfigError: as `generate`.
         """
-        options = dataclasses.replace(self.options, max_length=max_new or self.max_new)
         prompt = with_target(prompt, self.model.vocabulary)
-        limit, source_limit = self.model.max_target_length, self.model.max_source_length
-        check_sources([prompt], source_limit)
-        tokens = max_new_tokens(prompt, options, limit)
-        (group,) = group_by_context([prompt], [tokens], limit)
-        is_long = limit is not None and len(prompt["target"]) > limit
-        return Job(prompt, tokens, sampling, group.context_length, is_long, deliver)
+        size, limit = len(prompt["target"]), self.model.max_target_length
+        if size > self.max_prompt:
+            raise PromptTooLong(f"prompt: got {size} tokens, expected at most {self.max_prompt}; shorten it")
+        if max_new is not None and limit is not None and size + max_new - 1 > limit:
+            got = f"prompt: got {size} tokens and up to {max_new} new ones"
+            raise PromptTooLong(f"{got}, expected at most {limit + 1} together; shorten it, or ask for fewer new ones")
+        options = self.options if max_new is None else dataclasses.replace(self.options, max_length=max_new)
+        width = next(width for width in self.widths if width >= size)
+        return Job(prompt, max_new_tokens(prompt, options, limit), width, sampling, deliver)
 
     def submit(self, job: Job) -> int:
         """Puts a job into the queue; its number."""
@@ -260,8 +262,7 @@ class Engine:
             return
         self.waiting = deque(entry for entry in self.waiting if entry[0] != number)
         for batch in self._batches:
-            if number in batch.prompt_indices:
-                batch.release(number)
+            batch.release(number)
 
     def clear(self) -> list[Job]:
         """Forgets all jobs and batches, as after an error; the jobs that had not ended."""
@@ -293,73 +294,50 @@ class Engine:
         running = list(self._batches)
         self._admit()
         for batch in running:
-            batch.go_on()
+            batch.resume()
+
+    def warm_up(self, prompt: Prompt) -> None:
+        """Compiles the programs that jobs like this short prompt need, whatever their lengths and settings."""
+        job = self.job(prompt, Sampling(), None, lambda piece: None)
+        number = self.submit(job)
+        entries = [self.waiting.pop()]
+        for width in self.widths:
+            batch = _EngineBatch(self._run, self._batch_of(entries, self.rows, width))
+            batch.compile_capacities([self._batch_of(entries, rows, width) for rows in {1, self.rows}])
+        del self._jobs[number]
 
     def _admit(self) -> None:
         """Gives rows to waiting jobs, first come, first served."""
         while self.waiting:
-            job = self.waiting[0][1]
-            fitting = [batch for batch in self._batches if batch.fits(job)]
-            batch = min(fitting, key=lambda batch: batch.lengths, default=None)
-            if batch is not None and self._make_room(batch):
-                self._join(batch)
+            first = self.waiting[0][1]
+            fitting = [batch for batch in self._batches if batch.fits(first)]
+            batch = min(fitting, key=lambda batch: (not len(batch.free_rows), batch.lengths), default=None)
+            if batch is not None and len(batch.free_rows):
+                taken = self._take(batch.fits, len(batch.free_rows))
+                # One prompt or as many as there are rows: few shapes to compile.
+                batch.join(self._batch_of(taken, 1 if len(taken) == 1 else self.rows, batch.lengths[1]))
             elif batch is None and len(self._batches) < MAX_BATCHES:
-                self._open()
+                taken = self._take(lambda job, width=first.width: job.width <= width, self.rows)
+                self._batches.append(_EngineBatch(self._run, self._batch_of(taken, self.rows, first.width)))
             else:
                 return
-        for batch in self._batches:
-            smaller = batch.rows // ROW_GROWTH
-            if self._can_refill and smaller and batch.rows - len(batch.free_rows) <= smaller // 2:
-                batch.resize(smaller)
 
-    def _make_room(self, batch: _EngineBatch) -> bool:
-        """True if the batch has a free row, perhaps a new one."""
-        if not len(batch.free_rows) and batch.rows < self.max_rows:
-            batch.resize(min(self._rows_for(batch.rows + len(self.waiting)), self.max_rows))
-        return bool(len(batch.free_rows))
+    def _take(self, fits: Callable[[Job], bool], most: int) -> list[tuple[int, Job]]:
+        """The first of the waiting jobs, up to one that does not fit."""
+        taken: list[tuple[int, Job]] = []
+        while self.waiting and len(taken) < most and fits(self.waiting[0][1]):
+            taken.append(self.waiting.popleft())
+        return taken
 
-    def _rows_for(self, count: int) -> int:
-        """Rows of a batch for so many jobs."""
-        rows = 1
-        while rows < min(count, self.max_rows):
-            rows *= ROW_GROWTH
-        return min(rows, self.max_rows)
-
-    def _join(self, batch: _EngineBatch) -> None:
-        """Gives free rows of a batch to the first of the waiting jobs, up to one that does not fit."""
-        count = next((i for i, (_, job) in enumerate(self.waiting) if not batch.fits(job)), len(self.waiting))
-        taken = self._take(min(count, len(batch.free_rows)))
-        source, target = ((*self._buckets, length) for length in batch.lengths)
-        # A prefill has a whole power of rows, so that few shapes are compiled; the batch may have fewer.
-        batch.join(self._batch_of(taken, self._rows_for(len(taken)), source, target))
-
-    def _open(self) -> None:
-        """Begins a batch with the first of the waiting jobs, and others that are of its kind and no longer."""
-        first = self.waiting[0][1]
-        source, target = (bucket_length(length, self._buckets) for length in first.lengths)
-        if "source" not in first.prompt:
-            limit = self.model.max_target_length or MIN_PROMPT_SLOTS
-            target = max(target, min(MIN_PROMPT_SLOTS, limit))
-
-        def fits(job: Job) -> bool:
-            return job.kind == first.kind and job.lengths[0] <= source and job.lengths[1] <= target
-
-        count = next((i for i, (_, job) in enumerate(self.waiting) if not fits(job)), len(self.waiting))
-        taken = self._take(min(count, self.max_rows))
-        rows = self._rows_for(len(taken)) if self._can_refill else self.max_rows
-        decoder = dataclasses.replace(self._decoder, context_length=first.context_length)
-        none = RowSettings(np.zeros(0, np.int32), np.zeros(0, np.int32), self._key)
-        run = _EngineRun(decoder, self.variables, none, self._can_refill, self._jobs)
-        prompts = self._batch_of(taken, rows, (source,), (target,))
-        self._batches.append(_EngineBatch(run, prompts, first.kind))
-
-    def _take(self, count: int) -> list[tuple[int, Job]]:
-        return [self.waiting.popleft() for _ in range(count)]
-
-    def _batch_of(
-        self, taken: Sequence[tuple[int, Job]], rows: int, source: tuple[int, ...], target: tuple[int, ...]
-    ) -> PromptBatch:
+    def _batch_of(self, taken: Sequence[tuple[int, Job]], rows: int, width: int) -> PromptBatch:
         """Jobs as a padded batch of so many rows."""
         pads = (self.model.source_pad, self.model.vocabulary.pad)
-        batch = pad_batch([job.prompt for _, job in taken], rows, pads, source, target)
+        batch = pad_batch([job.prompt for _, job in taken], rows, pads, widths=(1, width))
         return PromptBatch(np.array([number for number, _ in taken]), batch)
+
+
+def _widths(most: int) -> tuple[int, ...]:
+    widths = [min(MIN_WIDTH, most)]
+    while widths[-1] < most:
+        widths.append(min(widths[-1] * WIDTH_GROWTH, most))
+    return tuple(widths)

@@ -124,7 +124,7 @@ def prepare(
     vocabulary = model.vocabulary
     check_token_ids(options, vocabulary)
     prompts = [with_target(prompt, vocabulary) for prompt in prompts]
-    check_sources(prompts, model.max_source_length)
+    _check_sources(prompts, model.max_source_length)
     max_lengths = [max_new_tokens(prompt, options, model.max_target_length) for prompt in prompts]
     if not prompts:
         return []
@@ -252,7 +252,7 @@ def with_target(prompt: Prompt, vocabulary: Vocabulary) -> Prompt:
     return {**prompt, "target": np.asarray([vocabulary.start], np.int32)}
 
 
-def check_sources(prompts: Sequence[Prompt], max_source_length: int | None) -> None:
+def _check_sources(prompts: Sequence[Prompt], max_source_length: int | None) -> None:
     """Raises a ConfigError if a source needs more positions than the encoder has."""
     if max_source_length is None:
         return

@@ -2,71 +2,66 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generate import METHODS, VOCABULARY, make_prompts, model
+from test_generate import VOCABULARY, make_prompts, model
 
 from jaxformer.config import ConfigError, DecodeConfig
 from jaxformer.decode import engine as engines
+from jaxformer.decode import logits_processors
+from jaxformer.decode.compiled import CompiledDecoder
 from jaxformer.decode.engine import Engine, Sampling
 from jaxformer.decode.runner import Runner
+from jaxformer.decode.search.base import RowSampling
+from jaxformer.decode.search.per_row import process_rows
 
-SETTINGS = [
-    Sampling(),
-    Sampling(temperature=0.7, seed=5),
-    Sampling(temperature=1.5, top_k=3, seed=2**32 - 1),
-    Sampling(temperature=1.0, top_p=0.6, seed=7, draw=1),
-    Sampling(temperature=1.0, min_p=0.2, top_k=4, top_p=0.9, seed=8),
-    Sampling(top_k=1, top_p=0.1, seed=3),
-]
-MAX_NEW = 8
+GREEDY, WARM, CUT = Sampling(), Sampling(0.7, seed=2**32 - 1), Sampling(1.5, top_k=4, top_p=0.9, min_p=0.01, seed=7)
+SETTINGS = [GREEDY, WARM, CUT, CUT, WARM, GREEDY]
+MAX_NEW, MAX_PROMPT = 8, 7
 
 
 def runner(name, **fields):
     return Runner(*model(name), VOCABULARY, **fields)
 
 
-def alone(name, prompt, sampling, options=None, max_new=MAX_NEW, **fields):
-    """Tokens and score of `generate` with the same settings."""
-    greedy = sampling.temperature == 0
-    own = {} if greedy else {key: value for key, value in sampling._asdict().items() if key not in ("draw", "seed")}
-    options = dataclasses.replace(
-        options or DecodeConfig(),
-        method="greedy" if greedy else "sample",
-        hypotheses=1 if greedy else sampling.draw + 1,
-        max_length=max_new,
-        seed=sampling.seed,
-        **own,
-    )
-    best = runner(name, **fields).generate([prompt], options)[0][0 if greedy else sampling.draw]
-    return best.tokens.tolist(), best.score
+def alone(name, prompts, settings):
+    """The tokens of `generate` with the same settings, as if each prompt were the only one."""
+    tokens = [[]] * len(prompts)
+    for sampling in set(settings):
+        method = {"method": "sample", **sampling._asdict()} if sampling.temperature else {}
+        found = runner(name).generate(prompts, DecodeConfig(max_length=MAX_NEW, batch=8, **method), [0] * len(prompts))
+        for index, one in enumerate(settings):
+            tokens[index] = found[index][0].tokens.tolist() if one == sampling else tokens[index]
+    return tokens
 
 
 class Output:
     """The pieces of a job, put together."""
 
     def __init__(self):
-        self.tokens, self.score, self.finished, self.pieces = [], 0.0, False, 0
+        self.tokens, self.finished, self.pieces = [], False, 0
 
     def __call__(self, piece):
         assert not self.finished
         self.tokens += piece.tokens.tolist()
-        self.score += float(piece.log_probs.sum())
         self.finished, self.pieces = piece.finished, self.pieces + 1
 
 
-def run(engine, prompts, settings, arrivals=None, max_new=None):
-    """The outputs of jobs that arrive before steps `arrivals`."""
-    outputs = [Output() for _ in prompts]
-    arrivals, step = arrivals or [0] * len(prompts), 0
+def run(engine, prompts, settings, arrivals, cancelled=()):
+    """The outputs of jobs that arrive before steps `arrivals`; some are cancelled a step after they got a row."""
+    outputs, numbers, step = [Output() for _ in prompts], {}, 0
     while step <= max(arrivals) or engine.has_jobs:
         for index, arrival in enumerate(arrivals):
             if arrival == step:
-                engine.submit(engine.job(prompts[index], settings[index], max_new, outputs[index]))
+                numbers[index] = engine.submit(engine.job(prompts[index], settings[index], None, outputs[index]))
         engine.step()
+        for index in cancelled:
+            if outputs[index].pieces:
+                engine.cancel(numbers[index])
         step += 1
         assert step < 500
-    assert all(output.finished for output in outputs)
+    assert engine.active == len(engine.waiting) == 0
     return outputs
 
 
@@ -80,16 +75,70 @@ def _one_token_a_launch():
 
 @pytest.fixture(scope="module")
 def decoder():
-    return Engine(runner("decoder"), DecodeConfig(), MAX_NEW, max_rows=4)
+    engine = Engine(runner("decoder"), DecodeConfig(max_length=MAX_NEW), MAX_NEW, MAX_PROMPT, rows=3)
+    engine.warm_up(make_prompts("decoder", 1)[0])
+    return engine
+
+
+def programs():
+    names = ("prefill", "decode_steps", "refill_rows", "grow", "compact", "hypotheses")
+    return {name: getattr(CompiledDecoder, name)._cache_size() for name in names}
 
 
 def test_jobs_with_other_settings_and_arrivals_do_not_change_each_other(decoder):
-    """Seven jobs on up to four rows, some of which arrive when others are decoded: as `generate` of each alone."""
-    prompts = make_prompts("decoder")
+    """Six jobs on three rows, some of which arrive while others are decoded. What they need has been compiled."""
+    prompts, before = make_prompts("decoder"), programs()
     outputs = run(decoder, prompts, SETTINGS, [0, 2, 0, 3, 5, 3])
-    for prompt, sampling, output in zip(prompts, SETTINGS, outputs, strict=True):
-        tokens, score = alone("decoder", prompt, sampling)
-        assert output.tokens == tokens, sampling
-        assert output.score == pytest.approx(score, abs=1e-3)
-    assert len({tuple(output.tokens) for output in outputs}) > 4, "the settings matter"
+    assert programs() == before
+    found = [output.tokens for output in outputs]
+    assert found == alone("decoder", prompts, SETTINGS)
+    assert all(output.finished for output in outputs)
+    assert len(set(map(tuple, found))) > 4, "the settings matter"
     assert max(output.pieces for output in outputs) > 4, "tokens come out as they are chosen"
+    again = run(decoder, prompts[::-1], SETTINGS[::-1], [0] * 6)
+    assert [output.tokens for output in again] == found[::-1]
+
+
+def test_a_cancelled_job_gives_its_row_to_the_next(decoder):
+    prompts = make_prompts("decoder")
+    outputs = run(decoder, prompts, SETTINGS, [0] * 6, cancelled=[0, 1, 2])
+    assert [output.finished for output in outputs] == [False] * 3 + [True] * 3
+    assert [output.tokens for output in outputs[3:]] == alone("decoder", prompts, SETTINGS)[3:]
+
+
+def test_longer_prompts_get_a_batch_of_their_own_and_the_cache_grows(monkeypatch):
+    """Widths 2 and 7, capacities 3 and 6; prompts of 1, 3, 5, 7 tokens in turn, the first in a batch of its own."""
+    prompts = make_prompts("decoder")
+    expected = [tokens[:6] for tokens in alone("decoder", prompts, [GREEDY] * 6)]
+    monkeypatch.setattr(engines, "MIN_WIDTH", 2)
+    monkeypatch.setattr("jaxformer.decode.cache_schedule.INITIAL_NEW_TOKENS", 3)
+    engine = Engine(runner("decoder"), DecodeConfig(max_length=6), 6, MAX_PROMPT, rows=2)
+    assert engine.widths == (2, 7)
+    assert {engine.job(prompt, GREEDY, None, print).width for prompt in prompts} == {2, 7}
+    outputs = run(engine, prompts, [GREEDY] * 6, [0, 0, 1, 0, 2, 4])
+    assert [output.tokens for output in outputs] == expected
+
+
+def test_rows_have_the_processors_that_a_batch_with_their_settings_has():
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(6, 50), scale=3), jnp.float32)
+    settings = [GREEDY, WARM, CUT, Sampling(0.5, top_k=7), Sampling(2.0, top_p=0.7), Sampling(1.0, min_p=0.3)]
+    rows = RowSampling(*map(np.asarray, zip(*settings, strict=True)))
+    found = process_rows(logits, rows, rows.temperature > 0)
+    for row, sampling in enumerate(settings[1:], 1):
+        config = DecodeConfig(method="sample", **sampling._asdict())
+        np.testing.assert_array_equal(found[row], logits_processors.process_for_sampling(config, logits)[row])
+
+
+def test_prompts_that_do_not_fit_are_refused():
+    few = dataclasses.replace(runner("decoder"), max_target_length=6)
+    engine = Engine(few, DecodeConfig(max_length=9), 8, 10)
+    prompt = {"target": np.ones(5, np.int32)}
+    assert engine.max_new == 6
+    assert engine.job(prompt, Sampling(), None, print).max_new == 2, "as many as there are positions for"
+    assert engine.job(prompt, Sampling(), 2, print).max_new == 2
+    with pytest.raises(engines.PromptTooLong, match="got 5 tokens and up to 3 new ones, expected at most 7 together"):
+        engine.job(prompt, Sampling(), 3, print)
+    with pytest.raises(engines.PromptTooLong, match="got 7 tokens, expected at most 6; shorten it"):
+        engine.job({"target": np.ones(7, np.int32)}, Sampling(), None, print)
+    with pytest.raises(ConfigError, match="got token 99 to force or ban"):
+        Engine(few, DecodeConfig(suppress=(99,)), 8, 10)

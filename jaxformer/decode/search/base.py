@@ -37,7 +37,6 @@ class RowSampling(NamedTuple):
       top_p: float32 `[B]`; 1: all tokens.
       min_p: float32 `[B]`; 0: all tokens.
       seeds: uint32 `[B]`, seed of the row's draws.
-      draws: int32 `[B]`, number of the draw, where a prompt has several.
     """
 
     temperature: Array | np.ndarray
@@ -45,7 +44,6 @@ class RowSampling(NamedTuple):
     top_p: Array | np.ndarray
     min_p: Array | np.ndarray
     seeds: Array | np.ndarray
-    draws: Array | np.ndarray
 
 
 class RowSettings(NamedTuple):

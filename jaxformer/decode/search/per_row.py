@@ -6,7 +6,6 @@ A row's tokens are those that `SampleSearch` chooses with the same settings, wha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +26,14 @@ class PerRowSearch(SampleSearch):
     """
 
     def keys(self, rows: RowSettings) -> Array:
-        """PRNG keys `[R]`: those that `SampleSearch` has for the row's seed, its index and its draw."""
-        sampling = _sampling(rows.sampling)
-        fold = lambda seed, row, draw: jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), draw)  # noqa: E731
-        return jax.vmap(fold)(sampling.seeds, rows.row_indices, sampling.draws)
+        """PRNG keys `[R]`: those of the first draw that `SampleSearch` has for the row's seed and index."""
+        fold = jax.random.fold_in
+        seeds = _sampling(rows.sampling).seeds
+        return jax.vmap(lambda seed, row: fold(fold(jax.random.key(seed), row), 0))(seeds, rows.row_indices)
 
-    def row_fields(self, rows: RowSettings) -> dict[str, Any]:
-        """The settings of the rows, and space for the log-probability of each token."""
-        sampling = RowSampling(*map(jnp.asarray, _sampling(rows.sampling)))
-        shape = (len(rows.max_lengths), self.config.max_length)
-        return {"sampling": sampling, "log_probs": jnp.zeros(shape, jnp.float32)}
+    def row_sampling(self, rows: RowSettings) -> RowSampling:
+        """The settings of the rows."""
+        return RowSampling(*map(jnp.asarray, _sampling(rows.sampling)))
 
     def next_token(self, logits: Float32[Array, "R V"], state: Draws) -> Int[Array, " R"]:
         """The token of every row. Nothing is drawn, or sorted, as long as no row asks for it."""

@@ -8,7 +8,7 @@ number of the draw and the step. So a row's result does not depend on the rest o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,6 @@ class Draws(NamedTuple):
       keys: PRNG keys `[R]`.
       prompt: tokens `[R, S]`, if logits processors need them; else None.
       sampling: settings of the rows, if the search has them by row (`per_row.py`); else None.
-      log_probs: float32 `[R, T]`, log-probability of each new token, likewise.
     """
 
     step: Array
@@ -45,7 +44,6 @@ class Draws(NamedTuple):
     keys: Array
     prompt: PromptTokens | None
     sampling: RowSampling | None = None
-    log_probs: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class SampleSearch:
             max_length=max_length,
             keys=self.keys(rows),
             prompt=jax.tree.map(lambda x: jnp.repeat(x, draws, axis=0), aligned),
-            **self.row_fields(rows),
+            sampling=self.row_sampling(rows),
         )
         return self.choose(jnp.repeat(logits, draws, axis=0), state)
 
@@ -98,9 +96,9 @@ class SampleSearch:
             draws
         ))(rows.row_indices).reshape(-1)  # fmt: skip
 
-    def row_fields(self, rows: RowSettings) -> dict[str, Any]:
-        """Fields of `Draws` that only a search with settings by row has."""
-        return {}
+    def row_sampling(self, rows: RowSettings) -> RowSampling | None:
+        """The settings of the rows, of a search that has them by row; else None."""
+        return None
 
     def advance(self, model: Decodable, state: Draws, model_state: State) -> tuple[Draws, State]:
         """Adds a token to every draw that is not done."""
@@ -122,11 +120,9 @@ class SampleSearch:
         step = state.step + ~state.done
         # Index T is out of bounds, so that rows that are done write nothing.
         column = jnp.where(state.done, state.tokens.shape[1], state.step)
-        write = lambda x, new: x.at[jnp.arange(len(token)), column].set(new, mode="drop")  # noqa: E731
         return state._replace(
             step=step,
-            tokens=write(state.tokens, token),
-            log_probs=None if state.log_probs is None else write(state.log_probs, gain),
+            tokens=state.tokens.at[jnp.arange(len(token)), column].set(token, mode="drop"),
             scores=state.scores + jnp.where(state.done, 0.0, gain),
             done=state.done | is_any(token, self.eos) | (step >= state.max_length),
         )
