@@ -147,7 +147,7 @@ class _EngineBatch(ActiveBatch):
         finished, pieces = np.asarray(self.status.finished), []
         for row in np.flatnonzero(self.prompt_indices != FREE_ROW).tolist():
             new = slice(self._given[row], int(lengths[row, 0]))
-            piece = Piece(tokens[row, 0, new].copy(), bool(finished[row]))
+            piece = Piece(np.array(tokens[row, 0, new]), bool(finished[row]))
             if len(piece.tokens) or piece.finished:
                 pieces.append((int(self.prompt_indices[row]), piece))
             self._given[row] = new.stop
@@ -196,7 +196,7 @@ class Engine:
 
     Attributes:
       model: the model, which reads prompts and goes on from them: it has no encoder.
-      options: settings that all jobs share: logits processors, rounded weights.
+      options: settings that all jobs share: logits processors, rounded weights, how long an output usually gets.
       max_new: most tokens that an output may have.
       max_prompt: most tokens of a prompt.
       rows: rows of a batch.
@@ -215,10 +215,12 @@ class Engine:
         self.model, self.rows = model, rows
         self.max_new, self.max_prompt = (min(most, limit or most) for most in (max_new, max_prompt))
         self.widths = _widths(self.max_prompt)
+        usual = min(options.max_length, self.max_new)
         self.options = dataclasses.replace(
-            options, method="greedy", hypotheses=1, max_length=self.max_new, past_positions="stop"
+            options, method="greedy", hypotheses=1, max_length=usual, past_positions="stop"
         )
-        shared = dataclasses.replace(self.options, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # every row has its own
+        shared = dataclasses.replace(self.options, max_length=self.max_new, **settings)
         decoder = CompiledDecoder(model.module, compiled_options(shared, self.max_new), model.vocabulary, per_row=True)
         self.waiting: deque[tuple[int, Job]] = deque()
         self._jobs: dict[int, Job] = {}

@@ -1,7 +1,7 @@
 """HTTP servers for this machine, as pages and models have them, on the standard library's.
 
-A server listens on the loopback address unless it is told otherwise, and answers requests that name it as their host,
-so that no page of a stranger reaches it. Questions are JSON objects of bounded size. Errors are one line of JSON.
+A server listens on the loopback address and answers requests that name it as their host, so that no page of a stranger
+reaches it. Questions are JSON objects of bounded size. Errors are one line of JSON.
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ class LocalServer(http.server.ThreadingHTTPServer):
       connections: most connections at a time.
 
     Raises:
-      ConfigError: the port is taken, or the address is none of this machine.
+      ConfigError: the port is taken.
     """
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(
-        self, port: int, handler: type[LocalHandler], address: str = ADDRESS, connections: int = MAX_CONNECTIONS
-    ) -> None:
-        self.address, self._places = address, threading.BoundedSemaphore(connections)
+    def __init__(self, port: int, handler: type[LocalHandler], connections: int = MAX_CONNECTIONS) -> None:
+        self._places = threading.BoundedSemaphore(connections)
         try:
-            super().__init__((address, port), handler)
+            super().__init__((ADDRESS, port), handler)
         except (OSError, OverflowError) as error:
             got = f"--port: got {port} ({getattr(error, 'strerror', None) or error})"
             raise ConfigError(f"{got}, expected a free port; give another, or 0 for any") from error
@@ -53,7 +51,7 @@ class LocalServer(http.server.ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """The address of the page."""
-        return f"http://{self.address}:{self.server_address[1]}/"
+        return f"http://{ADDRESS}:{self.server_address[1]}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Handles a connection in a thread of its own, or closes it if there are too many."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from jaxformer.serving.api import Running
-from jaxformer.serving.choice import Choice
 from jaxformer.serving.requests import Generation
+from jaxformer.serving.running import Running
 
 
 class Answer:
@@ -29,11 +27,11 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """The answer, once all outputs have ended."""
-        write = self._message if self.request.is_chat else self._text
-        choices = [
-            {"index": i, **write(choice), "finish_reason": choice.reason}
-            for i, choice in enumerate(self.running.choices)
-        ]
+        choices = []
+        for index, choice in enumerate(self.running.choices):
+            message = {"message": {"role": "assistant", "content": choice.text}}
+            text = message if self.request.is_chat else {"text": choice.text}
+            choices.append({"index": index, **text, "logprobs": None, "finish_reason": choice.reason})
         return {**self._head(""), "choices": choices, "usage": self._usage()}
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -66,34 +64,6 @@ class Answer:
     def _usage(self) -> dict[str, int]:
         read, written = self.running.prompt_tokens, self.running.completion_tokens
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-
-    def _text(self, choice: Choice) -> dict[str, Any]:
-        return {"text": choice.text, "logprobs": self._log_probs(choice) if self.request.log_probs else None}
-
-    def _message(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text}
-        if not self.request.log_probs:
-            return {"message": message, "logprobs": None}
-        content = [
-            {"token": token, "logprob": log_prob, "bytes": None, "top_logprobs": []}
-            for token, log_prob in zip(_pieces(choice), choice.log_probs, strict=True)
-        ]
-        return {"message": message, "logprobs": {"content": content}}
-
-    def _log_probs(self, choice: Choice) -> dict[str, Any]:
-        pieces = _pieces(choice)
-        offsets = [0, *itertools.accumulate(map(len, pieces))][: len(pieces)]
-        return {
-            "tokens": pieces,
-            "token_logprobs": choice.log_probs,
-            "top_logprobs": None,
-            "text_offset": offsets,
-        }
-
-
-def _pieces(choice: Choice) -> list[str]:
-    """The text of each token by itself; "" for special ones."""
-    return [choice.tokenizer.decode([token]) for token in choice.tokens]
 
 
 def event(value: Any) -> bytes:

@@ -17,7 +17,6 @@ class Choice:
       text: what has been given out.
       reason: why it has ended, "stop" or "length"; None: it has not.
       tokens: the tokens, with the end token, or up to the one that completes a stop sequence.
-      log_probs: their log-probabilities.
     """
 
     def __init__(
@@ -27,7 +26,6 @@ class Choice:
         self.tokenizer, self.prompt_ids, self.ends, self.stops = tokenizer, prompt_ids, ends, stops
         self.text, self.reason = "", None
         self.tokens: list[int] = []
-        self.log_probs: list[float] = []
         self._stream = TextStream(tokenizer, prompt_ids)
         self._held = ""
 
@@ -35,7 +33,6 @@ class Choice:
         """Adds tokens; the text that is certain because of them. A text that may begin a stop sequence is held back."""
         before, tokens = len(self.tokens), piece.tokens.tolist()
         self.tokens += tokens
-        self.log_probs += piece.log_probs.tolist()
         held = self._held + self._stream.push(tokens)
         if piece.finished:
             held += self._stream.end()
@@ -43,7 +40,7 @@ class Choice:
         stop = first_stop(held, self.stops)
         if stop is not None:
             end = len(self.text) + stop[1]
-            self._cut(next(n for n in range(before, len(self.tokens) + 1) if self._has_text(n, end)))
+            del self.tokens[next(n for n in range(before, len(self.tokens) + 1) if self._has_text(n, end)) :]
             self.reason = "stop"
             return self._give(held[: stop[0]], "")
         keep = 0 if piece.finished else held_back(held, self.stops)
@@ -58,9 +55,6 @@ class Choice:
         if count == len(self.tokens):
             return True
         return len(_generation.final_text(self.tokenizer, self.prompt_ids, self.tokens[:count])) >= end
-
-    def _cut(self, count: int) -> None:
-        self.tokens, self.log_probs = self.tokens[:count], self.log_probs[:count]
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:

@@ -70,10 +70,6 @@ class Fields:
             got = f"{name}: got {_shown(value)}, expected {only}"
             raise Refusal(f"{got}; this server does not support it", param=name, code="unsupported_parameter")
 
-    def ignored(self, *names: str) -> None:
-        """Fields that change nothing in the answer."""
-        self._names += names
-
     def end(self) -> None:
         """Refuses fields that nobody has read."""
         for name in self.values:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from jaxformer.errors import ConfigError
 
 MAX_LINES = 256
-"""Lines of one request to a task's route."""
-MAX_CHOICES = 128
-"""Outputs of one request, as in OpenAI's interface."""
+"""Lines of one request to a route that answers lines, and prompts of one request for completions."""
 
 
 @dataclass(frozen=True)
@@ -17,23 +15,23 @@ class Limits:
     """Limits of a server.
 
     Attributes:
-      max_queue: outputs that wait for a row of the batch; further requests are refused (429).
+      rows: outputs that are decoded together.
+      max_queue: outputs that wait for a row; further requests are refused (429).
       max_tokens: new tokens of one output.
       max_prompt: tokens of one prompt.
-      request_timeout: seconds that a request may take.
-      max_body: bytes of a request.
-      grace: seconds that running requests have to end when the server stops.
+      request_timeout: seconds that a request may take; what is not done then is given up (504).
+      max_body: bytes of a request (413).
     """
 
+    rows: int = 8
     max_queue: int = 64
-    max_tokens: int = 512
-    max_prompt: int = 4096
+    max_tokens: int = 256
+    max_prompt: int = 1024
     request_timeout: float = 60.0
     max_body: int = 2**20
-    grace: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_queue", 0), ("max_tokens", 1), ("max_prompt", 1), ("max_body", 1)):
+        for name, least in (("rows", 1), ("max_queue", 0), ("max_tokens", 1), ("max_prompt", 1), ("max_body", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name.replace('_', '-')}: got {getattr(self, name)}, expected at least {least}")
         if not self.request_timeout > 0:

@@ -8,7 +8,6 @@ from typing import Any
 from jaxformer.runtime import secrets
 
 TYPES = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.INTERNAL_SERVER_ERROR: "server_error",

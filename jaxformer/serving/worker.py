@@ -21,7 +21,7 @@ from jaxformer.serving import refusal
 from jaxformer.serving.limits import MAX_LINES
 
 Function = Callable[[Sequence[str]], Sequence[Any]]
-"""From lines to a result for each. A line's result does not depend on the others."""
+"""From lines to a result for each."""
 
 
 class Ticket:
@@ -38,9 +38,8 @@ class Ticket:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Lines that wait for a function; calls with the same `key` may run together."""
+    """Lines that wait for a function."""
 
-    key: Any
     function: Function
     lines: Sequence[str]
     future: Future[Sequence[Any]]
@@ -92,7 +91,7 @@ class Worker:
         Raises:
           Refusal: the queue is full, or the server stops.
         """
-        rows = 0 if self.engine is None else self.engine.max_rows
+        rows = 0 if self.engine is None else self.engine.rows
         tickets = [Ticket(job) for job in jobs]
         with self._change:
             self._check_open()
@@ -108,8 +107,8 @@ class Worker:
             self._cancelled += tickets
             self._change.notify()
 
-    def call(self, key: Any, function: Function, lines: Sequence[str]) -> Future[Sequence[Any]]:
-        """Runs `function(lines)`, perhaps with the lines of other calls with the same key.
+    def call(self, function: Function, lines: Sequence[str]) -> Future[Sequence[Any]]:
+        """Runs `function(lines)`, perhaps with the lines of other calls of the same function.
 
         Raises:
           Refusal: as `submit`.
@@ -117,9 +116,9 @@ class Worker:
         future: Future[Sequence[Any]] = Future()
         with self._change:
             self._check_open()
-            if len(self._calls) >= self.max_queue + 1:
+            if len(self._calls) > self.max_queue:
                 raise refusal.queue_full(self.waiting)
-            self._calls.append(_Call(key, function, lines, future))
+            self._calls.append(_Call(function, lines, future))
             self._change.notify()
         return future
 
@@ -146,19 +145,28 @@ class Worker:
 
     def _run(self) -> None:
         mesh = contextlib.nullcontext() if self._mesh.empty else jax.set_mesh(self._mesh)
-        with mesh:
-            while True:
-                with self._change:
-                    while not (self._has_work() or self._ends):
-                        self._change.wait()
-                    if self._ends:
-                        break
-                    self._take_changes()
-                    calls = self._take_calls()
-                _run_calls(calls)
-                self._running_calls = 0
-                self._step()
-        self._fail_all(refusal.stopping())
+        try:
+            with mesh:
+                while self._turn():
+                    pass
+        finally:
+            with self._change:
+                self._stops = True
+                self._fail_all(refusal.stopping())
+
+    def _turn(self) -> bool:
+        """Waits for work and does a little of it; False: the thread should end."""
+        with self._change:
+            while not (self._has_work() or self._ends):
+                self._change.wait()
+            if self._ends:
+                return False
+            self._take_changes()
+            calls = self._take_calls()
+        _run_calls(calls)
+        self._running_calls = 0
+        self._step()
+        return True
 
     def _take_changes(self) -> None:
         """Hands arrived and cancelled jobs to the engine."""
@@ -175,7 +183,7 @@ class Worker:
         taken: list[_Call] = []
         for call in list(self._calls):
             lines = sum(len(one.lines) for one in taken) + len(call.lines)
-            if not taken or (call.key == taken[0].key and lines <= MAX_LINES):
+            if not taken or (call.function == taken[0].function and lines <= MAX_LINES):
                 taken.append(call)
                 self._calls.remove(call)
         self._running_calls = len(taken)
@@ -202,7 +210,7 @@ class Worker:
 
 def _fail(jobs: Sequence[Job], error: Exception) -> None:
     for job in jobs:
-        job.deliver(Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), True, error))
+        job.deliver(Piece(np.zeros(0, np.int32), True, error))
 
 
 def _run_calls(calls: Sequence[_Call]) -> None:

@@ -20,7 +20,7 @@ def pieces(ids, sizes):
     begins = [*itertools.accumulate(sizes, initial=0)]
     for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True):
         tokens = np.array(ids[begin:end], np.int32)
-        yield Piece(tokens, -np.arange(begin, begin + len(tokens), dtype=np.float32), end == len(ids))
+        yield Piece(tokens, end == len(ids))
 
 
 def collect(ids, sizes, stops=(), ends=()):
@@ -61,7 +61,7 @@ def test_stop_sequences_end_the_text_at_the_same_place_whatever_the_pieces(stops
     for sizes in ([1] * (len(IDS) - 1), [3, 3, 3, 3], [len(IDS) - 1], [5, 9]):
         parts, choice = collect(IDS, sizes, stops)
         assert "".join(parts) == choice.text == text
-        assert len(choice.tokens) == len(choice.log_probs) == tokens
+        assert len(choice.tokens) == tokens
         assert choice.reason == ("length" if text == TEXT else "stop")
 
 
@@ -75,4 +75,11 @@ def test_the_stop_that_is_complete_first_counts():
     assert first_stop("abcd", ["bcd", "c"]) == (2, 3)
     assert first_stop("abcd", ["bc", "c"]) == (1, 3)
     assert first_stop("abcd", ["x"]) is None
-    assert [held_back(text, ["stop", "to"]) for text in ("a s", "a st", "a sto", "a t", "stop ", "")] == [1, 2, 3, 1, 0, 0]
+    assert [held_back(text, ["stop", "to"]) for text in ("a s", "a st", "a sto", "a t", "stop ", "")] == [
+        1,
+        2,
+        3,
+        1,
+        0,
+        0,
+    ]

@@ -39,7 +39,7 @@ class PerRowSearch(SampleSearch):
         """The token of every row. Nothing is drawn, or sorted, as long as no row asks for it."""
         sampling = _sampling(state.sampling)
         greedy = top_k(logits, 1)[1][:, 0]
-        samples = (sampling.temperature > 0) & ~state.done
+        samples = (jnp.asarray(sampling.temperature) > 0) & ~state.done
 
         def draw() -> Int[Array, " R"]:
             keys = jax.vmap(jax.random.fold_in)(state.keys, state.step)
