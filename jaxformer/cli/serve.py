@@ -93,6 +93,5 @@ COMMAND = Command(
         "checkpoint": CHECKPOINT,
     },
     config="edits",
-    prints=True,
     example="jaxformer serve --workdir=runs/shakespeare --port=8000",
 )

@@ -1,12 +1,30 @@
-"""A client of a server in the same process, and a gate that holds its decoding up."""
+"""A small model to serve, a client of a server in the same process, and a gate that holds its decoding up."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import json
+import re
+import shlex
 import threading
 import time
+from pathlib import Path
+
+from test_model import model
+
+from jaxformer.data.chat import DEFAULT_TEMPLATE
+
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+
+
+def language_model():
+    """A byte language model with 32 positions and a chat template."""
+    plain = model("language_modelling")
+    tokenizers = dataclasses.replace(plain.tokenizers, chat_template=DEFAULT_TEMPLATE)
+    config = dataclasses.replace(plain.config, data=dataclasses.replace(plain.config.data, length=32))
+    return dataclasses.replace(plain, config=config, tokenizers=tokenizers)
 
 
 class Client:
@@ -97,3 +115,16 @@ def together(*functions):
     for thread in threads:
         thread.join()
     return results
+
+
+def curls():
+    """Path, body and the printed answer of each curl command of the page; body None: a GET."""
+    text = PAGE.read_text(encoding="utf-8")
+    for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["curl"]:
+                (url,) = (word for word in words if word.startswith("localhost:8000/"))
+                body = json.loads(words[words.index("-d") + 1]) if "-d" in words else None
+                assert body is None or words[words.index("-H") + 1] == "Content-Type: application/json", line
+                yield url.removeprefix("localhost:8000"), body

@@ -6,10 +6,8 @@ import socket
 import threading
 
 import pytest
-from serving_client import Client, eventually, gate, text_of, together
-from test_model import model
+from serving_client import Client, eventually, gate, language_model, text_of, together
 
-from jaxformer.data.chat import DEFAULT_TEMPLATE
 from jaxformer.decode import engine as engines
 from jaxformer.serving import Limits, Server
 
@@ -20,11 +18,7 @@ SAMPLED = {"prompt": "ab", "max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "
 
 @pytest.fixture(scope="module")
 def lm():
-    """A byte language model with 32 positions and a chat template."""
-    plain = model("language_modelling")
-    tokenizers = dataclasses.replace(plain.tokenizers, chat_template=DEFAULT_TEMPLATE)
-    config = dataclasses.replace(plain.config, data=dataclasses.replace(plain.config.data, length=32))
-    return dataclasses.replace(plain, config=config, tokenizers=tokenizers)
+    return language_model()
 
 
 @pytest.fixture(scope="module")
