@@ -28,8 +28,13 @@ def run(arguments: Namespace) -> int:
     from jaxformer.hf import workdirs
     from jaxformer.serving import Limits, Server
 
-    fields = {field.name: field.name.replace("_", "-") for field in dataclasses.fields(Limits)}
-    limits = Limits(**{name: vars(arguments)[flag] for name, flag in fields.items() if flag in vars(arguments)})
+    limits = Limits(
+        rows=arguments.rows,
+        max_queue=arguments.max_queue,
+        max_tokens=arguments.max_tokens,
+        max_prompt=arguments.max_prompt,
+        request_timeout=arguments.request_timeout,
+    )
     model = workdirs.load(arguments.workdir, arguments.checkpoint)
     if model.weights is not None:
         print(f"weights: {model.weights.describe()}", file=sys.stderr)
@@ -88,7 +93,7 @@ COMMAND = Command(
         "rows": Flag("outputs that are decoded together", default=8, type=positive),
         "max-queue": Flag("outputs that may wait; more are refused (429)", default=64, type=positive),
         "max-tokens": Flag("most new tokens of an output", default=256, type=positive),
-        "max-prompt": Flag("most tokens of a prompt", default=1024, type=positive),
+        "max-prompt": Flag("most tokens of a prompt; without it the model's length", default=None, type=positive),
         "request-timeout": Flag("seconds that a request may take (504)", default=60.0, type=_seconds),
         "checkpoint": CHECKPOINT,
     },

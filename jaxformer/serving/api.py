@@ -14,7 +14,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.model import Model
 from jaxformer.serving import refusal, requests
 from jaxformer.serving.choice import Choice
-from jaxformer.serving.limits import Limits
+from jaxformer.serving.limits import USUAL_MAX_PROMPT, Limits
 from jaxformer.serving.refusal import Refusal
 from jaxformer.serving.requests import Generation
 from jaxformer.serving.running import POLL_SECONDS, ClientGone, Running
@@ -59,7 +59,9 @@ class Api:
         self.config, self._task = self.predictor.config, task
         engine = None
         if generates:
-            sizes = limits.max_tokens, limits.max_prompt, limits.rows
+            trained = self.predictor.framing.chat_length or USUAL_MAX_PROMPT
+            longest = limits.max_prompt or min(trained, USUAL_MAX_PROMPT)
+            sizes = limits.max_tokens, longest, limits.rows
             engine = Engine(self.predictor.runner, self.config.decode, *sizes)
         self.worker = Worker(engine, limits.max_queue)
         self.routes = self._routes(method) if generates else (LINE_ROUTES[method],)

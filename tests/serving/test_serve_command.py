@@ -11,6 +11,7 @@ from serving_client import Client, curls, events, language_model
 
 from jaxformer import cli
 from jaxformer.hf import workdirs
+from jaxformer.serving import Limits
 
 
 class Port:
@@ -23,6 +24,8 @@ class Port:
 def test_the_page_and_the_command(monkeypatch, tmp_path, capfd):
     """The requests of the page, to a server that then gets SIGTERM while it answers one more."""
     monkeypatch.setattr(workdirs, "load", lambda path, which: language_model())
+    limits, post_init = [], Limits.__post_init__
+    monkeypatch.setattr(Limits, "__post_init__", lambda self: limits.append(self) or post_init(self))
     answers, failures = {}, []
 
     def ask():
@@ -48,11 +51,20 @@ def test_the_page_and_the_command(monkeypatch, tmp_path, capfd):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    flags = ["--name=shakespeare", "--port=0", "--rows=2", "--max-tokens=64", "--max-prompt=100"]
+    flags = [
+        "--name=shakespeare",
+        "--port=0",
+        "--rows=2",
+        "--max-queue=3",
+        "--max-tokens=20",
+        "--max-prompt=30",
+        "--request-timeout=50",
+    ]
     assert cli.main(["serve", f"--workdir={tmp_path}", *flags]) == 0
     thread.join()
     if failures:
         raise failures[0]
+    assert limits[0] == Limits(rows=2, max_queue=3, max_tokens=20, max_prompt=30, request_timeout=50.0)
     assert {key: answer[0] for key, answer in answers.items()} == dict.fromkeys(answers, 200), answers
     assert {path for path, _ in answers} == {"/health", "/v1/models", "/v1/completions", "/v1/chat/completions"}
     assert ("/v1/chat/completions", "stream") in answers and answers["/v1/chat/completions", "stream"][1][
