@@ -265,6 +265,8 @@ class Engine:
         self.waiting = deque(entry for entry in self.waiting if entry[0] != number)
         for batch in self._batches:
             batch.release(number)
+        # One that has lost its last job still runs, and nobody will collect how far it got: it is not kept.
+        self._batches = [batch for batch in self._batches if batch.has_prompts]
 
     def clear(self) -> list[Job]:
         """Forgets all jobs and batches, as after an error; the jobs that had not ended."""
@@ -286,17 +288,18 @@ class Engine:
 
     def step(self) -> None:
         """Delivers new tokens, lets waiting jobs join, and launches the decode loops."""
-        for batch in self._batches:
+        running = [batch for batch in self._batches if batch.has_prompts]
+        for batch in running:
             for number, piece in batch.collect():
                 job = self._jobs[number]
                 if piece.finished:
                     del self._jobs[number]
                 job.deliver(piece)
-        self._batches = [batch for batch in self._batches if batch.has_prompts]
-        running = list(self._batches)
-        self._admit()
-        for batch in running:
-            batch.resume()
+        self._batches = [batch for batch in self._batches if batch.has_prompts or batch.can_refill]
+        joined = self._admit()
+        for batch in self._batches:
+            if batch in joined or (batch in running and batch.has_prompts):
+                batch.resume()
 
     def warm_up(self, prompt: Prompt) -> None:
         """Compiles the programs that jobs like this short prompt need, whatever their lengths and settings."""
@@ -308,21 +311,34 @@ class Engine:
             batch.compile_capacities([self._batch_of(entries, rows, width) for rows in {1, self.rows}])
         del self._jobs[number]
 
-    def _admit(self) -> None:
-        """Gives rows to waiting jobs, first come, first served."""
+    def _admit(self) -> list[_EngineBatch]:
+        """Gives rows to waiting jobs, first come, first served; the batches that have got jobs and are not launched.
+
+        A batch without jobs is kept for the next ones, which are then prefilled alone and not with empty rows, unless
+        a narrower one or a wider one is needed.
+        """
+        joined: list[_EngineBatch] = []
         while self.waiting:
             first = self.waiting[0][1]
-            fitting = [batch for batch in self._batches if batch.fits(first)]
+            fitting = [
+                batch
+                for batch in self._batches
+                if batch.fits(first) and (batch.has_prompts or batch.lengths[1] == first.width)
+            ]
             batch = min(fitting, key=lambda batch: (not len(batch.free_rows), batch.lengths), default=None)
+            if batch is None:
+                self._batches = [batch for batch in self._batches if batch.has_prompts]
             if batch is not None and len(batch.free_rows):
                 taken = self._take(batch.fits, len(batch.free_rows))
                 # One prompt or as many as there are rows: few shapes to compile.
                 batch.join(self._batch_of(taken, 1 if len(taken) == 1 else self.rows, batch.lengths[1]))
+                joined.append(batch)
             elif batch is None and len(self._batches) < MAX_BATCHES:
                 taken = self._take(lambda job, width=first.width: job.width <= width, self.rows)
                 self._batches.append(_EngineBatch(self._run, self._batch_of(taken, self.rows, first.width)))
             else:
-                return
+                break
+        return joined
 
     def _take(self, fits: Callable[[Job], bool], most: int) -> list[tuple[int, Job]]:
         """The first of the waiting jobs, up to one that does not fit."""

@@ -189,12 +189,7 @@ def keep_top_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]
 
 def keep_min_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]:
     """Keeps tokens at least `p` times as probable as the most probable one (Nguyen et al. 2024)."""
-    return keep_at_least(logits, math.log(p))
-
-
-def keep_at_least(logits: Float32[Array, "B V"], log_p: float | Float32[Array, "B 1"]) -> Float32[Array, "B V"]:
-    """Keeps tokens whose logit is within `log_p`, at most 0, of the row's largest; -inf keeps all."""
-    return jnp.where(logits >= logits.max(axis=1, keepdims=True) + log_p, logits, -jnp.inf)
+    return jnp.where(logits >= logits.max(axis=1, keepdims=True) + math.log(p), logits, -jnp.inf)
 
 
 def _suffix(history: TokenHistory, size: int) -> tuple[Int[Array, "B n"], Bool[Array, " B"]]:

@@ -95,7 +95,8 @@ class Api:
           ConfigError: the prompt does not fit the model.
         """
         engine = self.worker.engine
-        assert engine is not None, "routes that generate text have an engine"
+        if engine is None:
+            raise TypeError(f"{path}: got a model without an engine, expected one that generates text")
         read = requests.chat if path == CHAT else requests.completion
         request = read(body, self.name, self.config.decode, self.limits)
         running = Running(self.worker, self.limits.request_timeout)
@@ -168,7 +169,8 @@ class Api:
         return {"object": "list", "model": self.name, "results": list(future.result())}
 
     def _predict(self, lines: Sequence[str]) -> Sequence[Any]:
-        assert self._task is not None, "routes that answer lines have a task"
+        if self._task is None:
+            raise TypeError("lines: got a model without a task, expected one that reads lines")
         return self._task.predict(self.predictor, lines, self.config.decode)
 
 

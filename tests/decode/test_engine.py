@@ -17,7 +17,7 @@ from jaxformer.decode.search.base import RowSampling
 from jaxformer.decode.search.per_row import process_rows
 
 GREEDY, WARM, CUT = Sampling(), Sampling(0.7, seed=2**32 - 1), Sampling(1.5, top_k=4, top_p=0.9, min_p=0.01, seed=7)
-SETTINGS = [GREEDY, WARM, CUT, CUT, WARM, GREEDY]
+SETTINGS = [GREEDY, CUT, CUT._replace(seed=8), CUT, GREEDY, CUT]
 MAX_NEW, MAX_PROMPT = 8, 7
 
 
@@ -28,7 +28,7 @@ def runner(name, **fields):
 def alone(name, prompts, settings):
     """The tokens of `generate` with the same settings, as if each prompt were the only one."""
     tokens = [[]] * len(prompts)
-    for sampling in set(settings):
+    for sampling in set(settings):  # the seed is no part of the programs
         method = {"method": "sample", **sampling._asdict()} if sampling.temperature else {}
         found = runner(name).generate(prompts, DecodeConfig(max_length=MAX_NEW, batch=8, **method), [0] * len(prompts))
         for index, one in enumerate(settings):
@@ -103,25 +103,26 @@ def test_a_cancelled_job_gives_its_row_to_the_next(decoder):
     prompts = make_prompts("decoder")
     outputs = run(decoder, prompts, SETTINGS, [0] * 6, cancelled=[0, 1, 2])
     assert [output.finished for output in outputs] == [False] * 3 + [True] * 3
-    assert [output.tokens for output in outputs[3:]] == alone("decoder", prompts, SETTINGS)[3:]
+    expected = alone("decoder", prompts, SETTINGS)
+    assert [output.tokens for output in outputs[3:]] == expected[3:]
+    run(decoder, prompts[:3], SETTINGS[:3], [0, 1, 3], cancelled=[0, 1, 2])
+    assert [output.tokens for output in run(decoder, prompts, SETTINGS, [0] * 6)] == expected, "after none was left"
 
 
-def test_longer_prompts_get_a_batch_of_their_own_and_the_cache_grows(monkeypatch):
-    """Widths 2 and 7, capacities 3 and 6; prompts of 1, 3, 5, 7 tokens in turn, the first in a batch of its own."""
+def test_longer_prompts_get_a_batch_of_their_own(monkeypatch):
+    """Widths 2 and 7, and prompts of 1, 3, 5, 7, 2, 4 tokens on a row of each."""
     prompts = make_prompts("decoder")
-    expected = [tokens[:6] for tokens in alone("decoder", prompts, [GREEDY] * 6)]
     monkeypatch.setattr(engines, "MIN_WIDTH", 2)
-    monkeypatch.setattr("jaxformer.decode.cache_schedule.INITIAL_NEW_TOKENS", 3)
-    engine = Engine(runner("decoder"), DecodeConfig(max_length=6), 6, MAX_PROMPT, rows=2)
+    engine = Engine(runner("decoder"), DecodeConfig(max_length=MAX_NEW), MAX_NEW, MAX_PROMPT, rows=1)
     assert engine.widths == (2, 7)
-    assert {engine.job(prompt, GREEDY, None, print).width for prompt in prompts} == {2, 7}
+    assert [engine.job(prompt, GREEDY, None, print).width for prompt in prompts] == [2, 7, 7, 7, 2, 7]
     outputs = run(engine, prompts, [GREEDY] * 6, [0, 0, 1, 0, 2, 4])
-    assert [output.tokens for output in outputs] == expected
+    assert [output.tokens for output in outputs] == alone("decoder", prompts, [GREEDY] * 6)
 
 
 def test_rows_have_the_processors_that_a_batch_with_their_settings_has():
-    logits = jnp.asarray(np.random.default_rng(1).normal(size=(6, 50), scale=3), jnp.float32)
-    settings = [GREEDY, WARM, CUT, Sampling(0.5, top_k=7), Sampling(2.0, top_p=0.7), Sampling(1.0, min_p=0.3)]
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(4, 50), scale=3), jnp.float32)
+    settings = [GREEDY, WARM, CUT, Sampling(2.0, top_p=0.7)]
     rows = RowSampling(*map(np.asarray, zip(*settings, strict=True)))
     found = process_rows(logits, rows, rows.temperature > 0)
     for row, sampling in enumerate(settings[1:], 1):

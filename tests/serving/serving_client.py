@@ -15,8 +15,12 @@ from pathlib import Path
 from test_model import model
 
 from jaxformer.data.chat import DEFAULT_TEMPLATE
+from jaxformer.serving import Limits
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+
+SMALL = Limits(rows=4, max_queue=2, max_tokens=12, max_prompt=28, max_body=4096)
+"""Limits of most tests: programs of other shapes would be compiled for each of them."""
 
 
 def language_model():

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from serving_client import Client, curls, together
-from test_model import PARTS, model
+from test_model import model
 
 from jaxformer.errors import ConfigError
 from jaxformer.serving import Limits, Server
@@ -37,16 +37,14 @@ def test_classes_are_those_of_the_model():
 
 def test_translations_are_those_of_the_model():
     with Server(model("translation"), "german") as server:
-        for body in (dict(curls())["/v1/translate"], {"input": ["ab", ""]}):
+        for body in (dict(curls())["/v1/translate"], {"input": [""]}):
             status, answer = Client(server).post("/v1/translate", body)
             assert (status, answer["results"]) == (200, model("translation").translate(body["input"]))
 
 
-@pytest.mark.parametrize("task", ["masked_lm", "similarity"])
-def test_a_model_without_a_route_is_refused(task):
-    assert task in PARTS
-    with pytest.raises(ConfigError, match=f"serve: got a run of the task {task}, expected one that generates"):
-        Server(model(task), "x")
+def test_a_model_without_a_route_is_refused():
+    with pytest.raises(ConfigError, match="serve: got a run of the task masked_lm, expected one that generates"):
+        Server(model("masked_lm"), "x")
 
 
 def test_lines_that_wait_are_run_together_and_each_gets_its_own_error():

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving_client import language_model
+from serving_client import SMALL, language_model
 
-from jaxformer.serving import Limits, Server
+from jaxformer.serving import Server
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "serving.py"
 
@@ -23,9 +23,9 @@ def script():
 
 def test_cases_are_measured_and_answers_compared(script):
     """With more clients than rows; every answer is the model's own text, and a server of another model is noticed."""
-    model, requests = language_model(), script.requests_of(["ab", "c"], 7, 12)
-    assert [request.tokens for request in requests] == [3, 6, 12, 3, 6, 12, 3]
-    with Server(model, "bytes", limits=Limits(rows=4, max_tokens=12, max_prompt=28)) as server:
+    assert [request.tokens for request in script.requests_of(["ab", "c"], 7, 12)] == [3, 6, 12, 3, 6, 12, 3]
+    model, requests = language_model(), [script.Request(prompt, 6) for prompt in ("ab", "c", "ab", "x", "y", "z", "zz")]
+    with Server(model, "bytes", limits=SMALL) as server:
         port = server.server_address[1]
         cases = [
             ("alone", lambda request: script.from_model(model, request), 1),

@@ -54,17 +54,17 @@ def test_the_page_and_the_command(monkeypatch, tmp_path, capfd):
     flags = [
         "--name=shakespeare",
         "--port=0",
-        "--rows=2",
+        "--rows=4",
         "--max-queue=3",
-        "--max-tokens=20",
-        "--max-prompt=30",
+        "--max-tokens=12",
+        "--max-prompt=28",
         "--request-timeout=50",
     ]
     assert cli.main(["serve", f"--workdir={tmp_path}", *flags]) == 0
     thread.join()
     if failures:
         raise failures[0]
-    assert limits[0] == Limits(rows=2, max_queue=3, max_tokens=20, max_prompt=30, request_timeout=50.0)
+    assert limits[0] == Limits(rows=4, max_queue=3, max_tokens=12, max_prompt=28, request_timeout=50.0)
     assert {key: answer[0] for key, answer in answers.items()} == dict.fromkeys(answers, 200), answers
     assert {path for path, _ in answers} == {"/health", "/v1/models", "/v1/completions", "/v1/chat/completions"}
     assert ("/v1/chat/completions", "stream") in answers and answers["/v1/chat/completions", "stream"][1][

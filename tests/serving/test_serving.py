@@ -6,12 +6,11 @@ import socket
 import threading
 
 import pytest
-from serving_client import Client, eventually, gate, language_model, text_of, together
+from serving_client import SMALL, Client, eventually, gate, language_model, text_of, together
 
 from jaxformer.decode import engine as engines
-from jaxformer.serving import Limits, Server
+from jaxformer.serving import Server
 
-LIMITS = Limits(rows=4, max_queue=2, max_tokens=12, max_prompt=28, request_timeout=60.0, max_body=4096)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAMPLED = {"prompt": "ab", "max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 11}
 
@@ -23,7 +22,7 @@ def lm():
 
 @pytest.fixture(scope="module")
 def server(lm):
-    with pytest.MonkeyPatch.context() as patch, Server(lm, "bytes", limits=LIMITS) as running:
+    with pytest.MonkeyPatch.context() as patch, Server(lm, "bytes", limits=SMALL) as running:
         patch.setattr(engines, "next_steps", lambda steps, seconds: 2)
         yield running
 
@@ -47,7 +46,7 @@ def complete(client, **fields):
 
 def test_a_completion_is_what_the_model_generates(client, lm):
     answer = complete(client, model="bytes", prompt=["ab", "x"])
-    expected = lm.generate(["ab", "x"])
+    expected = ["".join(lm.stream(prompt)) for prompt in ("ab", "x")]
     assert [(one["text"], one["finish_reason"]) for one in answer["choices"]] == [(text, "length") for text in expected]
     assert [one["index"] for one in answer["choices"]] == [0, 1]
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
@@ -256,7 +255,7 @@ def test_a_client_that_leaves_frees_its_row(client, server, stream):
 
 
 def test_a_request_that_takes_too_long_ends(client, server, monkeypatch):
-    monkeypatch.setattr(server.api, "limits", dataclasses.replace(LIMITS, request_timeout=0.3))
+    monkeypatch.setattr(server.api, "limits", dataclasses.replace(SMALL, request_timeout=0.3))
     with gate(server) as places:
         status, answer = client.post(COMPLETIONS, {"prompt": "ab"})
         assert (status, answer["error"]["type"], answer["error"]["code"]) == (504, "timeout_error", "timeout")
@@ -280,7 +279,7 @@ def test_an_error_while_decoding_ends_the_requests_and_not_the_server(client, se
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_stop_refuses_new_requests_waits_for_the_others_and_then_ends_them(lm, ends):
-    running = Server(lm, "bytes", limits=LIMITS).start()
+    running = Server(lm, "bytes", limits=SMALL).start()
     client = Client(running)
     with gate(running) as places:
         places.release()

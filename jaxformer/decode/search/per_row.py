@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float32, Int
 
-from jaxformer.decode import logits_processors
 from jaxformer.decode.search.base import RowSampling, RowSettings
 from jaxformer.decode.search.sample import Draws, SampleSearch
 from jaxformer.decode.top_k import top_k
@@ -58,7 +57,7 @@ def process_rows(logits: Float32[Array, "R V"], sampling: RowSampling, samples: 
     logits = logits / jnp.where(temperature > 0, temperature, 1.0)
     truncates = samples & ((top_k > 0) | (top_p < 1.0))[:, 0]
     logits = jax.lax.cond(jnp.any(truncates), lambda: _keep_top(logits, top_k, top_p), lambda: logits)
-    return logits_processors.keep_at_least(logits, jnp.log(min_p))
+    return jnp.where(logits >= logits.max(axis=1, keepdims=True) + jnp.log(min_p), logits, -jnp.inf)
 
 
 def _keep_top(
