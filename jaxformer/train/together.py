@@ -19,8 +19,9 @@ from typing import TextIO
 import grain
 import jax
 
-from jaxformer.config import Config
+from jaxformer.config import Config, checks
 from jaxformer.errors import ConfigError
+from jaxformer.parallel import mesh as meshes
 from jaxformer.runtime.exit_codes import DONE, PREEMPTED, WRONG_INPUT
 from jaxformer.train import lanes, loop, results, warm_start
 from jaxformer.train.lock import WorkdirLock
@@ -143,6 +144,7 @@ def _open(
     """
     first = todo[0]
     base, mesh, dataset, tokenizers, _ = loop.prepare(configs[first], workdirs[first], init_format)
+    _check_memory(base, mesh, len(configs))
     paths = (*rates, lanes.SEED)
     resolved = [lanes.with_values(base, {path: lanes.value_at(config, path) for path in paths}) for config in configs]
     members, by_seed = [], dict[int, Run]()
@@ -164,6 +166,15 @@ def _open(
     for member in members:
         member.contexts.enter_context(WorkdirLock(member.run.workdir))
     return step, members
+
+
+def _check_memory(config: Config, mesh: jax.sharding.Mesh, count: int) -> None:
+    """Refuses more runs than the devices have memory for."""
+    memory, lanes_per_device = meshes.device_memory(mesh), -(-count // mesh.size)
+    try:
+        checks.size.check_memory(config, mesh.shape, None if memory is None else memory // lanes_per_device)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (a device has {lanes_per_device} of {count} runs; train fewer together)") from None
 
 
 class _LogFile(io.TextIOBase):

@@ -265,7 +265,7 @@ def test_local_runs_everything_once_and_ranks(planned, capsys):
     assert ranking["rows"][0]["mean"] == pytest.approx(0.105)
     assert ranking["rows"][0]["deviation"] == pytest.approx(0.01 / 2**0.5)
     assert ranking["missing"] == []
-    assert "| 1 | 0.105 | 0.0070711 | 2 | schedule.peak=0.1 |" in capsys.readouterr().out
+    assert "| 1 | 0.105 | 0.0070711 | 0.041469 to 0.16853 | 2 | schedule.peak=0.1 |" in capsys.readouterr().out
     assert local.execute(plan, 3) == 0
     assert all((run.workdir / "starts").read_text() == "x" for run in plan.runs)
 
@@ -380,3 +380,23 @@ def test_slurm_without_slurm_is_refused(planned, monkeypatch):
         pytest.skip("SLURM is here")
     with pytest.raises(ConfigError, match="use --executor=local or print"):
         slurm.execute(planned("SWEEP = seeds(1)"), 1)
+
+
+def test_the_best_run_is_written_as_a_recipe_that_is_its_config(planned, capsys):
+    plan = planned("SWEEP = cross(grid({'schedule.peak': [0.3, 0.1]}), seeds(2, 4))")
+    for run, loss in zip(plan.runs, (3.0, 4.0, 1.0, 2.0)):
+        finish(run, loss=loss)
+    rows = ranking.write_ranking(plan)
+    assert [row["interval"] for row in rows] == [pytest.approx((1.5 - 6.35310, 1.5 + 6.35310)), pytest.approx((-2.8531, 9.8531))]
+    best = plan.workdir / "best.py"
+    assert overrides.parse([f"--config={best}"]) == plan.runs[2].config
+    assert overrides.parse([f"--config={best}", "--config.train.seed=5"]) == plan.runs[3].config
+    assert best.read_text().startswith('"""The best run of a sweep: loss 1.5.')
+
+
+def test_one_run_has_no_interval_and_a_diverged_best_is_no_recipe(planned):
+    plan = planned("SWEEP = [{'schedule.peak': 0.1, 'train.seed': 0}]")
+    finish(plan.runs[0], loss=None)
+    (row,) = ranking.write_ranking(plan)
+    assert row["interval"] is None and not (plan.workdir / "best.py").exists()
+    assert ranking.interval([1.0]) is None

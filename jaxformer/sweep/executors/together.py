@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxformer.errors import ConfigError
 from jaxformer.sweep import ranking
 from jaxformer.sweep.planning import Plan
 
@@ -11,7 +12,7 @@ from jaxformer.sweep.planning import Plan
 def execute(plan: Plan, workers: int) -> int:
     """Trains the runs as lanes of one program (`train.together`), each in its own folder with its lines in `log.txt`.
 
-    `workers` has no effect. SIGTERM and Ctrl-C save all runs, and the same command goes on. A run whose loss diverges
+    SIGTERM and Ctrl-C save all runs, and the same command goes on. A run whose loss diverges
     does not stop the others.
 
     Returns:
@@ -20,6 +21,8 @@ def execute(plan: Plan, workers: int) -> int:
     Raises:
       ConfigError: the runs differ in more, or have a setting that one program for all cannot honour.
     """
+    if workers != 1:
+        raise ConfigError(f"--workers: got {workers}, expected 1 with --executor=together, which is one program")
     from jaxformer import report
     from jaxformer.hf import workdirs
     from jaxformer.train import together
