@@ -68,14 +68,14 @@ def recipe(config: Config, score: str) -> str:
     return BEST_TEMPLATE.format(score=score, config=overrides.to_json(config).strip())
 
 
-def interval(values: list[float]) -> tuple[float, float] | None:
+def interval(numbers: list[float]) -> tuple[float, float] | None:
     """The 95 % confidence interval of the mean of runs, by Student's t; None for fewer than two."""
-    if len(values) < 2:
+    if len(numbers) < 2:
         return None
     from scipy import special  # slow to import, and only needed here
 
-    half = float(special.stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
-    mean = statistics.fmean(values)
+    half = float(special.stdtrit(len(numbers) - 1, 0.975)) * statistics.stdev(numbers) / math.sqrt(len(numbers))
+    mean = statistics.fmean(numbers)
     return mean - half, mean + half
 
 
