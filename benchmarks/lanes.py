@@ -3,8 +3,8 @@
     python benchmarks/lanes.py --lanes=8
 
 Runs differ in seed, peak rate, weight decay, dropout and label smoothing. For three sizes of a decoder the table has
-the time in which all runs make a step, one after the other and as one program, in alternating rounds (the fastest of each
-counts), their ratio, and the largest difference of a parameter after the steps, relative to the largest parameter.
+the time in which all runs make a step, one after the other and as one program, in alternating rounds (the fastest of
+each counts), their ratio, and the largest difference of a parameter after the steps, relative to the largest parameter.
 Compilation is not counted.
 """
 

@@ -32,7 +32,7 @@ COMMAND = Command(
         "sweep": Flag("file that defines SWEEP"),
         "workdir": Flag("folder of the sweep; each run has its own below it", directory="create"),
         "executor": Flag(", ".join(EXECUTOR_NAMES), default="local", type=one_of(*EXECUTOR_NAMES)),
-        "report": Flag("train nothing: rank the runs that are done", switch=True),
+        "report": Flag("train nothing: rank the runs that are done", default=False, switch=True),
         "workers": Flag("runs at the same time", default=1, type=positive),
     },
     config="recipe",

@@ -12,7 +12,6 @@ from jaxformer.runtime import files
 from jaxformer.sweep.planning import Plan, Run, format_value, run_name
 from jaxformer.sweep.space import SEED
 
-
 BEST = "best.py"
 """The recipe of the best run, in the sweep's folder."""
 

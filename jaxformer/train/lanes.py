@@ -166,9 +166,6 @@ class LaneStep:
         decay = max(config.optimizer.weight_decay for config in configs)
         self.optimizer = self._optimizer(with_values(self.config, {"optimizer.weight_decay": decay}))
         self._step = self._compiled()
-        self._take = jax.jit(
-            lambda states, index: jax.tree.map(lambda x: x[index], states), out_shardings=self.replicated
-        )
 
     def _compiled(self) -> jax.stages.Wrapped:
         """The program `(states, batch, rates, active) -> (states, sums)`."""
@@ -214,14 +211,43 @@ class LaneStep:
         return self._step(states, jax.device_put(stacked, self.sharding), self.values, flags)
 
     def stack(self, states: Sequence[TrainState]) -> TrainState:
-        """The states of the lanes of the configs as one, divided over the devices."""
+        """The states of the lanes of the configs as one, divided over the devices.
+
+        They are stacked on the host. A program that gathers and slices every array takes longer to compile than the
+        training step.
+        """
         padded = [*states, *[states[0]] * (self.lanes - len(states))]
-        join = jax.jit(lambda *parts: jax.tree.map(lambda *x: jnp.stack(x), *parts), out_shardings=self.sharding)
-        return join(*padded)
+
+        host = jax.tree.map(lambda *arrays: np.stack([np.asarray(_data(x)) for x in arrays]), *padded)
+        return _on_devices(host, self.sharding, like=states[0])
 
     def take(self, states: TrainState, lane: int) -> TrainState:
         """The state of one lane, on all devices."""
-        return self._take(states, lane)
+        return _on_devices(jax.tree.map(lambda x: _one_lane(x, lane), states), self.replicated, like=states)
+
+
+def _one_lane(array: Array, lane: int) -> np.ndarray:
+    """One lane of an array of all lanes, from the device that has it; of keys their data."""
+    for shard in array.addressable_shards:
+        start, stop, _ = shard.index[0].indices(array.shape[0])
+        if start <= lane < stop:
+            return np.asarray(_data(shard.data))[lane - start]
+    raise IndexError(f"lane {lane} is on no device of this process")
+
+
+def _is_key(array: Array) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _data(array: Array) -> Array:
+    """The array, or the data of random keys."""
+    return jax.random.key_data(array) if _is_key(array) else array
+
+
+def _on_devices(data: TrainState, sharding: NamedSharding, like: TrainState) -> TrainState:
+    """A state of host arrays on devices, with random keys where `like` has them."""
+    wrap = lambda x, old: jax.random.wrap_key_data(x, impl=jax.random.key_impl(old)) if _is_key(old) else x  # noqa: E731
+    return jax.tree.map(wrap, jax.device_put(data, sharding), like)
 
 
 class LaneValue:
@@ -230,7 +256,7 @@ class LaneValue:
     Slicing on the device would start a program for every measure of every lane of every step.
     """
 
-    def __init__(self, array: Array, lane: int) -> None:
+    def __init__(self, array: Any, lane: int) -> None:
         self.array, self.lane = array, lane
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -247,7 +273,5 @@ class LaneValue:
 
 def lane_sums(sums: Sums, lane: int) -> Sums:
     """The sums of one lane, of which nothing is fetched yet."""
-    return {
-        name: (LaneValue(numerator, lane), LaneValue(denominator, lane))  # ty: ignore[invalid-argument-type]
-        for name, (numerator, denominator) in sums.items()
-    }
+    values: Any = {name: tuple(LaneValue(array, lane) for array in pair) for name, pair in sums.items()}
+    return values

@@ -47,7 +47,7 @@ def _warmup(n: Array, warmup: ArrayLike) -> Array:
     return jnp.minimum(1.0, (n + 1.0) / _at_least_one(warmup))
 
 
-def _decay_progress(n: Array, start: ArrayLike, end: ArrayLike) -> Array:
+def _decay_progress(n: Array, start: Any, end: Any) -> Array:
     """0 up to update `start`, 1 from update `end` on, linear between."""
     return jnp.clip((n - start) / _at_least_one(end - start), 0.0, 1.0)
 

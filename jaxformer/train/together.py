@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 import grain
 import jax
@@ -47,7 +47,7 @@ class SharedBatches:
     """
 
     def __init__(self, iterator: grain.DatasetIterator) -> None:
-        self.iterator, self.users = iterator, 0
+        self.iterator, self.users = iterator, 1
         self.waiting: tuple[dict[str, int], Batch] | None = None
 
     def peek(self) -> Batch:
@@ -79,17 +79,19 @@ class Member:
       lane: its number in the program.
       contexts: its log, lock and watchdog, and what closes it.
       notes: lines for its log.
+      source: its batches.
     """
 
     lane: int
     run: Run
     contexts: contextlib.ExitStack
     notes: list[str] = field(default_factory=list)
+    source: SharedBatches = field(init=False)
 
-    @property
-    def source(self) -> SharedBatches:
-        """Its batches."""
-        return self.run.batches  # ty: ignore[invalid-return-type]
+    def read(self, source: SharedBatches) -> None:
+        """Reads its batches from `source` from now on."""
+        self.source = source
+        self.run.batches = source  # ty: ignore[invalid-assignment]
 
 
 def train(
@@ -112,6 +114,11 @@ def train(
       ConfigError: the configs differ in anything else, or a setting does not work for several runs at once.
       StorageError: something could not be written. Earlier checkpoints are complete.
     """
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"processes: got {jax.process_count()}, expected 1: runs of one program train in one process; use "
+            "--executor=local"
+        )
     configs, workdirs = [config for config, _ in runs], [Path(workdir).absolute() for _, workdir in runs]
     rates = lanes.differing_rates(configs)
     todo = [lane for lane, run in enumerate(workdirs) if results.finished_result(run, configs[lane]) is None]
@@ -153,7 +160,7 @@ def _open(
             notes = check_same_config(resolved[lane], workdirs[lane])
             contexts = stack.enter_context(contextlib.ExitStack())
             log = contexts.enter_context(_LogFile(workdirs[lane] / LOG_NAME))
-            run = Run(resolved[lane], workdirs[lane], mesh, dataset, tokenizers, init_format, log)
+            run = Run(resolved[lane], workdirs[lane], mesh, dataset, tokenizers, init_format, cast("TextIO", log))
             members.append(Member(lane, run, contexts, notes))
             same = by_seed.setdefault(run.config.train.seed, run)
             run.pipelines, run.pipeline = same.pipelines, same.pipeline
@@ -225,6 +232,7 @@ class _Loop:
         self.states = step.stack([states.get(lane, fallback) for lane in range(len(step.configs))])
         for member in members:
             del member.run.state
+            member.read(SharedBatches(member.run.batches))
         self._share_batches()
 
     def train(self) -> int:
@@ -289,15 +297,11 @@ class _Loop:
         """Gives runs of one seed that are at the same step one source of batches."""
         sources: dict[tuple[int, int], SharedBatches] = {}
         for member in self.open:
-            run = member.run
-            if not isinstance(run.batches, SharedBatches):
-                run.batches = SharedBatches(run.batches)
-                run.batches.users = 1
-            shared = sources.setdefault((run.config.train.seed, run.step), run.batches)
-            if shared is not run.batches and shared.get_state() == run.batches.get_state():
-                run.batches.close()
+            shared = sources.setdefault((member.run.config.train.seed, member.run.step), member.source)
+            if shared is not member.source and shared.get_state() == member.source.get_state():
+                member.source.close()
                 shared.users += 1
-                run.batches = shared
+                member.read(shared)
 
     def _evaluate_and_save(self, stepped: Sequence[Member], stopping: bool) -> None:
         """What is due for the runs that made a step; a save of all runs if they are to stop."""

@@ -9,10 +9,11 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from test_loop import recipe, rows
+from test_loop import TINY, rows
 
 from jaxformer import checkpoint
-from jaxformer.config import ConfigError
+from jaxformer.config import ConfigError, StackConfig, overrides
+from jaxformer.data.sources import _generated
 from jaxformer.train import lanes, loop, together
 from jaxformer.train.preemption import PreemptionListener
 
@@ -24,28 +25,62 @@ EDITS = {
         schedule__warmup=3,
         optimizer__weight_decay=0.1,
         task__label_smoothing=0.1,
-        model__encoder__dropout=0.2,
+        model__decoder__dropout=0.2,
         model__decoder__attention__dropout=0.1,
     ),
     "diverging": dict(train__seed=1, schedule__peak=1e38),
 }
 """Three runs: one that diverges, and two that must not notice."""
 # Two shapes of batches, so that runs of different seeds wait for each other.
-TOGETHER = dict(
+BASE = dict(
+    task__name="text_to_text",
+    data__source="algorithmic",
+    data__name="reverse/3-6",
+    data__tokenizer__kind="character",
+    data__batch=8,
+    data__length=14,
+    data__buckets="10,14",
+    data__examples=40,
     mesh__data=8,
     mesh__fsdp=1,
-    data__name="reverse/3-6",
-    data__buckets="6,8",
-    train__skip_limit=3,
-    train__steps=8,
-    train__evaluate_every=4,
-    train__checkpoint_every=3,
+    train__steps=6,
+    train__log_every=1,
+    train__evaluate_every=3,
+    train__checkpoint_every=2,
+    train__skip_limit=2,
+    train__ema=0.9,
     train__trackers="",
+    evaluate__examples=16,
 )
 
 
+def recipe(**edits):
+    config = overrides.defaults()
+    config.model.decoder = overrides.section(StackConfig, **TINY)
+    for path, value in (BASE | edits).items():
+        overrides.override(config, path.replace("__", "."), str(value))
+    return overrides.freeze(config)
+
+
 def members(folder, names=tuple(EDITS), **edits):
-    return [(recipe(**TOGETHER | EDITS[name] | edits), folder / name) for name in names]
+    return [(recipe(**EDITS[name] | edits), folder / name) for name in names]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_program():
+    """Programs of the same lanes are made once, and few examples: both take longer than all else here."""
+    make, made = lanes.LaneStep, {}
+
+    def cached(configs, rates, task, mesh):
+        key = (*map(overrides.to_json, configs), *rates)
+        if key not in made:
+            made[key] = make(configs, rates, task, mesh)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lanes, "LaneStep", cached)
+        patch.setattr(_generated, "MAX_HELD_OUT_EXAMPLES", 16)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -84,30 +119,31 @@ def test_a_run_equals_itself_alone(trained, tmp_path):
 def test_a_run_that_diverges_stops_no_other(trained):
     folder, code, events = trained
     assert code == 2
-    assert events == [("failed", "diverging"), ("finished", "plain"), ("finished", "other")]
+    assert sorted(events) == [("failed", "diverging"), ("finished", "other"), ("finished", "plain")]
     assert not (folder / "diverging" / "result.json").exists()
-    assert "error: train: got 3 steps in a row" in (folder / "diverging" / "log.txt").read_text()
+    assert "error: train: got 2 steps in a row" in (folder / "diverging" / "log.txt").read_text()
     for name in ("plain", "other"):
         result = json.loads((folder / name / "result.json").read_text())
-        assert result["step"] == 8 and result["loss"] == reported(folder / name)[-1]["loss"]
-        assert state(folder / name)[0] == 8 and len(checkpoint.list_steps(folder / name / "checkpoints" / "best")) == 1
+        assert result["step"] == 6 and result["loss"] == reported(folder / name)[-1]["loss"]
+        assert state(folder / name)[0] == 6 and len(checkpoint.list_steps(folder / name / "checkpoints" / "best")) == 1
 
 
 def test_stopped_and_resumed_runs_have_the_same_bits(trained, tmp_path, monkeypatch):
-    folder, _, _ = trained
-    names, events = ["plain", "other"], []
+    folder, code, events = trained
+    names, stopped_events, resumed_events = ["plain", "other"], [], []
 
-    def note(event, workdir, reason):
-        events.append((event, workdir.name))
+    def train(noted):
+        note = lambda event, workdir, reason: noted.append((event, workdir.name))  # noqa: E731
+        return together.train(members(tmp_path), report=note)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PreemptionListener, "should_stop", lambda self, step: step >= 5)
-        assert together.train(members(tmp_path, names), report=note) == 143
-    assert events == [("stopped", "plain"), ("stopped", "other")]
+        patch.setattr(PreemptionListener, "should_stop", lambda self, step: step >= 3)
+        assert train(stopped_events) == 143
+    assert sorted(stopped_events) == [("failed", "diverging"), ("stopped", "other"), ("stopped", "plain")]
     stopped = {name: state(tmp_path / name)[0] for name in names}
-    assert max(stopped.values()) == 5
-    shutil.rmtree(tmp_path / "plain" / "checkpoints" / "last" / str(stopped["plain"]))  # killed before it was saved
-    assert together.train(members(tmp_path, names), report=note) == 0
+    assert stopped["plain"] < stopped["other"] == 3
+    shutil.rmtree(tmp_path / "other" / "checkpoints" / "last" / "3")  # killed before it was saved
+    assert train(resumed_events) == code and sorted(resumed_events) == sorted(events)
     for name in names:
         assert reported(tmp_path / name) == reported(folder / name)
         for part in ("last", "best"):
@@ -129,15 +165,15 @@ def test_runs_that_are_done_stay_as_they_are(trained):
     ("edits", "field"),
     [
         (dict(optimizer__beta1=0.8), "config.optimizer.beta1: got 0.9 and 0.8"),
-        (dict(model__encoder__ffn__width=32), "config.model.encoder.ffn.width: got 16 and 32"),
-        (dict(train__steps=20), "config.train.steps: got 8 and 20"),
+        (dict(model__decoder__ffn__width=32), "config.model.decoder.ffn.width: got 16 and 32"),
+        (dict(train__steps=20), "config.train.steps: got 6 and 20"),
         (dict(data__batch=16), "config.data.batch"),
         (dict(train__ema="none"), "config.train.ema"),
     ],
 )
 def test_runs_that_differ_in_more_are_refused(edits, field):
     with pytest.raises(ConfigError) as caught:
-        lanes.differing_rates([recipe(**TOGETHER), recipe(**TOGETHER | edits)])
+        lanes.differing_rates([recipe(), recipe(**edits)])
     assert str(caught.value).startswith(field) and "--executor=local" in str(caught.value)
 
 
@@ -147,13 +183,13 @@ def test_settings_that_lanes_cannot_honour_are_refused():
             lanes.differing_rates([config, *others])
         return str(caught.value)
 
-    plain, on_mesh = recipe(**TOGETHER), recipe()
+    plain, on_mesh = recipe(), recipe(mesh__data=1, mesh__fsdp=8)
     assert refused(on_mesh).startswith("config.mesh.fsdp: got a mesh")
-    assert refused(recipe(**TOGETHER, mesh__zero1="true")).startswith("config.mesh.zero1")
+    assert refused(recipe(mesh__zero1="true")).startswith("config.mesh.zero1")
     recurrent = dataclasses.replace(plain, task=dataclasses.replace(plain.task, recurrence=True))
     assert refused(recurrent).startswith("config.task.recurrence")
     with pytest.raises(ConfigError, match="config.model.decoder.attention.dropout: got several values with the kernel"):
         lanes.check_kernels(("model.decoder.attention.dropout",), {"decoder": ("blockwise", "long rows")})
     lanes.check_kernels(("model.decoder.attention.dropout",), {"decoder": ("dense", ""), "encoder": ("blockwise", "")})
-    rates = lanes.differing_rates([recipe(**TOGETHER | EDITS[name]) for name in EDITS])
+    rates = lanes.differing_rates([recipe(**EDITS[name]) for name in EDITS])
     assert set(rates) == {path.replace("__", ".") for path in EDITS["other"]} - {"train.seed"}

@@ -25,8 +25,9 @@ def execute(plan: Plan, workers: int) -> int:
         raise ConfigError(f"--workers: got {workers}, expected 1 with --executor=together, which is one program")
     from jaxformer import report
     from jaxformer.hf import workdirs
-    from jaxformer.train import together
+    from jaxformer.train import lanes, together
 
+    lanes.differing_rates([run.config for run in plan.runs])  # a refusal is the only line
     print(f"{len(plan.runs)} runs: {len(plan.runs) - len(plan.unfinished)} finished, one program for all", flush=True)
 
     def tell(event: str, workdir: Path, reason: str) -> None:
