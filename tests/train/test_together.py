@@ -7,15 +7,18 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_loop import TINY, rows
 
-from jaxformer import checkpoint
+from jaxformer import checkpoint, tasks
 from jaxformer.config import ConfigError, StackConfig, overrides
 from jaxformer.data.sources import _generated
+from jaxformer.parallel import mesh as meshes
 from jaxformer.train import lanes, loop, together
 from jaxformer.train.preemption import PreemptionListener
+from jaxformer.types import TrainState
 
 EDITS = {
     "plain": {},
@@ -193,3 +196,20 @@ def test_settings_that_lanes_cannot_honour_are_refused():
     lanes.check_kernels(("model.decoder.attention.dropout",), {"decoder": ("dense", ""), "encoder": ("blockwise", "")})
     rates = lanes.differing_rates([recipe(**EDITS[name]) for name in EDITS])
     assert set(rates) == {path.replace("__", ".") for path in EDITS["other"]} - {"train.seed"}
+
+
+def test_states_of_more_lanes_than_devices_come_back_as_they_were():
+    configs = [recipe(train__seed=seed, model__decoder__embed__vocab=16) for seed in range(11)]
+    mesh = meshes.make(configs[0].mesh)
+    step = lanes.LaneStep(configs, (), tasks.get("text_to_text"), mesh)
+    assert step.lanes == 16
+    states = [
+        TrainState(jnp.int32(lane), {"w": jnp.full((2, 3), lane)}, (), jax.random.key(lane), {}) for lane in range(11)
+    ]
+    stacked = step.stack(states)
+    assert stacked.params["w"].sharding.shard_shape((16, 2, 3)) == (2, 2, 3)
+    for lane, state in enumerate(states):
+        taken = step.take(stacked, lane)
+        assert int(taken.step) == lane and np.array_equal(taken.params["w"], state.params["w"])
+        assert jax.random.key_data(taken.key).tolist() == jax.random.key_data(state.key).tolist()
+        assert taken.params["w"].sharding.is_fully_replicated
