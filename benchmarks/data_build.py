@@ -7,8 +7,8 @@ larger corpus than there are files begins again with the first file, each line m
 that no document is a copy.
 
 1. Building: a BPE vocabulary of 16,000 is learned, then the same text is tokenized by the library's own `encode_batch`
-   on one thread, and built with one worker and with two. Rates are tokens per second of processor time (of all processes,
-   start included), since other programs may use the machine, and by the clock. They are taken by turns.
+   on one thread, and built with one worker and with two. Rates are tokens per second of processor time (of all
+   processes, start included), since other programs may use the machine, and by the clock. They are taken by turns.
 2. First batch: in a new process, seconds from the import to the first batch of rows of 1,024 tokens and the peak of its
    memory, of the source table (which parses and tokenizes the text first; the smaller corpus only) and of shards; then
    the peak after 2,000 batches more, and the rate at which batches are read.

@@ -60,7 +60,9 @@ class Options:
 
 
 def load_filter(name: str) -> Callable[[str], bool]:
-    """The function that "module:function" names. Modules are searched on `sys.path`, beside the recipe and in the working directory.
+    """The function that "module:function" names.
+
+    Modules are searched on `sys.path`, beside the recipe and in the working directory.
 
     Raises:
       ConfigError: there is none.
