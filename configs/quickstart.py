@@ -21,9 +21,10 @@ def get_config(variant: str = ""):
     config.data.tokenizer.kind = "bpe"
     config.data.tokenizer.vocab = 352
     config.data.examples = 50_000
-    config.data.batch = 128
+    config.data.batch = 32  # rows of 40 tokens on each side, which hold 114 pairs on average
     config.data.length = 40
-    config.data.buckets = (14, 24, 40)
+    config.data.packing = "first_fit"
+    config.data.buckets = (14, 24, 40)  # of decoding
 
     stack = dict(layers=2, width=128, attention=dict(heads=4), ffn=dict(width=256, activation="relu"))
     config.model.encoder = section(StackConfig, **stack, encoding=dict(kind="rope"))

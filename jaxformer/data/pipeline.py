@@ -263,4 +263,6 @@ class Pipeline(TrainingBatches):
             encode = self._encoder(split, count, config, windows)
         seed = config.train.seed if train and data.shuffle else None
         order = ShuffledOrder(len(encode), planning.block_size(len(encode)), seed)
-        return BlockPlanner(encode, order, buckets, data.packing == "first_fit", seed, max_length, windows)
+        # An evaluated pair has rows of its own, so that it can be measured by the length of its source.
+        pack = data.packing == "first_fit" and (train or windows or not config.model.is_seq2seq)
+        return BlockPlanner(encode, order, buckets, pack, seed, max_length, windows)
