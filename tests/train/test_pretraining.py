@@ -66,7 +66,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def one_device(monkeypatch):
+def one_device(monkeypatch, shared_programs):
     builders.one_device(monkeypatch)
 
 
