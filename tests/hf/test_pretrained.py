@@ -5,6 +5,7 @@ import json
 
 import builders
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -116,7 +117,9 @@ def test_embeddings_and_ids_give_the_same(masked):
 
 
 def test_attentions_are_distributions_over_real_tokens(masked):
-    out = masked(input_ids=np.asarray([[2, 7, 3, 0]]), attention_mask=np.asarray([[1, 1, 1, 0]]), output_attentions=True)
+    out = masked(
+        input_ids=np.asarray([[2, 7, 3, 0]]), attention_mask=np.asarray([[1, 1, 1, 0]]), output_attentions=True
+    )
     (weights,) = map(np.asarray, out.attentions)
     assert weights.shape == (1, 2, 4, 4)
     np.testing.assert_allclose(weights[:, :, :3].sum(-1), 1.0, rtol=1e-6)
@@ -520,15 +523,14 @@ def test_a_model_of_sentences_begins_and_is_exported_as_a_body(bert, tmp_path, c
     model, tokenizers = workdirs.ORIGIN.read_model(config)
     assert model.head == head
     config = dataclasses.replace(config, model=model)
-    params = workdirs.ORIGIN.read_params(config, jax.tree.map(np.zeros_like, builders.make(model)[1]["params"]))
+    params = workdirs.ORIGIN.read_params(config, jax.tree.map(jnp.zeros_like, builders.make(model)[1]["params"]))
     hf = HuggingFace(origin.head_of_model(config))
     trained = Model(build.build(model), params, {}, config, tokenizers, hf=hf)
     trained.save_pretrained(tmp_path / "out")
     assert "the mean pooling of its last hidden states" in caplog.text
     body, ids = jaxformer.from_pretrained(tmp_path / "out"), np.asarray([[2, 7, 8, 3]])
     assert (body.hf.head, body.config.model.head.kind) == ("bare", "none")
-    hidden = body(input_ids=ids).last_hidden_state
-    hidden = np.asarray(hidden)
+    hidden = np.asarray(body(input_ids=ids).last_hidden_state)
     np.testing.assert_allclose(trained.embed(["the cat"])[0], hidden[0].mean(axis=0), rtol=1e-5, atol=1e-6)
     original = jaxformer.from_pretrained(bert, head="model")(input_ids=ids).last_hidden_state
     np.testing.assert_allclose(hidden, original, rtol=1e-5, atol=1e-6)

@@ -289,11 +289,11 @@ def test_t5_scores_look_up_the_table_and_saturate():
     table = np.arange(64, dtype=np.float32).reshape(32, 2)
     query, key = np.int32([[300]]), np.int32([[300, 299, 301, 290, 310, 0, 900]])
     q, k = np.zeros((1, 1, 2, 4), np.float32), np.zeros((1, 7, 2, 4), np.float32)
-    of = jax.jit(lambda config: t5.bias(config, table, q, k, query, key), static_argnums=0)
-    bias = of(config)
+    compiled = jax.jit(t5.bias, static_argnums=0)
+    bias = compiled(config, table, q, k, query, key)
     buckets = np.array([0, 1, 17, 8, 24, 15, 31])  # Raffel et al.'s code, 32 buckets, bidirectional
     np.testing.assert_array_equal(bias[0, :, 0], [2 * buckets, 2 * buckets + 1])
-    causal = of(EncodingConfig(bidirectional=False))
+    causal = compiled(EncodingConfig(bidirectional=False), table, q, k, query, key)
     np.testing.assert_array_equal(np.asarray(causal)[0, 0, 0] / 2, [0, 1, 0, 10, 0, 31, 0])
 
 
