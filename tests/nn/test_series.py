@@ -79,9 +79,10 @@ def test_a_series_is_normalised_over_its_own_steps_and_restored(kind, independen
     config = SeriesConfig(channels=CHANNELS, normalise=kind, independent=independent, affine=kind == "instance")
     module, values, lengths = series.SeriesInput(config), draw(), [LOOK_BACK, 6]
     affine = {"scale": np.float32([2.0, 0.5]), "bias": np.float32([1.0, -1.0])} if kind == "instance" else {}
-    apply = lambda *given, method: jax.jit(lambda *given: module.apply({"params": affine}, *given, method=method))(
-        *given
-    )  # noqa: E731
+
+    def apply(*given, method):
+        return jax.jit(lambda *given: module.apply({"params": affine}, *given, method=method))(*given)
+
     read, statistics = jax.device_get(apply(stream(values, lengths), method="read"))
     for row, length in enumerate(lengths):
         for channel in range(CHANNELS):
