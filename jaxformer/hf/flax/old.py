@@ -1,0 +1,68 @@
+"""Where the old Flax classes computed something else than today's library: the door follows the old classes.
+
+Edits of config.json's keys before a family reads them, of the model after it, and of outputs. docs/migration.md lists
+them for users.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from jaxformer.config import ModelConfig
+from jaxformer.hf.table import Settings, require_stack
+
+log = logging.getLogger("jaxformer")
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+PLAIN_ROPE = {"rope_scaling": None, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+
+ROTARY_TYPES = ("llama", "mistral", "gemma")
+
+
+def old_values(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json as the old class read them.
+
+    Keys that it did not read have the values with which it computed; one warning names those that say otherwise.
+    """
+    edits: dict[str, Any] = {}
+    if model_type in ROTARY_TYPES:  # a base of 10000, and no scaling
+        given = values.get("rope_parameters") or {}
+        edits |= PLAIN_ROPE if given.get("rope_theta", values.get("rope_theta", 10000.0)) != 10000.0 else {}
+        edits |= PLAIN_ROPE if given.get("rope_type", "default") != "default" or values.get("rope_scaling") else {}
+    if model_type in ("llama", "mistral"):
+        edits |= {"tie_word_embeddings": False} if values.get("tie_word_embeddings") else {}
+        edits |= {"mlp_bias": False} if values.get("mlp_bias") else {}
+        width = values.get("hidden_size", 4096) // values.get("num_attention_heads", 32)
+        edits |= {"head_dim": width} if values.get("head_dim") not in (None, width) else {}
+    if model_type == "gpt2":
+        edits |= {} if values.get("scale_attn_weights", True) else {"scale_attn_weights": True}
+        wrong = values.get("scale_attn_by_inverse_layer_idx", False)
+        edits |= {"scale_attn_by_inverse_layer_idx": False} if wrong else {}
+    if edits:
+        log.warning("config: got %s, which the old class of %s did not read", ", ".join(edits), model_type)
+    kept = {name: value for name, value in values.items() if name not in ROPE_KEYS or model_type not in ROTARY_TYPES}
+    if model_type in ROTARY_TYPES:
+        kept |= PLAIN_ROPE
+    if model_type == "gemma":  # the newer library reads hidden_act
+        kept["hidden_act"] = values.get("hidden_activation") or "gelu_pytorch_tanh"
+        kept.pop("hidden_activation", None)
+    return {**kept, **edits}
+
+
+def old_model(model_type: str, head: str, settings: Settings, model: ModelConfig) -> ModelConfig:
+    """The model as the old class computed it."""
+    top = model.head
+    if model_type in ("t5", "mt5") and head == "seq2seq":
+        return dataclasses.replace(model, head=dataclasses.replace(top, scale=top.tied))
+    if model_type == "electra" and top.transform:
+        activation = settings.activation("hidden_act", "gelu")
+        return dataclasses.replace(model, head=dataclasses.replace(top, activation=activation))
+    if model_type == "mistral":  # a window of w keys saw one more, and none saw the token itself alone
+        decoder = require_stack(model, "decoder")
+        window = 1 if decoder.attention.window is None else decoder.attention.window + 1
+        attention = dataclasses.replace(decoder.attention, window=window)
+        return dataclasses.replace(model, decoder=dataclasses.replace(decoder, attention=attention))
+    return model
