@@ -4,8 +4,8 @@ Command:  make quickstart
           python -m jaxformer train --config=configs/quickstart.py --workdir=runs/quickstart
 Variants: (none) German, fr French, es Spanish
 Hardware: 2 CPU cores
-Time:     149 seconds, installation and evaluation included
-Score:    100 % exact match on 1,000 held-out numbers
+Time:     154 seconds, installation and evaluation included
+Score:    99.9 % exact match on 1,000 held-out numbers
 """
 
 from jaxformer.config import StackConfig
@@ -21,9 +21,10 @@ def get_config(variant: str = ""):
     config.data.tokenizer.kind = "bpe"
     config.data.tokenizer.vocab = 352
     config.data.examples = 50_000
-    config.data.batch = 128
+    config.data.batch = 32  # rows of 40 tokens on each side, which hold 114 pairs on average
     config.data.length = 40
-    config.data.buckets = (14, 24, 40)
+    config.data.packing = "first_fit"
+    config.data.buckets = (14, 24, 40)  # of decoding
 
     stack = dict(layers=2, width=128, attention=dict(heads=4), ffn=dict(width=256, activation="relu"))
     config.model.encoder = section(StackConfig, **stack, encoding=dict(kind="rope"))

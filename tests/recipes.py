@@ -22,6 +22,7 @@ VARIANTS = {
     "squad": ("transformer", "lstm", "generative"),
     "sst2": ("transformer", "lstm"),
     "stsb": ("transformer", "lstm", "finetune"),
+    "transfer": ("masked_lm", "span_corruption", "sst2", "wnut17"),
     "transformer_base": ("base", "big"),
     "wikitext2": ("transformer", "lstm"),
     "word_vectors": ("skip_gram", "cbow"),

@@ -252,8 +252,8 @@ class BlockPlanner:
                 indices = list(itertools.compress(indices, fits))
                 encoded = list(itertools.compress(encoded, fits))
             lengths = [packing.slot_count(example) for example in encoded]
-        if self.pack:
-            batches = packing.first_fit(lengths, self.buckets[-1])
+        if self.pack and encoded is not None:
+            batches = packing.first_fit([packing.slot_counts(example) for example in encoded], self.buckets[-1])
         else:
             batches = packing.bucketed(lengths, self.buckets)
         if self.seed is not None:

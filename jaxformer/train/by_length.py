@@ -43,7 +43,8 @@ def applies(config: Config) -> bool:
     """True if each row of an evaluation is one input, apart from what is predicted, so that it has a length."""
     task = tasks.get(config.task.name)
     predicts_input = config.model.head.kind == "tokens" and not config.model.has_encoder
-    whole = config.data.packing == "none" and task.encode_windows is None and not task.couples_rows(config)
+    single = config.data.packing == "none" or config.model.is_seq2seq  # pairs are packed in training only
+    whole = single and task.encode_windows is None and not task.couples_rows(config)
     return whole and not predicts_input
 
 

@@ -72,6 +72,22 @@ def test_first_fit_rows_hold_their_examples(lengths, window):
     assert sum(sum(lengths[i] for i in row) <= 8 for row in wide) <= 1  # two half-empty rows would have been one
 
 
+@settings(max_examples=25, deadline=None)
+@given(pairs=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 16)), max_size=60))
+def test_both_sides_of_packed_pairs_fit(pairs):
+    batches = packing.first_fit(pairs, Shape(3, 16))
+    assert used(batches) == list(range(len(pairs)))
+    rows = [[pairs[index] for index in row] for batch in batches for row in batch.rows]
+    assert all(max(map(sum, zip(*row, strict=True))) <= 16 for row in rows)
+    # Two rows whose sides are both at most half full would have been one.
+    assert sum(max(map(sum, zip(*row, strict=True))) <= 8 for row in rows) <= 1
+
+
+def test_pairs_pack_by_both_sides_and_not_by_the_longer_one():
+    (batch,) = packing.first_fit([(6, 2), (2, 6), (3, 1), (1, 1)], Shape(4, 8))
+    assert batch.rows == [[0, 1], [2, 3]]  # 6 + 6 slots would not share a row of 8
+
+
 def test_first_fit_example():
     (batch,) = packing.first_fit([5, 6, 3, 2, 4], Shape(4, 8))
     assert batch.rows == [[0, 2], [1, 3], [4]]

@@ -6,15 +6,28 @@ import json
 import chex
 import numpy as np
 import pytest
+import recipes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer import tasks
-from jaxformer.config import Config, ConfigError, DataConfig, EvaluateConfig, TokenizerConfig, TrainConfig
+from jaxformer.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    EvaluateConfig,
+    ModelConfig,
+    StackConfig,
+    TokenizerConfig,
+    TrainConfig,
+    overrides,
+)
 from jaxformer.data import packing, planning
 from jaxformer.data.pipeline import Pipeline
-from jaxformer.data.sources import Dataset
+from jaxformer.data.sources import Dataset, FirstExamples
 from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.tasks import _datasets
+from jaxformer.train import by_length
 
 BYTES = Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind="byte")), [], ("text",))
 LENGTH = 12
@@ -43,6 +56,12 @@ def encode_pair(config, tokenizers, example, rng):
     return encode_text(config, tokenizers, example, rng) | {"source": np.array(source, np.int32)}
 
 
+def encode_uneven(config, tokenizers, example, rng):
+    """A source that is long where the target is short."""
+    source = tokenizers.source.encode("s" * (14 - len(example["text"])))
+    return encode_text(config, tokenizers, example, rng) | {"source": np.array(source, np.int32)}
+
+
 def encode_noise(config, tokenizers, example, rng):
     ids = np.array(tokenizers.source.encode(example["text"])[: config.data.length], np.int32)
     return {"source": ids, "labels": rng.integers(0, 1000, len(ids)), "weights": rng.random(len(ids))}
@@ -53,12 +72,19 @@ def encode_class(config, tokenizers, example, rng):
     return {"source": np.array(ids, np.int32), "labels": np.array(len(ids) % 2)}
 
 
-LANGUAGE, PAIR, NOISE, CLASS = map(record, (encode_text, encode_pair, encode_noise, encode_class))
+LANGUAGE, PAIR, UNEVEN, NOISE, CLASS = map(
+    record, (encode_text, encode_pair, encode_uneven, encode_noise, encode_class)
+)
 
 
-def made(data=None, task=LANGUAGE, count=37, seed=0, splits=None, tokenizers=BYTES, **hosts):
+def made(data=None, task=LANGUAGE, count=37, seed=0, splits=None, tokenizers=BYTES, model=None, **hosts):
     data = {"batch": 4, "length": LENGTH} | (data or {})
-    config = Config(data=DataConfig(**data), train=TrainConfig(seed=seed), evaluate=EvaluateConfig(batch=4))
+    config = Config(
+        data=DataConfig(**data),
+        model=model or ModelConfig(),
+        train=TrainConfig(seed=seed),
+        evaluate=EvaluateConfig(batch=4),
+    )
     dataset = Dataset(splits or {"train": names(count), "validation": names(10, "v")}, "key")
     return Pipeline(config, dataset, tokenizers, task, **hosts)
 
@@ -250,6 +276,60 @@ def test_first_fit_fills_rows():
         inside = (segment > 0) & ~begins
         assert (position[inside] == position[:, :-1][inside[:, 1:]] + 1).all()
         assert (batch.target.tokens[begins] == BYTES.target.bos).all()
+
+
+def test_packed_pairs_keep_their_sides_together():
+    pipe = made(SETTINGS["first_fit"], task=UNEVEN, count=200)
+    assert pipe.shapes() == [(4, 24)]  # one program
+    seen = []
+    for batch in epochs(pipe, 1)[0]:
+        for source, target in zip(batch.source.slots.segment, batch.target.slots.segment, strict=True):
+            assert np.bincount(source)[1:].tolist() == [14 - (n - 1) for n in np.bincount(target)[1:]]
+        seen += texts(batch)
+    assert sorted(seen) == sorted(example["text"] for example in names(200))
+
+
+def test_the_quickstart_trains_on_little_padding_with_one_program():
+    config = overrides.parse(
+        [
+            f"--config={recipes.CONFIGS}/quickstart.py",
+            "--config.data.examples=3000",
+            "--config.data.tokenizer.vocab=300",
+        ]
+    )
+    dataset = _datasets.build(config)
+    tokenizers = Tokenizers.build(config.data, FirstExamples(dataset.splits["train"], 500), ("source", "target"))
+    pipe = Pipeline(config, dataset, tokenizers, tasks.get("translation"))
+    assert len(pipe.shapes()) == 1
+    (batches,) = epochs(pipe, 1)
+    empty, slots = map(sum, zip(*map(packing.padding_counts, batches), strict=True))
+    assert empty / slots < 0.12
+
+
+def test_evaluation_gives_each_pair_a_row():
+    both = ModelConfig(encoder=StackConfig(), decoder=StackConfig())
+    pairs = made(SETTINGS["first_fit"], task=UNEVEN, model=both)
+    for batch in pairs.evaluate("validation"):
+        assert batch.target.slots.segment.max() == batch.source.slots.segment.max() == 1
+    single = made(SETTINGS["first_fit"], task=LANGUAGE)
+    assert max(batch.target.slots.segment.max() for batch in single.evaluate("validation")) > 1
+    assert by_length.applies(pairs.config)
+
+
+def test_hosts_and_stops_change_no_packed_pair(small_blocks):
+    setting = SETTINGS["first_fit"]
+    whole = made(setting, task=UNEVEN, multiple=2).train()
+    batches = [next(whole) for _ in range(5)]
+    state = json.loads(json.dumps(whole.get_state()))
+    batches += take(whole, 9)
+    assert state["block"] > 0 or state["epoch"] > 0
+    parts = []
+    for index in range(2):
+        part = made(setting, task=UNEVEN, process_index=index, process_count=2).train()
+        part.set_state(state)
+        parts.append(take(part, 9))
+    for step, batch in enumerate(batches[5:]):
+        chex.assert_trees_all_equal(jax_concatenate([part[step] for part in parts]), batch)
 
 
 def test_pairs_share_a_bucket():

@@ -15,6 +15,7 @@ import pytest
 
 from jaxformer import registry, testing
 from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig
+from jaxformer.data import packing
 from jaxformer.nn.block import Block, LayerContext
 from jaxformer.nn.layers import Norm
 from jaxformer.nn.masks import Mask
@@ -53,6 +54,20 @@ def test_batch_order_changes_nothing(family):
 def test_packed_examples_do_not_see_each_other(kind):
     module, variables = builders.make(builders.decoder(encoding=encoding(kind)))
     testing.assert_packing_invariant(module, variables, (4, 4, 2, 4), builders.VOCAB)
+
+
+@pytest.mark.parametrize("kind", ["rope", "t5", "learned"])
+def test_packed_pairs_do_not_see_each_other(kind):
+    module, variables = builders.make(builders.seq2seq(encoding=encoding(kind)))
+    rng = np.random.default_rng(0)
+    draw = lambda n: rng.integers(1, builders.VOCAB, n)  # noqa: E731
+    pairs = [{"source": draw(s), "target": draw(t), "labels": draw(t)} for s, t in ((4, 2), (3, 5), (2, 1))]
+    # One program: row 0 is packed, and each other row holds one of its pairs.
+    batch = packing.collate([pairs, *([pair] for pair in pairs)], 10)
+    logits, segment = testing.apply(module)(variables, batch), np.asarray(batch.target.slots.segment)
+    for number, pair in enumerate(pairs, 1):
+        alone = logits[number, : len(pair["target"])]
+        np.testing.assert_allclose(logits[0][segment[0] == number], alone, rtol=1e-5, atol=1e-6)
 
 
 CASES = [("seq2seq" if kind == "t5" else "decoder", kind, {}) for kind in ENCODINGS] + [

@@ -49,8 +49,8 @@ PACKINGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("language_modelling", "prefix_lm", "span_corruption", "denoising"), ("none", "concat", "first_fit")
     ),
-    **dict.fromkeys(("permutation_lm", "replaced_tokens"), ("none", "concat")),
-    **dict.fromkeys(("dialogue", *WORD_VECTORS), ("none", "first_fit")),
+    **dict.fromkeys(("masked_lm", "permutation_lm", "replaced_tokens"), ("none", "concat")),
+    **dict.fromkeys(("translation", "summarisation", "text_to_text", "dialogue", *WORD_VECTORS), ("none", "first_fit")),
 }
 """Task -> how several of its examples may share a row; of the others in the table above, none may."""
 
@@ -90,6 +90,9 @@ def check_task(config: Config) -> None:
         packings = PACKINGS.get(task, ("none",))
         if config.data.packing not in packings:
             raise invalid("config.data.packing", config.data.packing, f"{' or '.join(packings)} for the task {task}")
+        if task == "masked_lm" and config.task.relation != "none" and config.data.packing != "none":
+            expected = f"none with task.relation {config.task.relation}: a row of running text has no second part"
+            raise invalid("config.data.packing", config.data.packing, expected)
         if model.generator is not None and task != "replaced_tokens":
             raise invalid("config.model.generator", "a section", f"None for the task {task}")
     if task == "permutation_lm":
@@ -242,7 +245,7 @@ def _check_objective(config: Config) -> None:
         if encoding.kind == "t5" and not encoding.bidirectional:
             path = "config.model.decoder.encoding.bidirectional"
             raise invalid(path, encoding.bidirectional, "True for the task prefix_lm, whose prefix sees later tokens")
-    if name in ("span_corruption", "denoising") and recurrent and config.data.packing != "none":
+    if recurrent and model.is_seq2seq and config.data.packing != "none":
         raise invalid("config.data.packing", config.data.packing, "none for a recurrent encoder and decoder")
     rates = (options.infilling, options.masking, options.deletion, options.permutation, options.rotation)
     if name == "denoising" and not any(rates):
