@@ -120,13 +120,14 @@ class FlaxForcedEOSTokenLogitsProcessor(FlaxLogitsProcessor):
 class FlaxMinLengthLogitsProcessor(FlaxLogitsProcessor):
     """Bans the end token before the sequence has `min_length` tokens."""
 
-    def __init__(self, min_length: int, eos_token_id: int) -> None:
+    def __init__(self, min_length: int, eos_token_id: int | tuple[int, ...]) -> None:
         if isinstance(min_length, bool) or not isinstance(min_length, int) or min_length < 0:
             raise ConfigError(f"min_length: got {min_length!r}, expected a whole number of at least 0")
         self.min_length, self.eos_token_id = min_length, eos_token_id
 
     def __call__(self, input_ids: Array, scores: Array, cur_len: Any) -> Array:
-        return jnp.where(cur_len < self.min_length, scores.at[:, self.eos_token_id].set(BANNED), scores)
+        ended = jnp.asarray(self.eos_token_id, jnp.int32)
+        return jnp.where(cur_len < self.min_length, scores.at[:, ended].set(BANNED), scores)
 
 
 class FlaxSuppressTokensLogitsProcessor(FlaxLogitsProcessor):

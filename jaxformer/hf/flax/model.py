@@ -17,7 +17,7 @@ from flax import traverse_util
 from jaxformer.errors import ConfigError
 from jaxformer.hf import keys
 from jaxformer.hf.arguments import flatten_choices, has_concrete_values, make_batch
-from jaxformer.hf.flax import cached, configs, initial, outputs, persistence, signatures
+from jaxformer.hf.flax import cached, configs, initial, old, outputs, persistence, signatures
 from jaxformer.hf.flax.cached import Cache
 from jaxformer.hf.flax.generation_config import GenerationConfig
 from jaxformer.hf.flax.layout import Path
@@ -93,12 +93,14 @@ class FlaxPreTrainedModel(persistence.Persistence):
         if values.get("model_type") != self.model_type:
             got = f"a config of model_type {values.get('model_type')!r}"
             raise ConfigError(f"{type(self).__name__}: got {got}, expected {self.model_type!r}")
-        return keys.with_defaults(family(self.model_type, self.head), Settings(values, "config"))
+        settings = keys.with_defaults(family(self.model_type, self.head), Settings(values, "config"))
+        return settings.with_values(old.old_values(self.model_type, settings.values))
 
     def _make_spec(self, gradient_checkpointing: bool) -> Spec:
         if self.dtype.name not in DTYPES:
             raise ConfigError(f"dtype: got {self.dtype.name}, expected {' or '.join(DTYPES)}; use bfloat16")
         model = keys.read_model(family(self.model_type, self.head), self.settings, self.head)
+        model = old.old_model(self.model_type, self.head, self.settings, model)
         model = dataclasses.replace(model, dtype=DTYPES[self.dtype.name])
         if gradient_checkpointing:
             stacks = {name: getattr(model, name) for name in ("encoder", "decoder")}

@@ -12,9 +12,10 @@ from jaxformer.hf.arguments import make_stream
 from jaxformer.hf.flax import cached, outputs
 from jaxformer.hf.flax.cached import Cache, Memory
 from jaxformer.hf.flax.model import FlaxPreTrainedModel, Options
+from jaxformer.hf.flax.search import memory_slots
 from jaxformer.hf.flax.spec import converted
 from jaxformer.hf.table import require_stack
-from jaxformer.types import Array, PyTree, Slots, Stream
+from jaxformer.types import Array, PyTree, Stream
 
 
 class FlaxSeq2SeqModel(FlaxPreTrainedModel):
@@ -68,11 +69,3 @@ class FlaxSeq2SeqModel(FlaxPreTrainedModel):
     def init_cache(self, batch_size: int, max_length: int, *encoder_outputs: Any, **ignored: Any) -> Cache:
         """An empty cache of the decoder; `encoder_outputs` are given to `decode`, and change nothing here."""
         return super().init_cache(batch_size, max_length)
-
-
-def memory_slots(states: Array, mask: Any) -> Slots:
-    """Slots of the encoder's output; all are real without a mask."""
-    shape = states.shape[:2]
-    real = jnp.ones(shape, jnp.int32) if mask is None else jnp.not_equal(jnp.asarray(mask), 0).astype(jnp.int32)
-    position = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-    return Slots(position, 2 * real - 1)
