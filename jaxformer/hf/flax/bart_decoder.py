@@ -16,8 +16,8 @@ from jaxformer.models import build
 
 
 def read_config(settings: Settings, head: str) -> ModelConfig:
-    """The decoder's config; `is_decoder` is what the old class sets."""
-    settings("is_decoder", True)
+    """The decoder's config; the old class sets `is_decoder` and unsets `is_encoder_decoder`."""
+    settings("is_decoder", True), settings("is_encoder_decoder", False)
     model = bart.read_config(settings, "seq2seq")
     head_config = HeadConfig(tied=model.head.tied)
     return dataclasses.replace(model, encoder=None, share_embeddings=False, head=head_config)

@@ -244,7 +244,7 @@ class FlaxPreTrainedModel(persistence.Persistence):
         params = self.params if params is None else params
         params = params.unfreeze() if hasattr(params, "unfreeze") else params
         return Options(
-            params, key if train else None, bool(flags["output_attentions"]), bool(flags["output_hidden_states"]),
+            params, _typed(key) if train else None, bool(flags["output_attentions"]), bool(flags["output_hidden_states"]),
             flags["return_dict"] is not False,
         )  # fmt: skip
 
@@ -312,7 +312,7 @@ class FlaxPreTrainedModel(persistence.Persistence):
         if past is not None:
             values["past_key_values"] = past
         if options.hidden_states:
-            values["hidden_states"] = (sown["input"][0], *sown["blocks"]["output"][0][:-1], sown["output"][0])
+            values["hidden_states"] = old.hidden_states(self.model_type, sown)
         if options.attentions:
             values["attentions"] = tuple(sown["blocks"]["attention"]["probabilities"][0])
             if "cross" in sown["blocks"]:
@@ -328,6 +328,13 @@ class FlaxPreTrainedModel(persistence.Persistence):
     def can_generate(self) -> bool:
         """True if the model writes text."""
         return self.spec.config.decoder is not None and self.spec.config.head.kind == "tokens"
+
+
+def _typed(key: Any) -> Array | None:
+    """A PRNG key as an array of keys, from one or from the two numbers of `jax.random.PRNGKey`."""
+    if key is None or jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    return jax.random.wrap_key_data(jnp.asarray(key))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxformer.config import ModelConfig
 from jaxformer.hf.table import Settings, require_stack
+from jaxformer.types import Array, PyTree
 
 log = logging.getLogger("jaxformer")
 
@@ -66,3 +67,16 @@ def old_model(model_type: str, head: str, settings: Settings, model: ModelConfig
         attention = dataclasses.replace(decoder.attention, window=window)
         return dataclasses.replace(model, decoder=dataclasses.replace(decoder, attention=attention))
     return model
+
+
+def hidden_states(model_type: str, sown: PyTree) -> tuple[Array, ...]:
+    """Embeddings, then every layer's output: L + 1 arrays `[B, T, D]`, the last one after the final norm.
+
+    RoBERTa-PreLayerNorm's last one was before it.
+
+    Args:
+      sown: intermediates of a stack.
+    """
+    layers = sown["blocks"]["output"][0]
+    last = layers[-1] if model_type == "roberta-prelayernorm" else sown["output"][0]
+    return (sown["input"][0], *layers[:-1], last)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxformer.errors import ConfigError
 from jaxformer.hf.arguments import make_stream
-from jaxformer.hf.flax import cached, outputs
+from jaxformer.hf.flax import cached, old, outputs
 from jaxformer.hf.flax.cached import Cache, Memory
 from jaxformer.hf.flax.model import FlaxPreTrainedModel, Options
 from jaxformer.hf.flax.search import memory_slots
@@ -29,16 +29,16 @@ class FlaxSeq2SeqModel(FlaxPreTrainedModel):
         states, sown = cached.encode(self.spec, options.params, source, options.key)
         values = {"last_hidden_state": states.astype(jnp.float32)}
         if options.hidden_states:
-            values["hidden_states"] = (sown["input"][0], *sown["blocks"]["output"][0][:-1], sown["output"][0])
+            values["hidden_states"] = old.hidden_states(self.model_type, sown)
         if options.attentions:
             values["attentions"] = tuple(sown["blocks"]["attention"]["probabilities"][0])
         return options.finish(outputs.CLASSES["FlaxBaseModelOutput"](**values))
 
     def _decode(self, **given: Any) -> Any:
+        mask = given.pop("encoder_attention_mask", None)
         options = self._take_options(given)
         encoder_outputs = given.pop("encoder_outputs")
         states = encoder_outputs["last_hidden_state"] if isinstance(encoder_outputs, dict) else encoder_outputs[0]
-        mask = given.get("encoder_attention_mask")
         memory = Memory(jnp.asarray(states), memory_slots(states, mask))
         tokens, cache = jnp.asarray(given["decoder_input_ids"]), given.get("past_key_values")
         renamed = {"attention_mask": given.get("decoder_attention_mask"), "position_ids": given.get("decoder_position_ids")}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxformer.config import ModelConfig, StackConfig
-from jaxformer.hf.flax import bart_decoder, layout
+from jaxformer.hf.flax import bart_decoder, layout, old
 from jaxformer.hf.flax.layout import Entry, Path
 from jaxformer.hf.origin import BODIES
 from jaxformer.hf.outputs import named_outputs
@@ -126,4 +126,9 @@ def forward(
     logits, sown = spec.module.apply(variables, batch, rngs=rngs, mutable=["intermediates"])
     if spec.head == "pretraining" and spec.config.head.kind == "slots":
         logits = logits[..., 0]
-    return dict(named_outputs(spec.head, spec.config, logits, None, sown["intermediates"], wished))
+    values = dict(named_outputs(spec.head, spec.config, logits, None, sown["intermediates"], wished))
+    for name in ("encoder", "decoder"):
+        field = f"{name}_hidden_states" if spec.config.is_seq2seq else "hidden_states"
+        if field in values and getattr(spec.config, name) is not None:
+            values[field] = old.hidden_states(spec.model_type, sown["intermediates"][name])
+    return values
