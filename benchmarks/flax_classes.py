@@ -9,7 +9,7 @@ with one of them are compared.
 
 Prints a line for each class: the largest relative error of an output with the name of that output, and how many cases of
 `generate` give the same ids; for a class that is not here, why. The exit code is 1 if an error is above its bound (5e-6;
-1e-5 for attention), ids differ, or a class of a family that is here does not load.
+2e-5 for attention), ids differ, or a class of a family that is here does not load.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import numpy as np
 
 from jaxformer.hf import flax
 
-MAX_ERROR, MAX_ATTENTION_ERROR = 5e-6, 1e-5
+MAX_ERROR, MAX_ATTENTION_ERROR = 5e-6, 2e-5
 """Largest difference of an output, relative to its largest value, in float32. T5 does not scale the scores of attention,
-so rounding grows in its probabilities: the old class's own are 7e-6 from what it computes in float64."""
+so rounding grows in its probabilities: in float32 the old classes are up to 7e-6 from what they compute in float64."""
 
 
 def _mask(field: str, value: np.ndarray, inputs: dict[str, np.ndarray], pair: bool) -> Any:

@@ -67,7 +67,7 @@ def constrain(x: Array, *names: str | None) -> Array:
     if len(names) != x.ndim:
         raise ValueError(f"constrain: got {len(names)} names for shape {x.shape}, expected one name an axis")
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if mesh.size == 1 or not auto_axes(mesh):
         return x
     return jax.lax.with_sharding_constraint(x, drop_uneven_axes(requested, x.shape, mesh))
 

@@ -118,7 +118,7 @@ class FlaxForcedEOSTokenLogitsProcessor(FlaxLogitsProcessor):
 
 
 class FlaxMinLengthLogitsProcessor(FlaxLogitsProcessor):
-    """Bans the end token before the sequence has `min_length` tokens."""
+    """Bans the end token while the sequence has at most `min_length` tokens, so the text is longer by one than it says."""
 
     def __init__(self, min_length: int, eos_token_id: int | tuple[int, ...]) -> None:
         if isinstance(min_length, bool) or not isinstance(min_length, int) or min_length < 0:
@@ -127,7 +127,7 @@ class FlaxMinLengthLogitsProcessor(FlaxLogitsProcessor):
 
     def __call__(self, input_ids: Array, scores: Array, cur_len: Any) -> Array:
         ended = jnp.asarray(self.eos_token_id, jnp.int32)
-        return jnp.where(cur_len < self.min_length, scores.at[:, ended].set(BANNED), scores)
+        return jnp.where(cur_len <= self.min_length, scores.at[:, ended].set(BANNED), scores)
 
 
 class FlaxSuppressTokensLogitsProcessor(FlaxLogitsProcessor):

@@ -215,6 +215,8 @@ class FlaxPreTrainedModel(persistence.Persistence):
         inputs = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
         if not self.spec.stack.embed.kinds:
             inputs.pop("token_type_ids", None)
+        elif "token_type_ids" not in inputs and self.model_type in old.DEFAULT_KIND:
+            inputs["token_type_ids"] = jnp.full_like(inputs["input_ids"], old.DEFAULT_KIND[self.model_type])
         if self.spec.config.is_seq2seq and "decoder_input_ids" not in inputs:
             inputs.pop("decoder_attention_mask", None)
             if self.model_type in ("t5", "mt5"):
@@ -298,7 +300,8 @@ class FlaxPreTrainedModel(persistence.Persistence):
         slots, cache_slots, written = cached.query_slots(self.spec, cache, tokens.shape[1], mask, position)
         kinds = self.spec.stack.embed.kinds
         token_type = given.get("token_type_ids")
-        token_type = jnp.zeros_like(tokens) if kinds and token_type is None else token_type
+        if kinds and token_type is None:
+            token_type = jnp.full_like(tokens, old.DEFAULT_KIND.get(self.model_type, 0))
         target = Stream(tokens, slots, jnp.asarray(token_type) if kinds else None)
         x, logits, keys_values, sown = cached.advance(
             self.spec, params, target, cache, cache_slots, memory, options.key, options.flags

@@ -22,6 +22,9 @@ PLAIN_ROPE = {"rope_scaling": None, "rope_parameters": {"rope_theta": 10000.0, "
 
 ROTARY_TYPES = ("llama", "mistral", "gemma")
 
+DEFAULT_KIND = {"electra": 1}
+"""`model_type` -> the token type of a call without `token_type_ids`, where it is not 0."""
+
 
 def old_values(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config.json as the old class read them.
@@ -61,12 +64,45 @@ def old_model(model_type: str, head: str, settings: Settings, model: ModelConfig
     if model_type == "electra" and top.transform:
         activation = settings.activation("hidden_act", "gelu")
         return dataclasses.replace(model, head=dataclasses.replace(top, activation=activation))
+    if model_type == "blenderbot-small":
+        return _scaled_before_norm(model)
     if model_type == "mistral":  # a window of w keys saw one more, and none saw the token itself alone
         decoder = require_stack(model, "decoder")
         window = 1 if decoder.attention.window is None else decoder.attention.window + 1
         attention = dataclasses.replace(decoder.attention, window=window)
         return dataclasses.replace(model, decoder=dataclasses.replace(decoder, attention=attention))
     return model
+
+
+def tree_model(model: ModelConfig) -> ModelConfig:
+    """The model whose parameters the old tree holds: without the table that `_scaled_before_norm` adds."""
+    return dataclasses.replace(model, share_embeddings=True) if _has_scaled_table(model) else model
+
+
+def params_of(model: ModelConfig, params: PyTree) -> PyTree:
+    """Parameters of a model, from those of its `tree_model`: the decoder's table is the encoder's times sqrt(D)."""
+    if not _has_scaled_table(model):
+        return params
+    table = params["source_embed"]["table"]
+    return {**params, "target_embed": {"table": table * require_stack(model, "decoder").width ** 0.5}}
+
+
+def _has_scaled_table(model: ModelConfig) -> bool:
+    decoder = model.decoder
+    return model.is_seq2seq and not model.share_embeddings and decoder is not None and decoder.embed.norm_before_positions
+
+
+def _scaled_before_norm(model: ModelConfig) -> ModelConfig:
+    """BlenderbotSmall's decoder scaled its tokens before their norm, where today's torch class does not.
+
+    The decoder gets a scaled table of its own, of which a tied head takes the scale back.
+    """
+    decoder = require_stack(model, "decoder")
+    if not decoder.embed.scale:
+        return model
+    decoder = dataclasses.replace(decoder, embed=dataclasses.replace(decoder.embed, scale=False))
+    head = dataclasses.replace(model.head, scale=model.head.tied)
+    return dataclasses.replace(model, decoder=decoder, share_embeddings=False, head=head)
 
 
 def hidden_states(model_type: str, sown: PyTree) -> tuple[Array, ...]:

@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxformer.hf.flax import cached
+from jaxformer.hf.flax import cached, old
 from jaxformer.hf.flax.cached import Cache, Memory
 from jaxformer.hf.flax.spec import Spec
 from jaxformer.types import Array, PyTree, Slots, Stream
@@ -85,7 +85,8 @@ def step(plan: Plan, decoder: Decoder, tokens: Array, cache: Cache) -> tuple[Arr
         counted = jnp.maximum(jnp.cumsum(decoder.mask, axis=1) - 1, 0)
         position = jax.lax.dynamic_slice_in_dim(counted, cache.index, count, axis=1)
     slots, cache_slots, written = cached.query_slots(spec, cache, count, decoder.mask, position)
-    kinds = jnp.zeros_like(tokens) if spec.stack.embed.kinds else None
+    kind = old.DEFAULT_KIND.get(spec.model_type, 0)
+    kinds = jnp.full_like(tokens, kind) if spec.stack.embed.kinds else None
     target = Stream(tokens, slots, kinds)
     _, logits, keys_values, _ = cached.advance(
         spec, decoder.params, target, cache, cache_slots, decoder.memory, None, (False, False)

@@ -84,7 +84,7 @@ class Spec:
 
     def params(self, tree: PyTree) -> PyTree:
         """Our parameters, in float32, from an old tree."""
-        params = layout.to_params(self.table, tree)
+        params = old.params_of(self.config, layout.to_params(self.table, tree))
         return jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
 
@@ -93,7 +93,7 @@ def _table(spec: Spec) -> tuple[Entry, ...]:
     shapes = nn.meta.unbox(build.shapes(spec.module))["params"]
     prefix = spec.family.prefix if spec.head in BODIES else ""
     norm = "weight" if spec.stack.norm.kind == "rms" else "scale"
-    return tuple(layout.entries(spec.family.rows(spec.config, spec.head), shapes, norm, prefix))
+    return tuple(layout.entries(spec.family.rows(old.tree_model(spec.config), spec.head), shapes, norm, prefix))
 
 
 @functools.lru_cache(maxsize=64)
