@@ -12,14 +12,14 @@ from safetensors.numpy import save_file
 
 from jaxformer.errors import ConfigError
 from jaxformer.hf import flax
-from jaxformer.hf.flax import layout
+from jaxformer.hf.flax import generation, layout, search
 from jaxformer.hf.flax.spec import converted
 
 BERT = {
     "model_type": "bert", "vocab_size": 31, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 12, "max_position_embeddings": 16, "hidden_dropout_prob": 0.2,
 }  # fmt: skip
-GPT2 = {"model_type": "gpt2", "vocab_size": 31, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 24,
+GPT2 = {"model_type": "gpt2", "vocab_size": 31, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 24,
         "eos_token_id": 30, "bos_token_id": 30, "initializer_range": 0.5}  # fmt: skip
 T5 = {
     "model_type": "t5", "vocab_size": 31, "d_model": 8, "d_kv": 3, "d_ff": 12, "num_layers": 1, "num_decoder_layers": 2,
@@ -205,71 +205,87 @@ def test_the_two_sides_of_an_encoder_decoder(t5):
 
 # --- generation -------------------------------------------------------------------------------------------------------
 
+SEARCH = {"attention_mask": LEFT_MASK, "max_length": 9, "eos_token_id": None, "pad_token_id": 0}
+
 
 def test_greedy_search_is_the_likeliest_token_of_calls(gpt2):
-    found = np.asarray(gpt2.generate(LEFT, attention_mask=LEFT_MASK, max_length=9, eos_token_id=None, pad_token_id=0).sequences)
+    found = np.asarray(gpt2.generate(LEFT, **SEARCH).sequences)
     assert found.shape == (2, 9)
     alone = found[1:, 2:]  # without its padding
-    logits = gpt2(alone).logits
-    np.testing.assert_array_equal(np.argmax(logits[0, 1:-1], -1), alone[0, 2:])
+    np.testing.assert_array_equal(np.argmax(gpt2(alone).logits[0, 1:-1], -1), alone[0, 2:])
     first = int(found[0, 4])
-    ended = np.asarray(gpt2.generate(LEFT, attention_mask=LEFT_MASK, max_length=9, eos_token_id=first, pad_token_id=3).sequences)
+    ended = np.asarray(gpt2.generate(LEFT, **SEARCH | {"eos_token_id": first, "pad_token_id": 3}).sequences)
     assert (ended[0, 5:] == 3).all() and ended[0, 4] == first
 
 
-def test_generation_under_jit_takes_parameters(gpt2):
-    run = jax.jit(lambda ids, params: gpt2.generate(ids, params=params, max_length=8, num_beams=2, do_sample=False))
-    out = run(IDS[:1], gpt2.params)
-    direct = gpt2.generate(IDS[:1], max_length=8, num_beams=2)
-    np.testing.assert_array_equal(out.sequences, direct.sequences)
-    close(out.scores, direct.scores)
-    slow = gpt2.generate(IDS[:1], max_length=8, num_beams=2, trace=False)
-    np.testing.assert_array_equal(slow.sequences, direct.sequences)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_loop_in_python_is_the_same_loop(gpt2, compiled):
+    plan = search.Plan(gpt2.spec, max_length=5, pad=0, ends=(), compiled=compiled)
+    seen = []
+
+    def body(state):
+        seen.append(state)
+        return state + 2
+
+    assert int(search._loop(plan, lambda x: x < 7, body, jnp.asarray(1))) == 7
+    assert len(seen) == (1 if compiled else 3)
 
 
 def test_wide_beams_find_the_best_sequence(t5):
     """Of two new tokens, over all pairs; none of which ends before (min_length)."""
-    out = t5.generate(IDS[:1], attention_mask=MASK[:1], max_length=3, num_beams=31, min_length=3, length_penalty=1.0)
-    start = np.zeros((1, 1), np.int32)
+    out = t5.generate(IDS[:1], attention_mask=MASK[:1], max_length=3, num_beams=31, min_length=3,
+                      num_return_sequences=2)  # fmt: skip
     encoded = t5.encode(IDS[:1], MASK[:1])
-    first = np.array(jax.nn.log_softmax(t5.decode(start, encoded, MASK[:1]).logits[0, -1]))
-    first[1] = -np.inf
     targets = np.stack([np.zeros(31, np.int32), np.arange(31, dtype=np.int32)], 1)
     states = jnp.repeat(encoded.last_hidden_state, 31, 0)
-    second = np.array(jax.nn.log_softmax(t5.decode(targets, (states,), np.ones((31, 4))).logits[:, -1]))
-    second[:, 1] = -np.inf
+    logits = t5.decode(targets, (states,), np.ones((31, 4))).logits
+    first, second = np.array(jax.nn.log_softmax(logits[0, 0])), np.array(jax.nn.log_softmax(logits[:, 1]))
+    first[1] = second[:, 1] = -np.inf
     best = np.unravel_index(np.argmax(first[:, None] + second), (31, 31))
     assert tuple(np.asarray(out.sequences)[0, 1:]) == best
-    assert float(out.scores[0]) == pytest.approx(float((first[:, None] + second)[best]), rel=1e-5)
+    in_order = np.sort((first[:, None] + second).reshape(-1))[::-1]
+    close(out.scores, in_order[:2])  # none has ended, so no penalty divides them
 
 
 def test_processors_bind_the_search(gpt2):
-    options = {"max_length": 12, "eos_token_id": None, "pad_token_id": 0}
-    plain = np.asarray(gpt2.generate(IDS[:1], **options).sequences)[0]
+    plain = np.asarray(gpt2.generate(LEFT, **SEARCH).sequences)[0]
+
+    def only_a_few(sequences, scores, length):
+        return jnp.where((jnp.arange(31) < 10) | (jnp.arange(31) == 17), scores, -jnp.inf)
+
     banned = int(plain[4])
-    found = np.asarray(gpt2.generate(IDS[:1], **options, suppress_tokens=[banned], no_repeat_ngram_size=2,
-                                     forced_eos_token_id=17).sequences)[0]  # fmt: skip
-    assert banned not in found[4:] and found[-1] == 17
-    pairs = list(zip(found[:-2], found[1:-1]))
-    assert len(pairs) == len(set(pairs))
+    options = {**SEARCH, "suppress_tokens": [banned], "no_repeat_ngram_size": 2, "forced_eos_token_id": 17}
+    found = np.asarray(gpt2.generate(LEFT, **options, logits_processor=[only_a_few]).sequences)
+    assert banned not in found[:, 4:] and (found[:, 4:-1] < 10).all() and (found[:, -1] == 17).all()
+    for row in found:
+        pairs = list(zip(row[:-2], row[1:-1]))
+        new = pairs[3:]
+        assert len(set(new)) == len(new) and not set(new) & set(pairs[:3])
+    with pytest.raises(ConfigError, match="an option that makes one"):
+        gpt2.generate(LEFT, **options, logits_processor=[flax.FlaxNoRepeatNGramLogitsProcessor(3)])
 
-    def only_five(sequences, scores, length):
-        return jnp.where(jnp.arange(scores.shape[-1]) == 5, scores, -jnp.inf)
 
-    assert (np.asarray(gpt2.generate(IDS[:1], **options, logits_processor=[only_five]).sequences)[0, 4:] == 5).all()
+def test_processors_alone():
+    """Where each begins and ends; the lengths are those of the old library, off by one or not."""
+    scores = jnp.zeros((1, 4))
+    kept = lambda processor, length: np.isfinite(processor(None, scores, length))[0].tolist()  # noqa: E731
+    every, no_end, only_two = [True] * 4, [True, False, True, True], [False, False, True, False]
+    shortest = flax.FlaxMinLengthLogitsProcessor(3, 1)
+    assert [kept(shortest, n) for n in (2, 3, 4)] == [no_end, no_end, every]
+    assert [kept(flax.FlaxForcedBOSTokenLogitsProcessor(2), n) for n in (1, 2)] == [only_two, every]
+    assert [kept(flax.FlaxForcedEOSTokenLogitsProcessor(5, 2), n) for n in (3, 4)] == [every, only_two]
+    assert [kept(flax.FlaxSuppressTokensAtBeginLogitsProcessor([1], 2), n) for n in (1, 2)] == [every, no_end]
+    forced = flax.FlaxForceTokensLogitsProcessor([(1, 2), (3, None)])
+    assert [kept(forced, n) for n in range(5)] == [every, only_two, every, every, every]
 
 
 def test_sampling_follows_its_key_and_its_limits(gpt2):
-    options = {"max_length": 16, "do_sample": True, "eos_token_id": None, "pad_token_id": 0}
     draw = lambda seed, **more: np.asarray(  # noqa: E731
-        gpt2.generate(IDS, prng_key=jax.random.PRNGKey(seed), **options, **more).sequences
+        gpt2.generate(LEFT, prng_key=jax.random.PRNGKey(seed), do_sample=True, **SEARCH, **more).sequences
     )
     np.testing.assert_array_equal(draw(0), draw(0))
     assert (draw(0) != draw(1)).any()
-    greedy = np.asarray(gpt2.generate(IDS, max_length=16, eos_token_id=None, pad_token_id=0).sequences)
-    np.testing.assert_array_equal(draw(0, top_k=1), greedy)
-    np.testing.assert_array_equal(draw(1, top_p=1e-6), greedy)
-    np.testing.assert_array_equal(draw(2, temperature=1e-4), greedy)
+    np.testing.assert_array_equal(draw(0, top_k=1), np.asarray(gpt2.generate(LEFT, **SEARCH).sequences))
 
 
 def test_warpers_keep_what_they_say():
@@ -283,13 +299,19 @@ def test_warpers_keep_what_they_say():
 
 
 def test_lengths_follow_the_old_rules(gpt2, caplog):
-    lengths = lambda **options: gpt2.generate(IDS[:1], **options).sequences.shape[1]  # noqa: E731
-    assert lengths(max_new_tokens=3) == 7
-    assert lengths(max_length=6) == 6
-    assert lengths(max_length=20) == 24  # the default as an argument counts new tokens, up to the positions
+    def length(**options):
+        config = flax.GenerationConfig(**options)
+        generation.set_length(gpt2, config, options, 4)
+        return config.max_length
+
+    assert length(max_new_tokens=3) == 7
+    assert length(max_length=6) == 6
+    assert length(max_length=20) == 24  # the default as an argument counts new tokens, up to the positions
     with caplog.at_level(logging.WARNING):
-        assert lengths() == 20
+        assert length() == 20
     assert "the default; set max_length" in caplog.text
+    with pytest.raises(ConfigError, match="at most 25"):
+        length(max_length=26)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

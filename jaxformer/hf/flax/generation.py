@@ -82,7 +82,7 @@ class FlaxGenerationMixin:
         mask = jnp.ones(ids.shape, jnp.int32) if mask is None else jnp.asarray(mask)
         if mask.shape != ids.shape:
             raise ConfigError(f"generate: got an attention_mask {list(mask.shape)}, expected {list(ids.shape)}")
-        _set_length(model, config, kwargs, ids.shape[1])
+        set_length(model, config, kwargs, ids.shape[1])
         plan = _plan(model, config, ids.shape[1], logits_processor, trace)
         key = jax.random.PRNGKey(0) if prng_key is None else prng_key
         tree = model.params if params is None else params
@@ -166,7 +166,7 @@ def _decoder_prompt(config: GenerationConfig, arrays: Mapping[str, Any], rows: i
     return jnp.full((rows, 1), start, jnp.int32)
 
 
-def _set_length(model: Any, config: GenerationConfig, kwargs: Mapping[str, Any], prompt: int) -> None:
+def set_length(model: Any, config: GenerationConfig, kwargs: Mapping[str, Any], prompt: int) -> None:
     """Sets `config.max_length` by the old rules.
 
     `max_new_tokens` wins. A `max_length` equal to the default counts new tokens if the call names it, and is taken as it
