@@ -4,12 +4,12 @@
 
 A folder holds a folder for each class, `FlaxBertModel` or `FlaxBertModel-2`, with `config.json`, `flax_model.msgpack`
 and `expected.npz`: arguments of a call (`in/<name>`), its outputs (`out/<field>` or `out/<field>/<i>`), and of
-`generate`, `gen/<case>/in/<name>`, `gen/<case>/args` and `gen/<case>/sequences`. With names, only the folders that begin
-with one of them are compared.
+`generate`, `gen/<case>/in/<name>`, `gen/<case>/args` and `gen/<case>/sequences`. With names, only the folders that
+begin with one of them are compared.
 
-Prints a line for each class: the largest relative error of an output with the name of that output, and how many cases of
-`generate` give the same ids; for a class that is not here, why. The exit code is 1 if an error is above its bound (5e-6;
-2e-5 for attention), ids differ, or a class of a family that is here does not load.
+Prints a line for each class: the largest relative error of an output with the name of that output, and how many cases
+of `generate` give the same ids; for a class that is not here, why. The exit code is 1 if an error is above its bound
+(5e-6; 2e-5 for attention), ids differ, or a class of a family that is here does not load.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import numpy as np
 from jaxformer.hf import flax
 
 MAX_ERROR, MAX_ATTENTION_ERROR = 5e-6, 2e-5
-"""Largest difference of an output, relative to its largest value, in float32. T5 does not scale the scores of attention,
-so rounding grows in its probabilities: in float32 the old classes are up to 7e-6 from what they compute in float64."""
+"""Largest difference of an output, relative to its largest value, in float32. T5 does not scale the scores of
+attention, so rounding grows in its probabilities: the old classes are up to 7e-6 from
+what they compute in float64."""
 
 
 def _mask(field: str, value: np.ndarray, inputs: dict[str, np.ndarray], pair: bool) -> Any:
@@ -91,7 +92,9 @@ def compare(directory: Path) -> tuple[str, bool]:
         cases, differing = differing_cases(model, arrays)
     except Exception as error:
         return f"{type(error).__name__}: {error}", False
-    parts = {name: error / (MAX_ATTENTION_ERROR if "attentions" in name else MAX_ERROR) for name, error in errors.items()}
+    parts = {
+        name: error / (MAX_ATTENTION_ERROR if "attentions" in name else MAX_ERROR) for name, error in errors.items()
+    }
     worst = max(parts, key=parts.__getitem__)
     line = f"{errors[worst]:.1e}  {worst}"
     if cases:

@@ -123,7 +123,9 @@ def main(argv=None):
             state, metrics = p_train_step(state, batch)
             losses.append(float(metrics["loss"][0]))
 
-    evaluated = [float(p_eval_step(state.params, batch)["loss"][0]) for batch in data_loader(rng, eval_dataset, batch_size)]
+    evaluated = [
+        float(p_eval_step(state.params, batch)["loss"][0]) for batch in data_loader(rng, eval_dataset, batch_size)
+    ]
     eval_loss = float(np.mean(evaluated))
     params = jax.device_get(jax.tree.map(lambda x: x[0], state.params))
     model.save_pretrained(args.output_dir, params=params)

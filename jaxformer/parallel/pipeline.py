@@ -25,7 +25,7 @@ AXIS = "stage"
 
 
 def stages() -> int:
-    """Number of stages of the entered mesh; 1 without a mesh (or in `jax.pmap`, whose has no stages), and in a stage."""
+    """Number of stages of the entered mesh; 1 without a mesh (or in `jax.pmap`), and inside a stage."""
     mesh = jax.sharding.get_abstract_mesh()
     if dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(AXIS, AxisType.Manual) == AxisType.Manual:
         return 1

@@ -1,5 +1,6 @@
 """The door's classes as scripts use them: parameters in the old layout, calls, caches, generation, files, refusals."""
 
+import itertools
 import json
 import logging
 
@@ -258,7 +259,7 @@ def test_processors_bind_the_search(gpt2):
     found = np.asarray(gpt2.generate(LEFT, **options, logits_processor=[only_a_few]).sequences)
     assert banned not in found[:, 4:] and (found[:, 4:-1] < 10).all() and (found[:, -1] == 17).all()
     for row in found:
-        pairs = list(zip(row[:-2], row[1:-1]))
+        pairs = list(itertools.pairwise(row[:-1]))
         new = pairs[3:]
         assert len(set(new)) == len(new) and not set(new) & set(pairs[:3])
     with pytest.raises(ConfigError, match="an option that makes one"):
@@ -440,7 +441,9 @@ def test_the_old_rules_of_families_that_changed(caplog):
         assert spec.config.decoder.attention.window == expected
     gemma = {**mistral, "model_type": "gemma", "head_dim": 4, "hidden_act": "relu"}
     assert flax.FlaxGemmaModel(gemma, _do_init=False).spec.config.decoder.ffn.activation == "gelu_tanh"
-    tied = flax.FlaxMT5ForConditionalGeneration({**T5, "model_type": "mt5", "tie_word_embeddings": True}, _do_init=False)
+    tied = flax.FlaxMT5ForConditionalGeneration(
+        {**T5, "model_type": "mt5", "tie_word_embeddings": True}, _do_init=False
+    )
     assert tied.spec.config.head.scale
 
 

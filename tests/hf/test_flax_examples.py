@@ -127,7 +127,14 @@ def test_the_page_names_every_class_and_every_missing_family():
     from jaxformer.hf.flax import names
 
     for group in names.GROUPS.values():
-        shown = {"MT5": "mT5", "GPTNeo": "GPT-Neo", "GPTJ": "GPT-J", "GPT2": "GPT-2", "Bloom": "BLOOM", "MBart": "mBART"}
+        shown = {
+            "MT5": "mT5",
+            "GPTNeo": "GPT-Neo",
+            "GPTJ": "GPT-J",
+            "GPT2": "GPT-2",
+            "Bloom": "BLOOM",
+            "MBart": "mBART",
+        }
         word = shown.get(group.prefix, group.prefix)
         assert word.lower().replace("xlmroberta", "xlm-roberta").replace("prelayer", "-prelayer") in page.lower(), word
     for missing in set(names.MISSING_FAMILIES.values()):

@@ -22,7 +22,7 @@ _names: dict[str, Any] = {
     **outputs.CLASSES,
     **{item.__name__: item for item in OTHERS},
 }
-__all__ = list(_names)  # noqa: PLE0605
+__all__ = list(_names)
 globals().update(_names)
 
 

@@ -33,7 +33,9 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
 def unread_leaves(model: ModelConfig) -> dict[Path, jax.ShapeDtypeStruct]:
     """Leaves of the cross-attention: the old trees hold them, and a decoder alone does not read them."""
     decoder = require_stack(model, "decoder")
-    both = ModelConfig(encoder=decoder, decoder=decoder, share_embeddings=True, head=HeadConfig(kind="none", tied=False))
+    both = ModelConfig(
+        encoder=decoder, decoder=decoder, share_embeddings=True, head=HeadConfig(kind="none", tied=False)
+    )
     shapes = nn.meta.unbox(build.shapes(build.build(both)))["params"]
     cross = [row for row in _bart.stack_rows(both, "decoder") if "/cross" in row.param_paths[0]]
     return layout.shapes_of(layout.entries(cross, shapes), shapes)

@@ -12,7 +12,6 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from jaxformer.hf.flax.spec import Spec
 from jaxformer.models.transformer import Transformer
@@ -48,12 +47,14 @@ class Memory(flax.struct.PyTreeNode):
 
 def empty(spec: Spec, rows: int, length: int) -> Cache:
     """A cache with room for `length` slots."""
-    stack = spec.module.bind({}).decoder  # ty: ignore[unresolved-attribute]
+    stack = spec.module.bind({}).decoder
     keys_values = stack.empty_cache(rows, length, jnp.dtype(spec.config.dtype))
     return Cache(keys_values, jnp.zeros((rows, length), jnp.int32), jnp.zeros((), jnp.int32))
 
 
-def query_slots(spec: Spec, cache: Cache, count: int, mask: Array, position: Array | None) -> tuple[Slots, Slots, Array]:
+def query_slots(
+    spec: Spec, cache: Cache, count: int, mask: Array, position: Array | None
+) -> tuple[Slots, Slots, Array]:
     """Slots of the new tokens and of the cache with them in it, and the cache's positions.
 
     Args:
@@ -112,7 +113,7 @@ def advance(
         return x, module.head(x, target.slots, module.output_embed()), written
 
     rngs = {} if key is None else {"dropout": key}
-    apply = functools.partial(spec.module.apply, {"params": params}, method=run, rngs=rngs)
+    apply: Any = functools.partial(spec.module.apply, {"params": params}, method=run, rngs=rngs)
     sown: PyTree = {}
     if any(flags):
         (x, logits, written), variables = apply(mutable=["intermediates"])
@@ -136,5 +137,5 @@ def encode(spec: Spec, tree: PyTree, source: Stream, key: Array | None) -> tuple
 
 def project_memory(spec: Spec, params: PyTree, states: Array) -> StackKeyValues:
     """Keys and values of the encoder's output, computed once for a loop of steps."""
-    module: nn.Module = spec.module
+    module: Any = spec.module
     return module.apply({"params": params}, method=lambda m: m.decoder.project_memory(states))

@@ -8,8 +8,9 @@ from typing import Any
 
 from jaxformer.errors import ConfigError
 from jaxformer.hf.flax import configs, names, signatures
+from jaxformer.hf.flax.calls import call_with, outputs_of
 from jaxformer.hf.flax.generation import FlaxGenerationMixin
-from jaxformer.hf.flax.model import FlaxPreTrainedModel, call_with, outputs_of
+from jaxformer.hf.flax.model import FlaxPreTrainedModel
 from jaxformer.hf.flax.names import GROUPS, Group
 from jaxformer.hf.flax.seq2seq import FlaxSeq2SeqModel
 from jaxformer.hf.flax.spec import family

@@ -1,4 +1,4 @@
-"""Configs of the door: the other library's objects, plain dicts, or `PretrainedConfig`, a config.json with attributes."""
+"""Configs of the door: the other library's objects, dicts, or `PretrainedConfig`, a config.json with attributes."""
 
 from __future__ import annotations
 

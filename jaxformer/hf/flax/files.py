@@ -1,4 +1,4 @@
-"""Weights of the old door's directories: `flax_model.msgpack`, safetensors and `pytorch_model.bin`, whole or in shards."""
+"""Weights in the door's directories: `flax_model.msgpack`, safetensors and `pytorch_model.bin`, whole or in shards."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def _restore(path: FilePath) -> Leaves:
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: got no such file, expected it as {FLAX_INDEX_FILE} says; download it") from error
     except Exception as error:  # msgpack and numpy raise errors of many kinds for damaged files
-        raise ConfigError(f"{path}: got {reading.quote(str(error))}, expected a tree of arrays; save it again") from error
+        raise ConfigError(
+            f"{path}: got {reading.quote(str(error))}, expected a tree of arrays; save it again"
+        ) from error
     strange = [path for path, value in leaves.items() if value.dtype == object]
     if strange:
         raise ConfigError(f"{path}: got {'/'.join(strange[0])} that is no array, expected arrays; save it again")

@@ -47,8 +47,8 @@ class FlaxGenerationMixin:
     ) -> Any:
         """Sequences int32 `[B, max_length]`, filled up with the padding token: greedy, sampled, or of beams.
 
-        Without `do_sample` and with 1 of `num_beams` the search is greedy; beams also have `scores`. `max_length` counts
-        the prompt; a decoder's prompts are padded on the left.
+        Without `do_sample` and with 1 of `num_beams` the search is greedy; beams also have `scores`. `max_length`
+        counts the prompt; a decoder's prompts are padded on the left.
 
         Args:
           input_ids: prompts `[B, T]`, or an encoder's inputs.
@@ -88,7 +88,13 @@ class FlaxGenerationMixin:
         tree = model.params if params is None else params
         tree = tree.unfreeze() if hasattr(tree, "unfreeze") else tree
         values = search.run(plan, tree, ids.astype(jnp.int32), mask, states, states_mask, key)
-        name = "FlaxBeamSearchOutput" if plan.beams > 1 else "FlaxSampleOutput" if plan.sample else "FlaxGreedySearchOutput"
+        name = (
+            "FlaxBeamSearchOutput"
+            if plan.beams > 1
+            else "FlaxSampleOutput"
+            if plan.sample
+            else "FlaxGreedySearchOutput"
+        )
         return outputs.CLASSES[name](**values)
 
     # --- loops that users write ---------------------------------------------------------------------------------------
@@ -114,7 +120,10 @@ class FlaxGenerationMixin:
             f"{prefix}attention_mask": mask,
         }
         if pair:
-            arguments |= {"encoder_outputs": inputs.pop("encoder_outputs", None), "encoder_attention_mask": attention_mask}
+            arguments |= {
+                "encoder_outputs": inputs.pop("encoder_outputs", None),
+                "encoder_attention_mask": attention_mask,
+            }
         if inputs:
             raise ConfigError(f"prepare_inputs_for_generation: got {', '.join(inputs)}, expected no such arguments")
         if model.model_type not in WITHOUT_POSITIONS:
@@ -169,8 +178,8 @@ def _decoder_prompt(config: GenerationConfig, arrays: Mapping[str, Any], rows: i
 def set_length(model: Any, config: GenerationConfig, kwargs: Mapping[str, Any], prompt: int) -> None:
     """Sets `config.max_length` by the old rules.
 
-    `max_new_tokens` wins. A `max_length` equal to the default counts new tokens if the call names it, and is taken as it
-    is (with a warning) if not.
+    `max_new_tokens` wins. A `max_length` equal to the default counts new tokens if the call names it, and is taken as
+    it is (with a warning) if not.
 
     Raises:
       ConfigError: there is no room for a new token, or the model has fewer positions.
@@ -208,7 +217,9 @@ def _plan(model: Any, config: GenerationConfig, prompt: int, given: Any, trace: 
     """
     beams, returned = config.num_beams or 1, config.num_return_sequences or 1
     if config.do_sample and beams > 1:
-        raise ConfigError("generate: got do_sample with num_beams, expected one of them; the old classes had no such search")
+        raise ConfigError(
+            "generate: got do_sample with num_beams, expected one of them; the old classes had no such search"
+        )
     if returned > beams:
         raise ConfigError(f"generate: got num_return_sequences {returned}, expected at most num_beams ({beams})")
     ends = _tokens("eos_token_id", config.eos_token_id)

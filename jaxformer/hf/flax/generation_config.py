@@ -37,6 +37,12 @@ class GenerationConfig:
     def __init__(self, **options: Any) -> None:
         self.__dict__.update({**DEFAULTS, **options})
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"generation_config: got {name!r}, expected one of {', '.join(self.__dict__)}")
+
     def update(self, **options: Any) -> dict[str, Any]:
         """Sets the options that exist, and returns the others."""
         known = {**DEFAULTS, **UNREAD, **self.__dict__}
@@ -45,7 +51,9 @@ class GenerationConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
-        return {name: copy.deepcopy(x) for name, x in self.__dict__.items() if x != DEFAULTS.get(name, UNREAD.get(name))}
+        return {
+            name: copy.deepcopy(x) for name, x in self.__dict__.items() if x != DEFAULTS.get(name, UNREAD.get(name))
+        }
 
     @classmethod
     def from_model_config(cls, values: Mapping[str, Any]) -> GenerationConfig:

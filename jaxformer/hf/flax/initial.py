@@ -1,4 +1,4 @@
-"""Random parameters of the old trees, by the old library's rules: normal kernels and tables, zero biases, unit norms."""
+"""Random parameters of the old trees by the old rules: normal kernels and tables, zero biases, unit norms."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The parameter trees of the old Flax classes, as a table derived from the families' rows and read in both directions.
 
-The old library made a tree from tensor names by rules: a Linear's `weight` `[out, in]` is `kernel` `[in, out]`, a norm's
-is `scale` (an RMS norm's stays `weight`), an embedding's `embedding`, and the numbers of layers are keys. A family's rows
-(`jaxformer/hf/table.py`) say of each tensor which of these it is, so the old tree needs no table of its own.
+The old library made a tree from tensor names by rules: a Linear's `weight` `[out, in]` is `kernel` `[in, out]`, a
+norm's is `scale` (an RMS norm's stays `weight`), an embedding's `embedding`, and the numbers of layers are keys. A
+family's rows (`jaxformer/hf/table.py`) say of each tensor which of these it is, so the old tree needs none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import einops
 import jax

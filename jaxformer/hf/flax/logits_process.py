@@ -22,7 +22,7 @@ class FlaxLogitsProcessor:
     """A function of scores that generation applies at every step."""
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._values() == other._values()  # ty: ignore[unresolved-attribute]
+        return type(self) is type(other) and self._values() == other._values()
 
     def __hash__(self) -> int:
         return hash((type(self), self._values()))
@@ -118,7 +118,7 @@ class FlaxForcedEOSTokenLogitsProcessor(FlaxLogitsProcessor):
 
 
 class FlaxMinLengthLogitsProcessor(FlaxLogitsProcessor):
-    """Bans the end token while the sequence has at most `min_length` tokens, so the text is longer by one than it says."""
+    """Bans the end token while the sequence has at most `min_length` tokens (the text gets one more)."""
 
     def __init__(self, min_length: int, eos_token_id: int | tuple[int, ...]) -> None:
         if isinstance(min_length, bool) or not isinstance(min_length, int) or min_length < 0:

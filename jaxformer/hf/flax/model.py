@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -17,12 +16,12 @@ from flax import traverse_util
 from jaxformer.errors import ConfigError
 from jaxformer.hf import keys
 from jaxformer.hf.arguments import flatten_choices, has_concrete_values, make_batch
-from jaxformer.hf.flax import cached, configs, initial, old, outputs, persistence, signatures
+from jaxformer.hf.flax import cached, configs, initial, old, persistence, signatures
 from jaxformer.hf.flax.cached import Cache
+from jaxformer.hf.flax.calls import Options, bind, typed_key
 from jaxformer.hf.flax.generation_config import GenerationConfig
 from jaxformer.hf.flax.layout import Path
 from jaxformer.hf.flax.modules import Module
-from jaxformer.hf.flax.names import GROUPS
 from jaxformer.hf.flax.outputs import ModelOutput
 from jaxformer.hf.flax.spec import Spec, converted, family, forward
 from jaxformer.hf.table import Settings
@@ -231,7 +230,9 @@ class FlaxPreTrainedModel(persistence.Persistence):
         """
         for name in ("encoder_hidden_states", "encoder_attention_mask"):
             if given.pop(name, None) is not None:
-                raise ConfigError(f"call: got {name}, expected None: cross-attention of encoder-decoder pairs is missing")
+                raise ConfigError(
+                    f"call: got {name}, expected None: cross-attention of encoder-decoder pairs is missing"
+                )
         heads = given.pop("head_mask", None)
         if heads is not None and not (has_concrete_values(heads) and bool(np.all(np.asarray(heads) == 1))):
             raise ConfigError("call: got a head_mask that hides heads, expected None; multiply the kernels instead")
@@ -246,9 +247,12 @@ class FlaxPreTrainedModel(persistence.Persistence):
         params = self.params if params is None else params
         params = params.unfreeze() if hasattr(params, "unfreeze") else params
         return Options(
-            params, _typed(key) if train else None, bool(flags["output_attentions"]), bool(flags["output_hidden_states"]),
-            flags["return_dict"] is not False,
-        )  # fmt: skip
+            params=params,
+            key=typed_key(key) if train else None,
+            attentions=bool(flags["output_attentions"]),
+            hidden_states=bool(flags["output_hidden_states"]),
+            return_dict=flags["return_dict"] is not False,
+        )
 
     def _named(self, values: Mapping[str, Any], choices: int, options: Options) -> Any:
         """The class's output object, or a tuple."""
@@ -279,7 +283,13 @@ class FlaxPreTrainedModel(persistence.Persistence):
         return options.finish(self.output_class(**values))
 
     def decode_step(
-        self, params: PyTree, tokens: Array, cache: Cache, given: Mapping[str, Any], options: Options, memory: Any = None
+        self,
+        params: PyTree,
+        tokens: Array,
+        cache: Cache,
+        given: Mapping[str, Any],
+        options: Options,
+        memory: Any = None,
     ) -> dict[str, Any]:
         """Outputs of new tokens, whose keys and values are added to the cache.
 
@@ -309,9 +319,13 @@ class FlaxPreTrainedModel(persistence.Persistence):
         past = Cache(keys_values, written, cache.index + tokens.shape[1])
         return self.step_outputs(x, logits, past, sown, options)
 
-    def step_outputs(self, x: Array, logits: Array, past: Cache | None, sown: PyTree, options: Options) -> dict[str, Any]:
+    def step_outputs(
+        self, x: Array, logits: Array, past: Cache | None, sown: PyTree, options: Options
+    ) -> dict[str, Any]:
         """Named outputs of a decoder's step."""
-        values = {"logits": logits} if self.spec.config.head.kind == "tokens" else {"last_hidden_state": x}
+        values: dict[str, Any] = (
+            {"logits": logits} if self.spec.config.head.kind == "tokens" else {"last_hidden_state": x}
+        )
         if past is not None:
             values["past_key_values"] = past
         if options.hidden_states:
@@ -331,87 +345,3 @@ class FlaxPreTrainedModel(persistence.Persistence):
     def can_generate(self) -> bool:
         """True if the model writes text."""
         return self.spec.config.decoder is not None and self.spec.config.head.kind == "tokens"
-
-
-def _typed(key: Any) -> Array | None:
-    """A PRNG key as an array of keys, from one or from the two numbers of `jax.random.PRNGKey`."""
-    if key is None or jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key
-    return jax.random.wrap_key_data(jnp.asarray(key))
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What a call was asked for, beside its inputs."""
-
-    params: PyTree
-    key: Array | None
-    attentions: bool = False
-    hidden_states: bool = False
-    return_dict: bool = True
-
-    @property
-    def flags(self) -> tuple[bool, bool]:
-        """Whether attentions and hidden states are asked for."""
-        return self.attentions, self.hidden_states
-
-    def finish(self, output: ModelOutput) -> Any:
-        """The output, or without `return_dict` its values as a tuple."""
-        return output if self.return_dict else output.to_tuple()
-
-
-def bind(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name.
-
-    Raises:
-      ConfigError: one is unknown, missing or given twice.
-    """
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise ConfigError(f"{name}: {error}; expected some of {', '.join(signature.parameters)}") from error
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
-def call_with(signature: inspect.Signature) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a method the signature that users see; its arguments arrive by name."""
-
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return method(self, **bind(f"{type(self).__name__}.{method.__name__}", signature, args, kwargs))
-
-        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        called.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # ty: ignore
-        return called
-
-    return decorate
-
-
-def outputs_of(model_type: str, head: str) -> type[ModelOutput]:
-    """The output class of a class's call."""
-    encoder = GROUPS[model_type].call in ("bert", "albert", "distilbert")
-    pair = head in ("seq2seq", "sequence", "qa", "model") and GROUPS[model_type].call in ("bart", "t5")
-    names = {
-        "masked_lm": "FlaxMaskedLMOutput",
-        "pretraining": f"Flax{GROUPS[model_type].prefix}ForPreTrainingOutput",
-        "next_sentence": "FlaxNextSentencePredictorOutput",
-        "sequence": "FlaxSeq2SeqSequenceClassifierOutput" if pair else "FlaxSequenceClassifierOutput",
-        "token": "FlaxTokenClassifierOutput",
-        "qa": "FlaxSeq2SeqQuestionAnsweringModelOutput" if pair else "FlaxQuestionAnsweringModelOutput",
-        "multiple_choice": "FlaxMultipleChoiceModelOutput",
-        "seq2seq": "FlaxSeq2SeqLMOutput",
-        "encoder": "FlaxBaseModelOutput",
-        "causal_lm": "FlaxCausalLMOutputWithCrossAttentions",
-        "model": "FlaxSeq2SeqModelOutput" if pair else "FlaxBaseModelOutputWithPastAndCrossAttentions",
-    }
-    if head == "causal_lm" and GROUPS[model_type].call in ("gptj", "bloom", "opt"):
-        names["causal_lm"] = "FlaxMaskedLMOutput" if model_type == "opt" else "FlaxCausalLMOutput"
-    elif head == "model" and encoder:
-        with_pooler = model_type not in ("distilbert", "electra")
-        pooled = "WithPooling" if model_type == "albert" else "WithPoolingAndCrossAttentions"
-        names["model"] = f"FlaxBaseModelOutput{pooled if with_pooler else ''}"
-    elif head == "model" and GROUPS[model_type].call in ("gptj", "bloom", "opt"):
-        names["model"] = "FlaxBaseModelOutput"
-    return outputs.CLASSES[names[head]]

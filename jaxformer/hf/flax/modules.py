@@ -9,6 +9,7 @@ import jax
 
 from jaxformer.errors import ConfigError
 from jaxformer.hf.flax import signatures
+from jaxformer.hf.flax.calls import bind
 from jaxformer.hf.flax.names import GROUPS
 from jaxformer.types import PyTree
 
@@ -26,7 +27,13 @@ class Module:
         self.signature = signatures.signature(names, "input_ids")
 
     def apply(
-        self, variables: Mapping[str, Any], *args: Any, rngs: Any = None, mutable: Any = False, method: Any = None, **kwargs: Any
+        self,
+        variables: Mapping[str, Any],
+        *args: Any,
+        rngs: Any = None,
+        mutable: Any = False,
+        method: Any = None,
+        **kwargs: Any,
     ) -> Any:
         """The outputs for `variables` {"params": tree}, and with a mutable "cache" the new variables beside them.
 
@@ -37,8 +44,6 @@ class Module:
         Raises:
           ConfigError: a method, a collection or an argument is not supported.
         """
-        from jaxformer.hf.flax.model import bind
-
         if method is not None:
             raise ConfigError("module.apply: got a method, expected None; use the model's encode and decode")
         unknown = set(variables) - {"params", "cache"}

@@ -89,7 +89,9 @@ def params_of(model: ModelConfig, params: PyTree) -> PyTree:
 
 def _has_scaled_table(model: ModelConfig) -> bool:
     decoder = model.decoder
-    return model.is_seq2seq and not model.share_embeddings and decoder is not None and decoder.embed.norm_before_positions
+    return (
+        model.is_seq2seq and not model.share_embeddings and decoder is not None and decoder.embed.norm_before_positions
+    )
 
 
 def _scaled_before_norm(model: ModelConfig) -> ModelConfig:

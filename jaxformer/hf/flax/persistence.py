@@ -71,9 +71,12 @@ class Persistence:
             source = directory if config is None else Path(config)
             config = configs.PretrainedConfig.from_pretrained(source, **changes)
         elif changes:
-            raise ConfigError(f"from_pretrained: got a config and {', '.join(changes)}, expected them set in the config")
+            raise ConfigError(
+                f"from_pretrained: got a config and {', '.join(changes)}, expected them set in the config"
+            )
         options = {"seed": seed, "input_shape": input_shape, "gradient_checkpointing": gradient_checkpointing}
-        model: Any = cls(config, dtype=dtype, _do_init=False, **options)
+        make: Any = cls
+        model = make(config, dtype=dtype, _do_init=False, **options)
         leaves, unused = files.read_leaves(directory, model.spec, from_pt)
         leaves = _checked(leaves, model.spec.leaves, ignore_mismatched_sizes, directory)
         missing = sorted("/".join(path) for path in set(model.spec.leaves) - set(leaves))
@@ -107,7 +110,11 @@ class Persistence:
           ConfigError: an option is not supported.
         """
         if push_to_hub or safe_serialization or unknown:
-            wrong = [*unknown, *(["push_to_hub"] if push_to_hub else []), *(["safe_serialization"] if safe_serialization else [])]
+            wrong = [
+                *unknown,
+                *(["push_to_hub"] if push_to_hub else []),
+                *(["safe_serialization"] if safe_serialization else []),
+            ]
             raise ConfigError(
                 f"save_pretrained: got {', '.join(wrong)}, expected msgpack in a local directory; for safetensors load "
                 "the directory with jaxformer"

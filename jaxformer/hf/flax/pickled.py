@@ -1,6 +1,6 @@
 """Reads the pickle of a torch state dict as data: its opcodes build tuples, dicts and tensors, and nothing is called.
 
-Python's own unpickler imports and calls what a file names. Here `pickletools` splits the file into opcodes, and the ones
+Python's own unpickler imports and calls what a file names. Here `pickletools` splits the file into opcodes, and those
 that a state dict consists of are interpreted: a name stays a name, and "reduce" is understood for the names in `RULES`
 alone. Any other opcode or name is refused.
 """

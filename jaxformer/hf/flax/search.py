@@ -120,7 +120,7 @@ def _run(
     if states is not None and states_mask is not None:
         slots = Slots(*(jnp.repeat(part, plan.beams, 0) for part in memory_slots(states, states_mask)[:2]))
         memory = Memory(cached.project_memory(spec, params, jnp.repeat(states, plan.beams, 0)), slots)
-    params = spec.module.unstack({"params": params})["params"]  # ty: ignore[unresolved-attribute]
+    params = spec.module.unstack({"params": params})["params"]
     mask = jnp.pad(mask, ((0, 0), (0, plan.max_length - mask.shape[1])), constant_values=1)
     decoder = Decoder(params, jnp.repeat(mask, plan.beams, 0).astype(jnp.int32), memory)
     cache = cached.empty(spec, len(prompt) * plan.beams, plan.max_length)

@@ -11,7 +11,8 @@ from jaxformer.errors import ConfigError
 from jaxformer.hf.arguments import make_stream
 from jaxformer.hf.flax import cached, old, outputs
 from jaxformer.hf.flax.cached import Cache, Memory
-from jaxformer.hf.flax.model import FlaxPreTrainedModel, Options
+from jaxformer.hf.flax.calls import Options
+from jaxformer.hf.flax.model import FlaxPreTrainedModel
 from jaxformer.hf.flax.search import memory_slots
 from jaxformer.hf.flax.spec import converted
 from jaxformer.hf.table import require_stack
@@ -41,7 +42,10 @@ class FlaxSeq2SeqModel(FlaxPreTrainedModel):
         states = encoder_outputs["last_hidden_state"] if isinstance(encoder_outputs, dict) else encoder_outputs[0]
         memory = Memory(jnp.asarray(states), memory_slots(states, mask))
         tokens, cache = jnp.asarray(given["decoder_input_ids"]), given.get("past_key_values")
-        renamed = {"attention_mask": given.get("decoder_attention_mask"), "position_ids": given.get("decoder_position_ids")}
+        renamed = {
+            "attention_mask": given.get("decoder_attention_mask"),
+            "position_ids": given.get("decoder_position_ids"),
+        }
         params = converted(self.spec, options.params)
         if cache is not None:
             if not isinstance(cache, Cache):
@@ -61,9 +65,7 @@ class FlaxSeq2SeqModel(FlaxPreTrainedModel):
         decoder = self.spec.stack
         inputs = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
         target: Stream = make_stream(self.spec.convention, decoder, {"input_ids": tokens, **inputs})
-        x, logits, _, sown = cached.advance(
-            self.spec, params, target, None, None, memory, options.key, options.flags
-        )
+        x, logits, _, sown = cached.advance(self.spec, params, target, None, None, memory, options.key, options.flags)
         return self.step_outputs(x, logits, None, sown, options)
 
     def init_cache(self, batch_size: int, max_length: int, *encoder_outputs: Any, **ignored: Any) -> Cache:

@@ -1,4 +1,4 @@
-"""A class with a config, as hashable values: the module, the table of its old tree, and the functions that compute it."""
+"""A class with a config, as hashable values: the module, the table of its old tree, and functions that compute it."""
 
 from __future__ import annotations
 
@@ -110,9 +110,7 @@ def converted(spec: Spec, tree: PyTree) -> PyTree:
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "flags"))
-def forward(
-    spec: Spec, tree: PyTree, batch: Batch, key: Array | None, flags: tuple[bool, bool]
-) -> dict[str, Any]:
+def forward(spec: Spec, tree: PyTree, batch: Batch, key: Array | None, flags: tuple[bool, bool]) -> dict[str, Any]:
     """The outputs of a call by the names of the newer library, as `Outputs` but without a loss.
 
     Args:

@@ -24,7 +24,9 @@ CASES = {
     "FlaxElectraForPreTraining": ("electra", {**ENCODER, "embedding_size": 8, "hidden_act": "relu"}, {}),
     # a window of 3 sees 4 tokens
     "FlaxMistralForCausalLM": (
-        "mistral", {**ENCODER, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 3}, {},
+        "mistral",
+        {**ENCODER, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 3},
+        {},
     ),
     # tokens are scaled before their norm, and `min_length` bans the end token once more
     "FlaxBlenderbotSmallForConditionalGeneration": (
