@@ -4,8 +4,8 @@
 
 A folder holds a folder for each class, `FlaxBertModel` or `FlaxBertModel-2`, with `config.json`, `flax_model.msgpack`
 and `expected.npz`: arguments of a call (`in/<name>`), its outputs (`out/<field>` or `out/<field>/<i>`), and of
-`generate`, `gen/<case>/in/<name>`, `gen/<case>/args` and `gen/<case>/sequences`. With names, only the folders that
-begin with one of them are compared.
+`generate`, `gen/<case>/in/<name>`, `gen/<case>/args`, `gen/<case>/sequences` and, where they are kept, scores of beams
+(`gen/<case>/scores`). With names, only the folders that begin with one of them are compared.
 
 Prints a line for each class: the largest relative error of an output with the name of that output, and how many cases
 of `generate` give the same ids; for a class that is not here, why. The exit code is 1 if an error is above its bound
@@ -67,13 +67,15 @@ def relative_errors(model: Any, arrays: Any) -> dict[str, float]:
 
 
 def differing_cases(model: Any, arrays: Any) -> tuple[int, list[str]]:
-    """The number of cases of `generate`, and those that give other ids."""
+    """The number of cases of `generate`, and those that give other ids or scores."""
     cases = sorted({name.split("/")[1] for name in arrays.files if name.startswith("gen/")})
     differing = []
     for case in cases:
         inputs = {name.split("/")[-1]: arrays[name] for name in arrays.files if name.startswith(f"gen/{case}/in/")}
-        found = model.generate(**inputs, **json.loads(str(arrays[f"gen/{case}/args"]))).sequences
-        if not np.array_equal(found, arrays[f"gen/{case}/sequences"]):
+        found = model.generate(**inputs, **json.loads(str(arrays[f"gen/{case}/args"])))
+        scores = arrays[f"gen/{case}/scores"] if f"gen/{case}/scores" in arrays.files else found.get("scores", 0.0)
+        same = np.array_equal(found.sequences, arrays[f"gen/{case}/sequences"])
+        if not same or not np.allclose(found.get("scores", 0.0), scores, rtol=1e-5):
             differing.append(case)
     return len(cases), differing
 

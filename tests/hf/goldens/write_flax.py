@@ -62,7 +62,8 @@ def write(name, kind, values, searches):
     arrays = {f"gen/{case}/in/{key}": value for case in searches for key, value in inputs.items()}
     for case, options in searches.items():
         arrays[f"gen/{case}/args"] = json.dumps(options)
-        arrays[f"gen/{case}/sequences"] = np.asarray(model.generate(**inputs, **options).sequences)
+        found = model.generate(**inputs, **options)
+        arrays |= {f"gen/{case}/{field}": np.asarray(value) for field, value in found.items()}
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = rng.integers(3, 22, (2, 5)).astype(np.int32)
     outputs = model(**inputs, output_hidden_states=True, output_attentions=True)
