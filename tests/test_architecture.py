@@ -30,7 +30,7 @@ LAYERS = (
     ("model",),
     ("hf",),
     ("evaluation", "preflight"),
-    ("conversation", "doctor", "experiment", "plan", "report", "testing"),
+    ("conversation", "doctor", "experiment", "plan", "report", "serving", "testing"),
     ("sweep",),
     ("cli",),
 )

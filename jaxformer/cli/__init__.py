@@ -30,6 +30,7 @@ from jaxformer.cli import (
     plan,
     recipes,
     report,
+    serve,
     sweep,
     train,
 )
@@ -43,6 +44,7 @@ COMMANDS: dict[str, Command] = {
     "evaluate": evaluate.COMMAND,
     "decode": decode.COMMAND,
     "chat": chat.COMMAND,
+    "serve": serve.COMMAND,
     "sweep": sweep.COMMAND,
     "experiment": experiment.COMMAND,
     "report": report.COMMAND,

@@ -25,6 +25,8 @@ EXAMPLE = "example:\n  "
 MIN_HELP_COLUMNS = 30
 """Width of a help text in a terminal that is narrower."""
 
+MAX_PORT = 65535
+
 EXIT_CODES = "exit codes: 0 done, 2 wrong config or input, 143 preempted and saved, 75 hung, 1 crash"
 
 
@@ -112,6 +114,13 @@ def positive(text: str) -> int:
     """Type of a flag whose value is a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!a}, expected a whole number of at least 1")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """Type of a flag whose value is a port number; 0 stands for any that is free."""
+    if not text.isdecimal() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"got {text!a}, expected a number from 0 to {MAX_PORT}")
     return int(text)
 
 

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.cli import lines
-from jaxformer.cli.arguments import CHECKPOINT, Command, Flag, positive
+from jaxformer.cli.arguments import CHECKPOINT, Command, Flag, port, positive
 from jaxformer.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxformer.analysis.explorer import Options
     from jaxformer.tasks import Predictor
 
-MAX_PORT = 65535
 SAMPLED_SENTENCES = 3
 """Sentences that are taken from a run's samples if none are given."""
 MAX_SAMPLED_CHARACTERS = 200
 """Longer samples are left out: they would not fit a screen."""
-
-
-def _port(text: str) -> int:
-    """A port number; 0 stands for any that is free."""
-    if not text.isdecimal() or int(text) > MAX_PORT:
-        raise ArgumentTypeError(f"got {text!a}, expected a number from 0 to {MAX_PORT}")
-    return int(text)
 
 
 def run(arguments: Namespace) -> int:
@@ -151,7 +143,7 @@ COMMAND = Command(
         "input": Flag("text file of sentences, one a line; - for stdin; without it the run's samples", default=""),
         "output": Flag("page to write, FILE.html; without it explore.html in the folder of the run", default=""),
         "serve": Flag("a page whose sentences can be edited, for this machine only", default=False, switch=True),
-        "port": Flag("with --serve: port of the page; without it any that is free", default=None, type=_port),
+        "port": Flag("with --serve: port of the page; without it any that is free", default=None, type=port),
         "tokens": Flag("most tokens that a language model writes after a sentence", default=16, type=positive),
         "beams": Flag("beams of the tree of a beam search", default=4, type=positive),
         "checkpoint": CHECKPOINT,

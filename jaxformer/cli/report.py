@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 
-from jaxformer.cli.arguments import Command, Flag
+from jaxformer.cli.arguments import Command, Flag, port
 from jaxformer.config import overrides
 from jaxformer.errors import ConfigError
-
-
-def _port(text: str) -> int:
-    """A port number; 0 stands for any that is free."""
-    if not text.isdecimal() or not 0 <= int(text) <= MAX_PORT:
-        raise ArgumentTypeError(f"got {text!a}, expected a number from 0 to {MAX_PORT}")
-    return int(text)
 
 
 def run(arguments: Namespace) -> int:
@@ -35,8 +28,6 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-MAX_PORT = 65535
-
 COMMAND = Command(
     "one HTML page of one run, or of several compared",
     run,
@@ -48,7 +39,7 @@ COMMAND = Command(
             default="",
         ),
         "serve": Flag("follow runs while they train: a live page, for this machine only", default=False, switch=True),
-        "port": Flag("with --serve: port of the page; without it any that is free", default=None, type=_port),
+        "port": Flag("with --serve: port of the page; without it any that is free", default=None, type=port),
         "figures": Flag("folder for every chart as PNG and SVG, for papers; made if it is missing", default=""),
     },
     example="jaxformer report --workdir=runs/a --workdir=runs/b --output=both.html",

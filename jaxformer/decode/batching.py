@@ -110,6 +110,7 @@ def pad_batch(
     pads: tuple[int, int],
     buckets: tuple[int, ...] = (),
     target_buckets: tuple[int, ...] | None = None,
+    widths: tuple[int, int] | None = None,
 ) -> Batch:
     """Pads prompts on the right to one length per stream, and to `rows` rows with empty ones.
 
@@ -118,12 +119,14 @@ def pad_batch(
     Args:
       pads: tokens that pad source and target.
       buckets: preferred lengths of the source, and of the target if `target_buckets` is None.
+      widths: padded lengths of source and target, whatever the buckets.
 
     Raises:
       ConfigError: only some of the prompts have a source, or a target.
     """
-    source = _pad_stream(prompts, "source", rows, pads[0], buckets)
-    target = _pad_stream(prompts, "target", rows, pads[1], buckets if target_buckets is None else target_buckets)
+    target_buckets = buckets if target_buckets is None else target_buckets
+    source = _pad_stream(prompts, "source", rows, pads[0], buckets, widths and widths[0])
+    target = _pad_stream(prompts, "target", rows, pads[1], target_buckets, widths and widths[1])
     if source is not None and "targets" in prompts[0]:
         return Batch(source, None, permutation=_pad_permutation(prompts, source.tokens.shape))
     if target is None or "labels" not in prompts[0]:
@@ -135,8 +138,10 @@ def pad_batch(
     return Batch(source, target, cast(Array, labels), cast(Array, weights))
 
 
-def _pad_stream(prompts: Sequence[Prompt], name: str, rows: int, pad: int, buckets: tuple[int, ...]) -> Stream | None:
-    """The stream `name` of the prompts, padded; None if no prompt has it."""
+def _pad_stream(
+    prompts: Sequence[Prompt], name: str, rows: int, pad: int, buckets: tuple[int, ...], width: int | None
+) -> Stream | None:
+    """The stream `name` of the prompts, padded to `width` or a bucket; None if no prompt has it."""
     exists = [name in prompt for prompt in prompts]
     if not any(exists):
         return None
@@ -144,7 +149,7 @@ def _pad_stream(prompts: Sequence[Prompt], name: str, rows: int, pad: int, bucke
         raise ConfigError(
             f"prompts: got some without {name!r}, expected the same fields in all of them; encode them alike"
         )
-    length = bucket_length(max(len(prompt[name]) for prompt in prompts), buckets)
+    length = width or bucket_length(max(len(prompt[name]) for prompt in prompts), buckets)
     like = np.asarray(prompts[0][name])
     if like.dtype.kind == "f":  # a series
         tokens = np.zeros((rows, length, *like.shape[1:]), np.float32)

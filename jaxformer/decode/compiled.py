@@ -17,6 +17,7 @@ from jaxformer.decode.cache_schedule import CacheSchedule
 from jaxformer.decode.cropped_context import CroppingModel, drop_cache
 from jaxformer.decode.search.base import Hypotheses, RowSettings, Search, SearchState, decode_loop
 from jaxformer.decode.search.beam import BeamSearch
+from jaxformer.decode.search.per_row import PerRowSearch
 from jaxformer.decode.search.sample import SampleSearch
 from jaxformer.nn.cache import scatter_rows
 from jaxformer.parallel.rules import constrain
@@ -113,17 +114,20 @@ class CompiledDecoder:
         `generate.compiled_options`), since each new value compiles all programs again.
       context_length: number of tokens that the model reads of a longer text, its last ones (see `CroppingModel`). None:
         all texts fit into the model's positions.
+      per_row: True if every row has sampling settings of its own (`search/per_row.py`) in place of those of `config`.
     """
 
     module: nn.Module
     config: DecodeConfig
     vocabulary: Vocabulary
     context_length: int | None = None
+    per_row: bool = False
 
     @property
     def search(self) -> Search[Any]:
         """The search strategy that the options choose."""
-        return SEARCHES[self.config.method](self.config, self.vocabulary.eos, self.vocabulary.pad)
+        strategy = PerRowSearch if self.per_row else SEARCHES[self.config.method]
+        return strategy(self.config, self.vocabulary.eos, self.vocabulary.pad)
 
     def prepare_variables(self, variables: PyTree) -> PyTree:
         """Rounds the variables as `config.weights` says, and unstacks layers if the module has `unstack`."""

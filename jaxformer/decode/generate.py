@@ -123,7 +123,7 @@ def prepare(
     """
     vocabulary = model.vocabulary
     check_token_ids(options, vocabulary)
-    prompts = [_with_target(prompt, vocabulary) for prompt in prompts]
+    prompts = [with_target(prompt, vocabulary) for prompt in prompts]
     _check_sources(prompts, model.max_source_length)
     max_lengths = [max_new_tokens(prompt, options, model.max_target_length) for prompt in prompts]
     if not prompts:
@@ -243,7 +243,7 @@ def max_new_tokens(prompt: Prompt, options: DecodeConfig, max_target_length: int
     return max_target_length - size + 1
 
 
-def _with_target(prompt: Prompt, vocabulary: Vocabulary) -> Prompt:
+def with_target(prompt: Prompt, vocabulary: Vocabulary) -> Prompt:
     """The prompt with the start token as its target if it has none."""
     if len(prompt.get("target", ())) > 0:
         return prompt

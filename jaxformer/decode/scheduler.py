@@ -61,12 +61,16 @@ class DecodeRun:
 
     def prefill(self, prompts: PromptBatch, prompt_width: int | None = None) -> DecodeState:
         """Reads prompts and chooses the first tokens (see `CompiledDecoder.prefill`)."""
+        rows = self.row_settings(prompts)
+        return self.decoder.prefill(self.variables, prompts.batch, rows, prompt_width=prompt_width)
+
+    def row_settings(self, prompts: PromptBatch) -> RowSettings:
+        """The settings of a batch's rows."""
         padding = (0, prompts.rows - len(prompts.indices))
         max_lengths, row_indices = (
             np.pad(values[prompts.indices], padding) for values in (self.prompts.max_lengths, self.prompts.row_indices)
         )
-        rows = RowSettings(max_lengths, row_indices, self.prompts.key)
-        return self.decoder.prefill(self.variables, prompts.batch, rows, prompt_width=prompt_width)
+        return RowSettings(max_lengths, row_indices, self.prompts.key)
 
 
 class ActiveBatch:
@@ -132,10 +136,8 @@ class ActiveBatch:
         when a text is as long as the model's context, or after `max_steps`. The results do not depend on `max_steps`.
         """
         self._drop_cache_if_context_is_full()
-        rows, free = len(self.prompt_indices), int((self.prompt_indices == FREE_ROW).sum())
-        min_finished = min(free + self.refill_rows, rows) if self.accepts(queue) else rows
         steps = min(self._max_steps(), self._max_cached_steps())
-        limits = np.int32(min_finished), np.int32(steps if max_steps is None else min(steps, max_steps))
+        limits = np.int32(self._min_finished(queue)), np.int32(steps if max_steps is None else min(steps, max_steps))
         self.state, self.status = self.dispatch(self.run.decoder.decode_steps, self.run.variables, self.state, *limits)
 
     def hypotheses(self) -> Hypotheses:
@@ -171,11 +173,21 @@ class ActiveBatch:
             # Empty rows of the refill get an index beyond the batch and are ignored.
             rows = np.full(count, len(self.prompt_indices))
             rows[: len(free_rows)] = free_rows
-            new = self.run.prefill(prompts, self.lengths[1])
-            self.state = self.run.decoder.refill_rows(self.state, rows, new)
-            self.used_slots = max(self.used_slots, prompts.lengths[1])
-            self.prompt_indices[free_rows] = prompts.indices
-            self.context_lengths[free_rows] = _prompt_lengths(prompts)[: len(free_rows)]
+            self.fill(prompts, rows)
+
+    def fill(self, prompts: PromptBatch, rows: np.ndarray) -> None:
+        """Prefills prompts into free rows; row `rows[i]` gets row i of `prompts`, whose empty rows have none."""
+        new = self.run.prefill(prompts, self.lengths[1])
+        self.state = self.run.decoder.refill_rows(self.state, rows, new)
+        self.used_slots = max(self.used_slots, prompts.lengths[1])
+        filled = rows[: len(prompts.indices)]
+        self.prompt_indices[filled] = prompts.indices
+        self.context_lengths[filled] = _prompt_lengths(prompts)[: len(filled)]
+
+    def _min_finished(self, queue: PromptQueue) -> int:
+        """Number of finished or free rows at which the loop stops before it must."""
+        rows, free = len(self.prompt_indices), int((self.prompt_indices == FREE_ROW).sum())
+        return min(free + self.refill_rows, rows) if self.accepts(queue) else rows
 
     def _max_steps(self) -> int:
         """Number of decode steps that fit into the cache."""

@@ -20,9 +20,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from jaxformer.errors import ConfigError
-from jaxformer.report import curves, page, runs, sections, serving, templating
+from jaxformer.report import curves, page, runs, sections, templating
 from jaxformer.report.runs import Run
 from jaxformer.runtime import secrets
+from jaxformer.runtime.local_server import LocalHandler, LocalServer
 
 REST_FACTOR = 4.0
 """Runs are read again after this many times the seconds that reading took, at most: reading must not slow training."""
@@ -114,7 +115,7 @@ def _status(found: Sequence[Run]) -> str:
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class Server(serving.LocalServer):
+class Server(LocalServer):
     """The server of one `State`. `url` is the address of the page."""
 
     def __init__(self, state: State, port: int) -> None:
@@ -122,7 +123,7 @@ class Server(serving.LocalServer):
         super().__init__(port, Handler)
 
 
-class Handler(serving.LocalHandler):
+class Handler(LocalHandler):
     """Answers the page and its questions for data, to requests that name this machine as their host."""
 
     server: Server  # ty: ignore[incompatible-mutable-override]

@@ -22,7 +22,7 @@ SETTINGS = {
 }
 MARKER = "jaxformer_restarted"
 """The option `-X` of the interpreter that marks a restarted process."""
-COMMANDS = frozenset({"train", "evaluate", "decode", "experiment"})
+COMMANDS = frozenset({"train", "evaluate", "decode", "serve", "experiment"})
 """Commands that compute enough to be restarted."""
 
 

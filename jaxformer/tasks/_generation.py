@@ -98,35 +98,67 @@ def stream(predictor: Predictor, line: str, options: DecodeConfig) -> Iterator[s
 
 
 def texts(tokenizer: Tokenizer, prompt_ids: Sequence[int], pieces: Iterable[np.ndarray]) -> Iterator[str]:
-    """Pieces of text, none of them empty, that add up to `new_text` of all tokens.
+    """Pieces of text, none of them empty, that add up to `new_text` of all tokens. See `TextStream`."""
+    stream = TextStream(tokenizer, prompt_ids)
+    for piece in pieces:
+        text = stream.push(piece.tolist())
+        if text:
+            yield text
+    text = stream.end()
+    if text:
+        yield text
+
+
+class TextStream:
+    """The text of tokens that come in pieces.
 
     Text is kept back while its last character may be incomplete. All tokens so far are decoded for every piece, since
     a tokenizer may join tokens.
 
-    Raises:
-      ConfigError: the tokenizer changes text before the last token, so that no beginning of it is final.
+    Attributes:
+      tokens: all tokens so far.
+      given: the text that has been given out.
     """
-    tokens: list[int] = []
-    given = ""
-    for piece in pieces:
-        tokens += piece.tolist()
-        settled = tokens[: tokenizer.settled_count(tokens)]
-        if not settled:
-            continue
-        text = new_text(tokenizer, prompt_ids, settled)
-        unfinished = len(text) - len(text.rstrip(INCOMPLETE))
-        final = text[: len(text) - min(unfinished, MAX_INCOMPLETE)]
-        if len(final) > len(given) and final.startswith(given):
-            yield final[len(given) :]
-            given = final
-    text = new_text(tokenizer, prompt_ids, tokens)
-    if not text.startswith(given):
-        raise ConfigError(
-            f"stream: got a tokenizer that changes text which it has decoded ({given[-20:]!a} in {text[-40:]!a}), "
-            "expected one that only adds to it; call without streaming"
-        )
-    if len(text) > len(given):
-        yield text[len(given) :]
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self.tokenizer, self.prompt_ids = tokenizer, prompt_ids
+        self.tokens: list[int] = []
+        self.given = ""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Adds tokens; the text that is final because of them, perhaps none."""
+        self.tokens += tokens
+        return self._give(final_text(self.tokenizer, self.prompt_ids, self.tokens))
+
+    def end(self) -> str:
+        """The rest of the text, an incomplete character included.
+
+        Raises:
+          ConfigError: the tokenizer changes text before the last token, so that no beginning of it is final.
+        """
+        text = new_text(self.tokenizer, self.prompt_ids, self.tokens)
+        if not text.startswith(self.given):
+            raise ConfigError(
+                f"stream: got a tokenizer that changes text which it has decoded ({self.given[-20:]!a} in "
+                f"{text[-40:]!a}), expected one that only adds to it; call without streaming"
+            )
+        return self._give(text)
+
+    def _give(self, text: str) -> str:
+        if len(text) <= len(self.given) or not text.startswith(self.given):
+            return ""
+        new, self.given = text[len(self.given) :], text
+        return new
+
+
+def final_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], tokens: Sequence[int]) -> str:
+    """The beginning of `new_text` that stays the same whatever tokens follow."""
+    settled = tokens[: tokenizer.settled_count(tokens)]
+    if not settled:
+        return ""
+    text = new_text(tokenizer, prompt_ids, settled)
+    unfinished = len(text) - len(text.rstrip(INCOMPLETE))
+    return text[: len(text) - min(unfinished, MAX_INCOMPLETE)]
 
 
 def new_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], tokens: Sequence[int]) -> str:

@@ -28,6 +28,24 @@ class Hypotheses(NamedTuple):
     scores: Array
 
 
+class RowSampling(NamedTuple):
+    """How each row of a batch chooses its tokens, where rows differ in it; the fields are those of `DecodeConfig`.
+
+    Attributes:
+      temperature: float32 `[B]`; 0: the most probable token, as greedy search.
+      top_k: int32 `[B]`; 0: all tokens.
+      top_p: float32 `[B]`; 1: all tokens.
+      min_p: float32 `[B]`; 0: all tokens.
+      seeds: uint32 `[B]`, seed of the row's draws.
+    """
+
+    temperature: Array | np.ndarray
+    top_k: Array | np.ndarray
+    top_p: Array | np.ndarray
+    min_p: Array | np.ndarray
+    seeds: Array | np.ndarray
+
+
 class RowSettings(NamedTuple):
     """Settings of the rows of a batch, as arrays, so that one compiled program serves all values.
 
@@ -35,11 +53,13 @@ class RowSettings(NamedTuple):
       max_lengths: int32 `[B]`, new tokens that a row may have; 0 for an empty row.
       row_indices: int32 `[B]`, numbers that random draws depend on beside the key.
       key: PRNG key of the run.
+      sampling: the rows' own settings, for a search that has them by row; else None.
     """
 
     max_lengths: Array | np.ndarray
     row_indices: Array | np.ndarray
     key: Array
+    sampling: RowSampling | None = None
 
 
 @runtime_checkable

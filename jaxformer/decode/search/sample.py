@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float32, Int
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import logits_processors
 from jaxformer.decode.logits_processors import PromptTokens
-from jaxformer.decode.search.base import Hypotheses, RowSettings, is_any
+from jaxformer.decode.search.base import Hypotheses, RowSampling, RowSettings, is_any
 from jaxformer.decode.top_k import top_k
 from jaxformer.types import Array, Decodable, State, Stream
 
@@ -33,6 +33,7 @@ class Draws(NamedTuple):
       max_length: int32 `[R]`, new tokens that the row may have.
       keys: PRNG keys `[R]`.
       prompt: tokens `[R, S]`, if logits processors need them; else None.
+      sampling: settings of the rows, if the search has them by row (`per_row.py`); else None.
     """
 
     step: Array
@@ -42,6 +43,7 @@ class Draws(NamedTuple):
     max_length: Array
     keys: Array
     prompt: PromptTokens | None
+    sampling: RowSampling | None = None
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,6 @@ class SampleSearch:
     ) -> Draws:
         """The draws with their first tokens."""
         config, count, draws = self.config, prompt.tokens.shape[0], self.outputs_per_prompt
-        keys = jax.vmap(lambda row: jax.vmap(lambda draw: jax.random.fold_in(jax.random.fold_in(rows.key, row), draw))(
-            jnp.arange(draws)
-        ))(rows.row_indices).reshape(count * draws)  # fmt: skip
         max_length = jnp.repeat(jnp.minimum(rows.max_lengths, config.max_length), draws)
         needs_prompt = logits_processors.has_processors(config)
         aligned = logits_processors.right_align(prompt, prompt_width) if needs_prompt else None
@@ -84,10 +83,22 @@ class SampleSearch:
             scores=jnp.zeros(count * draws, jnp.float32),
             done=max_length <= 0,
             max_length=max_length,
-            keys=keys,
+            keys=self.keys(rows),
             prompt=jax.tree.map(lambda x: jnp.repeat(x, draws, axis=0), aligned),
+            sampling=self.row_sampling(rows),
         )
         return self.choose(jnp.repeat(logits, draws, axis=0), state)
+
+    def keys(self, rows: RowSettings) -> Array:
+        """PRNG keys `[R]` of the draws."""
+        draws = jnp.arange(self.outputs_per_prompt)
+        return jax.vmap(lambda row: jax.vmap(lambda draw: jax.random.fold_in(jax.random.fold_in(rows.key, row), draw))(
+            draws
+        ))(rows.row_indices).reshape(-1)  # fmt: skip
+
+    def row_sampling(self, rows: RowSettings) -> RowSampling | None:
+        """The settings of the rows, of a search that has them by row; else None."""
+        return None
 
     def advance(self, model: Decodable, state: Draws, model_state: State) -> tuple[Draws, State]:
         """Adds a token to every draw that is not done."""
@@ -101,11 +112,7 @@ class SampleSearch:
         if state.prompt is not None:
             history = logits_processors.token_history(state.prompt, state.tokens, state.step, state.max_length)
             logits = logits_processors.process(config, logits, history, self.eos)
-        if config.method == "greedy":
-            token = top_k(logits, 1)[1][:, 0]  # an argmax, which the CPU compiler does not vectorise
-        else:
-            keys = jax.vmap(jax.random.fold_in)(state.keys, state.step)
-            token = jax.vmap(jax.random.categorical)(keys, logits_processors.process_for_sampling(config, logits))
+        token = self.next_token(logits, state)
         chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
         # If every token is banned, one is chosen all the same, with log-probability -inf.
         gain = jnp.where(jnp.isneginf(chosen), chosen, chosen - jax.nn.logsumexp(logits, axis=-1))
@@ -119,6 +126,13 @@ class SampleSearch:
             scores=state.scores + jnp.where(state.done, 0.0, gain),
             done=state.done | is_any(token, self.eos) | (step >= state.max_length),
         )
+
+    def next_token(self, logits: Float32[Array, "R V"], state: Draws) -> Int[Array, " R"]:
+        """The token of every draw, from its processed logits."""
+        if self.config.method == "greedy":
+            return top_k(logits, 1)[1][:, 0]  # an argmax, which the CPU compiler does not vectorise
+        keys = jax.vmap(jax.random.fold_in)(state.keys, state.step)
+        return jax.vmap(jax.random.categorical)(keys, logits_processors.process_for_sampling(self.config, logits))
 
     def is_finished(self, state: Draws) -> Bool[Array, " B"]:
         """True for the prompts all of whose draws are done."""
