@@ -80,6 +80,14 @@ def test_the_layout_is_read_in_both_directions(name, request):
         np.testing.assert_array_equal(flat(again)[path], value, err_msg=path)
 
 
+def test_projections_of_embeddings_are_kernels():
+    opt = {"model_type": "opt", "vocab_size": 31, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+           "ffn_dim": 12, "max_position_embeddings": 16, "word_embed_proj_dim": 6}  # fmt: skip
+    leaves = {"/".join(path): leaf.shape for path, leaf in flax.FlaxOPTModel(opt, _do_init=False).spec.leaves.items()}
+    assert leaves["decoder/project_in/kernel"] == (6, 8) and leaves["decoder/project_out/kernel"] == (8, 6)
+    assert leaves["decoder/embed_tokens/embedding"] == (31, 6)
+
+
 def test_new_parameters_are_checked_and_used(bert):
     old = bert.params
     changed = jax.tree.map(lambda x: 1.5 * x, old)

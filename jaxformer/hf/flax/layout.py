@@ -60,7 +60,7 @@ def entries(rows: Sequence[Row], shapes: PyTree, norm: str = "scale", prefix: st
         *modules, leaf = row.hf_name.removeprefix(prefix).split(".")
         kind = row.param_paths[0].rsplit("/", 1)[1]
         if leaf == "weight":
-            leaf = {"kernel": "kernel", "scale": norm}.get(kind, "embedding")
+            leaf = {"kernel": "kernel", "up": "kernel", "scale": norm}.get(kind, "embedding")
         table.append(Entry(row, (*modules, leaf), leaf == "kernel", shape[: row.stacked_axes]))
     return table
 
