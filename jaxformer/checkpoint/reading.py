@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 from flax import traverse_util
 
@@ -17,7 +16,13 @@ from jaxformer.checkpoint.directories import raise_damaged, read_json
 from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.checkpoint.trees import is_key, stored_shape, to_nested_dict
 from jaxformer.errors import ConfigError
+from jaxformer.runtime import lazy
 from jaxformer.types import EMA, MEMORY, PyTree, TrainState, leaf_path, overlaid
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+else:
+    ocp = lazy.LazyModule("orbax.checkpoint")
 
 ArrayTypes = Mapping[tuple[str, ...], str]
 """Dtype and shape of every array by path, as `float32[2, 8]`."""

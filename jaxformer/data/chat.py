@@ -13,17 +13,22 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import jinja2
 import numpy as np
-from jinja2 import ext, nodes, sandbox
-from jinja2.parser import Parser
 
 from jaxformer.data.tokenizer_files import read_file
 from jaxformer.data.tokenizers import Tokenizer
 from jaxformer.errors import ConfigError
 from jaxformer.registry import nearest
+from jaxformer.runtime import lazy
+
+if TYPE_CHECKING:
+    import jinja2
+    from jinja2 import ext, nodes, sandbox
+    from jinja2.parser import Parser
+else:
+    jinja2, ext, nodes, sandbox = map(lazy.LazyModule, ("jinja2", "jinja2.ext", "jinja2.nodes", "jinja2.sandbox"))
 
 Message = Mapping[str, Any]
 """A turn: "role" and "content"."""
@@ -127,18 +132,22 @@ def exchanges_to_drop(messages: Sequence[Message], size: Callable[[Sequence[Mess
 # --- templates --------------------------------------------------------------------------------------------------------
 
 
-class _Generation(ext.Extension):
-    """Blocks `{% generation %} reply {% endgeneration %}`, whose text is put between `BEGIN` and `END`."""
+@functools.cache
+def _generation() -> type[ext.Extension]:
+    """Jinja's extension for blocks `{% generation %} reply {% endgeneration %}`: text between `BEGIN` and `END`."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja's own name and type)
+    class Generation(ext.Extension):
+        tags = {"generation"}  # noqa: RUF012 (jinja's own name and type)
 
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-    def _mark(self, caller: Callable[[], str]) -> str:
-        return BEGIN + caller() + END
+        def _mark(self, caller: Callable[[], str]) -> str:
+            return BEGIN + caller() + END
+
+    return Generation
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -153,7 +162,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
 @functools.cache
 def _environment() -> sandbox.ImmutableSandboxedEnvironment:
     environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     return environment

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxformer.config import ModelConfig
 from jaxformer.errors import ConfigError
 from jaxformer.hf.arguments import IGNORED_LABEL, OUTPUT_FLAGS, ROUTER_FLAG, check_ids
 from jaxformer.hf.origin import BODIES
 from jaxformer.hf.table import Settings
+from jaxformer.runtime import lazy
 from jaxformer.types import Array, PyTree, RelationLogits
+
+if TYPE_CHECKING:
+    import optax
+else:
+    optax = lazy.LazyModule("optax")  # losses alone need it
 
 
 @jax.tree_util.register_pytree_with_keys_class
