@@ -64,8 +64,10 @@ def layer_of(kind: str, heads: int, scale: Scale) -> tuple[Callable[[Array], Arr
     ids = np.ones((scale.rows, scale.length), np.int32)
     slots = Slots(np.cumsum(ids, axis=1, dtype=np.int32) - 1, ids)
     x = np.zeros((scale.rows, scale.length, scale.width), np.float32)
-    variables = nn.meta.unbox(module.init(jax.random.key(0), x, Mask(slots, slots, same_slots=True)))
-    function = jax.jit(lambda x: module.apply(variables, x, Mask(slots, slots, same_slots=True))[0])
+    mask, rng = Mask(slots, slots, same_slots=True), np.random.default_rng(0)
+    shapes = nn.meta.unbox(jax.eval_shape(lambda: module.init(jax.random.key(0), x, mask)))
+    variables = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32) / leaf.shape[0] ** 0.5, shapes)
+    function = jax.jit(lambda x: module.apply(variables, x, mask)[0])
     return function, count_flops(jax.make_jaxpr(function)(x).jaxpr)
 
 

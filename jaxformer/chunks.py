@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Float32, Int32, Shaped
 
+from jaxformer.nn.layers import soft_cap
 from jaxformer.parallel import shards
 from jaxformer.types import Array, DeferredLogits, PyTree
 
@@ -88,7 +89,7 @@ def map_chunks(function: Callable[..., PyTree], deferred: DeferredLogits, data: 
     def local(deferred: DeferredLogits, data: PyTree) -> PyTree:
         table, part = _table(layout, deferred), layout.vocab_part(deferred.table)
         chunks = jax.tree.map(lambda x: _split(x, deferred.chunk), (deferred.hidden, data))
-        apply = lambda chunk: function(_logits(chunk[0], table, deferred.bias), chunk[1], part)  # noqa: E731
+        apply = lambda chunk: function(_logits(chunk[0], table, deferred), chunk[1], part)  # noqa: E731
         return _join(jax.lax.map(apply, chunks), deferred.hidden)
 
     return _run(layout, local, (layout.specs(deferred), layout.tokens), layout.tokens)(deferred, data)
@@ -104,7 +105,10 @@ def chunked_gradient(function: Callable[..., Array], deferred: DeferredLogits, d
 
         def accumulate(sums: tuple, chunk: tuple) -> tuple[tuple, Array]:
             x, chunk_data = chunk
-            gradient = function(_logits(x, table, bias), chunk_data, part)
+            logits, cap = _logits(x, table, deferred), deferred.soft_cap
+            gradient = function(logits, chunk_data, part)
+            if cap is not None:  # the derivative of the cap: 1 - tanh(x / cap)^2
+                gradient = gradient * (1.0 - (logits / cap) ** 2)
             low = gradient.astype(x.dtype)
             dx = jnp.einsum("nv,vd->nd", low, table, preferred_element_type=jnp.float32)
             dtable = sums[0] + jnp.einsum("nv,nd->vd", low, x, preferred_element_type=jnp.float32)
@@ -147,11 +151,10 @@ def _table(layout: _Layout, deferred: DeferredLogits) -> Float[Array, "V D"]:
     return jax.lax.all_gather(table, layout.width, axis=1, tiled=True) if layout.width else table
 
 
-def _logits(
-    x: Float[Array, "N D"], table: Float[Array, "V D"], bias: Float[Array, " V"] | None
-) -> Float32[Array, "N V"]:
+def _logits(x: Float[Array, "N D"], table: Float[Array, "V D"], deferred: DeferredLogits) -> Float32[Array, "N V"]:
     logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=jnp.float32)
-    return logits if bias is None else logits + bias
+    logits = logits if deferred.bias is None else logits + deferred.bias
+    return soft_cap(logits, deferred.soft_cap)
 
 
 def _split(x: Shaped[Array, "B T *rest"], chunk: int) -> Shaped[Array, "chunks N *rest"]:

@@ -111,19 +111,21 @@ class Batch(NamedTuple):
 
 
 class DeferredLogits(flax.struct.PyTreeNode):
-    """Logits `hidden @ table.T + bias` (float32), which losses and measures compute for some tokens at a time.
+    """Logits `hidden @ table.T + bias` (float32) that losses and measures compute for some tokens at a time.
 
     Attributes:
       hidden: `[B, T, D]`, in the compute precision.
       table: `[V, D]`.
       bias: `[V]` or None.
       chunk: number of tokens whose logits exist at the same time on each device.
+      soft_cap: logits x become soft_cap * tanh(x / soft_cap); None: as they are.
     """
 
     hidden: Array
     table: Array
     bias: Array | None
     chunk: int = flax.struct.field(pytree_node=False)
+    soft_cap: float | None = flax.struct.field(pytree_node=False, default=None)
 
 
 class RelationLogits(NamedTuple):

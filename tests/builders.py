@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,33 @@ def one_device(monkeypatch) -> None:
     """Runs take one device, as on a small machine: saving copies of arrays compiles a program for every part of one."""
     make = meshes.make
     monkeypatch.setattr(meshes, "make", lambda config, devices=None: make(config, (devices or jax.devices())[:1]))
+
+
+def drawn_parameters(monkeypatch) -> None:
+    """Models start from parameters that numpy draws, scaled by their seed: shapes and boxes are those of the model.
+
+    For tests that train from the start and read no initial value: compiling the initialisation is a third of what a
+    short training costs, and it is tested where it is.
+    """
+    init = build.init_variables
+
+    @functools.cache
+    def shapes(module):
+        return jax.eval_shape(lambda: init(module, jax.random.key(0)))
+
+    def draw(module, key):
+        boxed, rng = shapes(module), np.random.default_rng(0)
+        part = 0.5 + (jax.random.key_data(key).ravel()[-1] % 64).astype(jnp.float32) / 64
+
+        def value(path, leaf):
+            if path[0].key != "params":
+                return jnp.full(leaf.shape, float("var" in jax.tree_util.keystr(path)), leaf.dtype)
+            mean = float("scale" in jax.tree_util.keystr(path))
+            return (mean + part * np.float32(0.25 * rng.standard_normal(leaf.shape))).astype(leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(value, boxed)
+
+    monkeypatch.setattr(build, "init_variables", draw)
 
 
 def packed(rng: np.random.Generator, lengths: list[int]) -> Stream:

@@ -19,6 +19,8 @@ VARIANTS = {
     "quickstart": ("", "fr", "es"),
     "scan": ("lstm", "lstm_paper", "relative"),
     "shakespeare_char": ("cpu", "gpu"),
+    "small_pretraining": ("masked_lm", "span_corruption"),
+    "small_transfer": ("sst2", "wnut17"),
     "squad": ("transformer", "lstm", "generative"),
     "sst2": ("transformer", "lstm"),
     "stsb": ("transformer", "lstm", "finetune"),

@@ -53,8 +53,9 @@ def commands() -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("page", "words"), commands(), ids=lambda x: x if isinstance(x, str) else "-".join(x)[:60])
 def test_every_command_is_one(page, words, monkeypatch):
     monkeypatch.chdir(ROOT)
-    arguments = cli.parse(words[0], cli.COMMANDS[words[0]], words[1:])
-    if cli.COMMANDS[words[0]].takes_recipe and any(word.startswith("--config=") for word in arguments.config):
+    name, command, rest = cli.find(words)
+    arguments = cli.parse(name, command, rest)
+    if command.takes_recipe and any(word.startswith("--config=") for word in arguments.config):
         overrides.parse(arguments.config)
 
 

@@ -74,11 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in COMMANDS:
             hint = nearest(name, list(COMMANDS))
             raise ConfigError(f"command: got {name!a}, expected one of {', '.join(COMMANDS)}{hint}")
+        name, command, rest = find(words)
         try:
-            arguments = parse(name, COMMANDS[name], words[1:])
+            arguments = parse(name, command, rest)
         except SystemExit:  # --help has been printed
             return 0
-        return COMMANDS[name].run(arguments)
+        return command.run(arguments)
     except ConfigError as error:
         return _print_error(error, exit_codes.WRONG_INPUT)
     except StorageError as error:
@@ -94,6 +95,14 @@ def _print_error(error: Exception, code: int) -> int:
     mark = terminal.coloured("error:", terminal.RED, sys.stderr)
     print(f"{mark} " + secrets.redact(" ".join(str(error).split("\n"))), file=sys.stderr)
     return code
+
+
+def find(words: Sequence[str]) -> tuple[str, Command, Sequence[str]]:
+    """The command that `words` begin with, by its full name ("data build"), and the words after it."""
+    name, command, rest = words[0], COMMANDS[words[0]], words[1:]
+    if rest and rest[0] in command.actions:
+        return f"{name} {rest[0]}", command.actions[rest[0]], rest[1:]
+    return name, command, rest
 
 
 def prints(argv: Sequence[str]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from jaxformer import __version__
@@ -61,8 +61,8 @@ class Command:
 
     Attributes:
       help: a few words for the list of commands.
-      run: executes the command and returns the exit code. Its argument has an attribute for each flag and positional
-        argument, and `config`: the list of `--config=FILE` and edits.
+      run: executes the command and returns the exit code. Its argument has an attribute for each flag (with _ for -)
+        and positional argument, and `config`: the list of `--config=FILE` and edits.
       flags: by name, without the dashes.
       config: accepted config arguments: "recipe": --config=FILE (required) and edits; "optional": the same, or none;
         "edits": edits only; "": none.
@@ -71,6 +71,7 @@ class Command:
       prints: the command's result is its stdout; else files are the result, and stdout is a log.
       example: a whole command line, for the end of the help.
       details: sentences for the command's own help, after `help`.
+      actions: commands of their own by the word after this one's name (`jaxformer data build`).
     """
 
     help: str
@@ -82,6 +83,7 @@ class Command:
     prints: bool = False
     example: str = ""
     details: str = ""
+    actions: Mapping[str, Command] = field(default_factory=dict)
 
     @property
     def takes_recipe(self) -> bool:
@@ -246,7 +248,8 @@ def parse(name: str, command: Command, argv: Sequence[str]) -> argparse.Namespac
     if len(words) != len(command.positionals):
         raise _wrong_positionals(name, command, words)
     for flag_name, flag in command.flags.items():
-        setattr(arguments, flag_name, _value(name, flag_name, flag, getattr(arguments, flag_name)))
+        attribute = flag_name.replace("-", "_")
+        setattr(arguments, attribute, _value(name, flag_name, flag, getattr(arguments, attribute)))
     arguments.config = [*(f"--config={path}" for path in getattr(arguments, "config", [])), *edits]
     return arguments
 

@@ -87,6 +87,8 @@ class EncodingConfig:
     max_length: PositiveInt = 512  # learned: rows of the table, including those before `offset`
     offset: Count = 0  # learned, sinusoidal: row of position 0 (BART, OPT, XGLM: 2; RoBERTa: padding id + 1)
     base: MoreThanOne = 10000.0  # sinusoidal, rope, transformer_xl: base of the geometric series of wavelengths
+    window_base: MoreThanOne | None = None  # rope: base in the layers with attention.window, which have no scaling
+    # (Gemma 3, ModernBERT); None: these layers are as the others
     concatenated: bool = False  # sinusoidal: all sines, then all cosines (Marian); False: sine and cosine alternate
     scaling: RopeScalingConfig | None = None  # rope: scaling for longer texts; None: no scaling
     fraction: PositiveShare = 1.0  # rope: fraction of the head width that is rotated
@@ -126,6 +128,10 @@ class AttentionConfig:
     kv_heads: PositiveInt | None = None  # number of key and value heads, a divisor of `heads`; None: equal to `heads`
     head_width: PositiveInt | None = None  # width of one head; None: model width // heads
     scale: bool = True  # divide scores by sqrt(head_width)
+    scale_width: Positive | None = None  # with `scale`, the width whose square root divides scores (Gemma 2's
+    # query_pre_attn_scalar); None: head_width
+    soft_cap: Positive | None = None  # scores s become soft_cap * tanh(s / soft_cap), before biases and masks; None: as
+    # they are
     input: Literal["whole", "chunk"] = (
         "whole"  # what a head projects: all channels of its input, or a chunk of their own
     )
@@ -281,6 +287,7 @@ class HeadConfig:
     bias: bool = False  # tokens: bias per vocabulary row
     init_scale: Positive = 1.0  # tokens, not tied: initial variance of the output matrix times the model width
     scale: bool = False  # tokens: multiply the hidden states by width ** -0.5 first (T5)
+    soft_cap: Positive | None = None  # tokens: logits x become soft_cap * tanh(x / soft_cap); None: as they are
     transform: bool = False  # tokens: dense layer, activation and norm before the projection, as in BERT's masked LM
     relation: bool = False  # tokens: also two class logits for each row, from its pooled vector (see task.relation)
     chunk: PositiveInt | None = None  # tokens: tokens per device whose logits a loss holds at a time; None: all

@@ -20,6 +20,7 @@ import numpy as np
 from jaxformer.data.encoding import Generators
 from jaxformer.data.packing import Features
 from jaxformer.data.sources import Example, Examples, examples_at
+from jaxformer.data.token_shards import TokenStream
 from jaxformer.data.tokenizers import Tokenizer
 from jaxformer.errors import ConfigError
 
@@ -31,6 +32,9 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 CHUNK_EXAMPLES = 1024
 """Documents read at a time."""
 
+Tokens = np.ndarray | TokenStream
+"""A token stream: an array on disk, or token shards."""
+
 EncodeRow = Callable[[np.ndarray, np.random.Generator], Features]
 
 
@@ -38,7 +42,7 @@ class ConcatenatedRows:
     """The rows of a token stream, as encoded examples with "target" and "labels".
 
     Attributes:
-      tokens: the complete stream, an array on disk.
+      tokens: the complete stream, of which slices are read.
       length: T, tokens per row. The last row may be shorter.
       encode: `(ids, rng) -> features` makes other features of a row's T tokens, `stream[rT + 1 : (r + 1)T + 1]`; None:
         "target" and "labels" as above.
@@ -48,7 +52,7 @@ class ConcatenatedRows:
       ConfigError: the stream has no text.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int, encode: EncodeRow | None = None, seed: int = 0):
+    def __init__(self, tokens: Tokens, length: int, encode: EncodeRow | None = None, seed: int = 0):
         if len(tokens) < 2:
             raise ConfigError("data: got a split without text, expected at least one token; check the files")
         self.tokens = tokens

@@ -19,6 +19,7 @@ from jaxformer.data.encoding import Encoder, EncodingTask
 from jaxformer.data.packing import Features, Shape
 from jaxformer.data.planning import BlockPlanner, EncodedExamples, RunningTextPlanner, ShuffledOrder
 from jaxformer.data.sources import Dataset, Examples, FirstExamples
+from jaxformer.data.token_shards import ShardedDocuments
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.data.truncation import Truncation
 from jaxformer.errors import ConfigError
@@ -67,6 +68,7 @@ class Pipeline(TrainingBatches):
             raise ConfigError(f"data.packing: got {data.packing!r}, expected one of {', '.join(PACKINGS)}; change it")
         self.config, self.dataset, self.task = config, dataset, task
         self.tokenizers = tokenizers
+        self._check_tokenizer()
         self._caching_tokenizers = None if tokenizers is None else tokenizers.cached(cache_bytes)
         # A trained model may be evaluated on a single split; its first example then decides the arrays of a batch.
         first = "train" if "train" in dataset.splits else next(iter(dataset.splits))
@@ -116,11 +118,14 @@ class Pipeline(TrainingBatches):
     def size(self, split: str, examples: int | None = None) -> dict[str, int]:
         """Counts "examples", and "bytes", "words" and "lines" (line ends) of the text that is predicted.
 
-        Reads the whole split the first time.
+        Reads the whole split the first time, unless it is of token shards, whose index has the counts.
 
         Args:
           examples: number of examples, as in `evaluate`.
         """
+        documents = self._split(split)
+        if isinstance(documents, ShardedDocuments):
+            return documents.size(self._count(split, examples))
         if (split, examples) not in self._sizes:
             roles = self.task.roles
             predicted = next((role for role in ("target", "text", "source") if role in roles), None)
@@ -200,6 +205,23 @@ class Pipeline(TrainingBatches):
             raise ConfigError(f"data: got no examples in split {split!r}, expected at least one; check the files")
         return count
 
+    def _token_stream(self, split: str, count: int) -> concatenation.Tokens:
+        """The running text of the first `count` examples: token shards themselves, or a file in the cache."""
+        side = "target" if self.config.model.has_decoder else "source"
+        documents, tokenizer = self._split(split), getattr(self.tokenizers, side)
+        if isinstance(documents, ShardedDocuments):
+            return documents.stream(count, tokenizer)
+        key = f"{self.dataset.key} {split} {count}"
+        directory = cache.cache_directory(self.config.data) / "streams"
+        return concatenation.token_stream(directory, key, FirstExamples(documents, count), tokenizer)
+
+    def _check_tokenizer(self) -> None:
+        """Raises a ConfigError if token shards were made with another tokenizer than the run's."""
+        for documents in self.dataset.splits.values():
+            if isinstance(documents, ShardedDocuments) and self.tokenizers is not None:
+                documents.check_tokenizer(self.tokenizers.target)
+                documents.check_tokenizer(self.tokenizers.source)
+
     def _encoder(self, split: str, count: int, config: Config, windows: bool = False) -> Encoder:
         return Encoder(config, self._caching_tokenizers, self.task, self._split(split), count, windows)
 
@@ -223,10 +245,7 @@ class Pipeline(TrainingBatches):
         data, config = self.config.data, self.config
         count, windows = self._count(split, limit), False
         if data.packing == "concat" and self.tokenizers is not None:
-            key = f"{self.dataset.key} {split} {count}"
-            documents = FirstExamples(self._split(split), count)
-            tokenizer = self.tokenizers.target if config.model.has_decoder else self.tokenizers.source
-            tokens = concatenation.token_stream(cache.cache_directory(data) / "streams", key, documents, tokenizer)
+            tokens = self._token_stream(split, count)
             encode_row, max_length = self.task.encode_row, None
             if encode_row is not None:
                 encode_row = functools.partial(encode_row, config, self.tokenizers)

@@ -71,6 +71,10 @@ class Vocabulary(Protocol):
         """Ids of a text, without special tokens."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of `encode` for each text."""
+        ...
+
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids of `encode`, and the span of characters of each in `text`, perhaps with white space around it."""
         ...
@@ -164,6 +168,9 @@ class LookupVocabulary:
         get, unk = self._ids.get, self._unk
         return [get(piece, unk) for piece in (vocabulary_learning.split_words(text) if self.kind == "word" else text)]
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         if self.kind == "word":
             return self.encode(text), [match.span() for match in re.finditer(r"\S+", text)]
@@ -222,6 +229,14 @@ class LibraryVocabulary:
 
     def encode(self, text: str) -> list[int]:
         return _encoded(self.model, text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            return [found.ids for found in self.model.encode_batch_fast(texts, add_special_tokens=False)]
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            return [self.encode(text) for text in texts]  # raises for the text that cannot be encoded
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = _encoded(self.model, text, add_special_tokens=False)
@@ -340,6 +355,9 @@ class SentencePieceVocabulary:
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._model.encode(list(texts), num_threads=1)  # a build has a process for each core
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._model.encode(text, return_type="offset_mapping")

@@ -12,7 +12,7 @@ ENCODING_FIELDS = {
     "none": (),
     "learned": ("max_length", "offset"),
     "sinusoidal": ("base", "concatenated", "offset"),
-    "rope": ("base", "fraction", "interleaved", "scaling"),
+    "rope": ("base", "window_base", "fraction", "interleaved", "scaling"),
     "t5": ("buckets", "max_distance", "bidirectional"),
     "alibi": (),
 }
@@ -60,6 +60,7 @@ def _normalised_stack(stack: StackConfig, causal: bool) -> StackConfig:
         window_layers=windowed if differ else (),
         kv_heads=attention.kv_heads or attention.heads,
         head_width=attention.head_width or width // attention.heads,
+        scale_width=attention.scale_width or attention.head_width or width // attention.heads,
         key_bias=attention.bias if attention.key_bias is None else attention.key_bias,
         output_bias=attention.bias if attention.output_bias is None else attention.output_bias,
     )

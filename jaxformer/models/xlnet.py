@@ -367,6 +367,8 @@ def check(config: StackConfig) -> None:
         "attention.norm": (attention.norm, (None,)),
         "attention.output": (attention.output, (True,)),
         "attention.scale_by_layer": (attention.scale_by_layer, (False,)),
+        "attention.scale_width": (attention.scale_width, (None,)),
+        "attention.soft_cap": (attention.soft_cap, (None,)),
         "attention.window_every": (attention.window_every, (1,)),
         "attention.window_layers": (attention.window_layers, ((),)),
         "output_width": (config.output_width, (None,)),

@@ -116,7 +116,8 @@ class Attention(nn.Module):
     ) -> Float[Array, "B T H K"]:
         """Attention output per head, before the output projection: `[B, T, H, K]`. `q` is not yet scaled."""
         if self.config.scale:
-            q = q * jnp.asarray((encoding.terms(self.encoding) * self.head_width) ** -0.5, q.dtype)
+            width = self.config.scale_width or self.head_width
+            q = q * jnp.asarray((encoding.terms(self.encoding) * width) ** -0.5, q.dtype)
         if self.config.scale_by_layer:
             if layer is None:
                 raise ConfigError("attention.scale_by_layer: got True without a layer index, expected False; unset it")

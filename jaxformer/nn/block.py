@@ -17,6 +17,7 @@ from jaxformer.nn import remat
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.cache import KeyValues, LayerCache
 from jaxformer.nn.convolution import Convolved
+from jaxformer.nn.encodings.rope import ByWindow
 from jaxformer.nn.ffn import FeedForward
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
@@ -88,14 +89,16 @@ class Block(nn.Module):
         cache = None
         if keys_values is not None and context.index is not None:
             cache = LayerCache(keys_values, layer if keys_values.stacked else None, context.index)
-        mask = depend_on_layer(context.mask, layer)
+        mask, position = depend_on_layer(context.mask, layer), context.position
+        banded = has_window(config.attention, layer)
         if config.attention.window is not None and windows_differ(config.attention):
-            banded = has_window(config.attention, layer)
             mask = mask.replace(window=jnp.where(banded, config.attention.window, NO_WINDOW))
+        if isinstance(position, ByWindow):
+            position = position.of_layer(banded)
 
         def attend(y: Array) -> Array:
             nonlocal cache
-            y, cache = attention(y, mask, context.position, cache=cache, layer=layer)
+            y, cache = attention(y, mask, position, cache=cache, layer=layer)
             return y
 
         if config.sublayers != "sequential":

@@ -10,7 +10,7 @@ from flax import linen as nn
 from jaxtyping import Float, Int
 
 from jaxformer.config import HeadConfig, NormConfig
-from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout, Embed, Norm, parameter, zeros_parameter
+from jaxformer.nn.layers import ACTIVATIONS, Dense, Dropout, Embed, Norm, parameter, soft_cap, zeros_parameter
 from jaxformer.nn.products import wide_dot
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, DeferredLogits, RelationLogits, Slots
@@ -139,11 +139,11 @@ class Head(nn.Module):
             scale = self.get_variable("params", "kernel_scale")  # of an integer kernel: see decode/int8.py
         bias = zeros_parameter(self, "bias", ("vocab",), (self.vocab,)) if config.bias else None
         if config.chunk is not None and not full_logits:
-            return DeferredLogits(x, table, bias, config.chunk)
+            return DeferredLogits(x, table, bias, config.chunk, config.soft_cap)
         logits = wide_dot(x, table.T)
         logits = logits if scale is None else logits * scale
         logits = logits if bias is None else logits + bias
-        return constrain(logits, "batch", "length", "act_vocab")
+        return constrain(soft_cap(logits, config.soft_cap), "batch", "length", "act_vocab")
 
     def forecast(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B _"]:
         """The linear map of all slots together; padding counts as 0."""

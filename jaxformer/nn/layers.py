@@ -62,6 +62,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+def soft_cap(x: Float32[Array, "*shape"], cap: float | None) -> Float32[Array, "*shape"]:
+    """Scores or logits between -cap and cap: cap tanh(x / cap) (Gemma 2, 2024, section 2); None: as they are."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 class Dense(nn.Module):
     """A linear map whose kernel is not flattened to two axes, e.g. `[D, H, K]` for a query projection.
 

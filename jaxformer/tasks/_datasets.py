@@ -30,8 +30,9 @@ def build(config: Config, split: str | None = None) -> Dataset:
     absent: list[ConfigError] = []
     trained = components.trained(config)
     for name, view in components.views(config).items():
-        if split is not None and view.data.splits and split not in view.data.splits:
-            absent.append(sources.unknown_split(split, view.data.splits))
+        named = sources.named_splits(view.data)
+        if split is not None and named and split not in named:
+            absent.append(sources.unknown_split(split, named))
             continue
         try:
             parts[name] = _component(view, split, name in trained)

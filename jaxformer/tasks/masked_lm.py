@@ -48,6 +48,16 @@ def encode_windows(
     return [_features(config, tokenizer, ids, example, rng) for ids in windows(config, tokenizer, example["text"])]
 
 
+def encode_row(config: Config, tokenizers: Tokenizers, ids: np.ndarray, rng: np.random.Generator) -> Features:
+    """A row of the running text, framed as a text is; the tokens between texts may be hidden, too."""
+    return _mask(config, tokenizers.source, [ids], rng)
+
+
+def row_length(config: Config) -> int:
+    """Ids of a row of the running text: two slots are for `<cls>` and `<sep>`."""
+    return max(config.data.length - 2, 1)
+
+
 def windows(config: Config, tokenizer: Tokenizer, text: str) -> list[Sequence[int]]:
     """The ids of a text in pieces that fit into rows; one empty piece of an empty text."""
     ids, size = tokenizer.encode(text), max(_row_tokens(config, tokenizer), 1)
@@ -317,6 +327,8 @@ TASK = Task(
     needs="an encoder with a head of tokens",
     encode=encode,
     encode_windows=encode_windows,
+    encode_row=encode_row,
+    row_length=row_length,
     loss=loss,
     metrics=measures,
     derived_metrics=derived_metrics,

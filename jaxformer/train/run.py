@@ -12,11 +12,13 @@ import jax
 from flax import linen as nn
 
 from jaxformer import framing
-from jaxformer.checkpoint import Checkpoints
+from jaxformer.checkpoint import Checkpoints, list_checkpoints, read_about
 from jaxformer.config import Config, overrides
+from jaxformer.data import token_shards
 from jaxformer.data.mixture import Mixture
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.errors import ConfigError
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
@@ -76,8 +78,13 @@ class Run:
     # Restoring.
 
     def restore(self, notes: Sequence[str] = ()) -> None:
-        """Restores the newest checkpoint, or starts anew, and logs which, with `notes`."""
+        """Restores the newest checkpoint, or starts anew, and logs which, with `notes`.
+
+        Raises:
+          ConfigError: the run reads token shards, and its checkpoint is of other data.
+        """
         config, workdir = self.config, self.workdir
+        self._check_same_shards()
         write_run_files(config, workdir, self.tokenizers)
         self.checkpoints = Checkpoints(workdir, config.checkpoint)
         self.values: dict[str, float] = {}
@@ -107,6 +114,19 @@ class Run:
             table = optim.parameter_table(self.param_shapes, config.optimizer, self.axis_names, self.frozen)
             files.write_atomic(workdir / "parameters.txt", table + "\n")
         self._log_start([*changes, *self._kernel_lines(), *self._data_lines(), *notes])
+
+    def _check_same_shards(self) -> None:
+        """Refuses to go on with token shards that are not those of the newest checkpoint.
+
+        Other data only leads to a line in the log: a corpus in shards is not changed in passing, so it is a mistake.
+        """
+        newest = list_checkpoints(self.workdir / "checkpoints" / "last")[:1]
+        saved = read_about(newest[0]).get("progress", {}).get("data") if newest else None
+        if saved not in (None, self.dataset.key) and token_shards.shared_tokenizers(self.dataset) is not None:
+            raise ConfigError(
+                f"data.dir: got token shards with the key {self.dataset.key}, expected {saved}, which the checkpoint "
+                f"in {self.workdir} was trained on; restore them, or start another run (from this one: init.directory)"
+            )
 
     def _restore_state(self) -> list[str]:
         """Sets the state and the batches: from the newest checkpoint, fresh, or from another run's parameters.

@@ -10,7 +10,7 @@ import numpy as np
 from jaxformer import tasks
 from jaxformer.config import Config, ModelConfig, components
 from jaxformer.config.checks import sections
-from jaxformer.data import chat
+from jaxformer.data import chat, token_shards
 from jaxformer.data.pipeline import TOKEN_CACHE_BYTES, Pipeline
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
@@ -21,7 +21,7 @@ from jaxformer.train import metric_settings
 
 
 def build_or_load_tokenizers(config: Config, dataset: Dataset, workdir: Path) -> Tokenizers | None:
-    """The tokenizers saved in `workdir` if it holds a run, else those trained or loaded as the config says.
+    """The tokenizers saved in `workdir` if it holds a run, else those of token shards, trained or loaded.
 
     None for a model that reads no tokens.
     """
@@ -29,7 +29,8 @@ def build_or_load_tokenizers(config: Config, dataset: Dataset, workdir: Path) ->
         return None
     if (workdir / "config.json").exists():
         return Tokenizers.load(workdir)
-    return Tokenizers.build(config.data, dataset.splits["train"], _datasets.roles(config))
+    shared = token_shards.shared_tokenizers(dataset)
+    return shared or Tokenizers.build(config.data, dataset.splits["train"], _datasets.roles(config))
 
 
 def build_pipelines(

@@ -83,6 +83,9 @@ def _read_params(config: Config, params: PyTree) -> PyTree:
         loaded = electra.discriminator_params(run.config.model, loaded)
     if config.model.adapter is not None and not adapters.has_adapters(loaded):
         loaded = adapters.with_base(params, loaded)
+    if run.config.model.is_seq2seq and not config.model.has_decoder:
+        LOG.info("config.init.directory: the encoder of %s is taken, and its decoder left out", config.init.directory)
+        loaded = {name: part for name, part in loaded.items() if name not in ("decoder", "target_embed", "head")}
     if not config.init.head and "head" in params:
         loaded["head"] = params["head"]
     shapes, loaded_shapes = (jax.tree.map(lambda x: x.shape, tree) for tree in (dict(params), loaded))

@@ -43,14 +43,16 @@ CASES = [
     ("denoising", "first_fit"),
     ("denoising", "concat"),
     ("masked_lm", "none"),
+    ("masked_lm", "concat"),
 ]
 TEXTS = [{"text": f"{number}. " + "Some words! " * (number % 4)} for number in range(23)]
 
 
 def made(name, mode, cache, split=None, **hosts):
-    relation = "next_sentence" if name == "masked_lm" else "none"
+    relation = "next_sentence" if name == "masked_lm" and mode != "concat" else "none"
+    model = MODELS[name] if relation != "none" else dataclasses.replace(MODELS[name], head=HeadConfig())
     config = Config(
-        model=MODELS[name],
+        model=model,
         data=DataConfig(batch=4, length=20, packing=mode, cache=str(cache)),
         task=TaskConfig(name=name, relation=relation, mask_rate=0.4, span=2.0),  # several spans even in short rows
         train=TrainConfig(seed=3),
@@ -157,7 +159,24 @@ def test_rows_of_running_text_are_the_text_in_order(tmp_path):
     assert found == stream
 
 
-@pytest.mark.parametrize(("name", "mode"), [("masked_lm", "concat"), ("masked_lm", "first_fit")])
-def test_packings_that_a_task_cannot_honour_are_refused(name, mode, tmp_path):
-    with pytest.raises(ConfigError, match=f"data.packing: got {mode} for task 'masked_lm'"):
-        made(name, mode, tmp_path)
+def test_rows_of_running_text_are_masked_whole_and_framed(tmp_path):
+    """The labels of the rows are the stream in order, `<cls>` and `<sep>` around each row, some of them hidden."""
+    stream = [token for text in TEXTS[:9] for token in (*BYTES.source.encode(text["text"]), BYTES.source.eos)]
+    found, hidden = [], 0
+    for batch in made("masked_lm", "concat", tmp_path).evaluate("validation"):
+        real = batch.source.slots.segment > 0
+        for row in np.flatnonzero(real[:, 0]):
+            tokens, labels = batch.source.tokens[row][real[row]], batch.labels[row][real[row]]
+            weights = batch.weights[row][real[row]]
+            assert (labels[0], labels[-1]) == (BYTES.source.cls, BYTES.source.sep)
+            assert weights.sum() == max(1, round(0.4 * (len(labels) - 2))) and not weights[[0, -1]].any()
+            np.testing.assert_array_equal(tokens[weights == 0], labels[weights == 0])
+            hidden += int((tokens == BYTES.source.mask).sum())
+            found += labels[1:-1].tolist()
+    assert found == stream
+    assert 0.8 * 0.25 < hidden / len(stream) < 0.8 * 0.55
+
+
+def test_packings_that_a_task_cannot_honour_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="data.packing: got first_fit for task 'masked_lm'"):
+        made("masked_lm", "first_fit", tmp_path)

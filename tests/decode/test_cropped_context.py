@@ -108,20 +108,32 @@ def assert_same(results, expected):
         assert_equal(a, [(h.tokens.tolist(), h.score) for h in b])
 
 
-@pytest.mark.parametrize(
-    ("rows", "vocabulary", "buckets"),
-    [(1, VOCABULARY, (POSITIONS, 32)), (3, ENDLESS, (POSITIONS, 32)), (16, VOCABULARY, ())],
-    ids=["alone", "endless", "together"],
-)
-def test_greedy_search_reads_the_last_tokens_for_each_new_one(rows, vocabulary, buckets, monkeypatch):
-    monkeypatch.setattr(cache_schedule, "INITIAL_NEW_TOKENS", 2)  # the cache grows before it is dropped
-    prompts, calls = make_prompts(), []
-    options, progress = dataclasses.replace(GREEDY, batch=rows), lambda *numbers: calls.append(numbers)
-    results = run(prompts, options, None, vocabulary, progress, buckets=buckets)
+BUCKETS = (POSITIONS, 32)
+
+
+def decoded_endless(monkeypatch, prompts):
+    """Outputs of the greatest length, in batches of four rows whose cache grows before it is dropped."""
+    monkeypatch.setattr(cache_schedule, "INITIAL_NEW_TOKENS", 2)
+    return run(prompts, dataclasses.replace(GREEDY, batch=4), vocabulary=ENDLESS, buckets=BUCKETS)
+
+
+def decoded_alone(prompts, progress=None, **options):
+    """Outputs of prompts that are decoded one by one: the tests that do so share their programs."""
+    return run(prompts, dataclasses.replace(GREEDY, batch=1, **options), progress=progress, buckets=BUCKETS)
+
+
+@pytest.mark.parametrize("case", ["alone", "endless"])
+def test_greedy_search_reads_the_last_tokens_for_each_new_one(case, monkeypatch):
+    if case == "alone":
+        prompts, vocabulary, calls = make_prompts(), VOCABULARY, []
+        results = decoded_alone(prompts, lambda *numbers: calls.append(numbers))
+        assert [done for done, _ in calls] == sorted(done for done, _ in calls) and calls[-1] == (10, 10)
+    else:  # one of a single token has a width, and so programs, of its own
+        prompts, vocabulary = [prompt for prompt in make_prompts() if len(prompt["target"]) > 1], ENDLESS
+        results = decoded_endless(monkeypatch, prompts)
     expected = [reference(prompt, GREEDY.max_length, likeliest, vocabulary) for prompt in prompts]
     for hypotheses, each in zip(results, expected, strict=True):
         assert_equal(hypotheses, [each])
-    assert [done for done, _ in calls] == sorted(done for done, _ in calls) and calls[-1] == (10, 10)
     lengths = [len(tokens) for tokens, _ in expected]
     if vocabulary is ENDLESS:
         assert set(lengths) == {GREEDY.max_length}
@@ -132,21 +144,29 @@ def test_greedy_search_reads_the_last_tokens_for_each_new_one(rows, vocabulary, 
         assert len(set(lengths)) > 3
 
 
-def test_draws_use_the_keys_of_their_row_and_step():
-    options = DecodeConfig(method="sample", max_length=9, hypotheses=2, temperature=1.5, seed=5, batch=4)
-    prompts, row_indices = make_prompts((2, 7, 8, 11)), [3, 0, 7, 1]
-    results = run(prompts, options, row_indices)
-    for prompt, row, hypotheses in zip(prompts, row_indices, results, strict=True):
-        expected = []
-        for draw in range(2):
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(5), row), draw)
+def decoded_with_refills(options, monkeypatch):
+    """Prompts, and what becomes of them in batches of four in two orders, whose rows are refilled: by batch order."""
+    vocabulary = dataclasses.replace(VOCABULARY, eos=ENDS)  # rows are free before the batch drops its cache
+    # Two widths, so that few programs are compiled: prompts with a cache at first, and those without. One of a single
+    # token would have a width of its own.
+    prompts = make_prompts([2, 3, 4] * 4 + [*range(9, 17)])
+    refilled, refill_rows = [], CompiledDecoder.refill_rows
+    monkeypatch.setattr(
+        CompiledDecoder,
+        "refill_rows",
+        lambda self, state, *rest: refilled.append(type(state.model)) or refill_rows(self, state, *rest),
+    )
+    outcomes = []
+    for count, order in ((1, np.arange(20)), (2, np.random.default_rng(1).permutation(20))):
+        monkeypatch.setattr(scheduler, "CONCURRENT_BATCHES", count)
+        options = dataclasses.replace(options, batch=4)
+        results = run([prompts[i] for i in order], options, order, vocabulary, buckets=(POSITIONS, 16))
+        outcomes.append([results[place] for place in np.argsort(order)])
+    assert {CachedContext, CroppedContext} <= set(refilled)
+    return prompts, outcomes
 
-            def choose(logits, text, step, key=key):
-                padded = np.pad(logits / 1.5, (0, VOCAB - VOCABULARY.size), constant_values=-np.inf)
-                return int(jax.random.categorical(jax.random.fold_in(key, step), padded)), logits
 
-            expected.append(reference(prompt, options.max_length, choose))
-        assert_equal(hypotheses, expected)
+ENDS = (2, 7, 9, 12)
 
 
 def bans_repeated_ngrams(logits, text, size):
@@ -157,26 +177,39 @@ def bans_repeated_ngrams(logits, text, size):
     return logits
 
 
-@pytest.mark.parametrize("history", ["whole", "last"])
-def test_processors_read_the_whole_text(history):
-    options = dataclasses.replace(GREEDY, repetition_penalty=1.3, no_repeat_ngram=2, batch=4)
-    prompts = make_prompts((1, 6, 14, 20))
+@jax.jit
+def drawn(logits, row, draw, step):
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(5), row), draw)
+    return jax.random.categorical(jax.random.fold_in(key, step), logits)
 
-    def choose(logits, text, step):
-        text = [int(token) for token in text] if history == "whole" else [int(token) for token in text[-POSITIONS:]]
-        logits = logits.copy()
-        for token in set(text):
-            logits[token] = logits[token] / 1.3 if logits[token] > 0 else logits[token] * 1.3
-        logits = bans_repeated_ngrams(logits, text, 2)
-        return int(logits.argmax()), logits
 
-    results = run(prompts, options, vocabulary=ENDLESS)
-    expected = [reference(prompt, options.max_length, choose, ENDLESS) for prompt in prompts]
-    if history == "whole":
-        for hypotheses, each in zip(results, expected, strict=True):
-            assert_equal(hypotheses, [each])
-    else:  # the two differ, so the case above is one
-        assert [h[0].tokens.tolist() for h in results] != [tokens for tokens, _ in expected]
+def test_draws_use_the_keys_of_their_row_and_step_and_processors_the_whole_text(monkeypatch):
+    """Whoever shares the batch, in whichever order, and whether the row was another prompt's before."""
+    options = DecodeConfig(method="sample", max_length=10, hypotheses=2, temperature=1.5, seed=5)
+    options = dataclasses.replace(options, repetition_penalty=1.3, no_repeat_ngram=2)
+    prompts, outcomes = decoded_with_refills(options, monkeypatch)
+    vocabulary = dataclasses.replace(VOCABULARY, eos=ENDS)
+
+    def expected(row, draw, history):
+        def choose(logits, text, step):
+            text = [int(token) for token in text[-history:]]
+            logits = logits.copy()
+            for token in set(text):
+                logits[token] = logits[token] / 1.3 if logits[token] > 0 else logits[token] * 1.3
+            logits = bans_repeated_ngrams(logits, text, 2)
+            padded = np.pad(logits / 1.5, (0, VOCAB - VOCABULARY.size), constant_values=-np.inf)
+            return int(drawn(padded, row, draw, step)), logits
+
+        return reference(prompts[row], options.max_length, choose, vocabulary)
+
+    whole = [[expected(row, draw, 99) for draw in range(2)] for row in range(len(prompts))]
+    for results in outcomes:
+        for hypotheses, each in zip(results, whole, strict=True):
+            assert_equal(sorted(hypotheses, key=lambda h: -h.score), sorted(each, key=lambda pair: -pair[1]))
+    last = [[expected(row, draw, POSITIONS) for draw in range(2)] for row in range(len(prompts))]
+    tokens = [[[tokens for tokens, _ in each] for each in texts] for texts in (whole, last)]
+    assert tokens[0] != tokens[1]  # so that what is read of the text matters
+    assert len({len(each) for texts in tokens[0] for each in texts}) > 2
 
 
 class WholeReader:
@@ -219,44 +252,20 @@ class WholeText:
 jax.tree_util.register_dataclass(WholeText, ["tokens", "size"], [])
 
 
-def test_beams_are_followed_past_the_positions():
-    options = DecodeConfig(method="beam", beams=5, hypotheses=5, max_length=11, batch=3, no_repeat_ngram=1)
-    prompts = make_prompts((2, 3, 1, 6, 8, 12))
-    results = run(prompts, options)
-    slow = jax.jit(lambda batch: decode(WholeReader(), batch, options, VOCABULARY.eos, 0))
-    for prompt, hypotheses in zip(prompts, results, strict=True):
+def test_beams_are_followed_past_the_positions(monkeypatch):
+    options = DecodeConfig(method="beam", beams=3, hypotheses=3, max_length=10, no_repeat_ngram=1)
+    prompts, outcomes = decoded_with_refills(options, monkeypatch)
+    slow = jax.jit(lambda batch: decode(WholeReader(), batch, options, ENDS, 0))
+    for prompt, *several in zip(prompts, *outcomes, strict=True):
         tokens, lengths, scores = jax.device_get(slow(pad_batch([prompt], 1, (0, 0), (2 * POSITIONS,))))
         expected = [
             (list(map(int, row[:n])), float(score))
             for row, n, score in zip(tokens[0], lengths[0], scores[0], strict=True)
         ]
-        assert_equal(hypotheses, expected)
-    assert len({tuple(h.tokens.tolist()) for hypotheses in results for h in hypotheses}) > 6
-
-
-@pytest.mark.parametrize("method", ["greedy", "sample", "beam"])
-def test_results_do_not_depend_on_batch_mates_and_refills(method, monkeypatch):
-    options = DecodeConfig(
-        method=method, max_length=10, hypotheses=1 if method == "greedy" else 2, beams=3, no_repeat_ngram=1
-    )
-    vocabulary = dataclasses.replace(VOCABULARY, eos=(2, 7, 9, 12))  # rows are free before the batch drops its cache
-    # Two widths, so that few programs are compiled: prompts with a cache at first, and those without. One of a single
-    # token would have a width of its own.
-    prompts = make_prompts([2, 3, 4] * 4 + [*range(9, 17)])
-    decoded = functools.partial(run, vocabulary=vocabulary, buckets=(POSITIONS, 16))
-    alone = [decoded([prompt], options, [i])[0] for i, prompt in enumerate(prompts)]
-    assert len({len(hypotheses[0].tokens) for hypotheses in alone}) > 2
-    refilled, refill_rows = [], CompiledDecoder.refill_rows
-    monkeypatch.setattr(
-        CompiledDecoder,
-        "refill_rows",
-        lambda self, state, *rest: refilled.append(type(state.model)) or refill_rows(self, state, *rest),
-    )
-    for count, order in ((1, np.arange(20)), (2, np.random.default_rng(1).permutation(20))):
-        monkeypatch.setattr(scheduler, "CONCURRENT_BATCHES", count)
-        results = decoded([prompts[i] for i in order], dataclasses.replace(options, batch=4), order)
-        assert_same(results, [alone[i] for i in order])
-    assert {CachedContext, CroppedContext} <= set(refilled)
+        for hypotheses in several:
+            assert_equal(hypotheses, expected)
+    assert len({tuple(h.tokens.tolist()) for hypotheses in outcomes[0] for h in hypotheses}) > 6
+    assert len({len(hypotheses[0].tokens) for hypotheses in outcomes[0]}) > 2
 
 
 def test_the_cache_is_used_as_long_as_the_texts_fit(monkeypatch):
@@ -269,8 +278,7 @@ def test_the_cache_is_used_as_long_as_the_texts_fit(monkeypatch):
             dropped.append(batch.context_lengths[batch.prompt_indices != -1].max())
 
     monkeypatch.setattr(ActiveBatch, "_drop_cache_if_context_is_full", record)
-    options, buckets = dataclasses.replace(GREEDY, batch=2), (POSITIONS,)
-    run(make_prompts((2, 5, 3)), options, vocabulary=ENDLESS, buckets=buckets)
+    decoded_endless(monkeypatch, make_prompts((2, 5, 3, 4) * 2))
     assert dropped == [POSITIONS] * 2
     # A text that ends in time costs no pass over the window.
     short = [prompt for prompt in make_prompts() if 1 < len(prompt["target"]) < 4]
@@ -281,10 +289,11 @@ def test_the_cache_is_used_as_long_as_the_texts_fit(monkeypatch):
     ]
     every_token_ends = dataclasses.replace(VOCABULARY, eos=tuple(range(VOCABULARY.size)))
     dropped.clear()
+    monkeypatch.setattr(cache_schedule, "INITIAL_NEW_TOKENS", 64)
+    decoded_alone(inside)
     monkeypatch.setattr(CroppingModel, "_read", None)
-    own = dataclasses.replace(options, min_p=0.01)  # options of its own: its programs are traced here
-    run(inside, own, buckets=buckets)
-    run(short, options, vocabulary=every_token_ends, buckets=buckets)
+    options = dataclasses.replace(GREEDY, batch=1)
+    run(short, options, vocabulary=every_token_ends, buckets=BUCKETS)  # its programs are traced here
     assert not dropped and inside
 
 
@@ -296,31 +305,33 @@ def test_only_texts_that_may_pass_the_positions_are_decoded_apart():
 
 
 def test_int8_weights():
-    prompts, options = make_prompts((3, 8, 11)), dataclasses.replace(GREEDY, weights="int8")
+    prompts, options = make_prompts((3, 8)), dataclasses.replace(GREEDY, weights="int8")
     quantized = jax.jit(int8.quantize, static_argnums=0)(*model())
     for prompt, hypotheses in zip(prompts, run(prompts, options), strict=True):
         assert_equal(hypotheses, [reference(prompt, GREEDY.max_length, likeliest, variables=quantized)])
 
 
 def test_stop_ends_the_text_and_refuse_names_the_setting():
-    prompts = make_prompts((2, 5, 8))
-    stop = dataclasses.replace(GREEDY, past_positions="stop")
-    whole = run(prompts, GREEDY, vocabulary=ENDLESS)
-    for size, short, long in zip((2, 5, 8), run(prompts, stop, vocabulary=ENDLESS), whole, strict=True):
+    prompts, whole = make_prompts((2, 5, 8)), decoded_alone(make_prompts((2, 5, 8)))
+    for size, short, long in zip((2, 5, 8), stopped := decoded_alone(prompts, **STOP), whole, strict=True):
         assert short[0].tokens.tolist() == long[0].tokens.tolist()[: POSITIONS - size + 1]
+    assert sum(len(short[0].tokens) < len(long[0].tokens) for short, long in zip(stopped, whole, strict=True)) > 1
     with pytest.raises(ConfigError, match="got 9 tokens, expected at most the model's 8 positions; shorten it"):
-        run(make_prompts((9,)), stop)
-    refuse = DecodeConfig(max_length=4, past_positions="refuse")
-    assert_same(run(make_prompts((5,)), refuse), run(make_prompts((5,)), DecodeConfig(max_length=4)))
-    expected = r"decode\.past_positions: got refuse and a prompt of 6 tokens with up to 4 new ones, expected .* 8 posit"
+        decoded_alone(make_prompts((9,)), **STOP)
+    refuse = STOP | {"past_positions": "refuse"}
+    assert_same(decoded_alone(prompts[:1], **refuse), stopped[:1])
+    expected = r"decode\.past_positions: got refuse and a prompt of 6 tokens with up to 7 new ones, expected .* 8 posit"
     with pytest.raises(ConfigError, match=expected) as error:
-        run(make_prompts((5, 6)), refuse)
+        decoded_alone(make_prompts((2, 6)), **refuse)
     assert "\n" not in str(error.value)
+
+
+STOP = {"max_length": 7, "past_positions": "stop"}
 
 
 def test_a_prompt_longer_than_the_positions_is_announced(caplog):
     with caplog.at_level("WARNING", logger="jaxformer"):
-        run(make_prompts((9, 3, 12)), dataclasses.replace(GREEDY, max_length=1))
+        decoded_alone(make_prompts((9, 3, 12)))
     [message] = [record.getMessage() for record in caplog.records]
     assert message == "decode: 2 prompts have more tokens than the model has positions; only their last 8 are read"
 

@@ -114,7 +114,8 @@ def test_scores_are_the_log_probabilities_of_one_forward_pass(name, method):
             before = prompt.get("target", np.array([1]))
             text = np.concatenate([before, hypothesis.tokens])
             logits = forward(module, variables, pad_batch([{**prompt, "target": text[:-1]}], 1, (0, 0), (14,)))[0]
-            log_probs = jax.nn.log_softmax(logits[:, :SIZE])  # rows that pad the vocabulary do not count
+            log_probs = np.asarray(logits)[:, :SIZE]  # rows that pad the vocabulary do not count
+            log_probs = log_probs - np.log(np.exp(log_probs).sum(axis=1, keepdims=True))
             slots = np.arange(len(before) - 1, len(text) - 1)
             total = log_probs[slots, hypothesis.tokens].sum()
             penalty = ((5 + len(hypothesis.tokens)) / 6) ** 0.6 if method == "beam" else 1.0
@@ -186,11 +187,12 @@ def test_forward_calls_a_method():
     assert forward(module, variables, batch, "encode").shape == (2, 8, 8)
 
 
-@pytest.mark.parametrize(("name", "method"), PAIRS)
+@pytest.mark.parametrize(("name", "method"), [pair for pair in PAIRS if "greedy" not in pair])  # "sample" is its search
 def test_results_do_not_depend_on_batch_mates_padding_order_or_cache_growth(name, method, monkeypatch):
     """23 prompts with outputs of different lengths share 4 rows. Each row is refilled as soon as it is free, and the
     cache grows and shrinks while it holds rows of all ages."""
-    prompts = make_prompts(name, 23)
+    # Those of a single token have a width, and so programs, of their own.
+    prompts = [prompt for prompt in make_prompts(name, 27) if len(next(iter(prompt.values()))) > 1]
     # No token occurs twice, so that outputs do end and the tokens so far matter.
     options = dataclasses.replace(METHODS[method], max_length=12, no_repeat_ngram=1)
     vocabulary = dataclasses.replace(VOCABULARY, eos=(2, 6))
@@ -207,15 +209,14 @@ def test_results_do_not_depend_on_batch_mates_padding_order_or_cache_growth(name
     )
     refills, refill_rows = [], CompiledDecoder.refill_rows
     monkeypatch.setattr(CompiledDecoder, "refill_rows", lambda *arguments: refills.append(1) or refill_rows(*arguments))
-    # One prompt per refill: all but the first ones of a batch, and those of one token, which get their own batches.
-    short = sum(len(next(iter(prompt.values()))) == 1 for prompt in prompts)
+    # One prompt per refill: all but the first ones of a batch.
     for count, order in ((1, np.arange(23)), (2, np.random.default_rng(1).permutation(23))):
         monkeypatch.setattr(scheduler, "CONCURRENT_BATCHES", count)
         refills.clear()
         shuffled = [prompts[i] for i in order]
         small_batches = dataclasses.replace(options, batch=4)
-        results = generate(name, shuffled, small_batches, order, vocabulary=vocabulary, buckets=(16,))
+        results = generate(name, shuffled, small_batches, order, vocabulary=vocabulary, buckets=(8,))
         assert_same(results, [alone[i] for i in order])
-        assert len(refills) >= 23 - 4 * count - short
+        assert len(refills) >= 23 - 4 * count
     changes = {bool(after > before) for before, after in itertools.pairwise(capacities) if after != before}
     assert changes == (set() if name == "recurrent" else {True, False})  # the capacity grew, and shrank

@@ -93,7 +93,7 @@ def test_decoding_uses_the_quantized_weights():
     vocabulary = Vocabulary(eos=(2,), pad=0, start=1)
     results = {}
     for weights, values in (("int8", variables), ("float", dequantized(module, variables))):
-        options = DecodeConfig(method="beam", beams=3, max_length=6, weights=weights)
+        options = DecodeConfig(max_length=6, weights=weights)
         results[weights] = Runner(module, values, vocabulary).generate(prompts, options)
     for a, b in zip(results["int8"], results["float"], strict=True):
         assert a[0].tokens.tolist() == b[0].tokens.tolist()

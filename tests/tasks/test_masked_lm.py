@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from task_toys import TEXT, config, encoded, learned, without, words
 
 from jaxformer import tasks
-from jaxformer.config import ConfigError, TokenizerConfig, overrides
+from jaxformer.config import ConfigError, StackConfig, TokenizerConfig, overrides
 from jaxformer.tasks import masked_lm
 from jaxformer.types import Batch, RelationLogits
 
@@ -240,3 +240,12 @@ def test_the_relation_and_its_head_go_together(edits, message):
         return
     with pytest.raises(ConfigError, match=message):
         overrides.parse(arguments)
+
+
+def test_running_text_has_no_relation():
+    made = overrides.defaults()
+    made.task.name, made.task.relation, made.data.packing = "masked_lm", "next_sentence", "concat"
+    made.model.encoder = overrides.section(StackConfig, embed=dict(kinds=2))
+    made.model.head.relation = True
+    with pytest.raises(ConfigError, match="data.packing: got 'concat', expected none with task.relation next_sentence"):
+        overrides.freeze(made)

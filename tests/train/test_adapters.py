@@ -10,7 +10,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from flax import traverse_util
@@ -72,7 +71,7 @@ def one_step(config, mesh):
         update = step.make_train_step(config, module, tasks.get(config.task.name), optimizer, schedule, mesh)
         own = freezing.trained(config, params)
         average = jax.tree.map(np.array, own)
-        state = step.TrainState(np.int32(0), params, optimizer.init(own), jax.random.key(1), {"ema": average})
+        state = step.TrainState(np.int32(0), params, jax.jit(optimizer.init)(own), jax.random.key(1), {"ema": average})
         state = jax.device_put(state, step.state_shardings(config, module, optimizer, mesh))
         state, sums = update(state, step.shard_batch(builders.batch(config.model, ROWS), mesh))
         return params, jax.device_get(state), jax.device_get(sums)
@@ -92,14 +91,17 @@ def test_a_step_on_a_mesh_trains_the_adapters_alone_as_gradients_of_merged_kerne
         return total / weight
 
     own = freezing.trained(config, before)
-    grads = jax.jit(jax.grad(loss))(own)
+    # In numpy from here: each operation on each shape would be a program.
+    own, grads = jax.device_get((own, jax.jit(jax.grad(loss))(own)))
     expected = jax.tree.map(lambda x, g: x - 0.5 * g, own, grads)
     after, frozen = freezing.split(config, state.params)
-    chex.assert_trees_all_close(after, jax.device_get(expected), rtol=2e-4, atol=1e-5)
+    chex.assert_trees_all_close(after, expected, rtol=2e-4, atol=1e-5)
     chex.assert_trees_all_equal(frozen, freezing.split(config, jax.device_get(before))[1])
-    np.testing.assert_allclose(sums["gradient_norm"][0], optax.global_norm(grads), rtol=1e-4)
+    np.testing.assert_allclose(
+        sums["gradient_norm"][0], np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads))), rtol=1e-4
+    )
     average = jax.tree.map(lambda x, y: 0.5 * x + 0.5 * y, own, expected)
-    chex.assert_trees_all_close(dict(state.variables["ema"]), jax.device_get(average), rtol=2e-4, atol=1e-5)
+    chex.assert_trees_all_close(dict(state.variables["ema"]), average, rtol=2e-4, atol=1e-5)
     names = {"/".join(path) for path in traverse_util.flatten_dict(after)}
     assert names and all(name.endswith(("lora_a", "lora_b")) for name in names)
     assert not any(name.endswith("key/lora_b") for name in names)

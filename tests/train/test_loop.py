@@ -119,7 +119,7 @@ def test_evaluation_of_a_finished_run(finished):
         "average of the weights (train.ema)"
     )
     assert (used["kind"], used["steps"], used["average"]) == ("best", [12], True)
-    last = evaluate(workdir, "validation", "8")
+    last = evaluate(workdir, "validation", "8", edits=["--config.evaluate.decode_examples=0"])
     assert last["checkpoint"]["steps"] == [8] and last["loss"] != result["loss"]
     with pytest.raises(ConfigError, match="split: got 'tests'.*did you mean 'test'"):
         evaluate(workdir, "tests")

@@ -20,7 +20,7 @@ from jaxformer.train import step
 
 
 def test_penalties_enter_the_training_loss_for_every_layer_of_both_sides_and_no_other():
-    model = builders.seq2seq(moe=MoEConfig(4, 2, balance_loss=0.3, z_loss=0.2))
+    model = builders.seq2seq(**SMALL | {"layers": 2, "moe": MoEConfig(4, 2, balance_loss=0.3, z_loss=0.2)})
     config, task = config_of(model), tasks.get("translation")
     module, variables = builders.make(model)
     batch = builders.batch(model, [5, 2, 4])
@@ -58,17 +58,21 @@ def test_microbatches_with_the_same_tokens_equal_one_batch_of_them_all():
     assert found[0][2]["dropped"][0] > 0 and np.abs(found[0][0]["decoder"]["blocks"]["ffn"]["router"]).max() > 0
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def balanced_gradients(parts, balance, params, batch):
+    """Gradients and sums of one batch in `parts`; the weight of the balance is an argument, to compile once."""
+    model = builders.decoder(**SMALL | {"moe": MoEConfig(4, 2, capacity=0.7, balance_loss=balance, z_loss=0.2)})
+    config, task = config_of(model, "language_modelling", accumulation=parts), tasks.get("language_modelling")
+    grads, _, sums = step.batch_gradients(config, build.build(model), task, params, {}, batch, jax.random.key(0))
+    return grads, sums
+
+
 @pytest.mark.parametrize(("balance", "equal"), [(0.0, True), (0.1, False)])
 def test_microbatches_equal_one_batch_but_for_the_loss_that_balances_experts(balance, equal):
-    moe = MoEConfig(4, 2, capacity=0.7, balance_loss=balance, z_loss=0.2)
-    model = builders.decoder(**SMALL | {"moe": moe})
-    batch = builders.batch(model, [5, 2, 4, 1, 3, 5, 2, 4])
-    module, variables = builders.make(model, seed=2)
-    task, found = tasks.get("language_modelling"), []
+    model, found = builders.decoder(**SMALL | {"moe": MoEConfig(4, 2)}), []
+    batch, params = builders.batch(model, [5, 2, 4, 1, 3, 5, 2, 4]), builders.make(model, seed=2)[1]["params"]
     for parts in (1, 4):
-        config = config_of(model, "language_modelling", accumulation=parts)
-        accumulate = functools.partial(step.batch_gradients, config, module, task)
-        grads, _, sums = jax.jit(accumulate)(variables["params"], {}, batch, jax.random.key(0))
+        grads, sums = jax.device_get(balanced_gradients(parts, np.float32(balance), params, batch))
         values = {name: float(pair[0] / pair[1]) for name, pair in sums.items()}
         layers = model.decoder.layers
         found.append((grads, values, values["loss"] - layers * balance * values["balance"]))
@@ -85,7 +89,7 @@ def test_microbatches_equal_one_batch_but_for_the_loss_that_balances_experts(bal
 
 def test_five_losses_on_a_mesh_equal_those_on_one_device():
     ffn = FeedForwardConfig(width=16, gated=True, dropout=0.1)
-    model = builders.decoder(layers=1, moe=MoEConfig(4, 2, capacity=0.7, shared=1), ffn=ffn, dropout=0.1)
+    model = builders.decoder(**SMALL | {"moe": MoEConfig(4, 2, capacity=0.7, shared=1), "ffn": ffn, "dropout": 0.1})
     model = dataclasses.replace(
         model, decoder=dataclasses.replace(model.decoder, embed=dataclasses.replace(model.decoder.embed, vocab=16))
     )

@@ -255,7 +255,7 @@ def test_the_others_of_a_batch_are_those_of_all_devices_but_of_one_microbatch():
 @pytest.fixture(scope="module")
 def single():
     """Three steps on one device: the reference of both meshes."""
-    model = builders.seq2seq(layers=1, attention=AttentionConfig(heads=2, dropout=0.1), dropout=0.1)
+    model = builders.seq2seq(**SMALL | {"attention": AttentionConfig(heads=2, bias=False, dropout=0.1), "dropout": 0.1})
     model = dataclasses.replace(
         model,
         encoder=dataclasses.replace(model.encoder, embed=dataclasses.replace(model.encoder.embed, vocab=16)),

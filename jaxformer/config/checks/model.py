@@ -107,6 +107,15 @@ def _check_sublayers(stack: StackConfig, path: str) -> None:
         for name, (value, expected) in needed.items():
             if value != expected:
                 raise invalid(f"{path}.{name}", value, f"{expected} with sublayers {stack.sublayers}")
+    if own.scale_width is not None and not own.scale:
+        raise invalid(f"{path}.attention.scale_width", own.scale_width, "None where attention.scale is False")
+    if stack.encoding.window_base is not None:
+        if stack.encoding.kind != "rope":
+            expected = f"None with encoding.kind {stack.encoding.kind}: only rope has it"
+            raise invalid(f"{path}.encoding.window_base", stack.encoding.window_base, expected)
+        if own.window is None:
+            expected = "None where attention.window is None: no layer has it"
+            raise invalid(f"{path}.encoding.window_base", stack.encoding.window_base, expected)
     if stack.residual_after_norm and order != "pre":
         raise invalid(f"{path}.residual_after_norm", True, f"False with norm.order {order}, which has no such norm")
     if own.window_layers:
@@ -254,6 +263,9 @@ def check_model(model: ModelConfig) -> None:
             if getattr(head, name):
                 expected = "no such part, since head.projection is False"
                 raise invalid(f"config.model.head.{name}", getattr(head, name), expected)
+    if model.head.soft_cap is not None and (model.head.kind != "tokens" or not model.head.projection):
+        expected = "None: only logits of tokens, from an output matrix, are capped"
+        raise invalid("config.model.head.soft_cap", model.head.soft_cap, expected)
     _check_output_width(model)
     _check_projected_sums(model)
     if model.decoder is not None and encoder is not None and model.decoder.sublayers != "sequential":

@@ -49,7 +49,7 @@ PACKINGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("language_modelling", "prefix_lm", "span_corruption", "denoising"), ("none", "concat", "first_fit")
     ),
-    **dict.fromkeys(("permutation_lm", "replaced_tokens"), ("none", "concat")),
+    **dict.fromkeys(("masked_lm", "permutation_lm", "replaced_tokens"), ("none", "concat")),
     **dict.fromkeys(("translation", "summarisation", "text_to_text", "dialogue", *WORD_VECTORS), ("none", "first_fit")),
 }
 """Task -> how several of its examples may share a row; of the others in the table above, none may."""
@@ -90,6 +90,9 @@ def check_task(config: Config) -> None:
         packings = PACKINGS.get(task, ("none",))
         if config.data.packing not in packings:
             raise invalid("config.data.packing", config.data.packing, f"{' or '.join(packings)} for the task {task}")
+        if task == "masked_lm" and config.task.relation != "none" and config.data.packing != "none":
+            expected = f"none with task.relation {config.task.relation}: a row of running text has no second part"
+            raise invalid("config.data.packing", config.data.packing, expected)
         if model.generator is not None and task != "replaced_tokens":
             raise invalid("config.model.generator", "a section", f"None for the task {task}")
     if task == "permutation_lm":

@@ -119,13 +119,14 @@ def build(config: DataConfig, roles: Sequence[str] = (), split: str | None = Non
       ConfigError: the source is unknown, its files are missing or malformed (the message names file and line), its
         examples lack a role, or there is no such split.
     """
+    named = named_splits(config)
     if split is None:
         if trains:
-            _check_has_train(config.splits or ("train",))
-    elif config.splits:
-        if split not in config.splits:
-            raise unknown_split(split, config.splits)
-        config = dataclasses.replace(config, splits={split: config.splits[split]})
+            _check_has_train(named or ("train",))
+    elif named:
+        if split not in named:
+            raise unknown_split(split, named)
+        config = dataclasses.replace(config, splits={split: named[split]})
     dataset = registry.member(__name__, config.source, "SOURCE")(config)
     if split is None and trains:
         _check_has_train(dataset.splits)
@@ -138,6 +139,11 @@ def build(config: DataConfig, roles: Sequence[str] = (), split: str | None = Non
         expected = f"expected {', '.join(roles)} for the task; choose another source or task, or set data.columns"
         raise ConfigError(f"data.source: {got}, {expected}")
     return dataset
+
+
+def named_splits(config: DataConfig) -> Mapping[str, Sequence[str]]:
+    """The splits that `config` names; {}: those that the data itself has. The index of token shards has its own."""
+    return {} if config.source == "shards" else config.splits
 
 
 def _check_has_train(splits: Iterable[str]) -> None:

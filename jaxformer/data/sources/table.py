@@ -61,7 +61,7 @@ def build(config: DataConfig) -> Dataset:
     if "label" in columns and "labels" in columns:
         raise ConfigError("data.columns: got label and labels, expected one of them: a class, or a set of classes")
     splits = _files.slices_by_split(config)
-    kinds = {part.path: _format(part.path, config.format) for part in itertools.chain(*splits.values())}
+    kinds = {part.path: file_format(part.path, config.format) for part in itertools.chain(*splits.values())}
 
     def rows(split: str) -> Iterator[Row]:
         for part in splits[split]:
@@ -93,7 +93,7 @@ def build(config: DataConfig) -> Dataset:
     return _files.prepared_dataset(config, "table", paths, (settings, [kinds[path] for path in paths]), parse)
 
 
-def _format(path: Path, name: str) -> str:
+def file_format(path: Path, name: str) -> str:
     """Format of a file: `data.format`, or by the file's name."""
     if name:
         if name not in FORMATS:
@@ -155,7 +155,9 @@ def _cells(path: Path, columns: dict[str, str], rows: Iterator[tuple[int, list[s
     if first is None:
         raise ConfigError(f"{path}: got only blank lines, expected a table")
     header = [f"#{i}" for i in range(1, len(first[1]) + 1)] if numbered else first[1]
-    index = {role: header.index(_known(column, header, f"{path}:{first[0]}")) for role, column in columns.items()}
+    index = {
+        role: header.index(_known(column, header, lambda: f"{path}:{first[0]}")) for role, column in columns.items()
+    }
     for number, cells in itertools.chain([first], rows) if numbered else rows:
         where = f"{path}:{number}"
         if len(cells) != len(header):
@@ -165,16 +167,27 @@ def _cells(path: Path, columns: dict[str, str], rows: Iterator[tuple[int, list[s
 
 def _jsonl(path: Path, columns: dict[str, str]) -> Iterator[Row]:
     for number, line in _files.read_lines(path):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: got malformed JSON ({error}), expected one JSON object a line") from error
-        if not isinstance(record, dict):
-            raise ConfigError(f"{where}: got {type(record).__name__}, expected one JSON object a line")
-        yield where, {role: _value(record, role, column, where) for role, column in columns.items()}
+        if line.strip():
+            where = f"{path}:{number}"
+            yield where, json_row(line, columns, lambda where=where: where)
+
+
+def json_row(line: str, columns: dict[str, str], where: Callable[[], str]) -> dict[str, Any]:
+    """The fields by role of one line of JSONL.
+
+    Args:
+      where: file and line, for errors.
+
+    Raises:
+      ConfigError: the line is no JSON object, lacks a column, or has no text there.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where()}: got malformed JSON ({error}), expected one JSON object a line") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where()}: got {type(record).__name__}, expected one JSON object a line")
+    return {role: _value(record, role, column, where) for role, column in columns.items()}
 
 
 FORMATS: dict[str, Callable[[Path, dict[str, str]], Iterator[Row]]] = {
@@ -190,11 +203,11 @@ ENDINGS = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".
 """Format of each file name ending."""
 
 
-def _value(record: dict[str, Any], role: str, column: str, where: str) -> str:
+def _value(record: dict[str, Any], role: str, column: str, where: Callable[[], str]) -> str:
     value = record[_known(column, list(record), where)]
     if role == "labels" and isinstance(value, list) and all(type(item) in (str, int) for item in value):
         if any(SET_SEPARATOR in str(item) for item in value):
-            raise ConfigError(f"{where}: got a comma in {value!a} in column {column!r}, expected names without one")
+            raise ConfigError(f"{where()}: got a comma in {value!a} in column {column!r}, expected names without one")
         return SET_SEPARATOR.join(map(str, value))
     if role == "label" and isinstance(value, int):
         return str(int(value))  # false and true are classes 0 and 1
@@ -203,20 +216,20 @@ def _value(record: dict[str, Any], role: str, column: str, where: str) -> str:
     if not isinstance(value, str):
         expected = {"label": "an integer or a string", "labels": "a list of names", "score": "a number"}
         expected = expected.get(role, "a string")
-        raise ConfigError(f"{where}: got {type(value).__name__} in column {column!r}, expected {expected}")
+        raise ConfigError(f"{where()}: got {type(value).__name__} in column {column!r}, expected {expected}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON's escapes can name half a surrogate pair
         got = ascii(value[error.start])
-        raise ConfigError(f"{where}: got {got} in column {column!r}, expected text that UTF-8 can hold") from error
+        raise ConfigError(f"{where()}: got {got} in column {column!r}, expected text that UTF-8 can hold") from error
     return value
 
 
-def _known(column: str, header: list[str], where: str) -> str:
+def _known(column: str, header: list[str], where: Callable[[], str]) -> str:
     if column not in header:
         names = ", ".join(name if name.isprintable() else ascii(name) for name in header)
         expected = f"expected one of {names}{registry.nearest(column, header)}"
-        raise ConfigError(f"{where}: got no column {column!r}, {expected}; set data.columns")
+        raise ConfigError(f"{where()}: got no column {column!r}, {expected}; set data.columns")
     return column
 
 

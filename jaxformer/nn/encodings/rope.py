@@ -6,10 +6,14 @@ The first R channels of a head form pairs. Pair i at position p is rotated by p 
 
 from __future__ import annotations
 
+import dataclasses
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Float, Float32
+from jaxtyping import Bool, Float, Float32
 
 from jaxformer.config import AttentionConfig, EncodingConfig, RopeScalingConfig
 from jaxformer.errors import ConfigError
@@ -17,8 +21,26 @@ from jaxformer.nn.encodings import Encoding
 from jaxformer.types import Array, Slots
 
 
+class Rotation(NamedTuple):
+    """Cosines and sines of the angles of each slot, `[B, T, P]`, for P pairs of channels."""
+
+    cos: Float32[Array, "B T P"]
+    sin: Float32[Array, "B T P"]
+
+
+class ByWindow(NamedTuple):
+    """Rotations of the layers without and with a window; `of_layer` takes one of the two."""
+
+    full: Rotation
+    windowed: Rotation
+
+    def of_layer(self, banded: Bool[Array, ""]) -> Rotation:
+        """The rotation of a layer, which has a window if `banded`."""
+        return jax.tree.map(lambda full, windowed: jnp.where(banded, windowed, full), self.full, self.windowed)
+
+
 class Angles(nn.Module):
-    """Cosines and sines of the angles of each slot, `[B, T, P]`; P = R / 2 pairs, R = fraction * head width.
+    """The rotation of each slot, for P = R / 2 pairs, R = fraction * head width; with `window_base` one by window.
 
     Raises:
       ConfigError: R is not a positive even number of at most the head width.
@@ -29,16 +51,25 @@ class Angles(nn.Module):
     head_width: int
 
     @nn.compact
-    def __call__(self, slots: Slots) -> tuple[Float32[Array, "B T P"], Float32[Array, "B T P"]]:
+    def __call__(self, slots: Slots) -> Rotation | ByWindow:
         rotated = int(self.config.fraction * self.head_width)
         if rotated % 2 or not 0 < rotated <= self.head_width:
             raise ConfigError(
                 f"encoding.fraction: got {self.config.fraction} of head width {self.head_width} = {rotated} channels, "
                 "expected an even number of them, at least 2; change fraction, heads or head_width"
             )
-        frequency, magnitude = frequencies(self.config, rotated, slots)
-        angle = slots.position.astype(jnp.float32)[..., None] * frequency
-        return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
+        full = _rotation(self.config, rotated, slots)
+        if self.config.window_base is None:
+            return full
+        windowed = dataclasses.replace(self.config, base=self.config.window_base, scaling=None)
+        return ByWindow(full, _rotation(windowed, rotated, slots))
+
+
+def _rotation(config: EncodingConfig, rotated: int, slots: Slots) -> Rotation:
+    """The rotation of each slot, for half of the `rotated` channels."""
+    frequency, magnitude = frequencies(config, rotated, slots)
+    angle = slots.position.astype(jnp.float32)[..., None] * frequency
+    return Rotation(jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude)
 
 
 def frequencies(config: EncodingConfig, rotated: int, slots: Slots) -> tuple[Float32[Array, "*rows P"], float]:
@@ -88,9 +119,7 @@ def _yarn_ramp(base: float, scaling: RopeScalingConfig, rotated: int) -> Float[n
     return np.clip((np.arange(rotated // 2) - first) / (last - first if last != first else 0.001), 0.0, 1.0)
 
 
-def rotate(
-    config: EncodingConfig, x: Float[Array, "B T H K"], shared: tuple[Float32[Array, "B T P"], Float32[Array, "B T P"]]
-) -> Float[Array, "B T H K"]:
+def rotate(config: EncodingConfig, x: Float[Array, "B T H K"], shared: Rotation) -> Float[Array, "B T H K"]:
     """`x` with the first R = 2 P channels of each head rotated, in float32; the others are unchanged.
 
     Pairs are channels (2i, 2i + 1) if `config.interleaved` (the paper), else (i, i + R/2) (GPT-NeoX, Llama). The two

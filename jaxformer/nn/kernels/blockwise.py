@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Float32, Int, Shaped
 
 from jaxformer.config import AttentionConfig
 from jaxformer.nn.kernels import AttentionBias, AttentionDropout, Kernel, Keys, Queries, _sharding
+from jaxformer.nn.layers import soft_cap
 from jaxformer.nn.masks import Mask, last_visible, sees_ahead, visible
 from jaxformer.types import Array, PyTree, Slots
 
@@ -35,11 +36,12 @@ KeyTiles = Float[Array, "J B S G K"]
 
 
 class StaticArgs(NamedTuple):
-    """Static properties of a traced call: mask rule, bias function and dropout rate."""
+    """Static properties of a traced call: mask rule, bias function, dropout rate and cap of the scores."""
 
     causal: bool
     bias: Callable[..., Array] | None
     rate: float
+    cap: float | None
 
 
 class TileIds(NamedTuple):
@@ -113,7 +115,7 @@ def attend(
     rows, columns = min(config.block, q.shape[1]), min(config.block, k.shape[1])
     query = jax.tree.map(lambda ids: tile(ids, rows), mask.query)
     key = jax.tree.map(lambda ids: tile(ids, columns), mask.key)
-    static, float_args, int_args = split_args(mask, bias, dropout)
+    static, float_args, int_args = split_args(mask, bias, dropout, config)
     window = None if mask.window is None else jnp.asarray(mask.window, jnp.int32)
     ids = TileIds(
         query,
@@ -128,10 +130,11 @@ def attend(
 
 
 def split_args(
-    mask: Mask, bias: AttentionBias | None, dropout: AttentionDropout | None
+    mask: Mask, bias: AttentionBias | None, dropout: AttentionDropout | None, config: AttentionConfig
 ) -> tuple[StaticArgs, PyTree, PyTree]:
     """Static properties, the bias arguments with a gradient, and those without; None in place of the others."""
-    static = StaticArgs(mask.causal, None if bias is None else bias.function, 0.0 if dropout is None else dropout.rate)
+    function, rate = None if bias is None else bias.function, 0.0 if dropout is None else dropout.rate
+    static = StaticArgs(mask.causal, function, rate, config.soft_cap)
     args = None if bias is None else bias.args
     float_args = jax.tree.map(lambda leaf: leaf if _has_gradient(leaf) else None, args)
     return static, float_args, jax.tree.map(lambda leaf: None if _has_gradient(leaf) else leaf, args)
@@ -193,7 +196,7 @@ def _logits(
     """Scores `[B, H, T, S]` of one tile before the mask. The backward pass differentiates this function."""
     batch, rows, heads, _ = q.shape
     scores = jnp.einsum("bgrk,bsgk->bgrs", _fold_queries(q, k.shape[2]), k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, heads, rows, -1)
+    scores = soft_cap(scores.reshape(batch, heads, rows, -1), static.cap)
     if static.bias is not None:
         args = jax.tree.map(lambda a, b: b if a is None else a, float_args, int_args, is_leaf=lambda leaf: leaf is None)
         scores = scores + static.bias(args, q, k, query.position, key.position)

@@ -40,6 +40,8 @@ def attend(
 def _refuse(config: AttentionConfig, bias: bool, dropout: bool) -> str | None:
     if bias:
         return "an encoding that adds no bias"
+    if config.soft_cap is not None:
+        return "attention.soft_cap None"
     return "attention.dropout 0" if dropout else None
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float32
 
 from jaxformer.config import AttentionConfig
 from jaxformer.nn.kernels import AttentionBias, AttentionDropout, Kernel, Keys, Queries
+from jaxformer.nn.layers import soft_cap
 from jaxformer.nn.masks import Mask
 from jaxformer.types import Array
 
@@ -24,7 +25,9 @@ def probabilities(
 ) -> Float32[Array, "B H T S"]:
     """Probabilities `[B, H, T, S]`: softmax over visible keys of q k^T + bias, after dropout; 0 if none is visible."""
     see = mask.dense()
-    return jnp.where(jnp.any(see, axis=-1)[:, None, :, None], _probabilities(q, k, see, mask, bias, dropout), 0.0)
+    return jnp.where(
+        jnp.any(see, axis=-1)[:, None, :, None], _probabilities(q, k, see, mask, bias, dropout, config), 0.0
+    )
 
 
 def _probabilities(
@@ -34,6 +37,7 @@ def _probabilities(
     mask: Mask,
     bias: AttentionBias | None,
     dropout: AttentionDropout | None,
+    config: AttentionConfig,
 ) -> Float32[Array, "B H T S"]:
     """`probabilities`, but uniform in rows that see nothing.
 
@@ -44,7 +48,7 @@ def _probabilities(
     groups = k.shape[2]
     folded = jnp.moveaxis(q, 1, 2).reshape(batch, groups, heads // groups * length, width)
     scores = jnp.einsum("bgrk,bsgk->bgrs", folded, k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, heads, length, -1)
+    scores = soft_cap(scores.reshape(batch, heads, length, -1), config.soft_cap)
     if bias is not None:
         scores = scores + bias.function(bias.args, q, k, mask.query.position, mask.key.position)
     probs = jax.nn.softmax(jnp.where(see[:, None], scores, MASKED_SCORE), axis=-1)
@@ -62,7 +66,7 @@ def attend(
 ) -> Queries:
     """Output o_t = sum_s softmax_s(q_t . k_s + bias_ts) v_s over visible s (Vaswani et al. 2017, equation 1)."""
     see = mask.dense()
-    probs = _probabilities(q, k, see, mask, bias, dropout).astype(v.dtype)
+    probs = _probabilities(q, k, see, mask, bias, dropout, config).astype(v.dtype)
     batch, heads, length, slots = probs.shape
     folded = probs.reshape(batch, v.shape[2], -1, slots)
     o = jnp.einsum("bgrs,bsgk->bgrk", folded, v, preferred_element_type=jnp.float32)

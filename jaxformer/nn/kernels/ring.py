@@ -83,7 +83,7 @@ def attend(
     k, v, bias = _sharding.repeat_key_heads(k, v, bias, q.shape[2], shards.shard_count(where.heads))
     q, k, v = (_sharding.pad(x, devices) for x in (q, k, v))
     query, key = (_sharding.pad_slots(side, devices) for side in (mask.query, mask.key))
-    static, float_args, int_args = blockwise.split_args(mask, bias, dropout)
+    static, float_args, int_args = blockwise.split_args(mask, bias, dropout, config)
     specs = _sharding.bias_specs(bias, where.heads)
     ring = RingSpec(
         static, where, devices, config.block, _present_specs(float_args, specs), _present_specs(int_args, specs)

@@ -42,11 +42,13 @@ def attend(
     if mask.causal and mask.query.prefix is not None:
         raise ConfigError(f"attention.kernel: got splash, expected another, which needs {NO_PREFIX}; set it to auto")
     window = None if mask.window is None else config.window
-    local = functools.partial(_local, mask.causal, window)
+    local = functools.partial(_local, mask.causal, window, config.soft_cap)
     return _sharding.shard_rows_and_heads(local, q, k, v, mask.query, mask.key)
 
 
-def _local(causal: bool, window: int | None, q: Queries, k: Keys, v: Keys, query: Slots, key: Slots) -> Queries:
+def _local(
+    causal: bool, window: int | None, cap: float | None, q: Queries, k: Keys, v: Keys, query: Slots, key: Slots
+) -> Queries:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     length = q.shape[1]
@@ -56,7 +58,7 @@ def _local(causal: bool, window: int | None, q: Queries, k: Keys, v: Keys, query
         q=_sharding.pad(jnp.where(query.segment == 0, EMPTY_QUERY_SEGMENT, jnp.abs(query.segment)), LANES),
         kv=_sharding.pad(jnp.where(key.segment > 0, key.segment, EMPTY_KEY_SEGMENT), LANES),
     )
-    kernel = _kernel(q.shape[1], q.shape[2], k.shape[2], causal, window, mesh.platform() != "tpu")
+    kernel = _kernel(q.shape[1], q.shape[2], k.shape[2], causal, window, cap, mesh.platform() != "tpu")
     o = jnp.swapaxes(jax.vmap(kernel)(q, k, v, segments), 1, 2)[:, :length]
     o = jnp.where(seen[:, :, None, None], o, 0.0).astype(q.dtype)
     if causal or window is not None:
@@ -64,7 +66,7 @@ def _local(causal: bool, window: int | None, q: Queries, k: Keys, v: Keys, query
     return o
 
 
-def _kernel(heads: int, queries: int, keys: int, causal: bool, window: int | None, interpret: bool):
+def _kernel(heads: int, queries: int, keys: int, causal: bool, window: int | None, cap: float | None, interpret: bool):
     """The splash kernel for inputs `[H, T, K]`."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -85,7 +87,14 @@ def _kernel(heads: int, queries: int, keys: int, causal: bool, window: int | Non
         block_kv_dq=columns,
     )
     every = splash.MultiHeadMask([rule] * heads)
-    return splash.make_splash_mha(every, head_shards=1, q_seq_shards=1, block_sizes=blocks, interpret=interpret)
+    return splash.make_splash_mha(
+        every,
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=blocks,
+        attn_logits_soft_cap=cap,
+        interpret=interpret,
+    )
 
 
 def _slots_are_positions(query: Slots, key: Slots) -> Bool[Array, " B"]:

@@ -190,12 +190,45 @@ def cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[st
         found[f"{family.lower()}_classifier"] = (
             f"{family}ForSequenceClassification", config | {"num_labels": 3}, {}, calls
         )  # fmt: skip
-    found |= decoders() | encoders()
+    found |= decoders() | encoders() | windows_of_gemma()
     one = [{"input_ids": [[3, 0, 5, 0]], "labels": [2]}]
     found["llama_classifier_without_pad"] = (
         "LlamaForSequenceClassification", LLAMA | {"num_labels": 3, "pad_token_id": None}, {}, one
     )  # fmt: skip
     return found
+
+
+def windows_of_gemma() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
+    """Gemma 2 and 3, whose layers differ by their window, and with it by their RoPE base."""
+    gemma = LLAMA | {"head_dim": 6, "sliding_window": 3, "query_pre_attn_scalar": 9, "num_hidden_layers": 3}
+    capped = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.5}
+    mixed = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    bases = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+    }
+    shown = [TEXT, padding("left") | {"output_hidden_states": True}]
+    return {
+        "gemma2": ("Gemma2ForCausalLM", gemma | capped, {}, [TEXT, padding("right") | {"output_hidden_states": True}]),
+        "gemma2_without_caps": (
+            "Gemma2ForCausalLM",
+            gemma | mixed | {
+                "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True,
+                "tie_word_embeddings": False, "rope_parameters": bases["full_attention"],
+            },
+            {},
+            [TEXT],
+        ),
+        "gemma2_classifier": ("Gemma2ForSequenceClassification", gemma | {"num_labels": 3}, {}, CLASSIFIED[:2]),
+        "gemma3": ("Gemma3ForCausalLM", gemma | capped | mixed | {"rope_parameters": bases}, {}, shown),
+        "gemma3_both_ways": (
+            "Gemma3TextModel", gemma | mixed | {"use_bidirectional_attention": True}, {}, [padding("right")],
+        ),
+        "gemma3_classifier": (
+            "Gemma3TextForSequenceClassification", gemma | {"num_labels": 3, "layer_types": ["sliding_attention"] * 3},
+            {}, CLASSIFIED[:2],
+        ),
+    }  # fmt: skip
 
 
 def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:

@@ -1,0 +1,87 @@
+"""Token shards that `jaxformer data build` wrote: a corpus of any size, read by random access.
+
+    config.source = "shards"
+    config.dir = "corpus"        the target of the build
+
+The splits are those of the index. Fields that say how the corpus was read (`splits`, `document`, `columns`) are at
+their defaults, or what they were when the shards were built, so that one recipe serves for both. The tokenizer comes
+with the shards. See `jaxformer.data.token_shards`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxformer.config import DataConfig, SourceConfig, TokenizerConfig
+from jaxformer.data import token_shards
+from jaxformer.data.sources import Dataset
+from jaxformer.data.token_shards import ShardedDocuments
+from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.errors import ConfigError
+from jaxformer.runtime import directories
+
+READ_FIELDS = ("splits", "columns", "document", "name", "format", "score_range")
+"""Fields of a source that decide how a corpus was read, and nothing once it is shards."""
+
+KEPT_FIELDS = tuple(field.name for field in dataclasses.fields(TokenizerConfig) if field.name != "chat_template")
+"""Fields of the tokenizer that decide what the shards hold."""
+
+
+def read_settings(config: DataConfig) -> dict[str, Any]:
+    """The fields of a config that decide how a corpus is read and tokenized, as JSON values: a part of the index."""
+    defaults: Any = SourceConfig()
+    source = {name: _json(getattr(config, name)) for name in READ_FIELDS}
+    changed = {name: value for name, value in source.items() if value != _json(getattr(defaults, name))}
+    tokenizer = {name: getattr(config.tokenizer, name) for name in KEPT_FIELDS}
+    return {"source": config.source, "fields": changed, "tokenizer": tokenizer}
+
+
+def build(config: DataConfig) -> Dataset:
+    """The splits of the shards in `config.dir`.
+
+    Raises:
+      ConfigError: there are no finished shards, or one is missing or of another size; or the config says how to read
+        or tokenize a corpus, and the shards were made otherwise.
+    """
+    if not config.dir:
+        raise ConfigError("data.dir: got '', expected the folder that `jaxformer data build --target` wrote; set it")
+    directory = directories.expand_user(config.dir, "data.dir")
+    index = token_shards.read_index(directory)
+    _check_same_settings(config, index["settings"])
+    tokenizer = Tokenizers.load(directory).target
+    if tokenizer.fingerprint != index["tokenizer"]:
+        path = directory / Tokenizers.FILE
+        raise ConfigError(f"{path}: got another tokenizer than the shards were made with, expected theirs; restore it")
+    splits = {name: ShardedDocuments(directory, name, index, tokenizer) for name in index["splits"]}
+    return Dataset(splits, f"shards-{token_shards.content_key(index)}")
+
+
+def _check_same_settings(config: DataConfig, built: dict[str, Any]) -> None:
+    settings = read_settings(config)
+    for name, value in settings["fields"].items():
+        if value != built["fields"].get(name):
+            expected = (
+                f"{built['fields'][name]}, as the shards were built, or its default"
+                if name in built["fields"]
+                else "its default"
+            )
+            raise ConfigError(f"data.{name}: got {value} for source shards, expected {expected}; remove it")
+    if settings["tokenizer"] == {name: getattr(TokenizerConfig(), name) for name in KEPT_FIELDS}:
+        return
+    for name, value in settings["tokenizer"].items():
+        if value != built["tokenizer"][name]:
+            raise ConfigError(
+                f"data.tokenizer.{name}: got {value!r} for source shards, expected {built['tokenizer'][name]!r}, as "
+                "the shards were built, or all of data.tokenizer at its defaults; the tokenizer comes with the shards"
+            )
+
+
+def _json(value: Any) -> Any:
+    """`value` as JSON gives it back: tuples are lists."""
+    if isinstance(value, dict):
+        return {key: _json(each) for key, each in value.items()}
+    return [_json(each) for each in value] if isinstance(value, (tuple, list)) else value
+
+
+SOURCE = build

@@ -1,0 +1,337 @@
+"""Token shards: a tokenized corpus on disk, read by random access without reading all of it.
+
+    TARGET/index.json               every split and its shards, with counts and checksums; written last
+    TARGET/jaxformer_tokenizer.json the tokenizer of all shards
+    TARGET/train-00012.array_record one shard: its tokens in records of `RECORD_TOKENS`, then its table of documents
+
+The tokens of a shard are those of its documents, each followed by the end token (`separator`) if the tokenizer has one.
+The table has one row a document: where its tokens end in the shard, and the size of its text. Token number n of a
+split, and document number i, are found by bisection over the cumulative counts of the shards.
+
+Records are not compressed: a row of a batch is read from one or two of them in about 50 microseconds. array_record
+checks a hash of each record as it is read, so damage shows without hashing the corpus when a run starts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import functools
+import hashlib
+import importlib
+import itertools
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxformer.data.encoded_text import EncodedText
+from jaxformer.data.sources import Dataset, Example
+from jaxformer.data.tokenizers import Tokenizer, Tokenizers
+from jaxformer.errors import ConfigError
+from jaxformer.runtime import files
+
+INDEX = "index.json"
+FORMAT = 1
+RECORD_TOKENS = 2**13
+"""Tokens per record; only the last record of tokens in a shard has fewer."""
+TABLE_DOCUMENTS = 2**9
+"""Documents per record of the table."""
+TABLE = np.dtype([("end", "<u4"), ("bytes", "<u4"), ("words", "<u4"), ("lines", "<u4")])
+"""A row of the table: the number of tokens in the shard up to the end of the document, and the size of its text."""
+COUNTS = ("documents", "tokens", "bytes", "words", "lines")
+"""Counts of a shard, which the index sums up for each split. Tokens include the separators."""
+MAX_OPEN_SHARDS = 64
+"""Shards that one process keeps open: a corpus may have more of them than a process may have files."""
+WRITER_OPTIONS = "group_size:1,uncompressed"
+READER_OPTIONS = "index_storage_option:in_memory,readahead_buffer_size:0"
+
+
+def array_record() -> Any:
+    """The module of readers and writers, which is compiled: type checkers do not see it."""
+    return importlib.import_module("array_record.python.array_record_module")
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype:
+    """Two bytes a token if they suffice, else four."""
+    return np.dtype("<u2") if vocabulary_size <= 2**16 else np.dtype("<u4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file of a split, as the index lists it."""
+
+    file: str
+    size: int
+    sha256: str
+    documents: int
+    tokens: int
+    bytes: int
+    words: int
+    lines: int
+
+
+def read_index(directory: Path) -> dict[str, Any]:
+    """The index of the shards in `directory`, checked for the fields that reading needs.
+
+    Raises:
+      ConfigError: there is none, or it is damaged or of another format.
+    """
+    path = directory / INDEX
+    try:
+        index = files.read_json(path)
+    except FileNotFoundError:
+        what = f"data.dir: got {str(directory)!r} without {INDEX}"
+        expected = "expected the target of a finished `jaxformer data build`"
+        raise ConfigError(f"{what}, {expected}; run it, or run it again where it was stopped") from None
+    try:
+        if index["format"] != FORMAT:
+            raise ConfigError(f"{path}: got format {index['format']}, expected {FORMAT}; build the shards again")
+        if index["components"]:
+            names = ", ".join(index["components"])
+            raise ConfigError(
+                f"data.dir: got {str(directory)!r}, the shards of a mixture, expected those of one of its components "
+                f"({names}); name each as a component of data.mixture with source=shards and dir=NAME"
+            )
+        _ = index["tokenizer"], index["separator"], index["dtype"], index["settings"]
+        for split in index["splits"].values():
+            for shard in split["shards"]:
+                Shard(**shard)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: got no index of shards ({error}), expected one; build the shards again") from None
+    return index
+
+
+def content_key(index: Mapping[str, Any]) -> str:
+    """Hash of the tokens of all splits, and of what they mean."""
+    content = [index["tokenizer"], index["separator"], index["dtype"], index["splits"]]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class ShardFiles:
+    """The records of shards in one directory. A bounded number of files is open at a time.
+
+    Raises:
+      ConfigError: a shard is missing, or its size is not the index's.
+    """
+
+    def __init__(self, directory: Path, shards: Sequence[Shard], dtype: np.dtype):
+        self.directory, self.shards, self.dtype = directory, shards, dtype
+        self._check()
+        self._start()
+
+    def _check(self) -> None:
+        for shard in self.shards:
+            path = self.directory / shard.file
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise ConfigError(f"{path}: got no shard ({error.strerror}), {_REBUILD}") from None
+            if size != shard.size:
+                raise ConfigError(f"{path}: got {size:,} bytes, expected {shard.size:,}, {_REBUILD}")
+
+    def _start(self) -> None:
+        self._open: collections.OrderedDict[int, Any] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self._table = functools.lru_cache(maxsize=1024)(self._read_table)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"directory": self.directory, "shards": self.shards, "dtype": self.dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def tokens(self, number: int, begin: int, end: int) -> np.ndarray:
+        """Tokens `begin` to `end` of shard `number`, which must have them."""
+        if begin >= end:
+            return np.zeros(0, self.dtype)
+        first, last = begin // RECORD_TOKENS, -(-end // RECORD_TOKENS)
+        parts = [np.frombuffer(record, self.dtype) for record in self._records(number, range(first, last))]
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        found = joined[begin - first * RECORD_TOKENS : end - first * RECORD_TOKENS]
+        if len(found) != end - begin:
+            raise self._damage(number, f"{end - begin - len(found)} tokens are missing")
+        return found
+
+    def table(self, number: int, part: int) -> np.ndarray:
+        """Rows `part * TABLE_DOCUMENTS` on of the table of shard `number`, of type `TABLE`."""
+        return self._table(number, part)
+
+    def _read_table(self, number: int, part: int) -> np.ndarray:
+        first = -(-self.shards[number].tokens // RECORD_TOKENS)
+        (record,) = self._records(number, range(first + part, first + part + 1))
+        return np.frombuffer(record, TABLE)
+
+    def ends(self, number: int, document: int) -> tuple[int, int]:
+        """Where the tokens of a document begin and end in its shard."""
+        part, row = divmod(document, TABLE_DOCUMENTS)
+        end = int(self.table(number, part)["end"][row])
+        if row:
+            return int(self.table(number, part)["end"][row - 1]), end
+        return (int(self.table(number, part - 1)["end"][-1]) if part else 0), end
+
+    def _records(self, number: int, numbers: range) -> list[bytes]:
+        try:
+            with self._lock:  # a reader that is dropped while another thread uses it would be closed under it
+                return self._reader(number).read(list(numbers))
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise self._damage(number, str(error)) from None
+
+    def _reader(self, number: int) -> Any:
+        reader = self._open.pop(number, None)
+        if reader is None:
+            path = str(self.directory / self.shards[number].file)
+            try:
+                reader = array_record().ArrayRecordReader(path, READER_OPTIONS)
+            except OSError as error:
+                raise RuntimeError(error.strerror) from None
+            if not reader.ok():
+                raise RuntimeError("it is no array_record file")
+            while len(self._open) >= MAX_OPEN_SHARDS:
+                self._open.popitem(last=False)[1].close()
+        self._open[number] = reader
+        return reader
+
+    def _damage(self, number: int, reason: str) -> ConfigError:
+        path, reason = self.directory / self.shards[number].file, " ".join(reason.split())[:120]
+        return ConfigError(f"{path}: got a damaged shard ({reason}), {_REBUILD}")
+
+
+_REBUILD = "expected the one that the index lists; run the same `jaxformer data build` again, which makes it anew"
+
+
+class TokenStream:
+    """The running text of a split as one sequence of tokens: `first`, then the documents of all shards.
+
+    Slices `stream[begin:end]` are arrays; nothing else is read. It stands for the array of
+    `jaxformer.data.concatenation.token_stream`.
+
+    Attributes:
+      files: the shards.
+      first: token before the first document.
+      length: number of tokens, `first` included.
+    """
+
+    def __init__(self, shard_files: ShardFiles, first: int, length: int):
+        self.files, self.first, self.length = shard_files, first, length
+        self._ends = _cumulative(shard.tokens for shard in shard_files.shards)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        begin, end, _ = part.indices(self.length)
+        found = [np.array([self.first], self.files.dtype)] if begin == 0 < end else []
+        position, end = max(begin - 1, 0), end - 1
+        number = bisect.bisect_right(self._ends, position)
+        while position < end:
+            before = self._ends[number - 1] if number else 0
+            stop = min(end, self._ends[number])
+            found.append(self.files.tokens(number, position - before, stop - before))
+            position, number = stop, number + 1
+        return np.concatenate(found) if found else np.zeros(0, self.files.dtype)
+
+
+class ShardedDocuments:
+    """The documents of a split, as examples with "text": the text of its tokens, which brings these along.
+
+    Attributes:
+      directory: target of the build.
+      split: name of the split in the index.
+    """
+
+    def __init__(self, directory: Path, split: str, index: Mapping[str, Any], tokenizer: Tokenizer):
+        self.directory, self.split, self.tokenizer = directory, split, tokenizer
+        self.separator: int | None = index["separator"]
+        shards = [Shard(**shard) for shard in index["splits"][split]["shards"]]
+        self.files = ShardFiles(directory, shards, np.dtype(index["dtype"]))
+        self._ends = _cumulative(shard.documents for shard in shards)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.split}: got document {index}, expected one of {len(self)}")
+        number, document = self._find(index)
+        begin, end = self.files.ends(number, document)
+        ids = self.files.tokens(number, begin, end - (self.separator is not None)).tolist()
+        return {"text": EncodedText(self.tokenizer.decode(ids), ids)}
+
+    def stream(self, count: int, tokenizer: Tokenizer) -> TokenStream:
+        """The running text of the first `count` documents.
+
+        Raises:
+          ConfigError: the documents have no end token between them.
+        """
+        if self.separator is None or tokenizer.eos is None:
+            what = "data.packing: got concat for shards whose tokenizer has no end token"
+            raise ConfigError(f"{what}, expected </s> between documents; use packing none")
+        first = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+        tokens = sum(shard.tokens for shard in self.files.shards)
+        if count < len(self):
+            number, document = self._find(count - 1)
+            tokens = sum(shard.tokens for shard in self.files.shards[:number]) + self.files.ends(number, document)[1]
+        return TokenStream(self.files, first, tokens + 1)
+
+    def size(self, count: int) -> dict[str, int]:
+        """Counts "examples", "lines", "bytes" and "words" of the first `count` documents, from the index.
+
+        Only the table of the shard in which they end is read.
+        """
+        names = ("lines", "bytes", "words")
+        whole = bisect.bisect_right(self._ends, count)
+        total = {name: sum(getattr(shard, name) for shard in self.files.shards[:whole]) for name in names}
+        left = count - (self._ends[whole - 1] if whole else 0)
+        for part in range(-(-left // TABLE_DOCUMENTS)):
+            rows = self.files.table(whole, part)[: left - part * TABLE_DOCUMENTS]
+            for name in names:
+                total[name] += int(rows[name].sum(dtype=np.int64))
+        return {"examples": count, **total}
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """Number of the shard of document `index`, and of the document in it."""
+        number = bisect.bisect_right(self._ends, index)
+        return number, index - (self._ends[number - 1] if number else 0)
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raises a ConfigError if the tokens of the shards mean other texts to `tokenizer`."""
+        same = tokenizer.vocabulary_fingerprint == self.tokenizer.vocabulary_fingerprint
+        if same and (self.separator is None or tokenizer.eos == self.separator):
+            return
+        got = f"data.dir: got shards in {str(self.directory)!r} of another tokenizer than the model's"
+        raise ConfigError(
+            f"{got}, expected the same; build them with config.data.tokenizer.kind=file and the model's tokenizer.json"
+        )
+
+
+def _cumulative(counts: Any) -> list[int]:
+    return list(itertools.accumulate(counts))
+
+
+def shared_tokenizers(dataset: Dataset) -> Tokenizers | None:
+    """The tokenizer of the shards of a data set, or of all components of a mixture that are shards; None without any.
+
+    Raises:
+      ConfigError: shards of several components have different tokenizers.
+    """
+    found: dict[str, ShardedDocuments] = {}
+    for name, part in dataset.components.items():
+        for examples in part.splits.values():
+            if isinstance(examples, ShardedDocuments):
+                found.setdefault(name, examples)
+    if not found:
+        return None
+    first, *others = found.items()
+    for name, documents in others:
+        if documents.tokenizer.fingerprint != first[1].tokenizer.fingerprint:
+            raise ConfigError(
+                f"data.mixture.components.{name}: got shards of another tokenizer than those of {first[0]}, expected "
+                "one for all; build them together from a recipe with data.mixture"
+            )
+    return Tokenizers(first[1].tokenizer, first[1].tokenizer)
