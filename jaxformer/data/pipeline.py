@@ -262,10 +262,7 @@ class Pipeline(TrainingBatches):
             windows = not train and self.task.encode_windows is not None
             encode = self._encoder(split, count, config, windows)
         seed = config.train.seed if train and data.shuffle else None
-        size = planning.block_size(len(encode))
-        if train and data.packing == "first_fit" and config.model.is_seq2seq:
-            size = min(size, planning.PACKED_BLOCK_EXAMPLES)
-        order = ShuffledOrder(len(encode), size, seed)
+        order = ShuffledOrder(len(encode), planning.block_size(len(encode)), seed)
         # An evaluated pair has rows of its own, so that it can be measured by the length of its source.
         pack = data.packing == "first_fit" and (train or windows or not config.model.is_seq2seq)
         return BlockPlanner(encode, order, buckets, pack, seed, max_length, windows)

@@ -24,10 +24,6 @@ MAX_SINGLE_BLOCK = 2**16
 BLOCK_EXAMPLES = 2**14
 """Examples per block of a larger split. A block must be encoded before its first batch can be filled."""
 
-PACKED_BLOCK_EXAMPLES = 2**13
-"""Examples per block of packed pairs: a run waits for the first block to be encoded, and the last batch of each block
-may be part-filled (1 % of the rows of Multi30k)."""
-
 
 def block_size(examples: int) -> int:
     """Examples per block of a split of this size."""
