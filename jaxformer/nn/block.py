@@ -90,11 +90,11 @@ class Block(nn.Module):
         if keys_values is not None and context.index is not None:
             cache = LayerCache(keys_values, layer if keys_values.stacked else None, context.index)
         mask, position = depend_on_layer(context.mask, layer), context.position
-        banded = has_window(config.attention, layer)
         if config.attention.window is not None and windows_differ(config.attention):
-            mask = mask.replace(window=jnp.where(banded, config.attention.window, NO_WINDOW))
+            window = jnp.where(has_window(config.attention, layer), config.attention.window, NO_WINDOW)
+            mask = mask.replace(window=window)
         if isinstance(position, ByWindow):
-            position = position.of_layer(banded)
+            position = position.of_layer(has_window(config.attention, layer))
 
         def attend(y: Array) -> Array:
             nonlocal cache

@@ -215,6 +215,14 @@ def test_recurrent_nonsense_is_refused(parts, expected):
     assert expected in refused(checks.check, dataclasses.replace(Config(), model=model))
 
 
+def test_recurrent_pairs_are_not_packed():
+    """Their encoder would read on from one text of a row into the next."""
+    model = ModelConfig(recurrent_encoder=RecurrentConfig(), recurrent_decoder=RecurrentConfig())
+    for task in ("translation", "summarisation", "text_to_text", "span_corruption"):
+        config = Config(model=model, task=TaskConfig(task), data=DataConfig(packing="first_fit"))
+        assert "data.packing: got 'first_fit', expected none for a recurrent" in refused(checks.check, config)
+
+
 def test_attention_needs_something_to_attend_to():
     model = ModelConfig(recurrent_decoder=RecurrentConfig(attention="additive"))
     assert "no encoder" in refused(checks.check, dataclasses.replace(Config(), model=model))

@@ -6,6 +6,7 @@ import json
 import chex
 import numpy as np
 import pytest
+import recipes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -290,7 +291,11 @@ def test_packed_pairs_keep_their_sides_together():
 
 def test_the_quickstart_trains_on_little_padding_with_one_program():
     config = overrides.parse(
-        ["--config=configs/quickstart.py", "--config.data.examples=3000", "--config.data.tokenizer.vocab=300"]
+        [
+            f"--config={recipes.CONFIGS}/quickstart.py",
+            "--config.data.examples=3000",
+            "--config.data.tokenizer.vocab=300",
+        ]
     )
     dataset = _datasets.build(config)
     tokenizers = Tokenizers.build(config.data, FirstExamples(dataset.splits["train"], 500), ("source", "target"))

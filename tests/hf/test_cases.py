@@ -134,7 +134,7 @@ def test_sinusoids_of_distilbert_are_no_parameters_and_are_written(tmp_path):
     np.testing.assert_allclose(learned(input_ids=np.array([[3, 4, 5]])).logits, logits[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["albert_pretraining", "electra_generator"])
+@pytest.mark.parametrize("name", ["albert_pretraining", "electra_generator", "gemma2", "gemma3_both_ways"])
 def test_written_as_it_was_read(name, tmp_path):
     model = loaded(name, tmp_path / "in")
     model.save_pretrained(tmp_path / "out")
@@ -160,6 +160,22 @@ def test_what_albert_and_electra_do_not_compute_is_refused(tmp_path):
         writing.write_checkpoint(tmp_path / str(number), values | edit, {"x": np.zeros(1, np.float32)})
         with pytest.raises(ConfigError, match=message):
             jaxformer.from_pretrained(tmp_path / str(number))
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "message"),
+    [
+        ("gemma3", {"sliding_window": None}, "sliding_window null with layers of sliding_attention, expected a width"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0.0, expected a number above 0"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping -1.0, expected a number above 0"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types .* for each of the 3 layers"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True, expected None or False"),
+    ],
+)
+def test_what_gemma_cannot_be_is_refused(name, edit, message, tmp_path):
+    writing.write_checkpoint(tmp_path, CASES[name]["config"] | edit, {"x": np.zeros(1, np.float32)})
+    with pytest.raises(ConfigError, match=message):
+        jaxformer.from_pretrained(tmp_path)
 
 
 def test_the_second_output_of_albert_is_the_order_of_sentences(tmp_path):

@@ -11,12 +11,22 @@ import numpy as np
 import pytest
 
 from jaxformer import chunks, testing
-from jaxformer.config import AttentionConfig, Config, ConfigError, EncodingConfig, HeadConfig, RopeScalingConfig, checks
+from jaxformer.config import (
+    AttentionConfig,
+    Config,
+    ConfigError,
+    EncodingConfig,
+    HeadConfig,
+    MeshConfig,
+    RopeScalingConfig,
+    checks,
+)
 from jaxformer.models import build
 from jaxformer.nn import kernels
 from jaxformer.nn.encodings import rope
 from jaxformer.nn.kernels import AttentionBias
 from jaxformer.nn.masks import Mask, slots_from_segments
+from jaxformer.parallel import mesh as meshes
 
 CAP = 0.7
 DRAW = np.random.default_rng(0).standard_normal
@@ -104,6 +114,15 @@ def test_decoding_with_a_cache_equals_the_whole_pass(capped):
         differs = testing.apply(build.build(dataclasses.replace(config, decoder=other)))(variables, batch)
         assert np.abs(np.asarray(differs) - whole).max() > 1e-4, edits
     testing.assert_steps_equal_forward(module, variables, batch, prompt=3)
+
+
+@pytest.mark.parametrize("sizes", [{"stage": 2, "tensor": 2}, {"context": 2, "fsdp": 2}])
+def test_a_mesh_changes_nothing(sizes):
+    """Stages pass both rotations on, the ring caps its scores."""
+    half = dataclasses.replace(stack(), layers=4)
+    config = dataclasses.replace(builders.decoder(), decoder=half, head=HeadConfig(tied=False, soft_cap=1.5))
+    mesh = meshes.make(MeshConfig(**{"data": 1, **sizes}), jax.devices()[:4])
+    testing.assert_sharded_equals_single(*builders.make(config), builders.batch(config, [6, 4, 5, 6]), mesh)
 
 
 def test_chunks_of_capped_logits_have_the_gradient_of_all_at_once(capped):

@@ -245,7 +245,7 @@ def _check_objective(config: Config) -> None:
         if encoding.kind == "t5" and not encoding.bidirectional:
             path = "config.model.decoder.encoding.bidirectional"
             raise invalid(path, encoding.bidirectional, "True for the task prefix_lm, whose prefix sees later tokens")
-    if name in ("span_corruption", "denoising") and recurrent and config.data.packing != "none":
+    if recurrent and model.is_seq2seq and config.data.packing != "none":
         raise invalid("config.data.packing", config.data.packing, "none for a recurrent encoder and decoder")
     rates = (options.infilling, options.masking, options.deletion, options.permutation, options.rotation)
     if name == "denoising" and not any(rates):

@@ -1,4 +1,4 @@
-"""What a build does beside reading and tokenizing: its options, and the cleaning of documents."""
+"""Options of a build, and the cleaning of documents."""
 
 from __future__ import annotations
 

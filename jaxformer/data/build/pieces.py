@@ -137,7 +137,7 @@ def _dataset(data: DataConfig) -> Dataset:
 
 
 def identity(source: Input) -> list[Any]:
-    """What the input is, as JSON values, without reading all of it: names, sizes and times of its files."""
+    """Names, sizes and times of the files of an input as JSON values; of another source the key of its data set."""
     if source.kind == "examples":
         return [_dataset(source.data).key]
     directory = _files.data_directory(source.data)

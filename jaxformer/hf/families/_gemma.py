@@ -105,6 +105,11 @@ def family(generation: Generation) -> Family:
         decoder = require_stack(model, "decoder")
         windowed = windowed_layers(settings, decoder.layers, generation)
         window = settings.raw("sliding_window", 4096)
+        if window is None and windowed:
+            raise ConfigError(
+                f"{settings.path}: got sliding_window null with layers of sliding_attention, expected a width; set it, "
+                "or write full_attention in layer_types"
+            )
         if window is not None:
             window = settings.size("sliding_window", 4096)
             window = window // 2 + 1 if decoder.causal is False else window
@@ -118,19 +123,19 @@ def family(generation: Generation) -> Family:
         norm = decoder.norm
         scores, logits = generation.caps
         if not generation.has_local_base:
-            scores = _cap(settings, "attn_logit_softcapping", scores)
+            scores = _positive(settings, "attn_logit_softcapping", scores)
         attention = dataclasses.replace(
             decoder.attention,
             window=window,
             window_layers=() if window is None or len(windowed) == decoder.layers else windowed,
-            scale_width=settings("query_pre_attn_scalar", 256.0),
+            scale_width=_positive(settings, "query_pre_attn_scalar", 256.0),
             soft_cap=scores,
             norm=NormConfig("rms", epsilon=norm.epsilon, offset=1.0) if generation.has_query_key_norm else None,
         )
         decoder = dataclasses.replace(
             decoder, attention=attention, encoding=encoding, norm=dataclasses.replace(norm, order="sandwich")
         )
-        cap = _cap(settings, "final_logit_softcapping", logits)
+        cap = _positive(settings, "final_logit_softcapping", logits)
         top = dataclasses.replace(model.head, soft_cap=cap) if head == "causal_lm" else model.head
         return dataclasses.replace(model, decoder=decoder, head=top)
 
@@ -185,8 +190,8 @@ def family(generation: Generation) -> Family:
     )
 
 
-def _cap(settings: Settings, name: str, default: float | None) -> float | None:
-    """A cap; null means none, an absent key the default."""
+def _positive(settings: Settings, name: str, default: float | None) -> float | None:
+    """A number above 0, or None where the file says null; an absent key means the default."""
     value = settings.raw(name, default)
     if value is None:
         return None

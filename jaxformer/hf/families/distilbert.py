@@ -37,7 +37,7 @@ from jaxformer.hf.table import (
 )
 
 EPSILON = 1e-12
-"""Of all norms; the library has no key for it."""
+"""Epsilon of all norms, for which the library has no key."""
 
 POSITIONS = "distilbert.embeddings.position_embeddings.weight"
 
