@@ -20,13 +20,10 @@ from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.checkpoint.trees import allgather_text, is_key, to_nested_dict, unwrap_key
 from jaxformer.config import CheckpointConfig
 from jaxformer.errors import ConfigError, StorageError
-from jaxformer.runtime import lazy
 from jaxformer.types import PyTree, TrainState
 
 if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-else:
-    ocp = lazy.LazyModule("orbax.checkpoint")
+    import orbax.checkpoint as ocp  # at run time in the functions that need it: it takes a tenth of a command's start
 
 LOG = logging.getLogger("jaxformer")
 ORBAX_LOG = logging.getLogger("absl")
@@ -75,7 +72,9 @@ class Checkpoints:
 
     @functools.cached_property
     def writer(self) -> ocp.AsyncCheckpointer:
-        """Orbax's writer, made by the first save: importing it takes a tenth of a run's start."""
+        """Orbax's writer, made by the first save."""
+        import orbax.checkpoint as ocp
+
         return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=_array_handlers()))
 
     def save(
@@ -211,6 +210,8 @@ class Checkpoints:
 
     def _start_save(self, state: TrainState, step: int, about: dict[str, Any], data: dict[str, Any]) -> None:
         """Copies the arrays off the device, then writes everything in a background thread."""
+        import orbax.checkpoint as ocp
+
         staging = self.root / "saving" / str(step)
         if jax.process_index() == 0:
             self._with_storage_error(step, lambda: _make_empty(staging))
@@ -365,5 +366,7 @@ def _make_empty(directory: Path) -> None:
 
 def _array_handlers() -> ocp.type_handlers.TypeHandlerRegistry:
     """Orbax's handlers for the leaves of a state, which are all arrays."""
+    import orbax.checkpoint as ocp
+
     handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_REPLICA_PARALLEL_BYTES)
     return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))

@@ -30,8 +30,8 @@ def test_commands_import_only_what_they_need():
     code = "import json, sys\nfound = []\n"
     for words, names in STEPS:
         code += f"{words}\nfound.append([name for name in {names!r} if name in sys.modules])\n"
-    code += "from jaxformer.data import chat\n"
-    code += "found.append(chat._compile('{{ 1 + 1 }}').render())\n"  # what is put off is there when it is used
+    code += "from jaxformer.data import chat_templates\n"
+    code += "found.append(chat_templates.render('{{ 1 + 1 }}', {}))\n"  # what is put off is there when it is used
     code += "print(json.dumps(found))"
     done = subprocess.run(
         [sys.executable, "-c", code],
