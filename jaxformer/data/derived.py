@@ -21,16 +21,20 @@ from typing import Any
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import files
 
-LIBRARIES = ("jinja2", "numpy", "sentencepiece", "tokenizers")
-"""Libraries that make ids from texts."""
+LIBRARIES = ("flax", "jax", "jinja2", "numpy", "sentencepiece", "tokenizers")
+"""Libraries that decide results: those of models, and those that make ids from texts."""
 
 logger = logging.getLogger(__name__)
+
+
+PROJECT = Path(__file__).parents[1]
+"""Folder of all of the project's code."""
 
 
 def keep(directory: Path, kind: str, depends_on: Mapping[str, Any], make: Callable[[], Any]) -> Any:
     """The result of `make()`, from the cache if it is there; a value of JSON.
 
-    A cache that cannot be written costs time only: the result is then made anew at every start, with a warning.
+    A cache that cannot be written costs time only: the result is then made anew at every start.
 
     Args:
       directory: the cache.
@@ -47,7 +51,7 @@ def keep(directory: Path, kind: str, depends_on: Mapping[str, Any], make: Callab
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, {"key": key, "sha256": _digest(value), "value": value}, indent=None)
     except OSError as error:
-        logger.warning("%s: %s; it is made anew at the next start", path, error.strerror or error)
+        logger.info("%s: %s; it is made anew at the next start", path, error.strerror or error)
     return value
 
 
@@ -80,7 +84,7 @@ def content_digest(items: Iterable[Any]) -> str:
 
 @functools.cache
 def code_digest(*paths: Path) -> str:
-    """A hash of source files, and of those below folders, of the Python that runs them and of the libraries they use."""
+    """A hash of source files and of those below folders, of the Python that runs them, and of `LIBRARIES`."""
     digest = hashlib.sha256(repr([platform.python_version(), *map(metadata.version, LIBRARIES)]).encode())
     for path in paths:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

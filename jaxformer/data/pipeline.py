@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import grain
 
+from jaxformer import registry
 from jaxformer.config import Config, overrides
 from jaxformer.data import cache, concatenation, derived, packing, planning, truncation
 from jaxformer.data.batches import TrainingBatches
@@ -170,7 +170,7 @@ class Pipeline(TrainingBatches):
     def _count_truncation(self, split: str, count: int, sample: Sequence[int], skipped: bool = False) -> Truncation:
         """Counts what does not fit of the examples `sample`, of the first `count`; from the cache if it was counted.
 
-        Tasks from outside the project may read what no hash covers, and a task that draws texts of other examples reads
+        Code from outside the project may read what no hash covers, and a task that draws texts of other examples reads
         more than the sample: those are counted at every start.
 
         Args:
@@ -184,7 +184,7 @@ class Pipeline(TrainingBatches):
                 return truncation.count_skipped(encoded, self.config.data.length)
             return truncation.count_truncated(encoded)
 
-        if not self.task.encode.__module__.startswith("jaxformer.") or self.task.reads_other_text(self.config):
+        if registry.has_external_members() or self.task.reads_other_text(self.config):
             return encode()
         tokenizers = self.tokenizers
         depends_on = {
@@ -192,7 +192,7 @@ class Pipeline(TrainingBatches):
             "settings": [split, count, skipped, overrides.to_json(self.config)],
             "tokenizers": tokenizers
             and [tokenizers.source.fingerprint, tokenizers.target.fingerprint, tokenizers.chat_template],
-            "code": derived.code_digest(Path(__file__).parents[1]),
+            "code": derived.code_digest(derived.PROJECT),
         }
         directory = cache.cache_directory(self.config.data)
         kept = derived.keep(directory, "truncation", depends_on, lambda: truncation.to_json(encode()))

@@ -64,7 +64,7 @@ def to_json(count: Truncation) -> dict[str, Any]:
 
 def from_json(content: dict[str, Any]) -> Truncation:
     """What `to_json` returned."""
-    return Truncation(**{**content, "unread_labels": np.array(content["unread_labels"], np.int32)})
+    return Truncation(**content)._replace(unread_labels=np.array(content["unread_labels"], np.int32))
 
 
 def count_truncated(examples: Iterable[Features]) -> Truncation:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = (
+    # The program restarts itself here: what it has imported, it imports again.
+    ("from jaxformer import __main__", ("jaxformer.cli", "jaxformer.config", "ml_collections", "numpy")),
     # What has run by then, and the packages that it must not have imported.
     ("from jaxformer import cli", ("jax", "flax", "optax", "orbax", "grain", "jinja2", "tokenizers", "sentencepiece")),
     (
