@@ -68,7 +68,7 @@ def is_external(package: str, name: str) -> bool:
         return True
     if name in sys.stdlib_module_names:
         return False
-    _extend_search_path()
+    extend_search_path()
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None  # a plain directory has no origin
 
@@ -80,7 +80,8 @@ def add_search_directory(directory: str) -> None:
         _search_directories.append(directory)
 
 
-def _extend_search_path() -> None:
+def extend_search_path() -> None:
+    """Makes modules of the search directories, and of the working directory, importable."""
     for directory in (*_search_directories, os.getcwd()):
         if directory not in sys.path:
             sys.path.append(directory)
@@ -88,7 +89,7 @@ def _extend_search_path() -> None:
 
 
 def _external_member(name: str, constant: str) -> Any:
-    _extend_search_path()
+    extend_search_path()
     expected = f"expected an importable module that defines {constant}"
     try:
         module = importlib.import_module(name)

@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
+from jaxformer import registry
 from jaxformer.errors import ConfigError
-from jaxformer.registry import add_search_directory
 
 MAX_DIGEST = 2**64
 
@@ -60,7 +60,9 @@ class Options:
 
 
 def load_filter(name: str) -> Callable[[str], bool]:
-    """The function that "module:function" names. Modules are searched on `sys.path` and in the working directory.
+    """The function that "module:function" names.
+
+    Modules are searched on `sys.path`, beside the recipe and in the working directory.
 
     Raises:
       ConfigError: there is none.
@@ -69,9 +71,9 @@ def load_filter(name: str) -> Callable[[str], bool]:
     what = f"--filter: got {name!a}"
     if not module or not function:
         raise ConfigError(f"{what}, expected MODULE:FUNCTION, a function from a text to True or False")
-    add_search_directory(".")
+    registry.extend_search_path()
     try:
-        found = getattr(_import(module), function)
+        found = getattr(importlib.import_module(module), function)
     except ImportError as error:
         raise ConfigError(f"{what}, whose module cannot be imported ({error}), expected one on PYTHONPATH") from None
     except AttributeError:
@@ -79,15 +81,6 @@ def load_filter(name: str) -> Callable[[str], bool]:
     if not callable(found):
         raise ConfigError(f"{what}, a {type(found).__name__}, expected a function from a text to True or False")
     return found
-
-
-def _import(name: str) -> Any:
-    import os
-    import sys
-
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    return importlib.import_module(name)
 
 
 def _code_hash(name: str) -> str:
