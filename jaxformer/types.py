@@ -25,10 +25,18 @@ from jaxtyping import ArrayLike, Bool, Float32, Int
 Array = jax.Array
 PyTree = Any
 
+Rate = float | Float32[Array, ""]
+"""A number of the config: known when a program is traced, or, where one program trains several runs, its argument."""
+
 EMA = "ema"
 """Key in `TrainState.variables` of the exponential moving average of the parameters."""
 MEMORY = "memory"
 """Key in `TrainState.variables` of what a model keeps of the text before, row by row of the batch, in training."""
+
+
+def is_zero(rate: Rate) -> bool:
+    """True if `rate` is known to be 0 when the program is traced, so that what it scales can be left out."""
+    return isinstance(rate, float | int) and rate == 0
 
 
 def leaf_path(keys: tuple[Any, ...]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from jaxformer import testing
 from jaxformer.config import (
@@ -94,27 +95,33 @@ def drawn_parameters(monkeypatch) -> None:
     """Models start from parameters that numpy draws, scaled by their seed: shapes and boxes are those of the model.
 
     For tests that train from the start and read no initial value: compiling the initialisation is a third of what a
-    short training costs, and it is tested where it is.
+    short training costs, and it is tested where it is (tests/models/test_build.py).
     """
     init = build.init_variables
 
-    @functools.cache
-    def shapes(module):
-        return jax.eval_shape(lambda: init(module, jax.random.key(0)))
-
-    def draw(module, key):
-        boxed, rng = shapes(module), np.random.default_rng(0)
-        part = 0.5 + (jax.random.key_data(key).ravel()[-1] % 64).astype(jnp.float32) / 64
+    def boxed(module, number):
+        rng = np.random.default_rng(0)
 
         def value(path, leaf):
+            name = jax.tree_util.keystr(path)
             if path[0].key != "params":
-                return jnp.full(leaf.shape, float("var" in jax.tree_util.keystr(path)), leaf.dtype)
-            mean = float("scale" in jax.tree_util.keystr(path))
-            return (mean + part * np.float32(0.25 * rng.standard_normal(leaf.shape))).astype(leaf.dtype)
+                return np.full(leaf.shape, "var" in name, leaf.dtype)
+            drawn = rng.normal("scale" in name, 0.25, leaf.shape)
+            return (drawn * (0.5 + number % 64 / 64)).astype(leaf.dtype)
 
-        return jax.tree_util.tree_map_with_path(value, boxed)
+        return jax.tree_util.tree_map_with_path(value, build.shapes(module))
 
+    def draw(module, key):
+        return boxed(module, jax.random.key_data(key)[-1].astype(jnp.float32))
+
+    def create(module, key, mesh):
+        layout = build.rules.shardings(build.shapes(module), mesh)
+        return jax.device_put(nn.meta.unbox(boxed(module, np.float32(jax.random.key_data(key)[-1]))), layout)
+
+    # What was and will be cached is made by the real function.
+    monkeypatch.setattr(build, "_initialiser", functools.cache(lambda module: functools.partial(init, module)))
     monkeypatch.setattr(build, "init_variables", draw)
+    monkeypatch.setattr(build, "create", create)
 
 
 def packed(rng: np.random.Generator, lengths: list[int]) -> Stream:

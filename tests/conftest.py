@@ -3,6 +3,7 @@
 import gc
 
 import environment
+import pytest
 import shapes
 
 environment.prepare()
@@ -30,3 +31,10 @@ def pytest_collection_modifyitems(config, items):
     """Long tests first, where processes share the tests: what is left at the end is then short, and none waits long."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path.name not in LONG)
+
+
+@pytest.hookimpl(trylast=True)  # after the processes that share the tests have ended
+def pytest_sessionfinish(session, exitstatus):
+    """Keeps the compiled programs of a session that came to its end; of another, some may be half-written."""
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not hasattr(session.config, "workerinput"):
+        environment.keep_programs()

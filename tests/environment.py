@@ -1,14 +1,19 @@
 """What tests need of their process before anything imports jax: eight simulated devices, caches of their own."""
 
 import atexit
+import hashlib
 import os
 import shutil
 import sys
 import tempfile
 from importlib import metadata
+from pathlib import Path
 
 CACHES = "JAXFORMER_TEST_CACHES"
 """Names the folder that the test processes of one session share."""
+KEPT = Path(__file__).parents[1] / "build" / "test-programs"
+"""What earlier sessions compiled: half of what a first session does. JAX names a program by what it was compiled of."""
+KEPT_BYTES = 4 * 2**30
 
 
 def prepare() -> None:
@@ -27,6 +32,7 @@ def prepare() -> None:
     if CACHES not in os.environ:
         os.environ[CACHES] = tempfile.mkdtemp(prefix="jaxformer-tests-")
         atexit.register(shutil.rmtree, os.environ[CACHES], ignore_errors=True)
+        _bring_programs(Path(os.environ[CACHES]) / "programs")
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
         # Images of containers often say so. Every process that a test starts then compiles the sources of all libraries
         # again, which is two thirds of its start: the session keeps what was compiled, in its own folder.
@@ -35,6 +41,33 @@ def prepare() -> None:
     os.environ.setdefault("JAXFORMER_CACHE", f"{os.environ[CACHES]}/data")
     # A run that is stopped and resumed compiles the same programs again: once is enough, for all test processes.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{os.environ[CACHES]}/programs"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.02"
+    # The folder would otherwise be among the options of every program, and no other session would find it.
+    os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
     # Which line of Python an operation comes from is told to the compiler at every operation, and read by nobody here.
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+
+
+def keep_programs() -> None:
+    """Keeps what this session compiled for the next one; more than 4 GiB are deleted first."""
+    kept, programs = _kept_programs(), Path(os.environ[CACHES]) / "programs"
+    if sum(path.stat().st_size for path in kept.glob("*")) > KEPT_BYTES:
+        shutil.rmtree(kept)
+    for path in programs.glob("*-cache"):
+        if not path.is_symlink():
+            kept.mkdir(parents=True, exist_ok=True)
+            partial = kept / f"{path.name}.{os.getpid()}"
+            shutil.copyfile(path, partial)
+            partial.rename(kept / path.name)
+
+
+def _bring_programs(programs: Path) -> None:
+    programs.mkdir()
+    for path in _kept_programs().glob("*-cache"):
+        (programs / path.name).symlink_to(path)
+
+
+def _kept_programs() -> Path:
+    """One folder for each kind of processor: a program may use any instruction of the one that it was compiled on."""
+    flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))]
+    return KEPT / hashlib.sha256("".join(flags[:1]).encode()).hexdigest()[:12]

@@ -30,7 +30,8 @@ LAYERS = (
     ("model",),
     ("hf",),
     ("evaluation", "preflight"),
-    ("conversation", "doctor", "experiment", "plan", "report", "sweep", "testing"),
+    ("conversation", "doctor", "experiment", "plan", "report", "testing"),
+    ("sweep",),
     ("cli",),
 )
 """The rooms, first to last: a room imports rooms of lines above its own, and no other of its line."""

@@ -19,6 +19,8 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TOY = [
     "--config.train.steps=2",
     "--config.train.evaluate_every=0",
+    "--config.optimizer.name=sgd",
+    "--config.optimizer.momentum=0",
     "--config.evaluate.examples=16",
     "--config.evaluate.decode_examples=0",  # tests/train/test_loop.py decodes in training
     "--config.data.batch=16",
@@ -62,6 +64,7 @@ def test_every_command_is_one(page, words, monkeypatch):
 def test_the_commands_and_the_python_of_the_readme_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     builders.one_device(monkeypatch)
+    builders.drawn_parameters(monkeypatch)
     for name in ("configs", "experiments"):
         (tmp_path / name).symlink_to(ROOT / name)
     first = [words for page, words in commands() if page == "README.md" and "runs/quickstart" in " ".join(words)]

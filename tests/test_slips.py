@@ -60,7 +60,8 @@ WEIGHTS = {
 }
 
 
-def module(x: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
+@jax.jit
+def module(x: np.ndarray, memory: np.ndarray | None = None) -> jax.Array:
     """The model's own attention with `WEIGHTS`: `[B, T, D]`."""
     attention = Attention(AttentionConfig(heads=HEADS, bias=False), EncodingConfig(kind="none"), WIDTH)
     params = {name: {"kernel": kernel} for name, kernel in WEIGHTS.items()}
@@ -106,7 +107,8 @@ def test_heads_are_slices_of_channels_not_of_time():
         return np.concatenate(o, axis) @ WEIGHTS["out"].reshape(WIDTH, WIDTH)
 
     weights = [WEIGHTS[name] for name in ("query", "key", "value", "out")]
-    for code in (module(x), reference.multi_head_loop(x, *weights), reference.multi_head(x, *weights)):
+    by_hand = (jax.jit(reference.multi_head_loop), jax.jit(reference.multi_head))
+    for code in (module(x), *(function(x, *weights) for function in by_hand)):
         assert close(code, sliced(axis=2))
         assert not close(code, sliced(axis=1))
 
@@ -122,7 +124,8 @@ def test_a_seq2seq_model_looks_from_every_target_slot_at_every_source_slot():
     config = builders.seq2seq()
     model, variables = builders.make(config)
     batch = builders.batch(config, [3])  # and a source of 4
-    _, sown = model.apply(variables, batch, mutable=["intermediates"])
+    read = jax.jit(lambda variables, batch: model.apply(variables, batch, mutable=["intermediates"]))
+    _, sown = read(variables, batch)
     (probs,) = sown["intermediates"]["decoder"]["blocks"]["cross"]["probabilities"]
     assert probs.shape == (2, 1, 2, 3, 4)  # [L, B, H, T, S]
     np.testing.assert_allclose(probs.sum(axis=-1), 1.0, rtol=1e-5)  # the softmax is over keys
@@ -251,6 +254,7 @@ def test_an_update_is_made_of_gradients_and_is_no_part_of_them():
     rule = optim.optimizer(OptimizerConfig(name="sgd", momentum=0.0), lambda step: rate, params)
     state = rule.init(params)
 
+    @jax.jit
     def updated(params):
         updates, _ = rule.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates)
@@ -261,9 +265,10 @@ def test_an_update_is_made_of_gradients_and_is_no_part_of_them():
     assert not close(updated(params)["w"], w)  # the slip: no gradient, no change
     # The gradient of the step after is of the loss there, not of the loss as a function of the old parameters.
     after = updated(params)
-    through = jax.grad(lambda params: loss(updated(params)))(params)["w"]
-    assert close(jax.grad(loss)(after)["w"], 2 * a.T @ (a @ np.asarray(after["w"]) - b) / len(b))
-    assert not close(jax.grad(loss)(after)["w"], through)
+    through = jax.jit(jax.grad(lambda params: loss(updated(params))))(params)["w"]
+    gradient = jax.jit(jax.grad(loss))(after)["w"]
+    assert close(gradient, 2 * a.T @ (a @ np.asarray(after["w"]) - b) / len(b))
+    assert not close(gradient, through)
 
 
 def test_the_decoder_term_is_added_once():

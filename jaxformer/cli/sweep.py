@@ -16,6 +16,11 @@ def run(arguments: Namespace) -> int:
     from jaxformer.sweep import planning
 
     plan = planning.make_plan(arguments.sweep, arguments.config, Path(arguments.workdir))
+    if arguments.report:
+        from jaxformer.sweep import ranking
+
+        ranking.write_ranking(plan)
+        return 0
     execute = registry.member(EXECUTORS, arguments.executor, "execute")
     return execute(plan, arguments.workers)
 
@@ -27,6 +32,7 @@ COMMAND = Command(
         "sweep": Flag("file that defines SWEEP"),
         "workdir": Flag("folder of the sweep; each run has its own below it", directory="create"),
         "executor": Flag(", ".join(EXECUTOR_NAMES), default="local", type=one_of(*EXECUTOR_NAMES)),
+        "report": Flag("train nothing: rank the runs that are done", default=False, switch=True),
         "workers": Flag("runs at the same time", default=1, type=positive),
     },
     config="recipe",

@@ -46,6 +46,7 @@ __all__ = [
     "describe_resume_conflicts",
     "diff",
     "edit",
+    "editable",
     "fingerprint",
     "freeze",
     "from_json",
@@ -99,6 +100,11 @@ def parse(argv: Sequence[str]) -> Config:
     frozen = freeze(config)
     secrets.reject(dataclasses.asdict(frozen), "config")
     return frozen
+
+
+def editable(config: Config) -> ConfigDict:
+    """A config in the form that a recipe returns; `freeze` turns it back."""
+    return _to_config_dict(config)
 
 
 def edit(config: Config, argv: Sequence[str]) -> Config:

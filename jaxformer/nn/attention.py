@@ -21,7 +21,7 @@ from jaxformer.nn.kernels import AttentionBias, AttentionDropout, dense
 from jaxformer.nn.layers import ChunkDense, Dense, Norm, project_jointly
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel.rules import constrain
-from jaxformer.types import Array
+from jaxformer.types import Array, is_zero
 
 
 class Attention(nn.Module):
@@ -155,7 +155,7 @@ class Attention(nn.Module):
     ) -> Float[Array, "B T H K"]:
         """Output `[B, T, H, K]` of the kernel. Probabilities are sown if the collection "intermediates" is mutable."""
         config, dropout = self.config, None
-        if config.dropout > 0.0 and self.has_rng("dropout"):
+        if not is_zero(config.dropout) and self.has_rng("dropout"):
             dropout = AttentionDropout(config.dropout, self.make_rng("dropout"))
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, bias, None, config))

@@ -78,7 +78,7 @@ def apply_experts(
       key: key for dropout of the hidden activations; None for no dropout.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if mesh.empty or math.prod(rules.auto_axes(mesh).values()) == 1:
         return _local(config, MeshAxes(), queue, weights, routed, key)
     fit = lambda names, x: rules.drop_uneven_axes(rules.spec(names), x.shape, mesh)  # noqa: E731
     specs = {

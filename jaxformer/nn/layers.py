@@ -17,7 +17,7 @@ from jaxformer.nn import cpu
 from jaxformer.nn.products import dot
 from jaxformer.parallel import shards
 from jaxformer.parallel.rules import constrain
-from jaxformer.types import Array, Stream
+from jaxformer.types import Array, Rate, Stream, is_zero
 
 
 def parameter(
@@ -161,12 +161,12 @@ class Dropout(nn.Module):
     One mask is shared along `axes`: with `axes=(1,)` by a whole sequence (variational dropout).
     """
 
-    rate: float
+    rate: Rate
     axes: tuple[int, ...] = ()
 
     @nn.compact
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        if self.rate == 0.0 or not self.has_rng("dropout"):
+        if is_zero(self.rate) or not self.has_rng("dropout"):
             return x
         return dropped(x, self.make_rng("dropout"), self.rate, self.axes)
 

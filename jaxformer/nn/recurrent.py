@@ -32,7 +32,7 @@ from jaxformer.nn.cells import (
 from jaxformer.nn.layers import Dense, Dropout, Norm, parameter, zeros_parameter
 from jaxformer.nn.products import dot
 from jaxformer.parallel.rules import constrain
-from jaxformer.types import Array, PyTree, Slots
+from jaxformer.types import Array, PyTree, Slots, is_zero
 
 Consts = dict[str, PyTree]
 """Inputs that are equal at all steps: `bias` `[G, W]` of the recurrent product and `keep` `[B, W]` of its dropout (or
@@ -60,7 +60,7 @@ class Gates(nn.Module):
         consts: Consts = {"bias": None, "keep": None}
         if cell.bias:
             consts["bias"] = zeros_parameter(self, "recurrent_bias", (None, "ffn"), (cell.gates, width))
-        if self.dropout and self.has_rng("dropout"):
+        if not is_zero(self.dropout) and self.has_rng("dropout"):
             consts["keep"] = Dropout(self.dropout)(jnp.ones((x.shape[0], width)))
         return inputs, kernel.reshape(width, -1).astype(x.dtype), consts
 

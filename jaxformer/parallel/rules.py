@@ -56,7 +56,7 @@ def spec(names: tuple[str | None, ...]) -> PartitionSpec:
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """Adds a sharding constraint to `x` from its axes' logical names; no effect without a mesh of several devices.
+    """Adds a sharding constraint to `x` from its axes' logical names; no effect where no axis can divide it.
 
     An axis that its mesh axes do not divide evenly is replicated.
 
@@ -67,7 +67,7 @@ def constrain(x: Array, *names: str | None) -> Array:
     if len(names) != x.ndim:
         raise ValueError(f"constrain: got {len(names)} names for shape {x.shape}, expected one name an axis")
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if mesh.empty or math.prod(auto_axes(mesh).values()) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, drop_uneven_axes(requested, x.shape, mesh))
 

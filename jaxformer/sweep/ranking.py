@@ -1,4 +1,4 @@
-"""The ranking of a sweep's finished runs."""
+"""The ranking of a sweep's finished runs, and the best of them as a recipe."""
 
 from __future__ import annotations
 
@@ -7,16 +7,33 @@ import math
 import statistics
 from typing import Any
 
+from jaxformer.config import Config, overrides
 from jaxformer.runtime import files
 from jaxformer.sweep.planning import Plan, Run, format_value, run_name
 from jaxformer.sweep.space import SEED
 
+BEST = "best.py"
+"""The recipe of the best run, in the sweep's folder."""
+
+BEST_TEMPLATE = '''"""The best run of a sweep: {score}. Written by jaxformer sweep; every field is in it."""
+
+from jaxformer.config import overrides
+
+CONFIG = r"""
+{config}
+"""
+
+
+def get_config():
+    return overrides.editable(overrides.from_json(CONFIG))
+'''
+
 
 def write_ranking(plan: Plan) -> list[dict[str, Any]]:
-    """Writes `ranking.json` and `ranking.md`, prints the table, and returns its rows, best first.
+    """Writes `ranking.json`, `ranking.md` and the recipe `best.py`, prints the table, and returns its rows, best first.
 
     Runs are ordered by `checkpoint.metric` of their final validation. Runs that differ in the seed only share a row,
-    with the mean and the sample standard deviation (n - 1) over seeds.
+    with the mean, the sample standard deviation (n - 1), and the 95 % interval of the mean over seeds.
     """
     groups: dict[str, list[tuple[Run, dict[str, Any]]]] = {}
     for run in plan.runs:
@@ -32,10 +49,33 @@ def write_ranking(plan: Plan) -> list[dict[str, Any]]:
     table = _markdown(rows, checkpoint.metric)
     files.write_atomic(plan.workdir / "ranking.md", table + "\n")
     missing = [run.workdir.name for run in plan.unfinished]
+    if rows and rows[0]["mean"] is not None:
+        best = next(run for run in plan.runs if run.workdir.name in rows[0]["runs"])
+        files.write_atomic(plan.workdir / BEST, recipe(best.config, f"{checkpoint.metric} {rows[0]['mean']:.5g}"))
     ranking = {"metric": checkpoint.metric, "mode": checkpoint.mode, "missing": missing, "rows": rows}
     files.write_atomic(plan.workdir / "ranking.json", json.dumps(ranking, indent=1) + "\n")
     print(table, flush=True)
     return rows
+
+
+def recipe(config: Config, score: str) -> str:
+    """The text of a recipe that has this config, whatever becomes of the recipe and the edits that it is from.
+
+    Args:
+      score: what the run reached, for the docstring.
+    """
+    return BEST_TEMPLATE.format(score=score, config=overrides.to_json(config).strip())
+
+
+def interval(numbers: list[float]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the mean of runs, by Student's t; None for fewer than two."""
+    if len(numbers) < 2:
+        return None
+    from scipy import special  # slow to import, and only needed here
+
+    half = float(special.stdtrit(len(numbers) - 1, 0.975)) * statistics.stdev(numbers) / math.sqrt(len(numbers))
+    mean = statistics.fmean(numbers)
+    return mean - half, mean + half
 
 
 def _row(name: str, members: list[tuple[Run, dict[str, Any]]], metric: str) -> dict[str, Any]:
@@ -47,13 +87,15 @@ def _row(name: str, members: list[tuple[Run, dict[str, Any]]], metric: str) -> d
         "edits": {path: format_value(value) for path, value in members[0][0].edits.items() if path != SEED},
         "mean": statistics.fmean(values) if is_complete else None,
         "deviation": statistics.stdev(values) if is_complete and len(values) > 1 else None,
+        "interval": interval(values) if is_complete else None,
         "runs": results,
     }
 
 
 def _markdown(rows: list[dict[str, Any]], metric: str) -> str:
-    lines = [f"| rank | {metric} | deviation | runs | edits |", "|---:|---:|---:|---:|---|"]
+    lines = [f"| rank | {metric} | deviation | 95 % interval | runs | edits |", "|---:|---:|---:|---:|---:|---|"]
     for rank, row in enumerate(rows, 1):
         mean, deviation = (f"{row[key]:.5g}" if row[key] is not None else "" for key in ("mean", "deviation"))
-        lines.append(f"| {rank} | {mean} | {deviation} | {len(row['runs'])} | {row['name']} |")
+        bounds = "" if row["interval"] is None else " to ".join(f"{bound:.5g}" for bound in row["interval"])
+        lines.append(f"| {rank} | {mean} | {deviation} | {bounds} | {len(row['runs'])} | {row['name']} |")
     return "\n".join(lines)

@@ -9,6 +9,8 @@ from pathlib import Path
 import jax
 
 from jaxformer.config import Config, checks
+from jaxformer.data.sources import Dataset
+from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import StorageError
 from jaxformer.parallel import mesh as meshes
 from jaxformer.runtime import files, secrets
@@ -21,6 +23,7 @@ from jaxformer.train.run import Run
 from jaxformer.train.setup import build_or_load_tokenizers, resolve_config, with_chat_template
 from jaxformer.train.timing import is_due
 from jaxformer.train.workdir import check_same_config
+from jaxformer.types import Batch, Sums
 
 
 def train(config: Config, workdir: str | Path, init_format: warm_start.InitFormat = warm_start.RUN_FORMAT) -> int:
@@ -51,6 +54,25 @@ def train(config: Config, workdir: str | Path, init_format: warm_start.InitForma
 def _train(config: Config, workdir: Path, init_format: warm_start.InitFormat) -> int:
     """Checks everything that can be checked before the first write, then trains under the workdir's lock."""
     stop = PreemptionListener(config.train.deadline)
+    config, mesh, dataset, tokenizers, notes = prepare(config, workdir, init_format)
+    with jax.set_mesh(mesh):
+        run = Run(config, workdir, mesh, dataset, tokenizers, init_format)
+        with WorkdirLock(workdir):
+            run.restore(notes)
+            with contextlib.closing(run), stop, run.watchdog:
+                if stop.is_off_main_thread:
+                    run.reporter.log("not on the main thread: signals do not stop this run; train.deadline does")
+                return training_loop(run, stop)
+
+
+def prepare(
+    config: Config, workdir: Path, init_format: warm_start.InitFormat
+) -> tuple[Config, jax.sharding.Mesh, Dataset, Tokenizers | None, list[str]]:
+    """The resolved config of a run, its mesh, data and tokenizers, and lines to log. Writes nothing.
+
+    Raises:
+      ConfigError: the config contradicts itself, the data or the run in `workdir`.
+    """
     secrets.reject(dataclasses.asdict(config), "config")
     trackers.check_available(config.train.trackers)
     config, tokenizers = warm_start.adopt_model(config, workdir, init_format)
@@ -63,14 +85,7 @@ def _train(config: Config, workdir: Path, init_format: warm_start.InitFormat) ->
     config = resolve_config(config, dataset, tokenizers)
     checks.mesh.check_divisibility(config, mesh.shape)
     checks.size.check_memory(config, mesh.shape, meshes.device_memory(mesh))  # now with the tokenizer's vocabulary
-    with jax.set_mesh(mesh):
-        run = Run(config, workdir, mesh, dataset, tokenizers, init_format)
-        with WorkdirLock(workdir):
-            run.restore(notes)
-            with contextlib.closing(run), stop, run.watchdog:
-                if stop.is_off_main_thread:
-                    run.reporter.log("not on the main thread: signals do not stop this run; train.deadline does")
-                return training_loop(run, stop)
+    return config, mesh, dataset, tokenizers, notes
 
 
 def training_loop(run: Run, stop: PreemptionListener) -> int:
@@ -79,52 +94,98 @@ def training_loop(run: Run, stop: PreemptionListener) -> int:
     At every step: next batch, train step, log. At some: evaluate, save. At the end: evaluate, write `result.json`. The
     end comes sooner if `config.train.patience` evaluations brought nothing better.
     """
-    config = run.config.train
-    if (run.step >= config.steps or run.patience.is_exhausted) and results.finished_result(run.workdir) is not None:
-        field = "steps" if run.step >= config.steps else "patience"
-        run.reporter.log(f"the run is finished; raise config.train.{field} to continue")
+    if is_finished(run):
         return 0
     run.complete_interrupted_step()
     train_step = steps.make_train_step(run.config, run.module, run.task, run.optimizer, run.schedule, run.mesh)
     run.window.resume()
     run.clock.lap()
-    while run.step < config.steps and not run.patience.is_exhausted:
+    while run.has_steps_left:
         position = run.batches.get_state()
         batch = next(run.batches)
         compiles = run.train_shapes.is_new(batch)
         run.state, sums = train_step(run.state, steps.shard_batch(batch, run.mesh, run.balanced))
-        run.step += 1
-        run.window.add(sums, batch)
-        run.guard.add(run.step, sums, position)
-        run.watchdog.heartbeat()
-        run.checkpoints.check()
-        run.clock.record_step(compiles)
-
-        is_last = run.step == config.steps
-        stopping = stop.should_stop(run.step) and not is_last
-        if is_last or run.step == 1 or is_due(run.step, config.log_every):
-            run.reporter.write(run.step, "train", run.window.flush() | run.progress_of_components())
-        evaluation_due = is_last or is_due(run.step, config.evaluate_every)
-        save_due = is_last or stopping or is_due(run.step, config.checkpoint_every)
+        record(run, sums, batch, position, compiles)
+        stopping = stop.should_stop(run.step) and run.step < run.config.train.steps
+        evaluation_due, save_due = due(run, stopping)
         if evaluation_due or save_due:
             run.window.pause()
-            run.clock.lap()
-            if evaluation_due and not stopping:
-                run.evaluate()
-            run.guard.check()
-            if save_due or run.patience.is_exhausted:
-                run.save(evaluation_due=evaluation_due and stopping)
-                run.clock.record_part("save")
+            evaluate_and_save(run, stopping)
             run.window.resume()
         if stopping:
-            run.checkpoints.wait()
-            run.reporter.log(f"stopped at step {run.step:,}, saved; run the same command to continue")
+            announce_stop(run)
             return EXIT_PREEMPTED
+    conclude(run)
+    return 0
 
-    if run.step < config.steps:
+
+# The parts of the loop, which runs that train together (`together`) have in common with it.
+
+
+def is_finished(run: Run) -> bool:
+    """True, and a line says so, if a restored run has nothing left to do."""
+    if run.has_steps_left or results.finished_result(run.workdir) is None:
+        return False
+    field = "steps" if run.step >= run.config.train.steps else "patience"
+    run.reporter.log(f"the run is finished; raise config.train.{field} to continue")
+    return True
+
+
+def record(run: Run, sums: Sums, batch: Batch, position: dict[str, int], compiles: bool) -> None:
+    """Counts a step that has been started, and reports where that is due.
+
+    Args:
+      position: state of the batches before this one.
+      compiles: the batch has a new shape.
+
+    Raises:
+      ConfigError: too many steps in a row were skipped.
+    """
+    run.step += 1
+    run.window.add(sums, batch)
+    run.guard.add(run.step, sums, position)
+    run.watchdog.heartbeat()
+    run.checkpoints.check()
+    run.clock.record_step(compiles)
+    if run.step in (1, run.config.train.steps) or is_due(run.step, run.config.train.log_every):
+        run.reporter.write(run.step, "train", run.window.flush() | run.progress_of_components())
+
+
+def due(run: Run, stopping: bool) -> tuple[bool, bool]:
+    """Whether an evaluation, and a save, are due after the current step."""
+    config = run.config.train
+    is_last = run.step == config.steps
+    evaluation_due = is_last or is_due(run.step, config.evaluate_every)
+    return evaluation_due, is_last or stopping or is_due(run.step, config.checkpoint_every)
+
+
+def evaluate_and_save(run: Run, stopping: bool) -> None:
+    """Does what is due after the current step. The window of the log is paused meanwhile.
+
+    Raises:
+      ConfigError: too many steps in a row were skipped, the last of which are checked only here.
+    """
+    evaluation_due, save_due = due(run, stopping)
+    run.clock.lap()
+    if evaluation_due and not stopping:
+        run.evaluate()
+    run.guard.check()
+    if save_due or run.patience.is_exhausted:
+        run.save(evaluation_due=evaluation_due and stopping)
+        run.clock.record_part("save")
+
+
+def announce_stop(run: Run) -> None:
+    """Waits for the last save of a run that was stopped, and says so."""
+    run.checkpoints.wait()
+    run.reporter.log(f"stopped at step {run.step:,}, saved; run the same command to continue")
+
+
+def conclude(run: Run) -> None:
+    """Waits for the last save of a run that has no step left, and writes `result.json`."""
+    if run.step < run.config.train.steps:
         run.reporter.log(f"stopped early at step {run.step:,}: {run.patience.describe()}")
     run.checkpoints.wait()
     values = run.values or run.evaluate()
     if jax.process_index() == 0:
         files.write_json(run.workdir / results.FILE_NAME, results.to_record(run.step, run.config, values))
-    return 0

@@ -23,7 +23,7 @@ from jaxformer import registry
 from jaxformer.config import OptimizerConfig, ScheduleConfig
 from jaxformer.errors import ConfigError
 from jaxformer.train import skip_guard
-from jaxformer.types import Array, PyTree, leaf_path
+from jaxformer.types import Array, PyTree, is_zero, leaf_path
 
 Schedule = Callable[[ArrayLike], Array]
 Transform = optax.GradientTransformationExtraArgs
@@ -42,14 +42,19 @@ ADAM_WORDS = ("bias", "scale", "embed", "kinds")
 # Schedules. `n` counts completed updates from 0, as optax does, so update n is step s = n + 1.
 
 
-def _warmup(n: Array, warmup: int) -> Array:
+def _warmup(n: Array, warmup: ArrayLike) -> Array:
     """min(1, s / warmup): update `warmup - 1` is the first at full rate, and no update has rate 0."""
-    return jnp.minimum(1.0, (n + 1.0) / max(warmup, 1))
+    return jnp.minimum(1.0, (n + 1.0) / _at_least_one(warmup))
 
 
-def _decay_progress(n: Array, start: float, end: float) -> Array:
+def _decay_progress(n: Array, start: Any, end: Any) -> Array:
     """0 up to update `start`, 1 from update `end` on, linear between."""
-    return jnp.clip((n - start) / max(end - start, 1.0), 0.0, 1.0)
+    return jnp.clip((n - start) / _at_least_one(end - start), 0.0, 1.0)
+
+
+def _at_least_one(steps: ArrayLike) -> Any:
+    """`max(steps, 1)` of a number that is known when the program is traced, or of one that is not."""
+    return max(steps, 1) if isinstance(steps, float | int) else jnp.maximum(steps, 1)
 
 
 def _constant(config: ScheduleConfig, steps: int, width: int, n: Array) -> Array:
@@ -72,12 +77,12 @@ def _wsd(config: ScheduleConfig, steps: int, width: int, n: Array) -> Array:
 
 
 def _inverse_sqrt(config: ScheduleConfig, steps: int, width: int, n: Array) -> Array:
-    warmup = max(config.warmup, 1)
+    warmup = _at_least_one(config.warmup)
     return jnp.minimum((n + 1.0) / warmup, jnp.sqrt(warmup / (n + 1.0)))
 
 
 def _noam(config: ScheduleConfig, steps: int, width: int, n: Array) -> Array:
-    return width**-0.5 * jnp.minimum((n + 1.0) ** -0.5, (n + 1.0) * max(config.warmup, 1) ** -1.5)
+    return width**-0.5 * jnp.minimum((n + 1.0) ** -0.5, (n + 1.0) * _at_least_one(config.warmup) ** -1.5)
 
 
 SCHEDULES: dict[str, Callable[[ScheduleConfig, int, int, Array], Array]] = {
@@ -394,7 +399,7 @@ def optimizer(
     """
     build = _lookup(OPTIMIZERS, config.name, "config.optimizer.name")
     decay = optax.identity()
-    if config.weight_decay:
+    if not is_zero(config.weight_decay):
         decay = optax.add_decayed_weights(config.weight_decay, decay_mask(params, config))
     rules = [build(config, decay, params, axis_names)]
     if config.layer_decay != 1:

@@ -182,8 +182,16 @@ def fit_parts(parts: Mapping[str, str], width: int, stream: TextIO | None = None
 class Reporter:
     """All reports of a run on the first process; nothing on the others."""
 
-    def __init__(self, workdir: Path, clock: Clock, first_step: int, evaluated: bool, config: Config) -> None:
-        self.progress = ProgressLine(clock)
+    def __init__(
+        self,
+        workdir: Path,
+        clock: Clock,
+        first_step: int,
+        evaluated: bool,
+        config: Config,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.progress = ProgressLine(clock, stream)
         self.is_first = jax.process_index() == 0
         if self.is_first:
             self.file = MetricsFile(workdir / "metrics.jsonl", first_step, evaluated)

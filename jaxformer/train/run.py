@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 from flax import linen as nn
@@ -43,6 +43,9 @@ class Run:
 
     Creating one raises for whatever cannot work and writes nothing. `restore` opens the workdir and completes it.
 
+    Args:
+      stream: where lines for people go; None: stderr.
+
     Attributes:
       state: the training state; `step` is its step number, known to the host without waiting for the device.
       values: measures of the last evaluation, which was at step `evaluated_at`; -1: none.
@@ -56,7 +59,9 @@ class Run:
         dataset: Dataset,
         tokenizers: Tokenizers | None,
         init_format: warm_start.InitFormat = warm_start.RUN_FORMAT,
+        stream: TextIO | None = None,
     ) -> None:
+        self.stream = stream
         self.config, self.workdir, self.mesh, self.dataset, self.tokenizers = config, workdir, mesh, dataset, tokenizers
         self.task, self.init_format = _mixture.objective(config), init_format
         self.module = build.build(config.model)
@@ -98,7 +103,9 @@ class Run:
         self.step = int(self.state.step)
         self.evaluated_at = self.step if self.values else -1
         self.clock = Clock(config.train)
-        self.reporter = Reporter(workdir, self.clock, self.step, not self.progress["evaluation_due"], config)
+        self.reporter = Reporter(
+            workdir, self.clock, self.step, not self.progress["evaluation_due"], config, self.stream
+        )
         self.train_shapes, self.eval_shapes = (
             CompiledShapes(program, self.reporter.log) for program in ("step", "evaluation")
         )
@@ -168,6 +175,11 @@ class Run:
         if self.progress["data"] == self.dataset.key:
             return []
         return ["the data changed since the run started: measures before and after cannot be compared"]
+
+    @property
+    def has_steps_left(self) -> bool:
+        """True unless the run is at its last step, or has waited too long for a better validation."""
+        return self.step < self.config.train.steps and not self.patience.is_exhausted
 
     def complete_interrupted_step(self) -> None:
         """Does what the run was stopped before: the evaluation that was due, or the copy to the best checkpoints."""

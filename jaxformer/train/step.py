@@ -45,40 +45,58 @@ def make_train_step(
     shardings = state_shardings(config, module, optimizer, mesh)
     update_at = freezing.trained(config, update_shardings(config, build.shapes(module), shardings.params))
     replicated = NamedSharding(mesh, PartitionSpec())
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        key = jax.random.fold_in(state.key, state.step)
-        grads, variables, sums = batch_gradients(config, module, task, state.params, state.collections(), batch, key)
-        old_params, frozen = freezing.split(config, state.params)
-        grads, old_params = jax.lax.with_sharding_constraint((grads, old_params), (update_at, update_at))
-        norm = optax.global_norm(grads)
-        is_good, is_spike = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0]), None
-        if config.optimizer.spike is not None:
-            is_spike = is_good & skip_guard.is_spike(state.opt_state, norm, config.optimizer.spike)
-            is_good &= ~is_spike
-
-        grads = optim.clip_by_norm(grads, norm, config.optimizer.clip)
-        updates, opt_state = optimizer.update(grads, state.opt_state, old_params, norm=norm)
-        params = optax.apply_updates(old_params, updates)
-        update_count = optim.update_count(state.opt_state)
-        if config.train.ema is not None:
-            decay = ema.decay_at(config.train, update_count)
-            variables = {**variables, EMA: ema.updated(state.variables[EMA], params, decay)}
-
-        rate = jnp.asarray(schedule(update_count))
-        sums = {**sums, "gradient_norm": (norm, jnp.ones(())), "learning_rate": (rate, jnp.ones(()))}
-        sums = jax.tree.map(lambda x: jnp.where(is_good, x, jnp.zeros_like(x)), sums)
-        sums["skipped"] = (jnp.float32(~is_good), jnp.ones(()))
-        if is_spike is not None:
-            sums["spiked"] = (jnp.float32(is_spike), jnp.ones(()))
-
-        old = (freezing.trained(config, state.params), state.opt_state, dict(state.variables))
-        new = (params, opt_state, variables)
-        params, opt_state, variables = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), new, old)
-        params = overlaid(frozen, params)
-        return TrainState(state.step + 1, params, opt_state, state.key, variables), sums
-
+    train_step = functools.partial(update, config, module, task, optimizer, schedule, update_at)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated))
+
+
+def update(
+    config: Config,
+    module: nn.Module,
+    task: Task,
+    optimizer: optim.Transform,
+    schedule: optim.Schedule,
+    update_at: PyTree | None,
+    state: TrainState,
+    batch: Batch,
+) -> tuple[TrainState, Sums]:
+    """One training step: the new state and its sums. See `make_train_step`; not compiled.
+
+    Rates of the config may be traced values (`train/lanes.py`).
+
+    Args:
+      update_at: shardings of the trained parameters in their update; None: the partitioner decides.
+    """
+    key = jax.random.fold_in(state.key, state.step)
+    grads, variables, sums = batch_gradients(config, module, task, state.params, state.collections(), batch, key)
+    old_params, frozen = freezing.split(config, state.params)
+    if update_at is not None:
+        grads, old_params = jax.lax.with_sharding_constraint((grads, old_params), (update_at, update_at))
+    norm = optax.global_norm(grads)
+    is_good, is_spike = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0]), None
+    if config.optimizer.spike is not None:
+        is_spike = is_good & skip_guard.is_spike(state.opt_state, norm, config.optimizer.spike)
+        is_good &= ~is_spike
+
+    grads = optim.clip_by_norm(grads, norm, config.optimizer.clip)
+    updates, opt_state = optimizer.update(grads, state.opt_state, old_params, norm=norm)
+    params = optax.apply_updates(old_params, updates)
+    update_count = optim.update_count(state.opt_state)
+    if config.train.ema is not None:
+        decay = ema.decay_at(config.train, update_count)
+        variables = {**variables, EMA: ema.updated(state.variables[EMA], params, decay)}
+
+    rate = jnp.asarray(schedule(update_count))
+    sums = {**sums, "gradient_norm": (norm, jnp.ones(())), "learning_rate": (rate, jnp.ones(()))}
+    sums = jax.tree.map(lambda x: jnp.where(is_good, x, jnp.zeros_like(x)), sums)
+    sums["skipped"] = (jnp.float32(~is_good), jnp.ones(()))
+    if is_spike is not None:
+        sums["spiked"] = (jnp.float32(is_spike), jnp.ones(()))
+
+    old = (freezing.trained(config, state.params), state.opt_state, dict(state.variables))
+    new = (params, opt_state, variables)
+    params, opt_state, variables = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), new, old)
+    params = overlaid(frozen, params)
+    return TrainState(state.step + 1, params, opt_state, state.key, variables), sums
 
 
 def make_eval_step(config: Config, module: nn.Module) -> jax.stages.Wrapped:

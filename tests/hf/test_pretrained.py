@@ -90,36 +90,47 @@ def gpt2(tmp_path_factory):
     return place
 
 
-def test_a_masked_word_is_filled_with_the_tokenizers_own_frame(bert):
-    model = jaxformer.from_pretrained(bert)
+@pytest.fixture(scope="module")
+def masked(bert):
+    """The model of `bert`."""
+    return jaxformer.from_pretrained(bert)
+
+
+@pytest.fixture(scope="module")
+def causal(gpt2):
+    """The model of `gpt2`."""
+    return jaxformer.from_pretrained(gpt2)
+
+
+def test_a_masked_word_is_filled_with_the_tokenizers_own_frame(masked):
+    model = masked
     found = model.fill_mask(["the [MASK] sat"], top=3)[0][0]
     ids = np.asarray([[2, 7, 4, 9, 3]])
     logits = np.asarray(model(input_ids=ids).logits)[0, 2]
     assert [f["id"] for f in found] == np.argsort(-logits)[:3].tolist()
 
 
-def test_embeddings_and_ids_give_the_same(bert):
-    model = jaxformer.from_pretrained(bert)
-    ids = np.asarray([[2, 7, 8, 3]])
-    rows = model.params["source_embed"]["table"][ids]
+def test_embeddings_and_ids_give_the_same(masked):
+    model, ids = masked, np.asarray([[2, 7, 8, 3]])
+    rows = np.asarray(model.params["source_embed"]["table"])[ids]
     np.testing.assert_allclose(model(inputs_embeds=rows).logits, model(input_ids=ids).logits, rtol=1e-6)
 
 
-def test_attentions_are_distributions_over_real_tokens(bert):
-    model = jaxformer.from_pretrained(bert)
-    out = model(input_ids=np.asarray([[2, 7, 3, 0]]), attention_mask=np.asarray([[1, 1, 1, 0]]), output_attentions=True)
-    (weights,) = out.attentions
+def test_attentions_are_distributions_over_real_tokens(masked):
+    out = masked(
+        input_ids=np.asarray([[2, 7, 3, 0]]), attention_mask=np.asarray([[1, 1, 1, 0]]), output_attentions=True
+    )
+    (weights,) = map(np.asarray, out.attentions)
     assert weights.shape == (1, 2, 4, 4)
     np.testing.assert_allclose(weights[:, :, :3].sum(-1), 1.0, rtol=1e-6)
-    assert not np.asarray(weights)[..., 3].any()
+    assert not weights[..., 3].any()
 
 
-def test_another_head_on_the_same_body(bert, caplog):
+def test_another_head_on_the_same_body(bert, masked, caplog):
     model = jaxformer.from_pretrained(bert, head="sequence", classes=3)
     assert model(input_ids=np.asarray([[2, 7, 3]])).logits.shape == (1, 3)
     assert "cls.predictions" in caplog.text
-    body = jaxformer.from_pretrained(bert).params["encoder"]
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), model.params["encoder"], body))
+    jax.tree.map(np.testing.assert_array_equal, model.params["encoder"], masked.params["encoder"])
     results = model.classify(["the cat sat"])
     assert set(results[0]["probabilities"]) == {"LABEL_0", "LABEL_1", "LABEL_2"}
 
@@ -164,25 +175,25 @@ def test_an_answer_is_the_best_span_of_their_logits(family, tmp_path):
         model.tag(["the cat"])
 
 
-def test_resized_vocabulary_keeps_old_rows(bert):
-    old, new = jaxformer.from_pretrained(bert), jaxformer.from_pretrained(bert, vocab=20)
+def test_resized_vocabulary_keeps_old_rows(bert, masked):
+    large, small = (jaxformer.from_pretrained(bert, vocab=vocab) for vocab in (20, 10))
     ids = np.asarray([[2, 7, 8, 3]])
-    assert new(input_ids=ids).logits.shape == (1, 4, 20)
-    np.testing.assert_allclose(new(input_ids=ids).logits[..., :14], old(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
-    small = jaxformer.from_pretrained(bert, vocab=10)
-    np.testing.assert_allclose(small(input_ids=ids).logits, old(input_ids=ids).logits[..., :10], rtol=1e-5, atol=1e-6)
+    old, more, fewer = (np.asarray(model(input_ids=ids).logits) for model in (masked, large, small))
+    assert more.shape == (1, 4, 20)
+    np.testing.assert_allclose(more[..., :14], old, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(fewer, old[..., :10], rtol=1e-5, atol=1e-6)
 
 
-def test_parameters_are_read_onto_a_mesh(gpt2):
+def test_parameters_are_read_onto_a_mesh(gpt2, causal):
     mesh = meshes.make(MeshConfig(data=1, fsdp=4, tensor=2))
-    sharded, whole = jaxformer.from_pretrained(gpt2, mesh=mesh), jaxformer.from_pretrained(gpt2)
+    sharded, whole = jaxformer.from_pretrained(gpt2, mesh=mesh), causal
     kernel = sharded.params["decoder"]["blocks"]["ffn"]["in"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 8
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), sharded.params, whole.params)
 
 
-def test_generation_continues_text(gpt2):
-    model = jaxformer.from_pretrained(gpt2)
+def test_generation_continues_text(causal):
+    model = causal
     text = model.generate(["the cat"], max_length=4)
     ids = model.generate(input_ids=np.asarray([[2, 7, 8, 3]]), max_new_tokens=4)
     assert text[0].split() == [WORDS[i] for i in ids[0, 4:] if i >= 7 or i == 1][: len(text[0].split())]
@@ -209,9 +220,9 @@ def test_defaults_that_generation_does_not_know_are_named(gpt2, tmp_path, caplog
         ({"penalty_alpha": 0.6}, "penalty_alpha"),
     ],
 )
-def test_generate_refuses(gpt2, arguments, message):
+def test_generate_refuses(causal, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        jaxformer.from_pretrained(gpt2).generate(input_ids=np.asarray([[7, 8]]), **arguments)
+        causal.generate(input_ids=np.asarray([[7, 8]]), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +235,9 @@ def test_generate_refuses(gpt2, arguments, message):
         ({"input_ids": np.ones((1, 2), int), "attention_mask": np.ones((1, 3))}, "attention_mask"),
     ],
 )
-def test_call_refuses(bert, arguments, message):
+def test_call_refuses(masked, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        jaxformer.from_pretrained(bert)(**arguments)
+        masked(**arguments)
 
 
 def edited(directory, place, tensors=None, **settings):
@@ -391,13 +402,13 @@ def test_what_no_family_computes_is_refused(tmp_path):
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_import_then_export_gives_the_tensors_back(gpt2, tmp_path, capsys):
+def test_import_then_export_gives_the_tensors_back(gpt2, causal, tmp_path, capsys):
     workdir, target = tmp_path / "run", tmp_path / "out"
     assert cli.main(["import", f"--source={gpt2}", f"--workdir={workdir}"]) == 0
     assert "GPT2LMHeadModel" in capsys.readouterr().out
     model = jaxformer.load(workdir)
     ids = np.asarray([[7, 8, 9]])
-    np.testing.assert_array_equal(model(input_ids=ids).logits, jaxformer.from_pretrained(gpt2)(input_ids=ids).logits)
+    np.testing.assert_array_equal(model(input_ids=ids).logits, causal(input_ids=ids).logits)
     assert cli.main(["export", f"--workdir={workdir}", f"--target={target}"]) == 0
     before, after = reading.open_tensors(gpt2), reading.open_tensors(target)
     assert {n: t.array().tobytes() for n, t in before.items()} == {n: t.array().tobytes() for n, t in after.items()}
@@ -519,7 +530,7 @@ def test_a_model_of_sentences_begins_and_is_exported_as_a_body(bert, tmp_path, c
     assert "the mean pooling of its last hidden states" in caplog.text
     body, ids = jaxformer.from_pretrained(tmp_path / "out"), np.asarray([[2, 7, 8, 3]])
     assert (body.hf.head, body.config.model.head.kind) == ("bare", "none")
-    hidden = body(input_ids=ids).last_hidden_state
+    hidden = np.asarray(body(input_ids=ids).last_hidden_state)
     np.testing.assert_allclose(trained.embed(["the cat"])[0], hidden[0].mean(axis=0), rtol=1e-5, atol=1e-6)
     original = jaxformer.from_pretrained(bert, head="model")(input_ids=ids).last_hidden_state
     np.testing.assert_allclose(hidden, original, rtol=1e-5, atol=1e-6)
@@ -529,7 +540,7 @@ def test_a_model_of_sentences_begins_and_is_exported_as_a_body(bert, tmp_path, c
         layered.save_pretrained(tmp_path / "other")
 
 
-def test_a_directory_is_fine_tuned(bert, tmp_path, capsys, monkeypatch):
+def test_a_directory_is_fine_tuned(bert, masked, tmp_path, capsys, monkeypatch):
     """A recipe without a model takes the directory's body and tokenizer, with a new head for its task."""
     builders.one_device(monkeypatch)
     data = tmp_path / "data"
@@ -546,7 +557,7 @@ def test_a_directory_is_fine_tuned(bert, tmp_path, capsys, monkeypatch):
         "    config.data.splits = {'train': ('train.tsv',), 'validation': ('validation.tsv',)}\n"
         "    config.data.columns = {'text': 'sentence', 'label': 'label'}\n"
         "    config.data.length, config.data.batch, config.task.name = 8, 8, 'classification'\n"
-        "    config.train.steps = config.train.evaluate_every = config.train.checkpoint_every = 8\n"
+        "    config.train.steps, config.train.evaluate_every, config.train.checkpoint_every = 2, 0, 0\n"
         "    config.schedule.peak = 0.01\n"
         "    return config\n"
     )
@@ -555,8 +566,8 @@ def test_a_directory_is_fine_tuned(bert, tmp_path, capsys, monkeypatch):
     model = jaxformer.load(tmp_path / "run")
     assert model.config.model.encoder.width == 8
     assert model.tokenizers.source.encode("cat") == [8]
-    before = jaxformer.from_pretrained(bert).params["encoder"]["blocks"]["ffn"]["in"]["kernel"]
-    moved = np.abs(np.asarray(model.params["encoder"]["blocks"]["ffn"]["in"]["kernel"] - before)).max()
+    before, after = (np.asarray(each.params["encoder"]["blocks"]["ffn"]["in"]["kernel"]) for each in (masked, model))
+    moved = np.abs(after - before).max()
     assert 0 < moved < 0.1  # it started there, and learned
     assert model.classify(["the cat sat"])[0]["label"] in ("good", "bad")
     assert cli.main(["train", *arguments]) == 0  # finished before: the workdir's own model serves

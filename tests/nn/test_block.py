@@ -37,16 +37,34 @@ SLOTS = slots_from_segments(jnp.ones((1, LENGTH), jnp.int32))
 X = jnp.asarray(np.random.default_rng(0).standard_normal((1, LENGTH, WIDTH)), jnp.float32)
 
 
-@pytest.mark.parametrize("layer", [0, 1, 4])
-def test_scores_are_divided_by_the_number_of_the_layer_from_one(layer):
+def drawn(module, *arguments, deviation=0.4):
+    """Parameters of a module, none of them as any other. numpy draws them: initialisation would be compiled."""
+    noise = np.random.default_rng(1).standard_normal
+
+    def draw(path, leaf):
+        mean = 1.0 if path[-1].key == "scale" else 0.0
+        return (mean + deviation * noise(leaf.shape)).astype(np.float32)
+
+    shapes = nn.meta.unbox(jax.eval_shape(module.init, jax.random.key(0), *arguments))["params"]
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def test_scores_are_divided_by_the_number_of_the_layer_from_one():
     encoding = EncodingConfig(kind="none")
     scaled = Attention(AttentionConfig(heads=2, bias=False, scale_by_layer=True), encoding, WIDTH)
     plain = Attention(AttentionConfig(heads=2, bias=False), encoding, WIDTH)
-    made = nn.meta.unbox(plain.init(jax.random.key(0), X, Mask(SLOTS, SLOTS)))
-    params = jax.tree.map(lambda x: 3.0 * x, made["params"])
-    less = params | {"query": {"kernel": params["query"]["kernel"] / (layer + 1)}}
-    got = scaled.apply({"params": params}, X, Mask(SLOTS, SLOTS), layer=jnp.int32(layer))[0]
-    np.testing.assert_allclose(got, plain.apply({"params": less}, X, Mask(SLOTS, SLOTS))[0], rtol=1e-5, atol=1e-6)
+    params = drawn(plain, X, Mask(SLOTS, SLOTS))
+
+    @jax.jit
+    def both(layer):
+        less = params | {"query": {"kernel": params["query"]["kernel"] / (layer + 1)}}
+        got = scaled.apply({"params": params}, X, Mask(SLOTS, SLOTS), layer=layer)[0]
+        return got, plain.apply({"params": less}, X, Mask(SLOTS, SLOTS))[0]
+
+    found = [both(np.int32(layer)) for layer in (0, 1, 4)]
+    for got, wanted in found:
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    assert np.abs(found[0][0] - found[2][0]).max() > 0.01
 
 
 @pytest.mark.parametrize(("every", "banded"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2])])
@@ -55,34 +73,32 @@ def test_the_last_layer_of_every_so_many_is_banded(every, banded):
     attention = AttentionConfig(heads=2, window=1, window_every=every)
     block = Block(builders.stack(attention=attention, encoding=EncodingConfig(kind="none")))
     context = LayerContext(Mask(SLOTS, SLOTS, causal=True, window=1))
-    params = nn.meta.unbox(block.init(jax.random.key(0), (X, None), jnp.int32(0), None, context))
+    params = {"params": drawn(block, (X, None), jnp.int32(0), None, context)}
 
     def last(x, layer):
         return jnp.sum(block.apply(params, (x, None), layer, None, context)[0][0][0, -1])
 
     gradient = jax.jit(jax.grad(last))
-    seen = [bool(jnp.any(gradient(X, jnp.int32(layer))[0, 0] != 0)) for layer in range(4)]
+    seen = [np.asarray(gradient(X, np.int32(layer)))[0, 0].any() for layer in range(4)]
     assert [layer for layer in range(4) if not seen[layer]] == banded
 
 
 def test_scores_are_divided_by_the_root_of_a_head_width_of_its_own():
     """Where heads x head width is not the model width: twice as wide heads."""
     attention = Attention(AttentionConfig(heads=2, head_width=8, bias=False), EncodingConfig(kind="none"), WIDTH)
-    params = nn.meta.unbox(attention.init(jax.random.key(0), X, Mask(SLOTS, SLOTS)))["params"]
-    q, k, v = (jnp.einsum("btd,dhk->bhtk", X, params[name]["kernel"]) for name in ("query", "key", "value"))
-    o = jax.nn.softmax(q @ jnp.swapaxes(k, 2, 3) / 8**0.5) @ v
-    wanted = jnp.einsum("bhtk,hkd->btd", o, params["out"]["kernel"])
-    got = attention.apply({"params": params}, X, Mask(SLOTS, SLOTS))[0]
+    params = drawn(attention, X, Mask(SLOTS, SLOTS))
+    q, k, v = (np.einsum("btd,dhk->bhtk", X, params[name]["kernel"]) for name in ("query", "key", "value"))
+    scores = np.exp(q @ np.swapaxes(k, 2, 3) / 8**0.5)
+    o = scores / scores.sum(axis=-1, keepdims=True) @ v
+    wanted = np.einsum("bhtk,hkd->btd", o, params["out"]["kernel"])
+    got = jax.jit(lambda: attention.apply({"params": params}, X, Mask(SLOTS, SLOTS))[0])()
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
 def test_norms_and_residual_sums_stand_where_the_order_says(order):
     config = builders.stack(norm=NormConfig(order=order), encoding=EncodingConfig(kind="none"))
-    block, context = Block(config), LayerContext(Mask(SLOTS, SLOTS))
-    drawn = nn.meta.unbox(block.init(jax.random.key(0), (X, None), jnp.int32(0), None, context))["params"]
-    noise = np.random.default_rng(1).standard_normal  # so that no norm is as any other
-    params = jax.tree.map(lambda x: x + 0.3 * noise(x.shape).astype(np.float32), drawn)
+    block, context, params = drawn_layer(config)
 
     def norm(name, x):
         return Norm(config.norm).apply({"params": params[name]}, x)
@@ -93,31 +109,40 @@ def test_norms_and_residual_sums_stand_where_the_order_says(order):
         y = function(norm(f"{name}_norm", x))
         return x + (norm(f"{name}_post_norm", y) if order == "sandwich" else y)
 
-    attention = Attention(config.attention, config.encoding, WIDTH)
-    attend = lambda x: attention.apply({"params": params["attention"]}, x, Mask(SLOTS, SLOTS))[0]  # noqa: E731
-    feed = lambda x: FeedForward(config.ffn, WIDTH).apply({"params": params["ffn"]}, x)  # noqa: E731
-    wanted = sublayer("ffn", sublayer("attention", X, attend), feed)
-    (got, _), _ = block.apply({"params": params}, (X, None), jnp.int32(0), None, context)
-    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    _, attend, feed = slow_layer(config, params)
+    compare(block, context, params, lambda: sublayer("ffn", sublayer("attention", X, attend), feed))
 
 
 def test_without_an_output_projection_heads_stand_one_after_another():
     attention = Attention(AttentionConfig(heads=2, bias=False, output=False), EncodingConfig(kind="none"), WIDTH)
-    params = nn.meta.unbox(attention.init(jax.random.key(0), X, Mask(SLOTS, SLOTS)))["params"]
-    got = attention.apply({"params": params}, X, Mask(SLOTS, SLOTS))[0]
-    heads = [
-        reference.single_head(X, *(params[name]["kernel"][:, head] for name in ("query", "key", "value")))
-        for head in range(2)
-    ]
-    np.testing.assert_allclose(got, jnp.concatenate(heads, axis=-1), rtol=1e-5, atol=1e-6)
+    params = drawn(attention, X, Mask(SLOTS, SLOTS))
+
+    @jax.jit
+    def both():
+        heads = [
+            reference.single_head(X, *(params[name]["kernel"][:, head] for name in ("query", "key", "value")))
+            for head in range(2)
+        ]
+        return attention.apply({"params": params}, X, Mask(SLOTS, SLOTS))[0], jnp.concatenate(heads, axis=-1)
+
+    np.testing.assert_allclose(*both(), rtol=1e-5, atol=1e-6)
 
 
 def drawn_layer(config):
     """Parameters of a layer in which no norm is as any other."""
     block, context = Block(config), LayerContext(Mask(SLOTS, SLOTS))
-    drawn = nn.meta.unbox(block.init(jax.random.key(0), (X, None), jnp.int32(0), None, context))["params"]
-    noise = np.random.default_rng(1).standard_normal
-    return block, context, jax.tree.map(lambda x: x + 0.3 * noise(x.shape).astype(np.float32), drawn)
+    return block, context, drawn(block, (X, None), jnp.int32(0), None, context)
+
+
+def compare(block, context, params, wanted):
+    """A layer is what `wanted()` computes, in one program."""
+
+    @jax.jit
+    def both():
+        (got, _), _ = block.apply({"params": params}, (X, None), jnp.int32(0), None, context)
+        return got, wanted()
+
+    np.testing.assert_allclose(*both(), rtol=1e-4, atol=1e-5)
 
 
 def slow_layer(config, params):
@@ -125,7 +150,7 @@ def slow_layer(config, params):
 
     def norm(name, x):
         centred = x - x.mean(-1, keepdims=True)
-        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm.epsilon)
+        scaled = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + config.norm.epsilon)
         return scaled * params[name].get("scale", 1.0) + params[name].get("bias", 0.0)
 
     attention = Attention(config.attention, config.encoding, WIDTH)
@@ -140,20 +165,21 @@ def test_parallel_sublayers_read_the_same_stream(sublayers):
     block, context, params = drawn_layer(config)
     assert ("ffn_norm" in params) == (sublayers == "parallel")
     norm, attend, feed = slow_layer(config, params)
-    wanted = X + attend(norm("attention_norm", X))
-    wanted += feed(norm("ffn_norm" if sublayers == "parallel" else "attention_norm", X))
-    (got, _), _ = block.apply({"params": params}, (X, None), jnp.int32(0), None, context)
-    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    other = "ffn_norm" if sublayers == "parallel" else "attention_norm"
+    compare(block, context, params, lambda: X + attend(norm("attention_norm", X)) + feed(norm(other, X)))
 
 
 def test_residual_connections_may_start_after_the_norm():
     config = builders.stack(residual_after_norm=True, encoding=EncodingConfig(kind="none"))
     block, context, params = drawn_layer(config)
     norm, attend, feed = slow_layer(config, params)
-    x = norm("attention_norm", X)
-    x = norm("ffn_norm", x + attend(x))
-    (got, _), _ = block.apply({"params": params}, (X, None), jnp.int32(0), None, context)
-    np.testing.assert_allclose(got, x + feed(x), rtol=1e-4, atol=1e-5)
+
+    def wanted():
+        x = norm("attention_norm", X)
+        x = norm("ffn_norm", x + attend(x))
+        return x + feed(x)
+
+    compare(block, context, params, wanted)
 
 
 def test_named_layers_are_banded():
@@ -179,24 +205,29 @@ def test_named_layers_are_banded():
 def test_layers_of_other_orders_decode_as_they_read(edits):
     """With a cache, with int8 weights, on eight devices and through two stages: the whole pass."""
     config = builders.decoder(**edits)
-    module = build.build(config)
-    params = nn.meta.unbox(build.init_variables(module, jax.random.key(0)))["params"]
-    tokens = jnp.asarray(np.random.default_rng(0).integers(1, builders.VOCAB, (8, 6)))
-    slots = slots_from_segments(jnp.ones((8, 6), jnp.int32))
+    module, variables = builders.make(config)
+    tokens = np.random.default_rng(0).integers(1, builders.VOCAB, (8, 6)).astype(np.int32)
+    slots = jax.tree.map(np.asarray, slots_from_segments(np.ones((8, 6), np.int32)))
     batch = Batch(None, Stream(tokens, slots))
-    whole = module.apply({"params": params}, batch)
-    start = lambda variables, prompt: module.apply(variables, prompt, 6, method="start")  # noqa: E731
     prompt = Batch(None, Stream(tokens[:, :4], jax.tree.map(lambda x: x[:, :4], slots)))
-    for variables, rtol in (({"params": params}, 1e-4), (int8.quantize(module, {"params": params}), 0.1)):
+
+    def decode(variables):
         variables = module.unstack(variables)
-        logits, state = start(variables, prompt)
-        np.testing.assert_allclose(logits, whole[:, 3], rtol=rtol, atol=rtol * float(jnp.abs(whole).max()))
-        logits, _ = module.apply(variables, tokens[:, 4:5], state, method="step")
-        np.testing.assert_allclose(logits, whole[:, 4], rtol=rtol, atol=rtol * float(jnp.abs(whole).max()))
+        first, state = module.apply(variables, prompt, 6, method="start")
+        return first, module.apply(variables, tokens[:, 4:5], state, method="step")[0]
+
+    @jax.jit
+    def together(variables):
+        return module.apply(variables, batch), decode(variables), decode(int8.quantize(module, variables))
+
+    whole, exact, rounded = jax.device_get(together(variables))
+    for found, rtol in ((exact, 1e-4), (rounded, 0.1)):
+        for slot, logits in enumerate(found, start=3):
+            np.testing.assert_allclose(logits, whole[:, slot], rtol=rtol, atol=rtol * np.abs(whole).max())
     mesh = meshes.make(MeshConfig(stage=2, tensor=2, fsdp=2))
     with jax.set_mesh(mesh):
-        sharded = jax.device_put(params, rules.shardings(build.shapes(module), mesh)["params"])
-        np.testing.assert_allclose(jax.jit(module.apply)({"params": sharded}, batch), whole, rtol=1e-4, atol=1e-5)
+        sharded = jax.device_put(variables, rules.shardings(build.shapes(module), mesh))
+        np.testing.assert_allclose(jax.jit(module.apply)(sharded, batch), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_a_head_of_its_own_reads_the_last_projection():

@@ -47,15 +47,29 @@ def block_diagonal(tree, width):
 @pytest.fixture(scope="module")
 def seq2seq():
     config = builders.seq2seq(layers=1, attention=CHUNK)
-    return config, *builders.make(config), builders.batch(config, [5, 4])
+    return config, *builders.make(config)
 
 
-def test_they_equal_whole_heads_with_block_diagonal_kernels(seq2seq):
-    config, module, variables, batch = seq2seq
+@pytest.fixture(scope="module")
+def outputs(seq2seq):
+    """Of the model, of whole heads with the same kernels, and of rounded kernels, with those: one program."""
+    config, module, variables = seq2seq
+    batch = builders.batch(config, [5, 4])
+
+    @jax.jit
+    def every(variables, full):
+        rounded = int8.quantize(module, variables)
+        others = build.build(whole(config)).apply(full, batch), module.apply(rounded, batch)
+        return module.apply(variables, batch), *others, rounded
+
+    return jax.device_get(every(variables, block_diagonal(variables, 8)))
+
+
+def test_they_equal_whole_heads_with_block_diagonal_kernels(seq2seq, outputs):
+    _, _, variables = seq2seq
     assert variables["params"]["decoder"]["blocks"]["cross"]["key"]["kernel"].shape == (1, 2, 4, 4)
-    other = build.build(whole(config))
-    expected = testing.apply(other)(block_diagonal(variables, 8), batch)
-    np.testing.assert_allclose(testing.apply(module)(variables, batch), expected, rtol=1e-5, atol=1e-6)
+    exact, expected, _, _ = outputs
+    np.testing.assert_allclose(exact, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_initial_variance_is_that_of_the_chunk():
@@ -68,7 +82,7 @@ def test_the_initial_variance_is_that_of_the_chunk():
 
 
 def test_decoding_steps_equal_the_whole_pass(seq2seq):
-    config, module, variables, _ = seq2seq
+    config, module, variables = seq2seq
     testing.assert_steps_equal_forward(module, variables, builders.batch(config, [5, 5]), 2)
 
 
@@ -84,7 +98,7 @@ def test_a_mesh_changes_nothing():
 
 
 def test_parameters_and_flops_are_counted(seq2seq):
-    config, module, variables, _ = seq2seq
+    config, module, variables = seq2seq
     settings = Config(model=config, task=TaskConfig(name="translation"))
     ours, full = (checks.size.min_parameters(dataclasses.replace(settings, model=m)) for m in (config, whole(config)))
     q, k, v = (8 * heads * 4 for heads in (4, 2, 2))
@@ -96,17 +110,16 @@ def test_parameters_and_flops_are_counted(seq2seq):
     assert flops.matmul_parameters(settings, shapes, build.logical_names(other)) - counted == full - ours
 
 
-def test_kernels_are_rounded_for_decoding_by_head(seq2seq):
-    _, module, variables, batch = seq2seq
-    rounded = int8.quantize(module, variables)
+def test_kernels_are_rounded_for_decoding_by_head(seq2seq, outputs):
+    _, _, variables = seq2seq
+    exact, _, close, rounded = outputs
     query = rounded["params"]["encoder"]["blocks"]["attention"]["query"]
     assert query["kernel"].dtype == np.int8 and query["kernel_scale"].shape == (1, 4, 4)
     kernel = variables["params"]["encoder"]["blocks"]["attention"]["query"]["kernel"]
     np.testing.assert_allclose(
         query["kernel"] * query["kernel_scale"][:, :, None], kernel, atol=np.abs(kernel).max() / 127
     )
-    exact = testing.apply(module)(variables, batch)
-    np.testing.assert_allclose(testing.apply(module)(rounded, batch), exact, atol=0.1 * np.abs(exact).max())
+    np.testing.assert_allclose(close, exact, atol=0.1 * np.abs(exact).max())
 
 
 def test_no_family_has_them():

@@ -18,9 +18,9 @@ from jaxformer.parallel.collectives import collectives
 
 def arrays(dtype: str, kernel: tuple[int, ...], inputs: int, bias: bool):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((3, 7, *kernel[:inputs])), dtype)  # 21 rows: no power of two divides them
-    shift = jnp.asarray(rng.standard_normal(kernel[inputs:]), jnp.float32) if bias else None
-    return x, jnp.asarray(rng.standard_normal(kernel), jnp.float32), shift
+    x = rng.standard_normal((3, 7, *kernel[:inputs])).astype(jnp.dtype(dtype))  # 21 rows: no power of two divides them
+    shift = rng.standard_normal(kernel[inputs:]).astype(np.float32) if bias else None
+    return x, rng.standard_normal(kernel).astype(np.float32), shift
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -36,18 +36,22 @@ def test_value_and_gradient_are_the_plain_ones(monkeypatch, dtype, kernel, input
         y, pull = jax.vjp(lambda *args: products.dot(args[0], args[1], inputs, args[2]), x, kernel, bias)
         return y, pull(y)
 
-    fast = jax.jit(pulled)(*given)
-    assert used
-    monkeypatch.setattr(cpu, "is_supported", lambda x: False)
-    exact = pulled(*(None if a is None else a.astype(jnp.float32) for a in given))
-    plain = jax.jit(lambda *args: pulled(*args))(*given)
-    for a, b, c in zip(*map(jax.tree.leaves, (fast, plain, exact)), strict=True):
+    @jax.jit
+    def every(*given):
+        fast = pulled(*given)
+        assert used
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "is_supported", lambda x: False)
+            exact = [None if a is None else a.astype(jnp.float32) for a in given]
+            return fast, pulled(*given), pulled(*exact)
+
+    for a, b, c in zip(*map(jax.tree.leaves, jax.device_get(every(*given))), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
-        scale = float(jnp.abs(c).max())
-        error = float(jnp.abs(a.astype(jnp.float32) - c).max()) / scale
+        scale = np.abs(c).max()
+        error = np.abs(a.astype(np.float32) - c).max() / scale
         assert error <= (1e-6 if dtype == "float32" else 1e-2)
         # As exact as the plain ones, which round elsewhere.
-        assert error <= 2.0 * float(jnp.abs(b.astype(jnp.float32) - c).max()) / scale + 1e-6
+        assert error <= 2.0 * np.abs(b.astype(np.float32) - c).max() / scale + 1e-6
 
 
 def test_only_one_cpu_uses_them():
@@ -75,9 +79,10 @@ class Projections(nn.Module):
 @pytest.mark.parametrize("heads", [(8, 4, 4), (4, 4), (8, 2, 2)])  # two heads stay whole on each of four devices
 def test_maps_of_one_input_exchange_the_sum_of_its_gradients(dtype, heads):
     module = Projections(heads)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6, 8)), dtype)
-    boxed = module.init(jax.random.key(0), x)
-    params = nn.meta.unbox(boxed)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 6, 8)).astype(jnp.dtype(dtype))
+    boxed = jax.eval_shape(module.init, jax.random.key(0), x)
+    params = jax.tree.map(lambda p: (0.3 * rng.standard_normal(p.shape)).astype(p.dtype), nn.meta.unbox(boxed))
 
     def pulled(params, x):
         ys, pull = jax.vjp(module.apply, params, x)
@@ -87,7 +92,7 @@ def test_maps_of_one_input_exchange_the_sum_of_its_gradients(dtype, heads):
     mesh = meshes.make(MeshConfig(data=2, tensor=4))
     with jax.set_mesh(mesh):
         assert cpu.exchanges_separately(*(("heads", size) for size in heads)) == (min(heads) > 2)
-        places = rules.shardings(jax.eval_shape(lambda: boxed), mesh), rules.batch_sharding(mesh, x.shape)
+        places = rules.shardings(boxed, mesh), rules.batch_sharding(mesh, x.shape)
         program = jax.jit(lambda *given: pulled(*given)).lower(*jax.device_put((params, x), places)).compile()
         divided = program(*jax.device_put((params, x), places))
     sent = [each for each in collectives(program.as_text()) if each.axes(mesh.shape) == ("tensor",)]
@@ -111,7 +116,7 @@ def test_where_they_fail_the_plain_ones_are_used_and_a_line_says_so(monkeypatch,
         with caplog.at_level(logging.WARNING):
             x, kernel, bias = arrays("float32", (8, 4), 1, True)
             y = jax.jit(lambda *args: products.dot(args[0], args[1], 1, args[2]))(x, kernel, bias)
-            products.dot(x, kernel)
+            jax.eval_shape(products.dot, x, kernel)
         np.testing.assert_allclose(y, np.asarray(x) @ kernel + bias, rtol=1e-5, atol=1e-5)
         (line,) = caplog.messages
         assert "plain ones are used" in line and "\n" not in line

@@ -15,7 +15,7 @@ import pytest
 from jaxformer import registry
 from jaxformer.config import AttentionConfig, ConfigError, MeshConfig
 from jaxformer.nn import kernels
-from jaxformer.nn.kernels import blockwise, dense
+from jaxformer.nn.kernels import blockwise
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.parallel import mesh as meshes
 from jaxformer.types import Slots
@@ -52,7 +52,7 @@ def side(segments=tuple(SEGMENTS)) -> Slots:
     index = np.broadcast_to(np.arange(LENGTH), segment.shape)
     group = np.abs(segment)
     first = np.argmax(group[:, None, :] == group[:, :, None], axis=-1)  # of each slot's document
-    return Slots(jnp.asarray(np.where(segment == 0, 0, index - first), jnp.int32), jnp.asarray(segment, jnp.int32))
+    return Slots(np.where(segment == 0, 0, index - first).astype(np.int32), segment.astype(np.int32))
 
 
 def mask_of(rule: str) -> Mask:
@@ -61,7 +61,13 @@ def mask_of(rule: str) -> Mask:
 
 
 def with_prefix(slots: Slots) -> Slots:
-    return slots._replace(prefix=jnp.asarray(PREFIX[np.abs(slots.segment)], jnp.int32))
+    return slots._replace(prefix=PREFIX[np.abs(slots.segment)].astype(np.int32))
+
+
+def step() -> Mask:
+    """Late queries against a longer cache, of texts that nothing is packed with."""
+    key = side(("full", "padded", "empty"))
+    return Mask(jax.tree.map(lambda ids: ids[:, 2:6], key), key, causal=True)
 
 
 def across() -> Mask:
@@ -70,11 +76,14 @@ def across() -> Mask:
     return Mask(side(), jax.tree.map(lambda ids: ids[:, :6], key))
 
 
+OTHERS = {"cross": across, "step": step}
+
+
 def inputs(mask: Mask):
     draw = np.random.default_rng(0).standard_normal
     rows, length, columns = *mask.query.segment.shape, mask.key.segment.shape[1]
-    q, do = (jnp.asarray(draw((rows, length, HEADS, WIDTH)), jnp.float32) for _ in range(2))
-    k, v = (jnp.asarray(draw((rows, columns, GROUPS, WIDTH)), jnp.float32) for _ in range(2))
+    q, do = (draw((rows, length, HEADS, WIDTH)).astype(np.float32) for _ in range(2))
+    k, v = (draw((rows, columns, GROUPS, WIDTH)).astype(np.float32) for _ in range(2))
     return q, k, v, do
 
 
@@ -97,17 +106,25 @@ def run(name: str, mask: Mask, window: int | None = None):
 
 @functools.cache
 def expected(rule: str):
-    return run("dense", across() if rule == "cross" else mask_of(rule), RULES.get(rule, (0, None))[1])
+    return run("dense", OTHERS[rule]() if rule in OTHERS else mask_of(rule), RULES.get(rule, (0, None))[1])
 
 
-@pytest.mark.parametrize("rule", [rule for rule in (*RULES, "cross") if rule != "prefix"])  # the window's has it, too
-@pytest.mark.parametrize("name", KERNELS)
+EVERY = [
+    (name, rule)
+    for name in KERNELS
+    for rule in (*RULES, *OTHERS)
+    # The window's has the prefix, too; against a cache all but blockwise give way to another.
+    if rule != "prefix" and (rule != "step" or name == "blockwise")
+]
+
+
+@pytest.mark.parametrize(("name", "rule"), EVERY)
 def test_every_kernel_is_dense_under_every_predicate(name, rule, monkeypatch):
     if name == "cudnn":  # its mask and what it does with blind queries; the sum is XLA's
         fused = jax.nn.dot_product_attention
         plain = lambda *given, implementation, **options: fused(*given, **options)  # noqa: E731
         monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
-    mask, window = across() if rule == "cross" else mask_of(rule), RULES.get(rule, (0, None))[1]
+    mask, window = OTHERS[rule]() if rule in OTHERS else mask_of(rule), RULES.get(rule, (0, None))[1]
     if name == "splash" and "prefix" in rule:
         with pytest.raises(ConfigError, match="got splash, expected another, which needs a mask without a prefix"):
             run(name, mask, window)
@@ -115,7 +132,7 @@ def test_every_kernel_is_dense_under_every_predicate(name, rule, monkeypatch):
     with jax.set_mesh(meshes.make(MESHES[name])) if name in MESHES else jax.named_scope(name):
         got = run(name, mask, window)
     wanted = expected(rule)
-    for row, predicate in enumerate(SEGMENTS):
+    for row, predicate in enumerate(SEGMENTS if rule != "step" else ("full", "padded", "empty")):
         pick = lambda tree: jax.tree.map(lambda x: x[row], tree)  # noqa: B023, E731
         chex.assert_trees_all_close(pick(got), pick(wanted), rtol=1e-4, atol=2e-5, custom_message=predicate)
 
@@ -124,9 +141,7 @@ def test_every_kernel_is_dense_under_every_predicate(name, rule, monkeypatch):
 def test_the_dense_kernel_is_the_rule_pair_by_pair(rule):
     mask = across() if rule == "cross" else mask_of(rule)
     causal, window = RULES.get(rule, (False, None))
-    q, k, v, _ = inputs(mask)
-    o = dense.attend(q, k, v, mask, None, None, AttentionConfig(heads=HEADS))
-    o, q, k, v, mask = jax.tree.map(np.asarray, (o, q, k, v, mask))
+    (q, k, v, _), (o, _) = inputs(mask), expected(rule)
     for b, t, h in np.ndindex(o.shape[:3]):
         keys = [s for s in range(k.shape[1]) if sees(mask, b, t, s, causal, window)]
         scores = np.array([float(q[b, t, h] @ k[b, s, h // (HEADS // GROUPS)]) for s in keys])
@@ -148,35 +163,43 @@ def sees(mask: Mask, b: int, t: int, s: int, causal: bool, window: int | None) -
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_table_of_pairs_is_refused(name):
-    mask = mask_of("").replace(hidden_pairs=jnp.zeros((len(SEGMENTS), LENGTH, LENGTH), bool))
+    mask = mask_of("").replace(hidden_pairs=np.zeros((len(SEGMENTS), LENGTH, LENGTH), bool))
     with pytest.raises(ConfigError, match="single pairs"):
         run(name, mask)
 
 
-@pytest.mark.parametrize("window", [None, 2, 5])
-def test_exactly_the_tiles_of_a_prefix_are_read(window):
+@functools.partial(jax.jit, static_argnames=("size", "causal"))
+def tiles_and_pairs(size, causal, window, prefix):
+    """For each window and prefix: which tiles are read, and which have a visible pair."""
+    slots = jax.tree.map(jnp.asarray, side(("full",)))
+
+    def each(window, prefix):
+        query = slots if prefix is None else slots._replace(prefix=jnp.full_like(slots.position, prefix))
+        tiles = [jax.tree.map(lambda ids: blockwise.tile(ids, size), each) for each in (query, slots)]
+        see, count = visible(query, slots, causal, window)[0], -(-LENGTH // size)
+        see = jnp.pad(see, [(0, -LENGTH % size)] * 2).reshape(count, size, count, size)
+        return blockwise.active_tiles(*tiles, causal, window), see.any(axis=(1, 3))
+
+    return jax.vmap(each)(window, prefix)
+
+
+@pytest.mark.parametrize("windows", [None, (2, 5)])
+def test_exactly_the_tiles_of_a_prefix_are_read(windows):
     """At every length of the prefix: its queries read ahead to its end, the others no further than themselves."""
-    full = side(("full",))
-    for size, prefix in np.ndindex(5, LENGTH + 1):
-        size = (1, 2, 3, 4, 8)[size]
-        query = full._replace(prefix=jnp.full_like(full.position, prefix))
-        tiles = [jax.tree.map(lambda ids: blockwise.tile(ids, size), slots) for slots in (query, full)]  # noqa: B023
-        see = np.asarray(visible(query, full, True, window))[0]
-        padded = np.pad(see, [(0, -LENGTH % size)] * 2).reshape(-(-LENGTH // size), size, -(-LENGTH // size), size)
-        active = blockwise.active_tiles(*tiles, True, window)
-        missed = padded.any(axis=(1, 3)) & ~np.asarray(active)
-        assert not missed.any(), f"tiles of {size}, prefix {prefix}"
-        if window is None:
-            np.testing.assert_array_equal(active, padded.any(axis=(1, 3)), err_msg=f"tiles of {size}, prefix {prefix}")
+    for size in (1, 2, 3, 4, 8):
+        prefix = np.arange(LENGTH + 1, dtype=np.int32)
+        if windows is None:
+            active, seen = tiles_and_pairs(size, True, None, prefix)
+            np.testing.assert_array_equal(active, seen, err_msg=f"tiles of {size}")
+        else:
+            window, prefix = (x.ravel().astype(np.int32) for x in np.meshgrid(windows, prefix))
+            active, seen = tiles_and_pairs(size, True, window, prefix)
+            assert not (np.asarray(seen) & ~np.asarray(active)).any(), f"tiles of {size}"
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_exactly_the_tiles_within_a_window_are_read(causal):
     """At every width of the window and of the tiles, the edge of either on the other's included."""
-    full = side(("full",))
     for size in (2, 4):
-        tiles = jax.tree.map(lambda ids: blockwise.tile(ids, size), full)  # noqa: B023
-        for window in range(1, LENGTH + 2):
-            see = np.asarray(visible(full, full, causal, window)).reshape(LENGTH // size, size, LENGTH // size, size)
-            active = blockwise.active_tiles(tiles, tiles, causal, window)
-            np.testing.assert_array_equal(active, see.any(axis=(1, 3)), err_msg=f"tiles of {size}, window {window}")
+        active, seen = tiles_and_pairs(size, causal, np.arange(1, LENGTH + 2, dtype=np.int32), None)
+        np.testing.assert_array_equal(active, seen, err_msg=f"tiles of {size}")

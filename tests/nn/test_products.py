@@ -37,14 +37,18 @@ def test_a_wide_product_has_a_float32_result_and_the_gradients_of_the_plain_one(
     if not fast:
         monkeypatch.setattr(cpu, "is_supported", lambda x: False)
     x, kernel, dy = given(dtype)
-    y, pull = jax.vjp(products.wide_dot, x, kernel)
-    assert y.dtype == jnp.float32
-    dx, dkernel = pull(dy)
-    assert dx.dtype == x.dtype and dkernel.dtype == jnp.float32
-    exact, gradient = jax.vjp(lambda x, kernel: x @ kernel, x.astype(jnp.float32), kernel)
-    for found, wanted in zip((y, dx, dkernel), (exact, *gradient(dy)), strict=True):
+
+    @jax.jit
+    def both(x, kernel, dy):
+        y, pull = jax.vjp(products.wide_dot, x, kernel)
+        exact, gradient = jax.vjp(lambda x, kernel: x @ kernel, x.astype(jnp.float32), kernel)
+        return (y, *pull(dy)), (exact, *gradient(dy))
+
+    (y, dx, dkernel), expected = jax.device_get(both(x, kernel, dy))
+    assert y.dtype == dkernel.dtype == jnp.float32 and dx.dtype == x.dtype
+    for found, wanted in zip((y, dx, dkernel), expected, strict=True):
         rounding = 1e-6 if dtype == "float32" else 2e-2
-        np.testing.assert_allclose(found.astype(jnp.float32), wanted, atol=rounding * float(jnp.abs(wanted).max()))
+        np.testing.assert_allclose(found.astype(np.float32), wanted, atol=rounding * np.abs(wanted).max())
 
 
 CELL = RecurrentConfig(cell="lstm", width=8, embed=EmbedConfig(vocab=builders.VOCAB))

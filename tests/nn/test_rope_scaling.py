@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -40,8 +39,8 @@ THEIRS = {  # of `ROPE_INIT_FUNCTIONS`, transformers 5.23, for rows of 40 slots
 
 def slots(lengths, size=None):
     size = size or max(lengths)
-    segment = jnp.asarray([[int(slot < length) for slot in range(size)] for length in lengths], jnp.int32)
-    return Slots(jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), segment.shape), segment)
+    segment = np.asarray([[int(slot < length) for slot in range(size)] for length in lengths], np.int32)
+    return Slots(np.broadcast_to(np.arange(size, dtype=np.int32), segment.shape), segment)
 
 
 def reference(config, length):
@@ -81,7 +80,7 @@ def reference(config, length):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_frequencies_and_magnitude(name):
-    frequency, magnitude = rope.frequencies(CONFIGS[name], WIDTH, slots([40]))
+    frequency, magnitude = jax.jit(rope.frequencies, static_argnums=(0, 1))(CONFIGS[name], WIDTH, slots([40]))
     for expected, factor in (reference(CONFIGS[name], 40), THEIRS[name]):
         np.testing.assert_allclose(np.asarray(frequency).reshape(-1), expected, rtol=3e-6)
         assert magnitude == pytest.approx(factor)
@@ -91,22 +90,28 @@ def test_frequencies_and_magnitude(name):
 def test_yarns_magnitude_is_on_cosine_and_sine(name):
     """Turned queries and keys are longer by it, so scores by its square."""
     angles = rope.Angles(CONFIGS[name], AttentionConfig(heads=1), WIDTH)
-    cosine, sine = angles.apply({}, slots([40]))
+    cosine, sine = jax.device_get(jax.jit(lambda side: angles.apply({}, side))(slots([40])))
     theta, magnitude = reference(CONFIGS[name], 40)
     angle = np.arange(40)[:, None] * np.asarray(theta)
     np.testing.assert_allclose(cosine[0], magnitude * np.cos(angle), atol=2e-5)
     np.testing.assert_allclose(sine[0], magnitude * np.sin(angle), atol=2e-5)
-    np.testing.assert_allclose(jnp.square(cosine) + jnp.square(sine), magnitude**2, rtol=1e-5)
+    np.testing.assert_allclose(np.square(cosine) + np.square(sine), magnitude**2, rtol=1e-5)
 
 
 def test_a_row_of_dynamic_rotations_does_not_depend_on_those_beside_it():
     angles = rope.Angles(CONFIGS["dynamic"], AttentionConfig(heads=1), WIDTH)
-    together = angles.apply({}, slots([10, 40, 25]))
+    usual = rope.Angles(EncodingConfig("rope", base=BASE), AttentionConfig(heads=1), WIDTH)
+
+    @jax.jit
+    def every():
+        sides = [slots([10, 40, 25]), *(slots([length]) for length in (10, 40, 25))]
+        return [angles.apply({}, side) for side in sides], usual.apply({}, slots([10]))
+
+    (together, *apart), unstretched = jax.device_get(every())
     for row, length in enumerate((10, 40, 25)):
-        for got, alone in zip(together, angles.apply({}, slots([length])), strict=True):
+        for got, alone in zip(together, apart[row], strict=True):
             np.testing.assert_allclose(got[row, :length], alone[0], rtol=1e-6)
-    usual = rope.Angles(EncodingConfig("rope", base=BASE), AttentionConfig(heads=1), WIDTH).apply({}, slots([10]))
-    np.testing.assert_allclose(angles.apply({}, slots([10]))[1], usual[1], rtol=1e-6)
+    np.testing.assert_allclose(apart[0][1], unstretched[1], rtol=1e-6)
 
 
 def test_dynamic_rotations_of_one_pair_have_nothing_to_stretch():

@@ -55,7 +55,7 @@ def model(head=None, **edits):
 @pytest.mark.parametrize(("patch", "stride"), [(1, 1), (4, 4), (4, 2), (3, 2), (2, 5)])
 def test_a_patch_begins_at_every_stride_and_repeats_the_last_value(patch, stride):
     values, lengths = draw(), [LOOK_BACK, 7]
-    found = series.cut_patches(stream(values, lengths), patch, stride)
+    found = jax.device_get(jax.jit(series.cut_patches, static_argnums=(1, 2))(stream(values, lengths), patch, stride))
     for row, length in enumerate(lengths):
         starts = range(0, length, stride)
         for slot, start in enumerate(starts):
@@ -78,8 +78,12 @@ def test_the_published_look_back_has_42_patches():
 def test_a_series_is_normalised_over_its_own_steps_and_restored(kind, independent):
     config = SeriesConfig(channels=CHANNELS, normalise=kind, independent=independent, affine=kind == "instance")
     module, values, lengths = series.SeriesInput(config), draw(), [LOOK_BACK, 6]
-    affine = {"scale": jnp.array([2.0, 0.5]), "bias": jnp.array([1.0, -1.0])} if kind == "instance" else {}
-    read, statistics = module.apply({"params": affine}, stream(values, lengths), method="read")
+    affine = {"scale": np.float32([2.0, 0.5]), "bias": np.float32([1.0, -1.0])} if kind == "instance" else {}
+
+    def apply(*given, method):
+        return jax.jit(lambda *given: module.apply({"params": affine}, *given, method=method))(*given)
+
+    read, statistics = jax.device_get(apply(stream(values, lengths), method="read"))
     for row, length in enumerate(lengths):
         for channel in range(CHANNELS):
             x = values[row, :length, channel].astype(np.float64)
@@ -90,12 +94,12 @@ def test_a_series_is_normalised_over_its_own_steps_and_restored(kind, independen
                 expected = expected * float(affine["scale"][channel]) + float(affine["bias"][channel])
             place = (row * CHANNELS + channel, slice(length), 0) if independent else (row, slice(length), channel)
             np.testing.assert_allclose(read.tokens[place], expected, rtol=1e-4, atol=1e-5)
-            found = np.asarray(read.tokens)[(place[0], slice(length, None), place[2])]
+            found = read.tokens[(place[0], slice(length, None), place[2])]
             np.testing.assert_array_equal(found, np.zeros(LOOK_BACK - length))
     outputs = np.stack([read.tokens[i, :HORIZON].T.reshape(-1) for i in range(len(read.tokens))])
     if not independent:
         outputs = np.stack([read.tokens[i, :HORIZON].reshape(-1) for i in range(len(read.tokens))])
-    back = module.apply({"params": affine}, jnp.asarray(outputs), statistics, method="restore")
+    back = apply(outputs, statistics, method="restore")
     np.testing.assert_allclose(back, values[:, :HORIZON], rtol=1e-4, atol=1e-4)
 
 
@@ -106,7 +110,7 @@ def test_no_gradient_passes_through_the_statistics():
         source = stream(draw(), [LOOK_BACK] * 2)._replace(tokens=values)
         return module.apply({}, source, method="normalise")[0].sum()
 
-    found = jax.jit(jax.grad(total))(jnp.asarray(draw()))
+    found = jax.jit(jax.grad(total))(draw())
     np.testing.assert_allclose(found, np.broadcast_to(1 / draw().std(axis=1, keepdims=True), found.shape), rtol=1e-3)
 
 
@@ -185,8 +189,8 @@ def test_padding_of_a_series_changes_no_class():
     values = draw(steps=12)
     short = Batch(stream(values[:, :9], [9, 5]), None)
     long = Batch(stream(values, [9, 5]), None)
-    run = builders.apply(module)
-    np.testing.assert_allclose(run(variables, long), run(variables, short), rtol=1e-5, atol=1e-6)
+    both = jax.jit(lambda variables: (module.apply(variables, long), module.apply(variables, short)))
+    np.testing.assert_allclose(*both(variables), rtol=1e-5, atol=1e-6)
 
 
 def test_a_decoder_sees_the_patches_in_every_step():

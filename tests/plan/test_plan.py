@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 from jaxformer import cli
-from jaxformer.config import ConfigError, DcnConfig, HeadConfig, MeshConfig, StackConfig, overrides
+from jaxformer.config import ConfigError, DcnConfig, HeadConfig, MeshConfig, OptimizerConfig, StackConfig, overrides
 from jaxformer.config.overrides import defaults, section
 from jaxformer.models import build
 from jaxformer.parallel import collectives
@@ -27,8 +27,10 @@ def get_config():
     config.data.length, config.data.batch, config.data.packing = 16, 16, "concat"
     config.data.tokenizer.vocab = 60
     config.task.name = "language_modelling"
+    config.optimizer.name, config.optimizer.momentum = "sgd", 0.0
     without = dict(bias=False)
-    config.model.decoder = section(StackConfig, layers=1, width=16, attention=dict(heads=4) | without, ffn=without)
+    config.model.decoder = section(StackConfig, layers=1, width=16, attention=dict(heads=4) | without, ffn=without,
+                                   norm=dict(kind="rms"))
     return config
 '''
 
@@ -260,6 +262,7 @@ def test_traffic_adds_up_by_kind_and_axis():
 def test_between_slices_go_the_gradients_alone():
     """2 (s - 1) / s x 4 bytes of the parameters that a device keeps within its slice of s (Rajbhandari et al. 2020)."""
     config = config_of(layers=1, width=128, attention={"bias": False}, ffn={"bias": False}, norm={"kind": "rms"})
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(name="sgd", momentum=0.0))
     for slices in (2, 4):
         found = traced(config, 8, fsdp=8 // slices, dcn=DcnConfig(data=slices))
         place = chips.parse_hardware("", "h100", 8, slices)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxformer import sweep
+from jaxformer import cli, sweep
 from jaxformer.config import ConfigError, EmbedConfig, overrides
 from jaxformer.sweep import planning, ranking
 from jaxformer.sweep.executors import local, slurm
 from jaxformer.sweep.executors import print as print_executor
-from jaxformer.train import results
+from jaxformer.train import results, together
 
 RECIPE = """
 from jaxformer.config import overrides
@@ -265,7 +265,7 @@ def test_local_runs_everything_once_and_ranks(planned, capsys):
     assert ranking["rows"][0]["mean"] == pytest.approx(0.105)
     assert ranking["rows"][0]["deviation"] == pytest.approx(0.01 / 2**0.5)
     assert ranking["missing"] == []
-    assert "| 1 | 0.105 | 0.0070711 | 2 | schedule.peak=0.1 |" in capsys.readouterr().out
+    assert "| 1 | 0.105 | 0.0070711 | 0.041469 to 0.16853 | 2 | schedule.peak=0.1 |" in capsys.readouterr().out
     assert local.execute(plan, 3) == 0
     assert all((run.workdir / "starts").read_text() == "x" for run in plan.runs)
 
@@ -380,3 +380,88 @@ def test_slurm_without_slurm_is_refused(planned, monkeypatch):
         pytest.skip("SLURM is here")
     with pytest.raises(ConfigError, match="use --executor=local or print"):
         slurm.execute(planned("SWEEP = seeds(1)"), 1)
+
+
+def test_the_best_run_is_written_as_a_recipe_that_is_its_config(planned, capsys):
+    plan = planned("SWEEP = cross(grid({'schedule.peak': [0.3, 0.1]}), seeds(2, 4))")
+    for run, loss in zip(plan.runs, (3.0, 4.0, 1.0, 2.0)):
+        finish(run, loss=loss)
+    rows = ranking.write_ranking(plan)
+    assert [row["interval"] for row in rows] == [
+        pytest.approx((1.5 - 6.35310, 1.5 + 6.35310)),
+        pytest.approx((-2.8531, 9.8531)),
+    ]
+    best = plan.workdir / "best.py"
+    assert overrides.parse([f"--config={best}"]) == plan.runs[2].config
+    assert overrides.parse([f"--config={best}", "--config.train.seed=5"]) == plan.runs[3].config
+    assert best.read_text().startswith('"""The best run of a sweep: loss 1.5.')
+
+
+def test_one_run_has_no_interval_and_a_diverged_best_is_no_recipe(planned):
+    plan = planned("SWEEP = [{'schedule.peak': 0.1, 'train.seed': 0}]")
+    finish(plan.runs[0], loss=None)
+    (row,) = ranking.write_ranking(plan)
+    assert row["interval"] is None and not (plan.workdir / "best.py").exists()
+    assert ranking.interval([1.0]) is None
+
+
+# --- one program for all ----------------------------------------------------------------------------------------------
+
+
+def command(tmp_path, text, *more):
+    """Runs `jaxformer sweep` on the toy recipe. Returns the exit code."""
+    (tmp_path / "toy.py").write_text(RECIPE)
+    (tmp_path / "edits.py").write_text("from jaxformer.sweep import *\n" + text)
+    flags = [f"--config={tmp_path}/toy.py", f"--sweep={tmp_path}/edits.py", f"--workdir={tmp_path}/out"]
+    try:
+        return cli.main(["sweep", *flags, *more])
+    except SystemExit as error:
+        return error.code
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "expected"),
+    [
+        ("{'optimizer.beta1': [0.9, 0.8]}", (), "config.optimizer.beta1: got 0.9 and 0.8 in runs of one program"),
+        ("{'train.seed': [0, 1], 'data.batch': [8, 16]}", (), "config.data.batch: got 8 and 16"),
+        ("{'train.seed': [0, 1]}", ("--config.mesh.tensor=2",), "config.mesh.tensor: got a mesh that divides a run"),
+        ("{'train.seed': [0, 1]}", ("--workers=2",), "--workers: got 2, expected 1 with --executor=together"),
+    ],
+)
+def test_what_one_program_cannot_train_is_refused_in_one_line(tmp_path, capsys, text, more, expected):
+    assert command(tmp_path, f"SWEEP = grid({text})", "--executor=together", *more) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and expected in err
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_one_program_gets_all_runs_and_its_exit_code_is_the_command_s(tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def train(runs, init_format, report):
+        asked.extend(runs)
+        (first, folder), (_, other) = runs
+        finish(planning.Run({}, first, folder, ()), loss=1.0)
+        report("failed", other, "too many steps were skipped")
+        return 2
+
+    monkeypatch.setattr(together, "train", train)
+    text = "SWEEP = grid({'schedule.peak': [0.1, 0.2]})"
+    assert command(tmp_path, text, "--executor=together") == 2
+    assert [config.schedule.peak for config, _ in asked] == [0.1, 0.2]
+    ranked = json.loads((tmp_path / "out" / "ranking.json").read_text())
+    assert ranked["missing"] == [asked[1][1].name] and list(ranked["rows"][0]["runs"]) == [asked[0][1].name]
+    out = capsys.readouterr().out
+    assert "2 runs: 0 finished, one program for all\n" in out
+    assert f"failed    {asked[1][1].name}: too many steps were skipped\n" in out
+
+
+def test_a_report_ranks_what_is_done_and_trains_nothing(tmp_path, capsys):
+    text = "SWEEP = grid({'schedule.peak': [0.1, 0.2]})"
+    assert command(tmp_path, text, "--report") == 0
+    assert "schedule.peak" not in capsys.readouterr().out
+    plan = planning.make_plan(str(tmp_path / "edits.py"), [f"--config={tmp_path}/toy.py"], tmp_path / "out")
+    finish(plan.runs[1], loss=3.5)
+    assert command(tmp_path, text, "--report") == 0
+    assert "| 1 | 3.5 |  |  | 1 | schedule.peak=0.2 |" in capsys.readouterr().out
+    assert not plan.runs[0].workdir.exists()

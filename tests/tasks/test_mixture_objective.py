@@ -78,8 +78,6 @@ def test_the_total_and_its_parts_are_sums_over_entries(deferred):
 
     task = _mixture.objective(config)
     total = lambda x: task.loss(config, logits_of(x), batch)["loss"][0]  # noqa: E731
-    sums, gradient = jax.jit(lambda x: (task.loss(config, logits_of(x), batch), jax.grad(total)(x)))(hidden)
-    sums = {name: tuple(map(float, pair)) for name, pair in sums.items()}
 
     def slow(hidden):
         """One entry after the other, with its component's smoothing."""
@@ -88,7 +86,15 @@ def test_the_total_and_its_parts_are_sums_over_entries(deferred):
         picked = jnp.take_along_axis(log_probs, batch.labels[..., None], -1)[..., 0]
         return -((1 - smoothing) * picked + smoothing * log_probs.mean(-1)) * batch.weights
 
-    losses, expected = jax.jit(lambda x: (slow(x), jax.grad(lambda y: slow(y).sum())(x)))(hidden)
+    @jax.jit
+    def every(x):
+        slowly = slow(x), jax.grad(lambda y: slow(y).sum())(x)
+        return (task.loss(config, logits_of(x), batch), jax.grad(total)(x)), slowly
+
+    both = every(hidden)
+    sums, gradient = both[0]
+    sums = {name: tuple(map(float, pair)) for name, pair in sums.items()}
+    losses, expected = both[1]
     losses = np.asarray(losses, np.float64)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
     weight = float(batch.weights.sum())
@@ -107,13 +113,25 @@ def test_rows_with_one_label_are_masked_as_padding():
     config, rng = config_of("classification"), np.random.default_rng(1)
     batch = batch_of(rng, (8,))
     logits = rng.standard_normal((8, VOCAB)).astype(np.float32)
-    sums = jax.jit(lambda x: _mixture.mixture_loss(config, x, batch))(logits)
-    for number, name in enumerate("abcd"):
-        own = np.flatnonzero(batch.component == number)
-        alone = Batch(None, None, batch.labels[own], batch.weights[own])
-        view = components.views(config)[name]
-        expected = tasks.get("classification").loss(view, jnp.asarray(logits[own]), alone)["loss"]
-        assert tuple(map(float, sums[f"loss/{name}"])) == pytest.approx(tuple(map(float, expected)), rel=1e-5)
+    compare_with_components_alone(config, logits, batch, batch.component)
+
+
+def compare_with_components_alone(config, logits, batch, component):
+    """The parts of the mixture's loss are the task's own, of the rows of each component."""
+    task, views = tasks.get(config.task.name), components.views(config)
+
+    @jax.jit
+    def both(logits):
+        expected = {}
+        for number, name in enumerate("abcd"):
+            own = np.flatnonzero(component == number)
+            alone = Batch(None, None, batch.labels[own], batch.weights[own])
+            expected[f"loss/{name}"] = task.loss(views[name], logits[own], alone)["loss"]
+        return _mixture.mixture_loss(config, logits, batch), expected
+
+    sums, expected = both(logits)
+    for name, pair in expected.items():
+        assert tuple(map(float, sums[name])) == pytest.approx(tuple(map(float, pair)), rel=1e-5)
 
 
 def test_starts_and_ends_of_other_components_are_neither_labels_nor_choices():
@@ -125,13 +143,7 @@ def test_starts_and_ends_of_other_components_are_neither_labels_nor_choices():
     logits = rng.standard_normal((6, 5, 2)).astype(np.float32)
     config = config_of("answering")
     batch = Batch(None, None, labels, allowed, component=component)
-    sums = jax.jit(lambda x: _mixture.mixture_loss(config, x, batch))(logits)
-    for number, name in enumerate("abcd"):
-        own = np.flatnonzero(component[:, 0] == number)
-        alone = Batch(None, None, labels[own], allowed[own])
-        view = components.views(config)[name]
-        expected = tasks.get("answering").loss(view, jnp.asarray(logits[own]), alone)["loss"]
-        assert tuple(map(float, sums[f"loss/{name}"])) == pytest.approx(tuple(map(float, expected)), rel=1e-5)
+    compare_with_components_alone(config, logits, batch, component[:, 0])
 
 
 def test_microbatches_on_a_mesh_have_the_sums_of_one_device():

@@ -91,6 +91,12 @@ def outputs(sharing: str = "none"):
     return train, evaluate, variables
 
 
+@jax.jit
+def measure(output, batch):
+    """The metrics of outputs, and the loss."""
+    return TASK.metrics(settings_of(), output, batch), TASK.loss(settings_of(), output, batch)
+
+
 # What is masked and replaced
 
 
@@ -125,7 +131,7 @@ def test_sampled_tokens_replace_the_masked_ones_and_no_other():
 def test_a_draw_is_the_first_id_whose_cumulative_probability_exceeds_the_number():
     probs = np.array([0.25, 0.0, 0.5, 0.25, 0.0], np.float32)
     uniform = np.array([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999], np.float32)
-    assert electra.draw(np.tile(probs, (6, 1)), uniform).tolist() == [0, 0, 2, 2, 3, 3]
+    assert jax.jit(electra.draw)(np.tile(probs, (6, 1)), uniform).tolist() == [0, 0, 2, 2, 3, 3]
 
 
 def test_losses_and_metrics_are_the_slow_ones():
@@ -150,7 +156,7 @@ def test_losses_and_metrics_are_the_slow_ones():
                 generator += np.log(np.exp(logits).sum()) - logits[batch.labels[row, slot]]
         detection, count, real_count = detection + rows, count + m, real_count + n
         total += LAMBDA * m * rows / n
-    sums = jax.jit(lambda o, b: TASK.metrics(settings_of(), o, b))(output, batch)
+    sums, loss = measure(output, batch)
     expected = {
         "loss": (generator + total, count),
         "generator_loss": (generator, count),
@@ -164,7 +170,6 @@ def test_losses_and_metrics_are_the_slow_ones():
         np.testing.assert_allclose(sums[name], pair, rtol=2e-5, err_msg=name)
     guessed = output.generated.argmax(-1) == batch.labels
     np.testing.assert_allclose(sums["generator_accuracy"], [(guessed * batch.weights).sum(), count])
-    loss = TASK.loss(settings_of(), output, batch)
     np.testing.assert_allclose(loss["loss"], sums["loss"], rtol=1e-6)
 
 
@@ -175,7 +180,7 @@ def test_equal_rows_have_the_sum_of_both_means():
     weights[:, 1:3] = 1
     source = batch.source._replace(tokens=np.where(weights > 0, MASK, batch.labels))
     batch = batch._replace(source=source, weights=weights)
-    sums = TASK.loss(settings_of(), train(variables, batch, jax.random.key(0)), batch)
+    _, sums = measure(train(variables, batch, jax.random.key(0)), batch)
     means = {name: float(pair[0] / pair[1]) for name, pair in sums.items()}
     assert means["loss"] == pytest.approx(means["generator_loss"] + LAMBDA * means["detection_loss"], rel=1e-5)
 
@@ -183,13 +188,14 @@ def test_equal_rows_have_the_sum_of_both_means():
 def test_evaluation_draws_the_same_for_a_text_in_any_batch_and_at_any_padding():
     _, evaluate, variables = outputs()
     batch = batch_of()
-    tokens = np.asarray(evaluate(variables, batch).tokens)
     turned = jax.tree.map(lambda x: np.roll(x, 3, axis=0), batch)
     wide = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 2))), batch)
     wide = wide._replace(source=wide.source._replace(tokens=np.pad(batch.source.tokens, ((0, 0), (0, 2)), "edge")))
-    np.testing.assert_array_equal(evaluate(variables, turned).tokens, np.roll(tokens, 3, axis=0))
-    np.testing.assert_array_equal(np.asarray(evaluate(variables, wide).tokens)[:, :6], tokens)
-    assert len({int(electra.checksum(jnp.array(row))) for row in ([1, 2], [2, 1], [1, 2, 3], [0, 1, 2])}) == 4
+    tokens, others, padded = (np.asarray(evaluate(variables, each).tokens) for each in (batch, turned, wide))
+    np.testing.assert_array_equal(others, np.roll(tokens, 3, axis=0))
+    np.testing.assert_array_equal(padded[:, :6], tokens)
+    rows = ([1, 2], [2, 1], [1, 2, 3], [0, 1, 2])
+    assert len(set(map(int, jax.jit(lambda: [electra.checksum(jnp.array(row)) for row in rows])()))) == 4
 
 
 # Gradients
@@ -257,14 +263,16 @@ def test_tables_are_where_sharing_puts_them_and_the_discriminator_alone_computes
     params = electra.discriminator_params(model, variables["params"])
     alone = build.build(dataclasses.replace(model, generator=None))
     inputs = Batch(batch_of().source, None)
-    expected = builders.apply(module)(variables, inputs)
-    chex.assert_trees_all_close(builders.apply(alone)({"params": params}, inputs), expected, rtol=1e-6, atol=1e-6)
+    both = jax.jit(lambda variables, params: (module.apply(variables, inputs), alone.apply({"params": params}, inputs)))
+    expected, found = both(variables, params)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_residual_table_starts_at_zero():
     embed = Embed(EmbedConfig(vocab=3), 2, base=Embed(EmbedConfig(vocab=3), 2), residual=True)
-    params = embed.init(jax.random.key(0), builders.stream(np.random.default_rng(0), [1]))["params"]
-    assert (nn.meta.unbox(params["delta"]) == 0).all() and (nn.meta.unbox(params["base"]["table"]) != 0).all()
+    init = jax.jit(lambda key: nn.meta.unbox(embed.init(key, builders.stream(np.random.default_rng(0), [1]))["params"]))
+    params = jax.device_get(init(jax.random.key(0)))
+    assert (params["delta"] == 0).all() and (params["base"]["table"] != 0).all()
 
 
 # Steps

@@ -2,7 +2,6 @@
 
 import builders
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from task_toys import config, encoded, without, words
@@ -93,15 +92,19 @@ def test_segments_reach_the_batch_with_positions_of_their_own():
 
 def test_regression_is_the_squared_error_of_cosine_and_score():
     # cosines 0.8, 0 and, of a vector that is 0, 0; the last row is empty
-    vectors = jnp.array([[[3.0, 4], [0, 2]], [[1, 0], [0, 5]], [[0, 0], [1, 1]], [[1, 0], [1, 0]]])
-    batch = Batch(None, None, jnp.array([1.0, 0.5, 0.25, 0]), jnp.array([1.0, 1, 1, 0]))
-    for sums in (TASK.loss(config("similarity"), vectors, batch), TASK.metrics(config("similarity"), vectors, batch)):
+    vectors = np.float32([[[3.0, 4], [0, 2]], [[1, 0], [0, 5]], [[0, 0], [1, 1]], [[1, 0], [1, 0]]])
+    batch = Batch(None, None, np.float32([1.0, 0.5, 0.25, 0]), np.float32([1.0, 1, 1, 0]))
+
+    @jax.jit
+    def measure(vectors, batch):
+        return TASK.loss(config("similarity"), vectors, batch), TASK.metrics(config("similarity"), vectors, batch)
+
+    for sums in measure(vectors, batch):
         np.testing.assert_allclose(sums["loss"], (0.2**2 + 0.5**2 + 0.25**2, 3), rtol=1e-6)
     halves = [
-        TASK.loss(config("similarity"), vectors[i], Batch(None, None, batch.labels[i], batch.weights[i]))
-        for i in (slice(2), slice(2, None))
+        measure(vectors[i], Batch(None, None, batch.labels[i], batch.weights[i]))[0] for i in (slice(2), slice(2, None))
     ]
-    np.testing.assert_allclose(metrics.add(*halves)["loss"], sums["loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics.add(*jax.device_get(halves))["loss"], sums["loss"], rtol=1e-6)
 
 
 def test_contrast_is_the_cross_entropy_among_the_others_in_both_directions():
@@ -113,8 +116,10 @@ def test_contrast_is_the_cross_entropy_among_the_others_in_both_directions():
     there, back = (-np.log(np.exp(np.diag(s)) / np.exp(s).sum(axis=1)) for s in (scores, scores.T))
     wanted = sum((there[i] + back[i]) / 2 for i in (0, 2))
     settings = contrast(temperature=0.5)
-    np.testing.assert_allclose(TASK.loss(settings, jnp.float32(vectors), batch)["loss"], (wanted, 2), rtol=1e-5)
-    measured = TASK.metrics(settings, jnp.float32(vectors), batch)
+    loss, measured = jax.jit(lambda x: (TASK.loss(settings, x, batch), TASK.metrics(settings, x, batch)))(
+        vectors.astype(np.float32)
+    )
+    np.testing.assert_allclose(loss["loss"], (wanted, 2), rtol=1e-5)
     np.testing.assert_allclose(measured["loss"], (wanted, 2), rtol=1e-5)
     nearest = scores.argmax(axis=1)
     assert measured["accuracy"] == (sum(nearest[i] == i for i in (0, 2)), 2)
@@ -125,9 +130,10 @@ def test_contrast_is_the_cross_entropy_among_the_others_in_both_directions():
     "settings", [config("similarity"), contrast(temperature=1.0)], ids=["regression", "contrastive"]
 )
 def test_gradients_reach_both_sentences_and_no_empty_row(settings):
-    vectors = jnp.float32(np.random.default_rng(0).standard_normal((3, 2, 4))).at[2].set(0.0)
-    batch = Batch(pairs([1, 2], [1, 2], [0, 0]), None, jnp.array([1.0, 0.2, 0]), jnp.array([1.0, 1, 0]))
-    slope = np.asarray(jax.grad(lambda v: TASK.loss(settings, v, batch)["loss"][0])(vectors))
+    vectors = np.random.default_rng(0).standard_normal((3, 2, 4)).astype(np.float32)
+    vectors[2] = 0.0
+    batch = Batch(pairs([1, 2], [1, 2], [0, 0]), None, np.float32([1.0, 0.2, 0]), np.float32([1.0, 1, 0]))
+    slope = np.asarray(jax.jit(jax.grad(lambda v: TASK.loss(settings, v, batch)["loss"][0]))(vectors))
     assert (np.abs(slope[:2]).max(axis=-1) > 1e-3).all()
     assert not slope[2].any()
     # A cosine does not know a length: the slope is at a right angle to the vector.
@@ -164,20 +170,23 @@ def test_sentences_that_share_a_row_have_the_vectors_of_sentences_alone(name, mo
         {side: np.concatenate(both), "segment": np.repeat([1, 2], [len(both[0]), len(both[1])])}
         for both in (sentences[:2], sentences[2:])
     ]
-    run = builders.apply(module)
-    packed = run(variables, batching.pad_batch(rows, 4, (0, 0), (16,)))
-    alone = run(variables, batching.pad_batch([{side: sentence} for sentence in sentences], 4, (0, 0), (8,)))
+    batches = (
+        batching.pad_batch(rows, 4, (0, 0), (16,)),
+        batching.pad_batch([{side: sentence} for sentence in sentences], 4, (0, 0), (8,)),
+    )
+    run = jax.jit(lambda variables: [module.apply(variables, batch) for batch in batches])
+    packed, alone = jax.device_get(run(variables))
     assert packed.shape == (4, 2, 8)
     np.testing.assert_allclose(packed[:2].reshape(4, 8), alone[:, 0], rtol=1e-5, atol=1e-6)
-    assert not np.asarray(packed[2:]).any() and not np.asarray(alone[:, 1]).any()
+    assert not packed[2:].any() and not alone[:, 1].any()
     assert np.abs(alone[:, 0] - alone[::-1, 0]).max(axis=1).min() > 0.01
 
 
 def test_pooling_goes_by_positions_not_by_the_order_of_slots():
-    x = jnp.arange(1.0, 6.0)[None, :, None]
-    slots = Slots(jnp.array([[0, 1, 2, 0, 0]]), jnp.array([[1, 1, 1, 2, 0]]))
-    order = jnp.array([2, 4, 3, 1, 0])
-    for how, wanted in {"first": [1, 4, 0], "last": [3, 4, 0], "mean": [2, 4, 0]}.items():
-        assert pool_segments(x, slots, how, 3)[0, :, 0].tolist() == wanted
-        turned = pool_segments(x[:, order], jax.tree.map(lambda part: part[:, order], slots), how, 3)
-        assert turned[0, :, 0].tolist() == wanted
+    x = np.arange(1, 6, dtype=np.float32)[None, :, None]
+    slots = Slots(np.int32([[0, 1, 2, 0, 0]]), np.int32([[1, 1, 1, 2, 0]]))
+    order = np.array([2, 4, 3, 1, 0])
+    expected = {"first": [1, 4, 0], "last": [3, 4, 0], "mean": [2, 4, 0]}
+    pool = jax.jit(lambda x, slots: {how: pool_segments(x, slots, how, 3)[0, :, 0] for how in expected})
+    for given in ((x, slots), (x[:, order], jax.tree.map(lambda part: part[:, order], slots))):
+        assert {how: found.tolist() for how, found in pool(*given).items()} == expected

@@ -249,7 +249,9 @@ def test_the_table_of_parameters_says_what_is_trained_and_how_fast():
     assert lines[-2:] == ["92 of 116 entries are trained", "76 of 116 entries decay"]
 
 
-def test_a_run_with_adapters_resumes_bit_for_bit_and_stops_early_for_good(tmp_path, monkeypatch, capsys):
+def test_a_run_with_adapters_resumes_bit_for_bit_and_stops_early_for_good(
+    tmp_path, monkeypatch, capsys, shared_programs
+):
     builders.one_device(monkeypatch)
     edits = {"model__adapter__rank": 2, "model__adapter__dropout": 0.1, "train__patience": 1}
     edits |= {"checkpoint__mode": "max", "train__evaluate_every": 2, "train__checkpoint_every": 2}

@@ -30,7 +30,7 @@ NAMES = ("packed", "masked", "classes")
 
 
 @pytest.fixture(autouse=True)
-def one_device(monkeypatch):
+def one_device(monkeypatch, shared_programs):
     make = meshes.make
     monkeypatch.setattr(loop.meshes, "make", lambda config, devices=None: make(MeshConfig(data=1), jax.devices()[:1]))
 

@@ -123,13 +123,17 @@ def test_every_host_must_see_the_same_workdir(tmp_path, monkeypatch):
 def test_the_first_signal_asks_and_the_second_ends(monkeypatch, number):
     ended = []
     monkeypatch.setattr(preemption.os, "_exit", ended.append)
-    with PreemptionListener(None) as stop:
-        assert not stop.should_stop(1)
-        signal.raise_signal(number)
-        assert stop.should_stop(2)
-        assert not ended
-        signal.raise_signal(signal.SIGINT)
-        assert ended == [130]
+    before = signal.signal(number, signal.SIG_DFL)  # tests that nohup started ignore SIGHUP
+    try:
+        with PreemptionListener(None) as stop:
+            assert not stop.should_stop(1)
+            signal.raise_signal(number)
+            assert stop.should_stop(2)
+            assert not ended
+            signal.raise_signal(signal.SIGINT)
+            assert ended == [130]
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_terminal_that_is_gone_is_ignored_where_it_was_before():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxformer.config import AttentionConfig
 from jaxformer.errors import ConfigError
 from jaxformer.nn.masks import Mask
 from jaxformer.parallel import mesh, shards
-from jaxformer.types import Array, PyTree
+from jaxformer.types import Array, PyTree, Rate
 
 Queries = Float[Array, "B T H K"]
 Keys = Float[Array, "B S G K"]
@@ -41,9 +41,9 @@ class AttentionBias(NamedTuple):
 
 
 class AttentionDropout(NamedTuple):
-    """Dropout of the attention probabilities at the static `rate`, drawn from `key`."""
+    """Dropout of the attention probabilities at `rate`, drawn from `key`. All kernels but dense need a static rate."""
 
-    rate: float
+    rate: Rate
     key: Array
 
     def drop(self, probs: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -52,7 +52,11 @@ class AttentionDropout(NamedTuple):
         Each random 32-bit word decides two entries, since drawing bits is most of the cost on a CPU. The rate, rounded
         to a multiple of 1/65536, also determines the scale, so the mean is exact.
         """
-        threshold = min(round(self.rate * 65536), 65535)
+        threshold: Any
+        if isinstance(self.rate, float | int):
+            threshold = min(round(self.rate * 65536), 65535)
+        else:
+            threshold = jnp.minimum(jnp.round(self.rate * 65536), 65535.0)
         *outer, last = probs.shape
         words = jax.random.bits(self.key, (*outer, -(-last // 2)), jnp.uint32)
         halves = jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(*outer, -1)[..., :last]

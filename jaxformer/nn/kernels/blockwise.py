@@ -133,7 +133,7 @@ def split_args(
     mask: Mask, bias: AttentionBias | None, dropout: AttentionDropout | None, config: AttentionConfig
 ) -> tuple[StaticArgs, PyTree, PyTree]:
     """Static properties, the bias arguments with a gradient, and those without; None in place of the others."""
-    function, rate = None if bias is None else bias.function, 0.0 if dropout is None else dropout.rate
+    function, rate = None if bias is None else bias.function, 0.0 if dropout is None else float(dropout.rate)
     static = StaticArgs(mask.causal, function, rate, config.soft_cap)
     args = None if bias is None else bias.args
     float_args = jax.tree.map(lambda leaf: leaf if _has_gradient(leaf) else None, args)
