@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import threading
 
 import numpy as np
@@ -173,22 +174,26 @@ def test_kept_counts_have_the_labels_without_a_token(tmp_path):
 def test_skipped_examples_are_not_mistaken_for_truncated_ones(tmp_path):
     cut = pipeline(tmp_path).truncation_notes(None)[0]
     for _ in range(2):
-        assert "left out" in pipeline(tmp_path, skip_long=True).truncation_notes(None)[0] != cut
+        skipping = pipeline(tmp_path, skip_long=True)
+        assert "left out" in skipping.truncation_notes(None)[0] != cut
+        assert skipping.truncated("train").sentence("train", 16) == cut  # as `evaluate` reads the split
 
 
 TABLES = {
     "label": "label,text\ngood,yes it is\nbad,no\ngood,fine\n",
     "score": "score,text,pair\n0.3,a b,c\n1.0,d,e f\n",
+    "labels": "labels;text\na,b;both\n;none\nb;one\n".replace(";", "\t"),
     "target": "source,target\nein Hund,a dog\nzwei,two\n",
 }
 
 
 @pytest.mark.parametrize("role", TABLES)
 def test_small_data_sets_read_the_same_without_tfds(role, tmp_path, monkeypatch):
-    (tmp_path / "a.csv").write_text(TABLES[role])
-    columns = {name: name for name in TABLES[role].splitlines()[0].split(",")}
+    name = "a.tsv" if "\t" in TABLES[role] else "a.csv"
+    (tmp_path / name).write_text(TABLES[role])
+    columns = {each: each for each in re.split("[,\t]", TABLES[role].splitlines()[0])}
     config = DataConfig(
-        source="table", dir=str(tmp_path), cache=str(tmp_path / "cache"), splits={"train": ("a.csv",)}, columns=columns
+        source="table", dir=str(tmp_path), cache=str(tmp_path / "cache"), splits={"train": (name,)}, columns=columns
     )
     build(config)
     with monkeypatch.context() as patch:
