@@ -22,6 +22,7 @@ from typing import Any
 from jaxformer.errors import ConfigError
 
 _search_directories: list[str] = []
+_external_names: set[str] = set()
 
 
 @functools.cache
@@ -105,7 +106,13 @@ def _external_member(name: str, constant: str) -> Any:
         raise ConfigError(f"got {name!a}, whose import fails ({message}), {expected}") from None
     if not hasattr(module, constant):
         raise ConfigError(f"got {name!a}, which defines no {constant}, {expected}")
+    _external_names.add(name)
     return getattr(module, constant)
+
+
+def has_external_members() -> bool:
+    """True if this process has imported a member from outside the project, whose code may change unnoticed."""
+    return bool(_external_names)
 
 
 def nearest(name: str, known: tuple[str, ...] | list[str]) -> str:

@@ -36,7 +36,7 @@ LAYERS = (
 )
 """The rooms, first to last: a room imports rooms of lines above its own, and no other of its line."""
 
-FREE = {"__init__": {"hf", "model"}, "__main__": {"cli"}, "overrides": {"config"}}
+FREE = {"__init__": {"hf", "model"}, "__main__": {"cli", "runtime"}, "overrides": {"config"}}
 """The package's own front, and names of earlier versions."""
 
 

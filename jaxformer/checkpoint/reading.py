@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 from flax import traverse_util
 
@@ -18,6 +17,9 @@ from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.checkpoint.trees import is_key, stored_shape, to_nested_dict
 from jaxformer.errors import ConfigError
 from jaxformer.types import EMA, MEMORY, PyTree, TrainState, leaf_path, overlaid
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp  # at run time in the functions that need it: it takes a tenth of a command's start
 
 ArrayTypes = Mapping[tuple[str, ...], str]
 """Dtype and shape of every array by path, as `float32[2, 8]`."""
@@ -59,6 +61,8 @@ def array_metadata(directory: Path) -> dict[tuple[str, ...], Any]:
     Raises:
       Damaged: the metadata cannot be read.
     """
+    import orbax.checkpoint as ocp
+
     # From the handler, not a Checkpointer, which warns that this part has no metadata of a complete checkpoint.
     handler = ocp.PyTreeCheckpointHandler()
     return raise_damaged(lambda: traverse_util.flatten_dict(handler.metadata(epath.Path(directory / "state")).tree))
@@ -71,6 +75,8 @@ def read_state(directory: Path, target: TrainState) -> TrainState:
       Damaged: files are missing or unreadable. Wrong bytes are found by `verify` only.
       ConfigError: it is the state of a different model or optimizer.
     """
+    import orbax.checkpoint as ocp
+
     item = to_nested_dict(jax.tree.map(stored_shape, target))
     stored = traverse_util.unflatten_dict(array_metadata(directory))
     check_same_arrays(directory, array_types(stored), array_types(item))
@@ -109,6 +115,8 @@ def read_weights(directory: Path, shardings: PyTree | None = None) -> Weights:
     Args:
       shardings: of the parameters; None: everything stays on the host, as numpy arrays.
     """
+    import orbax.checkpoint as ocp
+
     arrays = {path: array for path, array in array_metadata(directory).items() if path[0] in ("params", "variables")}
     arrays = {path: array for path, array in arrays.items() if path[:2] != ("variables", MEMORY)}
     average = ("variables", EMA)
@@ -129,6 +137,8 @@ def read_weights(directory: Path, shardings: PyTree | None = None) -> Weights:
 
 
 def _arrays(directory: Path, args: ocp.args.PyTreeRestore) -> dict[str, Any]:
+    import orbax.checkpoint as ocp
+
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         return raise_damaged(lambda: reader.restore(directory / "state", args=args))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -9,10 +10,9 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jaxformer.checkpoint import directories, manifest, reading, weights
@@ -21,6 +21,9 @@ from jaxformer.checkpoint.trees import allgather_text, is_key, to_nested_dict, u
 from jaxformer.config import CheckpointConfig
 from jaxformer.errors import ConfigError, StorageError
 from jaxformer.types import PyTree, TrainState
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp  # at run time in the functions that need it: it takes a tenth of a command's start
 
 LOG = logging.getLogger("jaxformer")
 ORBAX_LOG = logging.getLogger("absl")
@@ -57,7 +60,6 @@ class Checkpoints:
     def __init__(self, workdir: str | Path, config: CheckpointConfig) -> None:
         self.workdir, self.config = Path(workdir).absolute(), config
         self.root = self.workdir / "checkpoints"
-        self.writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=_array_handlers()))
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.saving = -1
@@ -67,6 +69,13 @@ class Checkpoints:
         ORBAX_LOG.addFilter(self.filter)
         if jax.process_index() == 0:
             self._remove_leftovers()
+
+    @functools.cached_property
+    def writer(self) -> ocp.AsyncCheckpointer:
+        """Orbax's writer, made by the first save."""
+        import orbax.checkpoint as ocp
+
+        return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=_array_handlers()))
 
     def save(
         self,
@@ -193,13 +202,16 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self.writer.close()
+            if "writer" in vars(self):
+                self.writer.close()
             ORBAX_LOG.removeFilter(self.filter)
 
     # Saving.
 
     def _start_save(self, state: TrainState, step: int, about: dict[str, Any], data: dict[str, Any]) -> None:
         """Copies the arrays off the device, then writes everything in a background thread."""
+        import orbax.checkpoint as ocp
+
         staging = self.root / "saving" / str(step)
         if jax.process_index() == 0:
             self._with_storage_error(step, lambda: _make_empty(staging))
@@ -354,5 +366,7 @@ def _make_empty(directory: Path) -> None:
 
 def _array_handlers() -> ocp.type_handlers.TypeHandlerRegistry:
     """Orbax's handlers for the leaves of a state, which are all arrays."""
+    import orbax.checkpoint as ocp
+
     handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_REPLICA_PARALLEL_BYTES)
     return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))

@@ -1,4 +1,4 @@
-"""The command line: `main` finds the command and runs it, `console` is the program.
+"""The command line: `main` finds the command and runs it, `console` does so with guarded streams.
 
 Each command is a file that defines `COMMAND`: its flags, its help, and the function that calls the library. Modules
 that need jax are imported when a command runs, so that help and refusals are instant.
@@ -37,7 +37,7 @@ from jaxformer.cli import (
 from jaxformer.cli.arguments import Command, parse, program_parser
 from jaxformer.errors import ConfigError, StorageError
 from jaxformer.registry import nearest
-from jaxformer.runtime import compilation, exit_codes, files, interrupts, memory, secrets, streams, terminal, threads
+from jaxformer.runtime import exit_codes, files, interrupts, secrets, streams, terminal, threads
 
 COMMANDS: dict[str, Command] = {
     "train": train.COMMAND,
@@ -117,12 +117,10 @@ def prints(argv: Sequence[str]) -> bool:
 
 
 def console() -> None:
-    """The program: `main` with restarted memory settings, a program cache, and streams that may fail."""
+    """`main` with interrupts and streams that may fail. `jaxformer.__main__` sets up the process before."""
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     try:
-        compilation.enable_cache()
-        memory.restart_with_tunables()
         interrupts.install()
         streams.install(prints(sys.argv[1:]))
         code = main()

@@ -17,14 +17,18 @@ def run(arguments: Namespace) -> int:
 
     distributed.join()
     preflight.check_processes_agree(config)
-    from jaxformer import report
-    from jaxformer.hf import workdirs
-    from jaxformer.train import loop, seeds
+    from jaxformer.train import loop, seeds, warm_start
+
+    init_format = warm_start.RUN_FORMAT
+    if config.init.directory:  # of a run or of the other library's, which is read by a package of its own
+        from jaxformer.hf import workdirs
+
+        init_format = workdirs.ORIGIN
 
     def start(config: Config, workdir: str | Path) -> int:
-        code = loop.train(config, workdir, workdirs.ORIGIN)
+        code = loop.train(config, workdir, init_format)
         if code == 0:
-            report.write_after_training(workdir)
+            _write_report(workdir)
         return code
 
     if arguments.seeds is None:
@@ -34,8 +38,15 @@ def run(arguments: Namespace) -> int:
     code = seeds.train(config, arguments.workdir, arguments.seeds, start, distributed.is_first_process())
     if distributed.is_first_process() and code in (0, 2):
         print(seeds.format_table(seeds.read_summary(arguments.workdir)))
-        report.write_after_training(arguments.workdir)
+        _write_report(arguments.workdir)
     return code
+
+
+def _write_report(workdir: str | Path) -> None:
+    """Writes the report. Its packages are imported now: no step waits for them."""
+    from jaxformer import report
+
+    report.write_after_training(workdir)
 
 
 COMMAND = Command(

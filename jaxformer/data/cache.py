@@ -39,7 +39,11 @@ ParseFiles = Callable[[], tuple[Mapping[str, Any], Mapping[str, ParsedRows]]]
 """Reads the files: returns (tfds features by role, rows by split). Called only if the entry does not exist."""
 
 MANIFEST = "entry.json"
-"""File of an entry with the sizes and checksums of its files, and the warnings logged while it was written."""
+"""File of an entry with the sizes and checksums of its files, the warnings logged while it was written, and a summary:
+number of examples by split, roles and names of classes. Entries of earlier versions have no summary."""
+
+EXAMPLES = "examples-{}.json"
+"""File of an entry with the examples of a split, where the entry is small: importing tfds to read it takes longer."""
 
 NO_MANIFEST = "an earlier version wrote it, without checksums"
 """Result of `entry_problem` for an entry without a manifest."""
@@ -117,14 +121,14 @@ def entry_problem(directory: Path) -> str | None:
     return ""
 
 
-def _write_manifest(folder: Path, warnings: list[str]) -> None:
-    """Writes the sizes and checksums of all files of an entry, and the warnings logged while it was written."""
+def _write_manifest(folder: Path, warnings: list[str], summary: Mapping[str, Any]) -> None:
+    """Writes the sizes and checksums of all files of an entry, its warnings and its summary (see `MANIFEST`)."""
     listed = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         listed[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
-    files.write_json(folder / MANIFEST, {"files": listed, "warnings": warnings})
+    files.write_json(folder / MANIFEST, {"files": listed, "warnings": warnings, "summary": summary})
 
 
 @contextlib.contextmanager
@@ -147,7 +151,16 @@ def _write(directory: Path, parse: ParseFiles) -> None:
             builder = _builder_class()(features, splits, data_dir=str(partial), file_format="array_record")
             with contextlib.redirect_stdout(io.StringIO()):  # tfds prints banners; our stdout may be a pipe of results
                 builder.download_and_prepare()
-        _write_manifest(Path(builder.data_path), warned)
+        info, folder = builder.info, Path(builder.data_path)
+        summary = {
+            "splits": {name: split.num_examples for name, split in info.splits.items()},
+            "roles": sorted(info.features),
+            "classes": class_names(info.features),
+        }
+        if info.dataset_size <= MAX_IN_MEMORY_BYTES:
+            for name, split in _splits(folder, summary).items():
+                files.write_json(folder / EXAMPLES.format(name), list(split[i] for i in range(len(split))), indent=None)
+        _write_manifest(folder, warned, summary)
         if directory.exists():  # damaged; processes that read it keep their open files
             os.replace(directory, partial / "damaged")
         os.replace(builder.data_path, directory)
@@ -174,6 +187,23 @@ def _collect_warnings() -> Generator[list[str], None, None]:
     finally:
         package.propagate = True
         package.removeHandler(handler)
+
+
+def read_entry(directory: Path) -> tuple[dict[str, PreparedSplit], tuple[str, ...] | None]:
+    """The splits of an entry of local files, and the names of its classes."""
+    summary = files.read_json(directory / MANIFEST).get("summary")
+    if summary is None:  # of an earlier version
+        import tensorflow_datasets as tfds
+
+        info = tfds.builder_from_directory(directory).info
+        counts = {name: split.num_examples for name, split in info.splits.items()}
+        summary = {"splits": counts, "roles": sorted(info.features), "classes": class_names(info.features)}
+    return _splits(directory, summary), None if summary["classes"] is None else tuple(summary["classes"])
+
+
+def _splits(directory: Path, summary: Mapping[str, Any]) -> dict[str, PreparedSplit]:
+    columns = {role: role for role in summary["roles"]}
+    return {name: PreparedSplit(str(directory), name, columns, count) for name, count in summary["splits"].items()}
 
 
 def _repeat_warnings(directory: Path) -> None:
@@ -265,6 +295,9 @@ class PreparedSplit:
 
     @functools.cached_property
     def _in_memory(self) -> list[Example] | None:
+        kept = Path(self.directory) / EXAMPLES.format(self.split)
+        if kept.exists():
+            return [{role: _from_json(value) for role, value in row.items()} for row in files.read_json(kept, list)]
         if self._builder.info.dataset_size > MAX_IN_MEMORY_BYTES:
             return None
         return [self._roles(row) for row in self._source.__getitems__(list(range(self.length)))]
@@ -276,6 +309,11 @@ class PreparedSplit:
         if messages is not None:  # stored as JSON
             plain["messages"] = tuple(json.loads(messages))
         return plain if score is None else {**plain, "score": scale_score(score, self.score_range, self.directory)}
+
+
+def _from_json(value: Any) -> Any:
+    """A value of an example, in which JSON has lists for tuples."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def scale_score(score: float, score_range: Sequence[float], where: str) -> float:

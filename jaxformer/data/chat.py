@@ -9,16 +9,11 @@ the Hugging Face library does, in a sandbox: with `trim_blocks` and `lstrip_bloc
 from __future__ import annotations
 
 import datetime
-import functools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
-from jinja2 import ext, nodes, sandbox
-from jinja2.parser import Parser
 
 from jaxformer.data.tokenizer_files import read_file
 from jaxformer.data.tokenizers import Tokenizer
@@ -127,51 +122,6 @@ def exchanges_to_drop(messages: Sequence[Message], size: Callable[[Sequence[Mess
 # --- templates --------------------------------------------------------------------------------------------------------
 
 
-class _Generation(ext.Extension):
-    """Blocks `{% generation %} reply {% endgeneration %}`, whose text is put between `BEGIN` and `END`."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja's own name and type)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Callable[[], str]) -> str:
-        return BEGIN + caller() + END
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """JSON as the Hugging Face library writes it: jinja's own filter would escape what HTML reserves."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-@functools.cache
-def _environment() -> sandbox.ImmutableSandboxedEnvironment:
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    return environment
-
-
-@functools.lru_cache(maxsize=8)
-def _compile(template: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(template)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise _wrong_template(error) from error
-
-
-def _wrong_template(error: BaseException) -> ConfigError:
-    reason = " ".join(str(error).split())[:160] or type(error).__name__
-    return ConfigError(f"chat template: got an error ({reason}), expected a template for these turns; mend either")
-
-
 def read_template(path: str) -> str:
     """The text of a template's file.
 
@@ -182,7 +132,9 @@ def read_template(path: str) -> str:
         text = read_file(Path(path)).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"chat template: got {path}, expected UTF-8 text ({error.reason}); convert it") from error
-    _compile(text)
+    from jaxformer.data import chat_templates
+
+    chat_templates.compile_template(text)
     return text
 
 
@@ -199,16 +151,12 @@ def render(
     Raises:
       ConfigError: the template is wrong, or rejects the conversation.
     """
+    from jaxformer.data import chat_templates
+
     now = {"strftime_now": lambda form: datetime.datetime.now().strftime(form)} if dated else {}
     turns = [dict(message) for message in messages]
     variables: dict[str, Any] = {"messages": turns, "add_generation_prompt": opening, "tools": None, "documents": None}
-    variables |= {"raise_exception": _raise_exception}
-    try:
-        marked = _compile(template).render(**variables, **tokens, **now)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever a template does, from a failed look-up to a division by zero
-        raise _wrong_template(error) from error
+    marked = chat_templates.render(template, {**variables, **tokens, **now})
     text, spans, begin = "", [], 0
     for number, part in enumerate(marked.replace(END, BEGIN).split(BEGIN)):
         begin, text = len(text), text + part

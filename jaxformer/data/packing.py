@@ -101,16 +101,22 @@ def first_fit(
     rows: list[list[int]] = []
     sizes = np.asarray(lengths, np.int32)
     sizes = sizes.reshape(len(sizes), -1 if len(sizes) else 1)
-    room = np.zeros_like(sizes)  # free slots of each stream of row r; at most one row an example
-    for index, length in enumerate(sizes):
-        begin = max(len(rows) - window, 0)
-        fits = (room[begin : len(rows)] >= length).all(axis=1)
-        row = begin + int(fits.argmax()) if fits.any() else len(rows)
-        if row == len(rows):
+    # Free slots of each stream of row r, at most one row an example. One array a stream: this loop plans whole blocks.
+    room = [np.zeros(len(sizes), np.int32) for _ in range(sizes.shape[1])]
+    for index, needed in enumerate(sizes.tolist()):
+        begin, end = max(len(rows) - window, 0), len(rows)
+        fits = room[0][begin:end] >= needed[0]
+        for free, length in zip(room[1:], needed[1:], strict=True):
+            fits &= free[begin:end] >= length
+        row = begin + int(fits.argmax()) if end else 0
+        if not end or not fits[row - begin]:
+            row = end
             rows.append([])
-            room[row] = shape.length
+            for free in room:
+                free[row] = shape.length
         rows[row].append(index)
-        room[row] -= length
+        for free, length in zip(room, needed, strict=True):
+            free[row] -= length
     return [PlannedBatch(shape, rows[start : start + shape.rows]) for start in range(0, len(rows), shape.rows)]
 
 

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 
 import grain
 
-from jaxformer.config import Config
-from jaxformer.data import cache, concatenation, packing, planning, truncation
+from jaxformer import registry
+from jaxformer.config import Config, overrides
+from jaxformer.data import cache, concatenation, derived, packing, planning, truncation
 from jaxformer.data.batches import TrainingBatches
-from jaxformer.data.encoding import Encoder, EncodingTask
+from jaxformer.data.encoding import CHUNK_EXAMPLES, Encoder, EncodingTask
 from jaxformer.data.packing import Features, Shape
 from jaxformer.data.planning import BlockPlanner, EncodedExamples, RunningTextPlanner, ShuffledOrder
-from jaxformer.data.sources import Dataset, Examples, FirstExamples
+from jaxformer.data.sources import Dataset, Example, Examples, FirstExamples, examples_at
 from jaxformer.data.token_shards import ShardedDocuments
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.data.truncation import Truncation
@@ -140,9 +141,8 @@ class Pipeline(TrainingBatches):
         if (split, examples) not in self._truncations:
             count = self._count(split, examples)
             complete = self.config.data.packing == "concat" or self.task.encode_windows is not None
-            encode = self._encoder(split, count, self.config)
             self._truncations[split, examples] = (
-                Truncation(count) if complete else truncation.count_truncated(encode.iterate(range(count)))
+                Truncation(count) if complete else self._count_truncation(split, count, range(count))
             )
         return self._truncations[split, examples]
 
@@ -158,19 +158,50 @@ class Pipeline(TrainingBatches):
             sample: Sequence[int] = range(count)
             if count > MAX_SAMPLED_EXAMPLES:
                 sample = [number * count // MAX_SAMPLED_EXAMPLES for number in range(MAX_SAMPLED_EXAMPLES)]
-            config = self._untruncated() if data.skip_long else self.config
-            encoded = self._encoder("train", count, config).iterate(sample)
-            if data.skip_long:
-                counts, lost = truncation.count_skipped(encoded, data.length), "left out"
-            else:
-                counts, lost = truncation.count_truncated(encoded), "cut off"
-            lines.append(counts.sentence("train", data.length, count, lost))
+            counts = self._count_truncation("train", count, sample, skipped=data.skip_long)
+            lines.append(counts.sentence("train", data.length, count, "left out" if data.skip_long else "cut off"))
         tail = self._plan.tail()
         if tail:
             lines.append(f"train: the last {tail:,} of {len(self._plan.encode):,} rows are not read (task.recurrence)")
         if "validation" in self.dataset.splits:
             lines.append(self.truncated("validation", validation_examples).sentence("validation", data.length))
         return [line for line in lines if line]
+
+    def _count_truncation(self, split: str, count: int, sample: Sequence[int], skipped: bool = False) -> Truncation:
+        """Counts what does not fit of the examples `sample`, of the first `count`; from the cache if it was counted.
+
+        Code from outside the project may read what no hash covers, and a task that draws texts of other examples reads
+        more than the sample: those are counted at every start.
+
+        Args:
+          skipped: count examples that are too long for `data.skip_long`, instead of tokens that are cut off.
+        """
+
+        def encode() -> Truncation:
+            config = self._untruncated() if skipped else self.config
+            encoded = self._encoder(split, count, config).iterate(sample)
+            if skipped:
+                return truncation.count_skipped(encoded, self.config.data.length)
+            return truncation.count_truncated(encoded)
+
+        if registry.has_external_members() or self.task.reads_other_text(self.config):
+            return encode()
+        tokenizers = self.tokenizers
+        depends_on = {
+            "examples": derived.content_digest(self._chunks(split, sample)),
+            "settings": [split, count, skipped, overrides.to_json(self.config)],
+            "tokenizers": tokenizers
+            and [tokenizers.source.fingerprint, tokenizers.target.fingerprint, tokenizers.chat_template],
+            "code": derived.code_digest(derived.PROJECT),
+        }
+        directory = cache.cache_directory(self.config.data)
+        kept = derived.keep(directory, "truncation", depends_on, lambda: truncation.to_json(encode()))
+        return truncation.from_json(kept)
+
+    def _chunks(self, split: str, indices: Sequence[int]) -> Iterator[Sequence[Example]]:
+        """The examples at `indices`, in chunks to bound the memory."""
+        for begin in range(0, len(indices), CHUNK_EXAMPLES):
+            yield examples_at(self._split(split), indices[begin : begin + CHUNK_EXAMPLES])
 
     @property
     def epoch_batches(self) -> int | None:

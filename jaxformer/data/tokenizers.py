@@ -23,7 +23,7 @@ import numpy as np
 import tokenizers as hf
 
 from jaxformer.config import DataConfig
-from jaxformer.data import vocabularies, vocabulary_learning
+from jaxformer.data import cache, derived, vocabularies, vocabulary_learning
 from jaxformer.data.encoded_text import EncodedText
 from jaxformer.data.sources import Example, Examples
 from jaxformer.data.tokenizer_files import read_file, unreadable, write
@@ -433,7 +433,7 @@ class Tokenizers:
             texts = _texts(config, examples, roles)
             if sides == ("joint",):
                 texts = {"joint": [text for side in texts.values() for text in side]}
-            built = [Tokenizer(vocabularies.learn(settings, texts[side]), settings.multiple) for side in sides]
+            built = [Tokenizer(_learn(config, texts[side]), settings.multiple) for side in sides]
         return cls(built[0], built[-1])
 
     def cached(self, budget: int) -> Tokenizers:
@@ -485,6 +485,23 @@ class Tokenizers:
             if not vocabularies.is_library_error(error):
                 raise
             raise unreadable(path, error) from error
+
+
+def _learn(config: DataConfig, texts: Sequence[str]) -> Vocabulary:
+    """The vocabulary that `config.tokenizer` describes: one that was learned of the same texts before, or a new one."""
+    settings = config.tokenizer
+    if settings.kind not in vocabularies.SLOW_TO_LEARN:
+        return vocabularies.learn(settings, texts)
+    code = derived.code_digest(*(Path(module.__file__) for module in (vocabularies, vocabulary_learning)))
+    chosen = [settings.kind, settings.vocab, settings.lowercase, settings.sentinels]
+    depends_on = {"texts": derived.content_digest(texts), "settings": chosen, "code": code}
+    content = derived.keep(
+        cache.cache_directory(config),
+        "vocabularies",
+        depends_on,
+        lambda: vocabularies.learn(settings, texts).to_json(),
+    )
+    return vocabularies.KINDS[settings.kind].from_json(settings.kind, content)
 
 
 def _texts(config: DataConfig, examples: Examples, roles: Sequence[str]) -> dict[str, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,6 +55,16 @@ class Truncation(NamedTuple):
         if len(self.unread_labels):
             line += f"; {len(self.unread_labels):,} of {self.words:,} words have no token and count as tagged O"
         return line
+
+
+def to_json(count: Truncation) -> dict[str, Any]:
+    """`count` as values of JSON."""
+    return {**count._asdict(), "unread_labels": count.unread_labels.tolist()}
+
+
+def from_json(content: dict[str, Any]) -> Truncation:
+    """What `to_json` returned."""
+    return Truncation(**content)._replace(unread_labels=np.array(content["unread_labels"], np.int32))
 
 
 def count_truncated(examples: Iterable[Features]) -> Truncation:

@@ -393,6 +393,10 @@ KINDS: dict[str, type[LookupVocabulary] | type[LibraryVocabulary] | type[Sentenc
 }
 
 
+SLOW_TO_LEARN = ("word", "bpe", "unigram")
+"""Kinds that count words, which takes seconds; bytes and characters are read off the text."""
+
+
 def learn(config: TokenizerConfig, texts: Iterable[str]) -> Vocabulary:
     """Learns the vocabulary that `config` describes from `texts`."""
     kind, lowercase, sentinels = config.kind, config.lowercase, config.sentinels

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxformer.config import ModelConfig
 from jaxformer.errors import ConfigError
@@ -37,10 +36,18 @@ class Outputs(dict[str, Any]):
 
 def mean_cross_entropy(logits: Array, labels: Array) -> Array:
     """The mean cross-entropy over labels that are not ignored; NaN if all are, as in the other library."""
+    import optax  # losses alone need it
+
     check_ids("labels", labels, logits.shape[-1], IGNORED_LABEL)
     counts = labels != IGNORED_LABEL
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(counts, labels, 0))
     return jnp.sum(jnp.where(counts, losses, 0.0)) / jnp.sum(counts)
+
+
+def _binary_cross_entropy(logits: Array, labels: Array) -> Array:
+    import optax
+
+    return optax.sigmoid_binary_cross_entropy(logits, labels.astype(jnp.float32))
 
 
 def compute_loss(
@@ -66,7 +73,7 @@ def compute_loss(
     labels = jnp.asarray(inputs["labels"])
     if head == "pretraining":  # one score for each token: another took its place (ELECTRA)
         weights = jnp.asarray(inputs.get("attention_mask", jnp.ones(labels.shape))) == 1
-        losses = optax.sigmoid_binary_cross_entropy(logits, labels.astype(jnp.float32))
+        losses = _binary_cross_entropy(logits, labels)
         return jnp.sum(jnp.where(weights, losses, 0.0)) / jnp.sum(weights)
     if head == "causal_lm":
         return mean_cross_entropy(logits[:, :-1], labels[:, 1:])
@@ -87,7 +94,7 @@ def sequence_loss(settings: Settings, logits: Array, labels: Array) -> Array:
     if problem == "regression":
         return jnp.mean(jnp.square(logits.reshape(labels.shape) - labels))
     if problem == "multi_label_classification":
-        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels.astype(jnp.float32)))
+        return jnp.mean(_binary_cross_entropy(logits, labels))
     return mean_cross_entropy(logits, labels.reshape(-1))
 
 

@@ -236,18 +236,11 @@ def prepared_dataset(
     config: DataConfig, kind: str, paths: Iterable[Path], settings: object, parse: cache.ParseFiles
 ) -> Dataset:
     """The data set that `parse` reads from `paths`, from the cache if possible."""
-    import tensorflow_datasets as tfds
-
     paths = list(paths)
     key = cache.content_key(paths, kind, READER_VERSION, [path.suffix == ".gz" for path in paths], settings)
     directory = cache.ensure_entry(config, kind, key, parse)
-    info = tfds.builder_from_directory(directory).info
-    columns = {role: role for role in sorted(info.features)}
-    splits = {
-        name: cache.PreparedSplit(str(directory), name, columns, split.num_examples)
-        for name, split in info.splits.items()
-    }
-    return Dataset(splits=splits, key=f"{kind}-{key}", classes=cache.class_names(info.features))
+    splits, classes = cache.read_entry(directory)
+    return Dataset(splits=splits, key=f"{kind}-{key}", classes=classes)
 
 
 def _open(path: Path) -> gzip.GzipFile | BinaryIO:

@@ -1,0 +1,93 @@
+"""Small results that data decides, kept in the cache: a second run of the same data and settings reads them.
+
+A result lies in `<cache>/<kind>/<hash>.json`, named by a hash of everything that it depends on: the content of the
+texts, the settings, the versions of the libraries and the source files of the code that makes it. So a change of any of
+these makes another entry, and entries never go stale. Files appear whole; a damaged one is made again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import pickle
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jaxformer.errors import ConfigError
+from jaxformer.runtime import files
+
+LIBRARIES = ("flax", "jax", "jinja2", "numpy", "sentencepiece", "tokenizers")
+"""Libraries that decide results: those of models, and those that make ids from texts."""
+
+logger = logging.getLogger(__name__)
+
+
+PROJECT = Path(__file__).parents[1]
+"""Folder of all of the project's code."""
+
+
+def keep(directory: Path, kind: str, depends_on: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+    """The result of `make()`, from the cache if it is there; a value of JSON.
+
+    A cache that cannot be written costs time only: the result is then made anew at every start.
+
+    Args:
+      directory: the cache.
+      kind: name of the folder below it.
+      depends_on: all that decides the result, values of JSON.
+    """
+    key = _digest(depends_on)
+    path = directory / kind / f"{key[:24]}.json"
+    kept = _read(path, key)
+    if kept is not None:
+        return kept[0]
+    value = make()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, {"key": key, "sha256": _digest(value), "value": value}, indent=None)
+    except OSError as error:
+        logger.info("%s: %s; it is made anew at the next start", path, error.strerror or error)
+    return value
+
+
+def _read(path: Path, key: str) -> tuple[Any] | None:
+    """The value of a file in a tuple; None if there is no file, or it is not what was written."""
+    try:
+        content = files.read_json(path)
+        if content["key"] == key and content["sha256"] == _digest(content["value"]):
+            return (content["value"],)
+        reason = "it differs from its checksum"
+    except FileNotFoundError:
+        return None
+    except (OSError, ConfigError, LookupError) as error:
+        reason = str(error)
+    logger.warning("%s is damaged (%s): made again", path, reason)
+    return None
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def content_digest(items: Iterable[Any]) -> str:
+    """A hash of texts or examples in order; equal objects of another type may have another one."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(pickle.dumps(item, protocol=5))  # ends with a mark of its own, so that items do not run together
+    return digest.hexdigest()
+
+
+@functools.cache
+def code_digest(*paths: Path) -> str:
+    """A hash of source files and of those below folders, of the Python that runs them, and of `LIBRARIES`."""
+    digest = hashlib.sha256(repr([platform.python_version(), *map(metadata.version, LIBRARIES)]).encode())
+    for path in paths:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            content = file.read_bytes()
+            digest.update(f"{file.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
