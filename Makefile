@@ -41,9 +41,9 @@ test: $(VENV)/.installed
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n 2 --dist=worksteal --durations=5 --durations-min=3 @tests/fast.txt
 
-# Every reference checkpoint in ../shared/hf_goldens, in everything it holds; does nothing without them.
+# Every reference checkpoint in ../shared/hf_goldens and flax_goldens, in everything it holds; does nothing without them.
 goldens: $(VENV)/.installed
-	GOLDENS=all $(BIN)/python -m pytest -n $(WORKERS) tests/hf/test_goldens.py tests/hf/test_generation.py
+	GOLDENS=all $(BIN)/python -m pytest -n $(WORKERS) tests/hf/test_goldens.py tests/hf/test_generation.py tests/hf/test_flax_goldens.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -150,10 +150,10 @@ def make_batch(
     if decoder is None:
         if encoder is None:
             raise ConfigError("call: got a model without transformer parts, expected an encoder or a decoder")
-        return Batch(_stream(convention, encoder, sources), None)
+        return Batch(make_stream(convention, encoder, sources), None)
     if encoder is None:
-        return Batch(None, _stream(convention, decoder, sources, causal=decoder.causal is not False))
-    source = _stream(convention, encoder, sources)
+        return Batch(None, make_stream(convention, decoder, sources, causal=decoder.causal is not False))
+    source = make_stream(convention, encoder, sources)
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
         if "labels" in sources and sources["labels"].ndim == 2:
             sources["decoder_input_ids"] = shift_right(convention, settings, sources["labels"])
@@ -162,7 +162,7 @@ def make_batch(
         else:
             raise ConfigError("call: got no decoder_input_ids, expected them or labels")
     targets = {name.removeprefix("decoder_"): x for name, x in sources.items() if name.startswith("decoder_")}
-    target = _stream(convention, decoder, targets)
+    target = make_stream(convention, decoder, targets)
     if head == "sequence" and "input_ids" in sources:
         target = _up_to_the_end(target, sources["input_ids"] == settings("eos_token_id", 2))
     return Batch(source, target)
@@ -176,7 +176,7 @@ def _up_to_the_end(target: Stream, ends: Array) -> Stream:
     return target._replace(slots=target.slots._replace(segment=jnp.where(inside, target.slots.segment, 0)))
 
 
-def _stream(
+def make_stream(
     convention: CallConvention, stack: StackConfig, inputs: Mapping[str, Array], causal: bool = False
 ) -> Stream:
     """One stream with its positions and slots; raises a ConfigError for arguments of a wrong shape or range."""

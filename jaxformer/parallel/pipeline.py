@@ -25,9 +25,9 @@ AXIS = "stage"
 
 
 def stages() -> int:
-    """Number of stages of the entered mesh; 1 without a mesh, and inside a stage."""
+    """Number of stages of the entered mesh; 1 without a mesh (or in `jax.pmap`), and inside a stage."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[AXIS] == AxisType.Manual:
+    if dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(AXIS, AxisType.Manual) == AxisType.Manual:
         return 1
     return mesh.shape[AXIS]
 

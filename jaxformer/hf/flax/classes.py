@@ -1,0 +1,115 @@
+"""The classes themselves, made from the table in `names.py`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+from jaxformer.errors import ConfigError
+from jaxformer.hf.flax import configs, names, signatures
+from jaxformer.hf.flax.calls import call_with, outputs_of
+from jaxformer.hf.flax.generation import FlaxGenerationMixin
+from jaxformer.hf.flax.model import FlaxPreTrainedModel
+from jaxformer.hf.flax.names import GROUPS, Group
+from jaxformer.hf.flax.seq2seq import FlaxSeq2SeqModel
+from jaxformer.hf.flax.spec import family
+
+
+def _members(model_type: str, head: str, group: Group) -> dict[str, Any]:
+    """The members of a class: its family, and methods under the signatures of the old class."""
+    kind = signatures.kind_of(group.call, model_type, head)
+    call = signatures.signature(signatures.CALLS[kind], "input_ids")
+
+    @call_with(call)
+    def __call__(self: FlaxPreTrainedModel, **given: Any) -> Any:
+        """The outputs of a forward pass; see `FlaxPreTrainedModel.__call__`."""
+        return self._call(**given)
+
+    members: dict[str, Any] = {
+        "model_type": model_type,
+        "head": head,
+        "call_signature": call,
+        "__call__": __call__,
+        "output_class": outputs_of(model_type, head),
+        "base_model_prefix": family(model_type, head).prefix.rstrip(".") or "transformer",
+        "__doc__": f"{names.class_name(model_type, head)} of the old library.",
+        "__module__": "jaxformer.hf.flax",
+    }
+    if kind in signatures.ENCODE:
+
+        @call_with(signatures.signature(signatures.ENCODE[kind], "input_ids"))
+        def encode(self: FlaxSeq2SeqModel, **given: Any) -> Any:
+            """The encoder's output."""
+            return self._encode(**given)
+
+        @call_with(signatures.signature(signatures.DECODE[kind], "decoder_input_ids encoder_outputs"))
+        def decode(self: FlaxSeq2SeqModel, **given: Any) -> Any:
+            """The decoder's output, for the encoder's."""
+            return self._decode(**given)
+
+        members |= {"encode": encode, "decode": decode}
+    return members
+
+
+def make_classes() -> dict[str, type[FlaxPreTrainedModel]]:
+    """All classes by name, those of families without a head included."""
+    made: dict[str, type[FlaxPreTrainedModel]] = {"FlaxPreTrainedModel": FlaxPreTrainedModel}
+    for model_type, group in GROUPS.items():
+        pair = group.call in signatures.ENCODE
+        bases = (FlaxGenerationMixin, FlaxSeq2SeqModel if pair else FlaxPreTrainedModel)
+        parent = type(f"Flax{group.prefix}PreTrainedModel", bases, {"__module__": "jaxformer.hf.flax"})
+        made[parent.__name__] = parent
+        for head in group.heads:
+            alone = (FlaxGenerationMixin, FlaxPreTrainedModel)
+            decoder_alone = pair and head in ("causal_lm", "encoder")
+            name = names.class_name(model_type, head)
+            made[name] = type(name, alone if decoder_alone else (parent,), _members(model_type, head, group))
+    return made
+
+
+CLASSES = make_classes()
+
+
+def auto_class(name: str, config: Any) -> type[FlaxPreTrainedModel]:
+    """The class that an automatic one takes for a config.
+
+    Raises:
+      ConfigError: the family has none, or is not here.
+    """
+    values = configs.values_of(config)
+    model_type = str(values.get("model_type", ""))
+    heads = names.AUTO_HEADS[name]
+    types = names.AUTO_TYPES.get(name, tuple(t for t, group in GROUPS.items() if set(heads) & set(group.heads)))
+    if model_type not in types:
+        raise ConfigError(f"{name}: got model_type {model_type!r}, expected one of {', '.join(types)}")
+    head = next(head for head in heads if head in GROUPS[model_type].heads)
+    return CLASSES[names.class_name(model_type, head)]
+
+
+class _Auto:
+    """An automatic class, which makes none of its own instances."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(f"{type(self).__name__}: got a call, expected from_pretrained(path) or from_config(config)")
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """`from_pretrained` of the class for the config's `model_type`."""
+        config, changes = kwargs.pop("config", None), {}
+        if config is None or isinstance(config, (str, os.PathLike)):
+            own = set(inspect.signature(FlaxPreTrainedModel.from_pretrained).parameters)
+            changes = {key: kwargs.pop(key) for key in list(kwargs) if key not in own and not key.startswith("_")}
+            source = pretrained_model_name_or_path if config is None else config
+            subfolder = kwargs.get("subfolder", "") if config is None else ""
+            config = configs.PretrainedConfig.from_pretrained(source, subfolder=subfolder, **changes)
+        found = auto_class(cls.__name__, config)
+        return found.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """A model with random parameters, of the class for the config's `model_type`."""
+        return auto_class(cls.__name__, config)(config, **kwargs)
+
+
+AUTO_CLASSES = {name: type(name, (_Auto,), {"__module__": "jaxformer.hf.flax"}) for name in names.AUTO_HEADS}

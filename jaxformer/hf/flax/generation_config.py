@@ -1,0 +1,73 @@
+"""`model.generation_config`: options of `generate` as attributes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxformer.hf import reading
+
+FILE = "generation_config.json"
+
+DEFAULTS: dict[str, Any] = {
+    "max_length": 20, "max_new_tokens": None, "min_length": 0, "do_sample": False, "num_beams": 1,
+    "num_return_sequences": 1, "early_stopping": False, "length_penalty": 1.0, "temperature": 1.0, "top_k": 50,
+    "top_p": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "forced_decoder_ids": None, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None, "decoder_start_token_id": None,
+}  # fmt: skip
+"""Options that the old `generate` read, with their defaults."""
+
+UNREAD: dict[str, Any] = {
+    "min_new_tokens": None, "repetition_penalty": 1.0, "bad_words_ids": None, "num_beam_groups": 1,
+    "diversity_penalty": 0.0, "penalty_alpha": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+    "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "force_words_ids": None,
+    "constraints": None, "exponential_decay_length_penalty": None, "renormalize_logits": False,
+    "return_dict_in_generate": False, "output_scores": False, "output_attentions": False,
+    "output_hidden_states": False, "use_cache": True, "max_time": None, "guidance_scale": None, "min_p": None,
+}  # fmt: skip
+"""Options that the old Flax `generate` knew and did not read, with the values that ask for nothing."""
+
+
+class GenerationConfig:
+    """Options of `generate` as attributes; those that are not set have their defaults."""
+
+    def __init__(self, **options: Any) -> None:
+        self.__dict__.update({**DEFAULTS, **options})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"generation_config: got {name!r}, expected one of {', '.join(self.__dict__)}")
+
+    def update(self, **options: Any) -> dict[str, Any]:
+        """Sets the options that exist, and returns the others."""
+        known = {**DEFAULTS, **UNREAD, **self.__dict__}
+        self.__dict__.update({name: value for name, value in options.items() if name in known})
+        return {name: value for name, value in options.items() if name not in known}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        return {
+            name: copy.deepcopy(x) for name, x in self.__dict__.items() if x != DEFAULTS.get(name, UNREAD.get(name))
+        }
+
+    @classmethod
+    def from_model_config(cls, values: Mapping[str, Any]) -> GenerationConfig:
+        """The options that a config.json holds."""
+        known = {**DEFAULTS, **UNREAD}
+        wished = {name: values[name] for name in known if values.get(name) is not None}
+        for name in ("output_attentions", "output_hidden_states", "use_cache"):
+            wished.pop(name, None)  # of calls
+        return cls(**wished)
+
+    @classmethod
+    def of_directory(cls, directory: Path, values: Mapping[str, Any]) -> GenerationConfig:
+        """The options of generation_config.json, or of config.json (`values`) where there is no such file."""
+        if not (directory / FILE).exists():
+            return cls.from_model_config(values)
+        found = reading.read_config(directory, FILE)
+        return cls(**{name: value for name, value in found.items() if name != "transformers_version"})

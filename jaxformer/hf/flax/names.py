@@ -1,0 +1,116 @@
+"""Which classes there are: families by heads, the automatic classes, and the names of what is not here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ENCODER_HEADS = ("masked_lm", "sequence", "token", "qa", "multiple_choice", "model")
+BODY_AND_LM = ("causal_lm", "model")
+TRANSLATOR = ("seq2seq", "model")
+CLASSIFYING_TRANSLATOR = ("seq2seq", "sequence", "qa", "model")
+
+SUFFIXES = {
+    "masked_lm": "ForMaskedLM",
+    "pretraining": "ForPreTraining",
+    "next_sentence": "ForNextSentencePrediction",
+    "sequence": "ForSequenceClassification",
+    "token": "ForTokenClassification",
+    "qa": "ForQuestionAnswering",
+    "multiple_choice": "ForMultipleChoice",
+    "causal_lm": "ForCausalLM",
+    "seq2seq": "ForConditionalGeneration",
+    "encoder": "EncoderModel",
+    "model": "Model",
+}
+"""Head -> end of a class name."""
+
+SUFFIX_EXCEPTIONS = {("gpt2", "causal_lm"): "LMHeadModel", ("marian", "seq2seq"): "MTModel"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The classes of one `model_type`.
+
+    Attributes:
+      prefix: start of their names, after "Flax".
+      heads: the heads that have a class.
+      call: name of their call's signature in `calls.SIGNATURES`.
+    """
+
+    prefix: str
+    heads: tuple[str, ...]
+    call: str
+
+
+GROUPS: dict[str, Group] = {
+    "albert": Group("Albert", (*ENCODER_HEADS, "pretraining"), "albert"),
+    "bart": Group("Bart", (*CLASSIFYING_TRANSLATOR, "causal_lm"), "bart"),
+    "bert": Group("Bert", (*ENCODER_HEADS, "pretraining", "next_sentence", "causal_lm"), "bert"),
+    "blenderbot": Group("Blenderbot", TRANSLATOR, "bart"),
+    "blenderbot-small": Group("BlenderbotSmall", TRANSLATOR, "bart"),
+    "bloom": Group("Bloom", BODY_AND_LM, "bloom"),
+    "distilbert": Group("DistilBert", ENCODER_HEADS, "distilbert"),
+    "electra": Group("Electra", (*ENCODER_HEADS, "pretraining", "causal_lm"), "bert"),
+    "gemma": Group("Gemma", BODY_AND_LM, "gptj"),
+    "gpt2": Group("GPT2", BODY_AND_LM, "gpt2"),
+    "gpt_neo": Group("GPTNeo", BODY_AND_LM, "gptj"),
+    "gptj": Group("GPTJ", BODY_AND_LM, "gptj"),
+    "llama": Group("Llama", BODY_AND_LM, "gptj"),
+    "marian": Group("Marian", TRANSLATOR, "bart"),
+    "mbart": Group("MBart", CLASSIFYING_TRANSLATOR, "bart"),
+    "mistral": Group("Mistral", BODY_AND_LM, "gptj"),
+    "mt5": Group("MT5", (*TRANSLATOR, "encoder"), "t5"),
+    "opt": Group("OPT", BODY_AND_LM, "opt"),
+    "pegasus": Group("Pegasus", TRANSLATOR, "bart"),
+    "roberta": Group("Roberta", (*ENCODER_HEADS, "causal_lm"), "bert"),
+    "roberta-prelayernorm": Group("RobertaPreLayerNorm", (*ENCODER_HEADS, "causal_lm"), "bert"),
+    "t5": Group("T5", (*TRANSLATOR, "encoder"), "t5"),
+    "xglm": Group("XGLM", BODY_AND_LM, "xglm"),
+    "xlm-roberta": Group("XLMRoberta", (*ENCODER_HEADS, "causal_lm"), "bert"),
+}
+"""`model_type` -> its classes."""
+
+AUTO_HEADS: dict[str, tuple[str, ...]] = {
+    "FlaxAutoModel": ("model",),
+    "FlaxAutoModelForCausalLM": ("causal_lm",),
+    "FlaxAutoModelForMaskedLM": ("masked_lm", "seq2seq"),
+    "FlaxAutoModelForMultipleChoice": ("multiple_choice",),
+    "FlaxAutoModelForNextSentencePrediction": ("next_sentence",),
+    "FlaxAutoModelForPreTraining": ("pretraining", "seq2seq", "masked_lm"),
+    "FlaxAutoModelForQuestionAnswering": ("qa",),
+    "FlaxAutoModelForSeq2SeqLM": ("seq2seq",),
+    "FlaxAutoModelForSequenceClassification": ("sequence",),
+    "FlaxAutoModelForTokenClassification": ("token",),
+}
+"""Automatic class -> heads, of which it takes the first that the family has."""
+
+AUTO_TYPES: dict[str, tuple[str, ...]] = {
+    "FlaxAutoModelForMaskedLM": (
+        "albert", "bart", "bert", "distilbert", "electra", "mbart", "roberta", "roberta-prelayernorm", "xlm-roberta",
+    ),
+    "FlaxAutoModelForPreTraining": (
+        "albert", "bart", "bert", "electra", "mbart", "mt5", "roberta", "roberta-prelayernorm", "t5", "xlm-roberta",
+    ),
+}  # fmt: skip
+"""Automatic classes of fewer families than have the head -> their `model_type`s."""
+
+MISSING_FAMILIES = {
+    "BigBird": "BigBird", "LongT5": "LongT5", "RoFormer": "RoFormer", "EncoderDecoder": "encoder-decoder pairs",
+    "VisionEncoderDecoder": "vision", "VisionTextDualEncoder": "vision", "SpeechEncoderDecoder": "speech",
+    "Beit": "vision", "CLIP": "vision", "Dinov2": "vision", "RegNet": "vision", "ResNet": "vision", "ViT": "vision",
+    "Wav2Vec2": "speech", "Whisper": "speech", "AutoModelForImageClassification": "vision",
+    "AutoModelForVision2Seq": "vision", "AutoModelForSpeechSeq2Seq": "speech",
+}  # fmt: skip
+"""Start of the old library's class names, after "Flax" -> what is missing here."""
+
+
+def class_name(model_type: str, head: str) -> str:
+    """Name of a class: `class_name("bert", "qa")` is "FlaxBertForQuestionAnswering"."""
+    return f"Flax{GROUPS[model_type].prefix}{SUFFIX_EXCEPTIONS.get((model_type, head), SUFFIXES[head])}"
+
+
+def missing_family(name: str) -> str | None:
+    """What a class of the old library belongs to that is not here; None for a name that it did not have, either."""
+    rest = name.removeprefix("Flax")
+    starts = [start for start in MISSING_FAMILIES if name.startswith("Flax") and rest.startswith(start)]
+    return MISSING_FAMILIES[max(starts, key=len)] if starts else None

@@ -1,0 +1,120 @@
+"""Where the old Flax classes computed something else than today's library: the door follows the old classes.
+
+Edits of config.json's keys before a family reads them, of the model after it, and of outputs. docs/migration.md lists
+them for users.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from jaxformer.config import ModelConfig
+from jaxformer.hf.table import Settings, require_stack
+from jaxformer.types import Array, PyTree
+
+log = logging.getLogger("jaxformer")
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+PLAIN_ROPE = {"rope_scaling": None, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+
+ROTARY_TYPES = ("llama", "mistral", "gemma")
+
+DEFAULT_KIND = {"electra": 1}
+"""`model_type` -> the token type of a call without `token_type_ids`, where it is not 0."""
+
+
+def old_values(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json as the old class read them.
+
+    Keys that it did not read have the values with which it computed; one warning names those that say otherwise.
+    """
+    edits: dict[str, Any] = {}
+    if model_type in ROTARY_TYPES:  # a base of 10000, and no scaling
+        given = values.get("rope_parameters") or {}
+        edits |= PLAIN_ROPE if given.get("rope_theta", values.get("rope_theta", 10000.0)) != 10000.0 else {}
+        edits |= PLAIN_ROPE if given.get("rope_type", "default") != "default" or values.get("rope_scaling") else {}
+    if model_type in ("llama", "mistral"):
+        edits |= {"tie_word_embeddings": False} if values.get("tie_word_embeddings") else {}
+        edits |= {"mlp_bias": False} if values.get("mlp_bias") else {}
+        width = values.get("hidden_size", 4096) // values.get("num_attention_heads", 32)
+        edits |= {"head_dim": width} if values.get("head_dim") not in (None, width) else {}
+    if model_type == "gpt2":
+        edits |= {} if values.get("scale_attn_weights", True) else {"scale_attn_weights": True}
+        wrong = values.get("scale_attn_by_inverse_layer_idx", False)
+        edits |= {"scale_attn_by_inverse_layer_idx": False} if wrong else {}
+    if edits:
+        log.warning("config: got %s, which the old class of %s did not read", ", ".join(edits), model_type)
+    kept = {name: value for name, value in values.items() if name not in ROPE_KEYS or model_type not in ROTARY_TYPES}
+    if model_type in ROTARY_TYPES:
+        kept |= PLAIN_ROPE
+    if model_type == "gemma":  # the newer library reads hidden_act
+        kept["hidden_act"] = values.get("hidden_activation") or "gelu_pytorch_tanh"
+        kept.pop("hidden_activation", None)
+    return {**kept, **edits}
+
+
+def old_model(model_type: str, head: str, settings: Settings, model: ModelConfig) -> ModelConfig:
+    """The model as the old class computed it."""
+    top = model.head
+    if model_type in ("t5", "mt5") and head == "seq2seq":
+        return dataclasses.replace(model, head=dataclasses.replace(top, scale=top.tied))
+    if model_type == "electra" and top.transform:
+        activation = settings.activation("hidden_act", "gelu")
+        return dataclasses.replace(model, head=dataclasses.replace(top, activation=activation))
+    if model_type == "blenderbot-small":
+        return _scaled_before_norm(model)
+    if model_type == "mistral":  # a window of w keys saw one more, and none saw the token itself alone
+        decoder = require_stack(model, "decoder")
+        window = 1 if decoder.attention.window is None else decoder.attention.window + 1
+        attention = dataclasses.replace(decoder.attention, window=window)
+        return dataclasses.replace(model, decoder=dataclasses.replace(decoder, attention=attention))
+    return model
+
+
+def tree_model(model: ModelConfig) -> ModelConfig:
+    """The model whose parameters the old tree holds: without the table that `_scaled_before_norm` adds."""
+    return dataclasses.replace(model, share_embeddings=True) if _has_scaled_table(model) else model
+
+
+def params_of(model: ModelConfig, params: PyTree) -> PyTree:
+    """Parameters of a model, from those of its `tree_model`: the decoder's table is the encoder's times sqrt(D)."""
+    if not _has_scaled_table(model):
+        return params
+    table = params["source_embed"]["table"]
+    return {**params, "target_embed": {"table": table * require_stack(model, "decoder").width ** 0.5}}
+
+
+def _has_scaled_table(model: ModelConfig) -> bool:
+    decoder = model.decoder
+    return (
+        model.is_seq2seq and not model.share_embeddings and decoder is not None and decoder.embed.norm_before_positions
+    )
+
+
+def _scaled_before_norm(model: ModelConfig) -> ModelConfig:
+    """BlenderbotSmall's decoder scaled its tokens before their norm, where today's torch class does not.
+
+    The decoder gets a scaled table of its own, of which a tied head takes the scale back.
+    """
+    decoder = require_stack(model, "decoder")
+    if not decoder.embed.scale:
+        return model
+    decoder = dataclasses.replace(decoder, embed=dataclasses.replace(decoder.embed, scale=False))
+    head = dataclasses.replace(model.head, scale=model.head.tied)
+    return dataclasses.replace(model, decoder=decoder, share_embeddings=False, head=head)
+
+
+def hidden_states(model_type: str, sown: PyTree) -> tuple[Array, ...]:
+    """Embeddings, then every layer's output: L + 1 arrays `[B, T, D]`, the last one after the final norm.
+
+    RoBERTa-PreLayerNorm's last one was before it.
+
+    Args:
+      sown: intermediates of a stack.
+    """
+    layers = sown["blocks"]["output"][0]
+    last = layers[-1] if model_type == "roberta-prelayernorm" else sown["output"][0]
+    return (sown["input"][0], *layers[:-1], last)

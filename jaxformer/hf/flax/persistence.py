@@ -1,0 +1,180 @@
+"""`from_pretrained` and `save_pretrained` of the door's classes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from jaxformer.errors import ConfigError
+from jaxformer.hf import reading
+from jaxformer.hf.flax import configs, files
+from jaxformer.hf.flax.generation_config import FILE as GENERATION_FILE
+from jaxformer.hf.flax.generation_config import GenerationConfig
+from jaxformer.types import PyTree
+
+log = logging.getLogger("jaxformer")
+
+OF_DOWNLOADS = (
+    "cache_dir", "force_download", "local_files_only", "token", "use_auth_token", "revision", "resume_download",
+    "proxies", "trust_remote_code", "use_safetensors", "_from_auto", "_commit_hash", "code_revision", "adapter_kwargs",
+)  # fmt: skip
+"""Arguments of downloads, of which there are none here: every path is a local directory."""
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Persistence:
+    """Reading and writing of directories."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        dtype: Any = jnp.float32,
+        *,
+        config: Any = None,
+        from_pt: bool = False,
+        subfolder: str = "",
+        ignore_mismatched_sizes: bool = False,
+        _do_init: bool = True,
+        seed: int = 0,
+        input_shape: tuple[int, ...] = (1, 1),
+        gradient_checkpointing: bool = False,
+        **changes: Any,
+    ) -> Any:
+        """The model in a local directory, or without `_do_init` the pair (model, params).
+
+        Weights are read from `flax_model.msgpack`, `model.safetensors` or `pytorch_model.bin`, whole or in shards, and
+        nothing in a file is run. Leaves that the directory lacks are random, with a warning.
+
+        Args:
+          dtype: precision of the computation; parameters keep that of the file.
+          config: a config in place of the directory's config.json, or the path of another.
+          from_pt: reads the weights of the newer library even where there is a msgpack.
+          ignore_mismatched_sizes: leaves of other shapes are random, with a warning.
+          changes: keys of the config to set (`num_labels=3`).
+
+        Raises:
+          ConfigError: files are missing or damaged, or shapes differ from the config's.
+        """
+        directory = Path(pretrained_model_name_or_path) / (subfolder or "")
+        for name in OF_DOWNLOADS:
+            changes.pop(name, None)
+        if config is None or isinstance(config, (str, os.PathLike)):
+            source = directory if config is None else Path(config)
+            config = configs.PretrainedConfig.from_pretrained(source, **changes)
+        elif changes:
+            raise ConfigError(
+                f"from_pretrained: got a config and {', '.join(changes)}, expected them set in the config"
+            )
+        options = {"seed": seed, "input_shape": input_shape, "gradient_checkpointing": gradient_checkpointing}
+        make: Any = cls
+        model = make(config, dtype=dtype, _do_init=False, **options)
+        leaves, unused = files.read_leaves(directory, model.spec, from_pt)
+        leaves = _checked(leaves, model.spec.leaves, ignore_mismatched_sizes, directory)
+        missing = sorted("/".join(path) for path in set(model.spec.leaves) - set(leaves))
+        _report(directory, cls.__name__, unused, missing, _do_init)
+        params = traverse_util.unflatten_dict({path: jnp.asarray(value) for path, value in leaves.items()})
+        model.name_or_path = str(pretrained_model_name_or_path)
+        if model.can_generate():
+            model.generation_config = GenerationConfig.of_directory(directory, model.settings.values)
+        if not _do_init:
+            return model, params
+        model._is_initialized, model._params = True, model.init_weights(model.key, input_shape, params)
+        return model
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        params: PyTree = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "10GB",
+        token: Any = None,
+        safe_serialization: bool = False,
+        **unknown: Any,
+    ) -> None:
+        """Writes config.json and `flax_model.msgpack` (or shards of it), which the old library loads as well.
+
+        Args:
+          params: parameters to write in place of the model's.
+          max_shard_size: greatest size of a file, in bytes or as "10GB".
+
+        Raises:
+          ConfigError: an option is not supported.
+        """
+        if push_to_hub or safe_serialization or unknown:
+            wrong = [
+                *unknown,
+                *(["push_to_hub"] if push_to_hub else []),
+                *(["safe_serialization"] if safe_serialization else []),
+            ]
+            raise ConfigError(
+                f"save_pretrained: got {', '.join(wrong)}, expected msgpack in a local directory; for safetensors load "
+                "the directory with jaxformer"
+            )
+        model: Any = self
+        directory = Path(save_directory)
+        if directory.is_file():
+            raise ConfigError(f"save_pretrained: got {str(directory)!r}, a file, expected a directory")
+        params = model.params if params is None else params
+        params = params.unfreeze() if hasattr(params, "unfreeze") else params
+        directory.mkdir(parents=True, exist_ok=True)
+        values = configs.values_of(model.config)
+        values = {**values, "architectures": [type(self).__name__.removeprefix("Flax")], "model_type": model.model_type}
+        _write_json(directory / reading.CONFIG_FILE, values)
+        if model.can_generate():
+            _write_json(directory / GENERATION_FILE, model.generation_config.to_dict())
+        files.save_leaves(directory, jax.device_get(params), _bytes(max_shard_size))
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: there are no uploads here."""
+        raise ConfigError("push_to_hub: got a call, expected save_pretrained(directory): there are no uploads here")
+
+
+def _checked(leaves: files.Leaves, shapes: Any, ignore: bool, directory: Path) -> files.Leaves:
+    """The leaves that have the shapes of the config.
+
+    Raises:
+      ConfigError: one has another, and they are not to be ignored.
+    """
+    wrong = [path for path, value in leaves.items() if value.shape != shapes[path].shape]
+    if wrong and not ignore:
+        path = wrong[0]
+        raise ConfigError(
+            f"{directory}: got {'/'.join(path)} {list(leaves[path].shape)} (and {len(wrong) - 1} more), expected "
+            f"{list(shapes[path].shape)} for this config; correct it, or set ignore_mismatched_sizes for random ones"
+        )
+    if wrong:
+        log.warning("%s: random in place of other shapes: %s", directory, ", ".join("/".join(path) for path in wrong))
+    return {path: value for path, value in leaves.items() if path not in wrong}
+
+
+def _report(directory: Path, name: str, unused: list[str], missing: list[str], fills: bool) -> None:
+    """Warns of what the directory holds and the class does not, and of the reverse."""
+    if unused:
+        log.warning("%s: left out %s, which %s has no use for", directory, ", ".join(unused), name)
+    if missing:
+        done = "random: train them" if fills else "missing from params: fill them with init_weights(rng, shape, params)"
+        log.warning("%s: got no %s of %s; they are %s", directory, ", ".join(missing), name, done)
+
+
+def _bytes(size: int | str) -> int:
+    """A number of bytes, from one or from text such as "10GB"."""
+    if isinstance(size, int) and size > 0:
+        return size
+    text = str(size).strip().upper()
+    for unit in sorted(UNITS, key=len, reverse=True):
+        if text.endswith(unit) and text.removesuffix(unit).strip().isdigit():
+            return int(text.removesuffix(unit)) * UNITS[unit]
+    raise ConfigError(f"max_shard_size: got {size!r}, expected bytes, or text such as 10GB")
+
+
+def _write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,132 @@
+"""A class with a config, as hashable values: the module, the table of its old tree, and functions that compute it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxformer.config import ModelConfig, StackConfig
+from jaxformer.hf.flax import bart_decoder, layout, old
+from jaxformer.hf.flax.layout import Entry, Path
+from jaxformer.hf.origin import BODIES
+from jaxformer.hf.outputs import named_outputs
+from jaxformer.hf.table import CallConvention, Family, Settings, family_of, require_stack
+from jaxformer.models import build
+from jaxformer.types import Array, Batch, PyTree
+
+
+@functools.cache
+def family(model_type: str, head: str) -> Family:
+    """The family's table, for this head."""
+    found = family_of(Settings({"model_type": model_type}))
+    return bart_decoder.FAMILY if (model_type, head) == ("bart", "causal_lm") else found
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A class and a config: everything that is static when its functions are compiled.
+
+    Attributes:
+      model_type, head: the class.
+      config: the model here.
+    """
+
+    model_type: str
+    head: str
+    config: ModelConfig
+
+    @property
+    def family(self) -> Family:
+        """The family's table."""
+        return family(self.model_type, self.head)
+
+    @property
+    def convention(self) -> CallConvention:
+        """How the old classes are called; where the newer ones differ, the old ones count."""
+        from_source = self.config.is_seq2seq and self.model_type not in ("t5", "mt5")
+        return dataclasses.replace(self.family.convention, decoder_input_from_source=from_source)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module here."""
+        return build.build(self.config)
+
+    @property
+    def stack(self) -> StackConfig:
+        """The stack below the head."""
+        return require_stack(self.config, "encoder" if self.config.decoder is None else "decoder")
+
+    @property
+    def has_dropout(self) -> bool:
+        """True if some dropout rate is above 0."""
+        rates = [self.config.head.dropout, self.config.head.input_dropout]
+        for stack in (self.config.encoder, self.config.decoder):
+            if stack is not None:
+                rates += [stack.dropout, stack.embed.dropout, stack.attention.dropout]
+                rates += [] if stack.ffn is None else [stack.ffn.dropout]
+        return any(rate > 0 for rate in rates)
+
+    @property
+    def table(self) -> tuple[Entry, ...]:
+        """The table of the old tree."""
+        return _table(self)
+
+    @property
+    def leaves(self) -> dict[Path, jax.ShapeDtypeStruct]:
+        """Shapes of the leaves of the old tree, those that nothing here reads included."""
+        return dict(_leaves(self))
+
+    def params(self, tree: PyTree) -> PyTree:
+        """Our parameters, in float32, from an old tree."""
+        params = old.params_of(self.config, layout.to_params(self.table, tree))
+        return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(spec: Spec) -> tuple[Entry, ...]:
+    shapes = nn.meta.unbox(build.shapes(spec.module))["params"]
+    prefix = spec.family.prefix if spec.head in BODIES else ""
+    norm = "weight" if spec.stack.norm.kind == "rms" else "scale"
+    return tuple(layout.entries(spec.family.rows(old.tree_model(spec.config), spec.head), shapes, norm, prefix))
+
+
+@functools.lru_cache(maxsize=64)
+def _leaves(spec: Spec) -> dict[Path, jax.ShapeDtypeStruct]:
+    shapes = nn.meta.unbox(build.shapes(spec.module))["params"]
+    unread = bart_decoder.unread_leaves(spec.config) if spec.family is bart_decoder.FAMILY else {}
+    return {**layout.shapes_of(spec.table, shapes), **unread}
+
+
+@functools.partial(jax.jit, static_argnames=("spec",))
+def converted(spec: Spec, tree: PyTree) -> PyTree:
+    """`spec.params`, compiled."""
+    return spec.params(tree)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "flags"))
+def forward(spec: Spec, tree: PyTree, batch: Batch, key: Array | None, flags: tuple[bool, bool]) -> dict[str, Any]:
+    """The outputs of a call by the names of the newer library, as `Outputs` but without a loss.
+
+    Args:
+      tree: parameters in the old layout.
+      key: of dropout; None: without.
+      flags: whether attentions and hidden states are asked for.
+    """
+    wished = dict(zip(("output_attentions", "output_hidden_states"), flags, strict=True))
+    rngs = {} if key is None else {"dropout": key}
+    variables = {"params": spec.params(tree)}
+    logits, sown = spec.module.apply(variables, batch, rngs=rngs, mutable=["intermediates"])
+    if spec.head == "pretraining" and spec.config.head.kind == "slots":
+        logits = logits[..., 0]
+    values = dict(named_outputs(spec.head, spec.config, logits, None, sown["intermediates"], wished))
+    for name in ("encoder", "decoder"):
+        field = f"{name}_hidden_states" if spec.config.is_seq2seq else "hidden_states"
+        if field in values and getattr(spec.config, name) is not None:
+            values[field] = old.hidden_states(spec.model_type, sown["intermediates"][name])
+    return values

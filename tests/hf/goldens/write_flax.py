@@ -1,0 +1,79 @@
+"""Writes `goldens/flax`: what a few Flax classes of the old library compute, in configurations where its rules are odd.
+
+Needs an environment of its own on Python 3.11, without jaxformer:
+
+    pip install transformers==4.55.4 flax==0.7.0 jax==0.4.13 jaxlib==0.4.13 "numpy<1.27" "scipy<1.12" "ml_dtypes<0.3"
+    python tests/hf/goldens/write_flax.py
+
+The format is that of `benchmarks/flax_classes.py`, which compares such folders.
+"""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import transformers
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+TARGET = Path(__file__).with_name("flax")
+SIZES = {"vocab_size": 23, "max_position_embeddings": 24}
+ENCODER = {**SIZES, "hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 10}
+CASES = {
+    # token types are 1 where a call gives none; a table of another width; the activation of the discriminator
+    "FlaxElectraForPreTraining": ("electra", {**ENCODER, "embedding_size": 8, "hidden_act": "relu"}, {}),
+    # a window of 3 sees 4 tokens
+    "FlaxMistralForCausalLM": (
+        "mistral",
+        {**ENCODER, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 3},
+        {},
+    ),
+    # tokens are scaled before their norm, and `min_length` bans the end token once more
+    "FlaxBlenderbotSmallForConditionalGeneration": (
+        "blenderbot-small",
+        {
+            **SIZES, "d_model": 12, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
+            "decoder_attention_heads": 3, "encoder_ffn_dim": 10, "decoder_ffn_dim": 14, "scale_embedding": True,
+            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+        },
+        {"beam": {"max_length": 12, "min_length": 6, "num_beams": 3, "no_repeat_ngram_size": 2, "length_penalty": 0.7}},
+    ),
+}  # fmt: skip
+
+
+def random_params(params, rng):
+    """Random values for every leaf, norms and biases too."""
+    leaves = {}
+    for path, leaf in flatten_dict(params).items():
+        centre = 1.0 if path[-1] in ("scale", "weight") else 0.0
+        leaves[path] = jnp.asarray((centre + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32))
+    return unflatten_dict(leaves)
+
+
+def write(name, kind, values, searches):
+    rng = np.random.default_rng(7)
+    config = transformers.AutoConfig.for_model(kind, **values)
+    model = getattr(transformers, name)(config)
+    model.params = random_params(model.params, rng)
+    model.save_pretrained(TARGET / name)
+    ids, mask = rng.integers(3, 22, (2, 7)), np.ones((2, 7), np.int32)
+    mask[1, slice(0, 2) if kind == "mistral" else slice(5, 7)] = 0
+    inputs = {"input_ids": ids.astype(np.int32), "attention_mask": mask}
+    arrays = {f"gen/{case}/in/{key}": value for case in searches for key, value in inputs.items()}
+    for case, options in searches.items():
+        arrays[f"gen/{case}/args"] = json.dumps(options)
+        found = model.generate(**inputs, **options)
+        arrays |= {f"gen/{case}/{field}": np.asarray(value) for field, value in found.items()}
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = rng.integers(3, 22, (2, 5)).astype(np.int32)
+    outputs = model(**inputs, output_hidden_states=True, output_attentions=True)
+    arrays |= {f"in/{key}": value for key, value in inputs.items()}
+    for field, value in outputs.items():
+        parts = {f"{field}/{i}": x for i, x in enumerate(value)} if isinstance(value, tuple) else {field: value}
+        arrays |= {f"out/{key}": np.asarray(x) for key, x in parts.items()}
+    np.savez_compressed(TARGET / name / "expected.npz", **arrays)
+
+
+if __name__ == "__main__":
+    for name, (kind, values, searches) in CASES.items():
+        write(name, kind, values, searches)
