@@ -141,6 +141,11 @@ class _EngineBatch(ActiveBatch):
         """True if the job may get a row of this batch."""
         return self.can_refill and job.width <= self.lengths[1]
 
+    @property
+    def is_reusable(self) -> bool:
+        """True if jobs may join a batch that has none: its cache has room for a token of theirs."""
+        return self.can_refill and self._max_steps() >= 1
+
     def collect(self) -> list[tuple[int, Piece]]:
         """Waits for the loop; the number of each job with what is new of it. Frees the rows of finished jobs."""
         tokens, lengths, _ = self.hypotheses()
@@ -295,7 +300,7 @@ class Engine:
                 if piece.finished:
                     del self._jobs[number]
                 job.deliver(piece)
-        self._batches = [batch for batch in self._batches if batch.has_prompts or batch.can_refill]
+        self._batches = [batch for batch in self._batches if batch.has_prompts or batch.is_reusable]
         joined = self._admit()
         for batch in self._batches:
             if batch in joined or (batch in running and batch.has_prompts):

@@ -31,7 +31,7 @@ class LocalServer(http.server.ThreadingHTTPServer):
     """A server on the loopback address; `url` is the address of its page.
 
     Args:
-      connections: most connections at a time.
+      connections: most connections at a time; None: `MAX_CONNECTIONS`.
 
     Raises:
       ConfigError: the port is taken.
@@ -40,8 +40,8 @@ class LocalServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, port: int, handler: type[LocalHandler], connections: int = MAX_CONNECTIONS) -> None:
-        self._places = threading.BoundedSemaphore(connections)
+    def __init__(self, port: int, handler: type[LocalHandler], connections: int | None = None) -> None:
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS if connections is None else connections)
         try:
             super().__init__((ADDRESS, port), handler)
         except (OSError, OverflowError) as error:

@@ -11,7 +11,8 @@ import pytest
 
 from jaxformer import cli
 from jaxformer.config import Config, ConfigError, overrides
-from jaxformer.report import live, serving
+from jaxformer.report import live
+from jaxformer.runtime import local_server
 from jaxformer.train.reporting import MetricsFile
 
 
@@ -31,7 +32,7 @@ def folder(tmp_path):
 def server(folder, monkeypatch):
     monkeypatch.setattr(live, "REST_FACTOR", 0.0)
     monkeypatch.setattr(live.Handler, "timeout", 0.2)
-    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(local_server, "MAX_CONNECTIONS", 4)
     server = live.Server(live.State([folder]), 0)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server
