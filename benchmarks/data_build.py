@@ -102,7 +102,7 @@ def corpus(folder: Path, megabytes: int) -> Path:
 
 
 def processor_seconds() -> float:
-    """Of this process and of all that it started and that have ended."""
+    """Processor time of this process and of all processes that it started and that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
@@ -184,7 +184,7 @@ def building(text: Path, vocabulary: Path, folder: Path, rounds: int) -> dict[st
 
 
 def first_batch(fields: dict[str, Any], vocabulary: Path, more: int) -> dict[str, float]:
-    """What a new process measures until its first batch, and after `more`."""
+    """Measurements of a new process: until its first batch, and after `more` batches."""
     command = [sys.executable, "-c", READ, json.dumps(fields), str(more), str(vocabulary)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -31,7 +31,7 @@ what they compute in float64."""
 
 
 def _mask(field: str, value: np.ndarray, inputs: dict[str, np.ndarray], pair: bool) -> Any:
-    """Where the attention mask is 1, in the shape of an output: nobody reads what padding gives."""
+    """A mask of the slots that are compared, in the shape of an output: those whose attention mask is 1."""
     encoder, decoder = inputs.get("attention_mask"), inputs.get("decoder_attention_mask")
     mask = encoder if not pair or field.startswith("encoder") or decoder is None else decoder
     mask = None if mask is None else mask.reshape(-1, mask.shape[-1])

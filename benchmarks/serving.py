@@ -152,7 +152,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def row_of(by: str, clients: int, answers: Sequence[Answer], seconds: float) -> Row:
-    """What is written of a case."""
+    """The arrays that are written of a case."""
     times = {"first": [answer.first for answer in answers], "whole": [answer.whole for answer in answers]}
     found = {f"{name}_p{p}": percentile(values, p) for name, values in times.items() for p in (50, 99)}
     tokens = sum(answer.tokens for answer in answers)

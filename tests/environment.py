@@ -12,7 +12,7 @@ from pathlib import Path
 CACHES = "JAXFORMER_TEST_CACHES"
 """Names the folder that the test processes of one session share."""
 KEPT = Path(__file__).parents[1] / "build" / "test-programs"
-"""What earlier sessions compiled: half of what a first session does. JAX names a program by what it was compiled of."""
+"""Programs that earlier sessions compiled: half of a first session's work. JAX names them by their source."""
 KEPT_BYTES = 4 * 2**30
 
 

@@ -63,7 +63,7 @@ def to_json(count: Truncation) -> dict[str, Any]:
 
 
 def from_json(content: dict[str, Any]) -> Truncation:
-    """What `to_json` returned."""
+    """The counts that `to_json` returned as JSON."""
     return Truncation(**content)._replace(unread_labels=np.array(content["unread_labels"], np.int32))
 
 

@@ -49,7 +49,7 @@ class PromptTooLong(ConfigError):
 
 
 class Sampling(NamedTuple):
-    """How one request chooses its tokens. The fields are those of `RowSampling`, for one row."""
+    """Settings by which one request chooses its tokens. The fields are those of `RowSampling`, for one row."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -59,7 +59,7 @@ class Sampling(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a launch has added to one output.
+    """The tokens that a launch has added to one output.
 
     Attributes:
       tokens: int32 `[n]`, the new tokens, with the end token if one was reached.
@@ -108,7 +108,7 @@ class _EngineRun(DecodeRun):
         return RowSettings(max_lengths, np.zeros(prompts.rows, np.int32), self.prompts.key, sampling)
 
     def prefill(self, prompts: PromptBatch, prompt_width: int | None = None) -> DecodeState:
-        """As of any run; those that begin a batch and those that join it share a program."""
+        """Prefills as any run does; prompts that begin a batch and those that join it share a program."""
         return super().prefill(prompts, prompts.lengths[1])
 
 

@@ -13,7 +13,7 @@ from jaxformer.serving.running import Running
 
 
 class Answer:
-    """How the outputs of one request are written.
+    """Writer of the outputs of one request.
 
     Attributes:
       request: the request.

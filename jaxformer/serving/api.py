@@ -1,4 +1,4 @@
-"""What a server answers, without HTTP: requests in, results or pieces of text out."""
+"""The routes of a server without HTTP: requests in, results or pieces of text out."""
 
 from __future__ import annotations
 

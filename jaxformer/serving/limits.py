@@ -1,4 +1,4 @@
-"""What a server refuses: too many requests, too long ones, and those that take too long."""
+"""Limits of a server on the number of requests, their length and their time."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _generation(
 
 
 def _sampling(fields: Fields, decode: DecodeConfig) -> Sampling:
-    """How tokens are chosen. Absent fields are as in the run's config; temperature 0 is greedy search."""
+    """Settings by which tokens are chosen. Absent fields are as in the run's config; temperature 0 is greedy search."""
     given = fields.number("temperature", None, 0.0, MAX_TEMPERATURE)
     if given is None and decode.method == "beam":
         got = "temperature: got none, and this run's decode.method is beam, whose output is known at the end only"

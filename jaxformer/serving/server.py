@@ -220,7 +220,7 @@ class Handler(LocalHandler):
 
 
 def _refusal_of(error: Exception) -> Refusal:
-    """What the client hears of an error. One that is not the client's fault is said on stderr, too."""
+    """The refusal that a client gets for an error. One that is not the client's fault goes to stderr, too."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, ConfigError):

@@ -304,7 +304,7 @@ class _Loop:
                 member.read(shared)
 
     def _evaluate_and_save(self, stepped: Sequence[Member], stopping: bool) -> None:
-        """What is due for the runs that made a step; a save of all runs if they are to stop."""
+        """Evaluates and saves where that is due for runs that made a step; a save of all runs if they are to stop."""
         todo = [
             member
             for member in self.open

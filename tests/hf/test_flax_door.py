@@ -275,7 +275,7 @@ def test_processors_bind_the_search(gpt2):
 
 
 def test_processors_alone():
-    """Where each begins and ends; the lengths are those of the old library, off by one or not."""
+    """Outputs begin and end as the old library's; the lengths are those of the old library, off by one or not."""
     scores = jnp.zeros((1, 4))
     kept = lambda processor, length: np.isfinite(processor(None, scores, length))[0].tolist()  # noqa: E731
     every, no_end, only_two = [True] * 4, [True, False, True, True], [False, False, True, False]

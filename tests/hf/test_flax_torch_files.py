@@ -19,7 +19,7 @@ KINDS = {"float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloa
 
 
 class Stored:
-    """What a pickle refers to by a persistent id."""
+    """A storage that a pickle refers to by a persistent id."""
 
     def __init__(self, key, array):
         self.key, self.array = key, array

@@ -29,7 +29,7 @@ class Hypotheses(NamedTuple):
 
 
 class RowSampling(NamedTuple):
-    """How each row of a batch chooses its tokens, where rows differ in it; the fields are those of `DecodeConfig`.
+    """Settings by which each row of a batch chooses its tokens; the fields are those of `DecodeConfig`.
 
     Attributes:
       temperature: float32 `[B]`; 0: the most probable token, as greedy search.

@@ -20,7 +20,7 @@ from jaxformer.types import Array, PyTree, Slots, Stream
 
 
 class Cache(flax.struct.PyTreeNode):
-    """What `past_key_values` holds.
+    """The content of `past_key_values`.
 
     Attributes:
       keys_values: keys and values of all layers.

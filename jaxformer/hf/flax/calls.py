@@ -27,7 +27,7 @@ def typed_key(key: Any) -> Array | None:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a call was asked for, beside its inputs."""
+    """Options of a call, beside its inputs."""
 
     params: PyTree
     key: Array | None

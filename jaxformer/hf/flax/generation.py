@@ -210,7 +210,7 @@ def _tokens(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _plan(model: Any, config: GenerationConfig, prompt: int, given: Any, trace: bool) -> search.Plan:
-    """What is static in a search.
+    """The static settings of a search.
 
     Raises:
       ConfigError: options exclude each other.

@@ -28,7 +28,7 @@ class FlaxLogitsProcessor:
         return hash((type(self), self._values()))
 
     def _values(self) -> Any:
-        """What makes two processors the same, so that a program is compiled once; of others, the object itself."""
+        """Key under which equal processors share a compiled program; for other objects, the object itself."""
         values = tuple(sorted(vars(self).items()))
         try:
             hash(values)

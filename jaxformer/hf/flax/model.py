@@ -1,4 +1,4 @@
-"""What all classes of the door share: making a model, its parameters in the old layout, and its calls."""
+"""The base class of all Flax classes: making a model, its parameters in the old layout, and its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which classes there are: families by heads, the automatic classes, and the names of what is not here."""
+"""Table of the classes: families by heads, the automatic classes, and the names of classes that are missing."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def class_name(model_type: str, head: str) -> str:
 
 
 def missing_family(name: str) -> str | None:
-    """What a class of the old library belongs to that is not here; None for a name that it did not have, either."""
+    """The family of a class of the old library that is missing here; None for a name that the library did not have."""
     rest = name.removeprefix("Flax")
     starts = [start for start in MISSING_FAMILIES if name.startswith("Flax") and rest.startswith(start)]
     return MISSING_FAMILIES[max(starts, key=len)] if starts else None

@@ -1,4 +1,4 @@
-"""Where the old Flax classes computed something else than today's library: the door follows the old classes.
+"""Differences of the old Flax classes from today's library; these modules follow the old classes.
 
 Edits of config.json's keys before a family reads them, of the model after it, and of outputs. docs/migration.md lists
 them for users.

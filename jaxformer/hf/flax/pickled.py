@@ -186,7 +186,7 @@ class _Machine:
             raise Refused(f"the opcode {name}, which a state dict does not need")
 
     def pop_to_mark(self) -> list[Any]:
-        """What lies above the last mark."""
+        """The items above the last mark."""
         begin = max(i for i, item in enumerate(self.stack) if item is _MARK)
         items = self.stack[begin + 1 :]
         del self.stack[begin:]

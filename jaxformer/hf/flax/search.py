@@ -65,7 +65,7 @@ class Plan:
 
 
 class Decoder(flax.struct.PyTreeNode):
-    """What a step reads and does not change.
+    """The inputs of a step that it does not change.
 
     Attributes:
       params: parameters here.

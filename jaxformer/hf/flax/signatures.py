@@ -54,7 +54,7 @@ DECODE = {
     f"{OUTPUTS} train params dropout_rng deterministic"
     for kind, positions in (("bart", "decoder_position_ids "), ("t5", ""))
 }
-"""Of the decoder of an encoder-decoder. Two of the old classes had `deterministic` in the place of `train`."""
+"""Calls of the decoder of an encoder-decoder. Two of the old classes had `deterministic` in the place of `train`."""
 
 DEFAULTS = {"train": False, "deterministic": True, "init_cache": False}
 REQUIRED = {"input_ids", "decoder_input_ids", "encoder_outputs"}

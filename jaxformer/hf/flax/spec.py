@@ -48,7 +48,7 @@ class Spec:
 
     @property
     def convention(self) -> CallConvention:
-        """How the old classes are called; where the newer ones differ, the old ones count."""
+        """The names by which the old classes are called; where newer ones differ, the old ones count."""
         from_source = self.config.is_seq2seq and self.model_type not in ("t5", "mt5")
         return dataclasses.replace(self.family.convention, decoder_input_from_source=from_source)
 
