@@ -1,4 +1,4 @@
-"""The example scripts for the door, and the Python of docs/migration.md, on tiny models and data."""
+"""The example scripts for the Flax classes, and the Python of docs/migration.md, on tiny models and data."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The old Flax classes' own outputs and generated ids: the door's are the same to rounding.
+"""The old Flax classes' own outputs and generated ids: ours are the same to rounding.
 
 `goldens/flax` holds three classes in configurations where the old rules are odd (see `goldens/write_flax.py`). Beside
 the project may lie a folder of all classes (`../shared/flax_goldens`); with `GOLDENS=all` they are all compared.

@@ -1,4 +1,5 @@
-"""The old door: the names of transformers' Flax classes, which that library's version 5 left out.
+"""Flax classes by the names of the transformers library, whose version 5 has none.
+
 
     from jaxformer.hf.flax import FlaxAutoModelForSequenceClassification
 

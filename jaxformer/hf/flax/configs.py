@@ -1,4 +1,4 @@
-"""Configs of the door: the other library's objects, dicts, or `PretrainedConfig`, a config.json with attributes."""
+"""Configs of the Flax classes: objects of the other library, dicts, or `PretrainedConfig`, a config.json as attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in the door's directories: `flax_model.msgpack`, safetensors and `pytorch_model.bin`, whole or in shards."""
+"""Weights in directories of Flax classes: `flax_model.msgpack`, safetensors, `pytorch_model.bin`, whole or sharded."""
 
 from __future__ import annotations
 

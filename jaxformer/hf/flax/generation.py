@@ -1,4 +1,4 @@
-"""`generate` of the door's classes: its options, and the arguments of a loop of calls that users write themselves."""
+"""`generate` of the Flax classes: its options, and the arguments of a loop of calls that users write themselves."""
 
 from __future__ import annotations
 

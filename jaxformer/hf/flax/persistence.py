@@ -1,4 +1,4 @@
-"""`from_pretrained` and `save_pretrained` of the door's classes."""
+"""`from_pretrained` and `save_pretrained` of the Flax classes."""
 
 from __future__ import annotations
 

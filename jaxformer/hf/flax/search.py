@@ -1,4 +1,4 @@
-"""Greedy search, sampling and beam search of the old door: compiled loops over tokens with a key-value cache.
+"""Greedy search, sampling and beam search of the Flax classes: compiled loops over tokens with a key-value cache.
 
 The rules are those of the old library's Flax code, which differ from `jaxformer.decode` in when a beam search stops and
 in what it does at the greatest length; its ids are reproduced exactly.

@@ -1,4 +1,4 @@
-"""The door's classes as scripts use them: parameters in the old layout, calls, caches, generation, files, refusals."""
+"""The Flax classes as scripts use them: parameters in the old layout, calls, caches, generation, files, refusals."""
 
 import itertools
 import json
@@ -411,7 +411,7 @@ def test_flax_safetensors_and_damaged_files(gpt2, tmp_path):
 
 
 class ForeignConfig:
-    """A config object of the other library, as far as the door looks at it."""
+    """A config object of the other library, as far as it is read."""
 
     model_type = "gpt2"
 
