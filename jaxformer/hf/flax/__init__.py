@@ -1,6 +1,5 @@
 """Flax classes by the names of the transformers library, whose version 5 has none.
 
-
     from jaxformer.hf.flax import FlaxAutoModelForSequenceClassification
 
 Signatures, outputs and parameter trees are those of the old classes; docs/migration.md says what differs.
