@@ -1,4 +1,4 @@
-"""Configs of the Flax classes: the other library's objects, dicts, and `PretrainedConfig`, a config.json as attributes."""
+"""Configs of the Flax classes: objects of the other library, dicts, or `PretrainedConfig`, which is a config.json."""
 
 from __future__ import annotations
 
