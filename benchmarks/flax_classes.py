@@ -109,7 +109,6 @@ def main(arguments: list[str]) -> int:
     if not arguments or not Path(arguments[0]).is_dir():
         print("flax_classes: got no folder of checkpoints, expected one; name it")
         return 2
-    logging.getLogger("jaxformer").setLevel(logging.ERROR)
     wished, failed, count = tuple(arguments[1:]), 0, 0
     for path in sorted(Path(arguments[0]).glob("Flax*/expected.npz")):
         if not wished or path.parent.name.startswith(wished):
@@ -121,4 +120,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("jaxformer").setLevel(logging.ERROR)  # what a class leaves out of its file is no news here
     sys.exit(main(sys.argv[1:]))

@@ -11,12 +11,13 @@ import functools
 import hashlib
 import json
 import logging
-import pickle
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import files
@@ -75,11 +76,21 @@ def _digest(value: Any) -> str:
 
 
 def content_digest(items: Iterable[Any]) -> str:
-    """A hash of texts or examples in order; equal objects of another type may have another one."""
+    """A hash of texts or examples in order."""
     digest = hashlib.sha256()
     for item in items:
-        digest.update(pickle.dumps(item, protocol=5))  # ends with a mark of its own, so that items do not run together
+        digest.update(json.dumps(item, sort_keys=True, default=_described).encode() + b"\n")  # JSON holds no line end
     return digest.hexdigest()
+
+
+def _described(value: Any) -> Any:
+    """A value that JSON does not have, as one that it has: bytes, and numpy's arrays and numbers."""
+    if isinstance(value, bytes):
+        return ["bytes", value.hex()]
+    array = np.asarray(value)
+    if array.dtype.hasobject:
+        raise TypeError(f"content: got {type(value).__name__}, expected values of JSON, bytes or arrays")
+    return [array.dtype.str, array.shape, array.tobytes().hex()]
 
 
 @functools.cache

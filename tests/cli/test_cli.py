@@ -17,6 +17,7 @@ from jaxformer import cli, doctor
 from jaxformer.cli import decode, evaluate, lines
 from jaxformer.config import ConfigError, overrides
 from jaxformer.hf import workdirs
+from jaxformer.train import warm_start
 
 RECIPE = """
 from jaxformer.config import overrides
@@ -228,15 +229,16 @@ def test_help_is_one_screen_with_an_example_that_parses(width, capsys, monkeypat
 # --- wiring -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [0, 143])
-def test_train_gets_the_config_and_its_code_is_the_exit_code(monkeypatch, recipe, code):
+@pytest.mark.parametrize(("code", "init"), [(0, ""), (143, "--config.init.directory=bert")])
+def test_train_gets_the_config_and_its_code_is_the_exit_code(monkeypatch, recipe, code, init):
     calls, reported = [], []
     stand_in(monkeypatch, "train.loop", train=lambda *arguments: calls.append(arguments) or code)
     stand_in(monkeypatch, "report", write_after_training=reported.append)
     argv = ["train", "--config.train.steps=9", *recipe.split("=", 1), "--workdir=out", "--config.train.seed=4"]
-    assert cli.main(argv) == code
-    ((config, workdir, origin),) = calls
-    assert origin is workdirs.ORIGIN, "runs may start from directories of the other library"
+    assert cli.main([*argv, *filter(None, [init])]) == code
+    ((config, workdir, init_format),) = calls
+    expected = workdirs.ORIGIN if init else warm_start.RUN_FORMAT
+    assert init_format is expected, "runs may start from directories of the other library"
     assert (config.train.steps, config.train.seed, workdir) == (9, 4, "out")
     assert reported == (["out"] if code == 0 else []), "a finished run gets its page, a preempted one does not yet"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float32, Int
+from jaxtyping import Bool, Float32, Int, Key
 
 from jaxformer.decode.search.base import RowSampling, RowSettings
 from jaxformer.decode.search.sample import Draws, SampleSearch
@@ -24,7 +24,7 @@ class PerRowSearch(SampleSearch):
     The logits processors of every search strategy come from `config`, which has the method "greedy".
     """
 
-    def keys(self, rows: RowSettings) -> Array:
+    def keys(self, rows: RowSettings) -> Key[Array, " R"]:
         """PRNG keys `[R]`: those of the first draw that `SampleSearch` has for the row's seed and index."""
         fold = jax.random.fold_in
         seeds = _sampling(rows.sampling).seeds
@@ -47,7 +47,9 @@ class PerRowSearch(SampleSearch):
         return jnp.where(samples, jax.lax.cond(jnp.any(samples), draw, lambda: greedy), greedy)
 
 
-def process_rows(logits: Float32[Array, "R V"], sampling: RowSampling, samples: Array) -> Float32[Array, "R V"]:
+def process_rows(
+    logits: Float32[Array, "R V"], sampling: RowSampling, samples: Bool[Array, " R"]
+) -> Float32[Array, "R V"]:
     """`logits_processors.process_for_sampling` with each row's own settings.
 
     Args:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32, Int
+from jaxtyping import Bool, Float32, Int, Key
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import logits_processors
@@ -89,7 +89,7 @@ class SampleSearch:
         )
         return self.choose(jnp.repeat(logits, draws, axis=0), state)
 
-    def keys(self, rows: RowSettings) -> Array:
+    def keys(self, rows: RowSettings) -> Key[Array, " R"]:
         """PRNG keys `[R]` of the draws."""
         draws = jnp.arange(self.outputs_per_prompt)
         return jax.vmap(lambda row: jax.vmap(lambda draw: jax.random.fold_in(jax.random.fold_in(rows.key, row), draw))(
