@@ -323,6 +323,13 @@ def test_lengths_follow_the_old_rules(gpt2, caplog):
         length(max_length=26)
 
 
+def test_options_of_a_config_that_nothing_reads_are_named(gpt2, caplog):
+    options = {"repetition_penalty": 1.3, "typical_p": 1.0, "use_cache": False, "max_length": 2}
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="expected"):
+        gpt2.generate(IDS, generation_config=options)  # too short for its prompt: nothing is compiled
+    assert "the generation config has repetition_penalty, which the old Flax classes never read" in caplog.text
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,9 @@ WITHOUT_POSITIONS = ("bloom", "t5", "mt5")
 RELATIVE = ("t5", "mt5")
 """`model_type`s whose positions count slots, padding included."""
 
+NO_OPTIONS = ("use_cache", "transformers_version", "_from_model_config")
+"""Keys of generation configs that ask for no other text."""
+
 Processors = list[Callable[..., Array]]
 
 
@@ -140,6 +143,19 @@ class FlaxGenerationMixin:
         return arguments
 
 
+def _warn_of_unread(values: Mapping[str, Any]) -> None:
+    """Logs the options of a generation config that change nothing here, as they changed nothing in the old library."""
+    unread = [
+        name
+        for name, value in values.items()
+        if name not in DEFAULTS and name not in NO_OPTIONS and value not in (None, UNREAD.get(name))
+    ]
+    if unread:
+        log.warning(
+            "generate: the generation config has %s, which the old Flax classes never read", ", ".join(sorted(unread))
+        )
+
+
 def _read_options(model: Any, given: Any, kwargs: Mapping[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
     """The options of a call, and its arrays by name.
 
@@ -160,6 +176,7 @@ def _read_options(model: Any, given: Any, kwargs: Mapping[str, Any]) -> tuple[Ge
             raise ConfigError(f"generate: got {', '.join(wrong)}, expected none: this model has no encoder")
     source = model.generation_config if given is None else given
     values = dict(source if isinstance(source, Mapping) else source.to_dict())
+    _warn_of_unread(values)
     config = GenerationConfig(**values)
     config.update(**options)
     return config, arrays
