@@ -1,4 +1,4 @@
-"""Small results that data decides, kept in the cache: a second run of the same data and settings reads them.
+"""Small results kept in the cache: a second start with the same texts, settings and code reads them.
 
 A result lies in `<cache>/<kind>/<hash>.json`, named by a hash of everything that it depends on: the content of the
 texts, the settings, the versions of the libraries and the source files of the code that makes it. So a change of any of

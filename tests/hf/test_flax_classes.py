@@ -333,6 +333,15 @@ def test_options_of_a_config_that_nothing_reads_are_named(gpt2, caplog):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+def test_arguments_of_downloads_are_named_where_they_ask_for_something(gpt2, tmp_path, caplog):
+    gpt2.save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        flax.FlaxGPT2LMHeadModel.from_pretrained(tmp_path, revision="main", token=None, cache_dir="", _from_auto=True)
+        assert "change nothing" not in caplog.text
+        flax.FlaxAutoModelForCausalLM.from_pretrained(tmp_path, revision="v2", use_safetensors=True)
+    assert "got revision, use_safetensors, which change nothing: a local directory is read" in caplog.text
+
+
 def test_saved_directories_load_again(gpt2, tmp_path):
     gpt2.save_pretrained(tmp_path / "one")
     assert {path.name for path in (tmp_path / "one").iterdir()} == {

@@ -21,7 +21,7 @@ from jaxformer.config import Config, ConfigError, TrainConfig, overrides
 from jaxformer.train import reporting, trackers
 from jaxformer.train.lock import WorkdirLock
 from jaxformer.train.timing import Clock
-from jaxformer.train.trackers import Row, _delivery, _workdir
+from jaxformer.train.trackers import Row, _delivery, _workdir, trackio
 from jaxformer.train.trackers._delivery import Deliveries
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -438,6 +438,45 @@ def test_each_row_is_there_once_after_a_resume(store, tmp_path):
     assert read(tmp_path) == points(*kept, ROWS[4], final, clean=clean)
     assert last.run.id == first.run.id if store != "tensorboard" else True
     CHECKS[store](tmp_path)
+
+
+def test_runs_of_one_process_write_to_trackio_folders_of_their_own(tmp_path, monkeypatch):
+    """trackio keeps its folder in its module: runs that train together must not change it under each other."""
+    module, calls = types.ModuleType("trackio.sqlite_storage"), []
+
+    def write(project, run, **rest):
+        folder = module.TRACKIO_DIR
+        time.sleep(0.002)
+        calls.append((run, folder, module.TRACKIO_DIR))
+
+    module.TRACKIO_DIR = tmp_path
+    module.SQLiteStorage = types.SimpleNamespace(
+        validate_project_name=lambda name: None,
+        delete_run=lambda project, run, run_id: write(project, run),
+        bulk_log=lambda **given: write(**given),
+    )
+    monkeypatch.setitem(sys.modules, "trackio", types.ModuleType("trackio"))
+    monkeypatch.setitem(sys.modules, "trackio.sqlite_storage", module)
+    for variable in ("TRACKIO_DIR", "TRACKIO_PROJECT"):
+        monkeypatch.delenv(variable, raising=False)
+    opened = {}
+    for name in ("a", "b"):
+        opened[name] = trackio.Trackio()
+        opened[name].start(trackers.RunInfo(name, name, "", tmp_path / name))
+        opened[name].config({})
+
+    def deliver(tracker):
+        tracker.rewind([])
+        for step in range(10):
+            tracker.scalars([Row(step, step, "train", {"loss": 1.0}, 0.0)])
+
+    threads = [threading.Thread(target=deliver, args=(tracker,)) for tracker in opened.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 22
+    assert all(before == after == tmp_path / run / "trackio" for run, before, after in calls)
 
 
 def check_tensorboard(workdir):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +14,31 @@ from jaxformer.errors import ConfigError
 from jaxformer.hf import keys, reading
 from jaxformer.hf.table import Settings, family_of
 
+log = logging.getLogger("jaxformer")
+
+OF_DOWNLOADS = (
+    "cache_dir", "force_download", "local_files_only", "token", "use_auth_token", "revision", "resume_download",
+    "proxies", "trust_remote_code", "use_safetensors", "_from_auto", "_commit_hash", "code_revision", "adapter_kwargs",
+)  # fmt: skip
+"""Arguments of downloads, of which there are none here: every path is a local directory."""
+
+NO_WISH = (None, False, "", "main")
+"""Values of these arguments that ask for nothing: "main" is the usual revision."""
+
 COMMON: dict[str, Any] = {
     "output_attentions": False, "output_hidden_states": False, "return_dict": True, "is_encoder_decoder": False,
     "is_decoder": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "sep_token_id": None,
     "decoder_start_token_id": None, "problem_type": None, "architectures": None, "name_or_path": "", "use_cache": True,
 }  # fmt: skip
 """Keys that every config answers to, with their defaults."""
+
+
+def without_downloads(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are not of a download; a warning names those of a download that ask for something."""
+    wished = [name for name in OF_DOWNLOADS if arguments.get(name) not in NO_WISH and not name.startswith("_")]
+    if wished:
+        log.warning("from_pretrained: got %s, which change nothing: a local directory is read", ", ".join(wished))
+    return {name: value for name, value in arguments.items() if name not in OF_DOWNLOADS}
 
 
 class PretrainedConfig:
@@ -52,8 +72,7 @@ class PretrainedConfig:
         Raises:
           ConfigError: there is no such file, or it is damaged.
         """
-        for name in ("cache_dir", "revision", "token", "use_auth_token", "trust_remote_code", "local_files_only"):
-            changes.pop(name, None)  # of a download, which there is none of
+        changes = without_downloads(changes)
         return cls.from_dict(reading.read_config(Path(directory) / subfolder), **changes)
 
     @classmethod

@@ -6,6 +6,7 @@ of static shape, so that they stand in a compiled loop.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,8 +19,8 @@ from jaxformer.types import Array
 BANNED = -jnp.inf
 
 
-class FlaxLogitsProcessor:
-    """A function of scores that generation applies at every step."""
+class FlaxLogitsProcessor(abc.ABC):
+    """A function of scores that generation applies at every step; subclasses write `__call__`."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._values() == other._values()
@@ -36,8 +37,9 @@ class FlaxLogitsProcessor:
             return id(self)
         return values
 
+    @abc.abstractmethod
     def __call__(self, input_ids: Array, scores: Array, cur_len: Any) -> Array:
-        raise NotImplementedError(f"{type(self).__name__}: write __call__(input_ids, scores, cur_len)")
+        """The scores `[B, V]` of the next token, changed."""
 
 
 class FlaxLogitsWarper(FlaxLogitsProcessor):

@@ -34,7 +34,7 @@ class Group:
     Attributes:
       prefix: start of their names, after "Flax".
       heads: the heads that have a class.
-      call: name of their call's signature in `calls.SIGNATURES`.
+      call: name of their call's signature in `signatures.CALLS`.
     """
 
     prefix: str

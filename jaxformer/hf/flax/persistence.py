@@ -21,12 +21,6 @@ from jaxformer.types import PyTree
 
 log = logging.getLogger("jaxformer")
 
-OF_DOWNLOADS = (
-    "cache_dir", "force_download", "local_files_only", "token", "use_auth_token", "revision", "resume_download",
-    "proxies", "trust_remote_code", "use_safetensors", "_from_auto", "_commit_hash", "code_revision", "adapter_kwargs",
-)  # fmt: skip
-"""Arguments of downloads, of which there are none here: every path is a local directory."""
-
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -65,8 +59,7 @@ class Persistence:
           ConfigError: files are missing or damaged, or shapes differ from the config's.
         """
         directory = Path(pretrained_model_name_or_path) / (subfolder or "")
-        for name in OF_DOWNLOADS:
-            changes.pop(name, None)
+        changes = configs.without_downloads(changes)
         if config is None or isinstance(config, (str, os.PathLike)):
             source = directory if config is None else Path(config)
             config = configs.PretrainedConfig.from_pretrained(source, **changes)

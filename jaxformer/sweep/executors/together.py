@@ -12,8 +12,7 @@ from jaxformer.sweep.planning import Plan
 def execute(plan: Plan, workers: int) -> int:
     """Trains the runs as lanes of one program (`train.together`), each in its own folder with its lines in `log.txt`.
 
-    SIGTERM and Ctrl-C save all runs, and the same command goes on. A run whose loss diverges
-    does not stop the others.
+    SIGTERM and Ctrl-C save all runs, and the same command goes on. A run whose loss diverges does not stop the others.
 
     Returns:
       0; 2 if a run failed; 143 if the sweep was stopped.

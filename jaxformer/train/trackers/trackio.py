@@ -6,9 +6,11 @@ run's rows be replaced, and written with their own times. `trackio sync` copies 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Generator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +18,10 @@ from typing import Any, ClassVar
 from jaxformer.train.trackers import PROJECT, Row, RunInfo
 
 LOCAL_ONLY = "rows can be replaced, as a resumed run needs, in a local database only; copy that with `trackio sync`"
+
+
+_folder_in_use = threading.Lock()
+"""trackio has one folder at a time, and runs of one process (--seeds, a sweep of one program) have one each."""
 
 
 class Trackio:
@@ -32,14 +38,13 @@ class Trackio:
         self.storage = self.module.SQLiteStorage
         self.run, self.project = run, os.environ.get("TRACKIO_PROJECT") or PROJECT
         self.storage.validate_project_name(self.project)
-        # trackio reads its folder once, when it is imported; several runs of a process (--seeds) have one each.
-        self.module.TRACKIO_DIR = self.folder
 
     def config(self, values: Mapping[str, Any]) -> None:
         self.values = {**values, "_Group": self.run.group or None, "_Created": _as_text(datetime.now(UTC))}
 
     def rewind(self, rows: Sequence[Row]) -> None:
-        self.storage.delete_run(self.project, self.run.name, run_id=self.run.id)
+        with self._own_folder():
+            self.storage.delete_run(self.project, self.run.name, run_id=self.run.id)
         self._add(rows, self.values)
 
     def scalars(self, rows: Sequence[Row]) -> None:
@@ -49,20 +54,27 @@ class Trackio:
         self._add(measures)
 
     def _add(self, rows: Sequence[Row], config: Mapping[str, Any] | None = None) -> None:
-        self.module.TRACKIO_DIR = self.folder
         if config is not None and not rows:  # a config is stored with a row of its run only
             self.pending = config
             return
         config, self.pending = config or getattr(self, "pending", None), None
-        self.storage.bulk_log(
-            project=self.project,
-            run=self.run.name,
-            run_id=self.run.id,
-            metrics_list=[row.numbers() for row in rows],
-            steps=[row.step for row in rows],
-            timestamps=[_as_text(datetime.fromtimestamp(row.wall_time, UTC)) for row in rows],
-            config=dict(config) if config else None,
-        )
+        with self._own_folder():
+            self.storage.bulk_log(
+                project=self.project,
+                run=self.run.name,
+                run_id=self.run.id,
+                metrics_list=[row.numbers() for row in rows],
+                steps=[row.step for row in rows],
+                timestamps=[_as_text(datetime.fromtimestamp(row.wall_time, UTC)) for row in rows],
+                config=dict(config) if config else None,
+            )
+
+    @contextlib.contextmanager
+    def _own_folder(self) -> Generator[None]:
+        """Makes trackio use this run's folder, which it otherwise reads once, when it is imported."""
+        with _folder_in_use:
+            self.module.TRACKIO_DIR = self.folder
+            yield
 
 
 def _as_text(time: datetime) -> str:
