@@ -287,3 +287,13 @@ def test_a_task_with_options_trains_resumes_evaluates_and_decodes_from_the_comma
     decoded = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
     assert decoded.returncode == 0, decoded.stderr
     assert len(decoded.stdout.splitlines()) == 1
+
+
+def test_a_process_knows_that_it_has_code_from_outside(tmp_path, monkeypatch):
+    """Results that depend on the project's own code alone may then not be read from the cache."""
+    monkeypatch.setattr(registry, "_external_names", set())
+    (tmp_path / "code_of_a_user.py").write_text("KERNEL = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert registry.member("jaxformer.nn.kernels", "dense", "KERNEL") and not registry.has_external_members()
+    assert registry.member("jaxformer.nn.kernels", "code_of_a_user", "KERNEL") == 3
+    assert registry.has_external_members()
