@@ -7,8 +7,8 @@ and `expected.npz`: arguments of a call (`in/<name>`), its outputs (`out/<field>
 `generate`, `gen/<case>/in/<name>`, `gen/<case>/args`, `gen/<case>/sequences` and, where they are kept, scores of beams
 (`gen/<case>/scores`). With names, only the folders that begin with one of them are compared.
 
-Prints a line for each class: the largest relative error of an output with the name of that output, and how many cases
-of `generate` give the same ids; for a class that is not here, why. The exit code is 1 if an error is above its bound
+Prints a line for each class: the largest relative error of an output with the name of that output, the largest of
+attention probabilities, and how many cases of `generate` give the same ids; for a class that is not here, why. The exit code is 1 if an error is above its bound
 (5e-6; 2e-5 for attention), ids differ, or a class of a family that is here does not load.
 """
 
@@ -26,8 +26,7 @@ from jaxformer.hf import flax
 
 MAX_ERROR, MAX_ATTENTION_ERROR = 5e-6, 2e-5
 """Largest difference of an output, relative to its largest value, in float32. T5 does not scale the scores of
-attention, so rounding grows in its probabilities: the old classes are up to 7e-6 from
-what they compute in float64."""
+attention, so rounding grows in its probabilities: the old classes are up to 7e-6 from what they compute in float64."""
 
 
 def _mask(field: str, value: np.ndarray, inputs: dict[str, np.ndarray], pair: bool) -> Any:
@@ -94,14 +93,17 @@ def compare(directory: Path) -> tuple[str, bool]:
         cases, differing = differing_cases(model, arrays)
     except Exception as error:
         return f"{type(error).__name__}: {error}", False
-    parts = {
-        name: error / (MAX_ATTENTION_ERROR if "attentions" in name else MAX_ERROR) for name, error in errors.items()
-    }
-    worst = max(parts, key=parts.__getitem__)
-    line = f"{errors[worst]:.1e}  {worst}"
+    attention, others = (
+        {name: error for name, error in errors.items() if ("attentions" in name) == wished} for wished in (True, False)
+    )
+    worst = max(others, key=others.__getitem__)
+    line, good = f"{others[worst]:.1e}  {worst}", others[worst] <= MAX_ERROR
+    if attention:
+        most = max(attention.values())
+        line, good = f"{line}  attention {most:.1e}", good and most <= MAX_ATTENTION_ERROR
     if cases:
         line += f"  ids of {cases - len(differing)}/{cases} cases{''.join(f', not {case}' for case in differing)}"
-    return line, parts[worst] <= 1 and not differing
+    return line, good and not differing
 
 
 def main(arguments: list[str]) -> int:
