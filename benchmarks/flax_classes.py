@@ -26,7 +26,8 @@ from jaxformer.hf import flax
 
 MAX_ERROR, MAX_ATTENTION_ERROR = 5e-6, 2e-5
 """Largest difference of an output, relative to its largest value, in float32. T5 does not scale the scores of
-attention, so rounding grows in its probabilities: the old classes are up to 7e-6 from what they compute in float64."""
+attention, so rounding grows in its probabilities: the old classes are up to 7e-6 from what they compute in float64.
+"""
 
 
 def _mask(field: str, value: np.ndarray, inputs: dict[str, np.ndarray], pair: bool) -> Any:
