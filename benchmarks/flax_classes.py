@@ -9,8 +9,8 @@ and `expected.npz`: arguments of a call (`in/<name>`), its outputs (`out/<field>
 
 Prints a line for each class: the largest relative error of an output with the name of that output, the largest of
 attention probabilities, and how many cases of `generate` give the same ids; for a class that is not here, why. The exit
-code is 1 if an error is above its bound (5e-6; 2e-5 for attention), ids differ, or a class of a family that is here does
-not load.
+code is 1 if an error is above its bound (5e-6; 2e-5 for attention), ids differ, or a class of a family that is here
+does not load.
 """
 
 from __future__ import annotations
