@@ -6,7 +6,7 @@ within functions are not either: they would be compiled anew, checks and all, at
 """
 
 from numbers import Integral, Real
-from typing import Callable
+from typing import Any, Callable
 
 from beartype import BeartypeConf, BeartypeHintOverrides, beartype
 from jaxtyping import install_import_hook
@@ -37,6 +37,14 @@ def install() -> None:
 
 
 def check(function: Callable) -> Callable:
-    """`function`, which has the signature of the one to be checked, checking it; or as it is."""
-    constructor, inner = function.__name__ == "__init__", "<locals>" in function.__qualname__
-    return function if constructor or inner else _typed(function)
+    """`function`, which has the signature of the one to be checked, checking it; or as it is.
+
+    jaxtyping asks twice: with the arguments alone, and with the result beside them. The second checks the result only:
+    the sizes of letters are still those that the arguments gave.
+    """
+    if function.__name__ == "__init__" or "<locals>" in function.__qualname__:
+        return function
+    result = function.__annotations__.get("return", Any)
+    if result is not Any:
+        function.__annotations__ = {"return": result}
+    return _typed(function)

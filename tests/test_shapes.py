@@ -6,12 +6,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 import shapes
-from jaxtyping import TypeCheckError
+from jaxtyping import Float, TypeCheckError, jaxtyped
 
 from jaxformer import losses
 from jaxformer.decode import top_k
 from jaxformer.nn import layers, masks
-from jaxformer.types import Slots
+from jaxformer.types import Array, Slots
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxformer"
 FILES = [file for room in shapes.ROOMS for file in sorted(PACKAGE.parent.glob(room.replace(".", "/") + "*"))]
@@ -40,6 +40,17 @@ def test_methods_of_modules_are_checked():
     norm = layers.BatchNorm(1e-6, 0.9)
     with pytest.raises(TypeCheckError, match="BatchNorm.__call__"):
         norm.init({}, jnp.ones((2, 3)))
+
+
+def first_column(matrix: Float[Array, "B T"], wrong: bool = False) -> Float[Array, "B"]:
+    return matrix[0] if wrong else matrix[:, 0]
+
+
+def test_results_are_checked_with_the_letters_of_the_arguments():
+    checked = jaxtyped(typechecker=shapes.check)(first_column)
+    assert checked(jnp.ones((2, 3))).shape == (2,)
+    with pytest.raises(TypeCheckError, match="return value"):
+        checked(jnp.ones((2, 3)), wrong=True)
 
 
 def test_structures_may_hold_anything():
