@@ -42,7 +42,7 @@ def test_methods_of_modules_are_checked():
         norm.init({}, jnp.ones((2, 3)))
 
 
-def first_column(matrix: Float[Array, "B T"], wrong: bool = False) -> Float[Array, "B"]:
+def first_column(matrix: Float[Array, "B T"], wrong: bool = False) -> Float[Array, "B"]:  # noqa: F821
     return matrix[0] if wrong else matrix[:, 0]
 
 
