@@ -1,5 +1,7 @@
 """Shapes in signatures are checked while the tests run, and stand wherever arrays are taken."""
 
+from __future__ import annotations
+
 import ast
 from pathlib import Path
 
@@ -9,8 +11,10 @@ import shapes
 from jaxtyping import Float, TypeCheckError, jaxtyped
 
 from jaxformer import losses
+from jaxformer.config import AttentionConfig
 from jaxformer.decode import top_k
 from jaxformer.nn import layers, masks
+from jaxformer.nn.kernels import dense
 from jaxformer.types import Array, Slots
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxformer"
@@ -51,6 +55,13 @@ def test_results_are_checked_with_the_letters_of_the_arguments():
     assert checked(jnp.ones((2, 3))).shape == (2,)
     with pytest.raises(TypeCheckError, match="return value"):
         checked(jnp.ones((2, 3)), wrong=True)
+
+
+def test_an_alias_of_an_array_is_one():
+    mask = masks.Mask(Slots(None, None), Slots(None, None))
+    keys = jnp.ones((1, 3, 2, 4))
+    with pytest.raises(TypeCheckError, match="attend.*\n*.*Queries|parameter 'q'|q="):
+        dense.attend(jnp.ones(3), keys, keys, mask, None, None, AttentionConfig(heads=2))
 
 
 def test_structures_may_hold_anything():
