@@ -8,8 +8,8 @@ chip, in order of source and size, the 1st, 3rd, ... are tuned on with all their
 model is in both halves on the same chip, and every kind of chip is in both. Of the decode rows of a chip, every other
 row is judged. A source weighs as much as another of the same chip, whatever its number of rows.
 
-The error of a row is expected / published seconds - 1. The tuned assumptions are the ones of jaxformer/plan/assumptions.py;
-after a change of rows or model copy the printed ones there.
+The error of a row is expected / published seconds - 1. jaxformer/plan/assumptions.py keeps the tuned assumptions; after
+a change of rows or of the estimate copy the printed ones there.
 """
 
 from __future__ import annotations
@@ -143,21 +143,27 @@ def decode_row(row: dict[str, Any], data: dict[str, Any]) -> Row:
     scores = model["layers"] * model["heads"] * model["head_width"]
     decoded = decode_time.Decoded(
         model["layers"], model["width"], 2, row["weights"] * (layers + head), layers + head, scores,
-        1 if model["parallel"] else 2, model["ffn"] + model["heads"] * model["head_width"] + 2 * keys,
+        1 if model["parallel"] else 2, model["ffn"] + model["heads"] * model["head_width"] + 2 * keys, head,
     )  # fmt: skip
     # Pope et al. divide the rows, and with them the caches, over all chips; one shared key head cannot be divided.
     caches = 2 * 2 * model["layers"] * keys * row["batch"] * row["context"] / row["chips"]
-    layout = step_time.Layout({"tensor": row["chips"]})
-    seconds = row["published"] if row["unit"] == "seconds" else row["batch"] / row["published"]
+    layout = step_time.Layout(row["mesh"])
+    seconds = row["batch"] / row["published"] if row["unit"] == "tokens/s" else row["published"]
+    reads = row["unit"] == "seconds of prefill"
 
     def expected(assumptions: Assumptions) -> float:
+        if reads:
+            found = decode_time.prefill_seconds(decoded, row["batch"], row["context"], layout, chip, assumptions)
+            return sum(found.values())
         parts = decode_time.decode_step_seconds(
             decoded, row["batch"], row["context"], caches, layout, chip, assumptions
         )
         return sum(parts.values())
 
-    label = f"batch {row['batch']}, {row['context']:,} keys, {8 * row['weights']}-bit weights"
-    return Row(row["source"], row["model"], row["chip"], row["chips"], "", label, seconds, expected)
+    what = "prefill" if reads else "token"
+    label = f"{what}, batch {row['batch']}, {row['context']:,} keys, {8 * row['weights']}-bit weights"
+    part = "prefill" if reads else ""
+    return Row(row["source"], row["model"], row["chip"], row["chips"], part, label, seconds, expected)
 
 
 SHARED = ("passes", "score_passes", "decode_memory")
@@ -246,6 +252,8 @@ def page(rows: list[Row], decoding: list[Row], assumptions: Assumptions, exchang
     for name, group in (("training", rows), ("decoding, time a token", decoding)):
         for part in ("tuned", "judged"):
             lines.append(f"| {name}, {part} | {summary([r for r in group if r.part == part], assumptions)} |")
+    read = [row for row in decoding if row.part == "prefill"]
+    lines.append(f"| decoding, reading a prompt: nothing is tuned on it | {summary(read, assumptions)} |")
     lines += ["", exchanged, "", "By chip and source, training:", ""]
     lines += ["| chip | source | tuned: rows, median | judged: rows, median |", "|---|---|---|---|"]
     for chip, source in dict.fromkeys((row.chip, row.source) for row in rows):
@@ -283,9 +291,9 @@ HEAD = """# Expected times against published ones
 absolute value.
 
 Assumptions are tuned on half of the models and judged on the other half: of the models of a kind of chip, in order of
-source and size, the 1st, 3rd, ... are tuned on, with all their rows. Rows of decoding alternate. A source counts as much
-as another of the same chip. The form of the estimate and the loss (squared logarithmic errors) were chosen with the
-errors of both halves in sight; the numbers below saw one half only. Rows marked "shown" take no part.
+source and size, the 1st, 3rd, ... are tuned on, with all their rows. Rows of decoding alternate. A source counts as
+much as another of the same chip. The form of the estimate and the loss (squared logarithmic errors) were chosen with
+the errors of both halves in sight; the numbers below saw one half only. Rows marked "shown" take no part.
 """
 
 
@@ -295,7 +303,7 @@ def load() -> tuple[list[Row], list[Row]]:
     decoding = [decode_row(row, data) for row in data["decode_rows"]]
     counts: dict[str, int] = defaultdict(int)
     for index, row in enumerate(decoding):
-        decoding[index] = dataclasses.replace(row, part="judged" if counts[row.chip] % 2 else "tuned")
+        decoding[index] = dataclasses.replace(row, part=row.part or ("judged" if counts[row.chip] % 2 else "tuned"))
         counts[row.chip] += 1
     return split([training_row(row, data) for row in data["rows"]]), decoding
 

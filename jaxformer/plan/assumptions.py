@@ -42,16 +42,16 @@ class Assumptions:
 
 
 FAMILIES = {"v4": "tpu", "v5e": "tpu", "v5p": "tpu", "v6e": "tpu", "a100": "a100", "h100": "h100", "h200": "h100"}
-"""Families of chips that share the less certain numbers. The H200 has no published row; it is an H100 with more memory."""
+"""Families of chips that share the less certain numbers. The H200 has no row; it is an H100 with more memory."""
 
 TUNED = Assumptions(
-    products={"v4": 0.724, "v5e": 0.821, "v5p": 0.867, "v6e": 0.635, "a100": 0.638, "h100": 0.599, "h200": 0.599},
-    scores={"tpu": 0.772, "a100": 0.533, "h100": 0.321},
-    passes=9.44,
-    score_passes=22.3,
-    activations={"tpu": 0.523, "a100": 0.98, "h100": 0.43},
-    parameters={"tpu": 0.845, "a100": 0.416, "h100": 0.434},
-    between={"tpu": 0.954, "a100": 0.291, "h100": 0.271},
-    decode_memory=0.708,
-    decode_latency={"tpu": 7.63e-05, "a100": 2.38e-05, "h100": 2.38e-05},
+    products={"v4": 0.727, "v5e": 0.825, "v5p": 0.869, "v6e": 0.639, "a100": 0.639, "h100": 0.599, "h200": 0.599},
+    scores={"tpu": 0.757, "a100": 0.532, "h100": 0.321},
+    passes=9.51,
+    score_passes=22.4,
+    activations={"tpu": 0.526, "a100": 0.992, "h100": 0.431},
+    parameters={"tpu": 0.874, "a100": 0.417, "h100": 0.434},
+    between={"tpu": 0.961, "a100": 0.291, "h100": 0.271},
+    decode_memory=0.702,
+    decode_latency={"tpu": 0.000123, "a100": 2.38e-05, "h100": 2.38e-05},
 )

@@ -2,7 +2,7 @@
 
 A decode step adds a token to every sequence. It is the sum of these parts; each is the time of one device:
 
-    parameters    bytes of the parameters that it reads, at a fraction of the memory's bandwidth
+    parameters    bytes of the parameters that it reads, at a fraction of the memory's bandwidth, less the products
     caches        bytes of keys and values that it reads, at the same fraction
     products      2 FLOPs a parameter and sequence, and the scores, at the fraction of the peak that training reaches
     collectives   what the tensor axis reduces in every layer: bytes at the network's bandwidth, and a latency each
@@ -10,7 +10,8 @@ A decode step adds a token to every sequence. It is the sum of these parts; each
 
 With few sequences, parameters and latencies are nearly all of it, and the time hardly depends on their number (Pope et
 al. 2022, Efficiently scaling transformer inference, section 2). A prefill reads a prompt in one forward pass; its parts
-are those of a forward pass in training.
+are those of a forward pass in training. Parameters are read while earlier ones are multiplied, so only what takes longer
+than the products counts.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Decoded:
       scores: heads x head width, summed over the layers.
       reductions: collectives of a layer over the tensor axis.
       channels: activations of a token beside those of the model width in a layer.
+      head: those of `multiplied` that only the last token of a prompt is multiplied with.
     """
 
     layers: int
@@ -48,6 +50,7 @@ class Decoded:
     scores: float
     reductions: int
     channels: float
+    head: float = 0.0
 
 
 def replicas(layout: Layout) -> int:
@@ -82,10 +85,11 @@ def decode_step_seconds(
     network = _reduction_seconds(model, own, layout, chip)
     if tensor > 1:
         network += model.layers * model.reductions * assumptions.decode_latency[FAMILIES[name]]
+    products = flops / (assumptions.products[name] * chip.flops)
     return {
-        "parameters": model.read_bytes / tensor / layout.size("expert") / memory,
+        "parameters": max(model.read_bytes / tensor / layout.size("expert") / memory - products, 0.0),
         "caches": cache_bytes / memory,
-        "products": flops / (assumptions.products[name] * chip.flops),
+        "products": products,
         "collectives": network,
         "gathering": _gather_seconds(model, layout, chip),
     }
@@ -103,9 +107,10 @@ def prefill_seconds(
     streamed = FORWARD * assumptions.passes * model.layers * channels * tokens * model.bytes
     memory = chip.bandwidth * assumptions.decode_memory
     sent = assumptions.activations[family] * _reduction_seconds(model, tokens, layout, chip)
+    products = 2 * (model.multiplied - model.head * (1 - 1 / length)) * tokens / tensor / of_peak
     return {
-        "parameters": model.read_bytes / tensor / layout.size("expert") / memory,
-        "products": 2 * model.multiplied * tokens / tensor / of_peak,
+        "parameters": max(model.read_bytes / tensor / layout.size("expert") / memory - products, 0.0),
+        "products": products,
         "scores": 4 * model.scores * (length + 1) / 2 * tokens / tensor / of_peak / assumptions.scores[family],
         "elementwise": streamed / chip.bandwidth,
         "collectives": sent,

@@ -28,11 +28,11 @@ RECOMPUTED = {
     "none": frozenset(),
     "scores": frozenset({"scores"}),
     "minimal": frozenset({"scores"}),
-    "projections": frozenset({"scores", "in"}),
-    "qkv": frozenset({"scores", "out", "in"}),
-    "context": frozenset({"qkv", "in"}),
-    "full": frozenset({"qkv", "scores", "out", "in"}),
-    "whole": frozenset({"qkv", "scores", "out", "in", "down"}),
+    "projections": frozenset({"scores", "up"}),
+    "qkv": frozenset({"scores", "out", "up"}),
+    "context": frozenset({"qkv", "up"}),
+    "full": frozenset({"qkv", "scores", "out", "up"}),
+    "whole": frozenset({"qkv", "scores", "out", "up", "down"}),
 }
 """Products of a layer that the backward pass computes again, by rematerialisation policy: query, key and value
 projections, scores, output projection, and the projections into and out of the feed-forward layer. XLA leaves out the
@@ -40,7 +40,7 @@ last one, whose result nobody reads ("full"); PyTorch does not ("whole")."""
 FUSED_BACKWARD = 2.5
 """Score products of a fused kernel's backward pass, as a multiple of the forward pass: scores are computed again."""
 STATE_BYTES = 28
-"""Bytes read and written for a parameter by Adam in float32: parameter, two moments and gradient read, three written."""
+"""Bytes read and written for a parameter by Adam in float32: it, two moments and the gradient read, three written."""
 RESIDUAL_CHANNELS = 4
 """Activations of the model width in a layer: two norms and two sums."""
 
@@ -81,6 +81,18 @@ class Layers:
     def multiplied(self) -> float:
         """Parameters that a token is multiplied with in all these layers."""
         return self.count * (self.qkv + self.out + self.up + self.down)
+
+    @property
+    def product_flops(self) -> float:
+        """FLOPs of a token's products with these parameters in a step: forward, backward, and computed again."""
+        parts = {"qkv": self.qkv, "out": self.out, "up": self.up, "down": self.down}
+        return 6 * self.multiplied + 2 * self.count * sum(parts[name] for name in self.recomputed if name in parts)
+
+    @property
+    def score_flops(self) -> float:
+        """FLOPs of a token's products of queries with keys and of probabilities with values in a step."""
+        rounds = (3 if self.tables else 1 + FUSED_BACKWARD) + ("scores" in self.recomputed)
+        return 4 * self.count * self.scores * rounds
 
 
 @dataclass(frozen=True)
@@ -186,14 +198,8 @@ def step_seconds(
     tensor, context, expert = (layout.size(axis) for axis in ("tensor", "context", "expert"))
     for each in shapes.layers:
         again = each.recomputed
-        passes = 6 * each.multiplied + 2 * each.count * sum(
-            size
-            for part, size in (("qkv", each.qkv), ("out", each.out), ("in", each.up), ("down", each.down))
-            if part in again
-        )
-        products += share * passes
-        rounds = (3 if each.tables else 1 + FUSED_BACKWARD) + ("scores" in again)
-        work = 4 * each.count * each.scores * rounds * share
+        products += share * each.product_flops
+        work = share * each.score_flops
         scores += work if each.tables else work / assumptions.scores[family]
         residual = RESIDUAL_CHANNELS * each.width * (1 if layout.sequence else tensor)
         streamed = assumptions.passes * (residual + each.channels)
