@@ -22,12 +22,10 @@ import math
 import statistics
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
-
-import numpy as np
-from scipy.optimize import least_squares
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -205,32 +203,34 @@ def replace(assumptions: Assumptions, name: str, value: float) -> Assumptions:
     return dataclasses.replace(assumptions, **{field: changed})
 
 
+def residuals(rows: list[Row], assumptions: Assumptions) -> list[float]:
+    """What is squared and summed: logarithmic errors, as the mean over the rows of a source and chip, and the pull."""
+    counts = Counter((row.source, row.chip) for row in rows)
+    found = [math.log(row.expected(assumptions) / row.seconds) / counts[row.source, row.chip] ** 0.5 for row in rows]
+    searched = [name for name in names(START) if name not in COPIED]
+    return found + [PULL * math.log(number(assumptions, name) / number(START, name)) for name in searched]
+
+
 def tune(rows: list[Row]) -> Assumptions:
-    """The assumptions with the least squared logarithmic errors: the mean over the rows of a source and chip, summed.
+    """The assumptions with the least squared residuals, to three digits.
 
     The search is deterministic (trust-region reflective, `scipy.optimize.least_squares`), over logarithms.
     """
-    searched = [name for name in names(START) if name not in COPIED]
-    start = np.log([number(START, name) for name in searched])
-    counts = Counter((row.source, row.chip) for row in rows)
-    weights = np.array([counts[row.source, row.chip] ** -0.5 for row in rows])
+    from scipy.optimize import least_squares
 
-    def at(values: np.ndarray) -> Assumptions:
+    searched = [name for name in names(START) if name not in COPIED]
+
+    def at(values: Sequence[float], digits: int = 17) -> Assumptions:
         assumptions = START
-        for name, value in zip([*searched, *COPIED], [*np.exp(values), *(0.0,) * len(COPIED)]):
-            value = number(assumptions, COPIED[name]) if name in COPIED else float(f"{value:.3g}")
-            assumptions = replace(assumptions, name, value)
+        for name, value in zip(searched, values):
+            assumptions = replace(assumptions, name, float(f"{math.exp(value):.{digits}g}"))
+        for name, other in COPIED.items():
+            assumptions = replace(assumptions, name, number(assumptions, other))
         return assumptions
 
-    def residuals(values: np.ndarray) -> np.ndarray:
-        assumptions = START
-        for name, value in zip(searched, np.exp(values)):
-            assumptions = replace(assumptions, name, float(value))
-        found = [math.log(row.expected(assumptions) / row.seconds) for row in rows]
-        return np.concatenate([weights * found, PULL * (values - start)])
-
-    upper = [np.inf if name.partition(".")[0] in UNBOUNDED else 1e-9 for name in searched]
-    return at(least_squares(residuals, start, bounds=(-np.inf, upper)).x)
+    start = [math.log(number(START, name)) for name in searched]
+    upper = [math.inf if name.partition(".")[0] in UNBOUNDED else 1e-9 for name in searched]
+    return at(least_squares(lambda values: residuals(rows, at(values)), start, bounds=(-math.inf, upper)).x, 3)
 
 
 def errors(rows: list[Row], assumptions: Assumptions) -> list[float]:

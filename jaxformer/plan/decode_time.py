@@ -10,8 +10,8 @@ A decode step adds a token to every sequence. It is the sum of these parts; each
 
 With few sequences, parameters and latencies are nearly all of it, and the time hardly depends on their number (Pope et
 al. 2022, Efficiently scaling transformer inference, section 2). A prefill reads a prompt in one forward pass; its parts
-are those of a forward pass in training. Parameters are read while earlier ones are multiplied, so only what takes longer
-than the products counts.
+are those of a forward pass in training. Parameters are read while earlier ones are multiplied, so only what takes
+longer than the products counts.
 """
 
 from __future__ import annotations

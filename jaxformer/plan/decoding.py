@@ -360,7 +360,7 @@ def _cache_parts(
     rows = options.hypotheses if options.method == "sample" else 1
     if config.model.decoder is None:
         rows *= options.beams if options.method == "beam" else 1
-        return {"states": rows * recurrent_state_bytes(config, module, request.prompt)}
+        return {"states": rows * recurrent_state_bytes(module, request.prompt)}
     slots, branches = schedule.total_slots(capacity), options.beams if options.method == "beam" else 0
     source = request.prompt if config.model.is_seq2seq else 0
     parts = transformer_state_bytes(config.model.decoder, config.model.dtype, slots, source, branches)
@@ -389,12 +389,13 @@ def transformer_state_bytes(
     return {name: float(size) for name, size in parts.items() if size}
 
 
-def recurrent_state_bytes(config: Config, module: nn.Module, source: int) -> float:
+@functools.lru_cache(maxsize=8)
+def recurrent_state_bytes(module: nn.Module, source: int) -> float:
     """Bytes of one row of a recurrent model's state, with its source's keys and values; from tracing `start`."""
     ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     target = Stream(ids, Slots(ids, ids))  # ty: ignore[invalid-argument-type]  # a stream of shapes
     source_ids = jax.ShapeDtypeStruct((1, source), jnp.int32)
-    stream = Stream(source_ids, Slots(source_ids, source_ids)) if config.model.has_encoder else None  # ty: ignore
+    stream = Stream(source_ids, Slots(source_ids, source_ids)) if module.config.has_encoder else None  # ty: ignore
     batch = Batch(source=stream, target=target)
 
     def start(variables: PyTree, batch: Batch) -> PyTree:
