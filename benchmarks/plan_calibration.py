@@ -141,11 +141,11 @@ def decode_row(row: dict[str, Any], data: dict[str, Any]) -> Row:
     if "bandwidth" in source:
         chip = dataclasses.replace(chip, bandwidth=source["bandwidth"])
     layers, head = parameters(model)
-    keys = model["kv_heads"] * model["head_width"]
+    keys, tensor = model["kv_heads"] * model["head_width"], row["mesh"].get("tensor", 1)
     scores = model["layers"] * model["heads"] * model["head_width"]
     decoded = decode_time.Decoded(
-        model["layers"], model["width"], 2, row["weights"] * (layers + head), layers + head, scores,
-        1 if model["parallel"] else 2, model["ffn"] + model["heads"] * model["head_width"] + 2 * keys, head,
+        model["layers"], model["width"], 2, row["weights"] * (layers + head) / tensor, layers + head, scores,
+        1 if model["parallel"] else 2, model["ffn"] + model["heads"] * model["head_width"] + 2 * keys, head=head,
     )  # fmt: skip
     # Pope et al. divide the rows, and with them the caches, over all chips; one shared key head cannot be divided.
     caches = 2 * 2 * model["layers"] * keys * row["batch"] * row["context"] / row["chips"]

@@ -8,13 +8,16 @@ from jaxformer.plan.decoding import DecodePlan
 from jaxformer.plan.page import format_mesh, table
 from jaxformer.runtime.units import format_duration, format_size
 
+LAUNCH_SECONDS = 1e-3
+"""Below this, starting a step's kernels may take as long as the step. No published time is as short."""
+
 MEANING = {
     "parameters": "parameters that are read, beyond the time of the products",
     "caches": "keys and values that are read",
     "products": "products with parameters",
     "scores": "products of queries with keys and of probabilities with values",
     "elementwise": "activations that other operations read and write",
-    "collectives": "what the tensor axis reduces in every layer",
+    "collectives": "what the axes tensor and expert send in every layer",
     "gathering": "parameters of the fsdp axis, gathered",
 }
 
@@ -74,6 +77,8 @@ def _time(plan: DecodePlan) -> str:
     )
     total = plan.prefill_seconds + (plan.request.tokens - 1) * plan.step_seconds
     rows.append(("all tokens", format_duration(total), "errors against published times: docs/measurements/plan.md"))
+    if plan.step_seconds < LAUNCH_SECONDS:
+        rows.append(("", "", "kernels are taken to start at once; steps as short as these take longer than that"))
     if plan.config.model.dtype == "float32":
         rows.append(("", "", "model.dtype is float32, whose products are counted at bfloat16's peak"))
     return table(None, rows, "<><")

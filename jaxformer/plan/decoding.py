@@ -64,7 +64,7 @@ class DecodePlan:
       layout: the mesh.
       parameters: number of parameters.
       parameter_bytes: bytes of the parameters as decoding keeps them.
-      read_bytes: bytes of the parameters that a decode step reads, of all devices of a replica.
+      read_bytes: bytes of the parameters that a decode step reads, those gathered over fsdp included.
       prompt_bytes: bytes of the caches of one prompt by part, over all devices.
       cache_bytes: bytes of all caches, on one device.
       growing_bytes: bytes of the smaller caches that lie beside them while they grow for the last time.
@@ -163,14 +163,14 @@ def plan(config: Config, hardware: Hardware, batch: int | None, prompt: int | No
 
 def _check(config: Config, layout: Layout, request: Request) -> None:
     model = config.model
-    if not model.has_decoder:
-        raise ConfigError(
-            "plan --decode: got a model without a decoder, expected one, since nothing is decoded; leave --decode out"
-        )
     if model.permutation is not None or model.series is not None:
         what = "a permutation language model" if model.permutation is not None else "a series"
         raise ConfigError(
             f"plan --decode: got a model of {what}, expected one of tokens; its caches are not known here"
+        )
+    if not model.has_decoder:
+        raise ConfigError(
+            "plan --decode: got a model without a decoder, expected one, since nothing is decoded; leave --decode out"
         )
     for axis in ("stage", "context"):
         if layout.size(axis) > 1:
@@ -260,7 +260,7 @@ def _plan(config: Config, hardware: Hardware, layout: Layout, request: Request) 
 def _parameter_bytes(
     config: Config, module: nn.Module, variables: PyTree, names: PyTree, layout: Layout, request: Request
 ) -> tuple[float, float]:
-    """Bytes of the parameters on one device, and those that a step reads, of a replica."""
+    """Bytes of the parameters on one device, and those that a step reads there, gathered over fsdp."""
     kept = variables
     if config.decode.weights == "int8":
         kept = jax.eval_shape(functools.partial(int8.quantize, module), variables)
@@ -270,10 +270,11 @@ def _parameter_bytes(
     for path, leaf in _named(kept["params"]):
         axes = leaf_names.get(path, (None,) * leaf.ndim)  # a scale of int8 lies on every device
         spec = rules.drop_uneven_axes(rules.spec(axes), leaf.shape, mesh)
-        shards = math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
+        sharded = {axis: mesh.shape[axis] for entry in spec for axis in _axes(entry)}
         size = float(leaf.size * leaf.dtype.itemsize)
-        held += size / shards
-        read += size * _read_times(config, path, axes, request, layout)
+        held += size / math.prod(sharded.values())
+        gathered = size / (sharded.get("tensor", 1) * sharded.get("expert", 1))
+        read += gathered * _read_times(config, path, axes, request, layout)
     return held, read
 
 
@@ -322,9 +323,8 @@ def _decoded(config: Config, params: PyTree, names: PyTree, read: float) -> Deco
     head = sum(size for path, size in multiplied.items() if path[0] == "head" or "table" in path)
     stack = config.model.decoder
     if stack is None:  # recurrent: one cell after the other, and nothing to reduce between devices
-        return Decoded(
-            0, build.model_width(config.model), shapes.BYTES[config.model.dtype], read, own, 0.0, 0, 0.0, head
-        )
+        width, size = build.model_width(config.model), shapes.BYTES[config.model.dtype]
+        return Decoded(0, width, size, read, own, scores=0.0, reductions=0, channels=0.0, head=head)
     each = shapes.stack_layers(config, "decoder", config.data.length)
     queries = stack.attention.heads * (stack.attention.head_width or stack.width // stack.attention.heads)
     crossed = config.model.encoder is not None
@@ -337,6 +337,7 @@ def _decoded(config: Config, params: PyTree, names: PyTree, read: float) -> Deco
         scores=float(stack.layers * queries),
         reductions=(1 if each.joined else 2) + crossed,
         channels=each.channels,
+        routed=each.routed,
         head=head,
     )
 
@@ -360,7 +361,8 @@ def _cache_parts(
     rows = options.hypotheses if options.method == "sample" else 1
     if config.model.decoder is None:
         rows *= options.beams if options.method == "beam" else 1
-        return {"states": rows * recurrent_state_bytes(module, request.prompt)}
+        states = recurrent_state_bytes(module, request.prompt)  # ty: ignore[invalid-argument-type]  # frozen dataclasses
+        return {"states": rows * states}
     slots, branches = schedule.total_slots(capacity), options.beams if options.method == "beam" else 0
     source = request.prompt if config.model.is_seq2seq else 0
     parts = transformer_state_bytes(config.model.decoder, config.model.dtype, slots, source, branches)
@@ -434,7 +436,7 @@ def _prefill(config: Config, decoded: Decoded, request: Request, layout: Layout,
             layers=each.count,
             width=each.width,
             bytes=decoded.bytes,
-            read_bytes=each.multiplied * (1 if config.decode.weights == "int8" else FLOAT32),
+            read_bytes=each.multiplied * (1 if config.decode.weights == "int8" else FLOAT32) / layout.size("tensor"),
             multiplied=each.multiplied,
             scores=each.count * each.scores / ((request.prompt + 1) / 2),  # as many keys as an encoder's query sees
             reductions=2,

@@ -11,10 +11,11 @@ import pytest
 from flax import linen as nn
 
 from jaxformer import cli
-from jaxformer.config import DecodeConfig, RecurrentConfig, StackConfig, overrides
+from jaxformer.config import DecodeConfig, PermutationConfig, RecurrentConfig, StackConfig, overrides
 from jaxformer.config.overrides import defaults, section
 from jaxformer.decode import cache_schedule, int8
 from jaxformer.decode.compiled import SEARCHES, BoundModel
+from jaxformer.errors import ConfigError
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.plan import chips, decode_page, decode_time, decoding, shapes
@@ -117,6 +118,8 @@ def test_what_a_step_reads_of_experts_shared_layers_and_positions():
     assert moe.read_bytes - dense.read_bytes == 4 * (experts / 4 + router)
     many = planned(config_of(moe={"experts": 8, "top_k": 2}), batch=64)
     assert 0.999 * many.parameter_bytes < many.read_bytes <= many.parameter_bytes
+    divided = planned(config_of(moe={"experts": 8, "top_k": 2}, mesh={"expert": 4}), batch=64, devices=4)
+    assert many.read_bytes - divided.read_bytes == pytest.approx(0.75 * 4 * experts)  # and the rest as before
     own = planned(config_of())
     assert planned(config_of(share_layers=True)).read_bytes == own.read_bytes
     learned = config_of(encoding={"kind": "learned", "max_length": 104})
@@ -178,13 +181,17 @@ def test_a_decode_step_by_hand():
     many = decode_time.decode_step_seconds(MODEL, 4096, 100, 0, Layout(), H100, IDEAL)
     assert (many["parameters"], many["products"]) == (0, pytest.approx(4096 * products))
     split = decode_time.decode_step_seconds(MODEL, 8, 100, 0, Layout({"data": 2, "tensor": 4}), H100, IDEAL)
-    assert split["parameters"] + split["products"] == pytest.approx(2e-3 / 4)
+    assert split["parameters"] + split["products"] == pytest.approx(2e-3)
     assert split["products"] == pytest.approx(8 / 2 / 4 * products)
     sent = 2 * 3 / 4 * 10 * 2 * 4 * 100 * 2 / 450e9
     assert split["collectives"] == pytest.approx(10 * 2 * 1e-5 + sent)
     across = decode_time.decode_step_seconds(MODEL, 8, 100, 0, Layout({"tensor": 2}, {"tensor": 2}), H100, IDEAL)
     sent = 10 * 2 * 8 * 100 * 2 * (2 * 1 / 2 / 450e9 + 2 * 1 / 2 / 2 / 50e9)
     assert across["collectives"] == pytest.approx(10 * 2 * 1e-5 + sent)
+    experts = dataclasses.replace(MODEL, routed=3)
+    found = decode_time.decode_step_seconds(experts, 8, 100, 0, Layout({"expert": 4}), H100, IDEAL)
+    sent = 2 * 10 * 3 * 2 * 100 * 2 * 3 / 4 / 450e9
+    assert found["collectives"] == pytest.approx(10 * 2 * 1e-5 + sent)
 
 
 def test_reading_prompts_by_hand():
@@ -279,3 +286,7 @@ def test_refusals_are_one_line(arguments, words, recipe, capsys):
 def test_models_that_decode_nothing_or_with_unknown_caches_are_refused(recipe, capsys):
     assert cli.main(["plan", f"--config={recipe.replace('recipe.py', 'encoder.py')}", "--decode"]) == 2
     assert "got a model without a decoder" in capsys.readouterr().err
+    config = config_of()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, permutation=PermutationConfig()))
+    with pytest.raises(ConfigError, match="got a model of a permutation language model"):
+        planned(config)
