@@ -247,6 +247,7 @@ def test_the_command_prints_what_the_plan_holds(recipe, capsys):
     assert "keys and values 16.0 KiB" in words  # 2 x 16 numbers of 4 bytes in each of 128 slots
     assert any(word.startswith("fits: ") and word.endswith("of 74.5 GiB") for word in words)
     assert any(word.startswith("h200 131.3 GiB ") for word in words)
+    assert any(word.startswith("shorter than any published step") for word in words)
     plan = planned(overrides.parse([f"--config={recipe}"]), None, None, 100)
     assert (plan.request.batch, plan.request.prompt) == (8, 28)
     row = json.loads(json.dumps(plan.row()))

@@ -14,7 +14,8 @@ import pytest
 
 from jaxformer.config import DcnConfig, MeshConfig, StackConfig, overrides
 from jaxformer.config.overrides import defaults, section
-from jaxformer.plan import chips, program, shapes, step_time
+from jaxformer.plan import chips, decode_page, program, shapes, step_time
+from jaxformer.plan import page as plan_page
 from jaxformer.plan.assumptions import FAMILIES, TUNED
 from jaxformer.plan.step_time import Layers, Layout, Shapes
 
@@ -271,6 +272,8 @@ def test_the_stored_assumptions_are_the_tuned_ones_and_the_page_has_their_errors
     page = calibration.PAGE.read_text().splitlines()
     found = calibration.page(ROWS, DECODING, TUNED, "").splitlines()
     assert [line for line in found if line not in page and "plan_calibration.py`," not in line] == []
+    assert pytest.approx(min(row.seconds for row in ROWS), rel=0.02) == plan_page.SHORTEST_PUBLISHED
+    assert pytest.approx(min(row.seconds for row in DECODING), rel=0.02) == decode_page.SHORTEST_PUBLISHED
     judged = [row for row in ROWS if row.part == "judged"]
     errors = sorted(calibration.errors(judged, TUNED))
     assert errors[len(errors) // 2] < 0.08
