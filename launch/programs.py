@@ -49,6 +49,17 @@ class Programs:
             raise Failure(f"{command[0]}: no such program here; use --dry-run to see the commands") from None
         return Result(done.returncode, done.stdout, done.stderr)
 
+    def run(self, command: Sequence[str]) -> int:
+        """Runs a command that reads and prints for itself, and returns its exit code.
+
+        Raises:
+          Failure: there is no such program.
+        """
+        try:
+            return subprocess.run(command, check=False).returncode
+        except FileNotFoundError:
+            raise Failure(f"{command[0]}: no such program here; use --dry-run to see the commands") from None
+
     def stream(self, command: Sequence[str], read: Callable[[bytes], None]) -> int:
         """Runs a command, passes its standard output to `read` as it comes, and returns the exit code."""
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:

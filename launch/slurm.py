@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 
 import launch
-from launch import restarts
+from launch import restarts, shell
 
 MAX_RESTARTS = 100
 """Default of --max-restarts: a job with a time limit of four hours then runs for two weeks."""
@@ -33,17 +33,7 @@ export {distributed}=auto
 cd {folder} || exit 1
 {setup}{logs}srun {srun} &
 step=$!
-signals=0
-seen=-1
-# srun forwards SIGTERM to every process of the run.
-trap 'signals=$((signals + 1)); kill -TERM "$step"' USR1 TERM
-# A signal interrupts wait, whose code is then the signal's. Only an uninterrupted wait returns the run's exit code.
-while [ "$seen" -ne "$signals" ]; do
-  seen=$signals
-  code=0
-  wait "$step" || code=$?
-done
-trap '' USR1 TERM
+{wait}trap '' USR1 TERM
 if [ "$code" -eq {preempted} ] || [ "$code" -eq {stalled} ]; then
   if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {restarts} ]; then
     echo "launch: not requeued: {restarts} restarts (--max-restarts) are used up" >&2
@@ -89,6 +79,7 @@ def script(flags: argparse.Namespace) -> str:
         setup=f"{flags.setup} || exit 1\n" if flags.setup else "",
         logs=log_directory(flags.rank_logs) if flags.rank_logs else "",
         srun=srun,
+        wait=shell.wait_for("step", "USR1 TERM", "srun forwards SIGTERM to every process of the run."),
         preempted=launch.PREEMPTED,
         stalled=launch.STALLED,
         restarts=flags.max_restarts,

@@ -269,9 +269,9 @@ def training_command(flags: argparse.Namespace) -> str:
     return f"{{ {flags.setup}; }} && {run}" if flags.setup else run
 
 
-def print_plan(flags: argparse.Namespace) -> None:
+def print_plan(flags: argparse.Namespace, programs: Programs) -> None:
     """Prints every command, in order."""
-    job = Job(flags, Programs())
+    job = Job(flags, programs)
     piece = job.slice
     print("# 1. Create the slice, unless it exists, and wait for it.")
     for command in piece.describe_commands():
@@ -340,19 +340,18 @@ def main(argv: Sequence[str] | None = None, program: str | None = None, programs
         parser.error(f"--folder: got {flags.folder!r}, expected a name: the folder is made anew in the home folder")
     if any(option.startswith("--labels") for option in flags.create):
         parser.error("--create: got --labels, which this launcher sets; add labels later with gcloud")
-    source.check(parser, flags)
-    if flags.dry_run:
-        print_plan(flags)
-        return 0
     programs = programs or Programs()
-    job = Job(flags, programs)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, interrupt)
     try:
-        return job.run()
+        source.check(parser, flags, programs)
+        if flags.dry_run:
+            print_plan(flags, programs)
+            return 0
+        return Job(flags, programs).run()
     except Failure as failure:
         print(f"error: {failure}", file=sys.stderr)
         return failure.code

@@ -218,12 +218,12 @@ class Slice:
         Raises:
           Failure: it cannot be archived or installed.
         """
-        left = source.untracked()
+        left = source.untracked(self.programs)
         if left:
             self.programs.say(f"not copied, because git does not know them: {len(left)} files ({left[0]}, ...)")
         with tempfile.TemporaryDirectory() as folder:
             archive = str(Path(folder) / source.ARCHIVE)
-            commit = source.snapshot()
+            commit = source.snapshot(self.programs)
             commands = [source.archive_command(commit, archive, self.flags.wheel), *self.copy_commands(archive)]
             for command in commands:
                 self._try(command)

@@ -11,6 +11,8 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from launch import shell
+
 MARK = "@jaxformer"
 """First word of lines that are meant for the launcher."""
 
@@ -32,15 +34,9 @@ shift
 trap '' HUP
 "$@" > ".launch/$token.log" 2>&1 < /dev/null &
 run=$!
-signals=0
-seen=-1
-trap 'signals=$((signals + 1)); kill -TERM "$run"' TERM
-# A signal interrupts wait, whose code is then the signal's. Only an uninterrupted wait returns the run's exit code.
-while [ "$seen" -ne "$signals" ]; do
-  seen=$signals
-  code=0
-  wait "$run" || code=$?
-done
+"""
+_RUN += shell.wait_for("run")
+_RUN += """\
 echo "$code $(date +%s.%N)" > .launch/exit.new && mv .launch/exit.new .launch/exit
 """
 
