@@ -20,12 +20,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launch import slurm, tpu, worker  # noqa: E402
+import launch  # noqa: E402
+from launch import gke, sky, slurm, tpu, worker  # noqa: E402
 from launch.programs import Programs, Result  # noqa: E402
 
 PAGE = ROOT / "docs" / "measurements" / "launching.md"
@@ -448,19 +451,218 @@ def inject_slurm(fault: JobFault, folder: Path) -> Outcome:
         requeue.unlink()
 
 
+# --- faults of JobSets ------------------------------------------------------------------------------------------------
+
+
+class FakeCluster(Programs):
+    """A kubectl that keeps one JobSet, and treats it as the controllers of jobs and of JobSets do.
+
+    Args:
+      attempts: exit codes of the pods at each look, None of those that run; the last one repeats.
+      creation: error of `kubectl create`; "" if it succeeds.
+      outages: looks that the API server does not answer.
+      is_deleted: True if somebody deletes the JobSet.
+    """
+
+    def __init__(
+        self,
+        attempts: Sequence[tuple[int | None, ...]] = ((None, None), (0, 0)),
+        creation: str = "",
+        outages: int = 0,
+        is_deleted: bool = False,
+    ) -> None:
+        self.attempts, self.creation, self.outages, self.is_deleted = list(attempts), creation, outages, is_deleted
+        self.jobset: dict[str, Any] = {}
+        self.status: dict[str, Any] = {}
+        self.pods: tuple[int | None, ...] = ()
+        self.now = 0.0
+        self.said: list[str] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def call(self, command: Sequence[str], standard_input: str | None = None) -> Result:
+        verb, kind = command[1], command[2]
+        if verb == "create":
+            self.jobset = {} if self.creation else yaml.safe_load(standard_input or "")
+            return Result(1 if self.creation else 0, "", self.creation)
+        if kind == "pods":
+            ends = [{"terminated": {"exitCode": code, "finishedAt": f"{i}"}} for i, code in enumerate(self.pods)]
+            return Result(
+                0, json.dumps({"items": [{"status": {"containerStatuses": [{"state": e}]}} for e in ends]}), ""
+            )
+        if self.outages:
+            self.outages -= 1
+            return Result(1, "", "Unable to connect to the server: net/http: TLS handshake timeout")
+        if self.is_deleted:
+            return Result(1, "", 'Error from server (NotFound): jobsets.jobset.x-k8s.io "run" not found')
+        self._reconcile()
+        return Result(0, json.dumps({"status": self.status}), "")
+
+    def _reconcile(self) -> None:
+        self.pods = self.attempts.pop(0) if len(self.attempts) > 1 else self.attempts[0]
+        job = self.jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+        policy = self.jobset["spec"]["failurePolicy"]
+        fails_at_once = policy["rules"][0]["action"] == "FailJobSet"
+        fatal = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] if fails_at_once else ()
+        failed = [code for code in self.pods if code]
+        restarts = self.status.get("restarts", 0)
+        if None not in self.pods and not failed:
+            self.status["terminalState"] = "Completed"
+        elif failed and (set(failed) & set(fatal) or restarts >= policy["maxRestarts"]):
+            self.status["terminalState"] = "Failed"
+        elif failed:
+            self.status["restarts"] = restarts + 1
+
+
+class SubmittedFault(NamedTuple):
+    """A fault of a run that another program supervises, and what has to come of it.
+
+    Attributes:
+      name: what happens.
+      cluster: makes the stand-in that injects it.
+      flags: arguments of the launcher, beside those of every fault.
+      code: expected exit code.
+      attempts: expected number of attempts.
+      line: a part of what is said.
+    """
+
+    name: str
+    cluster: Callable[[], Any]
+    flags: tuple[str, ...]
+    code: int
+    attempts: int
+    line: str
+
+
+GKE_FAULTS = (
+    SubmittedFault("none", FakeCluster, (), 0, 1, "Completed"),
+    SubmittedFault(
+        "a node is preempted twice", lambda: FakeCluster([(137, None), (143, 1), (0, 0)]), (), 0, 3, "2 restarts"
+    ),
+    SubmittedFault(
+        "a pod fails in every attempt",
+        lambda: FakeCluster([(134, 1)]),
+        ("--max-restarts=3",),
+        134,
+        4,
+        "Failed, 3 restarts",
+    ),
+    SubmittedFault("a pod refuses the config (2)", lambda: FakeCluster([(None, 2), (0, 0)]), (), 2, 1, "Failed"),
+    SubmittedFault("the API server is away", lambda: FakeCluster(outages=5), (), 0, 1, "Completed"),
+    SubmittedFault(
+        "the namespace's quota is used up",
+        lambda: FakeCluster(creation="Error from server (Forbidden): exceeded quota: chips"),
+        (),
+        2,
+        0,
+        "exceeded quota",
+    ),
+    SubmittedFault("somebody deletes the JobSet", lambda: FakeCluster(is_deleted=True), (), 1, 1, "no such JobSet"),
+)
+
+
+def inject_gke(fault: SubmittedFault) -> Outcome:
+    """Submits to the stand-in and waits."""
+    cluster = fault.cluster()
+    errors = io.StringIO()
+    arguments = ["--name=run", "--image=i", "--hosts=2", "--volume=/shared=claim", "--wait", *fault.flags]
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        code = gke.main([*arguments, "--", *TRAIN], programs=cluster)
+    attempts = cluster.status.get("restarts", 0) + 1 if cluster.jobset else 0
+    return Outcome(code, attempts, cluster.now / 60.0, False, "\n".join([*cluster.said, errors.getvalue()]))
+
+
+# --- faults of SkyPilot's jobs ----------------------------------------------------------------------------------------
+
+
+class FakeSky(Programs):
+    """A sky that runs the script of a managed job with bash, on one node, and recovers it as SkyPilot does.
+
+    Args:
+      codes: what each attempt of the run ends with; "preempted": the machine is taken away.
+      breaks: how often the log ends before the job.
+    """
+
+    def __init__(self, codes: Sequence[int | str] = (0,), breaks: int = 0) -> None:
+        self.codes, self.breaks = list(codes), breaks
+        self.folder = Path()
+        self.attempts = 0
+        self.end = 0
+        self.lines = ""
+
+    def sleep(self, seconds: float) -> None:
+        pass
+
+    def run(self, command: Sequence[str]) -> int:
+        if command[:3] == ["sky", "jobs", "launch"]:
+            self._run_job(yaml.safe_load(Path(command[-1]).read_text(encoding="utf-8")))
+        if self.breaks:
+            self.breaks -= 1
+            return 101
+        return self.end
+
+    def _run_job(self, task: dict[str, Any]) -> None:
+        recovery = task["resources"]["job_recovery"]
+        environment = {
+            "PATH": f"{self.folder}:{os.environ['PATH']}", "SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NUM_NODES": "1",
+            "SKYPILOT_NODE_RANK": "0",
+        }  # fmt: skip
+        while True:
+            code = self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
+            self.attempts += 1
+            if code == "preempted":
+                continue
+            done = subprocess.run(
+                ["bash", "-c", task["run"]], cwd=self.folder, env=environment | {"CODE": str(code)},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            self.lines += done.stderr
+            if done.returncode not in recovery["recover_on_exit_codes"]:
+                self.end = 100 if done.returncode else 0
+                return
+
+
+SKY_FAULTS = (
+    SubmittedFault("none", FakeSky, (), 0, 1, ""),
+    SubmittedFault("the machine is preempted twice", lambda: FakeSky(["preempted", "preempted", 0]), (), 0, 3, ""),
+    SubmittedFault("the run is stopped (143), hangs (75), goes on", lambda: FakeSky([143, 75, 0]), (), 0, 3, ""),
+    SubmittedFault(
+        "the run hangs (75) in every attempt", lambda: FakeSky([75]), ("--max-restarts=3",), 1, 4, "used up"
+    ),
+    SubmittedFault("a node refuses the config (2)", lambda: FakeSky([2, 0]), (), 1, 1, ""),
+    SubmittedFault("the log breaks off three times", lambda: FakeSky(breaks=3), (), 0, 1, ""),
+)
+
+
+def inject_sky(fault: SubmittedFault, folder: Path) -> Outcome:
+    """Submits to the stand-in, whose machines keep their disk in `folder`."""
+    cloud = fault.cluster()
+    cloud.folder = folder
+    for name, body in {"python": 'exit "$CODE"', "sleep": ""}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    arguments = ["--name=run", f"--volume={folder}=disk", "--python=python", *fault.flags]
+    code = sky.main([*arguments, "--", TRAIN[0], f"--workdir={folder}/run"], programs=cloud)
+    return Outcome(code, cloud.attempts, 0.0, False, cloud.lines)
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
 def rows() -> list[tuple[str, str, int, int, str, bool]]:
     """Engine, fault, exit code, attempts, what else to know, and whether this is what has to come of it."""
     found = []
-    for fault in TPU_FAULTS:
+    for loss in TPU_FAULTS:
         with tempfile.TemporaryDirectory() as folder:
-            outcome, _ = inject_tpu(fault, Path(folder))
-        expected = (fault.code, fault.attempts, fault.is_kept)
-        is_right = (outcome.code, outcome.attempts, outcome.is_kept) == expected and fault.line in outcome.lines
+            outcome, _ = inject_tpu(loss, Path(folder))
+        expected = (loss.code, loss.attempts, loss.is_kept)
+        is_right = (outcome.code, outcome.attempts, outcome.is_kept) == expected and loss.line in outcome.lines
         end = "slice kept" if outcome.is_kept else "slice deleted" if "deleted" in outcome.lines else "no slice"
-        found.append(("TPU", fault.name, outcome.code, outcome.attempts, f"{end}; {outcome.minutes:.0f} min", is_right))
+        found.append(("TPU", loss.name, outcome.code, outcome.attempts, f"{end}; {outcome.minutes:.0f} min", is_right))
     for job in SLURM_FAULTS:
         with tempfile.TemporaryDirectory() as folder:
             outcome = inject_slurm(job, Path(folder))
@@ -468,13 +670,20 @@ def rows() -> list[tuple[str, str, int, int, str, bool]]:
         found.append(
             ("SLURM", job.name, outcome.code, outcome.attempts, f"requeued {outcome.attempts - 1} times", is_right)
         )
+    for engine, faults in (("GKE", GKE_FAULTS), ("SkyPilot", SKY_FAULTS)):
+        for fault in faults:
+            with tempfile.TemporaryDirectory() as folder:
+                outcome = inject_gke(fault) if engine == "GKE" else inject_sky(fault, Path(folder))
+            is_right = (outcome.code, outcome.attempts) == (fault.code, fault.attempts) and fault.line in outcome.lines
+            end = {0: "done", launch.WRONG_INPUT: "refused"}.get(outcome.code, "failed")
+            found.append((engine, fault.name, outcome.code, outcome.attempts, end, is_right))
     return found
 
 
-def table() -> str:
+def table(found: Sequence[tuple[str, str, int, int, str, bool]]) -> str:
     """The rows as Markdown."""
     lines = ["| engine | fault | exit code | attempts | at the end |", "|---|---|---|---|---|"]
-    lines += [f"| {engine} | {fault} | {code} | {n} | {end} |" for engine, fault, code, n, end, _ in rows()]
+    lines += [f"| {engine} | {fault} | {code} | {n} | {end} |" for engine, fault, code, n, end, _ in found]
     return "\n".join(lines) + "\n"
 
 
@@ -483,16 +692,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="renew the table in docs/measurements/launching.md")
     flags = parser.parse_args(argv)
-    text = table()
+    found = rows()
+    text = table(found)
     print(text, end="")
-    wrong = [fault for _, fault, *_, is_right in rows() if not is_right]
+    wrong = [fault for _, fault, *_, is_right in found if not is_right]
     for fault in wrong:
         print(f"error: {fault}: another outcome than expected", file=sys.stderr)
     if flags.write:
         page = PAGE.read_text(encoding="utf-8")
-        before, _, rest = page.partition("<!-- faults -->\n")
-        after = rest.partition("<!-- /faults -->")[2]
-        PAGE.write_text(f"{before}<!-- faults -->\n{text}<!-- /faults -->{after}", encoding="utf-8")
+        before, _, rest = page.partition("<!-- faults: begin -->\n")
+        after = rest.partition("<!-- faults: end -->")[2]
+        PAGE.write_text(f"{before}<!-- faults: begin -->\n{text}<!-- faults: end -->{after}", encoding="utf-8")
     return 1 if wrong else 0
 
 

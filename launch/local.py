@@ -53,25 +53,33 @@ def supervise(command: Sequence[str], extras: Sequence[dict[str, str]], stops: l
       extras: environment variables of each process, in addition to the inherited ones.
       stops: gets the signals that asked this launcher to stop.
     """
-    processes = [subprocess.Popen(command, env={**os.environ, **extra}) for extra in extras]
+    processes: list[subprocess.Popen[bytes]] = []
+    stops = [] if stops is None else stops
 
-    def stop_all() -> None:
-        for process in processes:
+    told: set[int] = set()
+
+    def stop(those: Sequence[subprocess.Popen[bytes]]) -> None:
+        for process in those:
+            told.add(process.pid)
             process.send_signal(signal.SIGTERM)
 
     def forward(number: int, frame: FrameType | None) -> None:
-        if stops is not None:
-            stops.append(number)
-        stop_all()
+        stops.append(number)
+        stop(processes)
 
     previous = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT)}
     first_failure, deadline = 0, float("inf")
     try:
+        for extra in extras:
+            processes.append(subprocess.Popen(command, env={**os.environ, **extra}))
+            if stops:  # a signal came while they were started
+                stop([process for process in processes if process.pid not in told])
         while None in [process.poll() for process in processes]:  # a list, so that every process is polled
             failures = [p.returncode for p in processes if p.returncode]
             if failures and not first_failure:
                 first_failure, deadline = failures[0], time.monotonic() + GRACE_SECONDS
-                stop_all()
+                # Not those that save already: a second signal would end them at once.
+                stop([process for process in processes if process.pid not in told])
             if time.monotonic() > deadline:
                 for process in processes:
                     process.kill()

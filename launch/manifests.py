@@ -14,6 +14,9 @@ PLAIN = re.compile(r"[A-Za-z/][\w./-]*")
 BLOCK = re.compile(r"[!-~][ -~\n]*\n[ -~\n]*[!-~]\n")
 """Texts that can stand as a block: several lines of printable ASCII, one line's end at the end."""
 
+UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+"""Characters that JSON leaves as they are, and YAML refuses or reads as a line's end."""
+
 WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 """Texts that some version of YAML reads as something else than a text."""
 
@@ -24,9 +27,9 @@ def dump(value: Value) -> str:
 
 
 def _lines(value: Value) -> list[str]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value:
         return [line for key, item in value.items() for line in _entry(f"{_scalar(key)}:", item)]
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, (list, tuple)) and value:
         lines = []
         for item in value:
             # A block of its own, moved to the right; its first line stands after the dash.
@@ -53,4 +56,4 @@ def _text(item: Value) -> list[str]:
 def _scalar(value: Value) -> str:
     if isinstance(value, str) and PLAIN.fullmatch(value) and value.lower() not in WORDS:
         return value
-    return json.dumps(value, ensure_ascii=False)
+    return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))

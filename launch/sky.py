@@ -44,7 +44,7 @@ SETUP = """\
 python3 -m pip install --quiet --user uv
 python3 -m uv venv --quiet --clear --python 3.12 .venv
 python3 -m uv pip install --quiet --python .venv/bin/python -r requirements.lock
-python3 -m uv pip install --quiet --python .venv/bin/python -c requirements.lock '{extra}'
+python3 -m uv pip install --quiet --python .venv/bin/python -c requirements.lock {extra}
 python3 -m uv pip install --quiet --python .venv/bin/python --no-deps .
 """
 
@@ -60,7 +60,7 @@ def run_script(flags: argparse.Namespace) -> str:
     else:
         value = f'"$(echo "$SKYPILOT_NODE_IPS" | head -n1):{launch.PORT}/$SKYPILOT_NUM_NODES/$SKYPILOT_NODE_RANK"'
     command = shlex.join(launch.train_command(flags, flags.python))
-    text = f"export {launch.DISTRIBUTED}={value}\n"
+    text = f"{launch.DISTRIBUTED}={value}\nexport {launch.DISTRIBUTED}\n"
     if flags.doctor:
         return f"{text}exec {command}\n"
     first, most = int(FIRST_DELAY_SECONDS), int(MAX_DELAY_SECONDS)
@@ -85,7 +85,7 @@ exit "$code"
 
 def task(flags: argparse.Namespace) -> dict[str, Any]:
     """The task (SkyPilot's task YAML)."""
-    extra = "jax[tpu]" if flags.accelerators.startswith("tpu") else "jax[cuda12]" if flags.accelerators else "jax"
+    kind = "[tpu]" if flags.accelerators.startswith("tpu") else "[cuda12]" if flags.accelerators else ""
     recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": list(launch.RESTARTABLE)}
     return {
         "name": flags.name,
@@ -99,7 +99,7 @@ def task(flags: argparse.Namespace) -> dict[str, Any]:
         },
         "workdir": ".",
         **({"volumes": dict(volume.split("=", 1) for volume in flags.volume)} if flags.volume else {}),
-        "setup": f"{flags.setup}\n" if flags.setup else "set -e\n" + SETUP.format(extra=extra),
+        "setup": f"{flags.setup}\n" if flags.setup else "set -e\n" + SETUP.format(extra=shlex.quote(f"jax{kind}")),
         "run": run_script(flags),
     }
 

@@ -236,6 +236,8 @@ class Job:
             if not running:
                 break
             self.programs.sleep(POLL_SECONDS)
+        log.restart()
+        self.slice.follow(self.token, log.offset, lambda data: self.programs.show(log.read(data)))  # its last lines
         self._collect_logs()
         if failed:
             self._check_slice()  # a preemption ends the runs, too, in any way
