@@ -96,6 +96,7 @@ class FakeCloud(Programs):
         self.now = 0.0
         self.node: Node | None = None
         self.queue: list[str] = []
+        self.queue_labels: dict[str, str] = {}
         self.is_offline = False
         self.dropping = 0
         self.stops = 0
@@ -175,7 +176,7 @@ class FakeCloud(Programs):
         if self.queue[1:]:
             self.queue.pop(0)
             if self.queue == ["ACTIVE"]:
-                self.node = Node("READY", [Host("t1v-0"), Host("t1v-1")], {"launcher": "jaxformer"})
+                self.node = Node("READY", [Host("t1v-0"), Host("t1v-1")], self.queue_labels)
         for host in self.node.hosts if self.node else ():
             if host.run and host.run[0] <= self.now and not host.log.endswith(b"end\n"):
                 host.log += b"end\n"
@@ -193,10 +194,11 @@ class FakeCloud(Programs):
         }.get(fate, "")
         if fate in ("quota", "capacity", "denied"):
             return Result(1, "", error)
+        labels = dict(word.removeprefix("--labels=").split("=") for word in command if word.startswith("--labels="))
         if kind == "queued-resources":
+            self.queue_labels = labels
             self.queue = ["ACCEPTED", "WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
             return Result(0, "", "")
-        labels = dict(word.removeprefix("--labels=").split("=") for word in command if word.startswith("--labels="))
         self.node = Node("CREATING" if fate == "half" else "READY", [Host("t1v-0"), Host("t1v-1")], labels)
         if fate == "short":
             self.node.hosts[1].name = ""
@@ -204,7 +206,9 @@ class FakeCloud(Programs):
 
     def _describe(self, kind: str) -> Result:
         if kind == "queued-resources":
-            return Result(0, json.dumps({"state": {"state": self.queue[0]}}), "") if self.queue else not_found()
+            request = {"nodeSpec": [{"nodeId": "pod", "node": {"labels": self.queue_labels}}]}
+            facts = {"state": {"state": (self.queue or [""])[0]}, "tpu": request}
+            return Result(0, json.dumps(facts), "") if self.queue else not_found()
         if self.node is None:
             return not_found()
         ends = [{"ipAddress": f"10.0.0.{i}"} for i in range(len(self.node.hosts))]
@@ -277,6 +281,11 @@ def reboot(cloud: FakeCloud) -> None:
 def foreign(cloud: FakeCloud) -> None:
     """Somebody else has a slice of this name."""
     cloud.node = Node("READY", [Host("t1v-0"), Host("t1v-1")])
+
+
+def foreign_request(cloud: FakeCloud) -> None:
+    """Somebody else has a request of this name, which is over."""
+    cloud.queue = ["SUSPENDED"]
 
 
 def interrupt(cloud: FakeCloud) -> None:
@@ -353,6 +362,8 @@ TPU_FAULTS = (
           False, "code 143: restart 1"),
     Fault("a slice of that name is somebody else's", lambda: FakeCloud(events=[("describe", foreign)]), (), 2, 0, True,
           "without the label"),
+    Fault("a request of that name is somebody else's", lambda: FakeCloud(events=[("describe", foreign_request)]),
+          ("--queued",), 2, 0, False, "without the label"),
     Fault("Ctrl-C", lambda: FakeCloud(events=[(60.0, interrupt)]), (), 143, 1, True, "same command continues"),
 )  # fmt: skip
 
@@ -661,7 +672,7 @@ def rows() -> list[tuple[str, str, int, int, str, bool]]:
             outcome, _ = inject_tpu(loss, Path(folder))
         expected = (loss.code, loss.attempts, loss.is_kept)
         is_right = (outcome.code, outcome.attempts, outcome.is_kept) == expected and loss.line in outcome.lines
-        end = "slice kept" if outcome.is_kept else "slice deleted" if "deleted" in outcome.lines else "no slice"
+        end = "slice kept" if outcome.is_kept else "slice deleted" if "is deleted" in outcome.lines else "no slice"
         found.append(("TPU", loss.name, outcome.code, outcome.attempts, f"{end}; {outcome.minutes:.0f} min", is_right))
     for job in SLURM_FAULTS:
         with tempfile.TemporaryDirectory() as folder:

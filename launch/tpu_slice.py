@@ -120,17 +120,17 @@ class Slice:
             try:
                 facts = json.loads(done.out)
                 value = facts["state"]
-                if isinstance(value, dict):  # of a queued resource
-                    state = value["state"]
-                    if state != "ACTIVE":
-                        return state
-                    continue
-            except (ValueError, KeyError, TypeError):
+                is_request = isinstance(value, dict)  # of a queued resource, which holds the node to be
+                node = facts["tpu"]["nodeSpec"][0]["node"] if is_request else facts
+                state = value["state"] if is_request else value
+                name, _, owner = OWNER.partition("=")
+                self.is_ours = node.get("labels", {}).get(name) == owner
+            except (ValueError, KeyError, TypeError, IndexError):
                 return "UNREACHABLE"
-            state = value
-            self.workers = len(facts.get("networkEndpoints", [])) or 1
-            name, _, value = OWNER.partition("=")
-            self.is_ours = facts.get("labels", {}).get(name) == value
+            if is_request and state != "ACTIVE":
+                return state
+            if not is_request:
+                self.workers = len(facts.get("networkEndpoints", [])) or 1
         return state
 
     def ensure(self) -> bool:
