@@ -36,6 +36,10 @@ TRAIN = ["--config=configs/quickstart.py", "--workdir=/shared/run"]
 VM = ["--name=pod", "--zone=z", "--type=v5litepod-8", "--version=v2-alpha-tpuv5-lite"]
 
 
+MAX_SECONDS = 1e5
+"""A launcher that is not done by then, on the stand-in's clock, never will be."""
+
+
 # --- a stand-in for gcloud --------------------------------------------------------------------------------------------
 
 
@@ -171,6 +175,8 @@ class FakeCloud(Programs):
 
     def _advance(self, seconds: float) -> None:
         self.now += seconds
+        if self.now > MAX_SECONDS:
+            raise AssertionError("the launcher goes on for ever")
         while self.events and isinstance(self.events[0][0], float) and self.events[0][0] <= self.now:
             self.events.pop(0)[1](self)
         if self.queue[1:]:
@@ -261,6 +267,12 @@ def preempt(cloud: FakeCloud) -> None:
         cloud.queue = ["SUSPENDED"]
 
 
+def crash(cloud: FakeCloud) -> None:
+    """The runs crash, as they do when a neighbour is taken away; gcloud says READY for a moment more."""
+    for host in cloud.node.hosts if cloud.node else ():
+        host.run = (cloud.now, 1)
+
+
 def drop_ssh(cloud: FakeCloud) -> None:
     """The next three connections break in the middle."""
     cloud.dropping = 3
@@ -337,6 +349,8 @@ TPU_FAULTS = (
     Fault("preempted while the code is copied", lambda: FakeCloud(events=[("scp", preempt)]), ("--spot",), 0, 1, False,
           "PREEMPTED"),
     Fault("preempted in the run", lambda: FakeCloud(events=[(60.0, preempt)]), ("--spot",), 0, 2, False, "PREEMPTED"),
+    Fault("preempted, and the runs crash (1) before gcloud knows",
+          lambda: FakeCloud(events=[(60.0, crash), ("--worker=1", preempt)]), ("--spot",), 0, 2, False, "PREEMPTED"),
     Fault("preempted in the run, queued", lambda: FakeCloud(events=[(90.0, preempt)]), ("--queued", "--spot"), 0, 2,
           False, "SUSPENDED"),
     Fault(

@@ -1,12 +1,15 @@
-"""A real SLURM of two nodes on this machine runs a job of `launch.slurm`, preempts it, requeues and finishes it.
+"""A real SLURM of two nodes on this machine runs jobs of `launch.slurm`, takes their nodes away, and finishes them.
 
     apt-get install slurm-wlm
     python benchmarks/slurm_drill.py
 
-Needs root, slurmctld and slurmd (Debian's slurm-wlm). Both nodes are this machine, on ports of its own; authentication,
-accounting and cgroups are off. A job of high priority takes the nodes from the run, which saves and is requeued. The
-same config is trained once more without SLURM on two processes, and the measures have to be equal. Prints a line for
-each thing that happened, with seconds since the submission, and the table of docs/measurements/launching.md.
+Needs root, slurmctld and slurmd (Debian's slurm-wlm). Both nodes are this machine, each with a host name and a port of
+its own; authentication, accounting and cgroups are off.
+
+Preemption: a job of high priority takes both nodes from a run of two processes, which saves and is requeued. Node
+failure: every process of a node is killed, and the run goes on on the other node, where it finds the lock of a dead
+host. Each config is trained once more without SLURM, and the measures have to be equal. Prints what happened, with
+seconds since the submission, and the tables of docs/measurements/launching.md.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +56,7 @@ SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
-SlurmdTimeout=30
+SlurmdTimeout=10
 NodeName={first} NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=1
 NodeName={second} NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=1
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP
@@ -64,10 +68,8 @@ TRAIN = (
     "--config.data.batch=16",
     "--config.data.examples=400",
     "--config.data.buckets=40",
-    "--config.mesh.data=2",
     "--config.train.log_every=20",
     "--config.train.evaluate_every=0",
-    "--config.train.checkpoint_every=0",
     "--config.evaluate.examples=24",
     "--config.evaluate.decode_examples=0",
     *(f"--config.model.{part}.{edit}" for part in ("encoder", "decoder") for edit in ("layers=1", "width=32")),
@@ -75,8 +77,8 @@ TRAIN = (
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, port: int) -> Iterator[None]:
-    """Runs slurmctld and two slurmd with everything they write in `folder`."""
+def cluster(folder: Path, port: int) -> Generator[list[int]]:
+    """Runs slurmctld and two slurmd with everything they write in `folder`. Gives the processes of the latter."""
     host = os.uname().nodename
     for name in ("state", *(f"spool-{node}" for node in NODES)):
         (folder / name).mkdir()
@@ -88,14 +90,15 @@ def cluster(folder: Path, port: int) -> Iterator[None]:
     os.environ["SLURM_CONF"] = str(conf)
     hosts = folder / "hosts"
     hosts.write_text(f"127.0.0.1 localhost {host} {' '.join(NODES)}\n")
-    inside = ["unshare", "--mount", "bash", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(hosts)]
-    daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)]
-    running = []
+    shell = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
+    inside = ["unshare", "--mount", "--uts", "bash", "-c", shell, str(hosts)]
+    daemons = [[host, "slurmctld", "-D"], *([node, "slurmd", "-D", "-N", node] for node in NODES)]
+    running: list[subprocess.Popen[bytes]] = []
     try:
         for command in daemons:
             running.append(subprocess.Popen([*inside, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
             time.sleep(1.0)
-        yield
+        yield [process.pid for process in running[1:]]
     except SystemExit:
         for log in sorted(folder.glob("*.log")):
             print(f"--- {log.name}\n{log.read_text()[-3000:]}", file=sys.stderr)
@@ -148,84 +151,128 @@ def measures(workdir: Path) -> dict[tuple[int, str, str], float]:
     return {(row["step"], row["split"], name): value for row in rows for name, value in row.items() if name not in own}
 
 
+def kill_node(daemon: int) -> int:
+    """Kills all processes of a node at once, which are those with its host name; returns how many."""
+    name = os.readlink(f"/proc/{daemon}/ns/uts")
+    killed = 0
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and os.readlink(entry / "ns" / "uts") == name:
+                os.kill(int(entry.name), signal.SIGKILL)
+                killed += 1
+    return killed
+
+
+class Drill:
+    """A job, and what happens to it."""
+
+    def __init__(self, folder: Path, name: str, nodes: int, arguments: Sequence[str]) -> None:
+        self.folder, self.name = folder / name, name
+        self.folder.mkdir()
+        self.nodes = nodes
+        self.arguments = [*TRAIN, *arguments]
+        self.events: list[tuple[float, str]] = []
+        self.begun = time.monotonic()
+        self.job = ""
+        self.rank = self.folder / "ranks" / "rank-0.txt"
+
+    def note(self, text: str) -> None:
+        """Prints what has happened."""
+        self.events.append((time.monotonic() - self.begun, text))
+        print(f"{self.events[-1][0]:7.1f} s  {text}", flush=True)
+
+    def submit(self) -> None:
+        """Submits the run and waits until it trains."""
+        command = [sys.executable, "-m", "launch", "--on=slurm", f"--nodes={self.nodes}", "--partition=low"]
+        command += [f"--log={self.folder}/job.txt", f"--rank-logs={self.folder}/ranks", f"--folder={ROOT}"]
+        command += [f"--python={sys.executable}", "--", f"--workdir={self.folder}/run", *self.arguments]
+        self.job = output(*command).split()[-1]
+        self.note(f"submitted, {self.nodes} nodes")
+        metrics = self.folder / "run" / "metrics.jsonl"
+        wait_until("the run trains", lambda: metrics.exists() and metrics.read_text().count("\n") > 3, 240)
+        self.note(f"the run trains on {job_facts(self.job)['NodeList']}")
+
+    def wait_for_state(self, *states: str) -> dict[str, str]:
+        """Waits until the job is in one of the states; what scontrol shows of it then."""
+        wait_until(f"the job is {' or '.join(states)}", lambda: job_facts(self.job)["JobState"] in states, 500)
+        return job_facts(self.job)
+
+    def finish(self) -> bool:
+        """Waits for the end and compares with a run without SLURM; True if the measures are equal."""
+        facts = self.wait_for_state("RUNNING")
+        self.note(f"the job runs again, on {facts['NodeList']}, restarts: {facts['Restarts']}")
+        facts = self.wait_for_state("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
+        for pattern in ("renewed its lock.*next time", "resumed at step [0-9]+"):
+            if found(self.rank, pattern) != "nothing":
+                self.note(f"the run said: {found(self.rank, pattern)}")
+        self.note(
+            f"the job has ended: {facts['JobState']}, exit code {facts['ExitCode']}, restarts {facts['Restarts']}"
+        )
+        ranks = ", ".join(sorted(path.name for path in self.rank.parent.iterdir()))
+        alone = self.folder / "alone"
+        command = [sys.executable, "-m", "launch", "--on=local", f"--processes={self.nodes}", "--"]
+        command += [f"--workdir={alone}", *self.arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"the run without SLURM: code {done.returncode}\n{done.stderr[-2000:]}")
+        here, there = measures(self.folder / "run"), measures(alone)
+        self.note(f"{len(there)} measures of a run without SLURM: {'the same' if here == there else 'others'}; {ranks}")
+        return here == there and facts["JobState"] == "COMPLETED"
+
+
+def preemption(folder: Path, steps: int) -> Drill:
+    """A job of higher priority takes the nodes from the run."""
+    drill = Drill(folder, "preemption", 2, [f"--config.train.steps={steps}", "--config.mesh.data=2"])
+    drill.arguments.append("--config.train.checkpoint_every=0")
+    drill.submit()
+    output("sbatch", "--partition=high", "--nodes=2", f"--output={drill.folder}/high.txt", "--wrap=srun sleep 5")
+    drill.note("a job of higher priority is submitted")
+    drill.wait_for_state("PENDING", "REQUEUED")
+    drill.note(f"the run says: {found(drill.rank, 'stopped at.*saved')}; the job waits in the queue")
+    return drill
+
+
+def node_failure(folder: Path, steps: int, daemons: Sequence[int]) -> Drill:
+    """Every process of the run's node is killed."""
+    drill = Drill(folder, "failure", 1, [f"--config.train.steps={steps}", "--config.train.checkpoint_every=50"])
+    drill.submit()
+    last = drill.folder / "run" / "checkpoints" / "last"
+    wait_until("a checkpoint", lambda: last.exists() and any(last.iterdir()), 120)
+    node = NODES.index(job_facts(drill.job)["NodeList"])
+    owner = json.loads((drill.folder / "run" / "lock").read_text())["host"]
+    drill.note(f"all {kill_node(daemons[node])} processes of {NODES[node]} are killed; the lock is of {owner}")
+    drill.wait_for_state("PENDING", "REQUEUED")
+    drill.note("SLURM has noticed; the job waits in the queue")
+    return drill
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the drill; 1 if the measures differ from those of the uninterrupted run."""
+    """Runs the drills; 1 if measures differ from those of the uninterrupted runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--port", type=int, default=17600, help="first of three free ports")
+    parser.add_argument("--drills", default="preemption,failure", help="which [preemption,failure]")
     flags = parser.parse_args(argv)
     missing = [name for name in ("slurmctld", "slurmd", "sbatch", "srun") if not shutil.which(name)]
     if missing or os.geteuid():
-        sys.exit(
-            f"error: got no {', '.join(missing) or 'root'}, expected both SLURM and root; apt-get install slurm-wlm"
-        )
+        sys.exit(f"error: got no {', '.join(missing) or 'root'}, expected SLURM and root; apt-get install slurm-wlm")
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    events: list[tuple[float, str]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        workdir = folder / "run"
-        arguments = [*TRAIN, f"--config.train.steps={flags.steps}"]
-        begun = time.monotonic()
-
-        def note(text: str) -> None:
-            events.append((time.monotonic() - begun, text))
-            print(f"{events[-1][0]:7.1f} s  {text}", flush=True)
-
-        with cluster(folder, flags.port):
-            wait_until(
-                "both nodes idle", lambda: output("sinfo", "-h", "-p", "low", "-o", "%D %T").strip() == "2 idle", 60
+    wrong = 0
+    with tempfile.TemporaryDirectory() as name, cluster(Path(name), flags.port) as daemons:
+        idle = "2 idle"
+        wait_until("both nodes idle", lambda: output("sinfo", "-h", "-p", "low", "-o", "%D %T").strip() == idle, 60)
+        for kind in flags.drills.split(","):
+            print(kind)
+            drill = (
+                preemption(Path(name), flags.steps)
+                if kind == "preemption"
+                else node_failure(Path(name), flags.steps, daemons)
             )
-            begun = time.monotonic()
-            command = [
-                sys.executable,
-                "-m",
-                "launch",
-                "--on=slurm",
-                "--nodes=2",
-                "--partition=low",
-                f"--log={folder}/job.txt",
-            ]
-            command += [f"--rank-logs={folder}/ranks", f"--python={sys.executable}", f"--folder={ROOT}"]
-            job = output(*command, "--", f"--workdir={workdir}", *arguments).split()[-1]
-            note("submitted, two nodes")
-            metrics = workdir / "metrics.jsonl"
-            wait_until("the run trains", lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 240)
-            note(f"the run trains: {len(metrics.read_text().splitlines())} rows of metrics")
-            output("sbatch", "--partition=high", "--nodes=2", f"--output={folder}/high.txt", "--wrap=srun sleep 5")
-            note("a job of higher priority is submitted")
-            wait_until("the run leaves its nodes", lambda: job_facts(job)["JobState"] in ("PENDING", "REQUEUED"), 120)
-            rank = folder / "ranks" / "rank-0.txt"
-            note(f"the run says: {found(rank, 'stopped at.*saved')}; the job waits in the queue")
-            wait_until("the run is back", lambda: job_facts(job)["JobState"] == "RUNNING", 400)
-            note(f"the job runs again, restarts: {job_facts(job)['Restarts']}")
-            wait_until("the run ends", lambda: job_facts(job)["JobState"] not in ("RUNNING", "COMPLETING"), 400)
-            facts = job_facts(job)
-            note(f"the run said: {found(rank, 'resumed at step [0-9]+')}")
-            note(f"the job has ended: {facts['JobState']}, exit code {facts['ExitCode']}, restarts {facts['Restarts']}")
-            ranks = sorted(path.name for path in (folder / "ranks").iterdir())
-        alone = folder / "alone"
-        command = [
-            sys.executable,
-            "-m",
-            "launch",
-            "--on=local",
-            "--processes=2",
-            "--",
-            f"--workdir={alone}",
-            *arguments,
-        ]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"the uninterrupted run: code {done.returncode}\n{done.stderr[-2000:]}")
-        here, there = measures(workdir), measures(alone)
-        is_equal = here == there
-        note(
-            f"{len(there)} measures of a run without SLURM: {'the same' if is_equal else 'others'}; {', '.join(ranks)}"
-        )
-    print("\n| seconds | event |\n|---|---|")
-    for seconds, text in events:
-        print(f"| {seconds:.0f} | {text} |")
-    return 0 if is_equal and facts["JobState"] == "COMPLETED" else 1
+            wrong += not drill.finish()
+            print("\n| seconds | event |\n|---|---|")
+            for seconds, text in drill.events:
+                print(f"| {seconds:.0f} | {text} |")
+    return min(wrong, 1)
 
 
 if __name__ == "__main__":
