@@ -98,6 +98,17 @@ def test_a_slice_is_deleted_when_the_user_says_so(tmp_path):
     ]
 
 
+def test_a_kept_slice_runs_the_next_command_and_knows_what_is_done(tmp_path):
+    cloud = launch_faults.FakeCloud([launch_faults.both(0, 10.0)])
+
+    def run(workdir: str) -> int:
+        job = [*launch_faults.VM, f"--logs={tmp_path}", "--delete=never", "--", TRAIN[0], f"--workdir={workdir}"]
+        assert tpu.main(job, programs=cloud) == 0
+        return cloud.attempts
+
+    assert [run("/shared/a"), run("/shared/a"), run("/shared/b")] == [1, 1, 2]
+
+
 def test_the_first_failure_decides():
     states = [
         worker.Worker("a", "exit", 134, 7.5),
@@ -268,6 +279,24 @@ def test_a_run_on_a_worker_from_start_to_exit_code(sh):
     sh(worker.start("code", "abc-2", "exit 9"))
     assert (until(sh, "exit").code, state(sh).token) == (9, "abc-2")
     sh(worker.follow("code", "none", 0), code=1)
+
+
+def test_a_worker_runs_the_exact_command_after_the_setup(sh, tmp_path):
+    (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$JAXFORMER_DISTRIBUTED" "$READY" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    odd = '--config.data.dir=it\'s $HOME; a "folder"'
+    flags = tpu.launch.parse(
+        tpu.make_parser(None),
+        [*launch_faults.VM, "--python=../python", "--setup=export READY='a b'; true", "--", *TRAIN, odd],
+    )
+    sh(worker.start("code", "abc-1", tpu.training_command(flags)))
+    assert until(sh, "exit").code == 0
+    assert sh(worker.read_log("code", "abc-1")).splitlines() == [
+        *("auto", "a b", "-m", "jaxformer", "train", *TRAIN, odd),
+    ]
+    flags.setup = "false"
+    sh(worker.start("code", "abc-2", tpu.training_command(flags)))
+    assert (until(sh, "exit").code, sh(worker.read_log("code", "abc-2"))) == (1, "")
 
 
 def test_a_run_that_left_no_exit_code_has_died(sh, tmp_path):
