@@ -1,5 +1,6 @@
 """The front `python -m launch --on=...`, restarts on this machine, and SLURM jobs with containers and logs a rank."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -12,12 +13,22 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-import launch_faults  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from launch import __main__ as front  # noqa: E402
 from launch import local, restarts, slurm  # noqa: E402
+
+
+def script(name: str):
+    """A program of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+launch_faults = script("launch_faults")
+
 
 TRAIN = ["--config=configs/quickstart.py", "--workdir=/shared/run"]
 NEEDED = {
@@ -155,7 +166,7 @@ def test_faults_of_slurm_jobs(fault, tmp_path):
     assert outcome.lines.count("requeue 42") == outcome.attempts - 1
 
 
-def script(capsys, *argv: str, folder: str = "/shared/code") -> str:
+def batch_script(capsys, *argv: str, folder: str = "/shared/code") -> str:
     assert slurm.main([f"--folder={folder}", *argv, "--dry-run", "--", *TRAIN]) == 0
     return capsys.readouterr().out
 
@@ -165,13 +176,13 @@ def srun(text: str) -> str:
 
 
 def test_containers_see_the_folder_and_the_mounts(capsys):
-    with_gpus = srun(script(capsys, "--gpus-per-node=8", "--container=image.sif", "--mount=/shared"))
+    with_gpus = srun(batch_script(capsys, "--gpus-per-node=8", "--container=image.sif", "--mount=/shared"))
     assert with_gpus.startswith(
         "srun --kill-on-bad-exit=1 apptainer exec --nv --bind=/shared/code:/shared/code --bind=/shared:/shared "
         "--pwd=/shared/code image.sif python -m jaxformer train"
     )
-    assert "--nv" not in srun(script(capsys, "--container=image.sif", "--mount=/shared"))
-    pyxis = srun(script(capsys, "--container=a/b", "--container-engine=pyxis", "--mount=/disk:/shared"))
+    assert "--nv" not in srun(batch_script(capsys, "--container=image.sif", "--mount=/shared"))
+    pyxis = srun(batch_script(capsys, "--container=a/b", "--container-engine=pyxis", "--mount=/disk:/shared"))
     assert "--container-image=a/b --container-mounts=/shared/code:/shared/code,/disk:/shared " in pyxis
     assert "--container-workdir=/shared/code python -m jaxformer train" in pyxis
 
@@ -198,7 +209,7 @@ def test_what_a_job_cannot_honour_is_refused(argv, word, capsys):
 
 def test_each_rank_has_a_log_in_a_folder_that_the_job_makes(capsys, tmp_path):
     odd = f"{tmp_path}/it's $HOME %j"
-    text = script(capsys, f"--rank-logs={odd}", folder=str(tmp_path))
+    text = batch_script(capsys, f"--rank-logs={odd}", folder=str(tmp_path))
     for name, body in {"srun": 'printf "%s\\n" "$@"; ls -d "${1#--output=}" 2>&1; exit 0', "scontrol": ""}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -219,11 +230,11 @@ def test_the_front_writes_a_log_a_rank_and_the_old_program_one_log(capsys):
     )
     assert dry("--on=slurm", "--rank-logs=") == 0
     assert "rank-%t" not in capsys.readouterr().out
-    assert "rank-%t" not in script(capsys)
+    assert "rank-%t" not in batch_script(capsys)
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
 def test_the_batch_script_passes_shellcheck(capsys):
-    text = script(capsys, "--rank-logs=a b%j", "--setup=module load x", "--container=i", "--mount=/shared")
+    text = batch_script(capsys, "--rank-logs=a b%j", "--setup=module load x", "--container=i", "--mount=/shared")
     done = subprocess.run(["shellcheck", "-"], input=text, capture_output=True, text=True, check=False)
     assert done.stdout == ""

@@ -6,6 +6,7 @@ The names of fields and their types are facts of
 - SkyPilot's task schema (skypilot-org/skypilot, sky/utils/schemas.py: get_task_schema, get_resources_schema).
 """
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -17,12 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-import launch_faults  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from launch import gke, manifests, sky  # noqa: E402
 from launch.programs import Programs  # noqa: E402
+
+
+def script(name: str):
+    """A program of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+launch_faults = script("launch_faults")
+
 
 ODD = '--config.data.dir=it\'s $HOME; a "folder" & `more` #x: {y}'
 TRAIN = ["--config=configs/quickstart.py", "--workdir=/shared/runs/x y", ODD]

@@ -1,5 +1,6 @@
 """TPU slices against a stand-in for gcloud that keeps state, and the workers' scripts against a real bash."""
 
+import importlib.util
 import shlex
 import shutil
 import subprocess
@@ -11,12 +12,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-import launch_faults  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from launch import source, tpu, tpu_slice, worker  # noqa: E402
 from launch.programs import Programs  # noqa: E402
+
+
+def script(name: str):
+    """A program of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+launch_faults = script("launch_faults")
+
 
 TRAIN = launch_faults.TRAIN
 
