@@ -104,6 +104,7 @@ class FakeCloud(Programs):
         self.is_offline = False
         self.dropping = 0
         self.stops = 0
+        self.bad_installs = 0
         self.said: list[str] = []
         self.shown = b""
         self.commands: list[list[str]] = []
@@ -168,6 +169,9 @@ class FakeCloud(Programs):
             return Result(255, self._ssh("all", command[-1], only=1) if verb == "ssh" else "", "Connection closed")
         if verb == "scp":
             return Result(0, "", "")
+        if self.bad_installs and "tar -xzf" in text:
+            self.bad_installs -= 1
+            return Result(1, "", "error: Failed to fetch: connection reset")
         which = next(word.removeprefix("--worker=") for word in command if word.startswith("--worker="))
         return Result(0, self._ssh(which, command[-1]), "")
 
@@ -273,6 +277,16 @@ def crash(cloud: FakeCloud) -> None:
         host.run = (cloud.now, 1)
 
 
+def break_one_install(cloud: FakeCloud) -> None:
+    """An installation breaks off."""
+    cloud.bad_installs = 1
+
+
+def break_installs(cloud: FakeCloud) -> None:
+    """No installation succeeds."""
+    cloud.bad_installs = 99
+
+
 def drop_ssh(cloud: FakeCloud) -> None:
     """The next three connections break in the middle."""
     cloud.dropping = 3
@@ -346,6 +360,10 @@ TPU_FAULTS = (
           "deleted"),
     Fault("a slice of which one host never answers", lambda: FakeCloud(creations=["short", "ok"]), (), 0, 1, False,
           "1 of 2 workers answer"),
+    Fault("an installation breaks off once", lambda: FakeCloud(events=[("scp", break_one_install)]), (), 0, 1, False,
+          "deleted"),
+    Fault("no installation succeeds", lambda: FakeCloud(events=[("scp", break_installs)]), (), 1, 0, True,
+          "Failed to fetch"),
     Fault("preempted while the code is copied", lambda: FakeCloud(events=[("scp", preempt)]), ("--spot",), 0, 1, False,
           "PREEMPTED"),
     Fault("preempted in the run", lambda: FakeCloud(events=[(60.0, preempt)]), ("--spot",), 0, 2, False, "PREEMPTED"),

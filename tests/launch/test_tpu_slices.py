@@ -219,6 +219,7 @@ def repository(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_what_git_knows_is_copied_as_it_is_on_disk(repository):
     programs = Programs()
     before = source.git(programs, "status", "--porcelain")
