@@ -69,7 +69,11 @@ def directives(flags: argparse.Namespace) -> list[str]:
 
 def script(flags: argparse.Namespace) -> str:
     """The batch script of the job."""
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in directives(flags))]
+    lines = [
+        "#!/bin/bash",
+        "# sbatch reads this script on its standard input.",
+        *(f"#SBATCH {option}" for option in directives(flags)),
+    ]
     srun = shlex.join(["--kill-on-bad-exit=1", *container_command(flags, launch.train_command(flags, flags.python))])
     if flags.rank_logs:
         srun = f'--output="$logs"/rank-%t.txt --open-mode=append {srun}'
