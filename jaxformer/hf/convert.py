@@ -16,6 +16,8 @@ import jax
 import numpy as np
 
 from jaxformer.errors import ConfigError
+from jaxformer.hf import blocks
+from jaxformer.hf.blocks import in_threads
 from jaxformer.hf.reading import Tensor
 from jaxformer.hf.table import STACKED_AXES, Family, Row
 from jaxformer.types import PyTree
@@ -157,26 +159,45 @@ def _part_reader(row: Row, i: int, tensors: list[Tensor], shape: tuple[int, ...]
         part = _aligned_empty(tuple(len(range(size)[axis]) for size, axis in zip(shape, index, strict=True)))
         depth = row.stacked_axes
         numbers = np.arange(len(tensors)).reshape(shape[:depth])[index[:depth]]
-        for stacked, j in np.ndenumerate(numbers):
-            part[stacked] = _to_param(row, i, tensors[j].array())[index[depth:]]
-            _check_finite(tensors[j], part[stacked])
+
+        def read_tensor(entry: tuple[tuple[int, ...], int]) -> None:
+            stacked, j = entry
+            target = part[stacked]
+            if not _copy(_to_param(row, i, tensors[j].array())[index[depth:]], target, tensors[j].release_part):
+                _check_finite(tensors[j], target)
             tensors[j].release()  # else the file stays in memory beside the parameters
+
+        in_threads(read_tensor, list(np.ndenumerate(numbers)), part.nbytes)
         return part
 
     return read
 
 
+def _copy(source: np.ndarray, target: np.ndarray, done: Callable[[np.ndarray], None]) -> bool:
+    """Copies `source` to `target` of the same shape, and converts it; True if the sum of every block is finite.
+
+    Args:
+      done: called with each block of `source` that has been read.
+    """
+    finite = True
+    for old, new in blocks.pairs(source, target):
+        # Conversion is fast in the order of the file, and so is the sum; only the copy changes the order.
+        values = old if old.dtype == new.dtype else old.astype(new.dtype, order="K")
+        new[...] = values
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = finite and bool(np.isfinite(np.sum(values)))
+        done(old)
+    return finite
+
+
 def _check_finite(tensor: Tensor, values: np.ndarray) -> None:
     """Refuses NaN, and warns of infinities, which a bias may have on purpose.
 
-    A finite sum proves that all values are finite; only otherwise are the values checked one by one.
+    A finite sum proves that all values are finite (`_copy`); only otherwise are the values checked one by one.
 
     Raises:
       ConfigError: a value is NaN.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(np.sum(values)):
-            return
     nan_count = int(np.isnan(values).sum())
     if nan_count:
         raise ConfigError(
@@ -196,10 +217,20 @@ def _aligned_empty(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _to_device(part: ReadPart, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """The parameter on its devices; devices that hold the same part read it once."""
     if sharding is None:
         x = jax.device_put(part((slice(None),) * len(shape.shape)), may_alias=True)
     else:
-        x = jax.make_array_from_callback(shape.shape, sharding, lambda index: part(index or ()))
+        read: dict[tuple[Any, ...], np.ndarray] = {}
+
+        def part_of(index: tuple[slice, ...] | None) -> np.ndarray:
+            index = index or ()
+            key = tuple((piece.start, piece.stop) for piece in index)
+            if key not in read:
+                read[key] = part(index)
+            return read[key]
+
+        x = jax.make_array_from_callback(shape.shape, sharding, part_of)
     return jax.block_until_ready(x)  # one parameter at a time: pending copies take memory
 
 
