@@ -20,6 +20,7 @@ from jaxformer.hf import blocks
 from jaxformer.hf.blocks import in_threads
 from jaxformer.hf.reading import Tensor
 from jaxformer.hf.table import STACKED_AXES, Family, Row
+from jaxformer.hf.writing import Deferred
 from jaxformer.types import PyTree
 
 log = logging.getLogger("jaxformer")
@@ -102,8 +103,8 @@ def import_params(
     return flax.traverse_util.unflatten_dict(params, sep="/")
 
 
-def export_tensors(rows: Sequence[Row], params: PyTree, dtype: Any = None) -> dict[str, Callable[[], np.ndarray]]:
-    """Functions that compute the tensors of a checkpoint, by name.
+def export_tensors(rows: Sequence[Row], params: PyTree, dtype: Any = None) -> dict[str, Deferred]:
+    """The tensors of a checkpoint, by name, which are computed when they are called.
 
     Args:
       dtype: element type of the tensors; None: that of the parameters.
@@ -115,8 +116,9 @@ def export_tensors(rows: Sequence[Row], params: PyTree, dtype: Any = None) -> di
     for row in rows:
         used.update(row.param_paths)
         arrays = [by_path[path] for path in row.param_paths]
+        shape = _tensor_shape(row, arrays)
         for index in np.ndindex(arrays[0].shape[: row.stacked_axes]):
-            tensors[row.name(index)] = _tensor_maker(row, arrays, index, dtype)
+            tensors[row.name(index)] = _deferred(row, arrays, index, dtype, shape)
     if set(by_path) - used:
         left = ", ".join(sorted(set(by_path) - used))
         raise ConfigError(f"family table: got no row for {left}, expected one for every parameter")
@@ -234,18 +236,45 @@ def _to_device(part: ReadPart, shape: jax.ShapeDtypeStruct, sharding: jax.shardi
     return jax.block_until_ready(x)  # one parameter at a time: pending copies take memory
 
 
-def _tensor_maker(row: Row, arrays: list[Any], index: tuple[int, ...], dtype: Any) -> Callable[[], np.ndarray]:
-    def make() -> np.ndarray:
-        parts = [np.asarray(array[index]) for array in arrays]
-        if row.layout:
-            left, right = (text.strip() for text in row.layout.split("->"))
-            param = parts[0] if isinstance(row.param_path, str) else np.stack(parts)
-            tensor = einops.rearrange(param, f"{right} -> {left}", **_export_sizes(row, right))
-        else:
-            tensor = parts[0]
-        return np.ascontiguousarray(tensor if dtype is None else tensor.astype(dtype))
+def _deferred(row: Row, arrays: list[Any], index: tuple[int, ...], dtype: Any, shape: tuple[int, ...]) -> Deferred:
+    """The tensor of a row for one layer: the parameters' part, in the file's order of axes."""
+    dtype = np.dtype(arrays[0].dtype if dtype is None else dtype)
 
-    return make
+    def make() -> np.ndarray:
+        parts = [_on_host(array, index) for array in arrays]
+        if not row.layout:
+            return blocks.contiguous(parts[0], dtype)
+        pattern, sizes = _export_pattern(row)
+        return blocks.contiguous(
+            einops.rearrange(parts[0] if isinstance(row.param_path, str) else np.stack(parts), pattern, **sizes), dtype
+        )
+
+    return Deferred(shape, dtype, make)
+
+
+def _on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
+    """`array[index]` on the host: a view where the array lies there as a whole, else a copy of this part alone."""
+    if isinstance(array, jax.Array) and not (len(array.devices()) == 1 and array.device.platform == "cpu"):
+        return np.asarray(array[index])
+    return np.asarray(array)[index]
+
+
+def _export_pattern(row: Row) -> tuple[str, dict[str, int]]:
+    """The pattern from the parameter to the tensor, and the sizes of axes that it needs."""
+    left, right = (text.strip() for text in row.layout.split("->"))
+    return f"{right} -> {left}", _export_sizes(row, right)
+
+
+def _tensor_shape(row: Row, arrays: list[Any]) -> tuple[int, ...]:
+    """Shape of each tensor of a row."""
+    shape = arrays[0].shape[row.stacked_axes :]
+    if not row.layout:
+        return tuple(shape)
+    pattern, sizes = _export_pattern(row)
+    whole = shape if isinstance(row.param_path, str) else (len(arrays), *shape)
+    return jax.eval_shape(
+        lambda x: einops.rearrange(x, pattern, **sizes), jax.ShapeDtypeStruct(whole, np.float32)
+    ).shape
 
 
 def _export_sizes(row: Row, right: str) -> dict[str, int]:
