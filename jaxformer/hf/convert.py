@@ -162,7 +162,7 @@ def _part_reader(row: Row, i: int, tensors: list[Tensor], shape: tuple[int, ...]
         depth = row.stacked_axes
         numbers = np.arange(len(tensors)).reshape(shape[:depth])[index[:depth]]
 
-        def read_tensor(entry: tuple[tuple[int, ...], int]) -> None:
+        def read_tensor(entry: tuple[tuple[int, ...], Any]) -> None:
             stacked, j = entry
             target = part[stacked]
             if not _copy(_to_param(row, i, tensors[j].array())[index[depth:]], target, tensors[j].release_part):

@@ -21,7 +21,7 @@ from jaxformer import checkpoint
 from jaxformer.config import Config, DataConfig, DecodeConfig, ModelConfig, TaskConfig
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.hf import blocks, convert, generation_options, keys, reading
+from jaxformer.hf import blocks, convert, generation_options, keys, reading, weights
 from jaxformer.hf.origin import PROBLEMS, TASKS
 from jaxformer.hf.pretrained import HuggingFace
 from jaxformer.hf.reading import Tensor
@@ -49,7 +49,7 @@ def from_pretrained(
     mesh: Mesh | None = None,
     seed: int = 0,
 ) -> Model:
-    """The model in a Hugging Face directory: config.json and model.safetensors, or its shards.
+    """The model in a Hugging Face directory: config.json and weights (`weights.open_weights`).
 
     Args:
       head: another head on the same body: causal_lm, masked_lm, pretraining, seq2seq, sequence, token, qa,
@@ -66,7 +66,7 @@ def from_pretrained(
     """
     directory = Path(directory)
     settings = Settings(reading.read_config(directory), str(directory / "config.json"))
-    family, tensors = family_of(settings), reading.open_tensors(directory)
+    family, tensors = family_of(settings), weights.open_weights(directory)
     settings = keys.with_defaults(family, settings)
     file_head = head_of(family, settings)
     head = file_head if head is None else head
@@ -199,7 +199,7 @@ def read_params(
     Args:
       keep_head: read the head if the file has it; False: it keeps its values.
     """
-    tensors, rows = convert.canonical_tensors(family, reading.open_tensors(directory)), family.rows(model, head)
+    tensors, rows = convert.canonical_tensors(family, weights.open_weights(directory)), family.rows(model, head)
     if family.tied_tensors is not None and model.head.tied:
         tensors.pop(family.tied_tensors[0], None)
     family.resolve(resolve_embedding_tables(family, model, tensors), tensors)

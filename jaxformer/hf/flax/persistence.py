@@ -43,7 +43,10 @@ class Persistence:
         gradient_checkpointing: bool = False,
         **changes: Any,
     ) -> Any:
-        """The model in a local directory, or without `_do_init` the pair (model, params).
+        """The model in a local directory or on the hub, or without `_do_init` the pair (model, params).
+
+        A model of the hub ("org/name") is read from the cache of the hub's client, and downloaded where huggingface_hub
+        is installed.
 
         Weights are read from `flax_model.msgpack`, `model.safetensors` or `pytorch_model.bin`, whole or in shards, and
         nothing in a file is run. Leaves that the directory lacks are random, with a warning.
@@ -53,16 +56,17 @@ class Persistence:
           config: a config in place of the directory's config.json, or the path of another.
           from_pt: reads the weights of the newer library even where there is a msgpack.
           ignore_mismatched_sizes: leaves of other shapes are random, with a warning.
-          changes: keys of the config to set (`num_labels=3`).
+          changes: keys of the config to set (`num_labels=3`); and for a model of the hub `revision`, `token` (or
+            `use_auth_token`), `cache_dir`, `local_files_only` and `force_download`.
 
         Raises:
           ConfigError: files are missing or damaged, or shapes differ from the config's.
         """
-        directory = Path(pretrained_model_name_or_path) / (subfolder or "")
-        changes = configs.without_downloads(changes)
-        if config is None or isinstance(config, (str, os.PathLike)):
-            source = directory if config is None else Path(config)
-            config = configs.PretrainedConfig.from_pretrained(source, **changes)
+        directory, download, changes = files.locate(pretrained_model_name_or_path, changes, subfolder, from_pt)
+        if config is None:
+            config = configs.PretrainedConfig.from_pretrained(directory, **changes)
+        elif isinstance(config, (str, os.PathLike)):
+            config = configs.PretrainedConfig.from_pretrained(config, **files.of_config(download), **changes)
         elif changes:
             raise ConfigError(
                 f"from_pretrained: got a config and {', '.join(changes)}, expected them set in the config"
