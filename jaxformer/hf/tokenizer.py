@@ -13,14 +13,11 @@ from tokenizers import implementations
 
 from jaxformer.data import chat
 from jaxformer.data.tokenizer_files import read_file, unreadable
-from jaxformer.data.tokenizers import ROLES, PairTemplate, Tokenizer, Tokenizers
+from jaxformer.data.tokenizers import ROLES, SENTENCEPIECE_FILES, PairTemplate, Tokenizer, Tokenizers
 from jaxformer.data.vocabularies import MAX_IDS, LibraryVocabulary, SentencePieceVocabulary, is_library_error
 from jaxformer.errors import ConfigError
 from jaxformer.hf import reading
 from jaxformer.hf.table import CallConvention, Settings
-
-SENTENCEPIECE_FILES = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "spm.model")
-
 
 SETTINGS_FILES = ("tokenizer_config.json", Tokenizers.TEMPLATE)
 """Files beside the vocabulary that are read."""

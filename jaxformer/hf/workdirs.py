@@ -26,6 +26,7 @@ from jaxformer.hf.tokenizer import open_tokenizers
 from jaxformer.model import Model
 from jaxformer.models import adapters
 from jaxformer.runtime import files
+from jaxformer.runtime import hub as runtime_hub
 from jaxformer.train import warm_start
 from jaxformer.types import PyTree, TrainState
 
@@ -90,9 +91,9 @@ def origin_of_run(config: Config, tokenizers: Tokenizers | None, path: Path) -> 
         settings = keys.with_defaults(family, settings)
         # Imports of earlier versions have no defaults where there was no generation_config.json.
         defaults = content["generation"] or generation_options.config_defaults(settings.values)
-        return HuggingFace(content["head"], family, settings, defaults)
+        return HuggingFace(content["head"], family, settings, defaults, workdir)
     ids = special_token_ids(config, tokenizers)
-    return HuggingFace(head_of_model(config), None, Settings(ids), ids)
+    return HuggingFace(head_of_model(config), None, Settings(ids), ids, workdir)
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -106,22 +107,38 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def export_checkpoint(
-    workdir: str | os.PathLike[str], target: str | os.PathLike[str], family: str | None = None, adapter: bool = False
-) -> None:
-    """Writes the model of a run as a Hugging Face directory. See `Model.save_pretrained`.
+    workdir: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None,
+    family: str | None = None,
+    adapter: bool = False,
+    push: str | None = None,
+    private: bool = False,
+) -> str | None:
+    """Writes the model of a run as a Hugging Face directory, or uploads it. See `Model.save_pretrained`.
 
     Args:
+      target: the directory; None: no copy is kept here.
       adapter: write the adapters alone, on the model that the run started from; see `Model.save_adapter`.
+      push: "org/name" of the model on the hub; None: nothing is uploaded.
+      private: a new model on the hub is private.
+
+    Returns:
+      The address of the commit on the hub; None without `push`.
     """
-    model = load(workdir)
-    if not adapter:
-        model.save_pretrained(target, family)
-    elif family is not None:
+    if target is None and push is None:
+        raise ConfigError("--target: got none, expected a new folder, or --push=ORG/NAME")
+    if adapter and family is not None:
         raise ConfigError(
             f"--family: got {family!a} with --adapter, expected none: adapters fit the family of their base"
         )
-    else:
+    if push is not None:
+        runtime_hub.check_upload(push)
+    model = load(workdir)
+    if target is not None and adapter:
         model.save_adapter(target, model.config.init.directory or None)
+    elif target is not None:
+        model.save_pretrained(target, family)
+    return None if push is None else model.push_to_hub(push, family=family, adapter=adapter, private=private or None)
 
 
 def is_hf_directory(directory: str | os.PathLike[str]) -> bool:

@@ -124,29 +124,42 @@ def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     return Path(os.path.expandvars(os.path.expanduser(cache)))
 
 
+def check_upload(name: str, revision: str | None = None) -> None:
+    """Checks what can be known before a model is written.
+
+    Raises:
+      ConfigError: the name or the revision is none, the environment forbids to ask the hub, or the client is missing.
+    """
+    if not _is_valid_name(name):
+        raise ConfigError(f"push_to_hub: got {name!a}, expected the name of a model, as org/name")
+    if revision is not None and not _is_valid_revision(revision):
+        raise ConfigError(f"push_to_hub: got revision {revision!a}, expected the name of a branch")
+    if is_offline():
+        raise ConfigError(f"push_to_hub: got {name!a} with HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE, expected neither")
+    if _client() is None:
+        raise ConfigError("push_to_hub: got no package huggingface_hub, expected it; pip install jaxformer[hub]")
+
+
 def upload(
     directory: Path, name: str, *, token: str | bool | None, revision: str | None, private: bool | None, message: str
 ) -> str:
     """Uploads a directory as a model of the hub, which is made if there is none; returns the address of the commit.
 
     Raises:
-      ConfigError: the client is not installed, the environment forbids it, or the hub refuses.
+      ConfigError: see `check_upload`; or the hub refuses, or does not answer.
     """
-    what = "push_to_hub"
-    if not _is_valid_name(name):
-        raise ConfigError(f"{what}: got {name!a}, expected the name of a model as org/name")
-    if is_offline():
-        raise ConfigError(f"{what}: got {name!a} with HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE set, expected neither")
+    check_upload(name, revision)
     client = _client()
-    if client is None:
-        raise ConfigError(f"{what}: got no package huggingface_hub, expected it to upload; pip install jaxformer[hub]")
-    with _errors(client, what, name, revision):
-        api = _api(client, token)
-        # the name that the hub gives it: "name" alone becomes "user/name"
-        name = api.create_repo(name, private=private, exist_ok=True).repo_id
-        if revision not in (None, DEFAULT_REVISION):
-            api.create_branch(name, branch=revision, exist_ok=True)
-        return str(api.upload_folder(repo_id=name, folder_path=directory, revision=revision, commit_message=message))
+    try:
+        with _errors(client, "push_to_hub", name, revision):
+            api = _api(client, token)
+            name = api.create_repo(name, private=private, exist_ok=True).repo_id  # "name" alone becomes "user/name"
+            if revision not in (None, DEFAULT_REVISION):
+                api.create_branch(name, branch=revision, exist_ok=True)
+            commit = api.upload_folder(repo_id=name, folder_path=directory, revision=revision, commit_message=message)
+            return str(commit.commit_url)
+    except _Unreachable as error:
+        raise ConfigError(str(error)) from None
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxformer.hf import reading
 from jaxformer.hf.flax import configs, files
 from jaxformer.hf.flax.generation_config import FILE as GENERATION_FILE
 from jaxformer.hf.flax.generation_config import GenerationConfig
+from jaxformer.runtime import hub
 from jaxformer.types import PyTree
 
 log = logging.getLogger("jaxformer")
@@ -113,7 +115,8 @@ class Persistence:
                 *(["safe_serialization"] if safe_serialization else []),
             ]
             raise ConfigError(
-                f"save_pretrained: got {', '.join(wrong)}, expected msgpack in a local directory; for safetensors load "
+                f"save_pretrained: got {', '.join(wrong)}, expected msgpack in a local directory; push_to_hub(name) "
+                "uploads; for safetensors load "
                 "the directory with jaxformer"
             )
         model: Any = self
@@ -130,9 +133,30 @@ class Persistence:
             _write_json(directory / GENERATION_FILE, model.generation_config.to_dict())
         files.save_leaves(directory, jax.device_get(params), _bytes(max_shard_size))
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: there are no uploads here."""
-        raise ConfigError("push_to_hub: got a call, expected save_pretrained(directory): there are no uploads here")
+    def push_to_hub(
+        self,
+        repo_id: str,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        max_shard_size: int | str = "10GB",
+        params: PyTree = None,
+    ) -> str:
+        """Uploads what `save_pretrained` writes to the hub; returns the address of the commit.
+
+        Args:
+          repo_id: "org/name" of the repository, which is made if there is none.
+          params: parameters to write in place of the model's.
+
+        Raises:
+          ConfigError: huggingface_hub is not installed, or the hub refuses.
+        """
+        hub.check_upload(repo_id, revision)
+        message = commit_message or "Upload model"
+        with tempfile.TemporaryDirectory(prefix="jaxformer-push-") as folder:
+            self.save_pretrained(folder, params, max_shard_size=max_shard_size)
+            return hub.upload(Path(folder), repo_id, token=token, revision=revision, private=private, message=message)
 
 
 def _checked(leaves: files.Leaves, shapes: Any, ignore: bool, directory: Path) -> files.Leaves:
