@@ -267,6 +267,7 @@ def _client() -> Any:
     """The package `huggingface_hub`, imported when it is first needed; None if it is not installed."""
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError:
         return None
@@ -349,10 +350,11 @@ def _errors(client: Any, what: str, name: str, revision: str | None) -> Generato
         got = f"{name!a}, which is neither here nor a model of {hub} that your token may see"
         raise ConfigError(f"{what}: got {got}, expected a local directory or such a model; see HF_TOKEN") from None
     except errors.RevisionNotFoundError:
-        raise ConfigError(f"{what}: got revision {revision!a}, expected one that {name} has at {hub}") from None
+        raise ConfigError(f"{what}: got {name} (revision {revision!a}), expected a revision that it has at {hub}") from None
     except Exception as error:  # of the client, and of the packages below it, which differ between its versions
         status = getattr(getattr(error, "response", None), "status_code", None)
-        text = " ".join(secrets.redact(f"{type(error).__name__}: {error}").split())[:300]
+        first = next((line for line in str(error).splitlines() if line.strip()), "").strip()
+        text = secrets.redact(f"{type(error).__name__}: {first}")[:300]
         if isinstance(error, errors.HfHubHTTPError) and status is not None and status < 500:
             raise ConfigError(f"{what}: got status {status} from {hub} for {name} ({text}), expected success") from None
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
