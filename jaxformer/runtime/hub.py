@@ -350,7 +350,8 @@ def _errors(client: Any, what: str, name: str, revision: str | None) -> Generato
         got = f"{name!a}, which is neither here nor a model of {hub} that your token may see"
         raise ConfigError(f"{what}: got {got}, expected a local directory or such a model; see HF_TOKEN") from None
     except errors.RevisionNotFoundError:
-        raise ConfigError(f"{what}: got {name} (revision {revision!a}), expected a revision that it has at {hub}") from None
+        got = f"{name} (revision {revision!a})"
+        raise ConfigError(f"{what}: got {got}, expected a revision that it has at {hub}") from None
     except Exception as error:  # of the client, and of the packages below it, which differ between its versions
         status = getattr(getattr(error, "response", None), "status_code", None)
         first = next((line for line in str(error).splitlines() if line.strip()), "").strip()
