@@ -13,6 +13,7 @@ CACHE is `HF_HUB_CACHE`, else `HF_HOME/hub`, else `~/.cache/huggingface/hub`. Wi
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -275,7 +276,8 @@ def _client() -> Any:
 
 
 def _api(client: Any, token: str | bool | None) -> Any:
-    return client.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, token=token, library_name="jaxformer")
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+    return client.HfApi(endpoint=endpoint, token=token, library_name="jaxformer")
 
 
 def _download(client: Any, request: _Request) -> Path:
@@ -294,6 +296,7 @@ def _download(client: Any, request: _Request) -> Path:
                 raise ConfigError(f"{request.what}: got commit {info.sha!a} of {request.text}, expected 40 hex digits")
             folder = f"{options.subfolder.strip('/')}/" if options.subfolder.strip("/") else ""
 
+            @functools.cache  # an index is read before its shards are known
             def fetch(name: str) -> Path:
                 return Path(
                     api.hf_hub_download(
