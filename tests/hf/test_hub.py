@@ -239,6 +239,7 @@ def test_flax_classes_find_names_and_a_tree_is_read_as_tensors(hub, local, tmp_p
     config, tensors = (local[0] / "config.json").read_bytes(), weights.open_weights(local[0])
     tree = leaves(tensors)
     hub.add("org/tree", {"config.json": config, "flax_model.msgpack": tree, "model.safetensors": b"x"}, "v2")
+    hub.private.add("org/tree")
     arguments = {"revision": "v2", "use_auth_token": TOKEN, "cache_dir": tmp_path / "other", "resume_download": True}
     with caplog.at_level(logging.WARNING):
         model = flax.FlaxAutoModelForCausalLM.from_pretrained("org/tree", **arguments)
