@@ -3,10 +3,9 @@
 import functools
 import json
 import logging
-import sys
 import time
-from pathlib import Path
 
+import hub_stand_in
 import jax
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from jaxformer.hf.origin import HuggingFaceOrigin
 from jaxformer.runtime import hub as runtime_hub
 
 sys.path.append(str(Path(__file__).parents[1]))
-import hub_stand_in
 
 client = pytest.importorskip("huggingface_hub", reason="the hub's client is not installed")
 constants = pytest.importorskip("huggingface_hub.constants")
