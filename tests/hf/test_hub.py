@@ -21,10 +21,7 @@ from jaxformer.hf import hub as hf_hub
 from jaxformer.hf.origin import HuggingFaceOrigin
 from jaxformer.runtime import hub as runtime_hub
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-client = pytest.importorskip("huggingface_hub", reason="the hub's client is not installed")
-constants = pytest.importorskip("huggingface_hub.constants")
+constants = pytest.importorskip("huggingface_hub.constants", reason="the hub's client is not installed")
 
 TOKEN = "hf_letmein"
 
