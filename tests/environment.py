@@ -41,6 +41,7 @@ def prepare() -> None:
         # again, which is two thirds of its start: the session keeps what was compiled, in its own folder.
         os.environ["PYTHONPYCACHEPREFIX"] = f"{os.environ[CACHES]}/bytecode"
         sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["PYTHONPYCACHEPREFIX"]
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no directory is then looked up in the cache alone
     os.environ.setdefault("JAXFORMER_CACHE", f"{os.environ[CACHES]}/data")
     # A run that is stopped and resumed compiles the same programs again: once is enough, for all test processes.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{os.environ[CACHES]}/programs"
