@@ -94,6 +94,7 @@ class EncodingConfig:
     scaling: RopeScalingConfig | None = None  # rope: scaling for longer texts; None: no scaling
     fraction: PositiveShare = 1.0  # rope: fraction of the head width that is rotated
     interleaved: bool = False  # rope: a rotated pair is two neighbouring channels; False: one of each half
+    rotate_values: bool = False  # rope: values are rotated, too (RoFormer's rotary_value)
     buckets: Annotated[int, Range(2)] | None = 32  # t5: number of relative buckets; deberta: per direction; None:
     # one bucket per distance (deberta only)
     max_distance: PositiveInt = 128  # t5, deberta: larger distances share the last bucket
@@ -129,7 +130,7 @@ class SparseConfig:
     block and the two beside it, and `random` random blocks.
     """
 
-    block: PositiveInt = 64  # slots of a block; the last block of a row may have fewer
+    size: PositiveInt = 64  # slots of a block; the last block of a row may have fewer
     random: Count = 3  # random blocks of a query block. As in the inference of the transformers library, which draws
     # none, each of them is the first block: its keys count 1 + random times
     short: Literal["full", "sparse"] = "full"  # rows of at most 5 + 2 * random blocks see all keys (full), or blocks
@@ -313,7 +314,9 @@ class HeadConfig:
     activation: Activation = "gelu"  # activation of `transform`
     epsilon: Positive = 1e-5  # epsilon of the norm of `transform` or of the layer of `residual_width`
     classes: PositiveInt | None = None  # classes, slots: number of classes; None: taken from the data
-    pooling: Literal["first", "mean", "last"] = "first"  # classes, pooled, pair, relation: vector of a sequence: its
+    pooling: Literal["first", "mean", "last", "end"] = (
+        "first"  # classes, pooled, pair, relation: vector of a sequence: its
+    )
     # first token, the mean over its tokens, or its last token (decoders and recurrent models)
     width: PositiveInt | None = None  # classes, pooled, pair, relation: width of a dense layer after pooling; slots: of
     # one before the decision (ELECTRA's discriminator); None: no such layer

@@ -103,7 +103,8 @@ class Attention(nn.Module):
             position = self.position(position, self.query, self.key)
         if encoding.rotate is not None:
             q, k = encoding.rotate(self.encoding, q, position), encoding.rotate(self.encoding, k, position)
-        if memory is None and self.config.summary is not None and x.shape[1] >= self.config.summary:
+            v = encoding.rotate(self.encoding, v, position) if self.encoding.rotate_values else v
+        if memory is None and self.config.summary is not None:
             k, v, mask = self.append_summaries(x, k, v, mask, self.config.summary)
         if cache is not None:
             cache = cache.write(k, v)

@@ -26,9 +26,14 @@ def last_slot(slots: Slots) -> Int[Array, " B"]:
 
 
 def pool(x: Float[Array, "B T D"], slots: Slots, pooling: str) -> Float[Array, "B D"]:
-    """One vector a sequence `[B, D]`: its first slot, its last slot, or the mean over slots that are not padding."""
+    """One vector a sequence `[B, D]`: its first slot, its last slot, or the mean over slots that are not padding.
+
+    With pooling "end" it is the row's last slot, whether that is padding or not.
+    """
     if pooling == "first":
         return x[:, 0]
+    if pooling == "end":
+        return x[:, -1]
     if pooling == "last":
         return jnp.take_along_axis(x, last_slot(slots)[:, None, None], axis=1)[:, 0]
     weight = (jnp.maximum(slots.segment, 0) != 0).astype(jnp.float32)  # `> 0` changes the last bits of training

@@ -30,9 +30,9 @@ class Blocks(NamedTuple):
     @classmethod
     def of(cls, config: SparseConfig | None, length: int) -> Blocks | None:
         """The blocks of rows of `length` slots; None where every query sees all keys."""
-        if config is None or (config.short == "full" and length <= (5 + 2 * config.random) * config.block):
+        if config is None or (config.short == "full" and length <= (5 + 2 * config.random) * config.size):
             return None
-        return cls(config.block, (length - 1) // config.block, config.random)
+        return cls(config.size, (length - 1) // config.size, config.random)
 
     def visible(self, query: Int[Array, "B T"], key: Int[Array, "B S"]) -> Bool[Array, "B T S"]:
         """True where the query's block sees the key's, for slots by their numbers."""

@@ -47,7 +47,7 @@ def check_context(config: Config, size: int) -> None:
         "a mixture of experts of limited capacity (moe.capacity)": any(
             stack.moe is not None and stack.moe.capacity is not None for stack in model.stacks.values()
         ),
-        "head.pooling last": model.head.pooling == "last"
+        "head.pooling last or end": model.head.pooling in ("last", "end")
         and (model.head.kind in ("classes", "pooled") or model.head.relation),
     }
     for part, is_present in ordered.items():

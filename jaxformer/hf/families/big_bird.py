@@ -61,7 +61,7 @@ def read_any_attention(settings: Settings, head: str) -> ModelConfig:
 def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
     stack = _bert.stack_of(model)
     sparse = stack.attention.sparse
-    blocks = {} if sparse is None else {"block_size": sparse.block, "num_random_blocks": sparse.random}
+    blocks = {} if sparse is None else {"block_size": sparse.size, "num_random_blocks": sparse.random}
     return {
         **_bert.write_config(model, head),
         "attention_type": "original_full" if sparse is None else "block_sparse",

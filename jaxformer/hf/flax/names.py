@@ -70,6 +70,7 @@ GROUPS: dict[str, Group] = {
     "pegasus": Group("Pegasus", TRANSLATOR, "bart"),
     "roberta": Group("Roberta", (*ENCODER_HEADS, "causal_lm"), "bert"),
     "roberta-prelayernorm": Group("RobertaPreLayerNorm", (*ENCODER_HEADS, "causal_lm"), "bert"),
+    "roformer": Group("RoFormer", ENCODER_HEADS, "roformer"),
     "t5": Group("T5", (*TRANSLATOR, "encoder"), "t5"),
     "xglm": Group("XGLM", BODY_AND_LM, "xglm"),
     "xlm-roberta": Group("XLMRoberta", (*ENCODER_HEADS, "causal_lm"), "bert"),
@@ -93,17 +94,17 @@ AUTO_HEADS: dict[str, tuple[str, ...]] = {
 AUTO_TYPES: dict[str, tuple[str, ...]] = {
     "FlaxAutoModelForMaskedLM": (
         "albert", "bart", "bert", "big_bird", "distilbert", "electra", "mbart", "roberta", "roberta-prelayernorm",
-        "xlm-roberta",
+        "roformer", "xlm-roberta",
     ),
     "FlaxAutoModelForPreTraining": (
         "albert", "bart", "bert", "big_bird", "electra", "longt5", "mbart", "mt5", "roberta", "roberta-prelayernorm",
-        "t5", "xlm-roberta",
+        "roformer", "t5", "xlm-roberta",
     ),
 }  # fmt: skip
 """Automatic classes of fewer families than have the head -> their `model_type`s."""
 
 MISSING_FAMILIES = {
-    "RoFormer": "RoFormer", "EncoderDecoder": "encoder-decoder pairs",
+    "EncoderDecoder": "encoder-decoder pairs",
     "VisionEncoderDecoder": "vision", "VisionTextDualEncoder": "vision", "SpeechEncoderDecoder": "speech",
     "Beit": "vision", "CLIP": "vision", "Dinov2": "vision", "RegNet": "vision", "ResNet": "vision", "ViT": "vision",
     "Wav2Vec2": "speech", "Whisper": "speech", "AutoModelForImageClassification": "vision",

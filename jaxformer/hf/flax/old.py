@@ -47,6 +47,9 @@ def old_values(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
         edits |= {} if values.get("scale_attn_weights", True) else {"scale_attn_weights": True}
         wrong = values.get("scale_attn_by_inverse_layer_idx", False)
         edits |= {"scale_attn_by_inverse_layer_idx": False} if wrong else {}
+    if model_type == "roformer":  # the width of the layers
+        width = values.get("hidden_size", 768)
+        edits |= {"embedding_size": None} if values.get("embedding_size") not in (None, width) else {}
     if model_type == "big_bird" and values.get("attention_type") == "original_full":
         edits |= {} if values.get("use_bias", True) else {"use_bias": True}
     if edits:
@@ -68,6 +71,9 @@ def old_model(model_type: str, head: str, settings: Settings, model: ModelConfig
     if model_type == "electra" and top.transform:
         activation = settings.activation("hidden_act", "gelu")
         return dataclasses.replace(model, head=dataclasses.replace(top, activation=activation))
+    if model_type == "roformer" and head == "multiple_choice":
+        dropout = require_stack(model, "encoder").dropout
+        return dataclasses.replace(model, head=dataclasses.replace(top, dropout=dropout))
     if model_type == "big_bird":
         return _sparse_when_short(model)
     if model_type == "blenderbot-small":
@@ -102,9 +108,9 @@ def check_length(model: ModelConfig, length: int) -> None:
       ConfigError: BigBird's blocks do not divide it, or are too few.
     """
     sparse = require_stack(model, "encoder" if model.decoder is None else "decoder").attention.sparse
-    if sparse is not None and (length % sparse.block or length < MIN_BLOCKS * sparse.block):
+    if sparse is not None and (length % sparse.size or length < MIN_BLOCKS * sparse.size):
         raise ConfigError(
-            f"call: got {length} slots, expected a multiple of block_size ({sparse.block}) and at least {MIN_BLOCKS} "
+            f"call: got {length} slots, expected a multiple of block_size ({sparse.size}) and at least {MIN_BLOCKS} "
             "blocks; pad the text, or set attention_type to original_full"
         )
 
