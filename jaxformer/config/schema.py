@@ -314,10 +314,9 @@ class HeadConfig:
     activation: Activation = "gelu"  # activation of `transform`
     epsilon: Positive = 1e-5  # epsilon of the norm of `transform` or of the layer of `residual_width`
     classes: PositiveInt | None = None  # classes, slots: number of classes; None: taken from the data
-    pooling: Literal["first", "mean", "last", "end"] = (
-        "first"  # classes, pooled, pair, relation: vector of a sequence: its
-    )
-    # first token, the mean over its tokens, or its last token (decoders and recurrent models)
+    pooling: Literal["first", "mean", "last", "end"] = "first"  # classes, pooled, pair, relation: vector of a
+    # sequence: its first token, the mean over its tokens, its last token (decoders and recurrent models), or the last
+    # slot of its row, padding or not (end: classes of an encoder, RoFormer's choice)
     width: PositiveInt | None = None  # classes, pooled, pair, relation: width of a dense layer after pooling; slots: of
     # one before the decision (ELECTRA's discriminator); None: no such layer
     hidden: Activation = "tanh"  # activation of that layer, or of that of `residual_width`

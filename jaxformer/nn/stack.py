@@ -319,7 +319,9 @@ def self_attention_mask(config: StackConfig, causal: bool, slots: Slots, cache_s
         return mask
     if causal or cache_slots is not None:
         name = "sparse" if own.summary is None else "summary"
-        raise ConfigError(f"attention.{name}: got a section in a causal stack, expected None; it reads the slots ahead")
+        raise ConfigError(
+            f"attention.{name}: got it in a causal stack or with a cache, expected None: it reads whole rows"
+        )
     length = slots.segment.shape[1]
     number = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), slots.segment.shape)
     numbered = Slots(number, slots.segment)

@@ -312,6 +312,9 @@ def check_model(model: ModelConfig) -> None:
             raise invalid("config.model.adapter.layers", model.adapter.layers, "() where layers share their parameters")
         if model.generator is not None:
             raise invalid("config.model.adapter", "a section", "None beside config.model.generator", "take one away")
+    if model.head.pooling == "end" and (model.head.kind != "classes" or model.encoder is None or model.decoder):
+        expected = "first, mean or last, unless a transformer encoder alone has a head of kind classes"
+        raise invalid("config.model.head.pooling", "end", expected)
     pools_last = model.head.pooling == "last" and model.head.kind in ("classes", "pair")
     bidirectional = model.recurrent_encoder is not None and model.recurrent_encoder.bidirectional
     if pools_last and bidirectional and model.head.kind == "pair":  # the backward direction has read one token there
