@@ -19,8 +19,8 @@ ENCODING_FIELDS = {
 """`encoding.kind` -> the fields that it reads; a kind that is not listed reads all."""
 
 IGNORED_FIELDS = frozenset({
-    "dropout", "dropout_first", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation", "init_scale", "dtype",
-    "momentum", "average_padding", "input_dropout", "pad", "capacity", "balance_loss", "z_loss",
+    "dropout", "dropout_first", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation",
+    "init_scale", "dtype", "momentum", "average_padding", "input_dropout", "pad", "capacity", "balance_loss", "z_loss",
 })  # fmt: skip
 """Fields that do not change what a model computes when it is applied."""
 

@@ -391,7 +391,10 @@ def long_cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[di
             [long | labels, long | labels | {"attention_mask": left}],
         ),
         "roformer": (
-            "RoFormerForMaskedLM", rotary | {"embedding_size": 6, "rotary_value": True, "hidden_act": "relu"}, {}, [long]
+            "RoFormerForMaskedLM",
+            rotary | {"embedding_size": 6, "rotary_value": True, "hidden_act": "relu"},
+            {},
+            [long],
         ),
         "roformer_choice": ("RoFormerForMultipleChoice", rotary, {}, [choices]),
         "roformer_causal": ("RoFormerForCausalLM", rotary | {"is_decoder": True}, {}, [long | {"labels": ids}]),

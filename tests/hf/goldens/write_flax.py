@@ -42,7 +42,10 @@ CASES = {
     # the first block counts twice; question tokens lose their scores, and token types come from the separator
     "FlaxBigBirdForQuestionAnswering": (
         "big_bird",
-        {**ENCODER, "block_size": 2, "num_random_blocks": 1, "use_bias": False, "sep_token_id": 5, "hidden_act": "gelu"},
+        {
+            **ENCODER, "block_size": 2, "num_random_blocks": 1, "use_bias": False, "sep_token_id": 5,
+            "hidden_act": "gelu",
+        },
         {},
     ),
     # a summary of every third token, the rest with the block before
