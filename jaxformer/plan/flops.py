@@ -22,6 +22,7 @@ import math
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -181,7 +182,7 @@ def _keys_of_blocks(blocks: Blocks, length: int) -> float:
     """Visible keys per query of block-sparse attention; a key that counts several times is one."""
     first = np.arange(0, length, blocks.size)
     sizes = np.minimum(blocks.size, length - first)
-    seen = np.asarray(blocks.visible(first[None], first[None]))[0] @ sizes
+    seen = np.asarray(blocks.visible(jnp.asarray(first)[None], jnp.asarray(first)[None]))[0] @ sizes
     return float(seen @ sizes) / length
 
 
