@@ -373,7 +373,7 @@ def long_cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[di
             "BigBirdForMaskedLM",
             sparse | {"rescale_embeddings": True, "use_bias": False},
             {},
-            [long | {"labels": ids}, long | {"attention_mask": left}, short],  # blocks; blocks; all keys
+            [long | {"labels": ids}, short],  # blocks; all keys
         ),
         "big_bird_spans": ("BigBirdForQuestionAnswering", sparse | {"sep_token_id": 23}, {}, [separated | spans]),
         "big_bird_lengths": (
