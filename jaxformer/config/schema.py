@@ -55,6 +55,7 @@ class EmbedConfig:
     norm_before_positions: bool = False  # this norm reads the unscaled tokens, before positions are added
     # (BlenderbotSmall's decoder)
     dropout: Rate = 0.0  # dropout rate of the embeddings
+    dropout_first: bool = False  # with `norm`: this dropout is before the norm (BigBird); False: after it
     deviation: Positive | None = None  # standard deviation of the initial table; None: width ** -0.5
     pad: Count | None = None  # token id whose row starts at zero and gets no gradient from look-ups; None: none
 
@@ -93,6 +94,7 @@ class EncodingConfig:
     scaling: RopeScalingConfig | None = None  # rope: scaling for longer texts; None: no scaling
     fraction: PositiveShare = 1.0  # rope: fraction of the head width that is rotated
     interleaved: bool = False  # rope: a rotated pair is two neighbouring channels; False: one of each half
+    rotate_values: bool = False  # rope: values are rotated, too (RoFormer's rotary_value)
     buckets: Annotated[int, Range(2)] | None = 32  # t5: number of relative buckets; deberta: per direction; None:
     # one bucket per distance (deberta only)
     max_distance: PositiveInt = 128  # t5, deberta: larger distances share the last bucket
@@ -121,6 +123,21 @@ class NormConfig:
 
 
 @dataclass(frozen=True)
+class SparseConfig:
+    """Block-sparse self-attention between the blocks of a row's slots (BigBird, Zaheer et al. 2020, section 2).
+
+    Queries of the first and the last block see all keys. Other queries see the first and the last block, their own
+    block and the two beside it, and `random` random blocks.
+    """
+
+    size: PositiveInt = 64  # slots of a block; the last block of a row may have fewer
+    random: Count = 3  # random blocks of a query block. As in the inference of the transformers library, which draws
+    # none, each of them is the first block: its keys count 1 + random times
+    short: Literal["full", "sparse"] = "full"  # rows of at most 5 + 2 * random blocks see all keys (full), or blocks
+    # as other rows (sparse)
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Multi-head attention. Multi-head, grouped-query and multi-query attention differ by `kv_heads` only."""
 
@@ -145,6 +162,9 @@ class AttentionConfig:
     window: PositiveInt | None = None  # visible positions up to the query's own (not causal: as many ahead); None: all
     window_every: PositiveInt = 1  # every n-th layer has the window, the others see all keys (GPT-3: 2)
     window_layers: tuple[int, ...] = ()  # numbers from 0 of the layers with the window; (): as `window_every` says
+    sparse: SparseConfig | None = None  # visible blocks of keys, of whole rows and not causal; None: no blocks
+    summary: PositiveInt | None = None  # slots of a block whose summed inputs are a further key and value, which all
+    # queries of the row see whatever the window (LongT5's transient global attention); not causal; None: none
     kernel: KernelName = "auto"  # implementation, a file of `jaxformer/nn/kernels/`; auto: the fastest that applies
     block: PositiveInt = 128  # blockwise: rows and columns of a tile
     dropout: Rate = 0.0  # dropout rate of the attention probabilities
@@ -292,17 +312,21 @@ class HeadConfig:
     relation: bool = False  # tokens: also two class logits for each row, from its pooled vector (see task.relation)
     chunk: PositiveInt | None = None  # tokens: tokens per device whose logits a loss holds at a time; None: all
     activation: Activation = "gelu"  # activation of `transform`
-    epsilon: Positive = 1e-5  # epsilon of the norm of `transform`
+    epsilon: Positive = 1e-5  # epsilon of the norm of `transform` or of the layer of `residual_width`
     classes: PositiveInt | None = None  # classes, slots: number of classes; None: taken from the data
-    pooling: Literal["first", "mean", "last"] = "first"  # classes, pooled, pair, relation: vector of a sequence: its
-    # first token, the mean over its tokens, or its last token (decoders and recurrent models)
+    pooling: Literal["first", "mean", "last", "end"] = "first"  # classes, pooled, pair, relation: vector of a
+    # sequence: its first token, the mean over its tokens, its last token (decoders and recurrent models), or the last
+    # slot of its row, padding or not (end: classes of an encoder, RoFormer's choice)
     width: PositiveInt | None = None  # classes, pooled, pair, relation: width of a dense layer after pooling; slots: of
     # one before the decision (ELECTRA's discriminator); None: no such layer
-    hidden: Activation = "tanh"  # activation of that layer
+    hidden: Activation = "tanh"  # activation of that layer, or of that of `residual_width`
+    residual_width: PositiveInt | None = None  # slots: hidden width of a feed-forward layer that is added to its input
+    # and normalised, before the decision (BigBird's spans); None: no such layer
     decision_bias: bool = True  # classes, slots: bias per class; forecast: per output
     dropout: Rate = 0.0  # dropout rate before the last projection (relation: of the pooled vector alone), or of the
     # hidden states where there is none
-    input_dropout: Rate = 0.0  # classes, pooled, pair: dropout rate of the pooled vector, before the layer of `width`
+    input_dropout: Rate = 0.0  # classes, pooled, pair: dropout rate of the pooled vector, before the layer of `width`;
+    # slots: of the input of the layer of `residual_width`, whose output then has `dropout`
     look_back: PositiveInt | None = None  # forecast: time steps that it is made of; None: data.length
     horizon: PositiveInt | None = None  # forecast: time steps that it has; None: data.horizon
 

@@ -31,7 +31,7 @@ SEQ2SEQ_ARGUMENTS = (
 )  # fmt: skip
 INTEGER_ARGUMENTS = (
     "input_ids", "decoder_input_ids", "token_type_ids", "position_ids", "start_positions", "end_positions",
-    "next_sentence_label", "sentence_order_label",
+    "next_sentence_label", "sentence_order_label", "question_lengths",
 )  # fmt: skip
 """Arguments that hold integers; `labels` may be scores."""
 
@@ -110,6 +110,31 @@ def flatten_choices(given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     if len(counts) != 1:
         raise ConfigError(f"call: got {sorted(counts) or 'no'} choices, expected one number in all inputs")
     return flat, counts.pop()
+
+
+def split_question(settings: Settings, given: Mapping[str, Any]) -> tuple[dict[str, Any], Array | None]:
+    """The arguments of a call for spans with token types, and which slots no span may use, bool `[B, T]`.
+
+    These are the tokens of the question but the first, which stands for "no answer". The question ends with the first
+    separator of config.json, or has `question_lengths` `[B]` or `[B, 1]` tokens. With neither, all slots count.
+    """
+    inputs = dict(given)
+    lengths, ids = inputs.pop("question_lengths", None), inputs.get("input_ids")
+    if lengths is None and ids is None:
+        return inputs, None
+    shape = jnp.shape(ids if ids is not None else inputs["inputs_embeds"])[:2]
+    if lengths is None:
+        lengths = jnp.argmax(jnp.asarray(ids) == settings("sep_token_id", 66), axis=1) + 1
+    index = jnp.arange(shape[1])[None]
+    question = index < jnp.asarray(lengths).reshape(-1, 1)
+    if question.shape != shape:
+        raise ConfigError(f"call: got question_lengths of {len(question)} rows, expected {shape[0]}")
+    inputs.setdefault("token_type_ids", (~question).astype(jnp.int32))
+    return inputs, question & (index > 0)
+
+
+HIDDEN_SPAN_SCORE = 1e6
+"""What the scores of a hidden slot are lowered by."""
 
 
 def has_concrete_values(x: Any) -> bool:

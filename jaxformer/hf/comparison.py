@@ -12,15 +12,15 @@ ENCODING_FIELDS = {
     "none": (),
     "learned": ("max_length", "offset"),
     "sinusoidal": ("base", "concatenated", "offset"),
-    "rope": ("base", "window_base", "fraction", "interleaved", "scaling"),
+    "rope": ("base", "window_base", "fraction", "interleaved", "rotate_values", "scaling"),
     "t5": ("buckets", "max_distance", "bidirectional"),
     "alibi": (),
 }
 """`encoding.kind` -> the fields that it reads; a kind that is not listed reads all."""
 
 IGNORED_FIELDS = frozenset({
-    "dropout", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation", "init_scale", "dtype",
-    "momentum", "average_padding", "input_dropout", "pad", "capacity", "balance_loss", "z_loss",
+    "dropout", "dropout_first", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation",
+    "init_scale", "dtype", "momentum", "average_padding", "input_dropout", "pad", "capacity", "balance_loss", "z_loss",
 })  # fmt: skip
 """Fields that do not change what a model computes when it is applied."""
 

@@ -14,7 +14,15 @@ from flax import linen as nn
 from jaxformer import tasks
 from jaxformer.config import ModelConfig
 from jaxformer.errors import ConfigError
-from jaxformer.hf.arguments import add_config_flags, argument_names, check_arguments, flatten_choices, make_batch
+from jaxformer.hf.arguments import (
+    HIDDEN_SPAN_SCORE,
+    add_config_flags,
+    argument_names,
+    check_arguments,
+    flatten_choices,
+    make_batch,
+    split_question,
+)
 from jaxformer.hf.origin import HuggingFaceOrigin
 from jaxformer.hf.outputs import Outputs, add_router_outputs, compute_loss, named_outputs, needs_intermediates
 from jaxformer.hf.table import Settings
@@ -45,6 +53,8 @@ def call(
         raise ConfigError("call: got a prefix language model, expected another: no argument says where a prefix ends")
     renamed = origin.convention.renamed
     names = tuple(renamed.get(name, name) for name in argument_names(config, head))
+    hides_question = head == "qa" and origin.convention.hides_question
+    names += ("question_lengths",) if hides_question else ()
     given = check_arguments(inputs, names)
     given |= {name: given.pop(own) for name, own in renamed.items() if own in given}
     arguments = add_config_flags(given, origin.settings, names)
@@ -52,12 +62,14 @@ def call(
     classifies_last_token = origin.family is not None and reads_last_token(config, head)
     if classifies_last_token:
         module = build.build(with_slot_head(config))
+    arguments, hidden = split_question(origin.settings, arguments) if hides_question else (arguments, None)
     batch = make_batch(origin.convention, origin.settings, config, head, arguments)
     with_intermediates = needs_intermediates(head, config, arguments)
     logits, sown = apply(module, model.inference_variables(params), batch, with_intermediates, dropout_key)
     if classifies_last_token:
         logits = last_token_logits(origin.settings, logits, arguments)
     logits = logits.reshape(-1, choices) if choices else logits
+    logits = logits if hidden is None else logits - HIDDEN_SPAN_SCORE * hidden[..., None]
     if head == "pretraining" and config.head.kind == "slots":
         logits = logits[..., 0]
     loss = compute_loss(head, origin.settings, logits, arguments)

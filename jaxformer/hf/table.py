@@ -84,6 +84,8 @@ class CallConvention:
       prefix_tokens, separator_tokens, suffix_tokens: special tokens before a text, between the two texts of a pair, and
         after them. They count if there is no tokenizer.json that says it.
       last_token_type: token type of the last special token if it has one of its own (XLNet).
+      hides_question: in the head for spans, the tokens before the context lose all scores, and have token type 0
+        where the others have 1 (BigBird).
       renamed: names of arguments and outputs -> the family's own.
       call: a function that replaces the usual call of `jaxformer/hf/forward.py`; None: the usual one.
     """
@@ -96,6 +98,7 @@ class CallConvention:
     separator_tokens: tuple[str, ...] = ()
     suffix_tokens: tuple[str, ...] = ()
     last_token_type: int | None = None
+    hides_question: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     call: Callable[..., Any] | None = None
 

@@ -371,6 +371,8 @@ def check(config: StackConfig) -> None:
         "attention.soft_cap": (attention.soft_cap, (None,)),
         "attention.window_every": (attention.window_every, (1,)),
         "attention.window_layers": (attention.window_layers, ((),)),
+        "attention.sparse": ("a section" if attention.sparse else "None", ("None",)),
+        "attention.summary": (attention.summary, (None,)),
         "output_width": (config.output_width, (None,)),
         "residual_attention": (config.residual_attention, (True,)),
         "residual_ffn": (config.residual_ffn, (True,)),

@@ -9,19 +9,20 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Float, Int
 
-from jaxformer.config import AttentionConfig, EncodingConfig
+from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig
 from jaxformer.errors import ConfigError
 from jaxformer.nn import encodings, kernels, remat
 from jaxformer.nn.cache import KeyValues, LayerCache
 from jaxformer.nn.kernels import AttentionBias, AttentionDropout, dense
 from jaxformer.nn.layers import ChunkDense, Dense, Norm, project_jointly
-from jaxformer.nn.masks import Mask
+from jaxformer.nn.masks import Blocks, Mask, block_of_slot, full_blocks
 from jaxformer.parallel.rules import constrain
-from jaxformer.types import Array, is_zero
+from jaxformer.types import Array, PyTree, Slots, is_zero
 
 
 class Attention(nn.Module):
@@ -31,16 +32,20 @@ class Attention(nn.Module):
 
     Key head g(h) = h // (H / G) serves query head h: MHA (G = H), GQA and MQA (G = 1) differ by `config.kv_heads`.
     Each head projects all of its input, or with `config.input` "chunk" the part of the channels that has its number.
-    Keys and values come from `x` in self-attention and from `memory` in cross-attention; queries come from `x`.
+    Keys and values come from `x` in self-attention and from `memory` in cross-attention; queries come from `x`. With
+    `config.summary` self-attention has further keys and values: those of the normalised sums of `x` over blocks of
+    slots (transient global attention; Guo et al. 2022, LongT5, section 3.1).
 
     Attributes:
       encoding: position encoding; acts in self-attention only.
       width: model width D.
+      epsilon: epsilon of the norm of summaries, that of the stack's norms.
     """
 
     config: AttentionConfig
     encoding: EncodingConfig
     width: int
+    epsilon: float = 1e-6
 
     def setup(self) -> None:
         config, width = self.config, self.width
@@ -55,6 +60,8 @@ class Attention(nn.Module):
         self.value = project(keys, ("embed", "kv_heads", "head"), bias=config.bias)
         if config.norm is not None:
             self.query_norm, self.key_norm = Norm(config.norm), Norm(config.norm)
+        if config.summary is not None:
+            self.summary_norm = Norm(NormConfig("rms", epsilon=self.epsilon))
         if config.output:
             self.out = dense((self.heads, self.head_width, width), ("heads", "head", "embed"), 2, output_bias)
         layer = encodings.get(self.encoding.kind).layer
@@ -96,6 +103,9 @@ class Attention(nn.Module):
             position = self.position(position, self.query, self.key)
         if encoding.rotate is not None:
             q, k = encoding.rotate(self.encoding, q, position), encoding.rotate(self.encoding, k, position)
+            v = encoding.rotate(self.encoding, v, position) if self.encoding.rotate_values else v
+        if memory is None and self.config.summary is not None:
+            k, v, mask = self.append_summaries(x, k, v, mask, self.config.summary)
         if cache is not None:
             cache = cache.write(k, v)
             k, v = cache.read()
@@ -127,10 +137,34 @@ class Attention(nn.Module):
         if encoding.bias is not None:
             heads = None if encoding.heads is None else encoding.heads(position)
             bias = AttentionBias(functools.partial(encoding.checked_bias, self.encoding), position, heads)
+        if mask.blocks is not None and mask.blocks.repeats:
+            bias = add_repeats(bias, mask.blocks)
         o = self.apply_kernel(q, k, v, mask, bias)
         if self.config.average_padding:
             o = jnp.where((mask.query.segment < 0)[..., None, None], mean_value(v, self.heads).astype(o.dtype), o)
         return o
+
+    def append_summaries(
+        self, x: Float[Array, "B T D"], k: Float[Array, "B S G K"], v: Float[Array, "B S G K"], mask: Mask, size: int
+    ) -> tuple[Float[Array, "B _ G K"], Float[Array, "B _ G K"], Mask]:
+        """Keys, values and mask with one more key for each block of `size` slots: T // size keys at positions < 0.
+
+        Padding is left out of the sums, and blocks without a full one's end are visible to nobody.
+        """
+        slots, count = mask.query, x.shape[1] // size
+        full = full_blocks(slots.segment, size)
+        block = jnp.where(slots.segment > 0, block_of_slot(slots.position, full, size), -1)
+        members = jax.nn.one_hot(block, count, dtype=x.dtype)
+        sums = jnp.einsum("btd,btn->bnd", x, members, preferred_element_type=jnp.float32).astype(x.dtype)
+        number = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (x.shape[0], count))
+        is_full = number < full[:, None]
+        more_k, more_v = self.project_keys_values(self.summary_norm(sums, is_full))
+        key = Slots(
+            jnp.concatenate([mask.key.position, -1 - number], axis=1),
+            jnp.concatenate([mask.key.segment, is_full.astype(jnp.int32)], axis=1),
+        )
+        k, v = jnp.concatenate([k, more_k], axis=1), jnp.concatenate([v, more_v], axis=1)
+        return k, v, mask.replace(key=key, same_slots=False, summaries=True)
 
     def project_keys_values(
         self, memory: Float[Array, "B S D"]
@@ -160,6 +194,16 @@ class Attention(nn.Module):
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, bias, None, config))
         return kernels.apply(q, k, v, mask, bias, dropout, config)
+
+
+def add_repeats(bias: AttentionBias | None, blocks: Blocks) -> AttentionBias:
+    """`bias`, or none, with that of the keys that count several times."""
+
+    def both(args: PyTree, q: Array, k: Array, query_position: Array, key_position: Array) -> Array:
+        added = blocks.bias(query_position, key_position)
+        return added if bias is None else bias.function(args, q, k, query_position, key_position) + added
+
+    return AttentionBias(both, (), ()) if bias is None else bias._replace(function=both)
 
 
 def mean_value(v: Float[Array, "B S G K"], heads: int) -> Float[Array, "B 1 H K"]:

@@ -85,7 +85,7 @@ class Block(nn.Module):
           memory: this layer's keys and values for cross-attention, if precomputed.
         """
         config, (x, keys_values) = self.config, carry
-        attention = Attention(config.attention, config.encoding, config.width, name="attention")
+        attention = Attention(config.attention, config.encoding, config.width, config.norm.epsilon, name="attention")
         cache = None
         if keys_values is not None and context.index is not None:
             cache = LayerCache(keys_values, layer if keys_values.stacked else None, context.index)
@@ -122,9 +122,8 @@ class Block(nn.Module):
         config = self.config
         x = self.sublayer("attention", x, attend, config.residual_attention, context)
         if context.memory_mask is not None:
-            cross = Attention(
-                dataclasses.replace(config.attention, window=None), config.encoding, config.width, name="cross"
-            )
+            own = dataclasses.replace(config.attention, window=None, sparse=None, summary=None)
+            cross = Attention(own, config.encoding, config.width, name="cross")
             source = context.memory if memory is None else memory
             memory_mask = depend_on_layer(context.memory_mask, layer)
             attend_memory = lambda y: cross(y, memory_mask, memory=source, layer=layer)[0]  # noqa: E731

@@ -26,9 +26,14 @@ def last_slot(slots: Slots) -> Int[Array, " B"]:
 
 
 def pool(x: Float[Array, "B T D"], slots: Slots, pooling: str) -> Float[Array, "B D"]:
-    """One vector a sequence `[B, D]`: its first slot, its last slot, or the mean over slots that are not padding."""
+    """One vector a sequence `[B, D]`: its first slot, its last slot, or the mean over slots that are not padding.
+
+    With pooling "end" it is the row's last slot, whether that is padding or not.
+    """
     if pooling == "first":
         return x[:, 0]
+    if pooling == "end":
+        return x[:, -1]
     if pooling == "last":
         return jnp.take_along_axis(x, last_slot(slots)[:, None, None], axis=1)[:, 0]
     weight = (jnp.maximum(slots.segment, 0) != 0).astype(jnp.float32)  # `> 0` changes the last bits of training
@@ -103,6 +108,8 @@ class Head(nn.Module):
                 return logits
             return RelationLogits(logits, self.class_logits(self.pooled_vector(x, slots), RELATIONS))
         if kind == "slots":
+            if self.config.residual_width is not None:
+                return self.decision(self.residual_layer(x, self.config.residual_width))
             return self.class_logits(x if self.config.width is None else self.hidden_layer(x))
         if kind == "classes":
             return self.class_logits(self.pooled_vector(x, slots))
@@ -169,9 +176,21 @@ class Head(nn.Module):
 
     def class_logits(self, x: Float[Array, "*batch _"], classes: int | None = None) -> Float[Array, "*batch C"]:
         """Logits over C classes, those of the config if `classes` is None, after dropout."""
-        config = self.config
-        classes = config.classes if classes is None else classes
+        return self.decision(Dropout(self.config.dropout)(x), classes)
+
+    def decision(self, x: Float[Array, "*batch _"], classes: int | None = None) -> Float[Array, "*batch C"]:
+        """The last projection of `class_logits`."""
+        classes = self.config.classes if classes is None else classes
         if classes is None:
             raise ValueError("head.classes: got None, expected a number; resolve the config with the data first")
-        x = Dropout(config.dropout)(x).astype(jnp.float32)
-        return Dense((x.shape[-1], classes), ("embed", None), bias=config.decision_bias, name="decision")(x)
+        shape = (x.shape[-1], classes)
+        decide = Dense(shape, ("embed", None), bias=self.config.decision_bias, name="decision")
+        return decide(x.astype(jnp.float32))
+
+    def residual_layer(self, x: Float[Array, "B T D"], width: int) -> Float[Array, "B T D"]:
+        """The feed-forward layer of `config.residual_width`: norm(x + act(x W_in) W_out)."""
+        config = self.config
+        y = Dropout(config.input_dropout, name="input_dropout")(x)
+        y = ACTIVATIONS[config.hidden](Dense((self.width, width), ("embed", "ffn"), name="in")(y))
+        y = Dropout(config.dropout)(Dense((width, self.width), ("ffn", "embed"), name="out")(y))
+        return Norm(NormConfig(epsilon=config.epsilon), name="residual_norm")(x + y)

@@ -18,7 +18,7 @@ from jaxformer.nn.block import Block, LayerContext
 from jaxformer.nn.cache import KeyValues, StackKeyValues, cache_dtype
 from jaxformer.nn.convolution import Convolution, Convolved
 from jaxformer.nn.layers import Dense, Dropout, Norm
-from jaxformer.nn.masks import Mask
+from jaxformer.nn.masks import Blocks, Mask
 from jaxformer.parallel import mesh, pipeline
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree, Slots
@@ -158,15 +158,9 @@ class Stack(nn.Module):
     ) -> LayerContext:
         """The inputs that all layers share; see `__call__`. Without `cache_slots` the keys are the rows' own slots."""
         slots, memory_slots = rows.slots, rows.memory_slots
+        mask = self_attention_mask(self.resolved, self.causal, slots, cache_slots)
         return LayerContext(
-            mask=Mask(
-                slots,
-                slots if cache_slots is None else cache_slots,
-                self.causal,
-                self.resolved.attention.window,
-                hidden_pairs=None if visible_slots is None else ~visible_slots,
-                same_slots=cache_slots is None,
-            ),
+            mask=mask if visible_slots is None else mask.replace(hidden_pairs=~visible_slots),
             position=self.shared_position(slots, rows.token_type),
             memory=rows.memory,
             memory_mask=None if memory_slots is None else cross_mask(slots, memory_slots),
@@ -183,11 +177,14 @@ class Stack(nn.Module):
             x = self.embed_norm(x, slots.segment != 0)
         if encodings.get(config.encoding.kind).embed is not None:
             x = x + self.position(slots).astype(x.dtype)
+        if config.embed.dropout_first:
+            x = self.embed_dropout(x)
         if config.embed.norm and not config.embed.norm_before_positions:
             x = self.embed_norm(x, slots.segment != 0)
         if config.attention.average_padding:
             x = jnp.where((slots.segment < 0)[..., None], jnp.zeros((), x.dtype), x)
-        x = self.embed_dropout(x)
+        if not config.embed.dropout_first:
+            x = self.embed_dropout(x)
         return x if config.embed.sum_width is None else self.embed_projection(x)
 
     def apply_unrolled(
@@ -250,7 +247,7 @@ class Stack(nn.Module):
             token_types = (rows.token_type,) if encoding.uses_token_types else ()
             convolved = rows.convolved
             context = LayerContext(
-                mask=Mask(rows.slots, rows.slots, causal, config.attention.window, same_slots=True),
+                mask=self_attention_mask(config, causal, rows.slots),
                 position=None if position is None else position.apply(shared["position"], rows.slots, *token_types),
                 memory=rows.memory,
                 memory_mask=None if rows.memory_slots is None else cross_mask(rows.slots, rows.memory_slots),
@@ -305,6 +302,30 @@ class Stack(nn.Module):
         keys = jnp.zeros((*layers, rows, kv_heads, head_width, length), cache_dtype(dtype))
         zeros = KeyValues(keys, jnp.swapaxes(keys, -1, -2))
         return (zeros,) * config.layers if unrolls_decoding(config) else zeros
+
+
+def self_attention_mask(config: StackConfig, causal: bool, slots: Slots, cache_slots: Slots | None = None) -> Mask:
+    """Mask of self-attention over the slots themselves or those of a cache.
+
+    With blocks of slots (`attention.sparse`, `attention.summary`) positions are the numbers of the slots in their row.
+
+    Raises:
+      ConfigError: there are blocks in a causal stack or with a cache.
+    """
+    own = config.attention
+    key = slots if cache_slots is None else cache_slots
+    mask = Mask(slots, key, causal, own.window, same_slots=cache_slots is None)
+    if own.sparse is None and own.summary is None:
+        return mask
+    if causal or cache_slots is not None:
+        name = "sparse" if own.summary is None else "summary"
+        raise ConfigError(
+            f"attention.{name}: got it in a causal stack or with a cache, expected None: it reads whole rows"
+        )
+    length = slots.segment.shape[1]
+    number = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), slots.segment.shape)
+    numbered = Slots(number, slots.segment)
+    return mask.replace(query=numbered, key=numbered, blocks=Blocks.of(own.sparse, length))
 
 
 def cross_mask(query: Slots, memory: Slots) -> Mask:

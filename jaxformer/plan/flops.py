@@ -22,9 +22,12 @@ import math
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from jaxformer.config import Config, StackConfig
+from jaxformer.nn.masks import Blocks
 
 FORMULA = "6 N + 12 x layers x heads x head width x keys, masked ones too (PaLM, appendix B)"
 FORMULA_VISIBLE = "the same over visible keys only: not what MFU counts"
@@ -155,6 +158,7 @@ def _stack_attention_flops(config: Config, name: str, length: int, visible: bool
     own = stack.attention
     width = own.heads * (own.head_width or stack.width // own.heads)
     keys = visible_keys(stack, name == "decoder", length) if visible else length
+    keys += 0 if own.summary is None else length // own.summary
     keys += length if name == "decoder" and config.model.encoder is not None else 0
     return 12 * stack.layers * width * keys
 
@@ -164,11 +168,22 @@ def visible_keys(stack: StackConfig, decodes: bool, length: int) -> float:
     own = stack.attention
     causal = decodes if stack.causal is None else stack.causal
     whole = (length + 1) / 2 if causal else length
+    blocks = Blocks.of(own.sparse, length)
+    if blocks is not None:
+        return _keys_of_blocks(blocks, length)
     if own.window is None:
         return whole
     banded = min(whole, own.window * (1 if causal else 2))
     share = len(stack.windowed_layers) / stack.layers if own.window_layers else 1 / own.window_every
     return share * banded + (1 - share) * whole
+
+
+def _keys_of_blocks(blocks: Blocks, length: int) -> float:
+    """Visible keys per query of block-sparse attention; a key that counts several times is one."""
+    first = np.arange(0, length, blocks.size)
+    sizes = np.minimum(blocks.size, length - first)
+    seen = np.asarray(blocks.visible(jnp.asarray(first)[None], jnp.asarray(first)[None]))[0] @ sizes
+    return float(seen @ sizes) / length
 
 
 def flops_per_token(config: Config, params: Any, names: Any, length: int) -> float:

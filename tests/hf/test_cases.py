@@ -29,6 +29,7 @@ FEW = (
     "blenderbot_small", "llama_padded_left", "mixtral_padded", "bert_padded",
     "bert_classifier_padded_left", "bart_padded", "bert_choice", "prelayernorm",
     "roberta_causal", "distilbert_classifier", "albert_equal_widths", "albert_pretraining",
+    "big_bird", "longt5", "roformer",
     "gemma2", "gemma3", "gemma3_both_ways", "electra", "electra_generator", "electra_classifier", "electra_choice",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW

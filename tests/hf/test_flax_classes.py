@@ -27,6 +27,7 @@ T5 = {
     "num_heads": 2, "relative_attention_num_buckets": 8, "decoder_start_token_id": 0, "pad_token_id": 0,
     "eos_token_id": 1, "initializer_factor": 2.0,
 }  # fmt: skip
+BIG_BIRD = {**BERT, "model_type": "big_bird", "block_size": 2}
 IDS = np.array([[5, 7, 9, 11], [6, 8, 0, 0]], np.int32)
 MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 0]], np.int32)
 LEFT = np.array([[5, 7, 9, 11], [0, 0, 6, 8]], np.int32)
@@ -488,7 +489,11 @@ def test_refusals_say_what_to_do(bert, gpt2, t5, tmp_path):
         (lambda: flax.FlaxBertModel(GPT2), "got a config of model_type 'gpt2'"),
         (lambda: flax.FlaxBertModel({**BERT, "position_embedding_type": "relative_key"}), "relative_key"),
         (lambda: flax.FlaxAutoModelForSeq2SeqLM.from_config(BERT), "expected one of bart"),
-        (lambda: flax.FlaxAutoModel.from_config({"model_type": "big_bird"}), "got model_type 'big_bird'"),
+        (lambda: flax.FlaxAutoModel.from_config({"model_type": "deberta"}), "got model_type 'deberta'"),
+        (
+            lambda: flax.FlaxBigBirdModel(BIG_BIRD, _do_init=False)(IDS, params={}),
+            "expected a multiple of block_size (2)",
+        ),
         (lambda: flax.FlaxAutoModel.from_pretrained("bert-base-uncased"), "expected a local directory"),
         (lambda: flax.FlaxAutoModel(), "from_pretrained"),
         (lambda: flax.FlaxPreTrainedModel(BERT), "a base class"),
@@ -500,8 +505,10 @@ def test_refusals_say_what_to_do(bert, gpt2, t5, tmp_path):
 
 
 def test_missing_families_are_refused_by_name():
-    with pytest.raises(ImportError, match=r"FlaxBigBirdModel \(BigBird\), expected a class of one of Albert"):
-        from jaxformer.hf.flax import FlaxBigBirdModel  # noqa: F401
+    with pytest.raises(
+        ImportError, match=r"FlaxEncoderDecoderModel \(encoder-decoder pairs\), expected a class of one"
+    ):
+        from jaxformer.hf.flax import FlaxEncoderDecoderModel  # noqa: F401
     with pytest.raises(ImportError, match="speech"):
         _ = flax.FlaxWhisperForConditionalGeneration
     assert not hasattr(flax, "FlaxNothing")

@@ -17,6 +17,7 @@ SOURCES = "".join(path.read_text() for path in (Path(jaxformer.__file__).parent 
 BASE = {
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"], "conv_kernel_size": 3},
+    "longt5": {"encoder_attention_type": "transient-global"},
     "mt5": {"feed_forward_proj": "relu"},
     "marian": {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 16},
 }
@@ -27,6 +28,7 @@ OTHERS = {
     "architectures": ["X"],
     "attention_layers": ["local"] * 24,
     "attention_types": [[["local"], 24]],
+    "attention_type": "original_full",
     "attn_logit_softcapping": 24.0,
     "attn_type": "uni",
     "attention_head_size": 3,
@@ -39,6 +41,7 @@ OTHERS = {
     "decoder_vocab_size": 24,
     "dense_act_fn": "silu",
     "embedding_size": 48,
+    "encoder_attention_type": "local",
     "feed_forward_proj": "gated-silu",
     "final_logit_softcapping": 24.0,
     "head_dim": 48,
@@ -69,6 +72,7 @@ OTHERS = {
     "summary_last_dropout": 0.25,
     "summary_proj_to_labels": True,
     "summary_type": "first",
+    "summary_use_proj": True,
     "talking_head": True,
     "text_config": {},
     "tie_word_embeddings": False,
@@ -79,6 +83,9 @@ OTHERS = {
 }
 """Another value of keys whose default does not tell of which kind they are."""
 
+SECOND = {"summary_type": "mean", "attention_type": "block_sparse"}
+"""A further value, for heads that need the one in `OTHERS`."""
+
 
 def model(family, head, values):
     return keys.read_model(family, keys.with_defaults(family, Settings(values)), head)
@@ -88,8 +95,8 @@ def another(name, default):
     """A value of a key that differs from its default."""
     if name in OTHERS and OTHERS[name] != default:
         return OTHERS[name]
-    if name == "summary_type":
-        return "mean"
+    if name in SECOND:
+        return SECOND[name]
     if isinstance(default, bool):
         return not default
     if name.endswith(("_act", "_function", "ff_activation")):
@@ -104,7 +111,10 @@ def another(name, default):
 def base_of(family, head):
     """What must be set for other keys to act on this head."""
     decodes = "is_decoder" in keys.default_values(family) and head == "causal_lm" and "masked_lm" in family.heads
-    return BASE.get(family.model_types[0], {}) | ({"is_decoder": True} if decodes else {})
+    own = {"is_decoder": True} if decodes else {}
+    if decodes and "attention_type" in keys.default_values(family):
+        own["attention_type"] = "original_full"  # BigBird's blocks see the tokens ahead
+    return BASE.get(family.model_types[0], {}) | own
 
 
 def state(family, head, values):
@@ -138,7 +148,8 @@ def test_a_silent_file_says_what_the_librarys_defaults_say(name):
     family = FAMILIES[name]
     written = {key: value for key, value in keys.key_lists()["families"][family.model_types[0]]["defaults"].items()}
     for head in family.heads:
-        decodes = {"is_decoder": True} if base_of(family, head).get("is_decoder") else {}
+        base = base_of(family, head)
+        decodes = {key: base[key] for key in ("is_decoder", "attention_type") if key in base}
         assert model(family, head, decodes) == model(family, head, written | decodes), head
 
 

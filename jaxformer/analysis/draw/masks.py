@@ -18,9 +18,8 @@ from jaxformer.data import packing
 from jaxformer.errors import ConfigError
 from jaxformer.models import build
 from jaxformer.models.xlnet import hidden_by_order, stream_masks
-from jaxformer.nn.masks import Mask
 from jaxformer.nn.series import cut_patches
-from jaxformer.nn.stack import cross_mask
+from jaxformer.nn.stack import cross_mask, self_attention_mask
 from jaxformer.tasks import permutation_lm
 from jaxformer.types import Batch, Slots
 
@@ -75,6 +74,8 @@ def _default_length(config: Config) -> int:
     """Slots that are drawn: few enough to see each, but twice as many as the longest window, so that it shows."""
     stacks = {name: stack for name, stack in config.model.stacks.items() if stack.layers}
     windows = [stack.attention.window for stack in stacks.values() if stack.attention.window is not None]
+    sparse = [stack.attention.sparse for stack in stacks.values() if stack.attention.sparse is not None]
+    windows += [(3 + own.random) * own.size for own in sparse]
     longest = min(config.model.slots(name, config.data.length) for name in stacks)
     return min(max(SLOTS, *(2 * window for window in windows), 0), longest, MAX_SLOTS)
 
@@ -153,11 +154,14 @@ def _stack_panels(config: Config, name: str, stack: StackConfig, batch: Batch, k
     words = [kind, "causal" if causal else ""]
     words += ["prefix" if causal and stream.slots.prefix is not None else ""]
     title = ", ".join([name, *filter(None, words)])
-    panels = []
+    panels, mask = [], self_attention_mask(stack, causal, stream.slots)
+    if mask.blocks is not None:
+        title = f"{title}, blocks of {mask.blocks.size}"
     for window, layers in _windows(stack):
-        mask = Mask(stream.slots, stream.slots, causal, window, same_slots=True).dense()[0]
+        see = mask.replace(window=window).dense()[0]
         text = title if attention.window is None else f"{title}, {'all keys' if window is None else f'window {window}'}"
-        panels.append(_panel(text + layers, mask, stream.slots, stream.slots))
+        text += "" if attention.summary is None else f" beside summaries of {attention.summary} slots"
+        panels.append(_panel(text + layers, see, stream.slots, stream.slots))
     return panels
 
 

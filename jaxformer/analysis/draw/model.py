@@ -193,6 +193,8 @@ def _sublayer_words(key: str, stack: StackConfig) -> list[str]:
     if key == "attention":
         words += [stack.encoding.kind] if stack.encoding.kind not in ("none", "sinusoidal", "learned") else []
         words += [f"window {attention.window}{_window_layers(stack)}"] if attention.window is not None else []
+        words += [f"blocks of {attention.sparse.size}"] if attention.sparse is not None else []
+        words += [f"summaries of {attention.summary} slots"] if attention.summary is not None else []
     after_norm = ["the residual starts after the norm"] if stack.residual_after_norm else []
     return [", ".join(words), *after_norm]
 

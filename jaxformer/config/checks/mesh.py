@@ -40,11 +40,14 @@ def check_context(config: Config, size: int) -> None:
         "a series (model.series)": model.series is not None,
         "a recurrent model": model.recurrent_encoder is not None or model.recurrent_decoder is not None,
         "a convolution (encoder.conv)": any(stack.conv is not None for stack in model.stacks.values()),
+        "blocks of slots (attention.sparse, attention.summary)": any(
+            stack.attention.sparse is not None or stack.attention.summary is not None for stack in model.stacks.values()
+        ),
         "permutations (model.permutation)": model.permutation is not None,
         "a mixture of experts of limited capacity (moe.capacity)": any(
             stack.moe is not None and stack.moe.capacity is not None for stack in model.stacks.values()
         ),
-        "head.pooling last": model.head.pooling == "last"
+        "head.pooling last or end": model.head.pooling in ("last", "end")
         and (model.head.kind in ("classes", "pooled") or model.head.relation),
     }
     for part, is_present in ordered.items():

@@ -75,6 +75,7 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         expected = f"the model width ({stack.width}), since ffn.output is False"
         raise invalid(f"{path}.ffn.width", ffn.width, expected, "change it, or set ffn.output")
     _check_sublayers(stack, path)
+    _check_whole_rows(stack, path, config)
     if stack.moe is not None:
         _check_moe(stack.moe, ffn, f"{path}.moe")
     if stack.layers == 0:
@@ -127,6 +128,29 @@ def _check_sublayers(stack: StackConfig, path: str) -> None:
         if len(numbers) < len(own.window_layers) or not numbers <= set(range(stack.layers)):
             expected = f"different numbers from 0 to {stack.layers - 1}"
             raise invalid(f"{path}.attention.window_layers", own.window_layers, expected)
+
+
+def _check_whole_rows(stack: StackConfig, path: str, config: Config) -> None:
+    """Raises ConfigError for blocks of a row's slots (sparse, summary) where slots are not those of one whole text."""
+    own, encoding = stack.attention, stack.encoding
+    present = [name for name in ("sparse", "summary") if getattr(own, name) is not None]
+    if not present:
+        return
+    name, got = f"{path}.attention.{present[0]}", "a section" if own.sparse else own.summary
+    causal = path.endswith("decoder") if stack.causal is None else stack.causal
+    table = registry.member("jaxformer.nn.encodings", encoding.kind, "ENCODING")
+    moves = table.rotate is not None or (table.bias is not None and encoding.kind != "t5")
+    refused = {
+        "with both": len(present) == 2,
+        "in a causal stack, where slots ahead are hidden": bool(causal),
+        "with data.packing, which puts several texts into a row": config.data.packing != "none",
+        "with a window: the blocks are one already": own.sparse is not None and own.window is not None,
+        f"with encoding.kind {encoding.kind}: a summary has no position": own.summary is not None and moves,
+        "with attention.average_padding, whose padding sees all slots": own.average_padding,
+    }
+    for reason, is_wrong in refused.items():
+        if is_wrong:
+            raise invalid(name, got, f"None {reason}")
 
 
 def _check_output_width(model: ModelConfig) -> None:
@@ -213,6 +237,8 @@ def _check_embedding(embed: EmbedConfig, width: int, path: str, may_be_wider: bo
         raise invalid(f"{path}.embed.width", embed.width, f"at most the model width ({width})")
     if embed.norm_before_positions and not embed.norm:
         raise invalid(f"{path}.embed.norm_before_positions", True, "False where embed.norm is False")
+    if embed.dropout_first and (not embed.norm or embed.norm_before_positions):
+        raise invalid(f"{path}.embed.dropout_first", True, "False, unless embed.norm is of the sum with positions")
     if embed.projection_bias and embed.width in (None, width) and embed.sum_width is None:
         raise invalid(f"{path}.embed.projection_bias", True, f"embed.width below the model width ({width}), or False")
 
@@ -239,6 +265,9 @@ def check_model(model: ModelConfig) -> None:
         )  # fmt: skip
     encoder, decoder = model.encoder_part, model.decoder_part
     reads_pairs = model.encoder is not None and decoder is None and model.permutation is None
+    if model.head.residual_width is not None and (model.head.kind != "slots" or model.head.width is not None):
+        expected = "None, unless head.kind is slots and head.width None"
+        raise invalid("config.model.head.residual_width", model.head.residual_width, expected)
     if model.head.relation and not (model.head.kind == "tokens" and reads_pairs):
         expected = "False, unless a transformer encoder alone has a head of kind tokens"
         raise invalid("config.model.head.relation", True, expected)
@@ -283,6 +312,9 @@ def check_model(model: ModelConfig) -> None:
             raise invalid("config.model.adapter.layers", model.adapter.layers, "() where layers share their parameters")
         if model.generator is not None:
             raise invalid("config.model.adapter", "a section", "None beside config.model.generator", "take one away")
+    if model.head.pooling == "end" and (model.head.kind != "classes" or model.encoder is None or model.decoder):
+        expected = "first, mean or last, unless a transformer encoder alone has a head of kind classes"
+        raise invalid("config.model.head.pooling", "end", expected)
     pools_last = model.head.pooling == "last" and model.head.kind in ("classes", "pair")
     bidirectional = model.recurrent_encoder is not None and model.recurrent_encoder.bidirectional
     if pools_last and bidirectional and model.head.kind == "pair":  # the backward direction has read one token there

@@ -192,10 +192,11 @@ def layer_rows(model: ModelConfig, prefix: str) -> list[Row]:
 def embedding_rows(model: ModelConfig, prefix: str) -> list[Row]:
     """Rows of the tables of tokens, positions and token types, and of the norm of their sum."""
     stack, (side, embed) = stack_of(model), paths_of(model)
+    positions = [Row(f"{prefix}.embeddings.position_embeddings.weight", f"{side}/position/table")]
     kinds = [Row(f"{prefix}.embeddings.token_type_embeddings.weight", f"{embed}/kinds")] if stack.embed.kinds else []
     return [
         Row(f"{prefix}.embeddings.word_embeddings.weight", f"{embed}/table"),
-        Row(f"{prefix}.embeddings.position_embeddings.weight", f"{side}/position/table"),
+        *(positions if stack.encoding.kind == "learned" else []),
         *kinds,
         *norm_rows(f"{prefix}.embeddings.LayerNorm", f"{side}/embed_norm"),
     ]

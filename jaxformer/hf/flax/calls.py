@@ -78,7 +78,7 @@ def call_with(signature: inspect.Signature) -> Callable[[Callable[..., Any]], Ca
 
 def outputs_of(model_type: str, head: str) -> type[ModelOutput]:
     """The output class of a class's call."""
-    encoder = GROUPS[model_type].call in ("bert", "albert", "distilbert")
+    encoder = GROUPS[model_type].call in ("bert", "big_bird", "albert", "distilbert", "roformer")
     pair = head in ("seq2seq", "sequence", "qa", "model") and GROUPS[model_type].call in ("bart", "t5")
     names = {
         "masked_lm": "FlaxMaskedLMOutput",
@@ -93,10 +93,12 @@ def outputs_of(model_type: str, head: str) -> type[ModelOutput]:
         "causal_lm": "FlaxCausalLMOutputWithCrossAttentions",
         "model": "FlaxSeq2SeqModelOutput" if pair else "FlaxBaseModelOutputWithPastAndCrossAttentions",
     }
+    if (model_type, head) == ("big_bird", "qa"):
+        names["qa"] = "FlaxBigBirdForQuestionAnsweringModelOutput"
     if head == "causal_lm" and GROUPS[model_type].call in ("gptj", "bloom", "opt"):
         names["causal_lm"] = "FlaxMaskedLMOutput" if model_type == "opt" else "FlaxCausalLMOutput"
     elif head == "model" and encoder:
-        with_pooler = model_type not in ("distilbert", "electra")
+        with_pooler = model_type not in ("distilbert", "electra", "roformer")
         pooled = "WithPooling" if model_type == "albert" else "WithPoolingAndCrossAttentions"
         names["model"] = f"FlaxBaseModelOutput{pooled if with_pooler else ''}"
     elif head == "model" and GROUPS[model_type].call in ("gptj", "bloom", "opt"):

@@ -15,6 +15,7 @@ from jaxformer.hf.arguments import check_ids
 from jaxformer.hf.flax import logits_process as processes
 from jaxformer.hf.flax import outputs, search
 from jaxformer.hf.flax.generation_config import DEFAULTS, UNREAD, GenerationConfig
+from jaxformer.hf.flax.names import T5_TYPES
 from jaxformer.registry import nearest
 from jaxformer.types import Array, PyTree
 
@@ -23,10 +24,10 @@ log = logging.getLogger("jaxformer")
 INPUTS = ("attention_mask", "decoder_input_ids", "decoder_attention_mask", "encoder_outputs")
 """Arguments of `generate` that are arrays."""
 
-WITHOUT_POSITIONS = ("bloom", "t5", "mt5")
+WITHOUT_POSITIONS = ("bloom", *T5_TYPES)
 """`model_type`s whose calls take no positions."""
 
-RELATIVE = ("t5", "mt5")
+RELATIVE = T5_TYPES
 """`model_type`s whose positions count slots, padding included."""
 
 NO_OPTIONS = ("use_cache", "transformers_version", "_from_model_config")

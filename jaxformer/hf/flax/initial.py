@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.hf.flax.layout import Path
+from jaxformer.hf.flax.names import T5_TYPES
 from jaxformer.hf.flax.spec import Spec
 from jaxformer.types import Array
 
@@ -28,7 +29,7 @@ def leaf(spec: Spec, settings: Any, path: Path, shape: jax.ShapeDtypeStruct, key
 
 def deviation(spec: Spec, settings: Any, path: Path) -> float:
     """Standard deviation of a kernel or a table."""
-    if spec.model_type in ("t5", "mt5"):
+    if spec.model_type in T5_TYPES:
         return _t5_deviation(spec, float(settings("initializer_factor", 1.0)), path)
     for name in DEVIATION_KEYS:
         if settings(name, None) is not None:
@@ -44,6 +45,7 @@ def _t5_deviation(spec: Spec, factor: float, path: Path) -> float:
     hidden = width if ffn is None or ffn.width is None else ffn.width
     variances = {
         "q": inner * head_width, "k": inner, "v": inner, "o": inner, "relative_attention_bias": inner,
+        "global_relative_attention_bias": inner,
         "wi": width, "wi_0": width, "wi_1": width, "wo": hidden,
     }  # fmt: skip
     return factor * variances.get(path[-2], 1.0) ** -0.5

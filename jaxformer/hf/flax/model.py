@@ -15,13 +15,20 @@ from flax import traverse_util
 
 from jaxformer.errors import ConfigError
 from jaxformer.hf import keys
-from jaxformer.hf.arguments import flatten_choices, has_concrete_values, make_batch
+from jaxformer.hf.arguments import (
+    HIDDEN_SPAN_SCORE,
+    flatten_choices,
+    has_concrete_values,
+    make_batch,
+    split_question,
+)
 from jaxformer.hf.flax import cached, configs, initial, old, persistence, signatures
 from jaxformer.hf.flax.cached import Cache
 from jaxformer.hf.flax.calls import Options, bind, typed_key
 from jaxformer.hf.flax.generation_config import GenerationConfig
 from jaxformer.hf.flax.layout import Path
 from jaxformer.hf.flax.modules import Module
+from jaxformer.hf.flax.names import T5_TYPES
 from jaxformer.hf.flax.outputs import ModelOutput
 from jaxformer.hf.flax.spec import Spec, converted, family, forward
 from jaxformer.hf.table import Settings
@@ -203,11 +210,24 @@ class FlaxPreTrainedModel(persistence.Persistence):
         if given.get("past_key_values") is not None:
             return self._cached_call(given, options)
         given.pop("past_key_values", None)
+        given, hidden = self._split_question(given)
         inputs = self._inputs(given)
         inputs, choices = flatten_choices(inputs) if self.head == "multiple_choice" else (inputs, 0)
+        old.check_length(self.spec.config, inputs["input_ids"].shape[-1])
         batch = make_batch(self.spec.convention, self.settings, self.spec.config, self.head, inputs)
         values = forward(self.spec, options.params, batch, options.key, options.flags)
+        if hidden is not None:
+            values |= {name: values[name] - HIDDEN_SPAN_SCORE * hidden for name in ("start_logits", "end_logits")}
         return self._named(values, choices, options)
+
+    def _split_question(self, given: dict[str, Any]) -> tuple[dict[str, Any], Array | None]:
+        """The arguments without those that say where a question ends, and which slots no span may use."""
+        if not (self.head == "qa" and self.spec.convention.hides_question):
+            return given, None
+        if "logits_mask" in given:  # of the module, which finds no question of its own
+            hidden = given.pop("logits_mask")
+            return given, None if hidden is None else jnp.asarray(hidden).reshape(jnp.shape(given["input_ids"]))
+        return split_question(self.settings, {name: value for name, value in given.items() if value is not None})
 
     def _inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of a call, as `make_batch` takes them; those that the model has no use for are left out."""
@@ -218,7 +238,7 @@ class FlaxPreTrainedModel(persistence.Persistence):
             inputs["token_type_ids"] = jnp.full_like(inputs["input_ids"], old.DEFAULT_KIND[self.model_type])
         if self.spec.config.is_seq2seq and "decoder_input_ids" not in inputs:
             inputs.pop("decoder_attention_mask", None)
-            if self.model_type in ("t5", "mt5"):
+            if self.model_type in T5_TYPES:
                 raise ConfigError("call: got no decoder_input_ids, expected them; T5 makes none of its own")
         return inputs
 
@@ -233,6 +253,7 @@ class FlaxPreTrainedModel(persistence.Persistence):
                 raise ConfigError(
                     f"call: got {name}, expected None: cross-attention of encoder-decoder pairs is missing"
                 )
+        given.pop("indices_rng", None)  # of random blocks, in whose place the first block is read (docs/migration.md)
         heads = given.pop("head_mask", None)
         if heads is not None and not (has_concrete_values(heads) and bool(np.all(np.asarray(heads) == 1))):
             raise ConfigError("call: got a head_mask that hides heads, expected None; multiply the kernels instead")

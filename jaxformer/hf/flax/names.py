@@ -27,6 +27,10 @@ SUFFIXES = {
 SUFFIX_EXCEPTIONS = {("gpt2", "causal_lm"): "LMHeadModel", ("marian", "seq2seq"): "MTModel"}
 
 
+T5_TYPES = ("t5", "mt5", "longt5")
+"""`model_type`s of T5 and its relatives, which have rules of their own."""
+
+
 @dataclass(frozen=True)
 class Group:
     """The classes of one `model_type`.
@@ -46,6 +50,7 @@ GROUPS: dict[str, Group] = {
     "albert": Group("Albert", (*ENCODER_HEADS, "pretraining"), "albert"),
     "bart": Group("Bart", (*CLASSIFYING_TRANSLATOR, "causal_lm"), "bart"),
     "bert": Group("Bert", (*ENCODER_HEADS, "pretraining", "next_sentence", "causal_lm"), "bert"),
+    "big_bird": Group("BigBird", (*ENCODER_HEADS, "pretraining", "causal_lm"), "big_bird"),
     "blenderbot": Group("Blenderbot", TRANSLATOR, "bart"),
     "blenderbot-small": Group("BlenderbotSmall", TRANSLATOR, "bart"),
     "bloom": Group("Bloom", BODY_AND_LM, "bloom"),
@@ -56,6 +61,7 @@ GROUPS: dict[str, Group] = {
     "gpt_neo": Group("GPTNeo", BODY_AND_LM, "gptj"),
     "gptj": Group("GPTJ", BODY_AND_LM, "gptj"),
     "llama": Group("Llama", BODY_AND_LM, "gptj"),
+    "longt5": Group("LongT5", TRANSLATOR, "t5"),
     "marian": Group("Marian", TRANSLATOR, "bart"),
     "mbart": Group("MBart", CLASSIFYING_TRANSLATOR, "bart"),
     "mistral": Group("Mistral", BODY_AND_LM, "gptj"),
@@ -64,6 +70,7 @@ GROUPS: dict[str, Group] = {
     "pegasus": Group("Pegasus", TRANSLATOR, "bart"),
     "roberta": Group("Roberta", (*ENCODER_HEADS, "causal_lm"), "bert"),
     "roberta-prelayernorm": Group("RobertaPreLayerNorm", (*ENCODER_HEADS, "causal_lm"), "bert"),
+    "roformer": Group("RoFormer", ENCODER_HEADS, "roformer"),
     "t5": Group("T5", (*TRANSLATOR, "encoder"), "t5"),
     "xglm": Group("XGLM", BODY_AND_LM, "xglm"),
     "xlm-roberta": Group("XLMRoberta", (*ENCODER_HEADS, "causal_lm"), "bert"),
@@ -86,16 +93,18 @@ AUTO_HEADS: dict[str, tuple[str, ...]] = {
 
 AUTO_TYPES: dict[str, tuple[str, ...]] = {
     "FlaxAutoModelForMaskedLM": (
-        "albert", "bart", "bert", "distilbert", "electra", "mbart", "roberta", "roberta-prelayernorm", "xlm-roberta",
+        "albert", "bart", "bert", "big_bird", "distilbert", "electra", "mbart", "roberta", "roberta-prelayernorm",
+        "roformer", "xlm-roberta",
     ),
     "FlaxAutoModelForPreTraining": (
-        "albert", "bart", "bert", "electra", "mbart", "mt5", "roberta", "roberta-prelayernorm", "t5", "xlm-roberta",
+        "albert", "bart", "bert", "big_bird", "electra", "longt5", "mbart", "mt5", "roberta", "roberta-prelayernorm",
+        "roformer", "t5", "xlm-roberta",
     ),
 }  # fmt: skip
 """Automatic classes of fewer families than have the head -> their `model_type`s."""
 
 MISSING_FAMILIES = {
-    "BigBird": "BigBird", "LongT5": "LongT5", "RoFormer": "RoFormer", "EncoderDecoder": "encoder-decoder pairs",
+    "EncoderDecoder": "encoder-decoder pairs",
     "VisionEncoderDecoder": "vision", "VisionTextDualEncoder": "vision", "SpeechEncoderDecoder": "speech",
     "Beit": "vision", "CLIP": "vision", "Dinov2": "vision", "RegNet": "vision", "ResNet": "vision", "ViT": "vision",
     "Wav2Vec2": "speech", "Whisper": "speech", "AutoModelForImageClassification": "vision",

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxformer.config import ModelConfig
+from jaxformer.errors import ConfigError
+from jaxformer.hf.flax.names import T5_TYPES
 from jaxformer.hf.table import Settings, require_stack
 from jaxformer.types import Array, PyTree
 
@@ -45,6 +47,11 @@ def old_values(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
         edits |= {} if values.get("scale_attn_weights", True) else {"scale_attn_weights": True}
         wrong = values.get("scale_attn_by_inverse_layer_idx", False)
         edits |= {"scale_attn_by_inverse_layer_idx": False} if wrong else {}
+    if model_type == "roformer":  # the width of the layers
+        width = values.get("hidden_size", 768)
+        edits |= {"embedding_size": None} if values.get("embedding_size") not in (None, width) else {}
+    if model_type == "big_bird" and values.get("attention_type") == "original_full":
+        edits |= {} if values.get("use_bias", True) else {"use_bias": True}
     if edits:
         log.warning("config: got %s, which the old class of %s did not read", ", ".join(edits), model_type)
     kept = {name: value for name, value in values.items() if name not in ROPE_KEYS or model_type not in ROTARY_TYPES}
@@ -59,11 +66,16 @@ def old_values(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def old_model(model_type: str, head: str, settings: Settings, model: ModelConfig) -> ModelConfig:
     """The model as the old class computed it."""
     top = model.head
-    if model_type in ("t5", "mt5") and head == "seq2seq":
+    if model_type in T5_TYPES and head == "seq2seq":
         return dataclasses.replace(model, head=dataclasses.replace(top, scale=top.tied))
     if model_type == "electra" and top.transform:
         activation = settings.activation("hidden_act", "gelu")
         return dataclasses.replace(model, head=dataclasses.replace(top, activation=activation))
+    if model_type == "roformer" and head == "multiple_choice":
+        dropout = require_stack(model, "encoder").dropout
+        return dataclasses.replace(model, head=dataclasses.replace(top, dropout=dropout))
+    if model_type == "big_bird":
+        return _sparse_when_short(model)
     if model_type == "blenderbot-small":
         return _scaled_before_norm(model)
     if model_type == "mistral":  # a window of w keys saw one more, and none saw the token itself alone
@@ -72,6 +84,35 @@ def old_model(model_type: str, head: str, settings: Settings, model: ModelConfig
         attention = dataclasses.replace(decoder.attention, window=window)
         return dataclasses.replace(model, decoder=dataclasses.replace(decoder, attention=attention))
     return model
+
+
+def _sparse_when_short(model: ModelConfig) -> ModelConfig:
+    """BigBird's Flax classes had blocks however short a text was."""
+    side = "encoder" if model.decoder is None else "decoder"
+    stack = require_stack(model, side)
+    if stack.attention.sparse is None:
+        return model
+    sparse = dataclasses.replace(stack.attention.sparse, short="sparse")
+    own = dataclasses.replace(stack.attention, sparse=sparse)
+    return dataclasses.replace(model, **{side: dataclasses.replace(stack, attention=own)})
+
+
+MIN_BLOCKS = 4
+"""Blocks that a text needs: the old BigBird's code read four, and was wrong for fewer."""
+
+
+def check_length(model: ModelConfig, length: int) -> None:
+    """Refuses the lengths of texts that the old class refused.
+
+    Raises:
+      ConfigError: BigBird's blocks do not divide it, or are too few.
+    """
+    sparse = require_stack(model, "encoder" if model.decoder is None else "decoder").attention.sparse
+    if sparse is not None and (length % sparse.size or length < MIN_BLOCKS * sparse.size):
+        raise ConfigError(
+            f"call: got {length} slots, expected a multiple of block_size ({sparse.size}) and at least {MIN_BLOCKS} "
+            "blocks; pad the text, or set attention_type to original_full"
+        )
 
 
 def tree_model(model: ModelConfig) -> ModelConfig:

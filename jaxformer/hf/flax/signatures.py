@@ -14,8 +14,11 @@ RNG = "params dropout_rng train"
 
 CALLS: dict[str, str] = {
     "bert": f"{TYPED} head_mask {CROSS} {RNG} {OUTPUTS} past_key_values",
+    "big_bird": f"{TYPED} head_mask {CROSS} params dropout_rng indices_rng train {OUTPUTS} past_key_values",
+    "big_bird_qa": f"{TYPED} head_mask question_lengths params dropout_rng indices_rng train {OUTPUTS}",
     "albert": f"{TYPED} {RNG} {OUTPUTS}",
     "distilbert": f"input_ids attention_mask head_mask {RNG} {OUTPUTS}",
+    "roformer": f"input_ids attention_mask token_type_ids head_mask {RNG} {OUTPUTS}",
     "gpt2": f"{DECODER} {CROSS} params past_key_values dropout_rng train {OUTPUTS}",
     "gptj": f"{DECODER} params past_key_values dropout_rng train {OUTPUTS}",
     "bloom": f"input_ids attention_mask past_key_values {RNG} {OUTPUTS}",
@@ -31,8 +34,10 @@ MODULES: dict[str, str] = {
     "bert": f"{TYPED} head_mask deterministic {OUTPUTS}",
     "bert_body": f"{TYPED} head_mask {CROSS} init_cache deterministic {OUTPUTS}",
     "bert_causal": f"{DECODER} token_type_ids head_mask {CROSS} init_cache deterministic {OUTPUTS}",
+    "big_bird_qa": f"{TYPED} head_mask logits_mask deterministic {OUTPUTS}",
     "albert": f"{TYPED} deterministic {OUTPUTS}",
     "distilbert": f"input_ids attention_mask deterministic {OUTPUTS}",
+    "roformer": f"input_ids attention_mask token_type_ids head_mask deterministic {OUTPUTS}",
     "gpt2": f"{DECODER} {CROSS} deterministic init_cache {OUTPUTS}",
     "gptj": f"{DECODER} deterministic init_cache {OUTPUTS}",
     "bloom": f"input_ids attention_mask deterministic init_cache {OUTPUTS}",
@@ -64,11 +69,14 @@ def kind_of(call: str, model_type: str, head: str) -> str:
     """Kind of a class's call, from that of its group."""
     if (model_type, head) == ("bart", "causal_lm"):
         return "xglm"
+    if (model_type, head) == ("big_bird", "qa"):
+        return "big_bird_qa"
     return "t5_encoder" if head == "encoder" else call
 
 
 def module_kind(kind: str, model_type: str, head: str) -> str:
     """Kind of a module's call."""
+    kind = "bert" if kind == "big_bird" else kind
     if kind == "bert" and (head == "model" or (model_type, head) == ("electra", "causal_lm")):
         return "bert_body"
     if kind == "bert" and head == "causal_lm":

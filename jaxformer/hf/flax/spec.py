@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxformer.config import ModelConfig, StackConfig
-from jaxformer.hf.flax import bart_decoder, layout, old
+from jaxformer.hf.families import big_bird
+from jaxformer.hf.flax import bart_decoder, layout, names, old
 from jaxformer.hf.flax.layout import Entry, Path
 from jaxformer.hf.origin import BODIES
 from jaxformer.hf.outputs import named_outputs
@@ -25,6 +26,8 @@ from jaxformer.types import Array, Batch, PyTree
 def family(model_type: str, head: str) -> Family:
     """The family's table, for this head."""
     found = family_of(Settings({"model_type": model_type}))
+    if (model_type, head) == ("big_bird", "causal_lm"):  # its blocks saw the tokens ahead
+        return dataclasses.replace(found, read_config=big_bird.read_any_attention)
     return bart_decoder.FAMILY if (model_type, head) == ("bart", "causal_lm") else found
 
 
@@ -49,7 +52,7 @@ class Spec:
     @property
     def convention(self) -> CallConvention:
         """The names by which the old classes are called; where newer ones differ, the old ones count."""
-        from_source = self.config.is_seq2seq and self.model_type not in ("t5", "mt5")
+        from_source = self.config.is_seq2seq and self.model_type not in names.T5_TYPES
         return dataclasses.replace(self.family.convention, decoder_input_from_source=from_source)
 
     @property

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Key, Shaped
 
+from jaxformer.config import AttentionConfig
 from jaxformer.errors import ConfigError
 from jaxformer.nn.kernels import AttentionBias, Keys, Queries
 from jaxformer.nn.masks import Mask
@@ -134,3 +135,17 @@ def refuse_hidden_pairs(name: str, mask: Mask) -> None:
     """Raises ConfigError if `mask` hides single pairs: this kernel never builds the full table."""
     if mask.hidden_pairs is not None:
         raise ConfigError(f"attention.kernel: got {name} with a mask of single pairs, expected dense; set it to auto")
+
+
+def refuse_whole_rows(name: str, mask: Mask) -> None:
+    """Raises ConfigError if `mask` has blocks or summaries, whose slots are numbered in whole rows."""
+    if mask.blocks is not None or mask.summaries:
+        raise ConfigError(
+            f"attention.kernel: got {name} with attention.sparse or attention.summary, expected dense or blockwise; "
+            "set config.mesh.context to 1"
+        )
+
+
+def whole_rows(config: AttentionConfig) -> str | None:
+    """What a kernel that knows neither blocks nor summaries needs of the config; None if it has neither."""
+    return None if config.sparse is None and config.summary is None else "attention.sparse and attention.summary None"

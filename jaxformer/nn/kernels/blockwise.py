@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Float32, Int, Shaped
 from jaxformer.config import AttentionConfig
 from jaxformer.nn.kernels import AttentionBias, AttentionDropout, Kernel, Keys, Queries, _sharding
 from jaxformer.nn.layers import soft_cap
-from jaxformer.nn.masks import Mask, last_visible, sees_ahead, visible
+from jaxformer.nn.masks import Blocks, Mask, last_visible, sees_ahead, visible
 from jaxformer.types import Array, PyTree, Slots
 
 MASKED_SCORE = -1e30
@@ -36,12 +36,14 @@ KeyTiles = Float[Array, "J B S G K"]
 
 
 class StaticArgs(NamedTuple):
-    """Static properties of a traced call: mask rule, bias function, dropout rate and cap of the scores."""
+    """Static properties of a traced call: mask rules, bias function, dropout rate and cap of the scores."""
 
     causal: bool
     bias: Callable[..., Array] | None
     rate: float
     cap: float | None
+    blocks: Blocks | None = None
+    summaries: bool = False
 
 
 class TileIds(NamedTuple):
@@ -121,7 +123,7 @@ def attend(
         query,
         key,
         window,
-        active_tiles(query, key, mask.causal, window),
+        active_tiles(query, key, mask.causal, window, mask.blocks, mask.summaries),
         int_args,
         None if dropout is None else dropout.key,
     )
@@ -134,7 +136,7 @@ def split_args(
 ) -> tuple[StaticArgs, PyTree, PyTree]:
     """Static properties, the bias arguments with a gradient, and those without; None in place of the others."""
     function, rate = None if bias is None else bias.function, 0.0 if dropout is None else float(dropout.rate)
-    static = StaticArgs(mask.causal, function, rate, config.soft_cap)
+    static = StaticArgs(mask.causal, function, rate, config.soft_cap, mask.blocks, mask.summaries)
     args = None if bias is None else bias.args
     float_args = jax.tree.map(lambda leaf: leaf if _has_gradient(leaf) else None, args)
     return static, float_args, jax.tree.map(lambda leaf: None if _has_gradient(leaf) else leaf, args)
@@ -158,7 +160,14 @@ def untile(x: Shaped[Array, "I B _ *rest"], length: int) -> Shaped[Array, "B T *
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def active_tiles(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] | int | None) -> Bool[Array, "I J"]:
+def active_tiles(
+    query: Slots,
+    key: Slots,
+    causal: bool,
+    window: Int[Array, ""] | int | None,
+    blocks: Blocks | None = None,
+    summaries: bool = False,
+) -> Bool[Array, "I J"]:
     """False for pairs of query tile and key tile without a visible pair of slots in any row of the batch: `[I, J]`.
 
     Compares ranges of segments and positions in the tiles, which is cheap. If ids or positions are not monotonic, an
@@ -184,9 +193,14 @@ def active_tiles(query: Slots, key: Slots, causal: bool, window: Int[Array, ""] 
     if causal:
         see &= key_from <= last_to
     if window is not None:
-        see &= (position_from - window) < key_to
+        near = (position_from - window) < key_to
         if sees_ahead(query, causal):
-            see &= (key_from - window) < position_to
+            near &= (key_from - window) < position_to
+        see &= near | (key_from < 0) if summaries else near
+    if blocks is not None:
+        size, end = blocks.size, blocks.last * blocks.size
+        near = (position_from // size <= key_to // size + 1) & (key_from // size <= position_to // size + 1)
+        see &= near | (position_from < size) | (key_from < size) | (position_to >= end) | (key_to >= end)
     return jnp.any(see, axis=-1)
 
 
@@ -214,7 +228,7 @@ def _fold_scores(x: Float[Array, "B H T S"], groups: int) -> Float[Array, "B G _
 
 
 def _visible(static: StaticArgs, ids: TileIds, query: Slots, key: Slots) -> Bool[Array, "B 1 T S"]:
-    return visible(query, key, static.causal, ids.window)[:, None]
+    return visible(query, key, static.causal, ids.window, static.blocks, static.summaries)[:, None]
 
 
 def _drop_tile(

@@ -28,6 +28,7 @@ def attend(
 ) -> Queries:
     """Attention output `[B, T, H, K]`, equal to the dense kernel's; on NVIDIA GPUs in 16-bit dtypes."""
     _sharding.refuse_hidden_pairs("cudnn", mask)
+    _sharding.refuse_whole_rows("cudnn", mask)
 
     def local(window: Array | int | None, q: Array, k: Array, v: Array, query: Slots, key: Slots) -> Array:
         see = visible(query, key, mask.causal, window)
@@ -40,6 +41,8 @@ def attend(
 def _refuse(config: AttentionConfig, bias: bool, dropout: bool) -> str | None:
     if bias:
         return "an encoding that adds no bias"
+    if (reason := _sharding.whole_rows(config)) is not None:
+        return reason
     if config.soft_cap is not None:
         return "attention.soft_cap None"
     return "attention.dropout 0" if dropout else None

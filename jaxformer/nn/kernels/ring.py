@@ -76,6 +76,7 @@ def attend(
       ConfigError: the mask hides single pairs, or the bias's heads cannot be divided.
     """
     _sharding.refuse_hidden_pairs("ring", mask)
+    _sharding.refuse_whole_rows("ring", mask)
     where = _sharding.layout(q.shape[0], q.shape[2])
     if where is None or not where.length:
         return blockwise.attend(q, k, v, mask, bias, dropout, config)
@@ -225,4 +226,4 @@ def _attention_backward(ring: RingSpec, saved: tuple, do: Queries):
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
-KERNEL = Kernel(attend)
+KERNEL = Kernel(attend, lambda config, bias, dropout: _sharding.whole_rows(config))

@@ -39,6 +39,7 @@ def attend(
     Lengths are padded to multiples of 128. The window is that of the config, since the mask's may be a traced value.
     """
     _sharding.refuse_hidden_pairs("splash", mask)
+    _sharding.refuse_whole_rows("splash", mask)
     if mask.causal and mask.query.prefix is not None:
         raise ConfigError(f"attention.kernel: got splash, expected another, which needs {NO_PREFIX}; set it to auto")
     window = None if mask.window is None else config.window
@@ -120,6 +121,8 @@ def _positions_are_consecutive(slots: Slots) -> Bool[Array, " B"]:
 def _refuse(config: AttentionConfig, bias: bool, dropout: bool) -> str | None:
     if bias:
         return "an encoding that adds no bias"
+    if (reason := _sharding.whole_rows(config)) is not None:
+        return reason
     if dropout:
         return "attention.dropout 0"
     if config.window is not None and config.window_layers:

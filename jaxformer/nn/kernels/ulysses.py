@@ -40,6 +40,7 @@ def attend(
       ConfigError: the mask hides single pairs, or the bias does not name its heads.
     """
     _sharding.refuse_hidden_pairs("ulysses", mask)
+    _sharding.refuse_whole_rows("ulysses", mask)
     local = dataclasses.replace(config, kernel="auto")
     where = _sharding.layout(q.shape[0], q.shape[2])
     if where is None or not where.length:
@@ -80,4 +81,4 @@ def _missing(site: CallSite) -> str | None:
     return f"heads that context x tensor ({ways}) divides, not {site.heads}" if site.heads % ways else None
 
 
-KERNEL = Kernel(attend, missing=_missing)
+KERNEL = Kernel(attend, lambda config, bias, dropout: _sharding.whole_rows(config), _missing)

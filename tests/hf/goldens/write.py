@@ -23,6 +23,9 @@ import numpy as np
 
 TARGET = Path(__file__).with_name("cases.json")
 
+CONSTANT = ("roformer.encoder.embed_positions.weight",)
+"""Tensors that are no weights: they keep their values."""
+
 SMALL = {
     "vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
 }  # fmt: skip
@@ -190,7 +193,7 @@ def cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[st
         found[f"{family.lower()}_classifier"] = (
             f"{family}ForSequenceClassification", config | {"num_labels": 3}, {}, calls
         )  # fmt: skip
-    found |= decoders() | encoders() | windows_of_gemma()
+    found |= decoders() | encoders() | windows_of_gemma() | long_cases()
     one = [{"input_ids": [[3, 0, 5, 0]], "labels": [2]}]
     found["llama_classifier_without_pad"] = (
         "LlamaForSequenceClassification", LLAMA | {"num_labels": 3, "pad_token_id": None}, {}, one
@@ -346,6 +349,58 @@ def encoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
     }  # fmt: skip
 
 
+def long_cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
+    """Cases of encoders for long texts, and of RoFormer; as in `cases`."""
+    ids = [[3 + (7 * i + 5 * row) % 20 for i in range(17)] for row in range(2)]
+    mask = [[1] * 17, [1] * 11 + [0] * 6]
+    left = [row[::-1] for row in mask]
+    short = {"input_ids": [row[:13] for row in ids], "attention_mask": [row[:13] for row in mask]}
+    long = {"input_ids": ids, "attention_mask": mask}
+    sparse = SMALL | {"max_position_embeddings": 18, "pad_token_id": 0, "block_size": 2, "num_random_blocks": 1}
+    separated = {"input_ids": [[23 if i in (4, 9) else x for i, x in enumerate(row)] for row in ids]}
+    spans = {"start_positions": [6, 5], "end_positions": [8, 12]}
+    t5 = {
+        "vocab_size": 24, "d_model": 8, "d_kv": 3, "d_ff": 12, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 2,
+        "relative_attention_num_buckets": 6, "relative_attention_max_distance": 9, "local_radius": 2,
+        "global_block_size": 3, "decoder_start_token_id": 0,
+    }  # fmt: skip
+    labels = {"labels": IDS, "output_hidden_states": True}
+    summaries = t5 | {"encoder_attention_type": "transient-global"}
+    rotary = SMALL | {"max_position_embeddings": 18, "pad_token_id": 0}
+    choices = {"input_ids": [IDS, [IDS[1], IDS[0]]], "attention_mask": [RIGHT, LEFT], "labels": [1, 0]}
+    return {
+        "big_bird": (
+            "BigBirdForMaskedLM",
+            sparse | {"rescale_embeddings": True, "use_bias": False},
+            {},
+            [long | {"labels": ids}, short],  # blocks; all keys
+        ),
+        "big_bird_spans": ("BigBirdForQuestionAnswering", sparse | {"sep_token_id": 23}, {}, [separated | spans]),
+        "big_bird_lengths": (
+            "BigBirdForQuestionAnswering", sparse, {}, [long | spans | {"question_lengths": [[3], [5]]}]
+        ),
+        "big_bird_classifier": ("BigBirdForSequenceClassification", sparse | {"num_labels": 3}, {}, [long]),
+        "big_bird_causal": (
+            "BigBirdForCausalLM", sparse | {"is_decoder": True, "attention_type": "original_full"}, {}, [long]
+        ),
+        "longt5_local": ("LongT5ForConditionalGeneration", t5, {}, [long | labels]),
+        "longt5": (
+            "LongT5ForConditionalGeneration",
+            summaries | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+            {},
+            [long | labels, long | labels | {"attention_mask": left}],
+        ),
+        "roformer": (
+            "RoFormerForMaskedLM",
+            rotary | {"embedding_size": 6, "rotary_value": True, "hidden_act": "relu"},
+            {},
+            [long],
+        ),
+        "roformer_choice": ("RoFormerForMultipleChoice", rotary, {}, [choices]),
+        "roformer_causal": ("RoFormerForCausalLM", rotary | {"is_decoder": True}, {}, [long | {"labels": ids}]),
+    }  # fmt: skip
+
+
 def flat(outputs: Any) -> dict[str, list]:
     """The outputs that a test compares, to seven digits."""
     found = {}
@@ -371,8 +426,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             model(model.config_class(**copy.deepcopy(arguments))).save_pretrained(place)
             weights = Path(place) / "model.safetensors"
-            shapes = {key: value.shape for key, value in load_file(weights).items()}
-            save_file({key: values(key, shape) for key, shape in shapes.items()}, weights, {"format": "pt"})
+            initial = load_file(weights)
+            shapes = {key: value.shape for key, value in initial.items()}
+            random = {key: values(key, shape) for key, shape in shapes.items()}
+            constant = {key: value for key, value in initial.items() if key in CONSTANT}
+            save_file(random | constant, weights, {"format": "pt"})
             path = Path(place) / "config.json"
             config = json.loads(path.read_text()) | edits
             config = {key: value for key, value in config.items() if key not in edits or value is not None}
