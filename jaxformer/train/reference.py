@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import linen as nn
 from flax import traverse_util
 
 from jaxformer import registry, tasks
@@ -169,6 +168,8 @@ class _Reference:
         self._config, self._tokenizers, self._mesh, self._format = config, tokenizers, mesh, init_format
         self._variables: dict[str, PyTree] | None = None
         self._digest: str | None = None
+        self._module = build.build(config.model)
+        self._step: jax.stages.Wrapped | None = None  # one for all splits, so that it is compiled once
 
     def digest(self) -> str:
         """Hash of its parameters."""
@@ -184,18 +185,15 @@ class _Reference:
         task = tasks.get(config.task.name)
         dataset = Dataset({"train": examples}, "")
         pipeline = Pipeline(config, dataset, self._tokenizers, task, process, processes, rows)
-        step = steps.make_reference_step(config, self._module, mesh)
+        if self._step is None:
+            self._step = steps.make_reference_step(config, self._module, mesh)
         balanced, found = build.uses_causal_ring(config.model, config.data.length), np.zeros((count, 0), np.float32)
         for indices, batch in pipeline.evaluate_with_indices("train", count):
-            values = jax.device_get(step(self._made(), steps.shard_batch(batch, mesh, balanced)))
+            values = jax.device_get(self._step(self._made(), steps.shard_batch(batch, mesh, balanced)))
             if not found.size:
                 found = np.zeros((count, *values.shape[1:]), np.float32)
             found[indices] = values[: len(indices)]
         return found
-
-    @property
-    def _module(self) -> nn.Module:
-        return build.build(self._config.model)
 
     def _made(self) -> dict[str, PyTree]:
         """Its parameters and other variables. Adapters that begin at zero change nothing and are left out."""
