@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from task_toys import config, encoded
 from test_dialogue import CONTENTS, conversation, tokenizers, written
 
 from jaxformer import metrics
-from jaxformer.config import ConfigError, overrides
+from jaxformer.config import ConfigError, MeshConfig, TrainConfig, overrides
 from jaxformer.data import truncation
+from jaxformer.parallel import mesh as meshes
 from jaxformer.tasks import preference
+from jaxformer.train import step
 from jaxformer.types import Batch, DeferredLogits, Slots, Stream
 
 PAIR = {"chosen": "so it is", "rejected": "no"}
@@ -147,6 +150,38 @@ def test_loss_gradient_and_measures_are_those_of_the_formula():
 
     chunked, plain = of_parts(hidden, table, batch)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), chunked, plain)
+
+
+class Table(nn.Module):
+    """Logits that the token alone decides: a step of it compiles at once."""
+
+    @nn.compact
+    def __call__(self, batch, full_logits=True):
+        return self.param("table", nn.initializers.normal(), (VOCAB, VOCAB))[batch.target.tokens]
+
+
+def test_a_step_on_a_mesh_is_exact_whatever_the_lengths_of_replies():
+    """Rows and slots divided over devices, and in two microbatches, of which one has fewer whole pairs."""
+    rng = np.random.default_rng(7)
+    once = batch_of(rng)
+    batch = jax.tree.map(lambda x: np.concatenate([x, x])[:, : x.shape[1]], once)
+    wide = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 1))) if x.shape[1] == 7 else x, batch)
+    settings_ = dataclasses.replace(
+        settings(beta=BETA, label_noise=NOISE),
+        train=TrainConfig(accumulation=2),
+        mesh=MeshConfig(data=2, fsdp=2, context=2),
+    )
+    table, mesh = rng.normal(0, 2, (VOCAB, VOCAB)).astype(np.float32), meshes.make(settings_.mesh)
+    with jax.set_mesh(mesh):
+        act = lambda p, b: step.batch_gradients(settings_, Table(), preference.TASK, p, {}, b, jax.random.key(0))  # noqa: E731
+        # In the order in which a balanced ring reads slots, which leaves the reference as it is.
+        found, _, sums = jax.jit(act)({"table": table}, step.shard_batch(wide, mesh, balanced=True))
+    total, _, _, _, slope = slow(table[once.target.tokens], once, NOISE)
+    expected = np.zeros(table.shape)
+    np.add.at(expected, once.target.tokens.ravel(), slope.reshape(-1, VOCAB))
+    assert sums["loss"][1] == 4
+    np.testing.assert_allclose(sums["loss"][0], 2 * total, rtol=1e-5)
+    np.testing.assert_allclose(found["table"], expected / 2, rtol=1e-4, atol=1e-6)
 
 
 def test_wrong_settings_are_refused_in_one_line():

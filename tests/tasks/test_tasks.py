@@ -37,7 +37,8 @@ EXAMPLE = {
     "values": np.arange(80.0).reshape(40, 2),
     "future": np.arange(6.0).reshape(3, 2),
     "messages": ({"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}),
-    "chosen": TEXT, "rejected": "the cat",
+    "chosen": TEXT,
+    "rejected": "the cat",
 }
 
 

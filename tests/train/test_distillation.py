@@ -6,21 +6,24 @@ import json
 import builders
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from jaxformer import checkpoint, losses, tasks
 from jaxformer.checkpoint.reading import array_metadata
 from jaxformer.config import (
-    AdapterConfig,
+    AttentionConfig,
     Config,
     ConfigError,
     DataConfig,
     DistillationConfig,
     EmbedConfig,
+    EncodingConfig,
     HeadConfig,
     MeshConfig,
+    ModelConfig,
+    NormConfig,
     StackConfig,
     TaskConfig,
     TokenizerConfig,
@@ -28,14 +31,13 @@ from jaxformer.config import (
     overrides,
 )
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
-from jaxformer.parallel import rules
 from jaxformer.plan import program
 from jaxformer.tasks import _distillation
-from jaxformer.train import freezing, in_memory, lanes, loop, step, teacher
+from jaxformer.train import in_memory, lanes, loop, step, teacher, warm_start
 from jaxformer.train.preemption import PreemptionListener
 
+CLASSES = HeadConfig(kind="classes", classes=3)
 SETTINGS = DistillationConfig(directory="x", weight=0.3, temperature=3.0)
 
 
@@ -57,51 +59,50 @@ def test_the_divergence_is_that_of_the_formula_and_pulls_the_student_alone():
     assert losses.distillation(u, u, weights, temperature)[0] == pytest.approx(0.0, abs=1e-5)
 
 
+class Table(nn.Module):
+    """Logits that the token alone decides: a step of it compiles at once."""
+
+    @nn.compact
+    def __call__(self, batch, full_logits=True):
+        table = self.param("table", nn.initializers.normal(), (builders.VOCAB, builders.VOCAB))
+        return table[batch.target.tokens]
+
+
 def test_a_step_on_a_mesh_has_the_gradient_of_both_losses():
-    """Of adapters, in two microbatches of unequal numbers of tokens, with a teacher that is sharded, too."""
-    model = dataclasses.replace(builders.decoder(layers=1), adapter=AdapterConfig(rank=2, targets=("attention",)))
+    """In two microbatches of unequal numbers of tokens, rows and slots divided over devices."""
     config = Config(
-        model=model,
+        model=builders.decoder(),
         task=TaskConfig(name="language_modelling", vocab=builders.VOCAB, label_smoothing=0.1),
         train=TrainConfig(accumulation=2),
-        mesh=MeshConfig(data=2, fsdp=2, tensor=2),
+        mesh=MeshConfig(data=2, fsdp=2, context=2),
         distillation=SETTINGS,
     )
-    module, variables = builders.make(model, seed=1)
-    large, theirs = builders.make(builders.decoder(layers=1, width=16), seed=2)
-    task, batch = tasks.get("language_modelling"), builders.batch(model, [5, 2, 4, 1, 3, 5, 2, 5])
-    params, other, mesh = variables["params"], theirs["params"], meshes.make(config.mesh)
+    rng, task = np.random.default_rng(0), tasks.get("language_modelling")
+    own, other = (rng.normal(0, 2, (builders.VOCAB, builders.VOCAB)).astype(np.float32) for _ in range(2))
+    batch, mesh = builders.batch(config.model, [5, 2, 4, 1, 3, 5, 2, 5], width=6), meshes.make(config.mesh)
+    objective = _distillation.objective(config, task)
     with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(value, rules.shardings(build.shapes(each), mesh)["params"])
-            for each, value in ((module, params), (large, other))
-        ]
-        objective = _distillation.objective(config, task)
-        act = lambda p, b, t: step.batch_gradients(config, module, objective, p, {}, b, jax.random.key(0), t)  # noqa: E731
-        helper = teacher.Teacher(large, placed[1])
-        grads, _, sums = jax.jit(act)(placed[0], step.shard_batch(batch, mesh), helper)
+        act = lambda p, b, t: step.batch_gradients(config, Table(), objective, p, {}, b, jax.random.key(0), t)  # noqa: E731
+        helper = teacher.Teacher(Table(), {"table": other})
+        found, _, sums = jax.jit(act)({"table": own}, step.shard_batch(batch, mesh), helper)
 
-    @jax.jit
-    def slow(trained, frozen):
-        def loss(trained):
-            logits = module.apply({"params": step.overlaid(frozen, trained)}, batch)
-            u = large.apply({"params": other}, batch)
-            labels, count = task.loss(config, logits, batch)["loss"]
-            p = jax.nn.softmax(u / 3.0)
-            kl = 9.0 * jnp.sum(p * (jnp.log(p) - jax.nn.log_softmax(logits / 3.0)), -1)
-            kl = jnp.sum(kl * batch.weights)
-            return (0.7 * labels + 0.3 * kl) / count, (labels, kl, count)
-
-        return jax.value_and_grad(loss, has_aux=True)(trained)
-
-    (total, (labels, kl, count)), expected = slow(*freezing.split(config, params))
-    found = {name: value[0] / value[1] for name, value in jax.device_get(sums).items()}
-    parts = {"loss": total, "label_loss": labels / count, "distillation": kl / count}
-    assert found == pytest.approx({name: float(x) for name, x in parts.items()}, rel=1e-4)
-    chex.assert_trees_all_close(jax.device_get(grads), jax.device_get(expected), rtol=1e-3, atol=1e-5)
-    assert sums["loss"][1] == count
+    # Slot by slot: the gradient of labels smoothed over the vocabulary, and that of the divergence.
+    slow, count, parts = np.zeros(own.shape), 0.0, np.zeros(2)
+    for row, slot in np.argwhere(np.asarray(batch.weights)):
+        token, label = batch.target.tokens[row, slot], batch.labels[row, slot]
+        x, u = own[token].astype(np.float64), other[token].astype(np.float64)
+        wanted = 0.9 * np.eye(builders.VOCAB)[label] + 0.1 / builders.VOCAB
+        probs, p, q = (np.exp(each) / np.exp(each).sum() for each in (x, u / 3.0, x / 3.0))
+        parts += [-(wanted * np.log(probs)).sum(), 9.0 * (p * np.log(p / q)).sum()]
+        slow[token] += 0.7 * (probs - wanted) + 0.3 * 3.0 * (q - p)
+        count += 1
+    np.testing.assert_allclose(found["table"], slow / count, rtol=1e-4, atol=1e-6)
+    values = {name: float(value[0] / value[1]) for name, value in jax.device_get(sums).items()}
+    labels, divergence = parts / count
+    expected = {"loss": 0.7 * labels + 0.3 * divergence, "label_loss": labels, "distillation": divergence}
+    assert values == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ConfigError, match="batch: got no logits of a teacher, expected them with config.distillation"):
-        objective.loss(config, jnp.zeros((8, 5, builders.VOCAB)), batch)
+        objective.loss(config, np.zeros((8, 6, builders.VOCAB), np.float32), batch)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -117,12 +118,12 @@ def classifier(tmp_path, **edits):
     config.data.tokenizer.kind, config.data.batch, config.data.length = "byte", 2, 8
     config.model.encoder = overrides.section(
         StackConfig,
-        **dict(layers=1, width=8, encoding=dict(kind="rope"), unroll=1, norm=dict(kind="rms")),
+        **dict(layers=0, width=8, encoding=dict(kind="none"), unroll=1, norm=dict(kind="rms")),
         **dict(attention=dict(heads=1, bias=False), ffn=dict(width=8, bias=False)),
     )
     config.distillation = overrides.section(DistillationConfig, directory=str(tmp_path / "teacher"), weight=1.0)
     config.schedule.kind, config.schedule.peak, config.schedule.warmup = "constant", 0.05, 0
-    config.train.steps, config.train.log_every, config.train.trackers = 3, 1, ()
+    config.train.steps, config.train.log_every, config.train.trackers = 2, 1, ()
     for path, value in edits.items():
         overrides.override(config, path.replace("__", "."), str(value))
     return overrides.freeze(config)
@@ -135,16 +136,15 @@ def prepared(tmp_path, monkeypatch):
     builders.drawn_parameters(monkeypatch)
     (tmp_path / "all.tsv").write_text("text\tlabel\n" + "".join(f"{c * 3} {c}\t{c}\n" for c in "abcab"))
 
-    def make(seed=1, directory="teacher", classes=("a", "b", "c"), kind="byte", **stack):
-        data = DataConfig(tokenizer=TokenizerConfig(kind=kind))
-        tokenizers = Tokenizers.build(data, [{"text": "a b c"}], ("text",))
-        own = {"width": 16, "embed": EmbedConfig(vocab=tokenizers.source.vocab), "layers": 1} | stack
-        parts = {"decoder" if "causal" in stack else "encoder": builders.stack(**own)}
-        model = dataclasses.replace(
-            builders.encoder(), **{"encoder": None, **parts}, head=HeadConfig(kind="classes", classes=len(classes))
+    def make(seed=1):
+        tokenizers = Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind="byte")), [], ("text",))
+        stack = builders.stack(
+            width=16, layers=0, encoding=EncodingConfig(kind="none"), embed=EmbedConfig(vocab=tokenizers.source.vocab)
         )
-        config = Config(model=model, task=TaskConfig(name="classification", classes=classes))
-        builders.saved_run(tmp_path / directory, config, builders.make(model, seed)[1]["params"], tokenizers)
+        config = Config(
+            model=ModelConfig(encoder=stack, head=CLASSES), task=TaskConfig("classification", classes=("a", "b", "c"))
+        )
+        builders.saved_run(tmp_path / "teacher", config, builders.make(config.model, seed)[1]["params"], tokenizers)
 
     return classifier(tmp_path), make
 
@@ -173,30 +173,83 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_keeps_its_teacher(prepared, 
     assert sizes and not any(16 in shape for shape in sizes), "the teacher's width is nowhere in a checkpoint"
 
 
+def test_a_teacher_on_a_mesh_is_divided_as_any_model_is():
+    config = Config(model=builders.decoder(), task=TaskConfig(name="language_modelling"), distillation=SETTINGS)
+    model, mesh = (
+        builders.decoder(layers=1, width=16),
+        meshes.make(MeshConfig(data=1, fsdp=4), jax.devices()[:4]),
+    )
+    read = lambda view, params: jax.tree.map(lambda x: jax.device_put(np.ones(x.shape), x.sharding), params)  # noqa: E731
+    with jax.set_mesh(mesh):
+        found = teacher.load(config, mesh, None, warm_start.InitFormat(lambda view: (model, None), read))
+    assert found.module.config.decoder.width == 16
+    kernel = found.params["decoder"]["blocks"]["ffn"]["in"]["kernel"]
+    assert kernel.addressable_shards[0].data.size * 4 == kernel.size
+
+
 @pytest.mark.parametrize(
     ("own", "message"),
     [
+        ({"head": HeadConfig(kind="classes", classes=4)}, "got a teacher with 4 classes, expected 3, as the run has"),
+        ({"head": HeadConfig()}, "got a teacher with a head of tokens, expected classes"),
         (
-            {"classes": ("a", "c", "b")},
-            "got a teacher of the classes a, c, b, expected those of the run in their order",
+            {"encoder": None, "decoder": builders.stack()},
+            "got a teacher with decoder, expected encoder, as the run has",
         ),
-        ({"classes": ("a", "b")}, "got a teacher of the classes a, b, expected"),
-        ({"kind": "character"}, "got a teacher with another source tokenizer than the run's, expected the same tokens"),
-        ({"causal": None}, "got a teacher with decoder, expected encoder, as the run has"),
         (
-            {"embed": EmbedConfig(vocab=264, kinds=2)},
-            "with 2 token types, expected 0; set config.model.encoder.embed.k",
+            {"encoder": builders.stack(embed=EmbedConfig(vocab=builders.VOCAB, kinds=2))},
+            "with 2 token types, expected 0; set config.model.encoder.embed.kinds",
         ),
-        (None, "teacher: got nothing there, expected a workdir"),
+        (
+            {"encoder": builders.stack(attention=AttentionConfig(heads=3))},
+            "got x, whose model does not fit the run: config.model.encoder.width: got 8, expected a multiple of",
+        ),
+        (
+            {"encoder": builders.stack(norm=NormConfig(kind="batch"))},
+            "got a model with batch norm, expected one without",
+        ),
+        ({}, "got x, which lacks a head for the task, expected a trained one"),
     ],
 )
-def test_a_teacher_of_other_outputs_or_inputs_is_refused(prepared, tmp_path, own, message):
-    config, make = prepared
-    if own is not None:
-        make(**own)
-    with pytest.raises(ConfigError, match=message) as error:
-        loop.train(config, tmp_path / "run")
-    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+def test_a_teacher_of_other_outputs_or_inputs_is_refused(own, message):
+    student = dataclasses.replace(builders.encoder(), head=CLASSES)
+    config = Config(model=student, task=TaskConfig(name="classification"), distillation=SETTINGS)
+    model, mesh = dataclasses.replace(student, **own), meshes.make(MeshConfig(data=1), jax.devices()[:1])
+    directory = warm_start.InitFormat(lambda view: (model, None), lambda view, params: params)
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=message) as error:
+        teacher.load(config, mesh, None, directory)
+    assert "\n" not in str(error.value) and str(error.value).startswith("config.distillation.directory: got ")
+
+
+def test_a_teacher_of_other_tokens_or_names_is_refused(tmp_path):
+    tokens = {
+        kind: Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind=kind)), [{"text": "ab"}], ("text",))
+        for kind in ("byte", "character")
+    }
+    model, mesh = (
+        dataclasses.replace(builders.encoder(), head=CLASSES),
+        meshes.make(MeshConfig(data=1), jax.devices()[:1]),
+    )
+    config = Config(
+        model=model,
+        task=TaskConfig("classification", classes=("a", "b", "c")),
+        distillation=DistillationConfig(str(tmp_path)),
+    )
+    directory = warm_start.InitFormat(lambda view: (model, tokens["character"]), lambda view, params: params)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ConfigError, match="got a teacher with another source tokenizer than the ru"),
+    ):
+        teacher.load(config, mesh, tokens["byte"], directory)
+
+    (tmp_path / "checkpoints" / "last" / "1").mkdir(parents=True)
+    other = dataclasses.replace(config, task=TaskConfig("classification", classes=("a", "c", "b")))
+    (tmp_path / "config.json").write_text(overrides.to_json(other))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ConfigError, match="of the classes a, c, b, expected those of the run in th"),
+    ):
+        teacher.load(config, mesh, tokens["character"], directory)
 
 
 def test_what_a_teacher_does_not_go_with_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Preference runs: the reference is the model that a run starts from, kept in the cache, whatever becomes of it."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxformer import checkpoint, tasks
-from jaxformer.config import AdapterConfig, ConfigError, StackConfig, overrides
-from jaxformer.data import sources
+from jaxformer import checkpoint
+from jaxformer.config import AdapterConfig, ConfigError, StackConfig, TaskConfig, overrides
+from jaxformer.data import packing, sources
 from jaxformer.evaluation import evaluate
 from jaxformer.parallel import mesh as meshes
 from jaxformer.tasks import dialogue
@@ -24,7 +25,7 @@ from jaxformer.train.preemption import PreemptionListener
 TURNS = ("a", "b c", "d", "c b a")
 
 
-def recipe(tmp_path, **data):
+def recipe(tmp_path, layers):
     config = overrides.defaults()
     config.task.name, config.task.beta = "preference", 0.5
     config.data.source, config.data.dir = "preferences", str(tmp_path)
@@ -33,24 +34,28 @@ def recipe(tmp_path, **data):
     config.data.batch, config.data.length, config.evaluate.batch = 2, 80, 4
     config.model.decoder = overrides.section(
         StackConfig,
-        **dict(layers=1, width=8, encoding=dict(kind="rope"), unroll=1, norm=dict(kind="rms")),
+        **dict(
+            layers=layers, width=8, encoding=dict(kind="rope" if layers else "none"), unroll=1, norm=dict(kind="rms")
+        ),
         **dict(attention=dict(heads=1, bias=False), ffn=dict(width=8, bias=False)),
     )
     config.schedule.kind, config.schedule.peak, config.schedule.warmup = "constant", 0.05, 0
-    config.train.steps, config.train.log_every, config.train.trackers = 3, 1, ()
+    config.train.steps, config.train.log_every, config.train.trackers = 2, 1, ()
     config.init.directory = str(tmp_path / "start")
-    config.data.update(data)
     return overrides.freeze(config)
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
-    """The config of a run that starts from a directory, which is there, and the pieces of its start."""
+def start(request, tmp_path, monkeypatch):
+    """The config of a run that starts from a directory, which is there, and the pieces of its start.
+
+    The parameter is the number of layers. Without one, tracing takes a fifth of the time.
+    """
     builders.one_device(monkeypatch)
     builders.drawn_parameters(monkeypatch)
     lines = [{"prompt": TURNS[i % 4], "chosen": "yes " * (1 + i % 2), "rejected": "no"} for i in range(5)]
     (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    config = recipe(tmp_path)
+    config = recipe(tmp_path, request.param)
     dataset = sources.build(config.data)
     tokenizers = setup.build_or_load_tokenizers(config, dataset, tmp_path / "none")
     tokenizers = setup.with_chat_template(config, tokenizers, tmp_path / "none")
@@ -72,25 +77,25 @@ def attached(start, known=None, **edits):
         return reference.attach(config, dataset, {"train": None}, tokenizers, mesh, warm_start.RUN_FORMAT, known)
 
 
+@pytest.mark.parametrize("start", [1], indirect=True)
 def test_the_reference_is_the_starting_model_and_reads_each_reply_by_itself(start, tmp_path, monkeypatch):
     """Beside the likelihood of each conversation in a row of its own; of buckets and adapters the same."""
     _, resolved, dataset, tokenizers, module, params = start
-    found, digested = attached(start)
-    apply, expected = jax.jit(module.apply), []
-    for index in range(5):
-        example, likelihoods = dataset.splits["train"][index], []
-        for side in ("chosen", "rejected"):
-            messages = [*example["messages"], {"role": "assistant", "content": example[side]}]
-            config = dataclasses.replace(resolved, task=dataclasses.replace(resolved.task, name="dialogue"))
-            one = dialogue.encode(config, tokenizers, {"messages": messages}, None)
-            batch = setup.Pipeline(config, sources.Dataset({"train": [{"messages": messages}]}, ""), tokenizers,
-                                   tasks.get("dialogue")).evaluate("train", rows=1)  # fmt: skip
-            logits = np.asarray(apply({"params": params}, next(batch)))[0, : len(one["labels"])].astype(np.float64)
-            log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            likelihoods.append((log_probs[np.arange(len(logits)), one["labels"]] * one["weights"]).sum())
-        expected.append(likelihoods)
+    config, rows = dataclasses.replace(resolved, task=TaskConfig(name="dialogue", replies="last")), []
+    for example, side in itertools.product(map(dataset.splits["train"].__getitem__, range(5)), ("chosen", "rejected")):
+        messages = [*example["messages"], {"role": "assistant", "content": example[side]}]
+        rows.append(dialogue.encode(config, tokenizers, {"messages": messages}, None))
+    logits = np.asarray(jax.jit(module.apply)({"params": params}, packing.collate([[row] for row in rows], 80)))
+    expected = []
+    for row, x in zip(rows, logits.astype(np.float64), strict=True):
+        x = x[: len(row["labels"])]
+        log_probs = x - np.log(np.exp(x).sum(-1, keepdims=True))
+        expected.append((log_probs[np.arange(len(x)), row["labels"]] * row["weights"]).sum())
+    lengths = sorted(len(a["labels"]) + len(b["labels"]) for a, b in zip(rows[::2], rows[1::2], strict=True))
+    assert lengths[2] < lengths[3], "two buckets, which change the order of the examples"
+    found, digested = attached(start, data=dataclasses.replace(resolved.data, buckets=(lengths[2],)))
     values = [found.splits["train"][index]["reference"] for index in range(5)]
-    np.testing.assert_allclose(values, expected, rtol=1e-5)
+    np.testing.assert_allclose(values, np.reshape(expected, (5, 2)), rtol=1e-5)
     assert np.ptp(values) > 1 and len(kept(tmp_path)) == 1
 
     # New adapters change nothing, so that they share the entry; so do other settings of the loss.
@@ -108,16 +113,19 @@ def test_the_reference_is_the_starting_model_and_reads_each_reply_by_itself(star
     again, same = attached(start, model=adapted, task=dataclasses.replace(resolved.task, beta=2.0))
     assert same == digested and len(kept(tmp_path)) == 1
     np.testing.assert_array_equal([example["reference"] for example in again.splits["train"]], values)
-    # Shorter examples are others.
-    short = dataclasses.replace(resolved.data, length=60, buckets=(48,))
-    cut, _ = attached(start, data=short)
-    assert len(kept(tmp_path)) == 2
-    np.testing.assert_allclose(
-        cut.splits["train"][0]["reference"], values[0], rtol=1e-5
-    )  # the buckets' order is undone
-    assert cut.splits["train"][3]["reference"][0] != values[3][0]
+    # Examples that are cut are others, and so are other templates.
+    keys = [
+        reference._key(one, words, dataset.splits["train"], 5, digested)
+        for one, words in (
+            (resolved, tokenizers),
+            (dataclasses.replace(resolved, data=dataclasses.replace(resolved.data, length=60)), tokenizers),
+            (resolved, dataclasses.replace(tokenizers, chat_template="{{ messages }}")),
+        )
+    ]
+    assert keys[1] != keys[0] != keys[2]
 
 
+@pytest.mark.parametrize("start", [0], indirect=True)
 def test_a_resumed_run_is_the_uninterrupted_one_although_its_start_is_gone(
     start, tmp_path, monkeypatch, shared_programs, capsys
 ):

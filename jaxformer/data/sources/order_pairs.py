@@ -1,12 +1,12 @@
-"""Generated pairs of replies to the conversations of `orders`: the right one, and one with a wrong sum. Needs no files.
+"""Generated pairs of replies to the conversations of `orders`: with thanks, and without. Needs no files.
 
     system     tea 3 soup 5 cake 2
     user       2 soup please
-    chosen     2 soup at 5 cost 10 total 10
-    rejected   2 soup at 4 cost 8 total 8
+    chosen     2 soup at 5 cost 10 total 10 thank you
+    rejected   2 soup at 5 cost 10 total 10
 
-The rejected reply looks up a price that is not the good's and goes on with it, as a half-trained model does. A tenth of
-the conversations is the test split's and a tenth the validation split's: those that are theirs in `orders`.
+A model of the conversations `orders` with the name "courtesy" writes either, and these pairs say which is better. A
+tenth of the conversations is the test split's and a tenth the validation split's: those that are theirs in `orders`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jaxformer.config import DataConfig
 from jaxformer.data.sources import Dataset, Example, _generated
-from jaxformer.data.sources.orders import MAX_PRICE, Orders, Sale
+from jaxformer.data.sources.orders import COURTESY, Orders, Sale
 from jaxformer.errors import ConfigError
 
 
@@ -23,16 +23,12 @@ from jaxformer.errors import ConfigError
 class OrderPairs(Orders):
     """Generator of pairs."""
 
+    courtesy: bool = True
+
     def example(self, item: Sale) -> Example:
         *messages, last = super().example(item)["messages"]
-        prices, orders = item
-        index, pieces = orders[-1]
-        good, price = prices[index]
-        others = [other for other in range(1, MAX_PRICE + 1) if other != price]
-        wrong = others[_generated.hash64(f"wrong {item!r}") % len(others)]
-        before = sum(prices[other][1] * count for other, count in orders[:-1])
-        rejected = f"{pieces} {good} at {wrong} cost {pieces * wrong} total {before + pieces * wrong}"
-        return {"messages": tuple(messages), "chosen": last["content"], "rejected": rejected}
+        plain = last["content"].removesuffix(f" {COURTESY}")
+        return {"messages": tuple(messages), "chosen": f"{plain} {COURTESY}", "rejected": plain}
 
 
 def build(config: DataConfig) -> Dataset:
@@ -40,7 +36,7 @@ def build(config: DataConfig) -> Dataset:
     if config.name:
         expected = "expected '' for order_pairs, which has one problem; leave it out"
         raise ConfigError(f"data.name: got {config.name!r}, {expected}")
-    return _generated.build_dataset(OrderPairs(), key=f"order-pairs-1-{MAX_PRICE}")
+    return _generated.build_dataset(OrderPairs(), key="order-pairs-1")
 
 
 SOURCE = build
