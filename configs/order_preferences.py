@@ -3,7 +3,7 @@
 The run starts from a dialogue model that was trained on replies of which half end with "thank you". Its log-likelihoods
 are the reference.
 
-Command:  jaxformer train --config=configs/dialogue_orders.py --workdir=runs/orders --config.data.name=courtesy \\
+Command:  jaxformer train --config=configs/dialogue_orders.py --workdir=runs/orders --config.data.name=courtesy \
               --config.train.steps=200
           jaxformer train --config=configs/order_preferences.py --workdir=runs/preferences
           jaxformer evaluate --workdir=runs/preferences --split=test

@@ -241,6 +241,8 @@ def test_a_teacher_of_other_tokens_or_names_is_refused(tmp_path):
         pytest.raises(ConfigError, match="got a teacher with another source tokenizer than the ru"),
     ):
         teacher.load(config, mesh, tokens["byte"], directory)
+    padded = DataConfig(tokenizer=TokenizerConfig(kind="byte", multiple=64))
+    teacher._check_tokens(tokens["byte"], Tokenizers.build(padded, [], ("text",)))  # the same ids of texts
 
     (tmp_path / "checkpoints" / "last" / "1").mkdir(parents=True)
     other = dataclasses.replace(config, task=TaskConfig("classification", classes=("a", "c", "b")))
