@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxformer import tasks
+from jaxformer.checkpoint import find_run
 from jaxformer.config import Config, components, saved_edits
 from jaxformer.data import sources
 from jaxformer.data.pipeline import Pipeline
@@ -24,7 +25,7 @@ from jaxformer.model import Model
 from jaxformer.parallel import mesh as meshes
 from jaxformer.runtime import files
 from jaxformer.tasks import _datasets
-from jaxformer.train import by_length, metric_settings, step, trackers
+from jaxformer.train import by_length, metric_settings, reference, step, trackers
 from jaxformer.train import evaluate as measuring
 from jaxformer.train.by_length import BinnedEvaluation
 from jaxformer.train.evaluate import Decoded
@@ -64,7 +65,7 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
         if name in dataset.components:
             sources.check_channels(dataset.components[name], view.task.channels)
     begun = time.monotonic()
-    values, cuts, binned = _measure(model, dataset, split, limits["examples"])
+    values, cuts, binned = _measure(model, dataset, split, limits["examples"], find_run(workdir.absolute())[0])
     rows = [] if binned is None else binned.rows()
     decoded = _decode(model, dataset, split, limits)
     split_examples = {name: len(part.splits[split]) for name, part in dataset.components.items()}
@@ -156,7 +157,7 @@ def _add_scores(
 
 
 def _measure(
-    model: Model, dataset: Dataset, split: str, examples: int | None
+    model: Model, dataset: Dataset, split: str, examples: int | None, workdir: Path
 ) -> tuple[dict[str, Any], dict[str, Truncation], BinnedEvaluation | None]:
     """The metrics of the first `examples` of a split (None: all), what was truncated in them, and those by length.
 
@@ -165,9 +166,16 @@ def _measure(
     config = model.config
     if model.tokenizers is None and config.model.reads_tokens:
         raise ConfigError("evaluate: got a run without tokenizers, expected some to read its data; use another run")
-    pipelines = build_pipelines(config, dataset, model.tokenizers)
     mesh = meshes.smallest_mesh(config.mesh)
     with jax.set_mesh(mesh):
+        if reference.is_needed(config):
+            found = reference.recorded(workdir)
+            # Of this split alone: others, which some sources have all the same, have no values.
+            dataset = dataclasses.replace(dataset, splits={split: dataset.splits[split]})
+            dataset, _ = reference.attach(
+                config, dataset, {split: examples}, model.tokenizers, mesh, workdirs.ORIGIN, found
+            )
+        pipelines = build_pipelines(config, dataset, model.tokenizers)
         binned = None
         if config.data.mixture is None:
             binned = _by_length(model, pipelines[""], split, examples)

@@ -41,6 +41,57 @@ def cross_entropy(
       classes: C, the number of classes; later entries of V pad the vocabulary. None for all.
     """
     labels, weights = jnp.where(weights != 0, labels, 0), weights.astype(jnp.float32)
+    losses = _token_losses(logits, labels, label_smoothing, z_loss, classes)
+    return jnp.sum(losses * weights), jnp.sum(weights)
+
+
+def negative_log_likelihoods(
+    logits: Float[Array, "*batch V"] | DeferredLogits, labels: Int[Array, "*batch"]
+) -> Float32[Array, "*batch"]:
+    """The negative log-likelihood of each label, in nats: the terms that `cross_entropy` sums.
+
+    Args:
+      logits: as in `cross_entropy`.
+      labels: class ids; 0 where the value is not read.
+    """
+    return _token_losses(logits, labels, 0.0, 0.0, None)
+
+
+def distillation(
+    logits: Float[Array, "*batch V"],
+    teacher: Float[Array, "*batch V"],
+    weights: Num[Array, "*batch"],
+    temperature: float,
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """Weighted sum of the divergences of a student from its teacher, in nats, and sum of the weights.
+
+    The loss of one slot with teacher logits u, student logits x and temperature T is
+
+        T^2 sum_v p_v (log p_v - log q_v),   p = softmax(u / T), q = softmax(x / T),
+
+    whose gradient with respect to x is T (q - p): the factor T^2 keeps its size when T changes (Hinton et al. 2015,
+    "Distilling the knowledge in a neural network", section 2).
+
+    Args:
+      teacher: logits of the teacher, which get no gradient.
+      temperature: T, above 0.
+    """
+    weights = weights.astype(jnp.float32)
+    teacher_log_probs, log_probs = (
+        jax.nn.log_softmax(x.astype(jnp.float32) / temperature) for x in (jax.lax.stop_gradient(teacher), logits)
+    )
+    divergences = jnp.sum(jnp.exp(teacher_log_probs) * (teacher_log_probs - log_probs), axis=-1)
+    return temperature**2 * jnp.sum(divergences * weights), jnp.sum(weights)
+
+
+def _token_losses(
+    logits: Float[Array, "*batch V"] | DeferredLogits,
+    labels: Int[Array, "*batch"],
+    label_smoothing: Rate,
+    z_loss: float,
+    classes: int | None,
+) -> Float32[Array, "*batch"]:
+    """The loss of each slot, see `cross_entropy`."""
     deferred = isinstance(logits, DeferredLogits)
     is_static = isinstance(label_smoothing, float | int)
     formula = _Formula(
@@ -49,12 +100,9 @@ def cross_entropy(
         classes or (logits.table.shape[0] if deferred else logits.shape[-1]),
     )
     smoothing = None if is_static else label_smoothing
-    losses = (
-        _from_chunks(formula, logits, labels, smoothing)
-        if deferred
-        else _from_logits(formula, logits.astype(jnp.float32), labels, smoothing)
-    )
-    return jnp.sum(losses * weights), jnp.sum(weights)
+    if deferred:
+        return _from_chunks(formula, logits, labels, smoothing)
+    return _from_logits(formula, logits.astype(jnp.float32), labels, smoothing)
 
 
 def pointer_cross_entropy(

@@ -94,7 +94,9 @@ class Batch(NamedTuple):
     `permutation` is that of the source, or None where all slots see each other. `continues` (bool `[B]`) is True for
     rows whose text goes on from the same row of the batch before, and None where no memory is carried between batches.
     `component` (int32, aligned with the labels) is the number of the component of a mixture that an entry belongs to,
-    among their sorted names; None without a mixture.
+    among their sorted names; None without a mixture. `reference` (float32 `[B, 2]`) are log-likelihoods of a row's two
+    segments under the model that training started from; None for tasks that do not compare with it. `teacher` are the
+    logits of a teacher, which a train step adds to the batch that it was given; None without distillation.
     """
 
     source: Stream | None
@@ -105,6 +107,8 @@ class Batch(NamedTuple):
     permutation: Permutation | None = None
     continues: Array | None = None
     component: Array | None = None
+    reference: Array | None = None
+    teacher: Array | None = None
 
     def side(self, name: Literal["source", "target"]) -> Stream:
         """The stream `name`.

@@ -129,3 +129,17 @@ def packed(rng: np.random.Generator, lengths: list[int]) -> Stream:
     segment = np.concatenate([np.full(n, i + 1, np.int32) for i, n in enumerate(lengths)])[None]
     tokens = rng.integers(1, VOCAB, size=segment.shape).astype(np.int32)
     return Stream(tokens, jax.tree.map(np.asarray, masks.slots_from_segments(jnp.asarray(segment))))
+
+
+def saved_run(workdir, config, params, tokenizers) -> None:
+    """A workdir with one checkpoint of these parameters, as a trained run leaves it, without training one."""
+    from jaxformer import checkpoint
+    from jaxformer.config import overrides
+    from jaxformer.types import TrainState
+
+    workdir.mkdir(parents=True)
+    checkpoints = checkpoint.Checkpoints(workdir, dataclasses.replace(config.checkpoint, keep_best=0))
+    checkpoints.save(TrainState(jnp.zeros((), jnp.int32), params, (), jax.random.key(0), {}), {}, {})
+    checkpoints.close()
+    tokenizers.save(workdir)
+    (workdir / "config.json").write_text(overrides.to_json(config))

@@ -72,3 +72,4 @@ def shared_programs(programs, monkeypatch) -> None:
 
     share("make_train_step")
     share("make_eval_step")
+    share("make_reference_step")

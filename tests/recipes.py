@@ -11,6 +11,7 @@ VARIANTS = {
     "bert_mlm": ("tiny", "pairs", "base"),
     "btc_ner": ("transformer", "lstm"),
     "digits": ("classify", "caption"),
+    "distil": ("teacher", "student", "alone"),
     "ett": ("patch", "linear", "dlinear"),
     "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
     "ladder": ("bigram", "head", "heads", "ffn", "residual", "norm"),

@@ -35,7 +35,7 @@ from jaxformer.config.hints import (
     unknown_field_error,
 )
 from jaxformer.config.recipes import load, read_variable
-from jaxformer.config.schema import AdapterConfig, Config
+from jaxformer.config.schema import AdapterConfig, Config, DistillationConfig
 from jaxformer.errors import ConfigError
 from jaxformer.registry import nearest
 from jaxformer.runtime import secrets
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 
-ADDED_BY_EDITS = (AdapterConfig,)
+ADDED_BY_EDITS = (AdapterConfig, DistillationConfig)
 """Optional sections that an edit of one of their fields adds where the recipe has none: no other field is needed."""
 
 

@@ -465,8 +465,8 @@ class TokenizerConfig:
     multiple: PositiveInt = 8  # the model's vocabulary is padded to a multiple of this, so that shards are even
     path: str = ""  # file: a tokenizer.json or a SentencePiece .model, or a model on the hub that has one (org/name);
     # with joint=false "source,target"
-    chat_template: str = ""  # dialogue: a file with the Jinja text that writes conversations; "": the tokenizer's own,
-    # or the project's
+    chat_template: str = ""  # dialogue, preference: a file with the Jinja text that writes conversations; "": the
+    # tokenizer's own, or the project's
 
 
 @dataclass(frozen=True)
@@ -578,6 +578,10 @@ class TaskConfig:
     # window
     unanswerable: bool = False  # answering: contexts may hold no answer; the answer is then empty (SQuAD 2.0)
     replies: Literal["all", "last"] = "all"  # dialogue: turns of the assistant that are learned and measured
+    beta: Positive = 0.1  # preference: reward of a reply for each nat by which it is likelier than in the beginning; a
+    # small beta lets the model move far from where it started
+    label_noise: Rate = 0.0  # preference: fraction of pairs whose labels are taken to be swapped, below 0.5
+    # (conservative DPO)
     language: str = ""  # translation: code of the target language, for its tokenised BLEU; "": not computed
     template: TemplateConfig | None = None  # text_to_text: the texts made of an example; None: its source and target
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
@@ -770,6 +774,19 @@ class InitConfig:
 
 
 @dataclass(frozen=True)
+class DistillationConfig:
+    """Distillation: a trained model, the teacher, whose outputs are learned beside the labels (Hinton et al. 2015).
+
+    The loss is (1 - weight) times that of the labels plus weight times T^2 KL(teacher, student), both distributions at
+    temperature T.
+    """
+
+    directory: str = ""  # workdir, checkpoint or Hugging Face directory of the teacher
+    weight: PositiveShare = 0.5  # weight of the teacher's part of the loss; 1: the labels have none
+    temperature: Positive = 2.0  # T, by which the logits of both are divided
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -784,3 +801,4 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     init: InitConfig = field(default_factory=InitConfig)
+    distillation: DistillationConfig | None = None  # a teacher; None: the run learns from its labels alone

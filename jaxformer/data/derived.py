@@ -42,18 +42,30 @@ def keep(directory: Path, kind: str, depends_on: Mapping[str, Any], make: Callab
       kind: name of the folder below it.
       depends_on: all that decides the result, values of JSON.
     """
+    kept = find(directory, kind, depends_on)
+    return kept[0] if kept is not None else store(directory, kind, depends_on, make())
+
+
+def find(directory: Path, kind: str, depends_on: Mapping[str, Any]) -> tuple[Any] | None:
+    """The kept result in a tuple; None if the cache does not have it. Arguments are those of `keep`."""
     key = _digest(depends_on)
-    path = directory / kind / f"{key[:24]}.json"
-    kept = _read(path, key)
-    if kept is not None:
-        return kept[0]
-    value = make()
+    return _read(_path(directory, kind, key), key)
+
+
+def store(directory: Path, kind: str, depends_on: Mapping[str, Any], value: Any) -> Any:
+    """Keeps `value`, if the cache can be written, and returns it. Arguments are those of `keep`."""
+    key = _digest(depends_on)
+    path = _path(directory, kind, key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, {"key": key, "sha256": _digest(value), "value": value}, indent=None)
     except OSError as error:
         logger.info("%s: %s; it is made anew at the next start", path, error.strerror or error)
     return value
+
+
+def _path(directory: Path, kind: str, key: str) -> Path:
+    return directory / kind / f"{key[:24]}.json"
 
 
 def _read(path: Path, key: str) -> tuple[Any] | None:

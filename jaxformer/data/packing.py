@@ -169,6 +169,8 @@ def collate(rows: Sequence[Sequence[Features]], length: int, template: Features 
     batch = Batch(source, target, _as_jax(labels), _as_jax(weights))
     if "relation" in template:
         batch = batch._replace(relation=_as_jax(_relations(rows)))
+    if "reference" in template:
+        batch = batch._replace(reference=_as_jax(_references(rows, template)))
     if "component" in template:
         of_row = has_row_labels(template)
         component = _row_components(rows) if of_row else _pad(rows, length, "component", np.int32)
@@ -235,6 +237,15 @@ def _relations(rows: Sequence[Sequence[Features]]) -> np.ndarray:
         for features in row:
             relations[number] = features["relation"]
     return relations
+
+
+def _references(rows: Sequence[Sequence[Features]], template: Features) -> np.ndarray:
+    """The feature "reference" of each row with one example, float32 `[B, ...]`; 0 for empty rows."""
+    values = np.zeros((len(rows), *np.shape(template["reference"])), np.float32)
+    for number, row in enumerate(rows):
+        for features in row:
+            values[number] = features["reference"]
+    return values
 
 
 def positions_within(segment: np.ndarray) -> np.ndarray:

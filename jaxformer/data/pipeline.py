@@ -110,11 +110,27 @@ class Pipeline(TrainingBatches):
         Raises:
           ConfigError: there is no such split, or it is empty.
         """
+        plan = self._evaluation_plan(split, examples, rows)
+        return (self._fill(block, batch) for block in map(plan, range(plan.blocks)) for batch in block.batches)
+
+    def evaluate_with_indices(self, split: str, examples: int | None = None) -> Iterator[tuple[list[int], Batch]]:
+        """`evaluate` of rows with one example each: with every batch the indices of the examples in its rows.
+
+        Returns:
+          Pairs of the indices for the first rows of the global batch, whose other rows are empty, and this host's rows.
+        """
+        plan = self._evaluation_plan(split, examples)
+        return (
+            ([block.indices[member] for row in batch.rows for member in row], self._fill(block, batch))
+            for block in map(plan, range(plan.blocks))
+            for batch in block.batches
+        )
+
+    def _evaluation_plan(self, split: str, examples: int | None, rows: int | None = None) -> BlockPlanner:
         rows = self.config.evaluate.batch if rows is None else rows
         rows = -(-rows // self._multiple) * self._multiple
         buckets = packing.shapes(self._shape_arguments()[0], rows, None, self._multiple)
-        plan = self._planner(split, examples, buckets, train=False)
-        return (self._fill(block, batch) for block in map(plan, range(plan.blocks)) for batch in block.batches)
+        return self._planner(split, examples, buckets, train=False)
 
     def size(self, split: str, examples: int | None = None) -> dict[str, int]:
         """Counts "examples", and "bytes", "words" and "lines" (line ends) of the text that is predicted.

@@ -419,7 +419,8 @@ class Tokenizers:
         Args:
           config: the data section.
           examples: the training split.
-          roles: roles that the task reads ("source", "target", "text", "pair", "question", "context", "messages").
+          roles: roles that the task reads ("source", "target", "text", "pair", "question", "context", "messages",
+            "chosen", "rejected").
 
         Raises:
           ConfigError: the kind is unknown, the vocabulary is too small for it, or a file is missing.
@@ -535,6 +536,8 @@ def _texts(config: DataConfig, examples: Examples, roles: Sequence[str]) -> dict
                 texts["target" if role == "target" else "source"].append(example[role])
         if "messages" in roles:  # a template writes the names of roles, too
             texts["source"] += [message[key] for message in example["messages"] for key in ("role", "content")]
+        if "chosen" in roles:  # the replies to these messages
+            texts["source"] += ["assistant", example["chosen"], example["rejected"]]
     return texts
 
 

@@ -21,6 +21,7 @@ class Truncation(NamedTuple):
       cut_tokens: truncated tokens.
       words: tagged words of all examples; 0 unless the task is tagging.
       unread_labels: labels without a token, int32 `[n]`: tags of words that were truncated or have no token.
+      empty_examples: examples of which nothing is left to learn, such as conversations without their reply.
     """
 
     examples: int = 0
@@ -29,11 +30,13 @@ class Truncation(NamedTuple):
     cut_tokens: int = 0
     words: int = 0
     unread_labels: np.ndarray = np.zeros(0, np.int32)
+    empty_examples: int = 0
 
     def counts(self) -> dict[str, int]:
         """The counts under the names that they have in `eval-<split>.json`."""
         counts = {"cut_examples": self.cut_examples, "cut_tokens": self.cut_tokens}
-        return {**counts, "cut_words": len(self.unread_labels)} if self.words else counts
+        counts |= {"cut_words": len(self.unread_labels)} if self.words else {}
+        return counts | ({"empty_examples": self.empty_examples} if self.empty_examples else {})
 
     def sentence(self, where: str, length: int, of: int | None = None, lost: str = "cut off") -> str:
         """One line for the log; "" if nothing was truncated.
@@ -54,6 +57,8 @@ class Truncation(NamedTuple):
         )
         if len(self.unread_labels):
             line += f"; {len(self.unread_labels):,} of {self.words:,} words have no token and count as tagged O"
+        if self.empty_examples:
+            line += f"; {self.empty_examples:,} examples have no token of a reply left, and are not learned or measured"
         return line
 
 
@@ -69,19 +74,20 @@ def from_json(content: dict[str, Any]) -> Truncation:
 
 def count_truncated(examples: Iterable[Features]) -> Truncation:
     """Counts the tokens that the task truncated, from the features "cut" and "unread" of encoded examples."""
-    total, cut_examples, tokens, cut_tokens, words = 0, 0, 0, 0, 0
+    total, cut_examples, tokens, cut_tokens, words, empty = 0, 0, 0, 0, 0, 0
     unread: list[np.ndarray] = []
     for features in examples:
         missing = int(features.get("cut", 0))
         total += 1
         cut_examples += missing > 0
         cut_tokens += missing
+        empty += int(features.get("empty", 0))
         tokens += missing + sum(len(features[stream]) for stream in ("source", "target") if stream in features)
         if "unread" in features:
             unread.append(features["unread"])
             words += int(np.count_nonzero(features["weights"])) + len(unread[-1])
     labels = np.concatenate(unread).astype(np.int32) if unread else np.zeros(0, np.int32)
-    return Truncation(total, cut_examples, tokens, cut_tokens, words, labels)
+    return Truncation(total, cut_examples, tokens, cut_tokens, words, labels, empty)
 
 
 def count_skipped(examples: Iterable[Features], length: int) -> Truncation:

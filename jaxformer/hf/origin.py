@@ -38,6 +38,7 @@ TRAINED_AS = {
     "text_to_text": "translation",
     "prefix_lm": "language_modelling",
     "dialogue": "language_modelling",
+    "preference": "language_modelling",
     "permutation_lm": "language_modelling",
 }
 """Task -> the one of `TASKS` whose head it trains; they differ in what is measured."""

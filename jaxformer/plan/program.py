@@ -25,7 +25,7 @@ from jaxformer.parallel import rules
 from jaxformer.plan import flops
 from jaxformer.plan.chips import Hardware
 from jaxformer.tasks import permutation_lm
-from jaxformer.train import freezing, optim
+from jaxformer.train import freezing, optim, reference
 from jaxformer.train import step as steps
 from jaxformer.types import Array, Batch, Permutation, PyTree, Slots, Stream, TrainState
 
@@ -143,6 +143,9 @@ def resolve(config: Config) -> Config:
             "config.model.series.channels: got None, expected a number, since only the data decides it; "
             "set --config.model.series.channels=N"
         )
+    if config.distillation is not None:
+        expected = "None: the memory and the work of a teacher are not planned; plan the run without"
+        raise ConfigError(f"config.distillation: got a teacher, expected {expected}")
     if config.model.is_empty:
         raise ConfigError("config.model: got no model, expected one; a run that starts from a directory has no plan")
     sizes = build.SeriesSizes(None, config.data.length, config.data.horizon)
@@ -202,6 +205,7 @@ def abstract_batch(config: Config, mesh: Mesh, shape: Shape) -> Batch:
         array((shape.rows,), jnp.int32) if config.model.head.relation else None,
         permutation,
         array((shape.rows,), jnp.bool_) if config.task.recurrence else None,
+        reference=array((shape.rows, 2), jnp.float32) if reference.is_needed(config) else None,
     )
 
 

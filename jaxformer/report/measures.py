@@ -31,6 +31,13 @@ LABELS = {
     "decoded_examples": "examples decoded and scored",
     "cut_tokens": "tokens that were cut off",
     "cut_words": "words without a token, tagged O",
+    "empty_examples": "examples that lost all of a reply",
+    "margin": "reward of the chosen reply above the rejected one",
+    "chosen_reward": "reward of the chosen reply",
+    "rejected_reward": "reward of the rejected reply",
+    "ranking_accuracy": "pairs whose chosen reply is the likelier (share)",
+    "label_loss": "loss of the labels (nats per label)",
+    "distillation": "divergence from the teacher, times T^2 (nats per label)",
     "exact_match": "exact matches (share)",
     "spearman": "Spearman's rank correlation (-1 to 1)",
     "pearson": "Pearson's correlation (-1 to 1)",
@@ -66,8 +73,8 @@ NO_MEASURES = ("split", "signatures", "checkpoint", "by_length", "diagnosis")
 """Entries of `eval-<split>.json` that the table of measures leaves out."""
 
 NO_SCORES = {
-    "step", "config", "weights", "seconds", "examples", "cut_examples", "cut_tokens", "cut_words", "split_examples",
-    "decoded_examples", "changed", "stopped_early", *NO_MEASURES,
+    "step", "config", "weights", "seconds", "examples", "cut_examples", "cut_tokens", "cut_words", "empty_examples",
+    "split_examples", "decoded_examples", "changed", "stopped_early", *NO_MEASURES,
 }  # fmt: skip
 """Entries of results that cannot be a headline."""
 

@@ -33,8 +33,11 @@ beside those of its slots, -1 if it has none.
 Tasks that predict in a permuted order have int32 "order" [n] and "targets" [k] (see `types.Permutation`), with "labels"
 and "weights" [k]; k is the same for all examples.
 
-Two more are counted and never stacked: "cut" [] is the number of tokens beyond `data.length`, absent if there are none.
-"unread" [k] holds the labels that no slot carries (tags of words that were cut off)."""
+"reference" [k] float32 is what another model says about the row (`Task.reference`), in examples that have it.
+
+Three more are counted and never stacked: "cut" [] is the number of tokens beyond `data.length`, absent if there are
+none. "unread" [k] holds the labels that no slot carries (tags of words that were cut off). "empty" [] is 1 if nothing
+is left to learn of the example, absent otherwise."""
 
 
 class Framing(Protocol):
@@ -155,6 +158,9 @@ class Task:
       score_names: names of the values that `score` may return.
       score_signatures: `(config) -> name -> str`: exact definition of each score (sacreBLEU's signature).
       classes: names of the head's classes, where the task fixes them; None: the data has them.
+      reference: `(config, logits, batch) -> float32 [B, ...]`, what the model that a run starts from says of each row.
+        It is computed once before training (`train/reference.py`), kept in the cache, and given to `encode` as the
+        example's "reference". None: the task needs no other model.
       couples_rows: `(config) -> bool`: True if a row's loss depends on the other rows of its microbatch.
       has_prefix: True if examples have the feature "prefix".
       reads_other_text: `(config) -> bool`: True if `encode` also reads the text of another example, which the pipeline
@@ -194,6 +200,7 @@ class Task:
     unread_label_metrics: Callable[[Config, np.ndarray], Sums] = lambda config, labels: {}
     classes: tuple[str, ...] | None = None
     score_signatures: Callable[[Config], dict[str, str]] = lambda config: {}
+    reference: Callable[[Config, Any, Batch], Any] | None = None
     couples_rows: Callable[[Config], bool] = lambda config: False
     check: Callable[[Config], None] = lambda config: None
     reads_document: bool = False

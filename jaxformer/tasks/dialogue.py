@@ -29,7 +29,8 @@ def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.ran
     """A conversation as one row: labels are the next tokens, with weight 1 in replies (their end token included).
 
     Of a conversation that is too long, the oldest turns are left out, each user's with its reply; the system's turn
-    stays. If the last exchange alone is too long, its end is cut off.
+    stays. If the last exchange alone is too long, its end is cut off. One that loses all of its replies has the feature
+    "empty".
     """
     tokenizer, template, messages = tokenizers.target, template_of(tokenizers), example["messages"]
     _tokens.required_token(tokenizer, NAME, "eos")
@@ -44,7 +45,8 @@ def encode(config: Config, tokenizers: Tokenizers, example: Example, rng: np.ran
     learned = reply == reply.max() if config.task.replies == "last" else reply > 0
     tokens, weights = np.array(ids[: config.data.length + 1], np.int32), learned[1 : config.data.length + 1]
     features = {"target": tokens[:-1], "labels": tokens[1:], "weights": weights.astype(np.float32)}
-    return {**features, **_tokens.truncation(complete + 1 - len(tokens))}
+    empty = {} if weights.any() else {"empty": np.asarray(1, np.int32)}
+    return {**features, **empty, **_tokens.truncation(complete + 1 - len(tokens))}
 
 
 def template_of(tokenizers: Tokenizers) -> str:

@@ -27,6 +27,7 @@ from jaxformer.config import (
     TaskConfig,
     TrainConfig,
 )
+from jaxformer.errors import ConfigError
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.train import freezing, optim
@@ -93,6 +94,8 @@ class Trainer:
     """
 
     def __init__(self, config: Config) -> None:
+        if config.distillation is not None:
+            raise ConfigError("config.distillation: got a teacher, expected None in memory; train with train.loop")
         self.config = config = dataclasses.replace(config, mesh=MeshConfig(data=1))
         self.mesh = meshes.make(config.mesh, jax.devices()[:1])
         self.module = module = build.build(config.model)

@@ -72,6 +72,10 @@ def _check_model(config: Config, rates: Sequence[str]) -> None:
                 f"config.model.{side}.moe: got experts, expected a model without in runs of one program; use "
                 "--executor=local"
             )
+    if config.distillation is not None:
+        raise ConfigError(
+            "config.distillation: got a teacher, expected None in runs of one program; use --executor=local"
+        )
     if config.task.recurrence:
         raise ConfigError(
             "config.task.recurrence: got True, expected False in runs of one program; use --executor=local"

@@ -98,13 +98,14 @@ def training_loop(run: Run, stop: PreemptionListener) -> int:
         return 0
     run.complete_interrupted_step()
     train_step = steps.make_train_step(run.config, run.module, run.task, run.optimizer, run.schedule, run.mesh)
+    beside = () if run.teacher is None else (run.teacher,)
     run.window.resume()
     run.clock.lap()
     while run.has_steps_left:
         position = run.batches.get_state()
         batch = next(run.batches)
         compiles = run.train_shapes.is_new(batch)
-        run.state, sums = train_step(run.state, steps.shard_batch(batch, run.mesh, run.balanced))
+        run.state, sums = train_step(run.state, steps.shard_batch(batch, run.mesh, run.balanced), *beside)
         record(run, sums, batch, position, compiles)
         stopping = stop.should_stop(run.step) and run.step < run.config.train.steps
         evaluation_due, save_due = due(run, stopping)

@@ -23,9 +23,9 @@ from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.runtime import files
-from jaxformer.tasks import _mixture
+from jaxformer.tasks import _distillation, _mixture
+from jaxformer.train import digest, freezing, optim, reference, teacher, warm_start
 from jaxformer.train import evaluate as evaluation
-from jaxformer.train import freezing, optim, warm_start
 from jaxformer.train import step as steps
 from jaxformer.train.metric_window import MetricWindow
 from jaxformer.train.patience import Patience
@@ -63,8 +63,17 @@ class Run:
     ) -> None:
         self.stream = stream
         self.config, self.workdir, self.mesh, self.dataset, self.tokenizers = config, workdir, mesh, dataset, tokenizers
-        self.task, self.init_format = _mixture.objective(config), init_format
+        self.task, self.init_format = _distillation.objective(config, _mixture.objective(config)), init_format
         self.module = build.build(config.model)
+        self.teacher = None
+        if config.distillation is not None:
+            self.teacher = teacher.load(config, mesh, tokenizers, init_format)
+        self.reference = None
+        if reference.is_needed(config):
+            counts = {"train": config.data.examples, "validation": config.evaluate.examples}
+            known = reference.recorded(workdir)
+            dataset, self.reference = reference.attach(config, dataset, counts, tokenizers, mesh, init_format, known)
+            self.dataset = dataset
         self.kernels = build.chosen_kernels(config.model, config.data.length, self.task.has_prefix)
         self.balanced = build.uses_causal_ring(config.model, config.data.length)
         part, multiple = rules.process_part(mesh), meshes.row_multiple(mesh.shape, config.model)
@@ -98,6 +107,8 @@ class Run:
         self.progress: dict[str, Any] = {"evaluation_due": False, "window": None, "skipped_in_a_row": 0}
         self.progress["data"] = self.dataset.key
         self.progress["patience"] = None
+        self.progress["reference"] = self.reference
+        self.progress["teacher"] = None if self.teacher is None else digest.params_digest(self.teacher.params)
         changes = self._restore_state()
         self.patience = Patience(config.train.patience, config.checkpoint, self.progress["patience"])
         self.step = int(self.state.step)
@@ -135,6 +146,14 @@ class Run:
                 f"in {self.workdir} was trained on; restore them, or start another run (from this one: init.directory)"
             )
 
+    def _check_same_teacher(self, saved: str | None) -> None:
+        """Refuses to go on with another teacher than that of the newest checkpoint."""
+        if self.config.distillation is not None and saved not in (None, self.progress["teacher"]):
+            raise ConfigError(
+                f"config.distillation.directory: got {self.config.distillation.directory}, whose parameters are no "
+                "longer those that the run began with, expected the same teacher; restore it, or start another run"
+            )
+
     def _restore_state(self) -> list[str]:
         """Sets the state and the batches: from the newest checkpoint, fresh, or from another run's parameters.
 
@@ -150,6 +169,7 @@ class Run:
             if config.init.directory:
                 self.state = warm_start.load_initial_params(self.state, config, self.init_format)
             return []
+        self._check_same_teacher(saved.about.get("progress", {}).get("teacher"))
         self.state, self.batches = saved.state, self.pipeline.resume(saved.data)
         if has_same_measurement(config, saved.about):
             self.values = dict(saved.about.get("values", {}))
@@ -172,9 +192,10 @@ class Run:
         return [f"{side} attention: {kernel} ({reason})" for side, (kernel, reason) in self.kernels.items()]
 
     def _data_lines(self) -> list[str]:
+        lines = [] if self.reference is None else [f"reference: the starting parameters, hash {self.reference[:12]}"]
         if self.progress["data"] == self.dataset.key:
-            return []
-        return ["the data changed since the run started: measures before and after cannot be compared"]
+            return lines
+        return [*lines, "the data changed since the run started: measures before and after cannot be compared"]
 
     @property
     def has_steps_left(self) -> bool:
@@ -206,6 +227,8 @@ class Run:
             "skipped_in_a_row": self.guard.consecutive,
             "data": self.dataset.key,
             "patience": self.patience.state(),
+            "reference": self.progress["reference"],
+            "teacher": self.progress["teacher"],
         }
         self.checkpoints.save(self.state, self.pipeline.data_state(self.batches), values, progress, force)
 

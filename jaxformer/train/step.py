@@ -21,6 +21,7 @@ from jaxformer.nn import cpu, moe
 from jaxformer.parallel import rules, shards
 from jaxformer.tasks import Task
 from jaxformer.train import ema, freezing, optim, recurrence, skip_guard
+from jaxformer.train.teacher import Teacher
 from jaxformer.types import EMA, MEMORY, Array, Batch, PyTree, Sums, TrainState, overlaid
 
 
@@ -33,6 +34,8 @@ def make_train_step(
     mesh: Mesh,
 ) -> jax.stages.Wrapped:
     """The compiled step `(state, batch) -> (state, sums)`; the state passed in is donated.
+
+    With `config.distillation` a `teacher.Teacher` is its third argument.
 
     The gradient is that of the summed loss divided once by the summed weights (`batch_gradients`), with respect to the
     trained parameters; frozen ones (`freezing`) pass through. The sums are the task's, with "gradient_norm" (before
@@ -58,6 +61,7 @@ def update(
     update_at: PyTree | None,
     state: TrainState,
     batch: Batch,
+    teacher: Teacher | None = None,
 ) -> tuple[TrainState, Sums]:
     """One training step: the new state and its sums. See `make_train_step`; not compiled.
 
@@ -65,9 +69,11 @@ def update(
 
     Args:
       update_at: shardings of the trained parameters in their update; None: the partitioner decides.
+      teacher: makes the logits that the loss reads beside the labels; None: it does not.
     """
     key = jax.random.fold_in(state.key, state.step)
-    grads, variables, sums = batch_gradients(config, module, task, state.params, state.collections(), batch, key)
+    collections = state.collections()
+    grads, variables, sums = batch_gradients(config, module, task, state.params, collections, batch, key, teacher)
     old_params, frozen = freezing.split(config, state.params)
     if update_at is not None:
         grads, old_params = jax.lax.with_sharding_constraint((grads, old_params), (update_at, update_at))
@@ -137,11 +143,31 @@ def make_binned_eval_step(config: Config, module: nn.Module, upper: tuple[int, .
     return jax.jit(eval_step)
 
 
+def make_reference_step(config: Config, module: nn.Module, mesh: Mesh) -> jax.stages.Wrapped:
+    """The compiled function `(variables, batch) -> [B, ...]`: the task's `reference`, complete on every process."""
+    measure = tasks.get(config.task.name).reference
+    if measure is None:
+        raise ValueError(f"reference: got the task {config.task.name}, expected one that compares with a reference")
+
+    def reference_step(variables: PyTree, batch: Batch) -> Array:
+        logits: PyTree = module.apply(variables, batch, full_logits=False)
+        return measure(config, logits, batch)
+
+    return jax.jit(reference_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
 # Gradients.
 
 
 def batch_gradients(
-    config: Config, module: nn.Module, task: Task, params: PyTree, variables: PyTree, batch: Batch, key: Array
+    config: Config,
+    module: nn.Module,
+    task: Task,
+    params: PyTree,
+    variables: PyTree,
+    batch: Batch,
+    key: Array,
+    teacher: Teacher | None = None,
 ) -> tuple[PyTree, PyTree, Sums]:
     """Gradients of the mean loss over the whole batch, the updated other variables, and the step's sums.
 
@@ -155,20 +181,20 @@ def batch_gradients(
     accumulate = functools.partial(accumulate_gradients, config, module, task)
     if can_reduce_once(config, variables, batch):
 
-        def device_gradients(params: PyTree, batch: Batch, key: Array) -> tuple[PyTree, Sums]:
-            grads, _, sums = accumulate(params, {}, batch, jax.random.fold_in(key, jax.lax.axis_index("data")))
+        def device_gradients(params: PyTree, batch: Batch, key: Array, teacher: Teacher | None) -> tuple[PyTree, Sums]:
+            grads, _, sums = accumulate(params, {}, batch, jax.random.fold_in(key, jax.lax.axis_index("data")), teacher)
             return jax.lax.psum((grads, sums), "data")
 
         replicated, by_row = PartitionSpec(), PartitionSpec("data")
         grads, sums = jax.shard_map(
             device_gradients,
-            in_specs=(replicated, by_row, replicated),
+            in_specs=(replicated, by_row, replicated, replicated),
             out_specs=replicated,
             axis_names={"data"},
             check_vma=False,
-        )(params, batch, key)
+        )(params, batch, key, teacher)
     else:
-        grads, variables, sums = accumulate(params, variables, batch, key)
+        grads, variables, sums = accumulate(params, variables, batch, key, teacher)
     weight = jnp.maximum(sums["loss"][1], 1e-8)
     return jax.tree.map(lambda g: g / weight, grads), variables, sums
 
@@ -196,13 +222,23 @@ def can_reduce_once(config: Config, variables: PyTree, batch: Batch) -> bool:
 
 
 def accumulate_gradients(
-    config: Config, module: nn.Module, task: Task, params: PyTree, variables: PyTree, batch: Batch, key: Array
+    config: Config,
+    module: nn.Module,
+    task: Task,
+    params: PyTree,
+    variables: PyTree,
+    batch: Batch,
+    key: Array,
+    teacher: Teacher | None = None,
 ) -> tuple[PyTree, PyTree, Sums]:
     """Gradients of the summed loss, added over the microbatches, the updated other variables, and all sums."""
     parts = config.train.accumulation
     trained, frozen = freezing.split(config, params)
 
     def gradients(variables: PyTree, batch: Batch, key: Array) -> tuple[PyTree, PyTree, Sums]:
+        if teacher is not None:  # outside of what is differentiated, and of one microbatch, whose logits it has
+            batch = batch._replace(teacher=teacher.logits(batch))
+
         def loss(trained: PyTree) -> tuple[Array, tuple[PyTree, Sums]]:
             return summed_loss(config, module, task, overlaid(frozen, trained), variables, batch, key)
 
@@ -252,7 +288,7 @@ def summed_loss(
 def init_state(config: Config, module: nn.Module, optimizer: optim.Transform, mesh: Mesh) -> TrainState:
     """A fresh state, computed on the mesh. `config.train.seed` decides parameters and all later randomness."""
     root = jax.random.key(config.train.seed)
-    variables = build.create(module, jax.random.fold_in(root, 0), mesh)
+    variables = initial_variables(config, module, mesh)
     params = variables.pop("params")
     if config.train.ema is not None:
         variables[EMA] = jax.tree.map(jnp.copy, freezing.trained(config, params))
@@ -263,6 +299,11 @@ def init_state(config: Config, module: nn.Module, optimizer: optim.Transform, me
     replicated = NamedSharding(mesh, PartitionSpec())
     step, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.fold_in(root, 1)), replicated)
     return TrainState(step, params, opt_state, key, variables)
+
+
+def initial_variables(config: Config, module: nn.Module, mesh: Mesh) -> dict[str, PyTree]:
+    """Parameters and other variables that a model starts from, computed on the mesh."""
+    return build.create(module, jax.random.fold_in(jax.random.key(config.train.seed), 0), mesh)
 
 
 def make_init(config: Config, module: nn.Module, optimizer: optim.Transform, mesh: Mesh) -> jax.stages.Wrapped:
@@ -339,7 +380,7 @@ def shard_batch(batch: Batch, mesh: Mesh, balanced: bool = False) -> Batch:
     processes = rules.process_part(mesh)[1]
 
     def shard(x: Array) -> Array:
-        has_slots = x.ndim > 1 and not (x is batch.labels and x.dtype.kind == "f")
+        has_slots = x.ndim > 1 and x is not batch.reference and not (x is batch.labels and x.dtype.kind == "f")
         order = rules.zigzag_order(x.shape[1], mesh.shape["context"]) if balanced and has_slots else None
         x = x if order is None else x[:, order]
         shape = (x.shape[0] * processes, *x.shape[1:])

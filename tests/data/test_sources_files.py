@@ -205,6 +205,77 @@ def test_dialogues(write, config, caplog):
     fails(config("dialogues", {"text": "x"}, train=("b.jsonl",)), "data.columns: got text=x, expected messages=KEY")
 
 
+def test_preferences(write, config, caplog):
+    """Three ways to write a pair; one that teaches nothing is dropped from training, and refused elsewhere."""
+    lines = [
+        {"prompt": "a", "chosen": "b\n", "rejected": "\u00e9", "score": 3},
+        {"prompt": talk("a", "b", "c"), "chosen": talk("-", "d")[1:], "rejected": "e"},
+        {"chosen": talk("a", "b"), "rejected": talk("a", "c")},
+        {"prompt": "a", "chosen": "b", "rejected": " b "},
+        {"prompt": "a", "chosen": "", "rejected": "b"},
+    ]
+    write("a.jsonl", "\n\n".join(map(json.dumps, lines)))
+    write("b.jsonl", json.dumps(lines[4]))
+    write("c.jsonl", json.dumps({"question": "a", "good": "b", "bad": "c"}))
+    data = build(config("preferences", train=("a.jsonl",)))
+    assert rows(data) == [
+        {"messages": tuple(talk("a")), "chosen": "b\n", "rejected": "\u00e9"},
+        {"messages": tuple(talk("a", "b", "c")), "chosen": "d", "rejected": "e"},
+        {"messages": tuple(talk("a")), "chosen": "b", "rejected": "c"},
+    ]
+    assert "dropped 2 training pairs that teach nothing, the first at" in caplog.text
+    assert "a.jsonl:7 (equal chosen and rejected replies" in caplog.text
+    columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    assert rows(build(config("preferences", columns, train=("c.jsonl",)))) == [
+        {"messages": tuple(talk("a")), "chosen": "b", "rejected": "c"}
+    ]
+    fails(config("preferences", train=("a.jsonl",), test=("a.jsonl",)), "a.jsonl:7: got equal chosen and rejected repl")
+    fails(config("preferences", train=("c.jsonl",), test=("b.jsonl",)), "c.jsonl:1: got keys 'question', 'good', 'bad'")
+    fails(config("preferences", train=("a.jsonl",), test=("b.jsonl",)), "b.jsonl:1: got an empty chosen reply, expect")
+    fails(config("preferences", {"text": "x"}, train=("a.jsonl",)), "got text=x, expected keys for prompt, chosen, rej")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ([], "bad.jsonl:2: got list, expected an object with 'chosen'"),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            "got keys 'prompt', 'completion', 'label', expected an obj",
+        ),
+        (
+            {"prompt": "a", "chosen": "b"},
+            "expected an object with 'rejected', the rejected reply; set data.columns.rej",
+        ),
+        (
+            {"chosen": "b", "rejected": "c"},
+            "got keys 'chosen', 'rejected', expected 'prompt' beside replies that are t",
+        ),
+        (
+            {"prompt": talk("a", "b"), "chosen": "b", "rejected": "c"},
+            "bad.jsonl:2, prompt: got role assistant in the l",
+        ),
+        (
+            {"prompt": "a", "chosen": 1, "rejected": "c"},
+            "bad.jsonl:2, chosen: got int, expected a text, or a list with",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": talk("a", "b")},
+            "bad.jsonl:2, rejected: got a list of 2, expected",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": talk("a")},
+            "bad.jsonl:2, rejected, turn 2: got role user, expecte",
+        ),
+        ({"chosen": talk("a", "b"), "rejected": talk("x", "c")}, "got chosen and rejected of different conversations"),
+        ({"chosen": talk("a"), "rejected": talk("a", "c")}, "bad.jsonl:2, chosen: got role user in the last turn, exp"),
+    ],
+)
+def test_pairs_that_are_none(write, config, record, message):
+    write("bad.jsonl", json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(record))
+    fails(config("preferences", train=("bad.jsonl",)), message)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -11,9 +11,10 @@ from num2words import num2words
 from jaxformer import registry
 from jaxformer.config import ConfigError, DataConfig
 from jaxformer.data import chat
-from jaxformer.data.sources import _generated, build
+from jaxformer.data.sources import _generated, build, order_pairs
 from jaxformer.data.sources.algorithmic import Algorithmic
 from jaxformer.data.sources.numerals import LANGUAGES, Numerals, words
+from jaxformer.data.sources.orders import Orders
 
 GENERATED = [
     DataConfig(name="de"),
@@ -127,7 +128,7 @@ def test_a_small_space_gives_short_held_out_splits():
         (DataConfig(name="dee"), r"data.name: got 'dee', expected one of de, fr, es; did you mean 'de'"),
         (DataConfig(source="algorithmic", name="revers"), "got 'revers'.*did you mean 'reverse'"),
         (DataConfig(source="algorithmic", name=""), "got '', expected copy, reverse, sort, addition"),
-        (DataConfig(source="orders", name="tea"), "data.name: got 'tea', expected '' for orders"),
+        (DataConfig(source="orders", name="tea"), "data.name: got 'tea', expected '' or courtesy for orders"),
         (DataConfig(source="algorithmic", name="copy/9-3"), "got lengths 9-3, expected 1 <= low <= high"),
     ],
 )
@@ -170,3 +171,20 @@ def test_pylib_is_the_standard_library_without_what_is_not_source():
     assert not any("import unittest\nfrom test import support" in text for text in everything)
     assert data.key == build(DataConfig(source="pylib")).key
     assert sum(map(len, everything)) > 5_000_000
+
+
+def test_pairs_of_replies_to_orders_differ_in_their_thanks_alone():
+    pairs, thanked = order_pairs.OrderPairs(), 0
+    for seed in range(40):
+        sale = pairs.draw(seed)
+        pair, plain, talk = (made.example(sale) for made in (pairs, Orders(), Orders(courtesy=True)))
+        assert pair["chosen"] == pair["rejected"] + " thank you"
+        assert pair["rejected"] == plain["messages"][-1]["content"]
+        assert pair["messages"] == talk["messages"][:-1], "the turns before are those of a model that thanks at times"
+        assert talk["messages"][-1]["content"] in (pair["chosen"], pair["rejected"])
+        assert pairs.split(sale) == Orders().split(sale)
+        thanked += talk["messages"][-1]["content"] == pair["chosen"]
+    assert 10 <= thanked <= 30
+    for name, known in (("orders", "'' or courtesy for orders"), ("order_pairs", "'' for order_pairs")):
+        with pytest.raises(ConfigError, match=f"data.name: got 'x', expected {known}"):
+            build(DataConfig(source=name, name="x"))

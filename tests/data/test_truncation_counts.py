@@ -19,7 +19,7 @@ SHORT, LONG = "ab", "a long text of 25 bytes.."
 OTHERS = (
     *("captioning", "forecasting", "series_classification"),  # read no text, or a series beside it
     *("cbow", "skip_gram", "span_corruption"),  # need the counts or the sentinels of a learned vocabulary
-    *("denoising", "dialogue"),  # noise, and turns that are left out whole, change the number of tokens
+    *("denoising", "dialogue", "preference"),  # noise, and turns that are left out whole, change the number of tokens
 )
 """Tasks whose cuts are tested beside them (tests/tasks/); `test_tasks.py` shows that each counts what it cuts."""
 NAMES = [name for name in registry.names("jaxformer.tasks") if name not in OTHERS]

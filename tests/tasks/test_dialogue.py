@@ -5,6 +5,7 @@ import functools
 import json
 
 import builders
+import jax
 import numpy as np
 import pytest
 from task_toys import config, encoded, learned, without
@@ -152,6 +153,30 @@ def test_packed_conversations_keep_their_own_weights_and_positions():
     assert sorted(rows) == sorted([tuple(f[name].tolist() for name in ("target", "labels", "weights")) for f in alone])
     assert batch.weights[batch.target.slots.segment == 0].sum() == 0
     assert len({int(s) for s in batch.target.slots.segment[0]}) > 2, "several share a row"
+
+
+def test_packed_conversations_have_the_loss_and_the_gradient_of_rows_of_their_own():
+    examples = [{"messages": conversation(count, None)} for count in (2, 4, 2, 6)]
+    module, variables = builders.make(builders.decoder(layers=1, embed=EmbedConfig(vocab=264)), seed=1)
+
+    @jax.jit
+    def gradient(params, batch):
+        loss = lambda p: dialogue.TASK.loss(settings(), module.apply({"params": p}, batch), batch)["loss"]  # noqa: E731
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    found = []
+    for packing in ("first_fit", "none"):
+        base = settings()
+        data = dataclasses.replace(base.data, packing=packing, length=200, tokenizer=TokenizerConfig(kind="byte"))
+        base = dataclasses.replace(base, data=data)
+        pipeline = Pipeline(base, Dataset({"train": examples}, "x"), tokenizers(), dialogue.TASK)
+        (batch,) = pipeline.evaluate("train", rows=4)  # of one shape, so that there is one program
+        assert (batch.target.slots.segment.max() > 1) == (packing == "first_fit")
+        found.append(jax.device_get(gradient(variables["params"], batch)))
+    ((total, count), packed), ((expected, same), alone) = found
+    assert count == same == sum(len(CONTENTS[i]) + 1 for i in (1, 1, 3, 1, 1, 3, 5))
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), packed, alone)
 
 
 def test_scores_are_of_the_last_reply():

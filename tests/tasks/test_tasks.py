@@ -23,7 +23,7 @@ from jaxformer.types import Batch
 NAMES = registry.names("jaxformer.tasks")
 UNLIKE = (
     *("answering", "similarity", "replaced_tokens", "skip_gram", "cbow"),
-    *("forecasting", "multi_label", "regression"),
+    *("forecasting", "multi_label", "regression", "preference"),
 )
 """Tasks whose loss is not the cross-entropy of a label for every slot or text: theirs are in tests of their own."""
 EXAMPLE = {
@@ -37,12 +37,15 @@ EXAMPLE = {
     "values": np.arange(80.0).reshape(40, 2),
     "future": np.arange(6.0).reshape(3, 2),
     "messages": ({"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}),
+    "chosen": TEXT,
+    "rejected": "the cat",
 }
 
 
 def example_of(name):
     """What the task must have, and a score, which some objectives need."""
-    return {role: EXAMPLE[role] for role in (*tasks.get(name).roles, "score")}
+    found = {role: EXAMPLE[role] for role in (*tasks.get(name).roles, "score")}
+    return found | ({"messages": EXAMPLE["messages"][:1]} if "chosen" in found else {})
 
 
 def test_the_folder_holds_the_tasks():
@@ -63,6 +66,7 @@ def test_features_are_int32_aligned_and_cut(name):
     floats = floats.get(name, ("weights", "source") if "values" in tasks.get(name).roles else ("weights",))
     features = encoded(config(name, length=6), words(), **example_of(name))
     assert features.pop("cut", 0) > 0 or name == "forecasting"  # which reads the last steps, and no others
+    assert features.pop("empty", 0) == (name in ("dialogue", "preference"))  # no reply is left
     assert all(0 < len(features.pop(key)) < 16 for key in ("unread",) if key in features)
     if "targets" in features:  # tests of their own say which slots these are
         targets, shapes = features.pop("targets"), {features.pop(key).shape for key in ("labels", "weights")}
@@ -91,7 +95,8 @@ def test_a_prompt_has_the_streams_of_training(name):
     example = example_of(name)
     trained = encoded(config(name), words(), **example)
     prompt = task.prompt(config(name), words(), task.input_line(example))
-    assert set(prompt) == set(trained) - {"labels", "weights", "unread"}
+    of_pair = {"segment"} if name == "preference" else set()  # a prompt waits for one reply
+    assert set(prompt) == set(trained) - {"labels", "weights", "unread", "empty"} - of_pair
     for key, value in prompt.items():
         assert value.dtype == (np.float32 if "values" in task.roles and key == "source" else np.int32)
     if "values" in task.roles:
@@ -163,6 +168,7 @@ def test_smoothing_spreads_over_the_real_vocabulary():
         ("text_to_text", "positive", "positive"),
         ("language_modelling", " sat\non it", " sat\\non it"),
         ("dialogue", " sat\non it", " sat\\non it"),
+        ("preference", " sat\non it", " sat\\non it"),
         ("masked_lm", {"text": "the cat sat on it"}, "the cat sat on it"),
         ("permutation_lm", {"text": "the cat sat on it"}, "the cat sat on it"),
         ("replaced_tokens", [{"token": " cat", "replaced": 0.25}, {"token": " ", "replaced": 1}], "cat/0.250  /1.000"),

@@ -26,6 +26,7 @@ def check(config: Config) -> None:
         sections.check_task(config)
     sections.check_data(config)
     sections.check_template(config)
+    sections.check_distillation(config)
     if config.data.mixture is not None:
         mixture.check_mixture(config)
     sections.check_train(config)

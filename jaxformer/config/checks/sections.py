@@ -7,7 +7,7 @@ import math
 from jaxformer import registry
 from jaxformer.config import templates
 from jaxformer.config.checks.fields import invalid
-from jaxformer.config.schema import Config, DecodeConfig
+from jaxformer.config.schema import Config, DecodeConfig, TaskConfig
 from jaxformer.errors import ConfigError
 
 TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -15,6 +15,7 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "summarisation": (("encoder, decoder",), "tokens"),
     "language_modelling": (("decoder",), "tokens"),
     "dialogue": (("decoder",), "tokens"),
+    "preference": (("decoder",), "tokens"),
     "prefix_lm": (("decoder",), "tokens"),
     "masked_lm": (("encoder",), "tokens"),
     "permutation_lm": (("encoder",), "tokens"),
@@ -38,6 +39,9 @@ TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
 
 WORD_VECTORS = ("skip_gram", "cbow")
 """Tasks whose model is two tables of vectors."""
+
+CONVERSATION_TASKS = ("dialogue", "preference")
+"""Tasks that read conversations, which a chat template writes."""
 
 SERIES_TASKS = ("forecasting", "series_classification", "captioning")
 """Tasks whose model reads a series in place of tokens."""
@@ -112,23 +116,62 @@ def check_task(config: Config) -> None:
         raise invalid("config.task.name", task, expected)
     if task == "forecasting":
         _check_forecasting(config)
-    if task in ("similarity", "replaced_tokens", "forecasting", "multi_label", "regression", *WORD_VECTORS):
+    _check_preference(config)
+    unsmoothed = ("similarity", "replaced_tokens", "forecasting", "multi_label", "regression", "preference")
+    if task in (*unsmoothed, *WORD_VECTORS):
         for name in ("label_smoothing", "z_loss"):
             if getattr(config.task, name):
                 raise invalid(f"config.task.{name}", getattr(config.task, name), f"0 for the task {task}")
     _check_objective(config)
     decoder = model.decoder
-    writes = task in ("language_modelling", "prefix_lm", "dialogue", "text_to_text") and not model.has_encoder
+    writers = ("language_modelling", "prefix_lm", "text_to_text", *CONVERSATION_TASKS)
+    writes = task in writers and not model.has_encoder
     if writes and decoder is not None and decoder.causal is False:
         expected = "True or None: a language model cannot see what it predicts"
         raise invalid("config.model.decoder.causal", "False", expected)
-    if config.data.tokenizer.chat_template and task in TASK_MODELS and task != "dialogue":
+    if config.data.tokenizer.chat_template and task in TASK_MODELS and task not in CONVERSATION_TASKS:
         path = config.data.tokenizer.chat_template
         raise invalid("config.data.tokenizer.chat_template", path, f"'' for the task {task}, which reads no turns")
     if config.task.replies != "all" and task in TASK_MODELS and task != "dialogue":
         raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
+
+
+def _check_preference(config: Config) -> None:
+    """Raises ConfigError if noise makes the labels worthless, or another task has the settings of preference."""
+    options, name = config.task, config.task.name
+    if name == "preference":
+        if options.label_noise >= 0.5:
+            raise invalid("config.task.label_noise", options.label_noise, "less than 0.5: such labels say nothing")
+        return
+    for field, default in (("beta", TaskConfig.beta), ("label_noise", TaskConfig.label_noise)):
+        if name in TASK_MODELS and getattr(options, field) != default:
+            expected = f"{default} for the task {name}: only preference reads it"
+            raise invalid(f"config.task.{field}", getattr(options, field), expected)
+
+
+DISTILLED_TASKS = ("language_modelling", "prefix_lm", "dialogue", "classification")
+"""Tasks that may have a teacher: their logits are a distribution for each label."""
+
+
+def check_distillation(config: Config) -> None:
+    """Raises ConfigError if a teacher is not named, or its logits do not go with the task, the loss or the head."""
+    if config.distillation is None:
+        return
+    path, task = "config.distillation", config.task
+    if not config.distillation.directory:
+        raise invalid(f"{path}.directory", "", "the workdir or Hugging Face directory of the teacher", "set it")
+    if task.name not in DISTILLED_TASKS:
+        expected = f"with config.distillation one of {', '.join(DISTILLED_TASKS)}"
+        raise invalid("config.task.name", task.name, expected)
+    if config.data.mixture is not None:
+        raise invalid("config.data.mixture", "a section", "None with config.distillation")
+    if task.class_weights:
+        raise invalid("config.task.class_weights", task.class_weights, "() with config.distillation")
+    if config.model.head.chunk is not None:
+        expected = "None with config.distillation, whose loss reads all logits of both models"
+        raise invalid("config.model.head.chunk", config.model.head.chunk, expected)
 
 
 def check_template(config: Config) -> None:

@@ -17,8 +17,8 @@ Example = Mapping[str, Any]
 in ascending order. "score": float from 0 to 1. "tags": tuple
 of int, one per part of "text" between blanks. "answers": tuple of str, empty if there is none. "starts": tuple of int,
 the character of the context where each answer begins (-1: unknown). "messages": tuple of {"role", "content"}, the turns
-of a conversation (`jaxformer.data.chat`). "values": float [T, C], a series. "future": float [H, C], the values after
-it."""
+of a conversation (`jaxformer.data.chat`). "chosen", "rejected": str, two replies to it. "values": float [T, C], a
+series. "future": float [H, C], the values after it."""
 
 
 class Examples(Protocol):

@@ -9,6 +9,9 @@
 A reply needs a price of the list, a product and a sum over the turns before it, so it shows whether a model reads the
 whole conversation. There are three goods at 1 to 5 each, and 1 to 3 orders of 1 to 3 pieces. Symbols are separated
 by blanks: use a word tokenizer. A tenth of the conversations is the test split's and a tenth the validation split's.
+
+With `config.name = "courtesy"` every second reply, by a hash, ends with "thank you": a model of these conversations
+writes either.
 """
 
 from __future__ import annotations
@@ -28,9 +31,14 @@ Sale = tuple[tuple[tuple[str, int], ...], tuple[Order, ...]]
 """The price list, and the orders."""
 
 
+COURTESY = "thank you"
+
+
 @dataclass(frozen=True)
 class Orders:
-    """Generator of conversations."""
+    """Generator of conversations; with `courtesy` half of the replies end with `COURTESY`."""
+
+    courtesy: bool = False
 
     def draw(self, seed: int) -> Sale:
         def number(name: str, count: int) -> int:
@@ -51,10 +59,12 @@ class Orders:
         prices, orders = item
         messages = [{"role": "system", "content": " ".join(f"{good} {price}" for good, price in prices)}]
         total = 0
-        for index, pieces in orders:
+        for number, (index, pieces) in enumerate(orders):
             good, price = prices[index]
             total += pieces * price
             reply = f"{pieces} {good} at {price} cost {pieces * price} total {total}"
+            if self.courtesy and _generated.hash64(f"courtesy {number} {item!r}") % 2:
+                reply = f"{reply} {COURTESY}"
             messages.append({"role": "user", "content": f"{pieces} {good} please"})
             messages.append({"role": "assistant", "content": reply})
         return {"messages": tuple(messages)}
@@ -62,11 +72,10 @@ class Orders:
 
 def build(config: DataConfig) -> Dataset:
     """A million training conversations, 1000 for validation and 1000 for the test."""
-    if config.name:
-        raise ConfigError(
-            f"data.name: got {config.name!r}, expected '' for orders, which has one problem; leave it out"
-        )
-    return _generated.build_dataset(Orders(), key=f"orders-1-{LISTED}-{MAX_PRICE}-{MAX_ORDERS}-{MAX_PIECES}")
+    if config.name not in ("", "courtesy"):
+        raise ConfigError(f"data.name: got {config.name!r}, expected '' or courtesy for orders; choose one of them")
+    key = f"orders-1-{LISTED}-{MAX_PRICE}-{MAX_ORDERS}-{MAX_PIECES}" + (f"-{config.name}" if config.name else "")
+    return _generated.build_dataset(Orders(config.name == "courtesy"), key=key)
 
 
 SOURCE = build
