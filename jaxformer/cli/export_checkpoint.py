@@ -19,7 +19,7 @@ COMMAND = Command(
     "write a run as a Hugging Face directory",
     run,
     {
-        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read"),
+        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read", bucket="copy"),
         "target": Flag("new folder", directory="create"),
         "adapter": Flag(
             "write the adapters alone, as the peft package does; without it they are merged", default=False, switch=True

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxformer import checkpoint
+from jaxformer import checkpoint, storage
 from jaxformer.config import Config, ModelConfig, overrides
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
@@ -69,12 +69,13 @@ def load(path: str | os.PathLike[str], which: str = "") -> Model:
     """The model of a run, ready to use: the one way from a workdir to a model.
 
     Args:
-      path: a workdir, or one of its checkpoints; see `checkpoint.load_run`.
+      path: a workdir, or one of its checkpoints; see `checkpoint.load_run`. An address in a bucket is fetched first.
       which: "best", "last" or the number of a step; "": as `path` and the config say.
 
     Raises:
       ConfigError: there is no run at `path`, or it cannot be read; see `checkpoint.load_run`.
     """
+    path = storage.fetched(path)
     run = checkpoint.load_run(Path(path), which)
     return Model.of_run(run, origin_of_run(run.config, run.tokenizers, Path(path)))
 
