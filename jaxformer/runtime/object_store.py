@@ -164,7 +164,7 @@ class Store:
         """Deletes an object, which need not exist."""
         self._request(f"deleting {key}", lambda store: store.write(key, None), 0, None)
 
-    def keys(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         """Keys of all objects, sorted."""
         return sorted(key.decode() for key in self._request("listing", lambda store: store.list(), 0, None))
 

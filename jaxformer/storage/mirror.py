@@ -166,7 +166,7 @@ class Mirror:
     def _names(self, bucket: Bucket) -> tuple[set[str], set[str], list[str]]:
         """Names of checkpoints that may exist, keys of other files, and all keys of a listing."""
         index, content = self.store.read(INDEX), {}
-        listed = [key for key in self.store.keys() if _is_safe(key)]
+        listed = [key for key in self.store.list_keys() if _is_safe(key)]
         if index is not None:
             bucket.index = index.generation
             try:
