@@ -79,7 +79,9 @@ def outcome(workdir: Path) -> dict[str, Any]:
         "tensorboard": fault_drills.events(workdir / "tensorboard"),
         "checkpoints": parts,
         "damaged": processes.names(workdir / "checkpoints" / "damaged"),
-        "problems": {name: fault_drills.problem(workdir / "checkpoints" / "last" / str(name)) for name in parts["last"]},
+        "problems": {
+            name: fault_drills.problem(workdir / "checkpoints" / "last" / str(name)) for name in parts["last"]
+        },
     }
 
 

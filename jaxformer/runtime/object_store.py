@@ -35,6 +35,8 @@ RETRY_SECONDS = 300.0
 FIRST_DELAY_SECONDS = 0.2
 MAX_DELAY_SECONDS = 20.0
 """Pause before the second attempt, doubled for each later one up to the maximum, and half of it random."""
+PATIENT_SECONDS = 3.0
+"""Pause from which on a warning says that a request keeps failing."""
 REQUEST_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 1 << 20
 """An answer is awaited for `REQUEST_SECONDS`, and for a second more with each of so many bytes."""
@@ -221,8 +223,9 @@ class Store:
                         f"{self.retry_seconds if seconds is None else seconds:.0f} s, expected the storage to answer; "
                         "run the same command when it does: what is there is complete"
                     ) from error
-                if delay == FIRST_DELAY_SECONDS:
-                    LOG.debug("%s: %s while %s; trying again", self.address, reason, doing)
+                if delay < PATIENT_SECONDS <= 2 * delay:
+                    LOG.warning("%s: got %s while %s; trying again for %.0f s", self.address, reason, doing,
+                                limit - time.monotonic())  # fmt: skip
             self.retries += 1
             time.sleep(delay * (0.5 + random.random() / 2))
             delay = min(2 * delay, MAX_DELAY_SECONDS)
@@ -246,6 +249,7 @@ def describe_error(error: Exception) -> str:
     """An error of TensorStore on one line, with its code first and no list of internals."""
     if isinstance(error, TimeoutError):
         return "DEADLINE_EXCEEDED: no answer in time"
-    text = re.sub(r"\s*\[(?:tensorstore_spec|source locations|http_response_)[^\]]*\]?", "", str(error))
+    code = re.search(r"http_response_code='(\d+)'", str(error))
+    text = re.sub(r"\s*\[(?:tensorstore_spec|source locations|http_response_).*", "", str(error), flags=re.DOTALL)
     words = " ".join(text.split())
-    return words if len(words) <= 200 else words[:200] + "..."
+    return (words if len(words) <= 200 else words[:200] + "...") + (f" (HTTP {code[1]})" if code else "")

@@ -258,14 +258,14 @@ class Mirror:
                 and key[: match.start(2)] not in complete]  # fmt: skip
         for key in keys:
             if key.endswith("/about/metadata") and not key.startswith(REPLACED):
-                found = self.store.read(key)
+                found, about = self.store.read(key), None
                 with contextlib.suppress(ValueError):
                     about = files.parse_json(found.value.decode("utf-8", "replace")) if found else None
-                    if isinstance(about, dict) and about.get("format") == 1:
-                        raise ConfigError(
-                            f"{self.store.address}/{key.removesuffix('/about/metadata')}: got a checkpoint of format "
-                            "1, without checksums, expected format 2; resume it once in a local folder, then copy that"
-                        )
+                if isinstance(about, dict) and about.get("format") == 1:
+                    raise ConfigError(
+                        f"{self.store.address}/{key.removesuffix('/about/metadata')}: got a checkpoint of format 1, "
+                        "without checksums, expected format 2; resume it once in a local folder, then copy that"
+                    )
         keys.sort(key=lambda key: not key.endswith(manifest.FILE_NAME))  # a second copy of a checkpoint has a manifest
         for key in keys:
             self.store.delete(key)
