@@ -79,9 +79,7 @@ def outcome(workdir: Path) -> dict[str, Any]:
         "tensorboard": fault_drills.events(workdir / "tensorboard"),
         "checkpoints": parts,
         "damaged": processes.names(workdir / "checkpoints" / "damaged"),
-        "problems": {
-            name: fault_drills.problem(workdir / "checkpoints" / "last" / str(name)) for name in parts["last"]
-        },
+        "problems": [fault_drills.problem(workdir / "checkpoints" / "last" / str(step)) for step in parts["last"]],
     }
 
 

@@ -16,7 +16,6 @@ import contextlib
 import http.client
 import importlib.util
 import json
-import os
 import random
 import socket
 import subprocess
@@ -29,7 +28,7 @@ from collections import Counter
 from collections.abc import Generator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 BUCKET = "bucket"
@@ -114,7 +113,7 @@ class Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     behind, scheme, faults = 0, "s3", 0.0
     rng, counts = random.Random(0), Counter()
-    listings: dict[str, tuple[int, list[tuple[str, str]], bytes]] = {}
+    listings: ClassVar[dict[str, tuple[int, list[tuple[str, str]], bytes]]] = {}
     mutex = threading.Lock()
 
     def log_message(self, *_: Any) -> None:

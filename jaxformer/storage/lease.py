@@ -25,6 +25,8 @@ RENEW_SECONDS = 20.0
 """Seconds between two renewals."""
 LEASE_SECONDS = 120.0
 """Seconds without renewal after which an owner counts as dead."""
+RELEASE_SECONDS = 5.0
+"""Seconds for which a run that ends tries to release its lease, which otherwise expires."""
 MARGIN_SECONDS = 30.0
 """The owner stops publishing so long before the lease expires, unless it can renew it first."""
 POLL_SECONDS = 1.0
@@ -139,7 +141,7 @@ class Lease:
         self.ended.set()
         with self.mutex, contextlib.suppress(Conflict, StorageError, ConfigError):
             if not self.lost:
-                self.store.write(KEY, b"", self.generation, RENEW_SECONDS)
+                self.store.write(KEY, b"", self.generation, RELEASE_SECONDS)
 
     def _renew_regularly(self) -> None:
         while not self.ended.wait(RENEW_SECONDS):

@@ -207,9 +207,7 @@ def test_a_torn_download_is_made_again(bucket, published, monkeypatch, tmp_path)
     assert fake_bucket.contents(copy(monkeypatch, tmp_path, "other"))["last/20"] == "state 20"
 
 
-@pytest.mark.parametrize(
-    "damage", [b"state 21", b"", None, "manifest"], ids=["flipped", "empty", "missing", "manifest"]
-)
+@pytest.mark.parametrize("damage", [b"state 21", b"", None, "manifest"], ids=["flip", "empty", "missing", "manifest"])
 def test_a_damaged_checkpoint_is_seen_and_moved_in_the_bucket(bucket, published, monkeypatch, tmp_path, damage):
     if damage is None:
         published.store.delete(ARRAYS)

@@ -25,8 +25,21 @@ def test_an_address_has_a_bucket_and_a_folder():
     assert object_store.is_url("gs://b/x") and not object_store.is_url("runs/x") and not object_store.is_url(None)
 
 
-@pytest.mark.parametrize("url", ["gs://b", "gs://bucket", "gs:///x", "s3://bucket/", "ftp://bucket/x", "gs://bucket//x",
-                                 "gs://bucket/a/../b", "s3://bucket/x?y", "s3://me:key@bucket/x", "gs://bucket/a\nb"])  # fmt: skip
+NO_ADDRESSES = [
+    "gs://b",
+    "gs://bucket",
+    "gs:///x",
+    "s3://bucket/",
+    "ftp://bucket/x",
+    "gs://bucket//x",
+    "gs://bucket/a/../b",
+    "s3://bucket/x?y",
+    "s3://me:key@bucket/x",
+    "gs://bucket/a\nb",
+]
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES)
 def test_an_address_that_is_none_is_one_line(url):
     with pytest.raises(ConfigError, match="--workdir: got .*, expected") as caught:
         object_store.parse("--workdir", url)
@@ -67,9 +80,8 @@ def test_what_fails_for_a_moment_is_tried_again(bucket, error):
 def test_what_keeps_failing_ends_with_one_line(bucket):
     bucket.before = lambda verb, key: TRANSIENT[1]
     store = Store(URL, retry_seconds=0.02)
-    with pytest.raises(
-        StorageError, match=f"--workdir {URL}: got ABORTED: Service Unavailable while writing a, after trying for 0 s"
-    ):
+    words = "got ABORTED: Service Unavailable while writing a, after trying for 0 s"
+    with pytest.raises(StorageError, match=f"--workdir {URL}: {words}"):
         store.write("a", b"1")
     assert 2 <= store.retries < 20
 
