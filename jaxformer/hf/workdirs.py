@@ -135,7 +135,7 @@ def _open_source(config: Config) -> tuple[Path, Settings, Family, str]:
 
     The library has no head for sentence similarity: then the body alone is read.
     """
-    directory = Path(config.init.directory)
+    directory = warm_start.init_directory(config)
     settings = Settings(reading.read_config(directory), str(directory / "config.json"))
     family = family_of(settings)
     settings = keys.with_defaults(family, settings)
@@ -154,12 +154,12 @@ def _open_source(config: Config) -> tuple[Path, Settings, Family, str]:
 
 def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     """The model config of the directory, with the family's head for `config.task`, and its tokenizers."""
-    if peft.is_adapter_directory(config.init.directory):
+    if peft.is_adapter_directory(warm_start.init_directory(config)):
         raise ConfigError(
             f"config.init.directory: got {config.init.directory}, which holds an adapter ({ADAPTER_FILE}), expected a "
             "model; import it with its base first: jaxformer import --source=DIR --base=DIR --workdir=DIR"
         )
-    if not is_hf_directory(config.init.directory):
+    if not is_hf_directory(warm_start.init_directory(config)):
         return warm_start.RUN_FORMAT.read_model(config)
     directory, settings, family, head = _open_source(config)
     tensors = convert.canonical_tensors(family, reading.open_tensors(directory))
@@ -174,7 +174,7 @@ def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
 
 def _params(config: Config, params: PyTree) -> PyTree:
     """The parameters of the directory; those of a new head keep their values. Every device reads its own part."""
-    if not is_hf_directory(config.init.directory):
+    if not is_hf_directory(warm_start.init_directory(config)):
         return warm_start.RUN_FORMAT.read_params(config, params)
     directory, settings, family, head = _open_source(config)
     keep = config.init.head and head not in BODIES

@@ -104,6 +104,11 @@ def parse(what: str, url: str) -> Address:
     return Address(scheme, bucket, path)
 
 
+def is_safe(key: str) -> bool:
+    """True if a key names a file below the folder that it is written to."""
+    return all(part not in ("", ".", "..") for part in key.split("/")) and "\0" not in key
+
+
 def open_kvstore(address: Address) -> Any:
     """TensorStore's key-value store of the objects below an address."""
     import tensorstore as ts
@@ -141,9 +146,20 @@ class Store:
         self.retries = 0
         self._kvstore: Any = None
 
-    def read(self, key: str, seconds: float | None = None) -> Stored | None:
-        """An object; None if it does not exist."""
-        found = self._request(f"reading {key}", lambda store: store.read(key), 0, seconds)
+    def read(self, key: str, seconds: float | None = None, unless: bytes | None = None) -> Stored | None:
+        """An object; None if it does not exist.
+
+        Args:
+          seconds: time after which it is given up; None: the store's.
+          unless: a generation. An object that has it is not sent: the result is then this generation, and no value.
+        """
+
+        def call(store: Any) -> Any:
+            return store.read(key) if unless is None else store.read(key, if_not_equal=unless)
+
+        found = self._request(f"reading {key}", call, 0, seconds, unless is not None)
+        if found.state == "unspecified":
+            return Stored(b"", unless or b"")
         return Stored(bytes(found.value), found.stamp.generation) if found.state == "value" else None
 
     def write(self, key: str, value: bytes, generation: bytes | None = None, seconds: float | None = None) -> bytes:
@@ -189,7 +205,9 @@ class Store:
             if size > MAX_PARALLEL_BYTES:
                 act(item)
 
-    def _request(self, doing: str, call: Callable[[Any], Any], size: int, seconds: float | None) -> Any:
+    def _request(
+        self, doing: str, call: Callable[[Any], Any], size: int, seconds: float | None, may_be_unchanged: bool = False
+    ) -> Any:
         """The result of a request, which is tried again as long as the server may come back.
 
         Raises:
@@ -209,7 +227,7 @@ class Store:
                 except TimeoutError:
                     future.cancel()
                     raise
-                if getattr(result, "state", "") == "unspecified":  # neither there nor missing
+                if getattr(result, "state", "") == "unspecified" and not may_be_unchanged:
                     raise ValueError("UNKNOWN: an answer without an object")
                 return result
             except Exception as error:

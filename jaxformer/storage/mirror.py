@@ -31,7 +31,7 @@ from jaxformer.checkpoint import manifest
 from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import directories, files
-from jaxformer.runtime.object_store import ABSENT, Store
+from jaxformer.runtime.object_store import ABSENT, Store, is_safe
 from jaxformer.storage import lease
 
 LOG = logging.getLogger("jaxformer")
@@ -139,7 +139,7 @@ class Mirror:
             if not owner and self.is_training():
                 return None
             bucket = Bucket()
-            names, plain, listed = self._names(bucket)
+            names, plain, listed, had_checkpoints = self._names(bucket)
             markers = self._markers(names)
             shutil.rmtree(self.root / "checkpoints" / "saving", ignore_errors=True)
             for name, (prefix, marker) in markers.items():
@@ -152,7 +152,7 @@ class Mirror:
                 for directory in _subdirectories(self.root / "checkpoints" / part):
                     if f"{part}/{directory.name}" not in markers:
                         shutil.rmtree(directory, ignore_errors=True)
-            if any(name.startswith("last/") for name in names):
+            if had_checkpoints:
                 # A run that has lost all of its checkpoints does not start again from nothing.
                 (self.root / "checkpoints" / "last").mkdir(parents=True, exist_ok=True)
             self._fetch_files(plain, bucket)
@@ -163,26 +163,30 @@ class Mirror:
                 self._delete_leftovers(listed, markers)
             return bucket
 
-    def _names(self, bucket: Bucket) -> tuple[set[str], set[str], list[str]]:
-        """Names of checkpoints that may exist, keys of other files, and all keys of a listing."""
-        index, content = self.store.read(INDEX), {}
-        listed = [key for key in self.store.list_keys() if _is_safe(key)]
+    def _names(self, bucket: Bucket) -> tuple[set[str], set[str], list[str], bool]:
+        """Names of checkpoints that may exist, keys of other files, all keys of a listing, and if any was complete.
+
+        A listing alone does not say the last: it also has what a killed process had begun.
+        """
+        index, content, is_unreadable = self.store.read(INDEX), {}, False
+        listed = [key for key in self.store.list_keys() if is_safe(key)]
         if index is not None:
             bucket.index = index.generation
             try:
                 content = files.parse_json(index.value.decode("utf-8", "replace"))
                 content = {name: [str(key) for key in content[name]] for name in ("checkpoints", "files")}
             except (ValueError, TypeError, LookupError):
-                content = {}
+                content, is_unreadable = {}, True
                 LOG.warning("%s/%s cannot be read; the listing is used", self.store.address, INDEX)
         names = {match[1] for key in listed if (match := CHECKPOINT_KEY.fullmatch(key))}
         names |= {name for name in content.get("checkpoints", ()) if CHECKPOINT_NAME.fullmatch(name)}
-        plain = {key for key in (*listed, *content.get("files", ())) if _is_safe(key) and is_plain(key)}
+        plain = {key for key in (*listed, *content.get("files", ())) if is_safe(key) and is_plain(key)}
         for key in listed:
             path = self.root / key
             if key.startswith(DAMAGED) and path.is_file():
                 bucket.files[key] = signature(path)
-        return names, plain, listed
+        had_checkpoints = is_unreadable or any(name.startswith("last/") for name in content.get("checkpoints", ()))
+        return names, plain, listed, had_checkpoints
 
     def _markers(self, names: set[str]) -> dict[str, tuple[str, bytes]]:
         """Key prefix and manifest of every checkpoint that exists, by name."""
@@ -321,11 +325,6 @@ def _subdirectories(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return [entry for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()]
-
-
-def _is_safe(key: str) -> bool:
-    """True if a key names a file below the folder it is written to."""
-    return all(part not in ("", ".", "..") for part in key.split("/")) and "\0" not in key
 
 
 def index_content(bucket: Bucket) -> bytes:

@@ -121,6 +121,8 @@ def test_a_kill_before_any_write_loses_nothing(bucket, monkeypatch, tmp_path):
         root = following.mirror.root
         found = fake_bucket.contents(root)  # raises if one is not intact
         newest = max((name for name in found if name.startswith("last/")), default=None)
+        # A folder without a checkpoint says that there was one, and the run does not begin anew.
+        assert (root / "checkpoints" / "last").is_dir() == (newest is not None), last
         if published:
             assert newest is not None and newest >= published[-1], last
         if newest is not None:
