@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar
 
 from jaxformer.errors import ConfigError, StorageError
@@ -78,8 +79,17 @@ class Stored(NamedTuple):
 
 
 def is_url(path: object) -> bool:
-    """True if `path` is an address rather than a folder."""
-    return isinstance(path, str) and "://" in path
+    """True if `path` is an address rather than a folder.
+
+    Raises:
+      ConfigError: it is an address that `pathlib` has shortened.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        return False
+    text = os.fspath(path)
+    if isinstance(path, PurePath) and text.partition(":")[0] in SCHEMES and ":/" in text and "://" not in text:
+        raise ConfigError(f"path: got {path!r}, which pathlib made of an address, expected it as text; give a str")
+    return isinstance(text, str) and "://" in text
 
 
 def parse(what: str, url: str) -> Address:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -48,7 +49,7 @@ class Lease:
         self.store, self.mirror = store, mirror
         self.token, self.count = secrets.token_hex(8), 0
         self.generation = ABSENT
-        self.renewed = -LEASE_SECONDS
+        self.renewed = -math.inf
         self.lost = False
         self.mutex, self.ended = threading.Lock(), threading.Event()
         self.started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -79,8 +80,8 @@ class Lease:
             file=sys.stderr,
             flush=True,
         )
-        limit = time.monotonic() + LEASE_SECONDS
-        while time.monotonic() < limit:
+        limit = _seconds() + LEASE_SECONDS
+        while _seconds() < limit:
             time.sleep(POLL_SECONDS)
             now = self.store.read(KEY)
             if not _owner(now):
@@ -100,7 +101,7 @@ class Lease:
         content = {"host": socket.gethostname(), "pid": os.getpid(), "started": self.started, "mirror": self.mirror}
         value = json.dumps(content | {"token": self.token, "renewal": self.count}).encode() + b"\n"
         for _ in range(2):
-            begun = time.monotonic()  # before the request: others count from when the write appears
+            begun = _seconds()  # before the request: others count from when the write appears
             try:
                 self.generation = self.store.write(KEY, value, generation, seconds)
             except Conflict:
@@ -133,7 +134,7 @@ class Lease:
 
     def check(self) -> None:
         """Raises StorageError unless this process holds the lease, and will for a while. Called before each write."""
-        if self.lost or time.monotonic() - self.renewed > LEASE_SECONDS - MARGIN_SECONDS:
+        if self.lost or _seconds() - self.renewed > LEASE_SECONDS - MARGIN_SECONDS:
             self.renew()
 
     def release(self) -> None:
@@ -160,6 +161,11 @@ def _owner(found: Stored | None) -> dict[str, Any]:
         owner = None
     owner = owner if isinstance(owner, dict) and owner else {"host": "?"}
     return {name: value for name, value in owner.items() if name != "renewal"}
+
+
+def _seconds() -> float:
+    """A clock that also runs while the machine is suspended, where there is one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def _describe(owner: dict[str, Any]) -> str:

@@ -37,8 +37,16 @@ LOG = logging.getLogger("jaxformer")
 
 SCAN_SECONDS = 1.0
 """Seconds between two looks for new checkpoints."""
+LOOKS = 20
+LOOK_SECONDS = 0.1
+"""Looks at a mirror without checkpoints, and the time between two, before it counts as deleted."""
 FILES_SECONDS = 30.0
 """Seconds between two publications of files that grow, where there is no new checkpoint."""
+
+
+def _has_last(names: Iterable[str]) -> bool:
+    """True if one of these checkpoints is one to resume from."""
+    return any(name.startswith("last/") for name in names)
 
 
 class Publisher:
@@ -120,12 +128,14 @@ class Publisher:
         Raises:
           StorageError: the storage does not answer, another run has taken over, or the disk of the mirror is damaged.
         """
-        local = self.mirror.checkpoints()
+        local = self._local_checkpoints()
         new = [name for name, value in local.items() if self.bucket.checkpoints.get(name) != value]
         present = dict(self.mirror.files())
         changed = [key for key, value in present.items() if self.bucket.files.get(key) != value]
         gone = [name for name in self.bucket.checkpoints if name not in local]
-        vanished = [key for key in self.bucket.files if key not in present and not (self.mirror.root / key).exists()]
+        # Of its own accord a run deletes files of trackers only, which have folders of their own.
+        missing = [key for key in self.bucket.files if "/" in key and key not in present]
+        vanished = [key for key in missing if not (self.mirror.root / key).exists()]
         if not (new or changed or gone or vanished):
             return
         self.lease.check()
@@ -149,6 +159,22 @@ class Publisher:
             self.lease.check()
             self.store.delete(key)
         shutil.rmtree(self.snapshots, ignore_errors=True)
+
+    def _local_checkpoints(self) -> dict[str, str]:
+        """The checkpoints of the mirror.
+
+        Raises:
+          StorageError: all to resume from are gone. Then somebody deleted them, and the bucket must keep them.
+        """
+        for _ in range(LOOKS):  # the only one is out of sight for a moment while it is replaced
+            local = self.mirror.checkpoints()
+            if _has_last(local) or not _has_last(self.bucket.checkpoints):
+                return local
+            time.sleep(LOOK_SECONDS)
+        raise StorageError(
+            f"{self.mirror.root}: got no checkpoints any more, expected those of the run, which nobody but the run may "
+            "delete; run the same command: the bucket has them"
+        )
 
     def _snapshot(self, name: str) -> Path | None:
         """Hard links to a checkpoint, which stay if the run deletes it; None if it is gone or being replaced."""

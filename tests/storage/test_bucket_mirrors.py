@@ -14,6 +14,7 @@ from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.errors import ConfigError, StorageError
 from jaxformer.runtime.object_store import Store
 from jaxformer.storage import mirror as mirrors
+from jaxformer.storage import publishing
 from jaxformer.storage.lease import Lease
 from jaxformer.storage.mirror import INDEX, Mirror
 from jaxformer.storage.publishing import Publisher
@@ -68,7 +69,6 @@ def life(root, publish):
             fake_bucket.write_checkpoint(root, "last/20", "state 20 evaluated")
             publish()
     (root / "result.json").write_text("{}")
-    (root / "parameters.txt").unlink(missing_ok=True)
     publish()
 
 
@@ -79,7 +79,7 @@ def test_a_run_appears_on_another_host_as_it_was(bucket, monkeypatch, tmp_path):
     root = copy(monkeypatch, tmp_path, "other")
     assert fake_bucket.contents(root) == {"best/20": "state 20", "last/30": "state 30"}
     mine = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
-    named = {"config.json", "metrics.jsonl", "result.json"}
+    named = {"config.json", "metrics.jsonl", "parameters.txt", "result.json"}
     parts = ("about/metadata", "state/arrays", "manifest.json")
     assert mine == named | {f"checkpoints/{name}/{part}" for name in ("best/20", "last/30") for part in parts}
     done = len(bucket.log)
@@ -343,7 +343,23 @@ def test_files_being_written_and_locks_stay_here(bucket, published):
     assert [key for verb, key in bucket.log if verb == "write"] == ["samples/step-1.json", INDEX]
 
 
-def test_a_file_that_vanished_here_vanishes_there(bucket, published):
-    (published.mirror.root / "metrics.jsonl").unlink()
+def test_a_trackers_file_that_vanished_here_vanishes_there_and_no_other(bucket, published):
+    root = published.mirror.root
+    (root / "tensorboard").mkdir()
+    (root / "tensorboard" / "events").write_text("x")
     published.publish()
-    assert "metrics.jsonl" not in published.store.list_keys()
+    assert "tensorboard/events" in published.store.list_keys()
+    (root / "tensorboard" / "events").unlink()
+    (root / "config.json").unlink()
+    published.publish()
+    keys = published.store.list_keys()
+    assert "tensorboard/events" not in keys and "config.json" in keys
+
+
+def test_a_cache_that_somebody_deleted_deletes_nothing_in_the_bucket(bucket, published, monkeypatch):
+    monkeypatch.setattr(publishing, "LOOK_SECONDS", 0.0)
+    keys = published.store.list_keys()
+    shutil.rmtree(published.mirror.folder)
+    with pytest.raises(StorageError, match="got no checkpoints any more.*the bucket has them"):
+        published.publish()
+    assert published.store.list_keys() == keys

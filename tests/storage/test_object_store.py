@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import fake_bucket
 import pytest
@@ -23,6 +24,9 @@ def bucket(monkeypatch, tmp_path):
 def test_an_address_has_a_bucket_and_a_folder():
     assert object_store.parse("--workdir", "s3://my-bucket/a/b/") == ("s3", "my-bucket", "a/b")
     assert object_store.is_url("gs://b/x") and not object_store.is_url("runs/x") and not object_store.is_url(None)
+    assert not object_store.is_url(Path("runs/gs:/x"))
+    with pytest.raises(ConfigError, match="which pathlib made of an address"):
+        object_store.is_url(Path("gs://b/x"))
 
 
 NO_ADDRESSES = [
