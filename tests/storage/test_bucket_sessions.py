@@ -16,6 +16,7 @@ import pytest
 
 import jaxformer
 from jaxformer import checkpoint, cli, storage
+from jaxformer.cli import import_checkpoint
 from jaxformer.config import StackConfig, overrides
 from jaxformer.errors import ConfigError, StorageError
 from jaxformer.runtime import object_store
@@ -213,7 +214,7 @@ def test_commands_get_a_copy(published, monkeypatch, capsys):
 REFUSED = [
     (["sweep", "--sweep=x.py", "--config=x.py"], "jaxformer sweep does not use buckets"),
     (["experiment", "score_scaling"], "jaxformer experiment does not use buckets"),
-    (["import", "--source=tests"], "jaxformer import does not use buckets"),
+    (["train", "--config=configs/quickstart.py", "--seeds=2"], "with --seeds, expected a folder"),
     (["report", "--serve"], "a copy does not follow the run"),
     (["report", "--workdir=tests"], "expected --output=FILE.html"),
 ]
@@ -224,6 +225,19 @@ def test_what_needs_a_folder_says_so(bucket, words, expected, capsys):
     assert cli.main([*words, f"--workdir={URL}"]) == 2
     assert expected in capsys.readouterr().err
     assert bucket.log == []
+
+
+def test_an_import_writes_to_a_bucket(bucket, monkeypatch):
+    def write(arguments, workdir):
+        assert list(workdir.iterdir()) == []
+        fake_bucket.write_checkpoint(workdir, "last/0", "imported")
+        (workdir / "config.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr(import_checkpoint, "_import", write)
+    assert cli.main(["import", "--source=tests", f"--workdir={URL}"]) == 0
+    keys = object_store.Store(URL).list_keys()
+    assert "checkpoints/last/0/manifest.json" in keys and "config.json" in keys
 
 
 def test_addresses_in_other_places_are_refused(bucket, tmp_path, capsys):
