@@ -31,8 +31,9 @@ def local_copies(command: Command, arguments: Namespace) -> Generator[None]:
             _check_possible(name, urls[0], len(values), arguments)
             from jaxformer import storage
 
+            which = getattr(arguments, "checkpoint", storage.NONE if hasattr(arguments, "figures") else None)
             paths = [
-                str(stack.enter_context(storage.opened(one, f"--{name}"))) if object_store.is_url(one) else one
+                str(stack.enter_context(storage.opened(one, f"--{name}", which))) if object_store.is_url(one) else one
                 for one in values
             ]
             setattr(arguments, name, paths if flag.repeats else paths[0])

@@ -58,7 +58,7 @@ def _write_report(workdir: str | Path) -> None:
     from jaxformer.parallel import distributed
 
     if distributed.is_first_process():
-        with storage.opened(str(workdir), verify=False) as copy:
+        with storage.opened(str(workdir), which=storage.NONE) as copy:
             report.write_after_training(copy)
 
 

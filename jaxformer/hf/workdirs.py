@@ -75,7 +75,7 @@ def load(path: str | os.PathLike[str], which: str = "") -> Model:
     Raises:
       ConfigError: there is no run at `path`, or it cannot be read; see `checkpoint.load_run`.
     """
-    path = storage.fetched(path)
+    path = storage.fetched(path, which=which)
     run = checkpoint.load_run(Path(path), which)
     return Model.of_run(run, origin_of_run(run.config, run.tokenizers, Path(path)))
 

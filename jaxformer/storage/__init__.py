@@ -8,6 +8,6 @@
 docs/object_storage.md has the design.
 """
 
-from jaxformer.storage.sessions import TrainingSession, fetched, opened
+from jaxformer.storage.sessions import NONE, TrainingSession, fetched, opened
 
-__all__ = ["TrainingSession", "fetched", "opened"]
+__all__ = ["NONE", "TrainingSession", "fetched", "opened"]

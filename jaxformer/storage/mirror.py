@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,9 @@ TEMPORARY = re.compile(r"\..*\.tmp|\.lock-\d+")
 
 DOWNLOADS = 3
 """Attempts at a file of a checkpoint whose bytes differ from the manifest."""
+
+Select = Callable[[Path], tuple[list[Path], int]]
+"""Folders of checkpoints in a workdir, in the order in which to try them, and the number that is needed."""
 
 Signature = tuple[int, int]
 """Time of the last change (ns) and size of a file."""
@@ -121,13 +124,15 @@ class Mirror:
                 return True
             return False
 
-    def fetch(self, owner: bool = False, verify: bool = True, alone: bool = True) -> Bucket | None:
+    def fetch(self, owner: bool = False, alone: bool = True, select: Select | None = None) -> Bucket | None:
         """Makes the folder equal to the bucket. What only the folder has is removed: the bucket counts.
 
         Args:
           owner: this process holds the lease: incomplete checkpoints are deleted from the bucket.
-          verify: read checkpoints that are here already, and fetch damaged ones again.
           alone: no other process uses the folder; else files that it may be about to publish stay.
+
+          select: chooses the checkpoints that are needed, in the order in which they are tried, and their number, from
+            what all say about themselves. Of the others only that is fetched. None: all are fetched.
 
         Returns:
           What the bucket holds. None if a run trains in the folder: then it is ahead of the bucket, and left alone.
@@ -143,7 +148,7 @@ class Mirror:
             markers = self._markers(names)
             shutil.rmtree(self.root / "checkpoints" / "saving", ignore_errors=True)
             for name, (prefix, marker) in markers.items():
-                self._fetch_checkpoint(name, prefix, marker, listed, verify)
+                self._fetch_checkpoint(name, prefix, marker, listed, arrays=select is None)
                 if prefix == _prefix(name):
                     bucket.checkpoints[name] = digest(marker)
                 else:
@@ -161,7 +166,22 @@ class Mirror:
                     (self.root / key).unlink(missing_ok=True)
             if owner:
                 self._delete_leftovers(listed, markers)
+            if select is not None and markers:
+                self._fetch_selected(select, markers, listed)
             return bucket
+
+    def _fetch_selected(self, select: Select, markers: dict[str, tuple[str, bytes]], listed: list[str]) -> None:
+        """Brings as many intact checkpoints here as are needed, of those that are tried first."""
+        directories, count = select(self.root)
+        for directory in directories:
+            name = f"{directory.parent.name}/{directory.name}"
+            if count == 0:
+                return
+            if name in markers:
+                self._fetch_checkpoint(name, *markers[name], listed, arrays=True)
+                with contextlib.suppress(Damaged):
+                    manifest.check_files(directory, manifest.read(directory) or {})
+                    count -= 1
 
     def _names(self, bucket: Bucket) -> tuple[set[str], set[str], list[str], bool]:
         """Names of checkpoints that may exist, keys of other files, all keys of a listing, and if any was complete.
@@ -202,12 +222,16 @@ class Mirror:
         self.store.for_each(look, ((name, 0) for name in sorted(names)))
         return found
 
-    def _fetch_checkpoint(self, name: str, prefix: str, marker: bytes, listed: list[str], verify: bool) -> None:
-        """Brings a checkpoint here, unless it is. Files that are missing or differ stay so: its reader will see."""
+    def _fetch_checkpoint(self, name: str, prefix: str, marker: bytes, listed: list[str], arrays: bool) -> None:
+        """Brings a checkpoint here, unless it is, intact. Files that are missing or differ stay so for its reader.
+
+        Args:
+          arrays: all of it; else only what it says about itself.
+        """
         target = self.root / "checkpoints" / name
         with contextlib.suppress(OSError, Damaged):
             if (target / manifest.FILE_NAME).read_bytes() == marker:
-                if verify:
+                if arrays:
                     manifest.check_files(target, manifest.read(target) or {})
                 return
         staging = self.root / "checkpoints" / "saving" / f"fetched-{name.replace('/', '-')}"
@@ -219,6 +243,8 @@ class Mirror:
             keys = [key.removeprefix(prefix) for key in listed if key.startswith(prefix)]
             entry: dict[str, Any] = {"bytes": 0, "sha256": ""}
             wanted = {key: entry for key in keys if key != manifest.FILE_NAME}
+        if not arrays:
+            wanted = {key: entry for key, entry in wanted.items() if key.startswith("about/")}
 
         def download(key: str) -> None:
             for _ in range(DOWNLOADS):

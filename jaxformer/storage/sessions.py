@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import sys
@@ -13,15 +14,18 @@ from typing import Any
 
 import jax
 
-from jaxformer.checkpoint import allgather_text
+from jaxformer.checkpoint import allgather_text, checkpoints_of
 from jaxformer.errors import ConfigError, StorageError
 from jaxformer.runtime import files, object_store
 from jaxformer.runtime.object_store import Store
 from jaxformer.storage.lease import Lease
-from jaxformer.storage.mirror import Bucket, Mirror
+from jaxformer.storage.mirror import Bucket, Mirror, Select
 from jaxformer.storage.publishing import Publisher
 
 LOG = logging.getLogger("jaxformer")
+
+NONE = "none"
+"""Selection of no checkpoint."""
 
 SESSION = "session"
 """File of the mirror's folder by which the processes of a run see that they share it."""
@@ -124,13 +128,14 @@ class TrainingSession:
 
 
 @contextlib.contextmanager
-def opened(url: str, what: str = "--workdir", verify: bool = True) -> Generator[Path]:
+def opened(url: str, what: str = "--workdir", which: str | None = None) -> Generator[Path]:
     """A local copy of a run in a bucket, for a command that reads it. Files that the command writes are published.
 
     Args:
       url: address of the run, or of one of its checkpoints (`gs://b/run/checkpoints/best`).
       what: the flag or field, for errors.
-      verify: compare checkpoints that are here already with their checksums.
+      which: the checkpoints that are needed: "best", "last" or a step, "" as the address and the config say; `NONE`:
+        only what they say about themselves. None: all.
 
     Raises:
       ConfigError: there is no run, or the credentials are wrong.
@@ -140,21 +145,39 @@ def opened(url: str, what: str = "--workdir", verify: bool = True) -> Generator[
     store = Store(run.rstrip("/").removesuffix("/checkpoints"), what)
     mirror = Mirror(store)
     with mirror.try_locked("reading") as alone:
-        if mirror.fetch(verify=verify, alone=alone) is None:
+        inside = (slash + part).strip("/")
+        if mirror.fetch(alone=alone, select=_selection(which, inside)) is None:
             print(f"{store.address}: a run trains in it on this host; its folder is read", file=sys.stderr)
         if not (mirror.root / "config.json").is_file():
             raise ConfigError(f"{what}: got {url!a}, where no run is, expected the workdir of one; check the path")
         before = dict(mirror.files())
-        yield mirror.root / (slash + part).strip("/")
+        yield mirror.root / inside
         for key, value in mirror.files():
             if before.get(key) != value:
                 store.write(key, (mirror.root / key).read_bytes())
                 print(f"published {store.address}/{key}", file=sys.stderr)
 
 
-def fetched(path: Any, what: str = "path") -> Any:
-    """The local copy of a run in a bucket; `path` itself if it is no address."""
+def _selection(which: str | None, inside: str) -> Select | None:
+    """Chooses checkpoints of a mirror as `checkpoint.load_run` does.
+
+    Args:
+      inside: the part of the workdir that the address names, as "checkpoints/best"; "": none.
+    """
+    if which is None:
+        return None
+    if which == NONE:
+        return lambda root: ([], 0)
+    return lambda root: checkpoints_of(root / inside, which)
+
+
+def fetched(path: Any, what: str = "path", which: str = "") -> Any:
+    """The local copy of a run in a bucket, with the checkpoints that are needed; `path` itself if it is no address.
+
+    Args:
+      which: as for `opened`.
+    """
     if not object_store.is_url(path):
         return path
-    with opened(path, what) as root:
+    with opened(os.fspath(path), what, which) as root:
         return root

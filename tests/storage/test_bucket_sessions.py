@@ -16,6 +16,7 @@ import pytest
 
 import jaxformer
 from jaxformer import checkpoint, cli, storage
+from jaxformer.checkpoint import manifest
 from jaxformer.cli import import_checkpoint
 from jaxformer.config import StackConfig, overrides
 from jaxformer.errors import ConfigError, StorageError
@@ -184,6 +185,56 @@ def test_files_that_a_command_writes_are_published(published, capsys):
     with storage.opened(URL + "/checkpoints/last/2") as root:
         assert (root / "manifest.json").exists()
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def many(bucket):
+    """A run with three checkpoints; the best is that of step 2, then 4, then 3."""
+    with storage.TrainingSession(URL) as opened:
+        for name, loss in (("last/4", 2.0), ("best/2", 1.0), ("best/4", 2.0), ("best/3", 3.0)):
+            fake_bucket.write_checkpoint(opened.root, name, name)
+            about = {"format": 2, "values": {"loss": loss}}
+            (opened.root / "checkpoints" / name / "about" / "metadata").write_text(json.dumps(about))
+            manifest.write(opened.root / "checkpoints" / name)
+        (opened.root / "config.json").write_text(overrides.to_json(recipe()))
+    return bucket
+
+
+def arrays_read(bucket):
+    return sorted({key.split("/state/")[0] for verb, key in bucket.log if verb == "read" and key.endswith("arrays")})
+
+
+@pytest.mark.parametrize(
+    ("path", "which", "expected"),
+    [
+        ("", "", ["checkpoints/best/2"]),
+        ("", "last", ["checkpoints/last/4"]),
+        ("", "3", ["checkpoints/best/3"]),
+        ("/checkpoints/best", "", ["checkpoints/best/2"]),
+        ("/checkpoints/last/4", "", ["checkpoints/last/4"]),
+        ("", storage.NONE, []),
+        ("", None, ["checkpoints/best/2", "checkpoints/best/3", "checkpoints/best/4", "checkpoints/last/4"]),
+    ],
+)
+def test_the_checkpoints_that_are_needed_are_fetched(many, monkeypatch, tmp_path, path, which, expected):
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "other"))
+    many.log.clear()
+    with storage.opened(URL + path, which=which) as copy:
+        assert copy.is_dir()
+    assert arrays_read(many) == expected
+    with storage.opened(URL) as root:
+        assert len(fake_bucket.contents(root)) == 4
+
+
+def test_of_damaged_checkpoints_the_next_is_fetched_as_well(many, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "other"))
+    object_store.Store(URL).delete("checkpoints/best/2/state/arrays")
+    many.log.clear()
+    root = storage.fetched(URL)
+    assert arrays_read(many) == ["checkpoints/best/2", "checkpoints/best/4"]
+    assert (root / "checkpoints/best/4/state/arrays").read_text() == "best/4"
+    with pytest.raises(ConfigError, match="--checkpoint: got '7', expected best, last or a step"):
+        storage.fetched(URL, which="7")
 
 
 def test_a_command_that_fails_publishes_nothing(published):
