@@ -157,6 +157,8 @@ class Mirror:
                 for directory in _subdirectories(self.root / "checkpoints" / part):
                     if f"{part}/{directory.name}" not in markers:
                         shutil.rmtree(directory, ignore_errors=True)
+                if not markers and not had_checkpoints:  # an empty folder would say that there was one
+                    shutil.rmtree(self.root / "checkpoints" / part, ignore_errors=True)
             if had_checkpoints:
                 # A run that has lost all of its checkpoints does not start again from nothing.
                 (self.root / "checkpoints" / "last").mkdir(parents=True, exist_ok=True)

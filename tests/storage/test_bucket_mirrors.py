@@ -265,6 +265,14 @@ def test_the_bucket_counts_and_not_what_was_left_here(bucket, published):
     assert not (root / "checkpoints" / "saving").exists()
 
 
+def test_a_run_killed_before_its_first_publication_begins_anew_on_the_same_host(bucket):
+    root = begin().mirror.root
+    for name in ("last/10", "best/10"):
+        fake_bucket.write_checkpoint(root, name, "never published")
+    assert begin().mirror.root == root
+    assert not (root / "checkpoints" / "last").exists()  # a folder without one is refused by `Checkpoints.restore`
+
+
 def test_a_checkpoint_of_format_1_is_refused_and_not_deleted(bucket, published):
     published.store.write("checkpoints/last/5/about/metadata", b'{"format": 1}')
     with pytest.raises(ConfigError, match="checkpoints/last/5: got a checkpoint of format 1, without checksums"):
