@@ -30,6 +30,10 @@ RELEASE_SECONDS = 5.0
 """Seconds for which a run that ends tries to release its lease, which otherwise expires."""
 MARGIN_SECONDS = 30.0
 """The owner stops publishing so long before the lease expires, unless it can renew it first."""
+SIGNS_OF_LIFE = 2
+"""Renewals after which a waiting run counts the owner as alive."""
+GRACE_SECONDS = 3.0
+"""Seconds in which requests of a killed process of this host, which are under way, may still arrive."""
 POLL_SECONDS = 1.0
 """Seconds between two looks at a lease that may have expired."""
 
@@ -63,31 +67,41 @@ class Lease:
         while True:
             found = self.store.read(KEY)
             owner = _owner(found)
-            if found is not None and owner and owner.get("mirror") != self.mirror:
-                self._wait(found, owner)
-                found = self.store.read(KEY)
-                if found is not None and _owner(found) not in ({}, owner):
-                    raise self._held(_owner(found))
+            if found is not None and owner:
+                if owner.get("mirror") == self.mirror:
+                    time.sleep(GRACE_SECONDS)
+                else:
+                    found = self._wait(found, owner)
             if self._write(ABSENT if found is None else found.generation):
                 threading.Thread(target=self._renew_regularly, name="lease", daemon=True).start()
                 return
 
-    def _wait(self, found: Stored, owner: dict[str, Any]) -> None:
-        """Returns when the owner has released the lease, or has not renewed it for `LEASE_SECONDS`."""
+    def _wait(self, found: Stored, owner: dict[str, Any]) -> Stored | None:
+        """The lease once it is free, or has not changed for `LEASE_SECONDS`.
+
+        It may change once, since a request of a process that was killed may still arrive.
+
+        Raises:
+          ConfigError: it changed `SIGNS_OF_LIFE` times.
+        """
         print(
             f"workdir {self.store.address}: {_describe(owner)} has its lock; waiting up to {LEASE_SECONDS:.0f} s for "
-            f"a sign of life (delete the object {KEY} if that run is dead)",
+            f"signs of life (delete the object {KEY} if that run is dead)",
             file=sys.stderr,
             flush=True,
         )
-        limit = _seconds() + LEASE_SECONDS
+        limit, changes = _seconds() + LEASE_SECONDS, 0
         while _seconds() < limit:
             time.sleep(POLL_SECONDS)
             now = self.store.read(KEY)
-            if not _owner(now):
-                return
-            if now is not None and now.generation != found.generation:
-                raise self._held(_owner(now))
+            if now is None or not _owner(now):
+                return now
+            if now.generation != found.generation:
+                found, changes = now, changes + 1
+                limit = _seconds() + LEASE_SECONDS
+                if changes == SIGNS_OF_LIFE:
+                    raise self._held(_owner(now))
+        return found
 
     def _held(self, owner: dict[str, Any]) -> ConfigError:
         return ConfigError(

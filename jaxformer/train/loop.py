@@ -42,18 +42,14 @@ def train(config: Config, workdir: str | Path, init_format: warm_start.InitForma
         many steps in a row were skipped.
       StorageError: something could not be written. Earlier checkpoints are complete.
     """
-    if object_store.is_url(workdir):
-        with storage.TrainingSession(str(workdir)) as session:
-            return _train_or_explain(config, session.root, init_format, session)
-    return _train_or_explain(config, Path(workdir).absolute(), init_format)
-
-
-def _train_or_explain(
-    config: Config, workdir: Path, init_format: warm_start.InitFormat, session: storage.TrainingSession | None = None
-) -> int:
-    """`_train`, with errors of the disk on one line."""
+    stop = PreemptionListener(config.train.deadline)  # which counts from here: fetching a run takes time
+    is_address = object_store.is_url(workdir)
+    workdir = workdir if is_address else Path(workdir).absolute()
     try:
-        return _train(config, workdir, init_format, session)
+        if is_address:
+            with storage.TrainingSession(str(workdir)) as session:
+                return _train(config, session.root, init_format, stop, session)
+        return _train(config, Path(workdir), init_format, stop)
     except OSError as error:
         where = error.filename or workdir
         raise StorageError(
@@ -63,10 +59,13 @@ def _train_or_explain(
 
 
 def _train(
-    config: Config, workdir: Path, init_format: warm_start.InitFormat, session: storage.TrainingSession | None
+    config: Config,
+    workdir: Path,
+    init_format: warm_start.InitFormat,
+    stop: PreemptionListener,
+    session: storage.TrainingSession | None = None,
 ) -> int:
     """Checks everything that can be checked before the first write, then trains under the workdir's lock."""
-    stop = PreemptionListener(config.train.deadline)
     config, mesh, dataset, tokenizers, notes = prepare(config, workdir, init_format)
     with jax.set_mesh(mesh):
         run = Run(config, workdir, mesh, dataset, tokenizers, init_format)

@@ -11,6 +11,7 @@ import tensorstore as ts
 
 from jaxformer.checkpoint import manifest
 from jaxformer.runtime import object_store
+from jaxformer.storage import lease
 
 
 class Answer:
@@ -89,6 +90,7 @@ def install(monkeypatch: Any, tmp_path: Path) -> Bucket:
     monkeypatch.setattr(object_store, "open_kvstore", bucket.open)
     monkeypatch.setattr(object_store, "FIRST_DELAY_SECONDS", 0.001)
     monkeypatch.setattr(object_store, "PARALLEL_REQUESTS", 1)
+    monkeypatch.setattr(lease, "GRACE_SECONDS", 0.0)
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "host"))
     return bucket
 

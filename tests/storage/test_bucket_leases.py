@@ -62,7 +62,7 @@ def test_a_second_run_is_refused_and_told_whose_the_first_is(bucket, clock, caps
     ):
         second.acquire()
     assert owner(first)["token"] == first.token
-    assert "waiting up to 120 s for a sign of life" in capsys.readouterr().err
+    assert "waiting up to 120 s for signs of life" in capsys.readouterr().err
 
 
 def test_a_lease_is_taken_over_once_it_has_expired(bucket, clock):
@@ -79,15 +79,43 @@ def test_a_lease_is_taken_over_once_it_has_expired(bucket, clock):
     second.check()
 
 
-def test_the_dead_of_the_same_folder_and_those_who_left_are_not_waited_for(bucket, clock):
+def test_a_request_of_a_killed_run_may_still_arrive(bucket, clock):
+    first, second, late = make(), make("that"), [None]
+    first.acquire()
+    clock.each = lambda: late and late.pop() is None and first.renew()
+    begun = clock.now
+    second.acquire()
+    assert clock.now - begun >= leases.LEASE_SECONDS + leases.POLL_SECONDS and not late
+    assert owner(second)["token"] == second.token
+
+
+def test_a_renewal_at_the_last_moment_is_not_overwritten(bucket, clock):
+    first, second, late = make(), make("that"), [None]
+    first.acquire()
+
+    def renew(verb, key):
+        if verb == "write" and late and clock.now > 1000 + leases.LEASE_SECONDS - 2:
+            late.pop()
+            first.renew()  # after the last look of the one that waits
+            clock.each = first.renew
+
+    bucket.before = renew
+    with pytest.raises(ConfigError, match="got a run that is training"):
+        second.acquire()
+    assert not late and owner(first)["token"] == first.token
+
+
+def test_the_dead_of_the_same_folder_and_those_who_left_are_not_waited_for(bucket, clock, monkeypatch):
+    monkeypatch.setattr(leases, "GRACE_SECONDS", 3.0)
     begun = clock.now
     make().acquire()
     second = make()
     second.acquire()
+    assert clock.now == begun + 3.0  # requests of the dead that are under way may arrive
     second.release()
     third = make("that")
     third.acquire()
-    assert clock.now == begun and owner(third)["token"] == third.token
+    assert clock.now == begun + 3.0 and owner(third)["token"] == third.token
 
 
 def test_a_run_that_ends_while_another_waits_makes_room_at_once(bucket, clock):
