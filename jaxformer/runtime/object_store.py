@@ -204,7 +204,7 @@ class Store:
         """
         listed = list(items)
         small = [item for item, size in listed if size <= MAX_PARALLEL_BYTES]
-        if len(small) > 1:
+        if min(len(small), PARALLEL_REQUESTS) > 1:
             with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
                 for future in [pool.submit(act, item) for item in small]:
                     future.result()

@@ -136,7 +136,8 @@ def test_an_answer_that_says_neither_yes_nor_no_is_asked_for_again(bucket, monke
     assert store.read("a").value == b"1" and store.retries == 1
 
 
-def test_errors_in_threads_are_raised(bucket):
+def test_errors_in_threads_are_raised(bucket, monkeypatch):
+    monkeypatch.setattr(object_store, "PARALLEL_REQUESTS", 2)
     store, seen = Store(URL), []
 
     def act(item):
