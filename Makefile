@@ -59,6 +59,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/meshes.py
 	$(BIN)/python benchmarks/processes.py
+	$(BIN)/python benchmarks/launch_faults.py
 	$(BIN)/python benchmarks/fuzz_safetensors.py --seconds=60
 	! $(BIN)/python -c 'import torch, transformers' 2>/dev/null || $(BIN)/python benchmarks/loading.py
 	! $(BIN)/python -c 'import torch, transformers' 2>/dev/null || $(BIN)/python benchmarks/hugging_face.py

@@ -1,10 +1,14 @@
-"""Loading a large random LLaMA checkpoint: seconds and peak host memory, beside the other library.
+"""Loading and saving a large random LLaMA checkpoint: seconds and peak host memory, beside the other library.
 
-    python benchmarks/loading.py [--gigabytes=1] [--rounds=3] [--output=FILE.jsonl]
+    python benchmarks/loading.py [--gigabytes=1] [--rounds=3] [--cold] [--output=FILE.jsonl]
 
-Needs the extra [bench] (torch, transformers). Each load is a fresh process; the two take turns, the file stays in the
+Needs the extra [bench] (torch, transformers). Each round is a fresh process; the two take turns, the file stays in the
 page cache, and imports are not timed. Every parameter is read once after loading, since a loader may only map the file.
-Memory is the peak resident set of the process less what it was after the imports, so mapped pages count in both.
+The first round fills the page cache, and our cache of a model's shapes. Memory is the peak resident set of the process
+less what it was before, so mapped pages count in both; for saving, what is added to the loaded model.
+
+Each process first touches as much memory as it will need, and frees it: on a virtual machine memory that was never used
+costs three seconds a gigabyte, which is the host's time. With --cold it does not.
 """
 
 from __future__ import annotations
@@ -24,23 +28,39 @@ from jaxformer.hf import writing
 OURS = """
 import jaxformer, jax, numpy
 from jaxformer.hf import pretrained
-load = lambda: jaxformer.from_pretrained(DIRECTORY).params
-read = lambda params: [float(numpy.asarray(x).ravel().sum()) for x in jax.tree.leaves(params)]
+load = lambda: jaxformer.from_pretrained(DIRECTORY)
+read = lambda model: [float(numpy.asarray(x).ravel().sum()) for x in jax.tree.leaves(model.params)]
 """
 THEIRS = """
-import torch, transformers
+import numpy, torch, transformers
 from transformers import LlamaForCausalLM
 load = lambda: LlamaForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32)
 read = lambda model: [float(x.detach().sum()) for x in model.parameters()]
 """
 MEASURE = """
-import json, resource, time
+import json, os, time
 def resident(what):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what)) / 1024
-before, begun = resident("VmRSS"), time.perf_counter()
-model = load()
-read(model)
-print(json.dumps({"seconds": time.perf_counter() - begun, "peak_mb": resident("VmHWM") - before}))
+def measure(work):
+    open("/proc/self/clear_refs", "w").write("5")  # the peak so far is forgotten
+    before, begun, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
+    result = work()
+    return result, {
+        "seconds": time.perf_counter() - begun,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_mb": resident("VmHWM") - before,
+    }
+def load_and_read():
+    model = load()
+    read(model)
+    return model
+if not COLD:
+    touched = numpy.empty(os.path.getsize(DIRECTORY + "/model.safetensors") * 5 // 4, numpy.uint8)
+    touched[::4096] = 1
+    del touched
+model, loading = measure(load_and_read)
+_, saving = measure(lambda: model.save_pretrained(TARGET))
+print(json.dumps({"loading": loading, "saving": saving}))
 """
 
 
@@ -67,9 +87,11 @@ def checkpoint(place: Path, gigabytes: float) -> None:
     writing.write_checkpoint(place, settings, tensors)
 
 
-def measure(program: str, place: Path) -> dict[str, float]:
-    code = f"DIRECTORY = {str(place)!r}\n{program}\n{MEASURE}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+def measure(program: str, place: Path, cold: bool) -> dict[str, dict[str, float]]:
+    """Seconds, processor seconds and peak memory of loading and of saving."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = f"DIRECTORY, TARGET, COLD = {str(place)!r}, {folder + '/saved'!r}, {cold}\n{program}\n{MEASURE}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -77,26 +99,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--output", default="")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "llama"
         checkpoint(place, arguments.gigabytes)
         size = (place / "model.safetensors").stat().st_size / 2**20
-        found: dict[str, list[dict[str, float]]] = {"jaxformer": [], "transformers": []}
+        found: dict[str, list[dict[str, dict[str, float]]]] = {"jaxformer": [], "transformers": []}
         for round_ in range(arguments.rounds + 1):
             for name, program in (("jaxformer", OURS), ("transformers", THEIRS))[:: 1 if round_ % 2 else -1]:
-                row = measure(program, place)
+                row = measure(program, place, arguments.cold)
                 if round_:  # the first fills the page cache
                     found[name].append(row)
-    medians = {n: {k: statistics.median(r[k] for r in rows) for k in rows[0]} for n, rows in found.items()}
-    for name, row in medians.items():
-        print(f"{name:<14}{row['seconds']:8.2f} s   peak {row['peak_mb']:8.0f} MB   (file {size:.0f} MB)")
-    ratio = {k: medians["jaxformer"][k] / medians["transformers"][k] for k in ("seconds", "peak_mb")}
-    print(f"ratio         {ratio['seconds']:8.2f}          {ratio['peak_mb']:8.2f}")
+    print(f"file {size:.0f} MB; medians of {arguments.rounds} rounds")
+    summary: dict[str, dict[str, dict[str, float]]] = {}
+    for part in ("loading", "saving"):
+        medians = {
+            name: {key: statistics.median(row[part][key] for row in rows) for key in rows[0][part]}
+            for name, rows in found.items()
+        }
+        ratio = {key: medians["jaxformer"][key] / medians["transformers"][key] for key in medians["jaxformer"]}
+        summary[part] = {**medians, "ratio": ratio}
+        for name, row in summary[part].items():
+            print(f"{part:<8}{name:<14}" + "".join(f"{key} {value:10.2f}   " for key, value in row.items()))
     if arguments.output:
         with Path(arguments.output).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"file_mb": size, **medians, "ratio": ratio}) + "\n")
+            file.write(json.dumps({"file_mb": size, "cold": arguments.cold, **summary}) + "\n")
 
 
 if __name__ == "__main__":

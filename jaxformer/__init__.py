@@ -34,6 +34,9 @@ def load(path: str | os.PathLike[str], which: str = "") -> Model:
 def from_pretrained(directory: str | os.PathLike[str], **options: Any) -> Model:
     """The model of a Hugging Face directory: config.json, model.safetensors. See `hf.loading.from_pretrained`.
 
+    It may be a model on the hub: "org/name" or "org/name@revision", with `revision`, `token`, `cache_dir`,
+    `local_files_only`, `force_download` and `subfolder` (see `hf.peft.reading.from_pretrained`).
+
     A directory of the peft package (adapter_config.json) is read with its base model: `base=DIRECTORY`, or the one that
     the file names.
     """

@@ -86,6 +86,12 @@ class HuggingFaceInterface(Protocol):
         """Writes the adapters as a directory of the peft package."""
         ...
 
+    def push_to_hub(
+        self, model: Model, name: str, family: str | None, dtype: Any, adapter: bool, **options: Any
+    ) -> str:
+        """Uploads the model with a card."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Model:
@@ -438,6 +444,41 @@ class Model:
           ConfigError: the model has no adapters, or the format has no place for what was trained.
         """
         self._interface("save_adapter").save_adapter(self, directory, base)
+
+    def push_to_hub(
+        self,
+        name: str,
+        *,
+        family: str | None = None,
+        dtype: Any = None,
+        adapter: bool = False,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        message: str = "",
+    ) -> str:
+        """Uploads the model to the Hugging Face hub, with a card that holds its recipe and its measured scores.
+
+        The scores are those in the run's workdir: `result.json`, and `eval-<split>.json` of `jaxformer evaluate`.
+        Secrets in the recipe are redacted; paths of the machine are not.
+
+        Args:
+          name: "org/name" of the repository, which is made if there is none.
+          family, dtype: see `save_pretrained`.
+          adapter: the adapters alone; see `save_adapter`.
+          token: a token of the hub that may write; None: `HF_TOKEN`, or that of a login.
+          revision: branch; None: the main branch.
+          private: of a new repository; None: as the account says.
+          message: of the commit.
+
+        Returns:
+          The address of the commit.
+
+        Raises:
+          ConfigError: the model cannot be written, huggingface_hub is not installed, or the hub refuses.
+        """
+        options = {"token": token, "revision": revision, "private": private, "message": message}
+        return self._interface("push_to_hub").push_to_hub(self, name, family, dtype, adapter, **options)
 
     def merge_adapters(self) -> Model:
         """A model without adapters that computes the same: each kernel is `W + scale * A B`.

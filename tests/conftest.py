@@ -7,6 +7,7 @@ import pytest
 import shapes
 
 environment.prepare()
+environment.share_contexts()
 # Tracing makes millions of objects that live on: looking through them for garbage is a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
 shapes.install()
@@ -36,6 +37,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(trylast=True)  # after the processes that share the tests have ended
 def pytest_sessionfinish(session, exitstatus):
     """Keeps the compiled programs of a session that came to its end; of another, some may be half-written."""
+    gc.freeze()  # pytest looks through all objects for garbage, five times: a minute among those of all tests
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not hasattr(session.config, "workerinput"):
         environment.keep_programs()
 

@@ -2,12 +2,15 @@
 
 import atexit
 import hashlib
+import itertools
 import os
 import shutil
 import sys
 import tempfile
+import threading
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 CACHES = "JAXFORMER_TEST_CACHES"
 """Names the folder that the test processes of one session share."""
@@ -38,6 +41,7 @@ def prepare() -> None:
         # again, which is two thirds of its start: the session keeps what was compiled, in its own folder.
         os.environ["PYTHONPYCACHEPREFIX"] = f"{os.environ[CACHES]}/bytecode"
         sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["PYTHONPYCACHEPREFIX"]
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no directory is then looked up in the cache alone
     os.environ.setdefault("JAXFORMER_CACHE", f"{os.environ[CACHES]}/data")
     # A run that is stopped and resumed compiles the same programs again: once is enough, for all test processes.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{os.environ[CACHES]}/programs"
@@ -46,6 +50,27 @@ def prepare() -> None:
     os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
     # Which line of Python an operation comes from is told to the compiler at every operation, and read by nobody here.
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+
+
+CONTEXT_PROGRAMS = 100
+"""Programs that are lowered in one MLIR context. A context holds all constants of its programs as long as it lives."""
+
+
+def share_contexts() -> None:
+    """Programs share MLIR contexts. jax 0.10 makes one for each program in 3 ms, which a small program takes itself."""
+    from jax._src.interpreters import mlir
+
+    make, programs, lock = mlir.make_ir_context, itertools.count(), threading.Lock()
+    shared: Any = None
+
+    def make_ir_context():
+        nonlocal shared
+        with lock:
+            if next(programs) % CONTEXT_PROGRAMS == 0:
+                shared = make()
+            return shared
+
+    mlir.make_ir_context = make_ir_context
 
 
 def keep_programs() -> None:
@@ -57,7 +82,7 @@ def keep_programs() -> None:
         if not path.is_symlink():
             kept.mkdir(parents=True, exist_ok=True)
             partial = kept / f"{path.name}.{os.getpid()}"
-            shutil.copyfile(path, partial)
+            shutil.move(path, partial)
             partial.rename(kept / path.name)
 
 

@@ -1,17 +1,21 @@
 """Shapes in signatures are checked while the tests run, and stand wherever arrays are taken."""
 
+from __future__ import annotations
+
 import ast
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 import shapes
-from jaxtyping import TypeCheckError
+from jaxtyping import Float, TypeCheckError, jaxtyped
 
 from jaxformer import losses
+from jaxformer.config import AttentionConfig
 from jaxformer.decode import top_k
 from jaxformer.nn import layers, masks
-from jaxformer.types import Slots
+from jaxformer.nn.kernels import dense
+from jaxformer.types import Array, Slots
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxformer"
 FILES = [file for room in shapes.ROOMS for file in sorted(PACKAGE.parent.glob(room.replace(".", "/") + "*"))]
@@ -40,6 +44,24 @@ def test_methods_of_modules_are_checked():
     norm = layers.BatchNorm(1e-6, 0.9)
     with pytest.raises(TypeCheckError, match="BatchNorm.__call__"):
         norm.init({}, jnp.ones((2, 3)))
+
+
+def first_column(matrix: Float[Array, "B T"], wrong: bool = False) -> Float[Array, "B"]:  # noqa: F821
+    return matrix[0] if wrong else matrix[:, 0]
+
+
+def test_results_are_checked_with_the_letters_of_the_arguments():
+    checked = jaxtyped(typechecker=shapes.check)(first_column)
+    assert checked(jnp.ones((2, 3))).shape == (2,)
+    with pytest.raises(TypeCheckError, match="return value"):
+        checked(jnp.ones((2, 3)), wrong=True)
+
+
+def test_an_alias_of_an_array_is_one():
+    mask = masks.Mask(Slots(None, None), Slots(None, None))
+    keys = jnp.ones((1, 3, 2, 4))
+    with pytest.raises(TypeCheckError, match="attend.*\n*.*Queries|parameter 'q'|q="):
+        dense.attend(jnp.ones(3), keys, keys, mask, None, None, AttentionConfig(heads=2))
 
 
 def test_structures_may_hold_anything():

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax import traverse_util
 
 from jaxformer import registry
 from jaxformer.checkpoint.directories import find_run, list_ranked, list_steps, read_about, step_directory
@@ -133,6 +134,15 @@ def _expected_arrays(config: Config, module: nn.Module) -> ArrayTypes:
         depends_on = {"model": model, "code": derived.code_digest(derived.PROJECT)}
         found = derived.keep(directories.cache(), "arrays", depends_on, trace)
     return {tuple(path.split("/")): text for path, text in found.items()}
+
+
+def param_shapes(config: Config, module: nn.Module) -> PyTree:
+    """Shapes of the parameters of `module`, from the cache if the same model was loaded before."""
+    shapes = {}
+    for path, text in _expected_arrays(config, module).items():
+        dtype, _, sizes = text.rstrip("]").partition("[")
+        shapes[path] = jax.ShapeDtypeStruct([int(size) for size in sizes.split(",") if size], jnp.dtype(dtype))
+    return traverse_util.unflatten_dict(shapes)
 
 
 def select_checkpoints(workdir: Path, config: Config, part: str = "") -> tuple[list[Path], int]:

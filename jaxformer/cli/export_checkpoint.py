@@ -10,8 +10,13 @@ from jaxformer.cli.arguments import Command, Flag
 def run(arguments: Namespace) -> int:
     from jaxformer.hf import workdirs
 
-    workdirs.export_checkpoint(arguments.workdir, arguments.target, arguments.family or None, arguments.adapter)
-    print(f"written to {arguments.target}")
+    target, push = arguments.target or None, arguments.push or None
+    family = arguments.family or None
+    commit = workdirs.export_checkpoint(arguments.workdir, target, family, arguments.adapter, push, arguments.private)
+    if target is not None:
+        print(f"written to {target}")
+    if commit is not None:
+        print(f"uploaded: {commit}")
     return 0
 
 
@@ -20,7 +25,9 @@ COMMAND = Command(
     run,
     {
         "workdir": Flag("folder of the run, or one of its checkpoints", directory="read", bucket="copy"),
-        "target": Flag("new folder", directory="create"),
+        "target": Flag("new folder; not needed with --push", default="", directory="create"),
+        "push": Flag("name of the model on the Hugging Face hub, as org/name, to upload it with a card", default=""),
+        "private": Flag("a new model on the hub is private", default=False, switch=True),
         "adapter": Flag(
             "write the adapters alone, as the peft package does; without it they are merged", default=False, switch=True
         ),

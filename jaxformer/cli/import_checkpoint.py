@@ -31,7 +31,7 @@ COMMAND = Command(
     "make a run from a Hugging Face directory",
     run,
     {
-        "source": Flag("the directory", directory="read"),
+        "source": Flag("the directory, or a model on the hub: org/name or org/name@revision", directory="read"),
         "base": Flag("model of an adapter's directory; without it the one that adapter_config.json names", default=""),
         "workdir": Flag("new folder of the run", directory="create", bucket="itself"),
     },

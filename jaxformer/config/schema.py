@@ -439,7 +439,8 @@ class TokenizerConfig:
     sentinels: Count = 0  # learned vocabularies: tokens <extra_id_0>, <extra_id_1>, ... beside `vocab`, which stand for
     # dropped spans (task span_corruption); a file has its own
     multiple: PositiveInt = 8  # the model's vocabulary is padded to a multiple of this, so that shards are even
-    path: str = ""  # file: a tokenizer.json or a SentencePiece .model; with joint=false "source,target"
+    path: str = ""  # file: a tokenizer.json or a SentencePiece .model, or a model on the hub that has one (org/name);
+    # with joint=false "source,target"
     chat_template: str = ""  # dialogue: a file with the Jinja text that writes conversations; "": the tokenizer's own,
     # or the project's
 
@@ -738,8 +739,9 @@ class MeshConfig:
 class InitConfig:
     """Initial parameters."""
 
-    directory: str = ""  # workdir, checkpoint or Hugging Face directory to start from; "": random parameters. A recipe
-    # that names no model gets the directory's, and its tokenizer
+    directory: str = ""  # workdir, checkpoint or Hugging Face directory to start from, or a model on the hub
+    # (org/name or org/name@revision); "": random parameters. A recipe that names no model gets the directory's, and its
+    # tokenizer
     head: bool = True  # also load the head; False: it starts random (a new task or number of classes)
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import string
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -29,7 +29,7 @@ from jaxformer.data.sources import Example, Examples
 from jaxformer.data.tokenizer_files import read_file, unreadable, write
 from jaxformer.data.vocabularies import LibraryVocabulary, LookupVocabulary, SentencePieceVocabulary, Vocabulary
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import files
+from jaxformer.runtime import files, hub
 
 ROLES = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
@@ -50,6 +50,9 @@ CLOSING = "\"'\u201d\u2019\u00bb)]"
 
 MAX_SAMPLED_EXAMPLES = 2**18
 """Examples that a vocabulary is learned from, evenly spaced over the split."""
+
+SENTENCEPIECE_FILES = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "spm.model")
+"""Names of a SentencePiece file in directories of the other library."""
 
 
 class PairTemplate(NamedTuple):
@@ -428,7 +431,7 @@ class Tokenizers:
             if len(paths) != len(sides) or not all(paths):
                 expected = "two files, source,target" if len(sides) == 2 else "a tokenizer.json or a .model file"
                 raise ConfigError(f"data.tokenizer.path: got {settings.path!r}, expected {expected}; set it")
-            built = [Tokenizer.load(path, settings.multiple) for path in paths]
+            built = [Tokenizer.load(_tokenizer_file(path), settings.multiple) for path in paths]
         else:
             texts = _texts(config, examples, roles)
             if sides == ("joint",):
@@ -485,6 +488,23 @@ class Tokenizers:
             if not vocabularies.is_library_error(error):
                 raise
             raise unreadable(path, error) from error
+
+
+def _tokenizer_file(path: str) -> Path:
+    """The file that `data.tokenizer.path` names: a path, or the tokenizer of a model on the hub ("org/name")."""
+    if "/" not in path or path.endswith((".json", ".model")) or not hub.is_name(path):
+        return Path(path)
+
+    def choose(names: Collection[str], read_json: hub.ReadJson) -> list[str]:
+        found = [name for name in ("tokenizer.json", *SENTENCEPIECE_FILES) if name in names]
+        if not found:
+            raise ConfigError(f"none of tokenizer.json, {', '.join(SENTENCEPIECE_FILES)}, expected one")
+        chosen[:] = found[:1]
+        return chosen
+
+    chosen: list[str] = []
+    directory = hub.find(path, choose, what="data.tokenizer.path")
+    return directory / chosen[0]
 
 
 def _learn(config: DataConfig, texts: Sequence[str]) -> Vocabulary:

@@ -67,9 +67,13 @@ def schedule_for(state: State, prompt_slots: int, max_length: int, branches: int
     """
     if not isinstance(state, GrowableState):
         return CacheSchedule(prompt_slots, (max_length,), 0)
-    slots = max(supported_branches(state, branches), 1)
-    initial = INITIAL_NEW_TOKENS if slots == 1 else max(INITIAL_NEW_TOKENS // 4, 1)
-    return CacheSchedule(prompt_slots, doubling_capacities(max_length, initial), slots)
+    return growing_schedule(prompt_slots, max_length, max(supported_branches(state, branches), 1))
+
+
+def growing_schedule(prompt_slots: int, max_length: int, slots_per_token: int) -> CacheSchedule:
+    """The schedule of a state that grows, in which a new token takes `slots_per_token` slots."""
+    initial = INITIAL_NEW_TOKENS if slots_per_token == 1 else max(INITIAL_NEW_TOKENS // 4, 1)
+    return CacheSchedule(prompt_slots, doubling_capacities(max_length, initial), slots_per_token)
 
 
 def doubling_capacities(max_length: int, initial: int) -> tuple[int, ...]:

@@ -16,8 +16,11 @@ import jax
 import numpy as np
 
 from jaxformer.errors import ConfigError
+from jaxformer.hf import blocks
+from jaxformer.hf.blocks import in_threads
 from jaxformer.hf.reading import Tensor
 from jaxformer.hf.table import STACKED_AXES, Family, Row
+from jaxformer.hf.writing import Deferred
 from jaxformer.types import PyTree
 
 log = logging.getLogger("jaxformer")
@@ -100,8 +103,8 @@ def import_params(
     return flax.traverse_util.unflatten_dict(params, sep="/")
 
 
-def export_tensors(rows: Sequence[Row], params: PyTree, dtype: Any = None) -> dict[str, Callable[[], np.ndarray]]:
-    """Functions that compute the tensors of a checkpoint, by name.
+def export_tensors(rows: Sequence[Row], params: PyTree, dtype: Any = None) -> dict[str, Deferred]:
+    """The tensors of a checkpoint, by name, which are computed when they are called.
 
     Args:
       dtype: element type of the tensors; None: that of the parameters.
@@ -113,8 +116,9 @@ def export_tensors(rows: Sequence[Row], params: PyTree, dtype: Any = None) -> di
     for row in rows:
         used.update(row.param_paths)
         arrays = [by_path[path] for path in row.param_paths]
+        shape = _tensor_shape(row, arrays)
         for index in np.ndindex(arrays[0].shape[: row.stacked_axes]):
-            tensors[row.name(index)] = _tensor_maker(row, arrays, index, dtype)
+            tensors[row.name(index)] = _deferred(row, arrays, index, dtype, shape)
     if set(by_path) - used:
         left = ", ".join(sorted(set(by_path) - used))
         raise ConfigError(f"family table: got no row for {left}, expected one for every parameter")
@@ -157,26 +161,45 @@ def _part_reader(row: Row, i: int, tensors: list[Tensor], shape: tuple[int, ...]
         part = _aligned_empty(tuple(len(range(size)[axis]) for size, axis in zip(shape, index, strict=True)))
         depth = row.stacked_axes
         numbers = np.arange(len(tensors)).reshape(shape[:depth])[index[:depth]]
-        for stacked, j in np.ndenumerate(numbers):
-            part[stacked] = _to_param(row, i, tensors[j].array())[index[depth:]]
-            _check_finite(tensors[j], part[stacked])
+
+        def read_tensor(entry: tuple[tuple[int, ...], Any]) -> None:
+            stacked, j = entry
+            target = part[stacked]
+            if not _copy(_to_param(row, i, tensors[j].array())[index[depth:]], target, tensors[j].release_part):
+                _check_finite(tensors[j], target)
             tensors[j].release()  # else the file stays in memory beside the parameters
+
+        in_threads(read_tensor, list(np.ndenumerate(numbers)), part.nbytes)
         return part
 
     return read
 
 
+def _copy(source: np.ndarray, target: np.ndarray, done: Callable[[np.ndarray], None]) -> bool:
+    """Copies `source` to `target` of the same shape, and converts it; True if the sum of every block is finite.
+
+    Args:
+      done: called with each block of `source` that has been read.
+    """
+    finite = True
+    for old, new in blocks.pairs(source, target):
+        # Conversion is fast in the order of the file, and so is the sum; only the copy changes the order.
+        values = old if old.dtype == new.dtype else old.astype(new.dtype, order="K")
+        new[...] = values
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = finite and bool(np.isfinite(np.sum(values)))
+        done(old)
+    return finite
+
+
 def _check_finite(tensor: Tensor, values: np.ndarray) -> None:
     """Refuses NaN, and warns of infinities, which a bias may have on purpose.
 
-    A finite sum proves that all values are finite; only otherwise are the values checked one by one.
+    A finite sum proves that all values are finite (`_copy`); only otherwise are the values checked one by one.
 
     Raises:
       ConfigError: a value is NaN.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(np.sum(values)):
-            return
     nan_count = int(np.isnan(values).sum())
     if nan_count:
         raise ConfigError(
@@ -196,25 +219,62 @@ def _aligned_empty(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _to_device(part: ReadPart, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """The parameter on its devices; devices that hold the same part read it once."""
     if sharding is None:
         x = jax.device_put(part((slice(None),) * len(shape.shape)), may_alias=True)
     else:
-        x = jax.make_array_from_callback(shape.shape, sharding, lambda index: part(index or ()))
+        read: dict[tuple[Any, ...], np.ndarray] = {}
+
+        def part_of(index: tuple[slice, ...] | None) -> np.ndarray:
+            index = index or ()
+            key = tuple((piece.start, piece.stop) for piece in index)
+            if key not in read:
+                read[key] = part(index)
+            return read[key]
+
+        x = jax.make_array_from_callback(shape.shape, sharding, part_of)
     return jax.block_until_ready(x)  # one parameter at a time: pending copies take memory
 
 
-def _tensor_maker(row: Row, arrays: list[Any], index: tuple[int, ...], dtype: Any) -> Callable[[], np.ndarray]:
-    def make() -> np.ndarray:
-        parts = [np.asarray(array[index]) for array in arrays]
-        if row.layout:
-            left, right = (text.strip() for text in row.layout.split("->"))
-            param = parts[0] if isinstance(row.param_path, str) else np.stack(parts)
-            tensor = einops.rearrange(param, f"{right} -> {left}", **_export_sizes(row, right))
-        else:
-            tensor = parts[0]
-        return np.ascontiguousarray(tensor if dtype is None else tensor.astype(dtype))
+def _deferred(row: Row, arrays: list[Any], index: tuple[int, ...], dtype: Any, shape: tuple[int, ...]) -> Deferred:
+    """The tensor of a row for one layer: the parameters' part, in the file's order of axes."""
+    dtype = np.dtype(arrays[0].dtype if dtype is None else dtype)
 
-    return make
+    def make() -> np.ndarray:
+        parts = [_on_host(array, index) for array in arrays]
+        if not row.layout:
+            return blocks.contiguous(parts[0], dtype)
+        pattern, sizes = _export_pattern(row)
+        return blocks.contiguous(
+            einops.rearrange(parts[0] if isinstance(row.param_path, str) else np.stack(parts), pattern, **sizes), dtype
+        )
+
+    return Deferred(shape, dtype, make)
+
+
+def _on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
+    """`array[index]` on the host: a view where the array lies there as a whole, else a copy of this part alone."""
+    if isinstance(array, jax.Array) and not (len(array.devices()) == 1 and array.device.platform == "cpu"):
+        return np.asarray(array[index])
+    return np.asarray(array)[index]
+
+
+def _export_pattern(row: Row) -> tuple[str, dict[str, int]]:
+    """The pattern from the parameter to the tensor, and the sizes of axes that it needs."""
+    left, right = (text.strip() for text in row.layout.split("->"))
+    return f"{right} -> {left}", _export_sizes(row, right)
+
+
+def _tensor_shape(row: Row, arrays: list[Any]) -> tuple[int, ...]:
+    """Shape of each tensor of a row."""
+    shape = arrays[0].shape[row.stacked_axes :]
+    if not row.layout:
+        return tuple(shape)
+    pattern, sizes = _export_pattern(row)
+    whole = shape if isinstance(row.param_path, str) else (len(arrays), *shape)
+    return jax.eval_shape(
+        lambda x: einops.rearrange(x, pattern, **sizes), jax.ShapeDtypeStruct(whole, np.float32)
+    ).shape
 
 
 def _export_sizes(row: Row, right: str) -> dict[str, int]:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh
 
+from jaxformer import checkpoint
 from jaxformer.config import Config, DataConfig, DecodeConfig, ModelConfig, TaskConfig
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.hf import convert, generation_options, keys, reading
+from jaxformer.hf import blocks, convert, generation_options, keys, reading, weights
 from jaxformer.hf.origin import PROBLEMS, TASKS
 from jaxformer.hf.pretrained import HuggingFace
 from jaxformer.hf.reading import Tensor
@@ -48,7 +49,7 @@ def from_pretrained(
     mesh: Mesh | None = None,
     seed: int = 0,
 ) -> Model:
-    """The model in a Hugging Face directory: config.json and model.safetensors, or its shards.
+    """The model in a Hugging Face directory: config.json and weights (`weights.open_weights`).
 
     Args:
       head: another head on the same body: causal_lm, masked_lm, pretraining, seq2seq, sequence, token, qa,
@@ -65,7 +66,7 @@ def from_pretrained(
     """
     directory = Path(directory)
     settings = Settings(reading.read_config(directory), str(directory / "config.json"))
-    family, tensors = family_of(settings), reading.open_tensors(directory)
+    family, tensors = family_of(settings), weights.open_weights(directory)
     settings = keys.with_defaults(family, settings)
     file_head = head_of(family, settings)
     head = file_head if head is None else head
@@ -84,9 +85,7 @@ def from_pretrained(
     model = family.resolve(resolve_embedding_tables(family, untie_output(family, model, tensors), tensors), tensors)
     _check_counts(model, settings, len(tensors))
     module = build.build(model)
-    boxed = build.shapes(module)
-    shapes = nn.meta.unbox(boxed)["params"]
-    shardings = None if mesh is None else rules.shardings(boxed, mesh)["params"]
+    shapes, shardings = _shapes(model, module, mesh)
     rows = family.rows(model, head)
     initial = _random_head(module, shapes, seed) if head != file_head or has_new_classes else {}
     if has_new_classes:
@@ -108,6 +107,14 @@ def from_pretrained(
     origin = HuggingFace(head, family, settings, defaults)
     loaded = Model(module, params, {}, config, tokenizers, classes=names, hf=origin)
     return loaded if vocab is None else resize_vocabulary(loaded, origin, vocab, seed)
+
+
+def _shapes(model: ModelConfig, module: nn.Module, mesh: Mesh | None) -> tuple[PyTree, PyTree | None]:
+    """Shapes of the parameters, and their shardings on a mesh."""
+    if mesh is None:
+        return checkpoint.param_shapes(Config(model=model), module), None
+    boxed = build.shapes(module)
+    return nn.meta.unbox(boxed)["params"], rules.shardings(boxed, mesh)["params"]
 
 
 def check_vocabulary(
@@ -192,7 +199,7 @@ def read_params(
     Args:
       keep_head: read the head if the file has it; False: it keeps its values.
     """
-    tensors, rows = convert.canonical_tensors(family, reading.open_tensors(directory)), family.rows(model, head)
+    tensors, rows = convert.canonical_tensors(family, weights.open_weights(directory)), family.rows(model, head)
     if family.tied_tensors is not None and model.head.tied:
         tensors.pop(family.tied_tensors[0], None)
     family.resolve(resolve_embedding_tables(family, model, tensors), tensors)
@@ -259,7 +266,13 @@ def resolve_embedding_tables(family: Family, model: ModelConfig, tensors: dict[s
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a.array() == b.array()).all())
+    """True if all values are equal; memory holds a block of each."""
+    if a.shape != b.shape:
+        return False
+    equal = all((x == y).all() for x, y in blocks.pairs(a.array(), b.array()))
+    a.release()
+    b.release()
+    return equal
 
 
 _flatten = functools.partial(flax.traverse_util.flatten_dict, sep="/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxformer.config import Config
@@ -54,12 +55,14 @@ class HuggingFaceOrigin:
       family: the architecture's table; None: the model was trained here.
       settings: its config.json.
       defaults: options of `generate`, from generation_config.json, or from config.json where there is no such file.
+      workdir: of the run that the model is of; None: of none.
     """
 
     head: str = ""
     family: Family | None = None
     settings: Settings = field(default_factory=lambda: Settings({}))
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    workdir: Path | None = None
 
     @property
     def convention(self) -> CallConvention:

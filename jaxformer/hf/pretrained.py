@@ -12,7 +12,7 @@ from jaxformer import framing
 from jaxformer.config import Config
 from jaxformer.decode.compiled import Vocabulary
 from jaxformer.errors import ConfigError
-from jaxformer.hf import export, forward, generation, generation_options
+from jaxformer.hf import export, forward, generation, generation_options, push
 from jaxformer.hf.framing import ImportedFraming
 from jaxformer.hf.origin import TASKS, HuggingFaceOrigin
 from jaxformer.hf.peft import writing
@@ -68,3 +68,14 @@ class HuggingFace(HuggingFaceOrigin):
     ) -> None:
         """Writes the adapters as a directory of the peft package."""
         writing.save_adapter(model, self, directory, base)
+
+    def push_to_hub(
+        self, model: Model, name: str, family: str | None, dtype: Any, adapter: bool, **options: Any
+    ) -> str:
+        """Uploads the model with a card; see `push.push`."""
+        base = model.config.init.directory or None
+        if adapter:
+            return push.push(model, self, name, lambda directory: model.save_adapter(directory, base), **options)
+        return push.push(
+            model, self, name, lambda directory: model.save_pretrained(directory, family, dtype), **options
+        )

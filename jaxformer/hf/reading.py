@@ -83,15 +83,26 @@ class Tensor:
 
     def release(self) -> None:
         """Returns the memory pages of this tensor to the system; accessing the array reads them again."""
+        self._release(0, self.content.size)
+
+    def release_part(self, part: np.ndarray) -> None:
+        """Returns the pages of a view of `array()` to the system, if the view is most of what lies between its ends."""
+        begin, end = np.lib.array_utils.byte_bounds(part)
+        if part.nbytes * 2 > end - begin:
+            first = self.content.ctypes.data
+            self._release(begin - first, end - first)
+
+    def _release(self, begin: int, end: int) -> None:
+        """Returns the pages of bytes `begin` to `end` of this tensor to the system."""
         mapped = self.content
         while isinstance(mapped.base, np.ndarray):
             mapped = mapped.base
         file = mapped.base.obj if isinstance(mapped.base, memoryview) else None
         if not isinstance(file, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        begin = self.content.ctypes.data - mapped.ctypes.data
-        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE  # a page at either end may hold a neighbour, too
-        last = (begin + self.content.size) // mmap.PAGESIZE * mmap.PAGESIZE
+        offset = self.content.ctypes.data - mapped.ctypes.data
+        first = -(-(offset + begin) // mmap.PAGESIZE) * mmap.PAGESIZE  # a page at either end may hold a neighbour, too
+        last = (offset + end) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
             file.madvise(mmap.MADV_DONTNEED, first, last - first)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +13,14 @@ from tokenizers import implementations
 
 from jaxformer.data import chat
 from jaxformer.data.tokenizer_files import read_file, unreadable
-from jaxformer.data.tokenizers import ROLES, PairTemplate, Tokenizer, Tokenizers
+from jaxformer.data.tokenizers import ROLES, SENTENCEPIECE_FILES, PairTemplate, Tokenizer, Tokenizers
 from jaxformer.data.vocabularies import MAX_IDS, LibraryVocabulary, SentencePieceVocabulary, is_library_error
 from jaxformer.errors import ConfigError
 from jaxformer.hf import reading
 from jaxformer.hf.table import CallConvention, Settings
 
-SENTENCEPIECE_FILES = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model", "spm.model")
+SETTINGS_FILES = ("tokenizer_config.json", Tokenizers.TEMPLATE)
+"""Files beside the vocabulary that are read."""
 
 
 class FramedText(NamedTuple):
@@ -131,6 +132,18 @@ def _open_any(directory: Path, settings: Settings) -> Tokenizers | None:
     if (directory / "vocab.txt").exists():
         return _joint(_open_word_pieces(directory))
     return None
+
+
+def tokenizer_files(names: Collection[str]) -> list[str]:
+    """The files that hold the vocabulary in a directory with these files, in the order in which they are tried."""
+    alternatives = [
+        ("tokenizer.json",),
+        *[(name,) for name in SENTENCEPIECE_FILES],
+        ("source.spm", "target.spm", "vocab.json"),
+        ("merges.txt", "vocab.json"),
+        ("vocab.txt",),
+    ]
+    return next((list(files) for files in alternatives if all(name in names for name in files)), [])
 
 
 def _open_marian(directory: Path) -> Tokenizers:

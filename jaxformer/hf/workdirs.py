@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,7 @@ from jaxformer import checkpoint, storage
 from jaxformer.config import Config, ModelConfig, overrides
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.hf import convert, generation_options, keys, loading, reading
+from jaxformer.hf import convert, generation_options, hub, keys, loading, reading, weights
 from jaxformer.hf.origin import BODIES, TASKS, TRAINED_AS, head_of_model, special_token_ids
 from jaxformer.hf.peft import reading as peft
 from jaxformer.hf.peft.sites import CONFIG_FILE as ADAPTER_FILE
@@ -24,7 +25,8 @@ from jaxformer.hf.table import Family, Settings, family_of
 from jaxformer.hf.tokenizer import open_tokenizers
 from jaxformer.model import Model
 from jaxformer.models import adapters
-from jaxformer.runtime import files
+from jaxformer.runtime import files, object_store
+from jaxformer.runtime import hub as runtime_hub
 from jaxformer.train import warm_start
 from jaxformer.types import PyTree, TrainState
 
@@ -38,8 +40,8 @@ def import_checkpoint(
     """Writes a Hugging Face directory as a workdir, for `jaxformer.load` and `config.init.directory`.
 
     Args:
-      source: directory of a model, or of an adapter of the peft package.
-      base: directory of an adapter's base model; None: the one that its files name.
+      source: directory of a model, or of an adapter of the peft package; or its name on the hub.
+      base: directory or name of an adapter's base model; None: the one that its files name.
 
     Raises:
       ConfigError: the directory cannot be read, or `workdir` is not empty.
@@ -47,7 +49,7 @@ def import_checkpoint(
     workdir = Path(workdir).absolute()
     if workdir.exists() and any(workdir.iterdir()):
         raise ConfigError(f"--workdir: got {workdir}, which is not empty, expected a new folder; choose another")
-    model = peft.from_pretrained(source, base=base)
+    model = peft.from_pretrained(source, base=base, what="--source")
     origin = model.hf
     if not isinstance(origin, HuggingFace):
         raise ConfigError(f"{source}: got a model without an origin, expected one of a directory; load it again")
@@ -90,9 +92,9 @@ def origin_of_run(config: Config, tokenizers: Tokenizers | None, path: Path) -> 
         settings = keys.with_defaults(family, settings)
         # Imports of earlier versions have no defaults where there was no generation_config.json.
         defaults = content["generation"] or generation_options.config_defaults(settings.values)
-        return HuggingFace(content["head"], family, settings, defaults)
+        return HuggingFace(content["head"], family, settings, defaults, workdir)
     ids = special_token_ids(config, tokenizers)
-    return HuggingFace(head_of_model(config), None, Settings(ids), ids)
+    return HuggingFace(head_of_model(config), None, Settings(ids), ids, workdir)
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -106,28 +108,57 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def export_checkpoint(
-    workdir: str | os.PathLike[str], target: str | os.PathLike[str], family: str | None = None, adapter: bool = False
-) -> None:
-    """Writes the model of a run as a Hugging Face directory. See `Model.save_pretrained`.
+    workdir: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None,
+    family: str | None = None,
+    adapter: bool = False,
+    push: str | None = None,
+    private: bool = False,
+) -> str | None:
+    """Writes the model of a run as a Hugging Face directory, or uploads it. See `Model.save_pretrained`.
 
     Args:
+      target: the directory; None: no copy is kept here.
       adapter: write the adapters alone, on the model that the run started from; see `Model.save_adapter`.
+      push: "org/name" of the model on the hub; None: nothing is uploaded.
+      private: a new model on the hub is private.
+
+    Returns:
+      The address of the commit on the hub; None without `push`.
     """
-    model = load(workdir)
-    if not adapter:
-        model.save_pretrained(target, family)
-    elif family is not None:
+    if target is None and push is None:
+        raise ConfigError("--target: got none, expected a new folder, or --push=ORG/NAME")
+    if adapter and family is not None:
         raise ConfigError(
             f"--family: got {family!a} with --adapter, expected none: adapters fit the family of their base"
         )
-    else:
+    if push is not None:
+        runtime_hub.check_upload(push)
+    model = load(workdir)
+    if target is not None and adapter:
         model.save_adapter(target, model.config.init.directory or None)
+    elif target is not None:
+        model.save_pretrained(target, family)
+    return None if push is None else model.push_to_hub(push, family=family, adapter=adapter, private=private or None)
 
 
 def is_hf_directory(directory: str | os.PathLike[str]) -> bool:
     """True if the directory is a Hugging Face checkpoint, and not a workdir."""
     path = Path(directory)
-    return (path / "config.json").exists() and any(path.glob("*.safetensors"))
+    return (path / "config.json").exists() and weights.has_weights(path)
+
+
+def _initial_directory(config: Config) -> Path:
+    """The directory that a run starts from; that of the cache if the config names a model on the hub or in a bucket."""
+    if object_store.is_url(config.init.directory):
+        return warm_start.init_directory(config)
+    return _located(config.init.directory)
+
+
+@functools.lru_cache(maxsize=1)
+def _located(source: str) -> Path:
+    """Asked once by each process: the model and its parameters are then of the same commit."""
+    return hub.locate(source, what="config.init.directory")
 
 
 def _open_source(config: Config) -> tuple[Path, Settings, Family, str]:
@@ -135,7 +166,7 @@ def _open_source(config: Config) -> tuple[Path, Settings, Family, str]:
 
     The library has no head for sentence similarity: then the body alone is read.
     """
-    directory = warm_start.init_directory(config)
+    directory = _initial_directory(config)
     settings = Settings(reading.read_config(directory), str(directory / "config.json"))
     family = family_of(settings)
     settings = keys.with_defaults(family, settings)
@@ -154,15 +185,16 @@ def _open_source(config: Config) -> tuple[Path, Settings, Family, str]:
 
 def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     """The model config of the directory, with the family's head for `config.task`, and its tokenizers."""
-    if peft.is_adapter_directory(warm_start.init_directory(config)):
+    directory = _initial_directory(config)
+    if peft.is_adapter_directory(directory):
         raise ConfigError(
             f"config.init.directory: got {config.init.directory}, which holds an adapter ({ADAPTER_FILE}), expected a "
             "model; import it with its base first: jaxformer import --source=DIR --base=DIR --workdir=DIR"
         )
-    if not is_hf_directory(warm_start.init_directory(config)):
+    if not is_hf_directory(directory):
         return warm_start.RUN_FORMAT.read_model(config)
     directory, settings, family, head = _open_source(config)
-    tensors = convert.canonical_tensors(family, reading.open_tensors(directory))
+    tensors = convert.canonical_tensors(family, weights.open_weights(directory))
     model = loading.untie_output(family, keys.read_model(family, settings, head), tensors)
     model = family.resolve(loading.resolve_embedding_tables(family, model, tensors), tensors)
     if head in ("sequence", "token"):
@@ -174,7 +206,7 @@ def _model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
 
 def _params(config: Config, params: PyTree) -> PyTree:
     """The parameters of the directory; those of a new head keep their values. Every device reads its own part."""
-    if not is_hf_directory(warm_start.init_directory(config)):
+    if not is_hf_directory(_initial_directory(config)):
         return warm_start.RUN_FORMAT.read_params(config, params)
     directory, settings, family, head = _open_source(config)
     keep = config.init.head and head not in BODIES

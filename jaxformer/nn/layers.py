@@ -6,9 +6,11 @@ import functools
 import math
 from typing import Callable, cast
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import meta
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Float32, Int, Key, Num
 
@@ -23,9 +25,19 @@ from jaxformer.types import Array, Rate, Stream, is_zero
 def parameter(
     module: nn.Module, name: str, init: Callable, axes: tuple[str | None, ...], shape: tuple[int, ...]
 ) -> Num[Array, "..."]:
-    """Parameter `name` of `module`, of that shape, with the logical names of its axes for sharding."""
-    # Linen types a parameter as the box that holds its names, but returns the array.
-    return cast(Array, module.param(name, nn.with_logical_partitioning(init, axes), shape))
+    """Parameter `name` of `module`, of that shape, with the logical names of its axes for sharding.
+
+    Raises:
+      flax.errors.ScopeParamShapeError: the parameter that is given has another shape.
+    """
+    if not module.has_variable("params", name):
+        # Linen types a parameter as the box that holds its names, but returns the array.
+        return cast(Array, module.param(name, nn.with_logical_partitioning(init, axes), shape))
+    # Linen's `param` would trace the initialiser of every parameter at every call, only to compare the shapes.
+    value = meta.unbox(module.get_variable("params", name))
+    if value.shape != tuple(shape):
+        raise flax.errors.ScopeParamShapeError(name, "/".join(module.path), value.shape, shape)
+    return value
 
 
 def zeros_parameter(

@@ -1,11 +1,19 @@
-"""Predicts what a training step needs on given devices: memory, FLOPs, traffic and time. No accelerator is used.
+"""Predicts what a training step, or decoding, needs on given devices: memory, FLOPs, traffic and time.
 
-    chips.py     public figures of accelerators, names of TPU slices
-    program.py   config and mesh -> compiled training step
-    flops.py     floating-point operations, by formula and counted
-    estimate.py  compiled step -> memory by part, traffic, roofline
-    search.py    candidate meshes for a number of devices
-    page.py      an estimate as text
+No accelerator is used.
+
+    chips.py        public figures of accelerators, names of TPU slices
+    program.py      config and mesh -> compiled training step
+    flops.py        floating-point operations, by formula and counted
+    estimate.py     compiled step -> memory by part, traffic, roofline
+    assumptions.py  every number of the expected times that is tuned on published ones
+    shapes.py       config -> sizes of its layers, as the expected times see them
+    step_time.py    expected time of a training step
+    decode_time.py  expected time of a decode step, and of reading the prompts
+    decoding.py     config -> memory of parameters and caches, times, largest batches of decoding
+    search.py       candidate meshes for a number of devices
+    page.py         an estimate as text
+    decode_page.py  a plan of decoding as text
 
 The step of `train/step.py` is compiled from shapes and shardings, without arrays: by the TPU's compiler (libtpu, from
 the extra `[tpu]`) for a named slice, otherwise for simulated devices of this CPU.
@@ -15,6 +23,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 from jaxformer.config import Config
 from jaxformer.errors import ConfigError
@@ -55,6 +64,24 @@ def run(config: Config, title: str, hardware: chips.Hardware, searching: bool) -
         print(f"  {found.compile_seconds:6.1f} s  {page.format_mesh(found.mesh)}: {page.verdict(found)}", flush=True)
     if estimates:
         print("\n" + page.ranking(estimates))
+
+
+def run_decoding(config: Config, title: str, hardware: chips.Hardware, sizes: Sequence[int | None]) -> None:
+    """Prints the plan of decoding with `config`.
+
+    Args:
+      config: the config of the run.
+      title: first line of the output.
+      hardware: the devices to plan for.
+      sizes: batch, tokens of a prompt and new tokens; None: those of the config.
+
+    Raises:
+      ConfigError: the model has no decoder, or sizes do not fit it or the devices.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # only shapes are made
+    from jaxformer.plan import decode_page, decoding
+
+    print(decode_page.format_page(title, decoding.plan(config, hardware, *sizes)))
 
 
 def simulate(config: Config, hardware: chips.Hardware) -> None:

@@ -23,6 +23,7 @@ class Chip:
       link: bytes/s of one network link, in one direction.
       dcn: bytes/s of a device to other slices, over the data centre's network; for GPUs, to other hosts.
       ring: minimum side length of a TPU slice whose sides are closed rings; None for a switched network.
+      sides: number of sides of a slice (2 or 3); 0 for a switched network.
       kind: name of the device and its network.
       source: source of the figures.
     """
@@ -35,6 +36,7 @@ class Chip:
     ring: int | None
     kind: str
     source: str
+    sides: int = 0
 
     def network(self, sides: tuple[int, ...]) -> float:
         """Bytes/s that a device can send in a collective along one mesh axis.
@@ -50,18 +52,25 @@ class Chip:
 TPU = "cloud.google.com/tpu/docs"
 NVIDIA = "NVIDIA's data sheet"
 
-# A TPU's link is its two-way ICI bandwidth / 2 / ports: 400 GB/s and 4 ports (v5e), 1200 and 6 (v5p), 800 and 4 (v6e).
-# The data centre's network: 6.4 (v5e) and 25.6 Tbit/s (v6e) a pod of 256, 50 Gbit/s a chip (v5p), and of DGX
-# machines one adapter a GPU, 200 Gbit/s (A100) or 400.
+# A TPU's link is its two-way ICI bandwidth / 2 / ports: 600 GB/s and 6 ports (v4), 400 and 4 (v5e), 1200 and 6 (v5p),
+# 800 and 4 (v6e). The data centre's network: 6.4 (v5e) and 25.6 Tbit/s (v6e) a pod of 256, 50 Gbit/s a chip (v4, v5p),
+# and of DGX machines one adapter a GPU, 200 Gbit/s (A100) or 400. The memory of v4 is the total: its compiler's limit
+# has not been read.
 CHIPS: dict[str, Chip] = {
-    "v5e": Chip(197e12, 15.75 * GIB, 819e9, 50e9, 3.125e9, 16, "TPU v5e", f"{TPU}/v5e"),
-    "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 100e9, 6.25e9, 4, "TPU v5p", f"{TPU}/v5p"),
-    "v6e": Chip(918e12, 31.25 * GIB, 1638e9, 100e9, 12.5e9, 16, "TPU v6e", f"{TPU}/v6e"),
+    "v4": Chip(275e12, 32 * GIB, 1228e9, 50e9, 6.25e9, 4, "TPU v4", f"{TPU}/v4", 3),
+    "v5e": Chip(197e12, 15.75 * GIB, 819e9, 50e9, 3.125e9, 16, "TPU v5e", f"{TPU}/v5e", 2),
+    "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 100e9, 6.25e9, 4, "TPU v5p", f"{TPU}/v5p", 3),
+    "v6e": Chip(918e12, 31.25 * GIB, 1638e9, 100e9, 12.5e9, 16, "TPU v6e", f"{TPU}/v6e", 2),
     "a100": Chip(312e12, 80e9, 2039e9, 300e9, 25e9, None, "A100 SXM 80 GB, one NVLink domain", f"{NVIDIA} of the A100"),
     "h100": Chip(989e12, 80e9, 3350e9, 450e9, 50e9, None, "H100 SXM, one NVLink domain", f"{NVIDIA} of the H100"),
     "h200": Chip(989e12, 141e9, 4800e9, 450e9, 50e9, None, "H200 SXM, one NVLink domain", f"{NVIDIA} of the H200"),
 }
 DEFAULT_CHIP = "h100"
+
+
+def name_of(chip: Chip) -> str:
+    """The name of a chip in `CHIPS`, by its kind."""
+    return next(name for name, known in CHIPS.items() if known.kind == chip.kind)
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ def parse_hardware(topology: str, chip: str, devices: int | None, slices: int = 
     name, _, shape = topology.partition(":")
     known = [key for key, known_chip in CHIPS.items() if known_chip.ring is not None]
     if name not in known or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
-        example = "v5p:4x4x8" if name == "v5p" else "v5e:16x16"
+        example = "v5p:4x4x8" if name in ("v4", "v5p") else "v5e:16x16"
         raise ConfigError(
             f"--topology: got {topology!a}, expected NAME:SIDES such as {example}, NAME one of {', '.join(known)}"
         )

@@ -8,7 +8,8 @@ The roofline of each device has these times:
     between slices   bytes sent to other slices / bandwidth of the data centre's network
 
 A step takes at least the longest of them (if all overlap perfectly) and about their sum at most (if nothing overlaps).
-All peaks are assumed to be reached. Real kernels and elementwise operations are slower than both bounds.
+All peaks are assumed to be reached. Real kernels and elementwise operations are slower than both bounds: what a step is
+expected to take is another estimate, tuned on published times (`step_time.py`).
 
 MFU counts model FLOPs as PaLM does (`plan/flops.py`), with masked keys: model FLOPs / (time x devices x peak). If a
 kernel skips masked pairs, MFU can be higher than the utilization of the hardware.
@@ -20,7 +21,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from jaxformer.data.packing import Shape
 from jaxformer.models import build
 from jaxformer.parallel import collectives
 from jaxformer.parallel import mesh as meshes
-from jaxformer.plan import flops
+from jaxformer.plan import flops, shapes, step_time
 from jaxformer.plan.chips import GIB, Hardware
 from jaxformer.plan.program import Compiled, Program
 from jaxformer.types import PyTree
@@ -61,6 +62,8 @@ class Estimate:
       hardware: the devices of the plan.
       devices: number of devices.
       advice: what to change, if the step does not fit.
+      expected: expected seconds by part, which the assumptions of `step_time.py` give; empty if there are none.
+      not_expected: why there are none.
     """
 
     mesh: dict[str, int]
@@ -81,6 +84,13 @@ class Estimate:
     hardware: Hardware
     devices: int
     advice: str = ""
+    expected: dict[str, float] = field(default_factory=dict)
+    not_expected: str = ""
+
+    @property
+    def expected_seconds(self) -> float:
+        """Expected seconds of a step; infinite if there is no such estimate."""
+        return sum(self.expected.values()) if self.expected else math.inf
 
     @property
     def fits(self) -> bool:
@@ -125,6 +135,7 @@ class Estimate:
             "between_slices": self.cross_slice_bytes,
             "unknown_loops": self.unknown_loops,
             "seconds": self.seconds,
+            "expected": self.expected,
             "step_seconds": [self.min_seconds, self.max_seconds] if self.seconds else None,
             "mfu": [self.mfu(self.max_seconds), self.mfu(self.min_seconds)] if self.seconds else None,
             "compile_core_seconds": round(self.compile_seconds, 1),
@@ -154,10 +165,16 @@ def estimate(program: Program, compiled: Compiled, hardware: Hardware) -> Estima
         }
         if hardware.slices > 1:
             seconds["between slices"] = between / hardware.chip.dcn
+    parameters = build.count_params(program.state.params)
+    expected, reason = {}, shapes.unsupported(config)
+    if not reason:
+        model = shapes.training_shapes(config, program.state.params, program.names, parameters, shape.length)
+        layout = shapes.layout(config, mesh.shape, hardware.slices)
+        expected = step_time.step_seconds(model, layout, shape.rows * shape.length, hardware.chip)
     result = Estimate(
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         shape=shape,
-        parameters=build.count_params(program.state.params),
+        parameters=parameters,
         flops_per_token=per_token,
         flops_per_token_visible=flops.flops_per_token_visible(
             config, program.state.params, program.names, shape.length
@@ -174,6 +191,8 @@ def estimate(program: Program, compiled: Compiled, hardware: Hardware) -> Estima
         compile_seconds=compiled.seconds,
         hardware=hardware,
         devices=mesh.size,
+        expected=expected,
+        not_expected=reason,
     )
     return result if result.fits else _with_advice(result, config)
 

@@ -42,10 +42,10 @@ def matmul_parameters(config: Config, params: Any, names: Any) -> float:
       params: tree of shapes.
       names: tree of the logical names of their axes.
     """
-    return sum(_multiplied(config, params, names).values())
+    return sum(multiplied_by_path(config, params, names).values())
 
 
-def _multiplied(config: Config, params: Any, names: Any) -> dict[tuple[str, ...], float]:
+def multiplied_by_path(config: Config, params: Any, names: Any) -> dict[tuple[str, ...], float]:
     """The terms of `matmul_parameters` by the path of the parameter; without those that are 0."""
     found: dict[tuple[str, ...], float] = {}
     head = config.model.head
@@ -56,9 +56,9 @@ def _multiplied(config: Config, params: Any, names: Any) -> dict[tuple[str, ...]
         words = [str(getattr(key, "key", key)) for key in path]
         size, share = math.prod(leaf.shape), 0.0
         if words[-1] == "up":
-            share = _embedded_sides(config) + (_is_head(config, words) and _projects_back(config))
+            share = _embedded_sides(config) + (is_head(config, words) and _projects_back(config))
         elif "table" in words or "delta" in words:
-            share = float(_is_head(config, words))
+            share = float(is_head(config, words))
         elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and not _is_not_multiplied(words):
             share = once if words[0] == "head" else 1.0
             stack = config.model.stacks[".".join(words[: words.index("blocks")])] if "blocks" in words else None
@@ -85,7 +85,7 @@ def by_block(config: Config, params: Any, names: Any, length: int) -> dict[str, 
       length: row length T.
     """
     found: dict[str, float] = {}
-    for path, size in _multiplied(config, params, names).items():
+    for path, size in multiplied_by_path(config, params, names).items():
         name = _block_name(path)
         found[name] = found.get(name, 0.0) + 6 * size
     for name in config.model.stacks:
@@ -118,7 +118,7 @@ def _embedded_sides(config: Config) -> int:
     return len(config.model.parts) if config.model.share_embeddings else 1
 
 
-def _is_head(config: Config, words: list[str]) -> bool:
+def is_head(config: Config, words: list[str]) -> bool:
     """True if a tied head multiplies with this part of an embedding: the one of the side that predicts, or shared."""
     head, generator = config.model.head, config.model.generator
     if generator is not None:  # the head of tokens is the generator's, and its table may be the model's
@@ -154,12 +154,12 @@ def _stack_attention_flops(config: Config, name: str, length: int, visible: bool
     stack = config.model.stacks[name]
     own = stack.attention
     width = own.heads * (own.head_width or stack.width // own.heads)
-    keys = _visible_keys(stack, name == "decoder", length) if visible else length
+    keys = visible_keys(stack, name == "decoder", length) if visible else length
     keys += length if name == "decoder" and config.model.encoder is not None else 0
     return 12 * stack.layers * width * keys
 
 
-def _visible_keys(stack: StackConfig, decodes: bool, length: int) -> float:
+def visible_keys(stack: StackConfig, decodes: bool, length: int) -> float:
     """Visible keys of self-attention per query, on average over the row and the layers."""
     own = stack.attention
     causal = decodes if stack.causal is None else stack.causal

@@ -13,6 +13,9 @@ from jaxformer.plan.estimate import Estimate, bytes_per_device, format_gib
 from jaxformer.plan.program import Program
 from jaxformer.runtime.units import format_duration
 
+SHORTEST_PUBLISHED = 0.45
+"""Seconds of the shortest step on which the expected one is tuned or judged."""
+
 
 def format_page(title: str, program: Program, estimate: Estimate) -> str:
     """The text of a plan, in sections."""
@@ -22,6 +25,7 @@ def format_page(title: str, program: Program, estimate: Estimate) -> str:
         "memory of each device": _memory(estimate),
         "sent by each device in a step": _sent(estimate),
         "time of a step": _time(estimate),
+        "expected time of a step": _expected(program, estimate),
         "verdict": f"  {verdict(estimate)}",
     }
     heading = (
@@ -69,7 +73,7 @@ def _parameters(program: Program, estimate: Estimate) -> str:
     for path, leaf in jax.tree.leaves_with_path(program.state.params):
         name = "/".join(str(getattr(key, "key", key)) for key in path)
         rows.append((name, f"{leaf.size:,}", _spread(leaf), f"{bytes_per_device(leaf) / 2**20:,.1f}"))
-    return _table(("", "number", "shape / mesh axes", "MiB each"), rows, "<><>")
+    return table(("", "number", "shape / mesh axes", "MiB each"), rows, "<><>")
 
 
 def _spread(leaf: jax.ShapeDtypeStruct) -> str:
@@ -87,7 +91,7 @@ def _work(program: Program, estimate: Estimate) -> str:
     steps = program.config.train.steps
     most = ", at most: others are smaller" if program.shapes[:-1] else ""
     others = ", ".join(f"{each.rows} x {each.length}" for each in program.shapes[:-1])
-    return _table(
+    return table(
         None,
         [
             ("tokens a step", f"{rows * length:,}", f"{rows:,} rows of {length:,}{micro}"),
@@ -117,7 +121,7 @@ def _memory(estimate: Estimate) -> str:
         rows.append(("total", estimate.needed_bytes))
     small = sum(parts.values()) < GIB
     texts = [(name, f"{size / 2**20:,.2f}" if small else format_gib(size)) for name, size in rows]
-    return _table(("", "MiB" if small else "GiB"), texts, "<>")
+    return table(("", "MiB" if small else "GiB"), texts, "<>")
 
 
 def _sent(estimate: Estimate) -> str:
@@ -127,7 +131,7 @@ def _sent(estimate: Estimate) -> str:
     rows.append(("total", "", "", f"{sum(size for _, size in estimate.collectives.values()) / 1e6:,.1f}"))
     if estimate.hardware.slices > 1:
         rows.append(("of it between slices", "", "", f"{estimate.cross_slice_bytes / 1e6:,.1f}"))
-    text = _table(("", "along", "times", "MB"), rows, "<<>>")
+    text = table(("", "along", "times", "MB"), rows, "<<>>")
     return text + (
         f"\n  {estimate.unknown_loops} are in loops of unknown length and count once" if estimate.unknown_loops else ""
     )
@@ -149,7 +153,32 @@ def _time(estimate: Estimate) -> str:
     ):
         rate = estimate.shape.rows * estimate.shape.length / seconds
         rows.append((name, format_duration(seconds), f"{words}: {rate:,.0f} tokens/s, MFU {estimate.mfu(seconds):.1%}"))
-    return _table(None, rows, "<><")
+    return table(None, rows, "<><")
+
+
+def _expected(program: Program, estimate: Estimate) -> str:
+    if not estimate.expected:
+        return f"  none: {estimate.not_expected}"
+    meaning = {
+        "products": "products with parameters, those that are computed again included",
+        "scores": "products of queries with keys and of probabilities with values",
+        "elementwise": "activations that other operations read and write",
+        "bubble": "stages that wait for each other",
+        "activations": "what is sent in every layer, as far as it is waited for",
+        "parameters": "parameters and gradients, the same",
+        "between": "the same between slices",
+        "optimizer": "the state, read and written",
+    }
+    rows = [(name, format_duration(x), meaning[name]) for name, x in estimate.expected.items() if x]
+    seconds = estimate.expected_seconds
+    rate = estimate.shape.rows * estimate.shape.length / seconds
+    words = f"{rate:,.0f} tokens/s, MFU {estimate.mfu(seconds):.1%}; errors by row: docs/measurements/plan.md"
+    rows.append(("step", format_duration(seconds), words))
+    if seconds < SHORTEST_PUBLISHED:
+        rows.append(("", "", "shorter than any published step; starting the kernels, which takes time, is not counted"))
+    if program.config.model.dtype == "float32":
+        rows.append(("", "", "model.dtype is float32, which is counted at bfloat16's peak"))
+    return table(None, rows, "<><")
 
 
 def ranking(estimates: list[Estimate]) -> str:
@@ -163,9 +192,10 @@ def ranking(estimates: list[Estimate]) -> str:
             else (format_duration(estimate.min_seconds), f"{estimate.mfu(estimate.min_seconds):.1%}")
         )
         worst = "" if not estimate.seconds else format_duration(estimate.max_seconds)
+        expected = format_duration(estimate.expected_seconds) if estimate.expected else "none"
         fits = "fits" if estimate.fits else f"does not fit: {estimate.advice}"
-        rows.append((format_mesh(estimate.mesh), f"{estimate.shape.rows:,}", need, time, worst, mfu, fits))
-    return _table(("mesh", "rows", "GiB", "step >=", "step <=", "MFU <=", ""), rows, "<>>>>><")
+        rows.append((format_mesh(estimate.mesh), f"{estimate.shape.rows:,}", need, time, expected, worst, mfu, fits))
+    return table(("mesh", "rows", "GiB", "step >=", "expected", "step <=", "MFU <=", ""), rows, "<>>>>>><")
 
 
 def ranked(estimates: list[Estimate]) -> list[Estimate]:
@@ -173,7 +203,7 @@ def ranked(estimates: list[Estimate]) -> list[Estimate]:
     return sorted(estimates, key=lambda x: (not x.fits, x.max_seconds * x.shape.rows**-1, x.needed_bytes or 0))
 
 
-def _table(head: tuple[str, ...] | None, rows: Sequence[tuple[str, ...]], sides: str) -> str:
+def table(head: tuple[str, ...] | None, rows: Sequence[tuple[str, ...]], sides: str) -> str:
     """A table with columns as wide as their widest cell; `sides` has the alignment of each, "<" or ">"."""
     rows = [*([head] if head else []), *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(sides))]

@@ -1,7 +1,8 @@
 """Lock of a workdir: one run at a time trains there.
 
 On one host the kernel holds the lock (`flock`), so a process that dies in any way releases it. Between hosts a file
-system need not support that. There the lock is a lease: the owner renews the file's time stamp as long as it lives.
+system need not support that, or may hold the lock of a host that is gone. There the lock is a lease: the owner renews
+the file's time stamp as long as it lives.
 """
 
 from __future__ import annotations
@@ -71,22 +72,21 @@ class WorkdirLock:
         """Acquires the lock. Returns the error message, empty on success."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        is_local = False
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_local = True
-        except OSError:  # a file system without locks: only the time stamp protects
-            pass
+        is_held = not _try_flock(handle)
         owner = _read_owner(handle)
-        is_remote = not is_local and owner.get("host", socket.gethostname()) != socket.gethostname()
-        if is_local or (is_remote and not self._wait_for_lease(handle, owner)):
+        is_remote = owner.get("host", socket.gethostname()) != socket.gethostname()
+        if (is_held and not is_remote) or (is_remote and not self._wait_for_lease(handle, owner)):
             os.close(handle)
             who = f"{_describe_owner(owner)} since {owner.get('started', '?')}"
             return (
                 f"workdir {self.path.parent}: got a run that is training in it ({who}), expected none; wait for it or "
                 "stop it, or use another --workdir"
             )
+        # A file server keeps the kernel lock of a dead host for a while, NFS 3 for ever: only the lease tells. It is
+        # another run's lock if that one has waited, too, and come first.
+        if is_held and not _try_flock(handle) and _read_owner(handle) not in ({}, owner):
+            os.close(handle)
+            return self._acquire()
         if not self.path.exists():  # deleted while this process waited: the open file is no longer the lock
             os.close(handle)
             return self._acquire()
@@ -123,6 +123,17 @@ class WorkdirLock:
         while not self.ended.wait(RENEW_SECONDS):
             with contextlib.suppress(OSError):  # saving reports problems of the disk
                 os.utime(self.path)
+
+
+def _try_flock(handle: int) -> bool:
+    """Acquires the kernel's lock; False if another process holds it. True on a file system without locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # only the time stamp protects there
+        pass
+    return True
 
 
 def _describe_owner(owner: dict[str, Any]) -> str:

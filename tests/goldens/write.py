@@ -76,20 +76,37 @@ def instruction_set(cpu_flags: Collection[str], xla_flags: str = "") -> str:
     return held[-1] if held else ""
 
 
-def cpu_flags() -> list[str]:
-    """Instructions of the first processor, as Linux names them."""
+def cpu_info() -> str:
+    """What Linux says of the processors; "" elsewhere."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        return []
-    return next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
+        return ""
+
+
+def cpu_flags(info: str) -> list[str]:
+    """Instructions of the first processor, as Linux names them."""
+    return next((line.split(":")[1].split() for line in info.splitlines() if line.startswith("flags")), [])
+
+
+def processor(info: str, level: str) -> str:
+    """The kind of the first processor of a text of /proc/cpuinfo: "GenuineIntel 6/207 avx512_bf16", or `level` alone.
+
+    Args:
+      info: the text, "" where there is none.
+      level: its own level of vector instructions.
+    """
+    first = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", info.split("\n\n")[0], re.MULTILINE))
+    names = ("vendor_id", "cpu family", "model")
+    return "{} {}/{} ".format(*map(first.get, names)) + level if first.keys() >= set(names) else level
 
 
 def losses_file(version: str, level: str) -> Path:
-    """Golden losses of a version of jax compiled for `level`: {level of the processor itself: {run: losses}}.
+    """Golden losses of a version of jax compiled for `level`: {kind of processor: {run: losses}}.
 
-    A cap (`--xla_cpu_max_isa`) is not a lesser processor: libraries that look at the processor by themselves, and the
-    sizes of its caches, round some sums in another order. So the two levels are kept apart.
+    Neither the level nor a cap (`--xla_cpu_max_isa`) says how all sums are rounded: libraries that look at the
+    processor by themselves, and the sizes of its caches, add in another order. So kinds of processors are kept apart;
+    the two that are named by a level alone are of unknown models.
     """
     return GOLDENS / "losses" / f"jax-{version}-{level}.json"
 

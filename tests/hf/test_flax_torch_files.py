@@ -11,8 +11,10 @@ import zipfile
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxformer.errors import ConfigError
+from jaxformer.hf import weights
 from jaxformer.hf.flax import torch_files
 
 KINDS = {"float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage", "int64": "LongStorage"}
@@ -102,6 +104,19 @@ def a_state():
     )
     state._metadata = collections.OrderedDict({"": {"version": 1}})
     return state
+
+
+def test_a_model_of_this_project_is_read_from_it(torch, tmp_path):
+    state = a_state()
+    write_zip(tmp_path / "pytorch_model.bin", torch, state)
+    (tmp_path / "flax_model.msgpack").write_bytes(b"later in the order")
+    found = weights.open_weights(tmp_path)
+    assert list(found) == list(state)
+    np.testing.assert_array_equal(found["turned"].array(), state["turned"])
+    save_file({"weight": np.zeros(1)}, tmp_path / "model.safetensors")
+    assert list(weights.open_weights(tmp_path)) == ["weight"]
+    save_file({"a.kernel": np.arange(6.0).reshape(2, 3)}, tmp_path / "model.safetensors", {"format": "flax"})
+    np.testing.assert_array_equal(weights.open_weights(tmp_path)["a.weight"].array(), np.arange(6.0).reshape(2, 3).T)
 
 
 @pytest.mark.parametrize("write", [write_zip, write_legacy], ids=["zip", "legacy"])

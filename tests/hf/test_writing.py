@@ -127,11 +127,41 @@ def test_one_shard_is_in_memory_at_a_time(tmp_path):
 
 
 def test_what_the_system_refuses_is_an_os_error_with_its_number(tmp_path, monkeypatch):
-    absent = tmp_path / "absent" / "file"
-    monkeypatch.setattr(writing, "save_file", lambda tensors, path, metadata: save_file(tensors, absent, metadata))
+    def full(path, mode):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(writing, "open", full, raising=False)
     with pytest.raises(OSError) as error:
         writing.write_checkpoint(tmp_path / "out", {}, {"a": np.zeros(3)})
-    assert error.value.errno == errno.ENOENT and not list(tmp_path.iterdir())
+    assert error.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
+
+
+def test_files_are_those_of_the_package(tmp_path):
+    arrays = {"b": np.ones((2, 3), np.float32), 'é"': np.zeros((0, 4), np.float32), "a": np.array(3.5, np.float32)}
+    lazy = {name: writing.Deferred(x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()}
+    save_file(arrays, tmp_path / "theirs", {"format": "pt"})
+    for name, tensors in (("arrays", arrays), ("deferred", lazy)):
+        writing.write_checkpoint(tmp_path / name, {}, tensors)
+        assert (tmp_path / name / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes(), name
+
+
+def test_one_deferred_tensor_is_in_memory_at_a_time(tmp_path):
+    alive: list[weakref.ref] = []
+
+    def make(n: int) -> np.ndarray:
+        assert not [ref for ref in alive if ref() is not None]
+        array = np.full(100, n, np.float32)
+        alive.append(weakref.ref(array))
+        return array
+
+    tensors = {f"t{n}": writing.Deferred((100,), np.dtype("f4"), lambda n=n: make(n)) for n in range(4)}
+    writing.write_checkpoint(tmp_path / "out", {}, tensors, shard_bytes=1200)
+    assert len(alive) == 4 and len(list((tmp_path / "out").glob("*-of-00002.safetensors"))) == 2
+    assert [t.array()[0] for t in reading.open_tensors(tmp_path / "out").values()] == [0, 1, 2, 3]
+    wrong = {"a": writing.Deferred((3,), np.dtype("f4"), lambda: np.zeros(2, np.float32))}
+    with pytest.raises(RuntimeError, match="expected float32"):
+        writing.write_checkpoint(tmp_path / "wrong", {}, wrong)
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):

@@ -221,6 +221,7 @@ def test_a_missing_program_is_one_line(monkeypatch, tmp_path, capsys):
 
 def test_launching_does_not_need_jax():
     code = (
-        "import sys; from launch import local, slurm, tpu_vm; sys.exit(bool({'jax', 'jaxformer'} & set(sys.modules)))"
+        "import sys; from launch import __main__, gke, local, sky, slurm, tpu, tpu_vm; "
+        "sys.exit(bool({'jax', 'jaxformer', 'numpy', 'yaml'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

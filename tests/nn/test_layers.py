@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.errors import ScopeParamShapeError
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxformer.config import EmbedConfig, MeshConfig, NormConfig
-from jaxformer.nn.layers import ACTIVATIONS, Embed, Norm, embedding_lookup
+from jaxformer.nn.layers import ACTIVATIONS, Dense, Embed, Norm, embedding_lookup
 from jaxformer.parallel import mesh as meshes
 
 LEAN = ("gelu", "gelu_tanh", "gelu_sigmoid", "silu", "mish")
@@ -113,3 +114,9 @@ def test_a_tied_head_projects_back_to_a_factorised_table_unless_the_stack_has_do
         run = jax.jit(lambda x: embed.apply(variables, x, method="unembedding_factors"))
         narrow, rows = jax.device_get(run(x))
         chex.assert_trees_all_close(narrow @ rows.T, expected @ table.T, atol=1e-5)
+
+
+def test_a_parameter_of_another_shape_is_refused_by_name():
+    layer = Dense((5, 3), ("embed", "mlp"), bias=False)
+    with pytest.raises(ScopeParamShapeError, match=r'"kernel".*\(5, 3\).*\(5, 4\)'):
+        layer.apply({"params": {"kernel": np.ones((5, 4), np.float32)}}, np.ones((2, 5), np.float32))

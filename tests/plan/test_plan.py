@@ -14,7 +14,7 @@ from jaxformer.config import ConfigError, DcnConfig, HeadConfig, MeshConfig, Opt
 from jaxformer.config.overrides import defaults, section
 from jaxformer.models import build
 from jaxformer.parallel import collectives
-from jaxformer.plan import chips, estimate, flops, page, program, search
+from jaxformer.plan import chips, estimate, flops, page, program, search, shapes, step_time
 from jaxformer.plan.chips import GIB
 
 RECIPE = '''
@@ -241,7 +241,15 @@ def test_parts_of_memory_are_those_of_the_shards():
     assert f"over visible keys {visible:.3e} {flops.FORMULA_VISIBLE}" in words
     counted = "that times the tokens; MFU counts these, causal attention counts whole"
     assert f"FLOPs a step {palm * 16 * 16:.3e} {counted}" in words
+    expected = step_time.step_seconds(
+        shapes.training_shapes(made.config, made.state.params, made.names, found.parameters, 16),
+        step_time.Layout({"fsdp": 4, "tensor": 2}), 16 * 16, found.hardware.chip,
+    )  # fmt: skip
+    assert found.expected == pytest.approx(expected)
+    step = next(line for line in words[words.index("expected time of a step") :] if line.startswith("step "))
+    assert f"{16 * 16 / found.expected_seconds:,.0f} tokens/s, MFU {found.mfu(found.expected_seconds):.1%};" in step
     row = found.row()
+    assert row["expected"] == found.expected
     assert (row["flops_token"], row["flops_token_visible"], row["flops_step"]) == (palm, visible, palm * 16 * 16)
     assert row["mfu"][1] == palm * 16 * 16 / (found.min_seconds * 8 * found.hardware.chip.flops)
 

@@ -59,14 +59,18 @@ def outcome(workdir: Path) -> dict:
 
 
 OTHER_PROCESSOR = 1e-5
-"""Relative difference allowed where losses of the instruction set are kept from another kind of processor only: 80
+"""Relative difference allowed where losses of the instruction set are kept of other kinds of processors only: 80
 times what was seen between two, and far below what a changed formula makes."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_the_committed_ones(name, folder):
-    flags = write.cpu_flags()
-    own, level = write.instruction_set(flags), write.instruction_set(flags, os.environ["XLA_FLAGS"])
+    info = write.cpu_info()
+    flags = write.cpu_flags(info)
+    own, level = (
+        write.processor(info, write.instruction_set(flags)),
+        write.instruction_set(flags, os.environ["XLA_FLAGS"]),
+    )
     path = write.losses_file(jax.__version__, level)
     kept = json.loads(path.read_text()) if path.exists() else {}
     if os.environ.get("GOLDEN_LOSSES") == "write":  # python tests/goldens/write.py losses

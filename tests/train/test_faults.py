@@ -109,6 +109,56 @@ def test_a_run_on_another_host_that_ends_makes_room_at_once(tmp_path, monkeypatc
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
+@pytest.fixture
+def held(monkeypatch):
+    """A file server that holds the kernel's lock for another process, whoever that is; counts how often it is asked."""
+    asked = []
+
+    def refuse(handle, operation):
+        asked.append(handle)
+        raise BlockingIOError
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    return asked
+
+
+def test_a_dead_host_whose_lock_the_file_server_still_holds_is_waited_for(tmp_path, short_lease, held):
+    path = tmp_path / "lock"
+    path.write_text(OTHERS[0])
+    begun = time.monotonic()
+    with WorkdirLock(tmp_path):
+        assert time.monotonic() - begun > 0.3
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert len(held) == 2
+
+
+def test_a_lock_that_is_held_on_this_host_is_refused_at_once(tmp_path, monkeypatch, held):
+    (tmp_path / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": 1, "started": "then"}))
+    os.utime(tmp_path / "lock", (0, 0))  # however long it has not been renewed, as by a stopped process
+    monkeypatch.setattr(lock.time, "sleep", lambda _: pytest.fail("waited"))
+    with pytest.raises(ConfigError, match="process 1 on"), WorkdirLock(tmp_path):
+        pass
+
+
+def test_of_two_that_waited_for_a_dead_host_one_gets_the_lock(tmp_path, monkeypatch, short_lease, held):
+    path = tmp_path / "lock"
+    path.write_text(OTHERS[0])
+    winner = '{"host": "third", "pid": 3, "started": "now"}'
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 0.1)
+
+    def refuse(handle, operation):
+        held.append(handle)
+        if len(held) == 2:  # the other one has been faster
+            path.write_text(winner)
+            monkeypatch.setattr(lock.time, "sleep", lambda _: os.utime(path, (time.time() + 1,) * 2))
+        raise BlockingIOError
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match="process 3 on third"), WorkdirLock(tmp_path):
+        pass
+    assert path.read_text() == winner
+
+
 def test_every_host_must_see_the_same_workdir(tmp_path, monkeypatch):
     said = iter([["", ""], ["", "host2"]])  # nobody else trains there; the second host does not find the lock
     monkeypatch.setattr(lock, "allgather_text", lambda text: next(said))

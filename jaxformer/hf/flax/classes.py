@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from jaxformer.errors import ConfigError
-from jaxformer.hf.flax import configs, names, signatures
+from jaxformer.hf.flax import configs, files, names, signatures
 from jaxformer.hf.flax.calls import call_with, outputs_of
 from jaxformer.hf.flax.generation import FlaxGenerationMixin
 from jaxformer.hf.flax.model import FlaxPreTrainedModel
@@ -97,14 +97,18 @@ class _Auto:
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """`from_pretrained` of the class for the config's `model_type`."""
         config, changes = kwargs.pop("config", None), {}
+        of_downloads = (*configs.OF_DOWNLOADS, *configs.UNUSED)
+        given = {name: kwargs.pop(name) for name in of_downloads if name in kwargs}
+        subfolder, from_pt = kwargs.pop("subfolder", ""), kwargs.get("from_pt", False)
+        directory, download, _ = files.locate(pretrained_model_name_or_path, given, subfolder, from_pt)
         if config is None or isinstance(config, (str, os.PathLike)):
             own = set(inspect.signature(FlaxPreTrainedModel.from_pretrained).parameters)
             changes = {key: kwargs.pop(key) for key in list(kwargs) if key not in own and not key.startswith("_")}
-            source = pretrained_model_name_or_path if config is None else config
-            subfolder = kwargs.get("subfolder", "") if config is None else ""
-            config = configs.PretrainedConfig.from_pretrained(source, subfolder=subfolder, **changes)
-        found = auto_class(cls.__name__, config)
-        return found.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+            source, found = (directory, {}) if config is None else (config, files.of_config(download))
+            config = configs.PretrainedConfig.from_pretrained(source, **found, **changes)
+        model = auto_class(cls.__name__, config).from_pretrained(directory, *args, config=config, **kwargs)
+        (model[0] if isinstance(model, tuple) else model).name_or_path = str(pretrained_model_name_or_path)
+        return model
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:

@@ -7,20 +7,25 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxformer.errors import ConfigError
 from jaxformer.hf import keys, reading
+from jaxformer.hf.hub import locate
 from jaxformer.hf.table import Settings, family_of
+from jaxformer.runtime import hub
+from jaxformer.runtime.hub import Download
 
 log = logging.getLogger("jaxformer")
 
-OF_DOWNLOADS = (
-    "cache_dir", "force_download", "local_files_only", "token", "use_auth_token", "revision", "resume_download",
-    "proxies", "trust_remote_code", "use_safetensors", "_from_auto", "_commit_hash", "code_revision", "adapter_kwargs",
+OF_DOWNLOADS = ("revision", "token", "use_auth_token", "cache_dir", "local_files_only", "force_download")
+"""Arguments of downloads, which count for models of the hub."""
+
+UNUSED = (
+    "resume_download", "proxies", "trust_remote_code", "use_safetensors", "_from_auto", "_commit_hash", "code_revision",
+    "adapter_kwargs",
 )  # fmt: skip
-"""Arguments of downloads, of which there are none here: every path is a local directory."""
+"""Arguments of downloads that change nothing here."""
 
 NO_WISH = (None, False, "", "main")
 """Values of these arguments that ask for nothing: "main" is the usual revision."""
@@ -33,12 +38,31 @@ COMMON: dict[str, Any] = {
 """Keys that every config answers to, with their defaults."""
 
 
-def without_downloads(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are not of a download; a warning names those of a download that ask for something."""
-    wished = [name for name in OF_DOWNLOADS if arguments.get(name) not in NO_WISH and not name.startswith("_")]
+def split_downloads(
+    source: str | os.PathLike[str], arguments: Mapping[str, Any], subfolder: str = ""
+) -> tuple[Download, dict[str, Any]]:
+    """How to find `source` on the hub, and the arguments that are not of a download.
+
+    A warning names those of a download that ask for something and change nothing: all of them if `source` is a local
+    directory.
+    """
+    is_local = not hub.is_name(source)
+    names = [*OF_DOWNLOADS, *UNUSED] if is_local else UNUSED
+    wished = [name for name in names if arguments.get(name) not in NO_WISH and not name.startswith("_")]
     if wished:
-        log.warning("from_pretrained: got %s, which change nothing: a local directory is read", ", ".join(wished))
-    return {name: value for name, value in arguments.items() if name not in OF_DOWNLOADS}
+        why = ": a local directory is read" if is_local else ""
+        log.warning("from_pretrained: got %s, which change nothing%s", ", ".join(wished), why)
+    given = {} if is_local else {name: arguments.get(name) for name in OF_DOWNLOADS}
+    token = given.get("token") if given.get("token") is not None else given.get("use_auth_token")
+    download = Download(
+        given.get("revision"),
+        token,
+        given.get("cache_dir"),
+        bool(given.get("local_files_only")),
+        bool(given.get("force_download")),
+        subfolder or "",
+    )
+    return download, {name: value for name, value in arguments.items() if name not in (*OF_DOWNLOADS, *UNUSED)}
 
 
 class PretrainedConfig:
@@ -67,13 +91,17 @@ class PretrainedConfig:
     def from_pretrained(
         cls, directory: str | os.PathLike[str], *, subfolder: str = "", **changes: Any
     ) -> PretrainedConfig:
-        """The config.json of a local directory, with `changes`.
+        """The config.json of a local directory or of a model on the hub, with `changes`.
+
+        Args:
+          changes: keys to set, and arguments of a download, as of the models' `from_pretrained`.
 
         Raises:
           ConfigError: there is no such file, or it is damaged.
         """
-        changes = without_downloads(changes)
-        return cls.from_dict(reading.read_config(Path(directory) / subfolder), **changes)
+        download, changes = split_downloads(directory, changes, subfolder)
+        found = locate(directory, download, weights=(), tokenizer=False, what="from_pretrained")
+        return cls.from_dict(reading.read_config(found), **changes)
 
     @classmethod
     def for_model(cls, model_type: str, **values: Any) -> PretrainedConfig:

@@ -15,12 +15,13 @@ from flax import serialization, traverse_util
 from safetensors import SafetensorError, safe_open
 
 from jaxformer.errors import ConfigError
-from jaxformer.hf import convert, reading
-from jaxformer.hf.flax import torch_files
+from jaxformer.hf import convert, hub, reading
+from jaxformer.hf.flax import configs, torch_files
 from jaxformer.hf.flax.layout import Path
 from jaxformer.hf.flax.spec import Spec
 from jaxformer.hf.origin import BODIES
 from jaxformer.hf.reading import Tensor
+from jaxformer.runtime.hub import Download
 from jaxformer.types import PyTree
 
 log = logging.getLogger("jaxformer")
@@ -29,6 +30,24 @@ FLAX_FILE = "flax_model.msgpack"
 FLAX_INDEX_FILE = "flax_model.msgpack.index.json"
 
 Leaves = dict[Path, np.ndarray]
+
+
+def locate(
+    source: str | os.PathLike[str], arguments: Mapping[str, Any], subfolder: str, from_pt: bool
+) -> tuple[FilePath, Download, dict[str, Any]]:
+    """The directory of a model, how it was found, and the arguments that are not of a download.
+
+    Raises:
+      ConfigError: it is the name of a model that is neither in the hub's cache nor can be downloaded.
+    """
+    download, others = configs.split_downloads(source, arguments, subfolder)
+    weights = (hub.MSGPACKS, hub.SAFETENSORS, hub.BINS)[from_pt:]
+    return hub.locate(source, download, weights, tokenizer=False, what="from_pretrained"), download, others
+
+
+def of_config(download: Download) -> dict[str, Any]:
+    """The arguments for a config of another model: those that say how, and not what."""
+    return {name: getattr(download, name) for name in ("token", "cache_dir", "local_files_only")}
 
 
 def read_leaves(directory: FilePath, spec: Spec, from_pt: bool) -> tuple[Leaves, list[str]]:
@@ -42,8 +61,8 @@ def read_leaves(directory: FilePath, spec: Spec, from_pt: bool) -> tuple[Leaves,
     if not directory.is_dir():
         raise ConfigError(f"from_pretrained: got {str(directory)!r}, expected a local directory; download it first")
     if not from_pt:
-        leaves = _read_msgpack(directory)
-        if leaves is None and _is_flax_safetensors(directory / reading.WEIGHTS_FILE):
+        leaves = read_msgpack(directory)
+        if leaves is None and is_flax_safetensors(directory / reading.WEIGHTS_FILE):
             tensors = reading.open_tensors(directory)
             leaves = {tuple(name.split(".")): tensor.array() for name, tensor in tensors.items()}
         if leaves is not None:
@@ -57,7 +76,7 @@ def read_leaves(directory: FilePath, spec: Spec, from_pt: bool) -> tuple[Leaves,
     return _from_tensors(spec, tensors)
 
 
-def _read_msgpack(directory: FilePath) -> Leaves | None:
+def read_msgpack(directory: FilePath) -> Leaves | None:
     """The leaves of `flax_model.msgpack` or of its shards; None if there are neither."""
     if (directory / FLAX_FILE).exists():
         return _restore(directory / FLAX_FILE)
@@ -86,7 +105,7 @@ def _restore(path: FilePath) -> Leaves:
     return leaves
 
 
-def _is_flax_safetensors(path: FilePath) -> bool:
+def is_flax_safetensors(path: FilePath) -> bool:
     """True if safetensors hold an old tree under names with dots, as the old library wrote them."""
     if not path.exists():
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxformer.hf import reading
 from jaxformer.hf.flax import configs, files
 from jaxformer.hf.flax.generation_config import FILE as GENERATION_FILE
 from jaxformer.hf.flax.generation_config import GenerationConfig
+from jaxformer.runtime import hub
 from jaxformer.types import PyTree
 
 log = logging.getLogger("jaxformer")
@@ -43,7 +45,10 @@ class Persistence:
         gradient_checkpointing: bool = False,
         **changes: Any,
     ) -> Any:
-        """The model in a local directory, or without `_do_init` the pair (model, params).
+        """The model in a local directory or on the hub, or without `_do_init` the pair (model, params).
+
+        A model of the hub ("org/name") is read from the cache of the hub's client, and downloaded where huggingface_hub
+        is installed.
 
         Weights are read from `flax_model.msgpack`, `model.safetensors` or `pytorch_model.bin`, whole or in shards, and
         nothing in a file is run. Leaves that the directory lacks are random, with a warning.
@@ -53,16 +58,17 @@ class Persistence:
           config: a config in place of the directory's config.json, or the path of another.
           from_pt: reads the weights of the newer library even where there is a msgpack.
           ignore_mismatched_sizes: leaves of other shapes are random, with a warning.
-          changes: keys of the config to set (`num_labels=3`).
+          changes: keys of the config to set (`num_labels=3`); and for a model of the hub `revision`, `token` (or
+            `use_auth_token`), `cache_dir`, `local_files_only` and `force_download`.
 
         Raises:
           ConfigError: files are missing or damaged, or shapes differ from the config's.
         """
-        directory = Path(pretrained_model_name_or_path) / (subfolder or "")
-        changes = configs.without_downloads(changes)
-        if config is None or isinstance(config, (str, os.PathLike)):
-            source = directory if config is None else Path(config)
-            config = configs.PretrainedConfig.from_pretrained(source, **changes)
+        directory, download, changes = files.locate(pretrained_model_name_or_path, changes, subfolder, from_pt)
+        if config is None:
+            config = configs.PretrainedConfig.from_pretrained(directory, **changes)
+        elif isinstance(config, (str, os.PathLike)):
+            config = configs.PretrainedConfig.from_pretrained(config, **files.of_config(download), **changes)
         elif changes:
             raise ConfigError(
                 f"from_pretrained: got a config and {', '.join(changes)}, expected them set in the config"
@@ -109,7 +115,8 @@ class Persistence:
                 *(["safe_serialization"] if safe_serialization else []),
             ]
             raise ConfigError(
-                f"save_pretrained: got {', '.join(wrong)}, expected msgpack in a local directory; for safetensors load "
+                f"save_pretrained: got {', '.join(wrong)}, expected msgpack in a local directory; push_to_hub(name) "
+                "uploads; for safetensors load "
                 "the directory with jaxformer"
             )
         model: Any = self
@@ -126,9 +133,30 @@ class Persistence:
             _write_json(directory / GENERATION_FILE, model.generation_config.to_dict())
         files.save_leaves(directory, jax.device_get(params), _bytes(max_shard_size))
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: there are no uploads here."""
-        raise ConfigError("push_to_hub: got a call, expected save_pretrained(directory): there are no uploads here")
+    def push_to_hub(
+        self,
+        repo_id: str,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        max_shard_size: int | str = "10GB",
+        params: PyTree = None,
+    ) -> str:
+        """Uploads what `save_pretrained` writes to the hub; returns the address of the commit.
+
+        Args:
+          repo_id: "org/name" of the repository, which is made if there is none.
+          params: parameters to write in place of the model's.
+
+        Raises:
+          ConfigError: huggingface_hub is not installed, or the hub refuses.
+        """
+        hub.check_upload(repo_id, revision)
+        message = commit_message or "Upload model"
+        with tempfile.TemporaryDirectory(prefix="jaxformer-push-") as folder:
+            self.save_pretrained(folder, params, max_shard_size=max_shard_size)
+            return hub.upload(Path(folder), repo_id, token=token, revision=revision, private=private, message=message)
 
 
 def _checked(leaves: files.Leaves, shapes: Any, ignore: bool, directory: Path) -> files.Leaves:

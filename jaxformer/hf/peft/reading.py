@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxformer.config import AdapterConfig
 from jaxformer.errors import ConfigError
-from jaxformer.hf import convert, keys, loading, reading
+from jaxformer.hf import convert, hub, keys, loading, reading
 from jaxformer.hf.origin import BODIES, HuggingFaceOrigin
 from jaxformer.hf.peft.sites import CONFIG_FILE, PREFIX, TASK_HEADS, WEIGHTS_FILE, Site, find_sites
 from jaxformer.hf.reading import Tensor
@@ -27,16 +27,16 @@ from jaxformer.hf.table import Family, Row, Settings, family_of
 from jaxformer.model import Model
 from jaxformer.models import adapters, build
 from jaxformer.parallel import rules
+from jaxformer.runtime.hub import Download, is_name
 
 READ_KEYS = (
     "task_type", "peft_type", "auto_mapping", "base_model_name_or_path", "r", "target_modules", "exclude_modules",
     "lora_alpha", "lora_dropout", "use_rslora", "modules_to_save", "layers_to_transform", "layers_pattern",
-    "rank_pattern", "alpha_pattern", "bias", "init_lora_weights",
+    "rank_pattern", "alpha_pattern", "bias", "init_lora_weights", "revision",
 )  # fmt: skip
 
 IGNORED_KEYS = {
     "peft_version": "the version that wrote the file",
-    "revision": "of a download of the base model",
     "inference_mode": "what is trained is said in config.model.adapter",
     "fan_in_fan_out": "the layout of the base's weights, which the family knows",
     "megatron_core": "the name of a package; megatron_config is refused",
@@ -61,28 +61,52 @@ def is_adapter_directory(directory: str | os.PathLike[str]) -> bool:
 
 
 def from_pretrained(
-    directory: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None, **options: Any
+    directory: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+    subfolder: str = "",
+    what: str = "checkpoint",
+    **options: Any,
 ) -> Model:
     """The model of a Hugging Face directory, or of an adapter's directory on its base model.
 
     Args:
-      base: directory of the base model of an adapter; None: the one that adapter_config.json names.
+      directory: a local directory; or the name of a model on the hub, "org/name" or "org/name@revision", which is read
+        from the cache of the hub's client, and downloaded where huggingface_hub is installed.
+      base: directory or name of the base model of an adapter; None: the one that adapter_config.json names.
+      revision: branch, tag or commit on the hub; None: the main branch.
+      token: a token of the hub; None: `HF_TOKEN`, or that of a login.
+      cache_dir: the cache; None: as `HF_HUB_CACHE` and `HF_HOME` say.
+      local_files_only: do not ask the hub, as with `HF_HUB_OFFLINE`.
+      force_download: download again what is in the cache.
+      subfolder: folder of the model's files in the directory.
+      what: the argument or flag that holds `directory`, for errors.
       options: of `loading.from_pretrained`.
 
     Raises:
       ConfigError: files are missing, damaged or contradict each other, or an option of the adapter is not supported.
     """
+    download = Download(revision, token, cache_dir, local_files_only, force_download, subfolder)
+    named, directory = directory, hub.locate(directory, download, what=what)
     if not is_adapter_directory(directory):
+        _check_download(named, download, is_name(named))
         if base is not None:
-            raise ConfigError(
-                f"base: got {str(base)!a} for {directory}, expected none: there is no {CONFIG_FILE} there"
-            )
+            raise ConfigError(f"base: got {str(base)!a} for {named}, expected none: there is no {CONFIG_FILE} there")
         return loading.from_pretrained(directory, **options)
     path = Path(directory) / CONFIG_FILE
     values = reading.read_config(directory, CONFIG_FILE)
     check_keys(values, str(path))
     tensors = reading.open_file(Path(directory) / WEIGHTS_FILE)
-    source = Path(base if base is not None else values.get("base_model_name_or_path") or "")
+    stated = base if base is not None else values.get("base_model_name_or_path") or ""
+    _check_download(named, download, is_name(named) or (is_name(stated) and revision is None))
+    of_base = dataclasses.replace(download, subfolder="", revision=None if base is not None else values.get("revision"))
+    what = "base" if base is not None else "base_model_name_or_path"
+    source = hub.locate(stated, of_base, what=what)
     if not (source / reading.CONFIG_FILE).exists():
         raise ConfigError(
             f"{path}: got base_model_name_or_path {values.get('base_model_name_or_path')!a}, expected a local "
@@ -101,6 +125,19 @@ def from_pretrained(
         options["classes"] = saved[0].shape[0] if saved else None
     loaded = loading.from_pretrained(source, **options)
     return attach(loaded, values, tensors, str(path), options.get("mesh"))
+
+
+def _check_download(source: str | os.PathLike[str], download: Download, is_of_hub: bool) -> None:
+    """Refuses options of a download where nothing comes from the hub.
+
+    Raises:
+      ConfigError: some are given.
+    """
+    if download.wishes() and not is_of_hub:
+        raise ConfigError(
+            f"{', '.join(download.wishes())}: got a value for {str(source)!a}, expected none: it is a local directory, "
+            "and these options are for models of the hub"
+        )
 
 
 def check_keys(values: Mapping[str, Any], path: str) -> None:

@@ -1,0 +1,124 @@
+"""A config as the estimates of `step_time.py` and `decode_time.py` see it: sizes of its layers, and its mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jaxformer.config import AXES, Config, StackConfig
+from jaxformer.parallel import mesh as meshes
+from jaxformer.plan import flops
+from jaxformer.plan.step_time import RECOMPUTED, Layers, Layout, Shapes
+from jaxformer.types import PyTree
+
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number of the compute precision."""
+
+
+def unsupported(config: Config) -> str:
+    """Why there is no expected step time for this config: a few words, or "" if there is."""
+    model = config.model
+    if not model.stacks:
+        return "it is for transformers"
+    for part, words in (
+        (model.series, "a series"),
+        (model.permutation, "a permutation language model"),
+        (model.generator, "a generator"),
+        (model.adapter, "adapters"),
+    ):
+        if part is not None:
+            return f"no published time is of a model with {words}"
+    return ""
+
+
+def training_shapes(config: Config, params: PyTree, names: PyTree, parameters: float, length: int) -> Shapes:
+    """The shapes of a config with transformer stacks.
+
+    Args:
+      config: the config, with all sizes resolved.
+      params: tree of the parameters' shapes.
+      names: tree of the logical names of their axes.
+      parameters: number of parameters.
+      length: row length.
+    """
+    model = config.model
+    layers = tuple(stack_layers(config, name, length) for name in model.stacks)
+    head = flops.matmul_parameters(config, params, names) - sum(each.multiplied for each in layers)
+    last = model.decoder or model.encoder
+    vocab = (last.embed.vocab or 0) if last is not None and model.head.kind == "tokens" else 0
+    return Shapes(layers, max(head, 0.0), vocab, parameters, BYTES[model.dtype])
+
+
+def stack_layers(config: Config, name: str, length: int) -> Layers:
+    """The layers of the stack "encoder" or "decoder"."""
+    stack = config.model.stacks[name]
+    own, width = stack.attention, stack.width
+    head_width = own.head_width or width // own.heads
+    kv_heads = own.kv_heads or own.heads
+    queries, keys = own.heads * head_width, kv_heads * head_width
+    read = width // own.heads if own.input == "chunk" else width
+    kv_read = width // kv_heads if own.input == "chunk" else width
+    crossed = name == "decoder" and config.model.encoder is not None
+    times = 2 if crossed else 1
+    up, down, hidden, routed = feed_forward(stack)
+    fused = own.kernel != "dense"
+    visible = flops.visible_keys(stack, name == "decoder", length) if fused else length
+    attended = visible + (length if crossed else 0)
+    return Layers(
+        count=stack.layers,
+        width=width,
+        qkv=times * (queries * read + 2 * keys * kv_read),
+        out=times * queries * width if own.output else 0,
+        up=up,
+        down=down,
+        channels=times * (queries + 2 * keys) + hidden,
+        scores=queries * attended,
+        tables=0 if fused else own.heads * length * times,
+        recomputed=recomputed(stack),
+        joined=stack.sublayers != "sequential" and not crossed,
+        memory_channels=2 * keys,
+        routed=routed,
+    )
+
+
+def feed_forward(stack: StackConfig) -> tuple[float, float, float, int]:
+    """Of one layer: a token's parameters into and out of the feed-forward layer, hidden activations, routed experts."""
+    if stack.ffn is None and stack.moe is None:
+        return 0.0, 0.0, 0.0, 0
+    hidden = (stack.ffn.width if stack.ffn else None) or 4 * stack.width
+    gated = 2 if stack.ffn is not None and stack.ffn.gated else 1
+    back = 0 if stack.ffn is not None and not stack.ffn.output else 1
+    times, router, routed = 1, 0, 0
+    if stack.moe is not None:
+        times, router, routed = stack.moe.top_k + stack.moe.shared, stack.moe.experts * stack.width, stack.moe.top_k
+    up = times * gated * stack.width * hidden + router
+    return up, back * times * hidden * stack.width, times * (gated + 1) * hidden, routed
+
+
+def recomputed(stack: StackConfig) -> frozenset[str]:
+    """Products of a layer that the backward pass computes again, by the stack's rematerialisation."""
+    if stack.remat in RECOMPUTED:
+        return RECOMPUTED[stack.remat]
+    stored = set(stack.remat_names)
+    again = {"scores", "up"} | ({"qkv"} if not {"query", "key", "value"} <= stored else set())
+    return frozenset(again | ({"out"} if "attention" not in stored else set()))
+
+
+def layout(config: Config, sizes: Mapping[str, int], slices: int) -> Layout:
+    """The division of a step over a mesh.
+
+    Args:
+      config: the config of the run.
+      sizes: sizes of the mesh axes over all slices.
+      slices: number of slices.
+    """
+    outside = meshes.axis_sizes(config.mesh.dcn, slices) if slices > 1 else dict.fromkeys(AXES, 1)
+    stages = sizes.get("stage", 1)
+    parts = [stack.microbatches or stages for stack in config.model.stacks.values()]
+    return Layout(
+        inside={axis: size // outside[axis] for axis, size in sizes.items()},
+        outside=outside,
+        accumulation=config.train.accumulation,
+        microbatches=math.lcm(*parts) if parts else 1,
+        zero1=config.mesh.zero1,
+    )
