@@ -79,8 +79,12 @@ def test_a_run_that_moves_to_another_host_is_the_uninterrupted_run(
     # Rows beyond the checkpoint, as a killed process leaves them.
     first.write("metrics.jsonl", first.read("metrics.jsonl").value + b'{"step": 4, "split": "train", "loss": 0}\n{"st')
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "other"))
+    array = max((key for key in keys if "last/3/state/" in key), key=lambda key: len(first.read(key).value))
+    first.write(array, first.read(array).value[:-1] + b"x")
     assert loop.train(config, URL + "/") == 0
-    assert "resumed at step 3" in capsys.readouterr().err
+    assert "resumed at step 2" in capsys.readouterr().err
+    kept = [key for key in first.list_keys() if key.startswith("checkpoints/damaged/last-3/")]
+    assert len(kept) == sum("last/3/" in key for key in keys)
     mine = storage.fetched(URL)
     assert tmp_path / "other" in mine.parents and mine.name == "one"
     assert rows(mine) == rows(tmp_path / "whole")
@@ -294,6 +298,8 @@ def test_an_import_writes_to_a_bucket(bucket, monkeypatch):
 def test_addresses_in_other_places_are_refused(bucket, tmp_path, capsys):
     assert cli.main(["export", f"--workdir={URL}", "--target=gs://bucket/out"]) == 2
     assert "--target: got 'gs://bucket/out', expected a folder" in capsys.readouterr().err
+    assert cli.main(["data", "build", "--config=configs/quickstart.py", "--target=gs://bucket/out"]) == 2
+    assert "expected a folder: jaxformer data build does not use buckets" in capsys.readouterr().err
     assert cli.main(["inspect", "--workdir=hdfs://bucket/run"]) == 2
     assert "begins with gs:// or s3://" in capsys.readouterr().err
 
