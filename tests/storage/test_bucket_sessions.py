@@ -131,9 +131,9 @@ def test_a_storage_that_stays_away_stops_the_run_with_one_line(bucket, monkeypat
         (opened.root / "metrics.jsonl").write_text("x")
         opened.flush()
         opened.check()
-        fake_bucket.write_checkpoint(opened.root, "last/2", "state")
         bucket.before = lambda verb, key: ValueError("ABORTED: Service Unavailable")
-        while True:  # as the loop of steps does
+        fake_bucket.write_checkpoint(opened.root, "last/2", "state")
+        for _ in range(6000):  # as the loop of steps does
             opened.check()
             time.sleep(0.01)
 
@@ -142,8 +142,10 @@ def test_a_checkpoint_is_published_while_the_run_goes_on(bucket, monkeypatch):
     monkeypatch.setattr("jaxformer.storage.publishing.SCAN_SECONDS", 0.01)
     with storage.TrainingSession(URL) as opened:
         fake_bucket.write_checkpoint(opened.root, "last/2", "state")
-        while ("write", "published.json") not in bucket.log:
+        for _ in range(6000):
             opened.check()
+            if ("write", "published.json") in bucket.log:
+                break
             time.sleep(0.01)
         assert ("write", "checkpoints/last/2/manifest.json") in bucket.log
 
