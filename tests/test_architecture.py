@@ -25,6 +25,7 @@ LAYERS = (
     ("tasks",),
     ("framing",),
     ("checkpoint",),
+    ("storage",),
     ("train",),
     ("analysis",),
     ("model",),

@@ -26,11 +26,18 @@ from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.checkpoint.reading import Weights, array_metadata, read_data, read_state, read_weights, verify
 from jaxformer.checkpoint.saving import Checkpoints, RestoredCheckpoint
 from jaxformer.checkpoint.trees import allgather_text, to_nested_dict
-from jaxformer.checkpoint.weights import LoadedRun, WeightsInfo, average_weights, load_run, param_shapes
+from jaxformer.checkpoint.weights import (
+    LoadedRun,
+    WeightsInfo,
+    average_weights,
+    checkpoints_of,
+    load_run,
+    param_shapes,
+)
 
 __all__ = [
     "Checkpoints", "Damaged", "LoadedRun", "RestoredCheckpoint", "Weights", "WeightsInfo", "allgather_text",
-    "array_metadata", "average_weights", "find_run", "list_checkpoints", "list_ranked", "list_steps",
+    "array_metadata", "average_weights", "checkpoints_of", "find_run", "list_checkpoints", "list_ranked", "list_steps",
     "load_run", "param_shapes", "ranking_score", "read_about", "read_data", "read_state", "read_weights",
     "to_nested_dict", "verify",
 ]  # fmt: skip

@@ -53,21 +53,38 @@ def read(directory: Path) -> FileList | None:
       ConfigError: a newer version wrote it.
     """
     try:
-        content = json.loads((directory / FILE_NAME).read_text(encoding="utf-8"))
+        text = (directory / FILE_NAME).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Damaged(f"{FILE_NAME} is no list of files ({type(error).__name__})") from None
+    return parse(text, directory)
+
+
+def parse(text: bytes, where: object) -> FileList:
+    """The files that the content of a manifest names.
+
+    Args:
+      where: the checkpoint, for the error.
+
+    Raises:
+      Damaged: it differs from what was written.
+      ConfigError: a newer version wrote it.
+    """
+    try:
+        content = json.loads(text.decode("utf-8"))
         digest = content.pop("sha256")
         if digest != _digest(content):
             raise Damaged(f"{FILE_NAME} differs from its own checksum")
         if content["format"] > FORMAT:
             raise ConfigError(
-                f"checkpoint {directory}: got format {content['format']}, expected at most {FORMAT}; a newer version "
+                f"checkpoint {where}: got format {content['format']}, expected at most {FORMAT}; a newer version "
                 "of jaxformer wrote it: use that version"
             )
         files = {
             str(name): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for name, f in content["files"].items()
         }
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise Damaged(f"{FILE_NAME} is no list of files ({type(error).__name__})") from None

@@ -90,11 +90,7 @@ def load_run(path: str | Path, which: str = "") -> LoadedRun:
       ConfigError: `path` holds no run, its checkpoints cannot be read or do not fit its config, or there is no such
         checkpoint.
     """
-    workdir, part = find_run(Path(path).absolute())
-    if which and part:
-        raise ConfigError(f"--checkpoint: got {which!a} with {path}, which names a checkpoint; give one of them")
-    part = _part_of(workdir, which) if which else part
-    config = overrides.read(workdir)
+    workdir, part, config = _find(path, which)
     checkpoints, count = select_checkpoints(workdir, config, part)
     module = build.build(config.model)
     (params, variables), read = _read_average(checkpoints, count)
@@ -102,6 +98,23 @@ def load_run(path: str | Path, which: str = "") -> LoadedRun:
     info = _describe_weights(read, config, numbered="/" in part)
     tokenizers = Tokenizers.load(workdir) if config.model.reads_tokens else None
     return LoadedRun(module, params, variables, config, tokenizers, info)
+
+
+def _find(path: str | Path, which: str) -> tuple[Path, str, Config]:
+    """The workdir of `path`, the part of its checkpoints that `path` or `which` names, and its config."""
+    workdir, part = find_run(Path(path).absolute())
+    if which and part:
+        raise ConfigError(f"--checkpoint: got {which!a} with {path}, which names a checkpoint; give one of them")
+    return workdir, _part_of(workdir, which) if which else part, overrides.read(workdir)
+
+
+def checkpoints_of(path: str | Path, which: str = "") -> tuple[list[Path], int]:
+    """The checkpoints that `load_run` tries with these arguments, in its order, and how many it needs.
+
+    Their `about` and manifest must be there, but no array.
+    """
+    workdir, part, config = _find(path, which)
+    return select_checkpoints(workdir, config, part)
 
 
 def _expected_arrays(config: Config, module: nn.Module) -> ArrayTypes:

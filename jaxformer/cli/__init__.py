@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from jaxformer import __version__
 from jaxformer.cli import (
+    buckets,
     chat,
     config,
     data,
@@ -81,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = parse(name, command, rest)
         except SystemExit:  # --help has been printed
             return 0
-        return command.run(arguments)
+        with buckets.local_copies(command, arguments):
+            return command.run(arguments)
     except ConfigError as error:
         return _print_error(error, exit_codes.WRONG_INPUT)
     except StorageError as error:

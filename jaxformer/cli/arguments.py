@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 from jaxformer import __version__
 from jaxformer.errors import ConfigError
 from jaxformer.registry import nearest
-from jaxformer.runtime import files, terminal
+from jaxformer.runtime import files, object_store, terminal
 
 REQUIRED = object()
 """Default of a flag that must be given."""
@@ -42,6 +42,8 @@ class Flag:
       switch: the flag takes no value, and is True if it is given.
       directory: what the command does with the directory that the value names: read it, write into it if it exists,
         or create it.
+      bucket: how the directory may be an address in a bucket: the command gets a copy of the run there, or uses the
+        address itself; "": it may not.
     """
 
     help: str
@@ -50,6 +52,7 @@ class Flag:
     repeats: bool = False
     switch: bool = False
     directory: Literal["", "read", "write", "create"] = ""
+    bucket: Literal["", "copy", "itself"] = ""
 
 
 CHECKPOINT = Flag(
@@ -290,13 +293,15 @@ def _value(command_name: str, flag_name: str, flag: Flag, values: list[Any]) -> 
         raise ConfigError(f"jaxformer {command_name}: got no --{flag_name}, {expected}")
     if flag.switch:
         return bool(values)
-    url = next((value for value in values if "://" in value), None) if flag_name == "workdir" else None
-    if url is not None:
-        raise ConfigError(
-            f"--workdir: got {url!a}, expected a folder of a file system that every host of the run has; mount the "
-            "bucket or a shared disk, and name the folder there"
-        )
     for value in values if flag.directory else ():
+        if object_store.is_url(value):
+            if not flag.bucket:
+                raise ConfigError(
+                    f"--{flag_name}: got {value!a}, expected a folder: jaxformer {command_name} does not use buckets; "
+                    "name a folder, and copy it"
+                )
+            object_store.parse(f"--{flag_name}", value)
+            continue
         files.check_directory(f"--{flag_name}", value, flag.directory == "write", flag.directory == "create")
     if flag.repeats:
         return values

@@ -82,7 +82,7 @@ COMMAND = Command(
     "talk to a run: a line in, its answer out",
     run,
     {
-        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read"),
+        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read", bucket="copy"),
         "system": Flag("text of the system's turn, before all others", default=""),
         "checkpoint": CHECKPOINT,
     },

@@ -26,11 +26,6 @@ def prepare(arguments: Namespace) -> int:
 
 def build(arguments: Namespace) -> int:
     config = overrides.parse(arguments.config)
-    if "://" in arguments.target:
-        raise ConfigError(
-            f"--target: got {arguments.target!a}, expected a folder of a file system; mount the bucket, and name the "
-            "folder there"
-        )
     from jaxformer.data import build
 
     options = build.Options(

@@ -61,7 +61,7 @@ COMMAND = Command(
     "one line in, one line out",
     run,
     {
-        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read"),
+        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read", bucket="copy"),
         "input": Flag("text file; without it stdin", default=""),
         "output": Flag("text file, written completely or not at all; without it stdout", default=""),
         "checkpoint": CHECKPOINT,

@@ -135,7 +135,7 @@ COMMAND = Command(
     "pictures of a recipe or a run: masks, positions, ...",
     run,
     {
-        "workdir": Flag("run in place of a recipe", default="", directory="read"),
+        "workdir": Flag("run in place of a recipe", default="", directory="read", bucket="copy"),
         "output": Flag("file that ends in .png, .svg or .pdf; without it NAME-PICTURE.png here", default=""),
         "length": Flag("positions, masks: number of positions or slots that are drawn", default=None, type=positive),
         "tokens": Flag("embeddings: tokens with commas between them; without it the first ones", default=""),

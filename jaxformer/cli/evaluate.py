@@ -56,7 +56,7 @@ COMMAND = Command(
     "measure a run on a split",
     run,
     {
-        "workdir": Flag("folder of the run, or of several seeds", directory="write"),
+        "workdir": Flag("folder of the run, or of several seeds", directory="write", bucket="copy"),
         "split": Flag("split of the data", default="test"),
         "checkpoint": CHECKPOINT,
     },

@@ -139,7 +139,7 @@ COMMAND = Command(
     "a page of what a model attends to, its layers predict and its parts do",
     run,
     {
-        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read"),
+        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read", bucket="copy"),
         "input": Flag("text file of sentences, one a line; - for stdin; without it the run's samples", default=""),
         "output": Flag("page to write, FILE.html; without it explore.html in the folder of the run", default=""),
         "serve": Flag("a page whose sentences can be edited, for this machine only", default=False, switch=True),

@@ -24,7 +24,7 @@ COMMAND = Command(
     "write a run as a Hugging Face directory",
     run,
     {
-        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read"),
+        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read", bucket="copy"),
         "target": Flag("new folder; not needed with --push", default="", directory="create"),
         "push": Flag("name of the model on the Hugging Face hub, as org/name, to upload it with a card", default=""),
         "private": Flag("a new model on the hub is private", default=False, switch=True),

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 from jaxformer.cli.arguments import Command, Flag
+from jaxformer.runtime import object_store
 
 
 def run(arguments: Namespace) -> int:
+    if not object_store.is_url(arguments.workdir):
+        return _import(arguments, arguments.workdir)
+    from jaxformer import storage
+
+    with storage.TrainingSession(arguments.workdir) as session:
+        return _import(arguments, session.root)
+
+
+def _import(arguments: Namespace, workdir: str | Path) -> int:
     from jaxformer.hf import workdirs
 
-    model = workdirs.import_checkpoint(arguments.source, arguments.workdir, arguments.base or None)
+    model = workdirs.import_checkpoint(arguments.source, workdir, arguments.base or None)
     architecture = "" if model.hf is None else model.hf.architecture
     print(f"{arguments.source}: {architecture}, imported into {arguments.workdir}")
     return 0
@@ -22,7 +33,7 @@ COMMAND = Command(
     {
         "source": Flag("the directory, or a model on the hub: org/name or org/name@revision", directory="read"),
         "base": Flag("model of an adapter's directory; without it the one that adapter_config.json names", default=""),
-        "workdir": Flag("new folder of the run", directory="create"),
+        "workdir": Flag("new folder of the run", directory="create", bucket="itself"),
     },
     details="one with config.json and model.safetensors, or an adapter and its base",
     example="jaxformer import --source=bert-base-uncased --workdir=runs/bert",

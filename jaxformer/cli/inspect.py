@@ -18,7 +18,7 @@ def run(arguments: Namespace) -> int:
 COMMAND = Command(
     "show a run: config, parameters, checkpoints, results",
     run,
-    {"workdir": Flag("folder of the run, or one of its checkpoints", directory="read")},
+    {"workdir": Flag("folder of the run, or one of its checkpoints", directory="read", bucket="copy")},
     prints=True,
     example="jaxformer inspect --workdir=runs/quickstart",
 )

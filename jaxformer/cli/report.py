@@ -32,7 +32,9 @@ COMMAND = Command(
     "one HTML page of one run, or of several compared",
     run,
     {
-        "workdir": Flag("folder of a run, of seeds or of a sweep; may be repeated", repeats=True, directory="write"),
+        "workdir": Flag(
+            "folder of a run, of seeds or of a sweep; may be repeated", repeats=True, directory="write", bucket="copy"
+        ),
         "output": Flag(
             "page to write, FILE.html; without it report.html of one run, and of several comparison.html in the "
             "folder that holds them",

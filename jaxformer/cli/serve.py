@@ -87,7 +87,7 @@ COMMAND = Command(
     "answer requests to a run over HTTP, on this machine, as OpenAI's interface",
     run,
     {
-        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read"),
+        "workdir": Flag("folder of the run, or one of its checkpoints", directory="read", bucket="copy"),
         "port": Flag("port; 0 for any that is free", default=PORT, type=port),
         "name": Flag("name of the model in requests; without it the folder's", default=""),
         "rows": Flag("outputs that are decoded together", default=8, type=positive),

@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxformer.cli.arguments import Command, Flag, positive
 from jaxformer.config import Config, overrides
 from jaxformer.errors import ConfigError
+from jaxformer.runtime import object_store
 
 
 def run(arguments: Namespace) -> int:
@@ -32,7 +33,12 @@ def run(arguments: Namespace) -> int:
             _write_report(workdir)
         return code
 
+    is_address = object_store.is_url(arguments.workdir)
+    if is_address and arguments.seeds is not None:
+        raise ConfigError(f"--workdir: got {arguments.workdir!a} with --seeds, expected a folder; train one seed a run")
     if arguments.seeds is None:
+        if is_address:
+            return start(config, arguments.workdir)
         if seeds.members(arguments.workdir):
             raise ConfigError(f"--workdir: got {arguments.workdir}, a folder of seeds, expected --seeds with it")
         return start(config, arguments.workdir)
@@ -45,16 +51,23 @@ def run(arguments: Namespace) -> int:
 
 def _write_report(workdir: str | Path) -> None:
     """Writes the report. Its packages are imported now: no step waits for them."""
-    from jaxformer import report
+    from jaxformer import report, storage
 
-    report.write_after_training(workdir)
+    if not object_store.is_url(workdir):
+        report.write_after_training(workdir)
+        return
+    from jaxformer.parallel import distributed
+
+    if distributed.is_first_process():
+        with storage.opened(str(workdir), which=storage.NONE) as copy:
+            report.write_after_training(copy)
 
 
 COMMAND = Command(
     "start a run, or resume it",
     run,
     {
-        "workdir": Flag("folder of the run", directory="create"),
+        "workdir": Flag("folder of the run", directory="create", bucket="itself"),
         "seeds": Flag(
             "number of seeds from config.train.seed on: a run for each, one after the other, in WORKDIR/seed-<number>, "
             "and the mean of their measures",

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxformer import checkpoint
+from jaxformer import checkpoint, storage
 from jaxformer.config import Config, ModelConfig, overrides
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
@@ -25,7 +25,7 @@ from jaxformer.hf.table import Family, Settings, family_of
 from jaxformer.hf.tokenizer import open_tokenizers
 from jaxformer.model import Model
 from jaxformer.models import adapters
-from jaxformer.runtime import files
+from jaxformer.runtime import files, object_store
 from jaxformer.runtime import hub as runtime_hub
 from jaxformer.train import warm_start
 from jaxformer.types import PyTree, TrainState
@@ -71,12 +71,13 @@ def load(path: str | os.PathLike[str], which: str = "") -> Model:
     """The model of a run, ready to use: the one way from a workdir to a model.
 
     Args:
-      path: a workdir, or one of its checkpoints; see `checkpoint.load_run`.
+      path: a workdir, or one of its checkpoints; see `checkpoint.load_run`. An address in a bucket is fetched first.
       which: "best", "last" or the number of a step; "": as `path` and the config say.
 
     Raises:
       ConfigError: there is no run at `path`, or it cannot be read; see `checkpoint.load_run`.
     """
+    path = storage.fetched(path, which=which)
     run = checkpoint.load_run(Path(path), which)
     return Model.of_run(run, origin_of_run(run.config, run.tokenizers, Path(path)))
 
@@ -148,7 +149,9 @@ def is_hf_directory(directory: str | os.PathLike[str]) -> bool:
 
 
 def _initial_directory(config: Config) -> Path:
-    """The directory that a run starts from; that of the cache if the config names a model on the hub."""
+    """The directory that a run starts from; that of the cache if the config names a model on the hub or in a bucket."""
+    if object_store.is_url(config.init.directory):
+        return warm_start.init_directory(config)
     return _located(config.init.directory)
 
 

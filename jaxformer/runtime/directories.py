@@ -47,8 +47,10 @@ def expand_user(path: str, what: str) -> Path:
       what: the flag, field or variable that holds `path`, for the error.
 
     Raises:
-      ConfigError: that home is not known.
+      ConfigError: that home is not known, or `path` is an address.
     """
+    if "://" in path:
+        raise ConfigError(f"{what}: got {path!a}, expected a folder: this cannot lie in a bucket")
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import jax
 
+from jaxformer import storage
 from jaxformer.config import Config, checks
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import StorageError
 from jaxformer.parallel import mesh as meshes
-from jaxformer.runtime import files, secrets
+from jaxformer.runtime import files, object_store, secrets
 from jaxformer.tasks import _datasets
 from jaxformer.train import results, trackers, warm_start
 from jaxformer.train import step as steps
@@ -30,6 +31,7 @@ def train(config: Config, workdir: str | Path, init_format: warm_start.InitForma
     """Trains `config` in `workdir` until `config.train.steps`, resuming the run that is there.
 
     Args:
+      workdir: a folder, or an address in a bucket (`gs://`, `s3://`).
       init_format: how to read `config.init.directory`, if the run starts from one.
 
     Returns:
@@ -40,9 +42,14 @@ def train(config: Config, workdir: str | Path, init_format: warm_start.InitForma
         many steps in a row were skipped.
       StorageError: something could not be written. Earlier checkpoints are complete.
     """
-    workdir = Path(workdir).absolute()
+    stop = PreemptionListener(config.train.deadline)  # which counts from here: fetching a run takes time
+    is_address = object_store.is_url(workdir)
+    workdir = workdir if is_address else Path(workdir).absolute()
     try:
-        return _train(config, workdir, init_format)
+        if is_address:
+            with storage.TrainingSession(str(workdir)) as session:
+                return _train(config, session.root, init_format, stop, session)
+        return _train(config, Path(workdir), init_format, stop)
     except OSError as error:
         where = error.filename or workdir
         raise StorageError(
@@ -51,12 +58,18 @@ def train(config: Config, workdir: str | Path, init_format: warm_start.InitForma
         ) from error
 
 
-def _train(config: Config, workdir: Path, init_format: warm_start.InitFormat) -> int:
+def _train(
+    config: Config,
+    workdir: Path,
+    init_format: warm_start.InitFormat,
+    stop: PreemptionListener,
+    session: storage.TrainingSession | None = None,
+) -> int:
     """Checks everything that can be checked before the first write, then trains under the workdir's lock."""
-    stop = PreemptionListener(config.train.deadline)
     config, mesh, dataset, tokenizers, notes = prepare(config, workdir, init_format)
     with jax.set_mesh(mesh):
         run = Run(config, workdir, mesh, dataset, tokenizers, init_format)
+        run.session = session
         with WorkdirLock(workdir):
             run.restore(notes)
             with contextlib.closing(run), stop, run.watchdog:
@@ -147,6 +160,8 @@ def record(run: Run, sums: Sums, batch: Batch, position: dict[str, int], compile
     run.guard.add(run.step, sums, position)
     run.watchdog.heartbeat()
     run.checkpoints.check()
+    if run.session is not None:
+        run.session.check()
     run.clock.record_step(compiles)
     if run.step in (1, run.config.train.steps) or is_due(run.step, run.config.train.log_every):
         run.reporter.write(run.step, "train", run.window.flush() | run.progress_of_components())
@@ -179,6 +194,8 @@ def evaluate_and_save(run: Run, stopping: bool) -> None:
 def announce_stop(run: Run) -> None:
     """Waits for the last save of a run that was stopped, and says so."""
     run.checkpoints.wait()
+    if run.session is not None:
+        run.session.flush(run.watchdog.heartbeat)
     run.reporter.log(f"stopped at step {run.step:,}, saved; run the same command to continue")
 
 
@@ -190,3 +207,5 @@ def conclude(run: Run) -> None:
     values = run.values or run.evaluate()
     if jax.process_index() == 0:
         files.write_json(run.workdir / results.FILE_NAME, results.to_record(run.step, run.config, values))
+    if run.session is not None:
+        run.session.flush(run.watchdog.heartbeat)

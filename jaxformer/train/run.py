@@ -23,6 +23,7 @@ from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.runtime import files
+from jaxformer.storage import TrainingSession
 from jaxformer.tasks import _distillation, _mixture
 from jaxformer.train import digest, freezing, optim, reference, teacher, warm_start
 from jaxformer.train import evaluate as evaluation
@@ -48,6 +49,7 @@ class Run:
 
     Attributes:
       state: the training state; `step` is its step number, known to the host without waiting for the device.
+      session: publishes the workdir to a bucket, if it lies in one.
       values: measures of the last evaluation, which was at step `evaluated_at`; -1: none.
     """
 
@@ -62,6 +64,7 @@ class Run:
         stream: TextIO | None = None,
     ) -> None:
         self.stream = stream
+        self.session: TrainingSession | None = None
         self.config, self.workdir, self.mesh, self.dataset, self.tokenizers = config, workdir, mesh, dataset, tokenizers
         self.task, self.init_format = _distillation.objective(config, _mixture.objective(config)), init_format
         self.module = build.build(config.model)

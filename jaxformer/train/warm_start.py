@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from pathlib import Path
 from typing import Callable, NamedTuple
 
 import jax
 
+from jaxformer import storage
 from jaxformer.checkpoint import find_run, load_run
 from jaxformer.config import Config, ModelConfig, overrides
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
 from jaxformer.models import adapters, electra
+from jaxformer.runtime import object_store
 from jaxformer.train import freezing
 from jaxformer.types import EMA, PyTree, TrainState
 
@@ -66,8 +69,19 @@ def load_initial_params(state: TrainState, config: Config, init_format: InitForm
     return dataclasses.replace(state, params=params, variables=variables)
 
 
+def init_directory(config: Config) -> Path:
+    """`config.init.directory` as a folder. A run or a model in a bucket is fetched first, once a process."""
+    directory = config.init.directory
+    return _fetched(directory) if object_store.is_url(directory) else Path(directory)
+
+
+@functools.cache
+def _fetched(url: str) -> Path:
+    return storage.fetched(url, "config.init.directory")
+
+
 def _read_model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
-    workdir, _ = find_run(Path(config.init.directory).absolute())
+    workdir, _ = find_run(init_directory(config).absolute())
     model = overrides.read(workdir).model
     head = model.head if config.init.head else config.model.head
     model = dataclasses.replace(model, head=head)
@@ -77,7 +91,7 @@ def _read_model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
 
 
 def _read_params(config: Config, params: PyTree) -> PyTree:
-    run = load_run(config.init.directory)
+    run = load_run(init_directory(config))
     loaded = dict(run.params)
     if run.config.model.generator is not None and config.model.generator is None:
         loaded = electra.discriminator_params(run.config.model, loaded)

@@ -169,9 +169,14 @@ def test_no_arguments_crash_the_parser(argv):
             assert done.code == 0
 
 
-def test_a_workdir_is_a_folder_and_no_address():
-    with pytest.raises(ConfigError, match="--workdir: got 'gs://bucket/run', expected a folder"):
-        cli.parse("report", cli.COMMANDS["report"], ["--workdir=runs/one", "--workdir=gs://bucket/run"])
+def test_a_workdir_is_a_folder_or_an_address_in_a_bucket():
+    parse = lambda name, *words: cli.parse(name, cli.COMMANDS[name], words)  # noqa: E731
+    urls = ["runs/one", "gs://bucket/run"]
+    assert parse("report", *(f"--workdir={url}" for url in urls)).workdir == urls
+    with pytest.raises(ConfigError, match="--workdir: got 'ftp://bucket/run', expected a folder, or an address"):
+        parse("report", "--workdir=runs/one", "--workdir=ftp://bucket/run")
+    with pytest.raises(ConfigError, match="--workdir: got 'gs://bucket/run', expected a folder: jaxformer sweep"):
+        parse("sweep", "--sweep=x", "--workdir=gs://bucket/run")
 
 
 def test_values_of_the_config_may_follow_a_blank():

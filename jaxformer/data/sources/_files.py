@@ -20,7 +20,7 @@ from jaxformer.config import DataConfig
 from jaxformer.data import cache
 from jaxformer.data.sources import Dataset
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import directories
+from jaxformer.runtime import bucket_folders
 
 READER_VERSION = 2
 """Part of every cache key; increased when the same bytes are parsed to other examples."""
@@ -141,7 +141,7 @@ def data_directory(config: DataConfig) -> Path:
     """
     if not config.dir:
         raise ConfigError("data.dir: got '', expected the folder of the data files; set --config.data.dir=DIR")
-    path = directories.expand_user(config.dir, "data.dir")
+    path = bucket_folders.local_folder(config.dir, "data.dir")
     if not path.is_dir():
         raise ConfigError(f"data.dir: got {config.dir!r}, which is no folder; set --config.data.dir=DIR to the data")
     if not config.splits:

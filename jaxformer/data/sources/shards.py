@@ -19,7 +19,7 @@ from jaxformer.data.sources import Dataset
 from jaxformer.data.token_shards import ShardedDocuments
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import directories
+from jaxformer.runtime import bucket_folders
 
 READ_FIELDS = ("splits", "columns", "document", "name", "format", "score_range")
 """Fields of a source that decide how a corpus was read, and nothing once it is shards."""
@@ -46,7 +46,7 @@ def build(config: DataConfig) -> Dataset:
     """
     if not config.dir:
         raise ConfigError("data.dir: got '', expected the folder that `jaxformer data build --target` wrote; set it")
-    directory = directories.expand_user(config.dir, "data.dir")
+    directory = bucket_folders.local_folder(config.dir, "data.dir")
     index = token_shards.read_index(directory)
     _check_same_settings(config, index["settings"])
     tokenizer = Tokenizers.load(directory).target

@@ -25,6 +25,7 @@ from jaxformer.config import DataConfig
 from jaxformer.data import cache
 from jaxformer.data.sources import Dataset
 from jaxformer.errors import ConfigError
+from jaxformer.runtime import bucket_folders
 
 
 def build(config: DataConfig) -> Dataset:
@@ -63,7 +64,8 @@ def _opened(config: DataConfig) -> tfds.core.DatasetBuilder:
     if not config.dir:
         raise ConfigError("data.dir: got '', expected the folder of prepared tfds data; set --config.data.dir=DIR")
     try:
-        builder = tfds.core.read_only_builder.builder_from_files(config.name, data_dir=config.dir)
+        folder = bucket_folders.local_folder(config.dir, "data.dir")
+        builder = tfds.core.read_only_builder.builder_from_files(config.name, data_dir=str(folder))
     except (tfds.core.DatasetNotFoundError, ValueError) as error:
         what = f"{config.name}: got no prepared data set in {config.dir}"
         how = f"run `jaxformer data prepare {config.name} --dir={config.dir}` where jaxformer[prepare] is installed"

@@ -1,0 +1,69 @@
+"""The same promises on servers that speak the services' protocols, where their packages are installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import fake_bucket
+import pytest
+
+from jaxformer import storage
+from jaxformer.errors import ConfigError
+from jaxformer.runtime import object_store
+from jaxformer.runtime.object_store import ABSENT, Conflict, Store
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import storage_servers
+
+FAULTS = 0.15
+"""Share of the requests that fail."""
+
+
+@pytest.fixture(params=["s3", "gs"])
+def url(request, monkeypatch, tmp_path):
+    scheme = request.param
+    package = storage_servers.missing(scheme)
+    if package:
+        pytest.skip(f"the package {package}, a server of {scheme}://, is not installed")
+    monkeypatch.setattr(storage_servers, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(object_store, "FIRST_DELAY_SECONDS", 0.02)
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "host"))
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "")  # is restored afterwards, and set by the first request
+    monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL")
+    with storage_servers.serve(scheme, 0.0, 0, tmp_path) as server:
+        for name, value in storage_servers.environment(scheme, server).items():
+            monkeypatch.setenv(name, value)
+        yield f"{scheme}://{storage_servers.BUCKET}/runs/one", server
+
+
+def test_conditions_hold(url):
+    store = Store(url[0])
+    first = store.write("a", b"1", ABSENT)
+    with pytest.raises(Conflict):
+        store.write("a", b"2", ABSENT)
+    second = store.write("a", b"2", first)
+    with pytest.raises(Conflict):
+        store.write("a", b"3", first)
+    assert store.read("a") == (b"2", second) and store.read("a", unless=first) == (b"2", second)
+    assert store.read("none") is None and store.list_keys() == ["a"]
+    store.delete("a")
+    store.delete("a")
+    assert store.list_keys() == []
+    with pytest.raises(ConfigError, match="expected a folder in a bucket that exists"):
+        Store(url[0].replace(storage_servers.BUCKET, "nobucket")).write("a", b"1")
+
+
+def test_a_run_moves_to_another_host_while_requests_fail(url, monkeypatch, tmp_path):
+    address, server = url
+    storage_servers.control(server, faults=FAULTS)
+    with storage.TrainingSession(address) as session:
+        for step in (1, 2):
+            fake_bucket.write_checkpoint(session.root, f"last/{step}", f"state {step}")
+            (session.root / "metrics.jsonl").write_text(f"row {step}\n")
+            session.flush()
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "other"))
+    with storage.TrainingSession(address) as session:
+        assert fake_bucket.contents(session.root) == {"last/1": "state 1", "last/2": "state 2"}
+        assert (session.root / "metrics.jsonl").read_text() == "row 2\n"
+    assert sum(count for kind, count in storage_servers.control(server).items() if kind != "passed") > 0
