@@ -39,8 +39,8 @@ def prepare() -> None:
         _bring_programs(Path(os.environ[CACHES]) / "programs")
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
         # Images of containers often say so. Every process that a test starts then compiles the sources of all libraries
-        # again, which is two thirds of its start: the session keeps what was compiled, in its own folder.
-        os.environ["PYTHONPYCACHEPREFIX"] = f"{os.environ[CACHES]}/bytecode"
+        # again, which is two thirds of its start: what was compiled is kept outside of the sources.
+        os.environ["PYTHONPYCACHEPREFIX"] = str(KEPT.with_name("test-bytecode"))
         sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["PYTHONPYCACHEPREFIX"]
     os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no directory is then looked up in the cache alone
     os.environ.setdefault("JAXFORMER_CACHE", f"{os.environ[CACHES]}/data")
