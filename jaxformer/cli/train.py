@@ -22,7 +22,6 @@ def run(arguments: Namespace) -> int:
 
     init_format = warm_start.RUN_FORMAT
     if config.init.directory or config.distillation is not None:
-        # Of a run or of the other library's, which is read by a package of its own.
         from jaxformer.hf import workdirs
 
         init_format = workdirs.ORIGIN

@@ -45,7 +45,7 @@ def test_commands_import_only_what_they_need():
 
 
 def test_training_a_run_that_starts_from_nothing_reads_no_foreign_format():
-    """`train` names `hf` only behind a check of `init.directory`."""
+    """`train` names `hf` only behind a check of the directories that it may read."""
     text = (ROOT / "jaxformer" / "cli" / "train.py").read_text(encoding="utf-8")
     before = text[: text.index("from jaxformer.hf import")].rstrip().splitlines()[-1]
-    assert before.strip().startswith("if config.init.directory:")
+    assert before.strip() == "if config.init.directory or config.distillation is not None:"

@@ -275,7 +275,9 @@ def test_extra_and_missing_tensors_are_refused(gpt2, tmp_path):
 def test_every_family_reads_what_it_writes():
     for name, family in table.families():
         for head, architecture in family.heads.items():
-            settings = table.Settings({"model_type": family.model_types[0], "architectures": [architecture]})
+            # Blocks see the tokens ahead, so a causal model with the default of its family is refused.
+            kind = {"attention_type": "original_full"} if (name, head) == ("big_bird", "causal_lm") else {}
+            settings = table.Settings({"model_type": family.model_types[0], "architectures": [architecture], **kind})
             model = family.read_config(settings, head)
             again = family.read_config(table.Settings(family.write_config(model, head) | {"num_labels": 2}), head)
             assert not comparison.config_differences(model, again), f"{name} {head}"

@@ -136,4 +136,4 @@ def test_a_cache_is_refused_and_heads_for_spans_stand_alone():
 def test_visible_keys_are_those_of_the_mask(length):
     side, blocks = slots(length, length), Blocks.of(SPARSE.sparse, length)
     seen = np.asarray(Mask(side, side, blocks=blocks).dense())[0].sum(axis=1).mean()
-    assert flops._visible_keys(builders.stack(attention=SPARSE), False, length) == pytest.approx(seen)
+    assert flops.visible_keys(builders.stack(attention=SPARSE), False, length) == pytest.approx(seen)

@@ -33,6 +33,7 @@ def saved(evaluated_at: int, step_number: int = 5) -> tuple:
         dataset=types.SimpleNamespace(key="key"),
         state=None,
         batches=None,
+        progress={"reference": "hash", "teacher": None},
         pipeline=types.SimpleNamespace(data_state=lambda batches: {}),
         checkpoints=types.SimpleNamespace(save=lambda *given: kept.append(given)),
     )
@@ -48,6 +49,10 @@ def test_a_checkpoint_competes_with_measures_of_its_own_step_only():
 
 def test_bad_steps_in_a_row_are_counted_on_when_a_run_goes_on():
     assert saved(evaluated_at=5)[1]["skipped_in_a_row"] == 3
+
+
+def test_a_checkpoint_names_the_reference_that_the_run_began_with():
+    assert saved(evaluated_at=5)[1]["reference"] == "hash"
 
 
 def model(dropout: float = 0.0):

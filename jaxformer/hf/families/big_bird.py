@@ -38,7 +38,11 @@ def read_any_attention(settings: Settings, head: str) -> ModelConfig:
     )
     embed = dataclasses.replace(stack.embed, scale=settings("rescale_embeddings", False), dropout_first=True)
     stack = dataclasses.replace(
-        stack, attention=attention, embed=embed, causal=False if is_sparse and head == "causal_lm" else None
+        stack,
+        attention=attention,
+        ffn=dataclasses.replace(require_ffn(stack), activation=activation),  # the default is not BERT's
+        embed=embed,
+        causal=False if is_sparse and head == "causal_lm" else None,
     )
     settings("sep_token_id", 66)  # read by a call for spans
     if head == "qa":
