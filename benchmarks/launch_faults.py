@@ -401,7 +401,7 @@ TPU_FAULTS = (
 
 
 class Outcome(NamedTuple):
-    """What a launcher did: exit code, attempts that began, simulated minutes, whether the slice is there, its lines."""
+    """Outcome of a launcher: exit code, attempts begun, simulated minutes, whether the slice is there, its lines."""
 
     code: int
     attempts: int

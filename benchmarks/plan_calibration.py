@@ -208,7 +208,7 @@ def replace(assumptions: Assumptions, name: str, value: float) -> Assumptions:
 
 
 def residuals(rows: list[Row], assumptions: Assumptions) -> list[float]:
-    """What is squared and summed: logarithmic errors, as the mean over the rows of a source and chip, and the pull."""
+    """Residuals of the fit: logarithmic errors, as the mean over the rows of a source and chip, and the pull."""
     counts = Counter((row.source, row.chip) for row in rows)
     found = [math.log(row.expected(assumptions) / row.seconds) / counts[row.source, row.chip] ** 0.5 for row in rows]
     searched = [name for name in names(START) if name not in COPIED]

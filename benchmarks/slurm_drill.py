@@ -135,7 +135,7 @@ def wait_until(what: str, is_true: Callable[[], bool], seconds: float) -> None:
 
 
 def job_facts(job: str) -> dict[str, str]:
-    """What scontrol shows of a job."""
+    """A job, as scontrol shows it."""
     return dict(re.findall(r"(\w+)=(\S*)", output("scontrol", "show", "job", job)))
 
 

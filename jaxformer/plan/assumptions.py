@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Assumptions:
-    """How far real programs stay below the peaks of `chips.py`.
+    """Fractions of the peaks of `chips.py` that real programs reach.
 
     Mappings have a number for each kind of chip, or family of chips (see `FAMILIES`).
 

@@ -40,7 +40,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be decoded.
+    """The prompts and tokens to decode.
 
     Attributes:
       batch: prompts at a time, over all devices.
@@ -291,7 +291,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 def _read_times(
     config: Config, path: tuple[str, ...], axes: tuple[str | None, ...], request: Request, layout: Layout
 ) -> float:
-    """How often a decode step reads a parameter whole: 0 for the encoder and for tables of which it takes rows.
+    """Number of times that a decode step reads a parameter whole: 0 for the encoder and tables of which it takes rows.
 
     Layers that share their parameters read them once each. Of experts it reads those that its tokens are routed to,
     k of E for each token, taken as independent.

@@ -82,7 +82,7 @@ def stack_layers(config: Config, name: str, length: int) -> Layers:
 
 
 def feed_forward(stack: StackConfig) -> tuple[float, float, float, int]:
-    """Of one layer: a token's parameters into and out of the feed-forward layer, hidden activations, routed experts."""
+    """A layer's parameters of a token: into and out of the feed-forward layer, hidden activations, routed experts."""
     if stack.ffn is None and stack.moe is None:
         return 0.0, 0.0, 0.0, 0
     hidden = (stack.ffn.width if stack.ffn else None) or 4 * stack.width

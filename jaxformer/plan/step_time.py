@@ -116,7 +116,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is divided.
+    """Division of a step among devices.
 
     Attributes:
       inside: sizes of the mesh axes within a slice or host.

@@ -45,7 +45,7 @@ Needed = Callable[[Collection[str], ReadJson], list[str]]
 
 @dataclass(frozen=True)
 class Download:
-    """How a model of the hub is found.
+    """Options of finding a model of the hub.
 
     Attributes:
       revision: branch, tag or commit; None: the main branch.

@@ -58,7 +58,7 @@ Signature = tuple[int, int]
 
 @dataclass
 class Bucket:
-    """What the bucket is known to hold.
+    """Content of the bucket, as far as it is known.
 
     Attributes:
       checkpoints: SHA-256 of the manifest by name ("last/400").

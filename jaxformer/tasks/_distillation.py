@@ -15,7 +15,7 @@ from jaxformer.types import Batch, Sums
 
 
 def objective(config: Config, task: Task) -> Task:
-    """What a run trains on: `task`; with a teacher a task whose loss is `distillation_loss`."""
+    """The task that a run trains on: `task`; with a teacher a task whose loss is `distillation_loss`."""
     if config.distillation is None:
         return task
     return dataclasses.replace(task, loss=functools.partial(distillation_loss, task.loss))

@@ -178,7 +178,7 @@ class _Reference:
         return self._digest
 
     def values(self, examples: Examples, count: int) -> np.ndarray:
-        """What the task's `reference` says about the first `count` examples, in order: float32 `[n, ...]`."""
+        """Values of the task's `reference` for the first `count` examples, in order: float32 `[n, ...]`."""
         config, mesh = self._config, self._mesh
         process, processes = rules.process_part(mesh)
         rows = meshes.row_multiple(mesh.shape, config.model)

@@ -77,7 +77,7 @@ def instruction_set(cpu_flags: Collection[str], xla_flags: str = "") -> str:
 
 
 def cpu_info() -> str:
-    """What Linux says of the processors; "" elsewhere."""
+    """Linux's description of the processors; "" elsewhere."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:

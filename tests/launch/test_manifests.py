@@ -127,13 +127,13 @@ def check(value, schema, path="") -> None:
 
 
 def document(capsys, engine, *argv: str, train=TRAIN):
-    """What a dry run prints, read as YAML: the command is a comment in it."""
+    """Output of a dry run, read as YAML: the command is a comment in it."""
     assert engine.main(["--name=my-run", *argv, "--dry-run", "--", *train]) == 0
     return yaml.safe_load(capsys.readouterr().out)
 
 
 def run_of(script: str, folder: Path, **environment: str) -> list[str]:
-    """What the script gives to its program, and JAXFORMER_DISTRIBUTED, by running it with a stand-in."""
+    """Arguments that the script gives to its program, and JAXFORMER_DISTRIBUTED, by running it with a stand-in."""
     (folder / "python").write_text('#!/bin/bash\nprintf "%s\\0" "$JAXFORMER_DISTRIBUTED" "$@"\n')
     (folder / "sleep").write_text('#!/bin/bash\necho "slept $1" >&2\n')
     for name in ("python", "sleep"):

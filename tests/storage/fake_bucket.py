@@ -105,7 +105,7 @@ def write_checkpoint(root: Path, name: str, content: str) -> None:
 
 
 def contents(root: Path) -> dict[str, str]:
-    """What the array files of the intact checkpoints hold, by name. Raises `Damaged` for others."""
+    """Content of the array files of the intact checkpoints, by name. Raises `Damaged` for others."""
     found = {}
     for path in sorted((root / "checkpoints").glob("*/[0-9]*")):
         listed = manifest.read(path)

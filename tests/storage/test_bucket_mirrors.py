@@ -53,7 +53,7 @@ def copy(monkeypatch, tmp_path, name):
 
 
 def life(root, publish):
-    """What a run does to its folder, from one publication to the next. Of each step one checkpoint is kept."""
+    """Changes of a run to its folder, from one publication to the next. Of each step one checkpoint is kept."""
     rows = ""
     for step in (10, 20, 30):
         rows += json.dumps({"step": step}) + "\n"

@@ -41,7 +41,7 @@ COMMON: dict[str, Any] = {
 def split_downloads(
     source: str | os.PathLike[str], arguments: Mapping[str, Any], subfolder: str = ""
 ) -> tuple[Download, dict[str, Any]]:
-    """How to find `source` on the hub, and the arguments that are not of a download.
+    """The download that finds `source` on the hub, and the arguments that are not of a download.
 
     A warning names those of a download that ask for something and change nothing: all of them if `source` is a local
     directory.

@@ -147,5 +147,5 @@ def refuse_whole_rows(name: str, mask: Mask) -> None:
 
 
 def whole_rows(config: AttentionConfig) -> str | None:
-    """What a kernel that knows neither blocks nor summaries needs of the config; None if it has neither."""
+    """The refusal of a kernel that knows neither blocks nor summaries; None if the config has neither."""
     return None if config.sparse is None and config.summary is None else "attention.sparse and attention.summary None"
