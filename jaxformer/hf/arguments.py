@@ -134,7 +134,7 @@ def split_question(settings: Settings, given: Mapping[str, Any]) -> tuple[dict[s
 
 
 HIDDEN_SPAN_SCORE = 1e6
-"""What the scores of a hidden slot are lowered by."""
+"""Subtracted from the scores of a hidden slot."""
 
 
 def has_concrete_values(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What decoding needs on given devices: memory of parameters and caches, time a token, the largest batch that fits.
+"""The plan of decoding on given devices: memory of parameters and caches, time a token, the largest batch that fits.
 
 Nothing is compiled. Bytes of parameters are those of the arrays that decoding keeps, with `decode.weights`; bytes of
 caches follow from the shapes of `nn/cache.py` (of recurrent models, from tracing their `start`), at the capacity that

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import flax.struct
 import jax
@@ -16,7 +15,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
-from jaxformer.train.warm_start import InitFormat
+from jaxformer.train.warm_start import InitFormat, init_directory
 from jaxformer.types import Array, Batch, PyTree
 
 PATH = "config.distillation.directory"
@@ -64,7 +63,7 @@ def load(config: Config, mesh: jax.sharding.Mesh, tokenizers: Tokenizers | None,
     try:
         model, own_tokenizers = init_format.read_model(view)
         _check_tokens(tokenizers, own_tokenizers)
-        _check_classes(config, settings.directory)
+        _check_classes(config, view)
         head = dataclasses.replace(model.head, chunk=None)
         model = dataclasses.replace(model, dtype=config.model.dtype, head=head)
         vocabularies = (None, None) if tokenizers is None else (tokenizers.source.vocab, tokenizers.target.vocab)
@@ -106,12 +105,16 @@ def _check_tokens(tokenizers: Tokenizers | None, own: Tokenizers | None) -> None
             )
 
 
-def _check_classes(config: Config, directory: str) -> None:
-    """Raises a ConfigError if the teacher's classes are named, and not the run's in their order."""
+def _check_classes(config: Config, view: Config) -> None:
+    """Raises a ConfigError if the teacher's classes are named, and not the run's in their order.
+
+    Args:
+      view: the config whose `init.directory` is the teacher's.
+    """
     if config.model.head.kind != "classes":
         return
     try:
-        workdir, _ = find_run(Path(directory).absolute())
+        workdir, _ = find_run(init_directory(view).absolute())
     except ConfigError:  # a directory of another format: only the number of its classes is compared
         return
     own = overrides.read(workdir).task.classes

@@ -221,7 +221,7 @@ def test_a_teacher_of_other_outputs_or_inputs_is_refused(own, message):
     assert "\n" not in str(error.value) and str(error.value).startswith("config.distillation.directory: got ")
 
 
-def test_a_teacher_of_other_tokens_or_names_is_refused(tmp_path):
+def test_a_teacher_of_other_tokens_or_names_is_refused(tmp_path, monkeypatch):
     tokens = {
         kind: Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind=kind)), [{"text": "ab"}], ("text",))
         for kind in ("byte", "character")
@@ -247,11 +247,14 @@ def test_a_teacher_of_other_tokens_or_names_is_refused(tmp_path):
     (tmp_path / "checkpoints" / "last" / "1").mkdir(parents=True)
     other = dataclasses.replace(config, task=TaskConfig("classification", classes=("a", "c", "b")))
     (tmp_path / "config.json").write_text(overrides.to_json(other))
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(ConfigError, match="of the classes a, c, b, expected those of the run in th"),
-    ):
-        teacher.load(config, mesh, tokens["character"], directory)
+    monkeypatch.setattr(warm_start, "_fetched", {"gs://bucket/teacher": tmp_path}.get)
+    for place in (str(tmp_path), "gs://bucket/teacher"):
+        of_place = dataclasses.replace(config, distillation=DistillationConfig(place))
+        with (
+            jax.set_mesh(mesh),
+            pytest.raises(ConfigError, match="of the classes a, c, b, expected those of the run in th"),
+        ):
+            teacher.load(of_place, mesh, tokens["character"], directory)
 
 
 def test_what_a_teacher_does_not_go_with_is_refused(tmp_path):

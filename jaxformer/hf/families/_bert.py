@@ -164,6 +164,17 @@ def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
     }
 
 
+def prediction_rows(model: ModelConfig) -> list[Row]:
+    """Rows of the head that predicts tokens, as BERT names its tensors."""
+    untied = [] if model.head.tied else [Row("cls.predictions.decoder.weight", "head/kernel", "V D -> D V")]
+    return [
+        *linear_rows("cls.predictions.transform.dense", "head/transform"),
+        *norm_rows("cls.predictions.transform.LayerNorm", "head/transform_norm"),
+        Row("cls.predictions.bias", "head/bias"),
+        *untied,
+    ]
+
+
 def body_rows(model: ModelConfig, prefix: str) -> list[Row]:
     """Rows of embeddings and layers."""
     return embedding_rows(model, prefix) + layer_rows(model, prefix)

@@ -228,14 +228,8 @@ def body_rows(model: ModelConfig) -> list[Row]:
 
 def head_rows(model: ModelConfig, head: str) -> list[Row]:
     """Rows of the head."""
-    untied = [] if model.head.tied else [Row("cls.predictions.decoder.weight", "head/kernel", "V D -> D V")]
     by_head = {
-        "masked_lm": [
-            *linear_rows("cls.predictions.transform.dense", "head/transform"),
-            *norm_rows("cls.predictions.transform.LayerNorm", "head/transform_norm"),
-            Row("cls.predictions.bias", "head/bias"),
-            *untied,
-        ],
+        "masked_lm": _bert.prediction_rows(model),
         "sequence": [*linear_rows("pooler.dense", "head/hidden"), *linear_rows("classifier", "head/decision")],
         "token": linear_rows("classifier", "head/decision"),
         "qa": linear_rows("qa_outputs", "head/decision"),

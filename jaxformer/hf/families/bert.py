@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxformer.config import ModelConfig
 from jaxformer.hf.families import _bert
-from jaxformer.hf.table import CallConvention, Family, Row, Settings, linear_rows, norm_rows
+from jaxformer.hf.table import CallConvention, Family, Row, Settings, linear_rows
 
 
 def read_config(settings: Settings, head: str) -> ModelConfig:
@@ -15,13 +15,7 @@ def read_config(settings: Settings, head: str) -> ModelConfig:
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
     pooler = linear_rows("bert.pooler.dense", "head/hidden")
-    untied = [] if model.head.tied else [Row("cls.predictions.decoder.weight", "head/kernel", "V D -> D V")]
-    tokens = [
-        *linear_rows("cls.predictions.transform.dense", "head/transform"),
-        *norm_rows("cls.predictions.transform.LayerNorm", "head/transform_norm"),
-        Row("cls.predictions.bias", "head/bias"),
-        *untied,
-    ]
+    tokens = _bert.prediction_rows(model)
     by_head = {
         "masked_lm": tokens,
         "causal_lm": tokens,

@@ -77,13 +77,7 @@ def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
     pooler = linear_rows("bert.pooler", "head/hidden")
-    untied = [] if model.head.tied else [Row("cls.predictions.decoder.weight", "head/kernel", "V D -> D V")]
-    tokens = [
-        *linear_rows("cls.predictions.transform.dense", "head/transform"),
-        *norm_rows("cls.predictions.transform.LayerNorm", "head/transform_norm"),
-        Row("cls.predictions.bias", "head/bias"),
-        *untied,
-    ]
+    tokens = _bert.prediction_rows(model)
     by_head = {
         "masked_lm": tokens,
         "causal_lm": tokens,

@@ -15,7 +15,6 @@ from jaxformer.hf.table import (
     Settings,
     choice_head,
     linear_rows,
-    norm_rows,
 )
 
 
@@ -59,13 +58,7 @@ def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
 def rows(model: ModelConfig, head: str) -> list[Row]:
     body = _projected.embedding_rows(model, "roformer", "embeddings_project") + _bert.layer_rows(model, "roformer")
     decision = linear_rows("classifier", "head/decision")
-    untied = [] if model.head.tied else [Row("cls.predictions.decoder.weight", "head/kernel", "V E -> E V")]
-    tokens = [
-        *linear_rows("cls.predictions.transform.dense", "head/transform"),
-        *norm_rows("cls.predictions.transform.LayerNorm", "head/transform_norm"),
-        Row("cls.predictions.bias", "head/bias"),
-        *untied,
-    ]
+    tokens = _bert.prediction_rows(model)
     by_head = {
         "masked_lm": tokens,
         "causal_lm": tokens,
