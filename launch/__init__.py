@@ -90,6 +90,11 @@ def train_argument(flags: argparse.Namespace, name: str) -> str:
     return values[-1] if values else ""
 
 
+def is_in_bucket(workdir: str) -> bool:
+    """True for the address of a workdir in a bucket, which outlives all machines and lies on no disk."""
+    return workdir.startswith(("gs://", "s3://"))
+
+
 def train_command(flags: argparse.Namespace, python: str) -> list[str]:
     """The command that trains, or with --doctor the one that checks, as an argument list."""
     if flags.doctor:

@@ -22,7 +22,7 @@ from typing import Any
 
 import launch
 from launch import manifests, restarts
-from launch.programs import Failure, Programs
+from launch.programs import Failure, Programs, exit_code_of
 from launch.restarts import FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS
 
 MAX_RESTARTS = 20
@@ -249,8 +249,21 @@ def check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
             parser.error(f"--volume: got {volume}, expected PATH=CLAIM with an absolute path")
     workdir = launch.train_argument(flags, "workdir")
     paths = [volume.split("=")[0].rstrip("/") for volume in flags.volume]
-    if workdir and not any(f"{workdir}/".startswith(f"{path}/") for path in paths):
+    if workdir and not launch.is_in_bucket(workdir) and not any(f"{workdir}/".startswith(f"{path}/") for path in paths):
         parser.error(f"--workdir: got {workdir}, expected a path below a --volume: a pod's own disk ends with it")
+
+
+def submit(flags: argparse.Namespace, programs: Programs, command: Sequence[str], text: str) -> int:
+    """Creates the run with `command`, which reads `text`; with --wait follows it. Returns the exit code.
+
+    Raises:
+      Failure: the cluster refuses it.
+    """
+    done = programs.call(command, text)
+    print(done.out, end="")
+    if done.code:
+        raise Failure(f"{command[0]}: {' '.join(done.err.split())[-300:] or f'code {done.code}'}")
+    return wait(flags, programs) if flags.wait else 0
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None, programs: Programs | None = None) -> int:
@@ -263,18 +276,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None, programs
     if flags.dry_run:
         print(shlex.join(command) if flags.xpk else f"# {shlex.join(command)}\n{text}", end="\n" if flags.xpk else "")
         return 0
-    programs = programs or Programs()
-    try:
-        done = programs.call(command, text)
-        print(done.out, end="")
-        if done.code:
-            raise Failure(f"{command[0]}: {' '.join(done.err.split())[-300:] or f'code {done.code}'}")
-        return wait(flags, programs) if flags.wait else 0
-    except Failure as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return failure.code
-    except KeyboardInterrupt:
-        return launch.INTERRUPTED
+    return exit_code_of(lambda: submit(flags, programs or Programs(), command, text))
 
 
 if __name__ == "__main__":

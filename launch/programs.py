@@ -31,6 +31,17 @@ class Failure(Exception):
         self.code = code
 
 
+def exit_code_of(action: Callable[[], int]) -> int:
+    """The result of `action`; after a `Failure`, whose line is printed, its code, and after Ctrl-C `INTERRUPTED`."""
+    try:
+        return action()
+    except Failure as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return failure.code
+    except KeyboardInterrupt:
+        return launch.INTERRUPTED
+
+
 class Programs:
     """Runs programs of this machine."""
 

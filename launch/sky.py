@@ -6,7 +6,7 @@
 SkyPilot copies the current directory without what .gitignore names, and --setup, by default an installation from
 requirements.lock, runs on every node. After the codes 143 and 75 the job starts anew, at most --max-restarts times, and
 after others it ends. Preempted machines are replaced by SkyPilot itself, which counts them for itself. The workdir has
-to lie in a --volume; a bucket is no place for it.
+to lie in a --volume, not in a bucket: the nodes count their restarts there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import launch
 from launch import manifests, restarts, shell
-from launch.programs import Failure, Programs
+from launch.programs import Programs, exit_code_of
 from launch.restarts import FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS
 
 MAX_RESTARTS = 20
@@ -174,13 +174,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None, programs
     if flags.dry_run:
         print(f"# {shlex.join(launch_command(flags, f'{flags.name}.yaml'))}\n{manifests.dump(task(flags))}", end="")
         return 0
-    try:
-        return submit(flags, programs or Programs())
-    except Failure as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return failure.code
-    except KeyboardInterrupt:
-        return launch.INTERRUPTED
+    return exit_code_of(lambda: submit(flags, programs or Programs()))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from types import FrameType
 
 import launch
 from launch import restarts, source, worker
-from launch.programs import Failure, Programs
+from launch.programs import Failure, Programs, exit_code_of
 from launch.restarts import Restarts
 from launch.tpu_slice import Slice
 from launch.worker import LogReader, Worker
@@ -336,8 +336,10 @@ def main(argv: Sequence[str] | None = None, program: str | None = None, programs
     launch.at_least(parser, flags, "max-restarts", 0)
     launch.refuse_multiline(parser, [*flags.train, flags.setup, flags.install, flags.folder])
     workdir = launch.train_argument(flags, "workdir")
-    if workdir and not Path(workdir).is_absolute():
-        parser.error(f"--workdir: got {workdir}, expected an absolute path of a disk that outlives the slice")
+    if workdir and not Path(workdir).is_absolute() and not launch.is_in_bucket(workdir):
+        parser.error(
+            f"--workdir: got {workdir}, expected an absolute path of a disk that outlives the slice, or gs://BUCKET/PATH"
+        )
     if not re.fullmatch(r"[\w.-]+", flags.folder) or flags.folder.startswith("."):
         parser.error(f"--folder: got {flags.folder!r}, expected a name: the folder is made anew in the home folder")
     if any(option.startswith("--labels") for option in flags.create):
@@ -353,12 +355,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None, programs
         if flags.dry_run:
             print_plan(flags, programs)
             return 0
-        return Job(flags, programs).run()
-    except Failure as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return failure.code
-    except KeyboardInterrupt:
-        return launch.INTERRUPTED
+        return exit_code_of(Job(flags, programs).run)
     finally:
         signal.signal(signal.SIGTERM, previous)
 

@@ -42,8 +42,8 @@ class Flag:
       switch: the flag takes no value, and is True if it is given.
       directory: what the command does with the directory that the value names: read it, write into it if it exists,
         or create it.
-      bucket: how the directory may be an address in a bucket: the command gets a copy of the run there, or uses the
-        address itself; "": it may not.
+      bucket: how the directory may be an address in a bucket: the command gets a copy of the run there, or a copy for a
+        page, without the arrays of checkpoints, or uses the address itself; "": it may not.
     """
 
     help: str
@@ -52,7 +52,7 @@ class Flag:
     repeats: bool = False
     switch: bool = False
     directory: Literal["", "read", "write", "create"] = ""
-    bucket: Literal["", "copy", "itself"] = ""
+    bucket: Literal["", "copy", "page", "itself"] = ""
 
 
 CHECKPOINT = Flag(

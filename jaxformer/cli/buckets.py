@@ -21,17 +21,18 @@ def local_copies(command: Command, arguments: Namespace) -> Generator[None]:
     """
     with contextlib.ExitStack() as stack:
         for name, flag in command.flags.items():
-            if flag.bucket != "copy":
+            if flag.bucket not in ("copy", "page"):
                 continue
             value = getattr(arguments, name)
             values = value if flag.repeats else [value]
             urls = [one for one in values if object_store.is_url(one)]
             if not urls:
                 continue
-            _check_possible(name, urls[0], len(values), arguments)
+            if flag.bucket == "page":
+                _check_page(name, urls[0], len(values), arguments)
             from jaxformer import storage
 
-            which = getattr(arguments, "checkpoint", storage.NONE if hasattr(arguments, "figures") else None)
+            which = storage.NONE if flag.bucket == "page" else getattr(arguments, "checkpoint", None)
             paths = [
                 str(stack.enter_context(storage.opened(one, f"--{name}", which))) if object_store.is_url(one) else one
                 for one in values
@@ -40,9 +41,9 @@ def local_copies(command: Command, arguments: Namespace) -> Generator[None]:
         yield
 
 
-def _check_possible(name: str, url: str, count: int, arguments: Namespace) -> None:
-    """Refuses what a copy, which does not change and has a place of its own, cannot do."""
-    if getattr(arguments, "serve", False) is True and hasattr(arguments, "figures"):
+def _check_page(name: str, url: str, count: int, arguments: Namespace) -> None:
+    """Refuses a page that a copy, which does not change and has a place of its own, cannot have."""
+    if arguments.serve:
         raise ConfigError(f"--{name}: got {url!a} with --serve, expected a folder: a copy does not follow the run")
     if count > 1 and not arguments.output:
         raise ConfigError(f"--{name}: got {url!a} and others without --output, expected --output=FILE.html; add it")

@@ -33,7 +33,7 @@ COMMAND = Command(
     run,
     {
         "workdir": Flag(
-            "folder of a run, of seeds or of a sweep; may be repeated", repeats=True, directory="write", bucket="copy"
+            "folder of a run, of seeds or of a sweep; may be repeated", repeats=True, directory="write", bucket="page"
         ),
         "output": Flag(
             "page to write, FILE.html; without it report.html of one run, and of several comparison.html in the "

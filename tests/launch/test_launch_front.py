@@ -1,6 +1,5 @@
 """The front `python -m launch --on=...`, restarts on this machine, and SLURM jobs with containers and logs a rank."""
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -15,20 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from fault_script import launch_faults  # noqa: E402
+
 from launch import __main__ as front  # noqa: E402
 from launch import local, restarts, slurm  # noqa: E402
-
-
-def script(name: str):
-    """A program of benchmarks/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-launch_faults = script("launch_faults")
-
 
 TRAIN = ["--config=configs/quickstart.py", "--workdir=/shared/run"]
 NEEDED = {
@@ -238,3 +227,11 @@ def test_the_batch_script_passes_shellcheck(capsys):
     text = batch_script(capsys, "--rank-logs=a b%j", "--setup=module load x", "--container=i", "--mount=/shared")
     done = subprocess.run(["shellcheck", "-"], input=text, capture_output=True, text=True, check=False)
     assert done.stdout == ""
+
+
+def test_a_container_sees_a_workdir_in_a_bucket(capsys):
+    flags = ["--on=slurm", "--container=image.sif", "--dry-run", "--", "--config=configs/quickstart.py"]
+    assert front.main([*flags, "--workdir=gs://bucket/run"]) == 0
+    assert "--workdir=gs://bucket/run" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        front.main([*flags, "--workdir=/elsewhere/run"])

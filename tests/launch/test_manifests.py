@@ -6,7 +6,6 @@ The names of fields and their types are facts of
 - SkyPilot's task schema (skypilot-org/skypilot, sky/utils/schemas.py: get_task_schema, get_resources_schema).
 """
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -20,20 +19,10 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from fault_script import launch_faults  # noqa: E402
+
 from launch import gke, manifests, sky  # noqa: E402
 from launch.programs import Programs  # noqa: E402
-
-
-def script(name: str):
-    """A program of benchmarks/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-launch_faults = script("launch_faults")
-
 
 ODD = '--config.data.dir=it\'s $HOME; a "folder" & `more` #x: {y}'
 TRAIN = ["--config=configs/quickstart.py", "--workdir=/shared/runs/x y", ODD]
@@ -217,6 +206,15 @@ def test_what_gke_cannot_honour_is_refused(argv, word, capsys):
         gke.main([*base, *argv, "--dry-run", "--", *TRAIN])
     assert end.value.code == 2
     assert word in capsys.readouterr().err
+
+
+def test_gke_takes_a_workdir_in_a_bucket_and_sky_does_not(capsys):
+    train = [TRAIN[0], "--workdir=s3://bucket/run"]
+    assert gke.main(["--name=a", "--image=i", "--dry-run", "--", *train]) == 0
+    assert "s3://bucket/run" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        sky.main(["--name=a", "--volume=/shared=disk", "--dry-run", "--", *train])
+    assert "--workdir: got s3://bucket/run" in capsys.readouterr().err
 
 
 def test_xpk_gets_the_same_run(capsys):

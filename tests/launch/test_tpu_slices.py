@@ -1,6 +1,5 @@
 """TPU slices against a stand-in for gcloud that keeps state, and the workers' scripts against a real bash."""
 
-import importlib.util
 import shlex
 import shutil
 import subprocess
@@ -14,20 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from fault_script import launch_faults  # noqa: E402
+
 from launch import source, tpu, tpu_slice, worker  # noqa: E402
 from launch.programs import Programs  # noqa: E402
-
-
-def script(name: str):
-    """A program of benchmarks/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-launch_faults = script("launch_faults")
-
 
 TRAIN = launch_faults.TRAIN
 
@@ -154,6 +143,13 @@ def test_the_ways_to_create_and_delete_a_slice():
         "--node-id=pod --runtime-version=v2-alpha-tpuv5-lite --spot --labels=launcher=jaxformer --network=n --quiet",
         "gcloud compute tpus queued-resources delete --force pod --zone=z --project=p --quiet",
     ]
+
+
+def test_a_workdir_may_be_in_a_bucket(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    flags = ["--name=pod", "--zone=z", "--type=v5litepod-8", "--version=v2", "--dry-run"]
+    assert tpu.main([*flags, "--", "--config=configs/quickstart.py", "--workdir=gs://bucket/run"]) == 0
+    assert "--workdir=gs://bucket/run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

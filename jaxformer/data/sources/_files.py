@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import json
 import logging
 import re
 import zlib
@@ -178,6 +179,33 @@ def read_text(path: Path) -> str:
     if not data:
         raise ConfigError(f"{path}: got an empty file, expected text")
     return _decode_utf8(data, path, 1)
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """(file and line, value) of every line of a JSONL file that is not blank.
+
+    Raises:
+      ConfigError: as `read_lines`, or a line is no JSON.
+    """
+    for number, line in read_lines(path):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield where, parse_json_line(line, lambda where=where: where)
+
+
+def parse_json_line(line: str, where: Callable[[], str]) -> Any:
+    """The value of a line of JSONL.
+
+    Args:
+      where: file and line, for the error.
+
+    Raises:
+      ConfigError: it is no JSON.
+    """
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where()}: got malformed JSON ({error}), expected one JSON object a line") from error
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:

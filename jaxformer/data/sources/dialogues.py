@@ -54,14 +54,7 @@ def build(config: DataConfig) -> Dataset:
 
 def _read(path: Path, key: str) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """(file and line, turns) of every conversation of a file."""
-    for number, line in _files.read_lines(path):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: got malformed JSON ({error}), expected one JSON object a line") from error
+    for where, record in _files.read_json_lines(path):
         if not isinstance(record, dict) or key not in record:
             got = f"keys {', '.join(map(ascii, record))}" if isinstance(record, dict) else type(record).__name__
             raise ConfigError(f"{where}: got {got}, expected an object with {key!r}; set data.columns.messages=KEY")

@@ -70,14 +70,7 @@ def build(config: DataConfig) -> Dataset:
 
 def _read(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[str, Pair]]:
     """(file and line, pair) of every line of a file that is not blank."""
-    for number, line in _files.read_lines(path):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: got malformed JSON ({error}), expected one JSON object a line") from error
+    for where, record in _files.read_json_lines(path):
         missing = [name for name in FIELDS[1:] if not isinstance(record, dict) or columns[name] not in record]
         if missing:
             got = f"keys {', '.join(map(ascii, record))}" if isinstance(record, dict) else type(record).__name__

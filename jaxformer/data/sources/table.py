@@ -24,7 +24,6 @@ from __future__ import annotations
 import csv
 import functools
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable
@@ -181,10 +180,7 @@ def json_row(line: str, columns: dict[str, str], where: Callable[[], str]) -> di
     Raises:
       ConfigError: the line is no JSON object, lacks a column, or has no text there.
     """
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where()}: got malformed JSON ({error}), expected one JSON object a line") from error
+    record = _files.parse_json_line(line, where)
     if not isinstance(record, dict):
         raise ConfigError(f"{where()}: got {type(record).__name__}, expected one JSON object a line")
     return {role: _value(record, role, column, where) for role, column in columns.items()}

@@ -1,0 +1,35 @@
+"""Commands that read a run in a bucket: which checkpoints of it they ask for."""
+
+import contextlib
+from argparse import Namespace
+
+import pytest
+
+from jaxformer import storage
+from jaxformer.cli import buckets, decode, export_checkpoint, report
+
+URL = "gs://bucket/run"
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "which"),
+    [
+        (report.COMMAND, {"workdir": [URL], "serve": False}, storage.NONE),  # a page shows no parameters
+        (decode.COMMAND, {"workdir": URL, "checkpoint": "best"}, "best"),
+        (export_checkpoint.COMMAND, {"workdir": URL}, None),  # all: the command chooses by itself
+    ],
+    ids=["report", "decode", "export"],
+)
+def test_a_command_fetches_the_checkpoints_that_it_reads(command, given, which, tmp_path, monkeypatch):
+    asked = []
+
+    @contextlib.contextmanager
+    def opened(url, what, which):
+        asked.append((url, what, which))
+        yield tmp_path
+
+    monkeypatch.setattr(storage, "opened", opened)
+    arguments = Namespace(**{name: "" for name in command.flags} | given)
+    with buckets.local_copies(command, arguments):
+        assert arguments.workdir == (str(tmp_path) if isinstance(given["workdir"], str) else [str(tmp_path)])
+    assert asked == [(URL, "--workdir", which)]
