@@ -7,6 +7,7 @@ import pytest
 
 from jaxformer import storage
 from jaxformer.cli import buckets, decode, export_checkpoint, report
+from jaxformer.errors import ConfigError
 
 URL = "gs://bucket/run"
 
@@ -33,3 +34,17 @@ def test_a_command_fetches_the_checkpoints_that_it_reads(command, given, which, 
     with buckets.local_copies(command, arguments):
         assert arguments.workdir == (str(tmp_path) if isinstance(given["workdir"], str) else [str(tmp_path)])
     assert asked == [(URL, "--workdir", which)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workdir": [URL], "serve": True}, "with --serve, expected a folder"),
+        ({"workdir": [URL, "runs/other"], "serve": False}, "without --output, expected --output=FILE.html"),
+    ],
+)
+def test_a_page_that_a_copy_cannot_have_is_refused(given, message, monkeypatch):
+    monkeypatch.setattr(storage, "opened", None)  # nothing is fetched first
+    arguments = Namespace(**{name: "" for name in report.COMMAND.flags} | given)
+    with pytest.raises(ConfigError, match=message), buckets.local_copies(report.COMMAND, arguments):
+        pass
