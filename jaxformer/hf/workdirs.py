@@ -155,7 +155,7 @@ def _initial_directory(config: Config) -> Path:
     return _located(config.init.directory)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _located(source: str) -> Path:
     """Asked once by each process: the model and its parameters are then of the same commit."""
     return hub.locate(source, what="config.init.directory")

@@ -97,6 +97,16 @@ def test_the_needed_files_are_downloaded_once(hub, local, tmp_path, monkeypatch)
     assert hf_hub.locate("org/gpt2") == storage / "snapshots" / commit
 
 
+def test_a_run_and_its_teacher_are_each_asked_for_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(hf_hub, "locate", lambda source, what: asked.append(source) or source)
+    workdirs._located.cache_clear()
+    for name in ("org/student", "org/teacher", "org/student", "org/teacher"):  # models, then parameters
+        assert workdirs._located(name) == name
+    workdirs._located.cache_clear()
+    assert asked == ["org/student", "org/teacher"]
+
+
 def test_a_format_with_shards_is_followed(hub):
     index = json.dumps({"weight_map": {"a": "m-1.bin", "b": "m-2.bin", "c": "m-1.bin"}})
     files = {"config.json": "{}", "pytorch_model.bin.index.json": index, "m-1.bin": "1", "m-2.bin": "2", "m-3.bin": "3",
