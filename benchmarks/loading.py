@@ -7,8 +7,8 @@ page cache, and imports are not timed. Every parameter is read once after loadin
 The first round fills the page cache, and our cache of a model's shapes. Memory is the peak resident set of the process
 less what it was before, so mapped pages count in both; for saving, what is added to the loaded model.
 
-Each process first touches as much memory as it will need, and frees it: on a virtual machine memory that was never used
-costs three seconds a gigabyte, which is the host's time. With --cold it does not.
+Each process first touches as much memory as it will need, and frees it: on some virtual machines memory that was never
+used costs seconds a gigabyte, which is the host's time. With --cold it does not.
 """
 
 from __future__ import annotations
