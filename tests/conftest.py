@@ -37,6 +37,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(trylast=True)  # after the processes that share the tests have ended
 def pytest_sessionfinish(session, exitstatus):
     """Keeps the compiled programs of a session that came to its end; of another, some may be half-written."""
+    environment.skip_cleanup()
     gc.freeze()  # pytest looks through all objects for garbage, five times: a minute among those of all tests
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not hasattr(session.config, "workerinput"):
         environment.keep_programs()

@@ -74,6 +74,13 @@ def share_contexts() -> None:
     mlir.make_ir_context = make_ir_context
 
 
+def skip_cleanup() -> None:
+    """The process ends with its programs: jax would delete those of all tests one by one, which takes seconds."""
+    from jax._src import api
+
+    atexit.unregister(api.clean_up)
+
+
 def keep_programs() -> None:
     """Keeps what this session compiled for the next one; more than 4 GiB are deleted first."""
     kept, programs = _kept_programs(), Path(os.environ[CACHES]) / "programs"

@@ -1,9 +1,10 @@
 """What the order of examples and batches depends on."""
 
+import grain
 import numpy as np
 
 from jaxformer.data.packing import Shape
-from jaxformer.data.planning import BlockPlanner, ShuffledOrder
+from jaxformer.data.planning import SMALL_EPOCH, BlockPlanner, ShuffledOrder
 
 
 class Texts:
@@ -30,6 +31,16 @@ def test_seed_and_epoch_decide_which_examples_share_a_batch():
     assert batches(0, 0) != batches(1, 0), "the seed decides nothing but the order of the batches"
     assert batches(0, 0) != batches(0, 1), "every epoch has the same batches"
     assert sorted(i for batch in batches(3, 2) for i in batch) == list(range(40))
+
+
+def test_a_small_epoch_is_permuted_as_its_examples_one_by_one():
+    shuffle = grain.experimental.index_shuffle
+    for examples in (3, SMALL_EPOCH, SMALL_EPOCH + 1):
+        order, seed = ShuffledOrder(examples, 2, 7), int(np.random.SeedSequence((7, 5)).generate_state(1)[0])
+        last = examples - 1
+        alone = [shuffle(position, max_index=last, seed=seed, rounds=4) for position in range(last - 1, examples)]
+        assert list(order.indices(5, range(last - 1, examples))) == alone, f"{examples} examples"
+        assert order.indices(6, range(3)) != order.indices(5, range(3)) or examples == 3
 
 
 def test_batches_of_all_lengths_come_in_another_order_every_epoch():
