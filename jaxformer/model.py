@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from jaxformer.analysis import notebook
 from jaxformer.analysis import patching as analysis_patching
 from jaxformer.analysis.notebook import Parameters
 from jaxformer.analysis.results import Results
+from jaxformer.bridges import onnx as onnx_bridge
 from jaxformer.checkpoint import LoadedRun, WeightsInfo
 from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.tokenizers import Tokenizers
@@ -492,6 +494,33 @@ class Model:
         plain = dataclasses.replace(config.model, adapter=None)
         params, config = adapters.merge(self.params), dataclasses.replace(config, model=plain)
         return dataclasses.replace(self, module=build.build(plain), params=params, config=config)
+
+    def as_nnx(self, rngs: Any = None) -> Any:
+        """The model as a Flax NNX module with the same arrays; called with a `Batch` it gives the same bits.
+
+        Args:
+          rngs: `flax.nnx.Rngs` with a stream "dropout": every call draws a key and computes as a training step does;
+            None: without dropout.
+        """
+        from jaxformer.bridges import nnx  # imports a part of flax that nothing else needs
+
+        return nnx.to_nnx(self.module, self.inference_variables(), rngs)
+
+    def with_nnx(self, converted: Any) -> Model:
+        """This model with the variables that a module of `as_nnx` holds now, as after training it in NNX.
+
+        Raises:
+          ConfigError: the module is not one that `as_nnx` made of this model.
+        """
+        from jaxformer.bridges import nnx
+
+        variables = nnx.from_nnx(converted, self.inference_variables())
+        others = {name: value for name, value in variables.items() if name != "params"}
+        return dataclasses.replace(self, params=variables["params"], variables={**self.variables, **others})
+
+    def export_onnx(self, path: str | os.PathLike[str], length: int, rows: int | None = None) -> Path:
+        """Writes the forward pass as an ONNX file; inputs, outputs and errors: `jaxformer.bridges.onnx.export`."""
+        return onnx_bridge.export(self.module, self.inference_variables(), self.config.model, path, length, rows)
 
     def inference_variables(self, params: PyTree = None) -> dict[str, PyTree]:
         """The variables of a forward pass: `params` (None: the model's own) and the other collections."""

@@ -27,7 +27,7 @@ LAYERS = (
     ("checkpoint",),
     ("storage",),
     ("train",),
-    ("analysis",),
+    ("analysis", "bridges"),
     ("model",),
     ("hf",),
     ("evaluation", "preflight"),

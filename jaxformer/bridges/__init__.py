@@ -1,0 +1,1 @@
+"""Models for other programs: as Flax NNX modules, and as ONNX files."""
