@@ -3,7 +3,7 @@
     python benchmarks/explorer.py [--recipe=configs/llama.py:1b] [--dtype=float32] [--folder=DIR] [--output=FILE.jsonl]
 
 Makes a run of the recipe's model with random parameters (float32, so four bytes each on the disk) and a tokenizer of
-bytes, and calls the command for the two sentences of its sample pair. What is measured is a process of its own, with
+bytes, and calls the command for two sentences of 26 bytes, between which it patches the residual stream. What is measured is a process of its own, with
 programs compiled anew: wall and processor seconds of the whole command, and its peak resident set, in which the
 parameters count. --folder keeps the run, and takes one that is there already.
 """
@@ -15,7 +15,6 @@ import dataclasses
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
+
+SENTENCES = ("The cup was full of water.", "The cup was free of water.")
+"""As long as each other in bytes, so that activations can be patched between them."""
 
 def make_run(folder: Path, recipe: str, dtype: str) -> None:
     """Writes a workdir of the recipe's model with normal random parameters, drawn one array at a time."""
@@ -94,7 +96,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", default="")
     parser.add_argument("--output", default="")
     arguments = parser.parse_args(argv)
-    from jaxformer.analysis import explorer
     from jaxformer.config import overrides
     from jaxformer.models import build
 
@@ -104,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
             make_run(folder, arguments.recipe, arguments.dtype)
         model = overrides.read(folder).model
         sentences, page = Path(temporary) / "sentences.txt", Path(temporary) / "page.html"
-        sentences.write_text("\n".join(explorer.SAMPLE_PAIR) + "\n", encoding="utf-8")
+        sentences.write_text("\n".join(SENTENCES) + "\n", encoding="utf-8")
         row: dict[str, Any] = {
             "parameters": build.count_params(build.shapes(build.build(model))["params"]),
             "dtype": model.dtype,

@@ -208,3 +208,44 @@ def test_a_live_page_shows_each_point_of_a_killed_and_resumed_run_once(browser, 
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_live_page_that_loads_itself_again_looks_as_before(browser, tmp_path):
+    folder = put(tmp_path / "run", 30)
+    server = live.Server(live.State([folder]), 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    change = "(e => {e.%s; e.dispatchEvent(new Event('%s', {bubbles: true}))})(document.getElementById('%s'))"
+    details = "[...document.querySelectorAll('details')].find(e => e.textContent.startsWith('how to read'))"
+    try:
+        browser.open(server.url)
+        drawn(browser)
+        browser.run(change % ("value = '3'", "input", "smooth"))
+        browser.run(change % ("value = 'tokens'", "change", "axis"))
+        browser.wait("charts.view('loss')?.signal('axis') === 'tokens'")
+        browser.run("document.querySelector('[data-chart=loss]').focus()")
+        browser.press("+")
+        low, high = browser.run("charts.view('loss').scale('x').domain()")
+        browser.run(f"{details}.open = true; scrollTo(0, 150); window.before = true")
+        (folder / "eval-test.json").write_text(json.dumps({"split": "test", "examples": 4, "bleu": 12.5}))
+        browser.wait("window.before === undefined && document.readyState === 'complete'")
+        drawn(browser)
+        assert browser.run("document.getElementById('evaluation') !== null")  # what it was loaded again for
+        assert browser.run("charts.view('loss').scale('x').domain()") == pytest.approx([low, high])
+        assert browser.run("[charts.options.axis, charts.options.smooth]") == ["tokens", 3]
+        assert browser.run(f"{details}.open") and browser.run("scrollY") == 150
+        assert browser.run("document.activeElement.dataset.chart") == "loss"
+        # A zoom is that of its axis: steps show all of it, tokens again what was zoomed, a redrawn chart too.
+        browser.run(change % ("value = 'step'", "change", "axis"))
+        browser.wait("charts.view('loss')?.scale('x').domain()[1] === 300")
+        browser.run(change % ("value = 'tokens'", "change", "axis"))
+        browser.run(change % ("value = '1'", "change", "log-y"))
+        browser.wait("charts.view('loss')?.scale('y').type === 'log'")
+        assert browser.run("charts.view('loss').scale('x').domain()") == pytest.approx([low, high])
+        browser.run("document.querySelector('[data-chart=loss]').focus()")
+        browser.press("0")
+        browser.wait("charts.view('loss').scale('x').domain()[0] === 50000")
+        assert browser.run("charts.zooms()") == {}
+        assert browser.messages == []
+    finally:
+        server.shutdown()
+        server.server_close()
