@@ -68,7 +68,15 @@ def page(tmp_path_factory):
     """A page of one run whose names, samples and measures hold markup."""
     records = [{"input": HOSTILE, "output": f"{HOSTILE} {n}", "reference": HOSTILE} for n in range(4)]
     confusion = {"classes": [HOSTILE, "b"], "counts": [[3, 1], [0, 2]]}
-    evaluation = {"split": "test", "examples": 4, "bleu": 12.5, "diagnosis": {"confusion": confusion}}
+    error = {"mse": [0.2, 0.3], "mae": [0.3, 0.4], "naive_mse": [0.3, 0.5]}
+    group = {"count": 2, "predicted": 1.0, "true": 1.5, "deviation": 0.5}
+    diagnosis = {
+        "confusion": confusion,
+        "sets": [{"label": HOSTILE, "true": 3, "predicted": 2, "correct": 1}],
+        "numbers": {"examples": 4, "error": 0.5, "bias": 0.1, "points": [[1.0, 1.2], [2.0, 1.9]], "groups": [group]},
+        "forecast": {"steps": {"step": [1, 2], **error}, "channels": {"channel": [HOSTILE, "y"], **error}},
+    }
+    evaluation = {"split": "test", "examples": 4, "bleu": 12.5, "diagnosis": diagnosis}
     files = {
         "eval-test": evaluation,
         "samples__test": records,
@@ -134,7 +142,7 @@ def test_windows_of_all_sizes_and_no_serious_finding_of_axe(browser, page, width
     browser.open(page, width=width, dark=dark)
     browser.run("Promise.all(charts.names.map(name => charts.draw(name)))")
     states = browser.run("[...document.querySelectorAll('[data-chart]')].map(each => each.dataset.state)")
-    assert len(states) > 6 and set(states) == {"drawn"}
+    assert len(states) > 11 and set(states) == {"drawn"}
     assert browser.run("document.documentElement.scrollWidth") <= width
     ink = browser.run("charts.view('loss').scenegraph().root && getComputedStyle(document.body).color")
     assert ink == ("rgb(223, 228, 234)" if dark else "rgb(28, 33, 39)")
