@@ -275,7 +275,7 @@ def _groups(value: Any, suffix: str, of: str) -> Chart | None:
 
 
 def _axis(field: str, title: str) -> dict[str, Any]:
-    return {"field": field, "type": "quantitative", "title": title, "scale": {"zero": False}}
+    return {"field": field, "type": "quantitative", "title": title, "scale": {"zero": False}, "axis": {"tickCount": 5}}
 
 
 def _diagonal(values: Sequence[float], x: str, y: str) -> dict[str, Any]:

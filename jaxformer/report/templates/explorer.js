@@ -131,15 +131,16 @@ window.explorer = (() => {
     grid.style.gridTemplateColumns = `max-content repeat(${heads}, 54px)`;
     const items = [];
     for (let layer = 0; layer < layers; layer++) {
-      items.push(make("span", { className: "name", textContent: `layer ${layer}` }));
+      const row = make("div", { role: "row" }, make("span", { role: "rowheader", className: "name", textContent: `layer ${layer}` }));
       for (let head = 0; head < heads; head++) {
         const canvas = make("canvas");
         picture(canvas, matrix(maps, layer, head), 1);
         const button = make("button", { type: "button", role: "gridcell", "aria-label": headWords(layer, head), title: headWords(layer, head) }, canvas);
         button.dataset.layer = layer;
         button.dataset.head = head;
-        items.push(button);
+        row.append(button);
       }
+      items.push(row);
     }
     grid.replaceChildren(...items);
   }
