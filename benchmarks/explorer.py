@@ -3,9 +3,9 @@
     python benchmarks/explorer.py [--recipe=configs/llama.py:1b] [--dtype=float32] [--folder=DIR] [--output=FILE.jsonl]
 
 Makes a run of the recipe's model with random parameters (float32, so four bytes each on the disk) and a tokenizer of
-bytes, and calls the command for two sentences of 26 bytes, between which it patches the residual stream. What is measured is a process of its own, with
-programs compiled anew: wall and processor seconds of the whole command, and its peak resident set, in which the
-parameters count. --folder keeps the run, and takes one that is there already.
+bytes, and calls the command for two sentences of 26 bytes, between which it patches the residual stream. What is
+measured is a process of its own, with programs compiled anew: wall and processor seconds of the whole command, and its
+peak resident set, in which the parameters count. --folder keeps the run, and takes one that is there already.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ sys.path[:0] = [str(ROOT)]
 
 SENTENCES = ("The cup was full of water.", "The cup was free of water.")
 """As long as each other in bytes, so that activations can be patched between them."""
+
 
 def make_run(folder: Path, recipe: str, dtype: str) -> None:
     """Writes a workdir of the recipe's model with normal random parameters, drawn one array at a time."""

@@ -148,9 +148,7 @@ def _diagnose(views: Mapping[str, Config], decoded: Mapping[str, Decoded]) -> di
     return found
 
 
-def _diagnose_series(
-    model: Model, dataset: Dataset, split: str, limits: Mapping[str, int | None]
-) -> dict[str, Any]:
+def _diagnose_series(model: Model, dataset: Dataset, split: str, limits: Mapping[str, int | None]) -> dict[str, Any]:
     """`_diagnose` of components whose examples are arrays. They have no text, so as many are read as are measured."""
     found = {}
     for name, view in components.views(model.config).items():

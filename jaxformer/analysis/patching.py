@@ -19,7 +19,7 @@ from jaxtyping import Float32
 from jaxformer import display
 from jaxformer.analysis import ablate, sentences
 from jaxformer.analysis.attention import output_name
-from jaxformer.analysis.layers import PartOutputs, Reader, Replacement, Side, Visit
+from jaxformer.analysis.layers import PartOutputs, Reader, Replacement, Visit
 from jaxformer.analysis.lens import predicts_next, row_name
 from jaxformer.analysis.sentences import Sentence
 from jaxformer.errors import ConfigError
@@ -267,7 +267,7 @@ def replacement(source: PartOutputs, part: str, places: np.ndarray) -> Replaceme
     length, heads = source.heads.shape[1:3]
     masks = {name: np.zeros((len(places), heads if name == "heads" else length), bool) for name in PARTS[1:]}
     masks[part][np.arange(len(places)), places] = True
-    return Replacement(source, **masks)
+    return Replacement(source, **jax.tree.map(jnp.asarray, masks))
 
 
 @jax.jit

@@ -268,8 +268,8 @@ def _groups(value: Any, suffix: str, of: str) -> Chart | None:
     rows = [[f"{p:.4g}", f"{t:.4g}", f"{d:.4g}", int(n)] for p, t, d, n in zip(*columns.values(), strict=True)]
     body = table(["mean prediction", "mean true number", "its deviation", "examples"], rows)
     words = (
-        "Calibration: examples in groups of similar predictions. On the dashed diagonal true numbers are on average what "
-        "was predicted; the lines reach one standard deviation of the true numbers."
+        "Calibration: examples in groups of similar predictions. On the dashed diagonal true numbers are on average "
+        "what was predicted; the lines reach one standard deviation of the true numbers."
     )
     return Chart(name, f"{of}: calibration of numbers", spec, words, {name: shown}, body, note=words, width=460)
 
@@ -323,16 +323,18 @@ def _steps(value: Any, suffix: str, of: str) -> Chart | None:
 def _channels(value: Any, suffix: str, of: str) -> Chart | None:
     """Error of each channel of a forecast."""
     found = value.get("channels") if isinstance(value, dict) else None
+    names = found.get("channel") if isinstance(found, dict) else None
     columns = _columns(found, tuple(FORECASTS))
-    if columns is None or not isinstance(found.get("channel"), list) or len(found["channel"]) != len(columns["mse"]):
+    if columns is None or not isinstance(names, list) or len(names) != len(columns["mse"]):
         return None
-    labels, name = [str(channel) for channel in found["channel"]], f"forecast-channels-{suffix}"
+    labels, name = [str(channel) for channel in names], f"forecast-channels-{suffix}"
     shown = {"channel": labels, **{key: [round(cell, 6) for cell in column] for key, column in columns.items()}}
     y = {"field": "channel", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 120}}
     x = {"type": "quantitative", "title": "squared error of standardised values"}
     tips = [{"field": key, "type": "nominal"} for key in shown]
     spec = {"data": {"name": name}, "height": 24 * len(labels) + 20, "encoding": {"y": y}, "layer": [
-        {"mark": {"type": "bar", "color": charts.COLOURS[0]}, "encoding": {"x": {"field": "mse", **x}, "tooltip": tips}},
+        {"mark": {"type": "bar", "color": charts.COLOURS[0]},
+         "encoding": {"x": {"field": "mse", **x}, "tooltip": tips}},
         {"mark": {"type": "tick", "color": "gray", "thickness": 2}, "encoding": {"x": {"field": "naive_mse", **x}}},
     ]}  # fmt: skip
     words = "Squared error of each channel; the grey tick is that of repeating the last known step."

@@ -1,5 +1,5 @@
-"""Diagnosis of an evaluation: confusion matrix, calibration, errors with entities, of sets, numbers and forecasts. Values
-are JSON; `jaxformer.report` shows them."""
+"""Diagnosis of an evaluation: confusion matrix, calibration, errors with entities, of sets, numbers and forecasts.
+Values are JSON; `jaxformer.report` shows them."""
 
 from __future__ import annotations
 
@@ -75,12 +75,9 @@ def set_errors(
         for name in {*own, *found}:
             is_true, is_found = name in own, name in found
             counts[name].update({"true": is_true, "predicted": is_found, "correct": is_true and is_found})
-    rows = [
-        {"label": name, **{key: counts[name][key] for key in ("true", "predicted", "correct")}}
-        for name in classes
-        if counts[name]["true"] or counts[name]["predicted"]
-    ]
-    return sorted(rows, key=lambda row: -row["true"])[:MAX_CLASSES]
+    seen = [name for name in classes if counts[name]["true"] or counts[name]["predicted"]]
+    seen = sorted(seen, key=lambda name: -counts[name]["true"])[:MAX_CLASSES]
+    return [{"label": name, **{key: counts[name][key] for key in ("true", "predicted", "correct")}} for name in seen]
 
 
 def number_errors(true: Sequence[float], predicted: Sequence[float]) -> dict[str, Any]:

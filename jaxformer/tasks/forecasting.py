@@ -22,7 +22,6 @@ from jaxformer.errors import ConfigError
 from jaxformer.tasks import Features, Predictor, Task, _diagnosis, _series, _tokens, text_lines
 from jaxformer.types import Array, Batch, Sums
 
-
 MAX_WINDOWS = 1024
 """Windows that a diagnosis forecasts at a time."""
 

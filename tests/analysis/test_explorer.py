@@ -217,7 +217,9 @@ def test_heads_and_tokens_are_chosen_by_keyboard(chromium, tmp_path):
         assert chromium.run("explorer.state.part") == part
         shown = chromium.run("charts.rows('explore-patching').map((row) => row.value)")
         expected = explorer.read_array(patching["parts"][part])
-        np.testing.assert_allclose(np.reshape(shown, expected.shape), (expected - patching["corrupted_log_prob"]) / gap, atol=1e-4)
+        np.testing.assert_allclose(
+            np.reshape(shown, expected.shape), (expected - patching["corrupted_log_prob"]) / gap, atol=1e-4
+        )
         label = {"mlp": "layer 0", "heads": "layer 0", "residual": "input"}[part]
         assert chromium.run("charts.rows('explore-patching')[0].row") == label
     assert chromium.messages == []
@@ -300,7 +302,13 @@ def test_the_page_asks_and_the_model_answers(chromium, server):
         ("/api/sentence", {"line": "a", "target": "b"}, {}, 400, "targets: got some"),
         ("/api/ablation", {"line": "a", "heads": [["decoder", 9, 0]]}, {}, 400, "heads: got"),
         ("/api/ablation", {"line": "a", "heads": 3}, {}, 400, "got no lists"),
-        ("/api/patching", {"clean": "a", "corrupted": "b", "part": "mpl"}, {}, 400, "part: got 'mpl', expected one of res"),
+        (
+            "/api/patching",
+            {"clean": "a", "corrupted": "b", "part": "mpl"},
+            {},
+            400,
+            "part: got 'mpl', expected one of res",
+        ),
         ("/api/sentence", "[1]", {}, 400, "got a list, expected a JSON object"),
         ("/api/sentence", "{", {}, 400, "got no JSON"),
         ("/api/sentence", {"line": "y" * 2**16}, {}, 413, "expected at most 65,536"),

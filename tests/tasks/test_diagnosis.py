@@ -109,7 +109,9 @@ def test_errors_of_forecasts_are_means_by_step_and_by_channel_whatever_the_block
 
 
 def test_series_are_diagnosed_as_their_classes():
-    model = ModelConfig(encoder=StackConfig(), series=SeriesConfig(channels=1), head=HeadConfig(kind="classes", classes=2))
+    model = ModelConfig(
+        encoder=StackConfig(), series=SeriesConfig(channels=1), head=HeadConfig(kind="classes", classes=2)
+    )
     config = Config(model=model, task=TaskConfig(name="series_classification", classes=("no", "yes")))
     given = []
 
