@@ -515,7 +515,8 @@ def test_the_explorer_is_measured_on_a_run_with_random_parameters(tmp_path, monk
         "    config = defaults()\n"
         "    config.task.name = 'language_modelling'\n"
         "    config.data.tokenizer.vocab = 300\n"
-        "    config.model.decoder = section(StackConfig, layers=2, width=8, attention=dict(heads=2), ffn=dict(width=8))\n"
+        "    parts = dict(attention=dict(heads=2), ffn=dict(width=8))\n"
+        "    config.model.decoder = section(StackConfig, layers=2, width=8, **parts)\n"
         "    return config\n"
     )
 

@@ -21,7 +21,9 @@ from jaxformer import cli
 from jaxformer.analysis import explorer, generation
 from jaxformer.cli import explore
 from jaxformer.config import ConfigError, overrides
+from jaxformer.decode.compiled import CompiledDecoder
 from jaxformer.hf import workdirs
+from jaxformer.models import build
 from jaxformer.report import charts, serving
 from jaxformer.report import explorer as page
 from jaxformer.tasks import _generation
@@ -126,6 +128,28 @@ def test_the_python_of_the_guide_runs(monkeypatch):
     names = {}
     exec(compile(code.replace("three hundred and ", ""), "docs/explore.md", "exec"), names)
     assert names["patched"].restored.shape == (3, 4) and names["scan"].heads["cross"].shape[:2] == (2, 4)
+
+
+def test_a_page_decodes_without_a_copy_of_the_parameters():
+    """A loop over layers reads them as they are; unrolled layers, a CPU's default, would be copied out of the stack."""
+    read = predictor()
+    assert read.runner.module.config.decoder.unroll == 1
+    decoder = CompiledDecoder(read.runner.module, decode(), read.runner.vocabulary)
+    assert decoder.prepare_variables(read.runner.variables) is read.runner.variables
+    stack = dataclasses.replace(read.config.model.decoder, unroll=2)
+    unrolled = build.build(dataclasses.replace(read.config.model, decoder=stack))
+    separate = dataclasses.replace(decoder, module=unrolled).prepare_variables(read.runner.variables)
+    assert set(separate["params"]["decoder"]["blocks"]) == {"0", "1"}
+    looped = explorer.prepare(
+        dataclasses.replace(
+            read,
+            config=dataclasses.replace(read.config, model=unrolled.config),
+            runner=dataclasses.replace(read.runner, module=unrolled),
+        ),
+        ["ab"],
+        OPTIONS,
+    )
+    assert looped.runner.module.config.decoder.unroll == 1
 
 
 def test_limits_are_one_line():
