@@ -42,8 +42,10 @@ test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n 2 --dist=worksteal --durations=5 --durations-min=3 @tests/fast.txt
 
 # Every reference checkpoint in ../shared/hf_goldens and flax_goldens, in everything it holds; does nothing without them.
+# And what the explorer shows of a kept model of each imported family.
 goldens: $(VENV)/.installed
-	GOLDENS=all $(BIN)/python -m pytest -n $(WORKERS) tests/hf/test_goldens.py tests/hf/test_generation.py tests/hf/test_flax_goldens.py
+	GOLDENS=all $(BIN)/python -m pytest -n $(WORKERS) tests/hf/test_goldens.py tests/hf/test_generation.py tests/hf/test_flax_goldens.py \
+	    tests/analysis/test_explored_families.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -68,6 +68,7 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
     values, cuts, binned = _measure(model, dataset, split, limits["examples"], find_run(workdir.absolute())[0])
     rows = [] if binned is None else binned.rows()
     decoded = _decode(model, dataset, split, limits)
+    values |= _diagnose_series(model, dataset, split, limits)
     split_examples = {name: len(part.splits[split]) for name, part in dataset.components.items()}
     if decoded:
         records = measuring.records_of(decoded)
@@ -144,6 +145,23 @@ def _diagnose(views: Mapping[str, Config], decoded: Mapping[str, Decoded]) -> di
         diagnose = tasks.get(views[name].task.name).diagnose
         if diagnose is not None:
             found[components.measure("diagnosis", name)] = diagnose(views[name], each.results, each.examples)
+    return found
+
+
+def _diagnose_series(model: Model, dataset: Dataset, split: str, limits: Mapping[str, int | None]) -> dict[str, Any]:
+    """`_diagnose` of components whose examples are arrays. They have no text, so as many are read as are measured."""
+    found = {}
+    for name, view in components.views(model.config).items():
+        diagnose = tasks.get(view.task.name).diagnose_series
+        part = dataset.components.get(name)
+        if diagnose is None or part is None or split not in part.splits or limits["decode_examples"] == 0:
+            continue
+        count = len(part.splits[split])
+        chosen = range(count if limits["examples"] is None else min(limits["examples"], count))
+        examples = [part.splits[split][index] for index in chosen]
+        found[components.measure("diagnosis", name)] = diagnose(
+            dataclasses.replace(model, config=view).predictor, examples
+        )
     return found
 
 

@@ -373,18 +373,26 @@ class Model:
         return analysis_ablate.ablate(self.predictor, lines, heads, mlps, targets)
 
     def patch(
-        self, clean: str, corrupted: str, target: str | None = None, position: int | None = None
+        self,
+        clean: str,
+        corrupted: str,
+        target: str | None = None,
+        position: int | None = None,
+        part: str = "residual",
     ) -> analysis_patching.Patching:
         """Activations of `clean` put into `corrupted`, one layer and token at a time: what brings its answer back.
 
         Args:
           target: output that is measured in an encoder-decoder; None: the model's own for `clean`.
           position: slot whose best output is measured in other models; None: a decoder's last, all of an encoder.
+          part: "residual": the residual stream after each layer; "attention" and "mlp": what self-attention and the
+            feed-forward layer add to it; "heads": the output of each single head, at all tokens at a time. Of an
+            encoder-decoder the encoder's.
 
         Raises:
-          ConfigError: the sentences have unlike numbers of tokens, or as in `ablate`.
+          ConfigError: the sentences have unlike numbers of tokens, there is no such part, or as in `ablate`.
         """
-        return analysis_patching.patch(self.predictor, clean, corrupted, target, position)
+        return analysis_patching.patch(self.predictor, clean, corrupted, target, position, part)
 
     @property
     def parameters(self) -> Parameters:

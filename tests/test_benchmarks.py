@@ -18,6 +18,7 @@ from jaxformer.config import NormConfig, OptimizerConfig, overrides
 from jaxformer.data import ngrams, sources
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
+from jaxformer.hf import workdirs
 from jaxformer.parallel import mesh as meshes
 from jaxformer.plan import program
 
@@ -503,3 +504,29 @@ def test_the_most_frequent_tag_of_a_word_is_a_baseline(tmp_path):
     (found,) = baseline.measure(config, "test").values()
     # Ann is a person, May and the unknown "met" are nothing: one entity of two, and three words of four.
     assert found == pytest.approx({"word_accuracy": 0.75, "precision": 1.0, "recall": 0.5, "f1": 2 / 3})
+
+
+def test_the_explorer_is_measured_on_a_run_with_random_parameters(tmp_path, monkeypatch, capsys):
+    benchmark, output = script("explorer"), tmp_path / "rows.jsonl"
+    (tmp_path / "recipe.py").write_text(
+        "from jaxformer.config import StackConfig\n"
+        "from jaxformer.config.overrides import defaults, section\n"
+        "def get_config(variant):\n"
+        "    config = defaults()\n"
+        "    config.task.name = 'language_modelling'\n"
+        "    config.data.tokenizer.vocab = 300\n"
+        "    parts = dict(attention=dict(heads=2), ffn=dict(width=8))\n"
+        "    config.model.decoder = section(StackConfig, layers=2, width=8, **parts)\n"
+        "    return config\n"
+    )
+
+    def measured(folder, sentences, page):
+        assert len(set(map(len, sentences.read_text().splitlines()))) == 1  # or nothing is patched
+        page.write_text("x" * 10**6)
+        assert workdirs.load(folder).params["target_embed"]["table"].shape == (300, 8)
+        return {"seconds": 1.0, "cpu_seconds": 2.0, "peak_gib": 3.0}
+
+    monkeypatch.setattr(benchmark, "measure", measured)
+    assert benchmark.main([f"--recipe={tmp_path}/recipe.py", f"--output={output}"]) == 0
+    row = json.loads(output.read_text())
+    assert row["page_mb"] == 1.0 and row["parameters"] > 300 * 8 and "3.00 GiB" in capsys.readouterr().out

@@ -307,7 +307,7 @@ def measure_rows(
     found = []
     for rows in chunks(len(edit.mlp)):
         x, inputs = repeat_rows(previous.output.x, visit.inputs, MAX_ROWS)
-        edits = {(visit.side, visit.layer): Edits(*(np.asarray(factor)[rows] for factor in edit))}
+        edits = {(visit.side, visit.layer): jax.tree.map(lambda factor: np.asarray(factor)[rows], edit)}  # noqa: B023
         *_, last = reader.resume(visit.side, visit.layer - 1, x, inputs, edits)
         found.append(read_rows(predictor, reader, sentence, last, ids))
     return np.concatenate(found)[: len(edit.mlp)]
@@ -319,16 +319,27 @@ def chunks(count: int) -> list[np.ndarray]:
 
 
 def read_rows(
-    predictor: Predictor, reader: Reader, sentence: Sentence, last: Visit, ids: np.ndarray
+    predictor: Predictor,
+    reader: Reader,
+    sentence: Sentence,
+    last: Visit,
+    ids: np.ndarray,
+    keep: slice = slice(None),
 ) -> Float32[np.ndarray, "R T"]:
-    """Log-probabilities of the references in all rows, from the end of any side on, one row's logits at a time."""
+    """Log-probabilities of the references in all rows, from the end of any side on, one row's logits at a time.
+
+    Args:
+      keep: the positions that are read; all for a classifier of texts.
+    """
     rows = last.output.x.shape[0]
     if last.side != reader.sides[-1]:  # the rest is the decoder's, which reads the rows as its memory
         last = finish_walk(reader, sentence.batch, last, rows)
-    length, vocab = len(sentence.ids[sentence.last]), predictor.runner.vocabulary.size
+    length, vocab, ids = len(sentence.ids[sentence.last]), predictor.runner.vocabulary.size, ids[keep]
     found = []
     for row in range(rows):
         one = layers.select_row((last.output.x, last.inputs.slots), row)
+        if keep != slice(None):
+            one, length = jax.tree.map(lambda x: x[:, keep], one), len(ids)
         scores = np.asarray(log_softmax(by_position(reader.logits(*one), length, vocab)))
         found.append(scores[np.arange(len(ids)), ids])
     return np.stack(found)

@@ -250,6 +250,16 @@ def check(model: ModelConfig) -> None:
             "attention: got a recurrent model without attention, expected model.recurrent_decoder.attention additive "
             "or dot; model.lens shows what its layers predict"
         )
+    if not reads_tokens_alone(model):
+        raise ConfigError(
+            "attention: got summaries of blocks among the keys (attention.summary), which are no tokens, expected one "
+            "that attends to tokens alone; use model.lens, ablate or patch"
+        )
+
+
+def reads_tokens_alone(model: ModelConfig) -> bool:
+    """True if every key is a token; LongT5's global attention has sums of blocks for keys, too."""
+    return all(stack.attention.summary is None for stack in model.stacks.values())
 
 
 def maps_of(

@@ -21,10 +21,10 @@ from jaxformer.analysis.layers import LOGIT_HEADS, Reader
 from jaxformer.analysis.lens import Lens
 from jaxformer.analysis.measures import HEAD_SCORES
 from jaxformer.analysis.sentences import Sentence
-from jaxformer.config import DecodeConfig
+from jaxformer.config import DecodeConfig, ModelConfig
 from jaxformer.decode.batching import bucket_length
 from jaxformer.errors import ConfigError
-from jaxformer.models.build import count_params
+from jaxformer.models import build
 from jaxformer.tasks import Predictor
 
 FORMAT = 1
@@ -85,7 +85,7 @@ def document(
         "format": FORMAT,
         "name": name,
         "task": predictor.config.task.name,
-        "parameters": count_params(params),
+        "parameters": build.count_params(params),
         "sides": {side: [stack.layers, stack.attention.heads, stack.width] for side, stack in model.stacks.items()},
         "writes": writes(predictor),
         "edits": can_edit(predictor),
@@ -132,12 +132,18 @@ def sentence(
 
 
 def prepare(predictor: Predictor, lines: Sequence[str], options: Options) -> Predictor:
-    """The predictor with one padded length for all of these sentences, so that each program is compiled once."""
+    """The predictor with one padded length for all of these sentences, so that each program is compiled once.
+
+    Its layers are a loop: unrolled ones, the default on a CPU, take longer to compile, and decoding would copy them.
+    """
     model = predictor.config.model
+    sides = {"encoder": model.encoder, "decoder": model.decoder}
+    looped = {side: dataclasses.replace(stack, unroll=1) for side, stack in sides.items() if stack is not None}
+    module = build.build(dataclasses.replace(model, **looped)) if looped else predictor.runner.module
     lengths = [len(ids) for prompt in predictor.prompts(lines) for name, ids in prompt.items() if name in STREAM_NAMES]
     more = 0 if model.encoder is not None or not writes(predictor) else options.new_tokens
     size = bucket_length(max(lengths, default=1) + more)
-    return dataclasses.replace(predictor, runner=dataclasses.replace(predictor.runner, buckets=(size,)))
+    return dataclasses.replace(predictor, runner=dataclasses.replace(predictor.runner, buckets=(size,), module=module))
 
 
 def describe(
@@ -235,8 +241,7 @@ def scan_json(predictor: Predictor, read: Sentence) -> dict[str, Any] | None:
     values for models that have too many parts."""
     if not can_edit(predictor):
         return None
-    stacks = predictor.config.model.stacks.values()
-    parts = sum(stack.layers * (stack.attention.heads + 1) for stack in stacks)
+    parts = count_parts(predictor.config.model)
     if parts > MAX_SCANNED_PARTS:
         return {"parts": parts, "heads": None, "mlps": None}
     found = ablate.scan(predictor, ablate.open_reader(predictor, "explore"), read)
@@ -269,23 +274,39 @@ def ablation(
     }
 
 
-def patched(predictor: Predictor, clean: str, corrupted: str) -> dict[str, Any]:
-    """Activation patching between two sentences; of sentences that do not fit, why."""
+def patched(predictor: Predictor, clean: str, corrupted: str, parts: Sequence[str] = ()) -> dict[str, Any]:
+    """Activation patching between two sentences; of sentences that do not fit, why.
+
+    Args:
+      parts: those of `patching.PARTS` that are patched; none: all, of models with many heads the residual stream alone.
+    """
+    model = predictor.config.model
+    stack = model.encoder or model.decoder
+    if not parts:
+        is_large = count_parts(model) > MAX_SCANNED_PARTS
+        known = [part for part in patching.PARTS if part != "mlp" or (stack is not None and stack.ffn is not None)]
+        parts = patching.PARTS[:1] if is_large else known
     try:
-        found = patching.patch(predictor, clean, corrupted)
+        found = patching.patch_parts(predictor, clean, corrupted, parts)
     except ConfigError as error:
         return {"clean": clean, "corrupted": corrupted, "refused": str(error)}
+    first = found[0]
     return {
         "clean": clean,
         "corrupted": corrupted,
         "refused": None,
-        "clean_tokens": list(found.clean_tokens),
-        "corrupted_tokens": list(found.corrupted_tokens),
-        "answer": found.answer,
-        "clean_log_prob": found.clean_log_prob,
-        "corrupted_log_prob": found.corrupted_log_prob,
-        "log_probs": array_json(found.log_probs),
+        "clean_tokens": list(first.clean_tokens),
+        "corrupted_tokens": list(first.corrupted_tokens),
+        "answer": first.answer,
+        "clean_log_prob": first.clean_log_prob,
+        "corrupted_log_prob": first.corrupted_log_prob,
+        "parts": {one.part: array_json(one.log_probs) for one in found},
     }
+
+
+def count_parts(model: ModelConfig) -> int:
+    """Heads and feed-forward layers of a transformer's layers."""
+    return sum(stack.layers * (stack.attention.heads + 1) for stack in model.stacks.values())
 
 
 def induction(predictor: Predictor) -> list[list[float]] | None:

@@ -36,17 +36,48 @@ LOGIT_HEADS = ("tokens", "slots", "classes")
 """Kinds of heads whose outputs are logits."""
 
 
+class PartOutputs(NamedTuple):
+    """Outputs of a layer's parts, before a norm or dropout that follows them.
+
+    Attributes:
+      heads: `[B, T, H, K]`, each head's output, before the output projection.
+      attention: `[B, T, D]`, the output of self-attention.
+      mlp: `[B, T, D]`, the feed-forward layer's; None without one.
+    """
+
+    heads: Array
+    attention: Array
+    mlp: Array | None
+
+
+class Replacement(NamedTuple):
+    """Outputs of another text's parts, and where they replace a layer's own.
+
+    Attributes:
+      source: outputs of one row.
+      heads: bool `[B, H]`, the heads that are replaced at all slots.
+      attention, mlp: bool `[B, T]`, the slots at which the outputs are replaced.
+    """
+
+    source: PartOutputs
+    heads: Array
+    attention: Array
+    mlp: Array
+
+
 class Edits(NamedTuple):
     """Factors of the parts of a layer, one for each row of the batch: 0 removes a part, 1 leaves it.
 
     Attributes:
       attention, cross: `[B, H]`, of each head's output, before the output projection.
       mlp: `[B]`, of the feed-forward layer's output.
+      replacement: outputs that take the place of the layer's own; None: none.
     """
 
     attention: Array
     cross: Array
     mlp: Array
+    replacement: Replacement | None = None
 
 
 class LayerOutput(NamedTuple):
@@ -189,6 +220,12 @@ class Reader:
             x = output.x if replace is None else replace(side, index, output.x)
             yield Visit(side, index, output._replace(x=x), inputs)
 
+    def part_outputs(self, previous: Visit, visit: Visit) -> PartOutputs:
+        """Outputs of the parts of a layer whose input is the output of `previous`."""
+        weights = self.layer_variables(visit.side, visit.layer)
+        layer, x = jnp.int32(visit.layer), previous.output.x
+        return run_parts(self.module, self.rest, weights, layer, x, visit.inputs, visit.side)
+
     def logits(self, x: Float[Array, "B T D"], slots: Slots) -> Float32[Array, "B ..."]:
         """Logits of a residual stream after the final norm and the head: `[B, T, V]`, or `[B, C]` of a classifier."""
         return read_out(self.module, self.rest, x, slots, self.sides[-1])
@@ -308,15 +345,65 @@ def run_layer(
     return apply(module, rest, run)
 
 
-def apply_edits(edits: Edits, function: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-    """An interceptor that multiplies heads and feed-forward layers by `edits`."""
-    module, y = context.module, function(*args, **kwargs)
-    if isinstance(module, Attention) and context.method_name == "attend":
-        factor = edits.cross if module.name == "cross" else edits.attention
-        return y * factor[:, None, :, None].astype(y.dtype)
-    if module.name == "ffn" and context.method_name == "__call__":
-        return y * edits.mlp[:, None, None].astype(y.dtype)
+@functools.partial(jax.jit, static_argnames=("module", "side"))
+def run_parts(
+    module: nn.Module,
+    rest: PyTree,
+    weights: PyTree,
+    layer: Int[Array, ""],
+    x: Float[Array, "B T D"],
+    inputs: SideInputs,
+    side: Side,
+) -> PartOutputs:
+    """One layer, and the outputs of its parts."""
+
+    def run(model: Any) -> PartOutputs:
+        stack, found = _stack(model, side), dict[str, Array]()
+        block, context = Block(stack.resolved, parent=None), stack.layer_context(inputs.rows)
+        with nn.intercept_methods(functools.partial(record_part, found)):
+            block.apply(weights, (x, None), layer, None, context)
+        return PartOutputs(found["heads"], found["attention"], found.get("mlp"))
+
+    return apply(module, rest, run)
+
+
+def part_name(context: nn.module.InterceptorContext) -> str:
+    """The part whose output a method returns, a field of `PartOutputs` or "cross"; "" for other methods."""
+    module, method = context.module, context.method_name
+    if isinstance(module, Attention) and method == "attend":
+        return "cross" if module.name == "cross" else "heads"
+    if isinstance(module, Attention) and method == "__call__" and module.name == "attention":
+        return "attention"
+    return "mlp" if module.name == "ffn" and method == "__call__" else ""
+
+
+def record_part(
+    found: dict[str, Array], function: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext
+) -> Any:
+    """An interceptor that keeps the outputs of a layer's parts in `found`."""
+    y, name = function(*args, **kwargs), part_name(context)
+    if name:
+        found[name] = y[0] if name == "attention" else y
     return y
+
+
+def apply_edits(edits: Edits, function: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    """An interceptor that multiplies heads and feed-forward layers by `edits`, and replaces their outputs."""
+    y, name, replacement = function(*args, **kwargs), part_name(context), edits.replacement
+    if name in ("heads", "cross"):
+        factor = edits.cross if name == "cross" else edits.attention
+        y = y * factor[:, None, :, None].astype(y.dtype)
+    if name == "mlp":
+        y = y * edits.mlp[:, None, None].astype(y.dtype)
+    if replacement is None or name in ("", "cross"):
+        return y
+    source = getattr(replacement.source, name)
+    if name == "heads":
+        return jnp.where(replacement.heads[:, None, :, None], source, y)
+    if name == "mlp":
+        return jnp.where(replacement.mlp[:, :, None], source, y)
+    y, cache = y
+    return jnp.where(replacement.attention[:, :, None], source, y), cache
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -198,9 +198,15 @@ def _read_average(
         raise ConfigError(f"checkpoints of {where}: got none that can be read ({problem}), expected at least one")
     if count > 1:
         total = jax.tree.map(lambda x: (x / len(used)).astype(x.dtype), total)
-    # Without shardings the arrays are not committed to a device, so they can be used with any mesh.
-    params = jax.tree.map(jnp.asarray, total.params) if shardings is None else jax.device_put(total.params, shardings)
-    return Weights(params, jax.tree.map(jnp.asarray, total.variables)), used
+    if shardings is not None:
+        return Weights(jax.device_put(total.params, shardings), jax.tree.map(jnp.asarray, total.variables)), used
+    # Without shardings the arrays are not committed to a device, so they can be used with any mesh. They are copied one
+    # at a time, and those on the host freed: a copy of all would need the memory of two models.
+    leaves, structure = jax.tree.flatten(total)
+    del total, weights
+    for index, leaf in enumerate(leaves):
+        leaves[index] = jnp.asarray(leaf).block_until_ready()
+    return jax.tree.unflatten(structure, leaves), used
 
 
 def _part_of(workdir: Path, which: str) -> str:

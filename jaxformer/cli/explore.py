@@ -102,7 +102,7 @@ def _sampled_sentences(workdir: Path) -> list[str]:
 
 def _answers(predictor: Predictor, options: Options) -> Mapping[str, Any]:
     """Functions that answer the questions of the page, by path."""
-    from jaxformer.analysis import explorer
+    from jaxformer.analysis import explorer, patching
 
     def sentence(question: Mapping[str, Any]) -> dict[str, Any]:
         target, forced = question.get("target"), question.get("forced", [])
@@ -121,10 +121,13 @@ def _answers(predictor: Predictor, options: Options) -> Mapping[str, Any]:
         heads, mlps = ([tuple(one) for one in part] for part in parts)
         return explorer.ablation(predictor, _text(question, "line"), heads, mlps)
 
-    def patching(question: Mapping[str, Any]) -> dict[str, Any]:
-        return explorer.patched(predictor, _text(question, "clean"), _text(question, "corrupted"))
+    def patched(question: Mapping[str, Any]) -> dict[str, Any]:
+        part = question.get("part", "residual")
+        if part not in patching.PARTS:
+            raise ConfigError(f"part: got {str(part)[:40]!a}, expected one of {', '.join(patching.PARTS)}")
+        return explorer.patched(predictor, _text(question, "clean"), _text(question, "corrupted"), [part])
 
-    return {"/api/sentence": sentence, "/api/ablation": ablation, "/api/patching": patching}
+    return {"/api/sentence": sentence, "/api/ablation": ablation, "/api/patching": patched}
 
 
 def _text(question: Mapping[str, Any], name: str) -> str:

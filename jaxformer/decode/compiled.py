@@ -130,8 +130,16 @@ class CompiledDecoder:
         return strategy(self.config, self.vocabulary.eos, self.vocabulary.pad)
 
     def prepare_variables(self, variables: PyTree) -> PyTree:
-        """Rounds the variables as `config.weights` says, and unstacks layers if the module has `unstack`."""
-        return _prepare_variables(self.module, self.config.weights == "int8", variables)
+        """Rounds the variables as `config.weights` says, and unstacks layers if the module does that.
+
+        Variables that stay as they are are returned themselves: a program would copy them.
+        """
+        rounds_to_int8, unstack = self.config.weights == "int8", getattr(self.module, "unstack", None)
+        if not rounds_to_int8:
+            shapes = variables if unstack is None else jax.eval_shape(unstack, variables)
+            if jax.tree.structure(shapes) == jax.tree.structure(variables):
+                return variables
+        return _prepare_variables(self.module, rounds_to_int8, variables)
 
     def schedule_for(self, state: State, prompt_slots: int) -> CacheSchedule:
         """The schedule of a state from `prefill` with prompts of `prompt_slots` slots."""

@@ -1,4 +1,5 @@
-"""Charts of what stands behind the scores of an evaluation: confusion, calibration, entities, lengths."""
+"""Charts of what stands behind the scores of an evaluation: confusion, calibration, entities, sets, numbers, forecasts,
+lengths."""
 
 from __future__ import annotations
 
@@ -36,6 +37,11 @@ def figures(run: Run, split: str) -> list[Figure]:
                 _confusion(values.get("confusion"), suffix, of),
                 _calibration(values.get("calibration"), suffix, of),
                 _entities(values.get("entities"), suffix, of),
+                _sets(values.get("sets"), suffix, of),
+                _numbers(values.get("numbers"), suffix, of),
+                _groups(values.get("numbers"), suffix, of),
+                _steps(values.get("forecast"), suffix, of),
+                _channels(values.get("forecast"), suffix, of),
             ]
     found.append(_by_length(run, split))
     return [Figure(chart) for chart in found if chart is not None]
@@ -162,6 +168,179 @@ def _entities(value: Any, suffix: str, of: str) -> Chart | None:
     note = "Spurious: predicted where no true entity is. Wrong bounds: overlaps a predicted one."
     title = f"{of}: entities by outcome"
     return Chart(name, title, spec, f"Entities by outcome. {found}.", {name: columns}, table(head, rows), note=note)
+
+
+def _columns(value: Any, names: Sequence[str]) -> dict[str, list[float]] | None:
+    """Columns of numbers of the same length from `{name: [...]}` or rows `[{name: ...}]`; None: it is another value."""
+    if isinstance(value, list) and all(isinstance(row, dict) for row in value):
+        value = {name: [row.get(name) for row in value] for name in names}
+    if not isinstance(value, dict) or not all(isinstance(value.get(name), list) for name in names):
+        return None
+    columns = {name: [as_float(cell) for cell in value[name]] for name in names}
+    sizes = {len(column) for column in columns.values()}
+    if len(sizes) != 1 or sizes == {0} or any(cell != cell for column in columns.values() for cell in column):
+        return None
+    return columns
+
+
+def _sets(value: Any, suffix: str, of: str) -> Chart | None:
+    """Precision and recall of each class of sets."""
+    counts = _columns(value, ("true", "predicted", "correct"))
+    if counts is None:
+        return None
+    labels = [str(row.get("label")) for row in value]
+    rows = list(zip(labels, *(map(int, counts[key]) for key in ("true", "predicted", "correct")), strict=True))
+    shares = [(right / found if found else None, right / own if own else None) for _, own, found, right in rows]
+    columns: dict[str, list[Any]] = {"label": [], "measure": [], "value": [], "true": [], "predicted": []}
+    for (label, own, found, _), pair in zip(rows, shares, strict=True):
+        for measure, share in zip(("precision", "recall"), pair, strict=True):
+            cells = (label, measure, None if share is None else round(share, 4), own, found)
+            for key, cell in zip(columns, cells, strict=True):
+                columns[key].append(cell)
+    name = f"sets-{suffix}"
+    spec = {
+        "data": {"name": name},
+        "height": 36 * len(rows) + 20,
+        "mark": "bar",
+        "encoding": {
+            "y": {"field": "label", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 120}},
+            "yOffset": {"field": "measure"},
+            "x": {"field": "value", "type": "quantitative", "title": "share", "scale": {"domain": [0, 1]}},
+            "color": {"field": "measure", "type": "nominal", "title": None,
+                      "scale": {"domain": ["precision", "recall"], "range": list(charts.COLOURS[:2])}},
+            "tooltip": [{"field": key, "type": "nominal"} for key in columns],
+        },
+    }  # fmt: skip
+    body = table(
+        ["label", "true", "predicted", "correct", "precision", "recall"],
+        [[*row, *("-" if share is None else f"{share:.3f}" for share in pair)] for row, pair in zip(rows, shares)],
+    )
+    found = "; ".join(f"{label}: {right} of {own} found, {put} predicted" for label, own, put, right in rows[:6])
+    words = f"Precision and recall of each label, most frequent first. {found}."
+    return Chart(name, f"{of}: precision and recall of labels", spec, words, {name: columns}, body, width=460)
+
+
+def _numbers(value: Any, suffix: str, of: str) -> Chart | None:
+    """Predicted numbers against true ones."""
+    points = value.get("points") if isinstance(value, dict) else None
+    if not isinstance(points, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in points):
+        return None
+    columns = _columns({"true": [pair[0] for pair in points], "predicted": [pair[1] for pair in points]},
+                       ("true", "predicted"))  # fmt: skip
+    if columns is None:
+        return None
+    name, error, bias = f"numbers-{suffix}", as_float(value.get("error")), as_float(value.get("bias"))
+    shown = {key: [round(cell, 6) for cell in column] for key, column in columns.items()}
+    spec = {"data": {"name": name}, "height": 300, "layer": [
+        _diagonal([*columns["true"], *columns["predicted"]], "true", "predicted"),
+        {"mark": {"type": "circle", "opacity": 0.5, "color": charts.COLOURS[0]}, "encoding": {
+            "x": _axis("true", "true number"), "y": _axis("predicted", "predicted number"),
+            "tooltip": [{"field": key, "type": "quantitative"} for key in ("true", "predicted")]}},
+    ]}  # fmt: skip
+    count, all_of = len(points), int(as_float(value.get("examples")))
+    some = f" {count:,} of {all_of:,} examples are shown." if count < all_of else ""
+    words = (
+        f"Predicted against true numbers: root of the mean squared error {error:.4g}, mean of predicted less true "
+        f"{bias:.4g}. On the dashed diagonal both are the same.{some}"
+    )
+    return Chart(name, f"{of}: predicted against true numbers", spec, words, {name: shown}, note=words, width=460)
+
+
+def _groups(value: Any, suffix: str, of: str) -> Chart | None:
+    """Mean of the true numbers among similar predictions: on the diagonal, predictions are calibrated."""
+    columns = _columns(value.get("groups") if isinstance(value, dict) else None,
+                       ("predicted", "true", "deviation", "count"))  # fmt: skip
+    if columns is None:
+        return None
+    name = f"number-groups-{suffix}"
+    low = [mean - spread for mean, spread in zip(columns["true"], columns["deviation"], strict=True)]
+    high = [mean + spread for mean, spread in zip(columns["true"], columns["deviation"], strict=True)]
+    shown = {key: [round(cell, 6) for cell in column] for key, column in (columns | {"low": low, "high": high}).items()}
+    x = _axis("predicted", "mean of similar predictions")
+    tips = [{"field": key, "type": "quantitative"} for key in ("predicted", "true", "deviation", "count")]
+    spec = {"data": {"name": name}, "height": 260, "layer": [
+        _diagonal([*columns["predicted"], *columns["true"]], "predicted", "low"),
+        {"mark": {"type": "rule", "color": charts.COLOURS[0]}, "encoding": {
+            "x": x, "y": _axis("low", "mean of true numbers"), "y2": {"field": "high"}}},
+        {"mark": {"type": "circle", "size": 60, "opacity": 1, "color": charts.COLOURS[0]}, "encoding": {
+            "x": x, "y": _axis("true", "mean of true numbers"), "tooltip": tips}},
+    ]}  # fmt: skip
+    rows = [[f"{p:.4g}", f"{t:.4g}", f"{d:.4g}", int(n)] for p, t, d, n in zip(*columns.values(), strict=True)]
+    body = table(["mean prediction", "mean true number", "its deviation", "examples"], rows)
+    words = (
+        "Calibration: examples in groups of similar predictions. On the dashed diagonal true numbers are on average "
+        "what was predicted; the lines reach one standard deviation of the true numbers."
+    )
+    return Chart(name, f"{of}: calibration of numbers", spec, words, {name: shown}, body, note=words, width=460)
+
+
+def _axis(field: str, title: str) -> dict[str, Any]:
+    return {"field": field, "type": "quantitative", "title": title, "scale": {"zero": False}, "axis": {"tickCount": 5}}
+
+
+def _diagonal(values: Sequence[float], x: str, y: str) -> dict[str, Any]:
+    """A dashed line from the smallest to the largest number."""
+    ends = [{x: end, y: end} for end in (min(values), max(values))]
+    mark = {"type": "line", "strokeDash": [4, 4], "color": "gray"}
+    return {"data": {"values": ends}, "mark": mark, "encoding": {"x": _axis(x, ""), "y": _axis(y, "")}}
+
+
+FORECASTS = {"mse": "squared error", "mae": "absolute error", "naive_mse": "squared error of the last known step"}
+"""Entries of a diagnosis of forecasts, in words."""
+
+
+def _steps(value: Any, suffix: str, of: str) -> Chart | None:
+    """Error against the time step that is forecast."""
+    columns = _columns(value.get("steps") if isinstance(value, dict) else None, ("step", *FORECASTS))
+    if columns is None:
+        return None
+    name = f"forecast-steps-{suffix}"
+    long: dict[str, list[Any]] = {"step": [], "error": [], "value": []}
+    for key, word in FORECASTS.items():
+        long["step"] += [int(step) for step in columns["step"]]
+        long["error"] += [word] * len(columns["step"])
+        long["value"] += [round(cell, 6) for cell in columns[key]]
+    spec = {
+        "data": {"name": name},
+        "height": 260,
+        "mark": {"type": "line", "point": len(columns["step"]) <= 2 * MAX_LABELLED},
+        "encoding": {
+            "x": {"field": "step", "type": "quantitative", "title": "time steps after the last known one",
+                  "scale": {"zero": False, "nice": False}},
+            "y": {"field": "value", "type": "quantitative", "title": "error of standardised values"},
+            "color": {"field": "error", "type": "nominal", "title": None,
+                      "scale": {"domain": list(FORECASTS.values()), "range": list(charts.COLOURS[:3])}},
+            "tooltip": [{"field": key, "type": "nominal"} for key in long],
+        },
+    }  # fmt: skip
+    first, last = (f"{columns['mse'][end]:.4g}" for end in (0, -1))
+    words = f"Squared error of the forecast: {first} one step ahead, {last} at step {int(columns['step'][-1])}."
+    rows = list(zip(map(int, columns["step"]), *([f"{v:.4g}" for v in columns[key]] for key in FORECASTS), strict=True))
+    body = table(["step", *FORECASTS.values()], rows)
+    return Chart(name, f"{of}: error by horizon", spec, words, {name: long}, body, width=460)
+
+
+def _channels(value: Any, suffix: str, of: str) -> Chart | None:
+    """Error of each channel of a forecast."""
+    found = value.get("channels") if isinstance(value, dict) else None
+    names = found.get("channel") if isinstance(found, dict) else None
+    columns = _columns(found, tuple(FORECASTS))
+    if columns is None or not isinstance(names, list) or len(names) != len(columns["mse"]):
+        return None
+    labels, name = [str(channel) for channel in names], f"forecast-channels-{suffix}"
+    shown = {"channel": labels, **{key: [round(cell, 6) for cell in column] for key, column in columns.items()}}
+    y = {"field": "channel", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 120}}
+    x = {"type": "quantitative", "title": "squared error of standardised values"}
+    tips = [{"field": key, "type": "nominal"} for key in shown]
+    spec = {"data": {"name": name}, "height": 24 * len(labels) + 20, "encoding": {"y": y}, "layer": [
+        {"mark": {"type": "bar", "color": charts.COLOURS[0]},
+         "encoding": {"x": {"field": "mse", **x}, "tooltip": tips}},
+        {"mark": {"type": "tick", "color": "gray", "thickness": 2}, "encoding": {"x": {"field": "naive_mse", **x}}},
+    ]}  # fmt: skip
+    words = "Squared error of each channel; the grey tick is that of repeating the last known step."
+    rows = list(zip(labels, *([f"{v:.4g}" for v in columns[key]] for key in FORECASTS), strict=True))
+    body = table(["channel", *FORECASTS.values()], rows)
+    return Chart(name, f"{of}: error by channel", spec, words, {name: shown}, body, note=words, width=460)
 
 
 def _by_length(run: Run, split: str) -> Chart | None:

@@ -75,9 +75,9 @@ def page_charts() -> list[charts.Chart]:
         ),
         "explore-patching": (
             "Part of the difference that an activation brings back",
-            ("token", "layer", "restored"),
-            "Each cell is a layer and token whose activation was put into the other sentence: 1 brings back all of the "
-            "answer's log-probability.",
+            ("token or head", "layer", "restored"),
+            "Each cell is an activation that was put into the other sentence, at a layer and token or of a head: 1 "
+            "brings back all of the answer's log-probability.",
         ),
     }
     return [

@@ -154,7 +154,9 @@ class Task:
         None: there is nothing to show. Tasks with `score` show `input_line` and `reference_line`.
       score: `(config, results, examples) -> values`: corpus scores of results (BLEU, exact match).
       diagnose: `(config, results, examples) -> values`: what stands behind the scores, as JSON values for reports:
-        "confusion", "calibration", "entities" (see `_diagnosis`); None: nothing does.
+        "confusion", "calibration", "entities", "sets", "numbers" (see `_diagnosis`); None: nothing does.
+      diagnose_series: `(predictor, examples) -> values`, the same of a task whose examples are arrays, which are not
+        decoded as text.
       score_names: names of the values that `score` may return.
       score_signatures: `(config) -> name -> str`: exact definition of each score (sacreBLEU's signature).
       classes: names of the head's classes, where the task fixes them; None: the data has them.
@@ -190,6 +192,7 @@ class Task:
     sample: Callable[[Config, Tokenizers, Example, np.random.Generator], Sample] | None = None
     score: Callable[[Config, Sequence[Any], Sequence[Example]], dict[str, float]] | None = None
     diagnose: Callable[[Config, Sequence[Any], Sequence[Example]], dict[str, Any]] | None = None
+    diagnose_series: Callable[[Predictor, Sequence[Example]], dict[str, Any]] | None = None
     score_names: tuple[str, ...] = ()
     encode_windows: Callable[[Config, Tokenizers, Example, np.random.Generator], list[Features]] | None = None
     encode_row: Callable[[Config, Tokenizers, np.ndarray, np.random.Generator], Features] | None = None

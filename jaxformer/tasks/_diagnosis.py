@@ -1,5 +1,5 @@
-"""Diagnosis of an evaluation: confusion matrix, calibration, errors with entities. Values are JSON; `jaxformer.report`
-shows them."""
+"""Diagnosis of an evaluation: confusion matrix, calibration, errors with entities, of sets, numbers and forecasts.
+Values are JSON; `jaxformer.report` shows them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ MAX_CLASSES = 100
 
 CALIBRATION_BINS = 10
 """Intervals of equal width of the probability that the model gives its answer."""
+
+MAX_POINTS = 500
+"""Pairs of a true and a predicted number that are kept, drawn evenly: more would hide each other."""
+
+GROUPS = 10
+"""Groups of equally many predictions, in their order, whose mean is compared with that of the true numbers."""
+
+MAX_STEPS = 100
+"""Steps of a forecast that are kept, evenly spaced with the first and the last one."""
 
 RESAMPLES = 1000
 """Resamples of the bootstrap (Efron 1979)."""
@@ -52,6 +61,93 @@ def calibration(probabilities: Sequence[float], is_correct: Sequence[bool]) -> d
         bounds = {"low": number / CALIBRATION_BINS, "high": (number + 1) / CALIBRATION_BINS}
         bins.append({**bounds, "count": int(members.sum()), "confidence": confidence, "accuracy": accuracy})
     return {"error": float(error), "bins": bins}
+
+
+def set_errors(
+    classes: Sequence[str], true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]
+) -> list[dict[str, Any]]:
+    """For each class of sets `{"label", "true", "predicted", "correct"}`: in how many sets it is, was put, and both.
+
+    The `MAX_CLASSES` classes in most true sets, in that order; those in no set of either kind are left out.
+    """
+    counts = {name: Counter[str]() for name in classes}
+    for own, found in zip(true, predicted, strict=True):
+        for name in {*own, *found}:
+            is_true, is_found = name in own, name in found
+            counts[name].update({"true": is_true, "predicted": is_found, "correct": is_true and is_found})
+    seen = [name for name in classes if counts[name]["true"] or counts[name]["predicted"]]
+    seen = sorted(seen, key=lambda name: -counts[name]["true"])[:MAX_CLASSES]
+    return [{"label": name, **{key: counts[name][key] for key in ("true", "predicted", "correct")}} for name in seen]
+
+
+def number_errors(true: Sequence[float], predicted: Sequence[float]) -> dict[str, Any]:
+    """Predicted numbers against true ones; {} without any.
+
+    Returns:
+      `examples`; `error`, the root of the mean squared error; `bias`, the mean of predicted less true; `points`,
+      `[true, predicted]` of at most `MAX_POINTS` examples; and `groups` of similar predictions, from the lowest to the
+      highest, `{"count", "predicted", "true", "deviation"}`: their means, and the standard deviation of the true ones.
+      Predictions are calibrated where both means agree.
+    """
+    own, found = np.asarray(true, np.float64), np.asarray(predicted, np.float64)
+    if not len(own):
+        return {}
+    order = np.argsort(found, kind="stable")
+    chosen = np.arange(len(own))
+    if len(own) > MAX_POINTS:
+        chosen = np.sort(np.random.default_rng(0).choice(len(own), MAX_POINTS, replace=False))
+    groups = [
+        {
+            "count": len(members),
+            "predicted": float(found[members].mean()),
+            "true": float(own[members].mean()),
+            "deviation": float(own[members].std()),
+        }
+        for members in np.array_split(order, min(GROUPS, len(order)))
+    ]
+    return {
+        "examples": len(own),
+        "error": float(np.sqrt(np.mean(np.square(found - own)))),
+        "bias": float(np.mean(found - own)),
+        "points": np.stack([own, found], axis=1)[chosen].tolist(),
+        "groups": groups,
+    }
+
+
+class ForecastErrors:
+    """Sums of the errors of forecasts, by time step and by channel, over blocks of windows.
+
+    Args:
+      scale: deviations of the channels `[C]`, which errors are divided by, as the measures are.
+    """
+
+    def __init__(self, scale: np.ndarray) -> None:
+        self.scale, self.count = scale, 0
+        self.squared, self.absolute, self.naive = (np.zeros(()) for _ in range(3))
+
+    def add(self, forecast: np.ndarray, future: np.ndarray, last: np.ndarray) -> None:
+        """Adds forecasts `[B, H, C]`, what came `[B, H, C]` and the last known steps `[B, C]`."""
+        error, naive = (forecast - future) / self.scale, (last[:, None] - future) / self.scale
+        self.count += len(future)
+        self.squared = self.squared + np.square(error).sum(axis=0)
+        self.absolute = self.absolute + np.abs(error).sum(axis=0)
+        self.naive = self.naive + np.square(naive).sum(axis=0)
+
+    def values(self, channels: Sequence[str]) -> dict[str, Any]:
+        """Means of squared error ("mse"), absolute error ("mae") and the squared error of repeating the last known
+        step ("naive_mse"): by `steps` after the last known one, and by `channels`. {} without windows."""
+        if not self.count:
+            return {}
+        means = {"mse": self.squared, "mae": self.absolute, "naive_mse": self.naive}
+        means = {name: values / self.count for name, values in means.items()}
+        horizon = len(means["mse"])
+        kept = np.unique(np.linspace(0, horizon - 1, min(horizon, MAX_STEPS)).round().astype(int))
+        steps = {name: values.mean(axis=1)[kept].tolist() for name, values in means.items()}
+        by_channel = {name: values.mean(axis=0).tolist() for name, values in means.items()}
+        return {
+            "steps": {"step": (kept + 1).tolist(), **steps},
+            "channels": {"channel": list(channels), **by_channel},
+        }
 
 
 def entity_errors(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> list[dict[str, Any]]:

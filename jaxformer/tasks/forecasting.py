@@ -7,7 +7,7 @@ over windows, steps and channels. Predictions are in the units of the data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +19,11 @@ from jaxformer.data import series
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.tasks import Features, Predictor, Task, _series, _tokens, text_lines
+from jaxformer.tasks import Features, Predictor, Task, _diagnosis, _series, _tokens, text_lines
 from jaxformer.types import Array, Batch, Sums
+
+MAX_WINDOWS = 1024
+"""Windows that a diagnosis forecasts at a time."""
 
 
 class Forecast(NamedTuple):
@@ -133,6 +136,18 @@ def reference_line(config: Config, example: Example) -> str:
     return series.format_table(example["future"], config.task.channels)
 
 
+def diagnose_series(predictor: Predictor, examples: Sequence[Example]) -> dict[str, Any]:
+    """Errors by time step and by channel, of standardised values; see `_diagnosis.ForecastErrors`."""
+    channels = predictor.config.task.channels
+    errors = _diagnosis.ForecastErrors(np.array(predictor.config.task.deviations or (1.0,) * len(channels)))
+    for begin in range(0, len(examples), MAX_WINDOWS):
+        block = examples[begin : begin + MAX_WINDOWS]
+        windows = [np.asarray(example["values"], np.float64) for example in block]
+        future = np.stack([np.asarray(example["future"], np.float64) for example in block])
+        errors.add(forecast(predictor, windows), future, np.stack([values[-1] for values in windows]))
+    return {"forecast": errors.values(channels)}
+
+
 TASK = Task(
     roles=("values", "future"),
     head="forecast",
@@ -148,4 +163,5 @@ TASK = Task(
     output_line=output_line,
     reference_line=reference_line,
     reads_document=True,
+    diagnose_series=diagnose_series,
 )

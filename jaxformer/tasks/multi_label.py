@@ -18,7 +18,7 @@ from jaxformer import losses, metrics
 from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.tasks import Features, Predictor, _tokens, classification, text_lines
+from jaxformer.tasks import Features, Predictor, Sample, _diagnosis, _tokens, classification, text_lines
 from jaxformer.types import Array, Batch, Sums
 
 SEPARATOR = ","
@@ -72,6 +72,29 @@ def reference_line(config: Config, example: Example) -> str:
     return SEPARATOR.join(config.task.classes[label] for label in sorted(example["labels"]))
 
 
+def sample(config: Config, tokenizers: Tokenizers, example: Example, rng: np.random.Generator) -> Sample:
+    """The text and the true set."""
+    return Sample(classification.input_line(example), reference_line(config, example))
+
+
+def diagnose(config: Config, results: Sequence[Mapping[str, Any]], examples: Sequence[Example]) -> dict[str, Any]:
+    """Sets that each class is in, and the calibration of all decisions, see `_diagnosis`.
+
+    A decision is about one class of one text, with the probability of what was decided.
+    """
+    names = config.task.classes
+    true = [[names[label] for label in example["labels"]] for example in examples]
+    probs, is_correct = [], []
+    for own, result in zip(true, results, strict=True):
+        for name, value in result["probabilities"].items():
+            probs.append(max(value, 1 - value))
+            is_correct.append((value > 0.5) == (name in own))
+    return {
+        "sets": _diagnosis.set_errors(names, true, [result["labels"] for result in results]),
+        "calibration": _diagnosis.calibration(probs, is_correct),
+    }
+
+
 TASK = dataclasses.replace(
     classification.TASK,
     roles=("text", "labels"),
@@ -82,5 +105,6 @@ TASK = dataclasses.replace(
     predict=predict,
     output_line=output_line,
     reference_line=reference_line,
-    diagnose=None,
+    sample=sample,
+    diagnose=diagnose,
 )

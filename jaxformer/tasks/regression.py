@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ from jaxformer import losses, metrics
 from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.tasks import Features, Predictor, _tokens, classification, text_lines
+from jaxformer.tasks import Features, Predictor, _diagnosis, _tokens, classification, text_lines
 from jaxformer.types import Array, Batch, Sums
 
 
@@ -76,6 +77,11 @@ def score(config: Config, results: Sequence[float], examples: Sequence[Example])
     }
 
 
+def diagnose(config: Config, results: Sequence[float], examples: Sequence[Example]) -> dict[str, Any]:
+    """Predicted numbers against true ones in the units of the data, see `_diagnosis.number_errors`."""
+    return {"numbers": _diagnosis.number_errors([_in_units(config, each["score"]) for each in examples], results)}
+
+
 TASK = dataclasses.replace(
     classification.TASK,
     roles=("text", "score"),
@@ -90,5 +96,5 @@ TASK = dataclasses.replace(
     score=score,
     score_names=("spearman", "pearson", "squared_error"),
     classes=("score",),
-    diagnose=None,
+    diagnose=diagnose,
 )

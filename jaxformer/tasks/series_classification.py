@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -11,7 +13,7 @@ from jaxformer.config import Config
 from jaxformer.data import series
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.tasks import Features, _series, _tokens, classification
+from jaxformer.tasks import Features, Predictor, _series, _tokens, classification
 
 
 def encode(config: Config, tokenizers: Tokenizers | None, example: Example, rng: np.random.Generator) -> Features:
@@ -35,6 +37,18 @@ def input_line(example: Example) -> str:
     return series.format_line(example["values"])
 
 
+def diagnose_series(predictor: Predictor, examples: Sequence[Example]) -> dict[str, Any]:
+    """Confusion matrix and calibration, as of texts."""
+    config, results = predictor.config, [dict[str, Any]() for _ in examples]
+    prompts = [encode_values(config, example["values"]) for example in examples]
+    for indices, _, outputs in predictor.runner.forward(prompts, finish=classification.probabilities):
+        for index, probs in zip(indices, outputs, strict=True):
+            best = int(probs.argmax())
+            name = classification.class_names(config, len(probs))[best]
+            results[index] = {"label": name, "probability": float(probs[best])}
+    return classification.diagnose(config, results, examples)
+
+
 TASK = dataclasses.replace(
     classification.TASK,
     roles=("values", "label"),
@@ -44,5 +58,6 @@ TASK = dataclasses.replace(
     input_line=input_line,
     sample=None,  # a predictor reads lines of text, and no series
     diagnose=None,
+    diagnose_series=diagnose_series,
     reference_line=lambda config, example: classification.class_names(config, 0)[example["label"]],
 )

@@ -21,7 +21,9 @@ from jaxformer import cli
 from jaxformer.analysis import explorer, generation
 from jaxformer.cli import explore
 from jaxformer.config import ConfigError, overrides
+from jaxformer.decode.compiled import CompiledDecoder
 from jaxformer.hf import workdirs
+from jaxformer.models import build
 from jaxformer.report import charts, serving
 from jaxformer.report import explorer as page
 from jaxformer.tasks import _generation
@@ -83,7 +85,7 @@ def test_a_beam_tree_ends_in_the_result_of_decoding():
         generation.beam_tree(predictor(), "ab", decode())
 
 
-def test_the_value_holds_what_the_model_gives():
+def test_the_value_holds_what_the_model_gives(monkeypatch):
     model, value = small.model("language_modelling"), document()
     (maps, _), (lens, _), (scan, _) = (call(["a cab", "a cob"]) for call in (model.attention, model.lens, model.ablate))
     first = value["sentences"][0]
@@ -100,6 +102,12 @@ def test_the_value_holds_what_the_model_gives():
     grown = np.maximum(explained["decoder"] * explained.explained.gradients["decoder"], 0)
     np.testing.assert_allclose(explorer.read_array(kind["gradients"]), grown, rtol=1e-3, atol=1e-6)
     assert value["patching"]["refused"] is None and value["patching"]["clean_tokens"][4] == "a"
+    assert list(value["patching"]["parts"]) == ["residual", "attention", "mlp", "heads"]
+    heads = model.patch("a cab", "a cob", part="heads").log_probs
+    np.testing.assert_allclose(explorer.read_array(value["patching"]["parts"]["heads"]), heads, atol=1e-5)
+    monkeypatch.setattr(explorer, "MAX_SCANNED_PARTS", 9)  # a large model: its residual stream alone
+    assert list(explorer.patched(predictor(), "a cab", "a cob")["parts"]) == ["residual"]
+    assert list(explorer.patched(predictor(), "a cab", "a cob", ["mlp"])["parts"]) == ["mlp"]
     assert explorer.pair_of(predictor(), ["a", "bb", "cc"]) == ("bb", "cc")
     assert explorer.pair_of(predictor(), ["a", "bb"]) == explorer.SAMPLE_PAIR
 
@@ -120,6 +128,28 @@ def test_the_python_of_the_guide_runs(monkeypatch):
     names = {}
     exec(compile(code.replace("three hundred and ", ""), "docs/explore.md", "exec"), names)
     assert names["patched"].restored.shape == (3, 4) and names["scan"].heads["cross"].shape[:2] == (2, 4)
+
+
+def test_a_page_decodes_without_a_copy_of_the_parameters():
+    """A loop over layers reads them as they are; unrolled layers, a CPU's default, would be copied out of the stack."""
+    read = predictor()
+    assert read.runner.module.config.decoder.unroll == 1
+    decoder = CompiledDecoder(read.runner.module, decode(), read.runner.vocabulary)
+    assert decoder.prepare_variables(read.runner.variables) is read.runner.variables
+    stack = dataclasses.replace(read.config.model.decoder, unroll=2)
+    unrolled = build.build(dataclasses.replace(read.config.model, decoder=stack))
+    separate = dataclasses.replace(decoder, module=unrolled).prepare_variables(read.runner.variables)
+    assert set(separate["params"]["decoder"]["blocks"]) == {"0", "1"}
+    looped = explorer.prepare(
+        dataclasses.replace(
+            read,
+            config=dataclasses.replace(read.config, model=unrolled.config),
+            runner=dataclasses.replace(read.runner, module=unrolled),
+        ),
+        ["ab"],
+        OPTIONS,
+    )
+    assert looped.runner.module.config.decoder.unroll == 1
 
 
 def test_limits_are_one_line():
@@ -202,6 +232,20 @@ def test_heads_and_tokens_are_chosen_by_keyboard(chromium, tmp_path):
     chromium.run("document.querySelector('[data-x=back]').focus()")
     enter(chromium)
     assert text_of(chromium, "step-name") == "token 2 of 3"
+    patching = document()["patching"]
+    gap = patching["clean_log_prob"] - patching["corrupted_log_prob"]
+    chromium.run("document.querySelector('[data-x=part]').focus()")
+    for keys, part in (("DD", "mlp"), ("D", "heads"), ("UUU", "residual")):
+        for key in keys:
+            chromium.press({"D": "ArrowDown", "U": "ArrowUp"}[key])
+        assert chromium.run("explorer.state.part") == part
+        shown = chromium.run("charts.rows('explore-patching').map((row) => row.value)")
+        expected = explorer.read_array(patching["parts"][part])
+        np.testing.assert_allclose(
+            np.reshape(shown, expected.shape), (expected - patching["corrupted_log_prob"]) / gap, atol=1e-4
+        )
+        label = {"mlp": "layer 0", "heads": "layer 0", "residual": "input"}[part]
+        assert chromium.run("charts.rows('explore-patching')[0].row") == label
     assert chromium.messages == []
 
 
@@ -214,6 +258,19 @@ def test_hostile_text_stays_text_and_small_screens_do_not_overflow(chromium, tmp
     assert chromium.run("document.querySelectorAll('#explorer img, #explorer script').length") == 0
     assert text_of(chromium, "sentence").startswith(HOSTILE)
     assert chromium.run("document.documentElement.scrollWidth") <= 320
+    assert chromium.messages == []
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1440, False), (320, True)])
+def test_the_page_fits_windows_of_all_sizes_without_a_serious_finding_of_axe(chromium, server, width, dark):
+    chromium.open(server.url, width=width, dark=dark)
+    chromium.wait(READY)
+    chromium.run("Promise.all(charts.names.map((name) => charts.draw(name)))")
+    states = chromium.run("[...document.querySelectorAll('[data-chart]')].map((each) => each.dataset.state)")
+    assert states == ["drawn"] * 3
+    assert chromium.run("document.documentElement.scrollWidth") <= width
+    chromium.run("document.querySelectorAll('details').forEach((each) => (each.open = true))")
+    assert chromium.serious_findings() == {}
     assert chromium.messages == []
 
 
@@ -269,6 +326,13 @@ def test_the_page_asks_and_the_model_answers(chromium, server):
         ("/api/sentence", {"line": "a", "target": "b"}, {}, 400, "targets: got some"),
         ("/api/ablation", {"line": "a", "heads": [["decoder", 9, 0]]}, {}, 400, "heads: got"),
         ("/api/ablation", {"line": "a", "heads": 3}, {}, 400, "got no lists"),
+        (
+            "/api/patching",
+            {"clean": "a", "corrupted": "b", "part": "mpl"},
+            {},
+            400,
+            "part: got 'mpl', expected one of res",
+        ),
         ("/api/sentence", "[1]", {}, 400, "got a list, expected a JSON object"),
         ("/api/sentence", "{", {}, 400, "got no JSON"),
         ("/api/sentence", {"line": "y" * 2**16}, {}, 413, "expected at most 65,536"),

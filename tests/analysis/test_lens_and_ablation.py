@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from flax import linen as nn
 
-from jaxformer.analysis import lens, recurrent
-from jaxformer.config import ConfigError
+from jaxformer.analysis import lens, patching, recurrent, sentences
+from jaxformer.analysis.layers import Reader
+from jaxformer.config import ConfigError, ModelConfig
+from jaxformer.models import build
 
 TEXT, TARGET = "a cab", "dab"
 
@@ -190,6 +193,70 @@ def test_patching_everything_is_the_other_sentence():
     _, logits, _ = small.sown("language_modelling", "a cab")
     assert np.isclose(found.clean_log_prob, log_softmax(logits[0, 5, : model.tokenizers.target.size]).max(), atol=1e-5)
     assert "restored" not in found._repr_html_() and "<td" in found._repr_html_()
+
+
+def recorded(name, text):
+    """The sentence, and outputs of each layer's attention, feed-forward layer and heads in the model's own pass."""
+    model = small.model(name)
+    (sentence,) = sentences.read(model.predictor, [text])
+    keep = lambda module, method: method == "__call__" or (method == "attend" and module.name == "attention")  # noqa: E731
+    read = lambda variables: model.module.apply(variables, sentence.batch, capture_intermediates=keep)  # noqa: E731
+    logits, found = jax.jit(read)(model.inference_variables())
+    blocks = found["intermediates"]["encoder" if name == "classification" else "decoder"]["blocks"]
+    (attention, _), mlp = blocks["attention"]["__call__"][0], blocks["ffn"]["__call__"][0]
+    outputs = {"attention": attention, "mlp": mlp, "heads": blocks["attention"]["attend"][0]}
+    return sentence, np.asarray(logits[0]), outputs
+
+
+@pytest.mark.parametrize("name", ["language_modelling", "classification"])
+def test_patching_a_part_is_adding_the_difference_of_its_outputs_by_hand(name):
+    """The model's own pass over the whole stack, in which one layer's outputs are moved at one position."""
+    model, side = small.model(name), "encoder" if name == "classification" else "decoder"
+    _, logits, clean = recorded(name, "ab cd")
+    sentence, _, corrupted = recorded(name, "ob cd")
+    length, size = len(sentence.ids[sentence.last]), model.tokenizers.target.size
+    answer = int((logits if side == "encoder" else logits[length - 1, :size]).argmax())
+    change = {part: np.asarray(clean[part] - corrupted[part]) for part in clean}
+    kernel = np.asarray(model.params[side]["blocks"]["attention"]["out"]["kernel"])  # [L, H, K, D]
+
+    def forward(moved, layer, added):
+        def move(function, args, kwargs, context):
+            y, module = function(*args, **kwargs), context.module
+            if context.method_name != "__call__" or module.path[:1] != (side,):
+                return y
+            if module.name == "attention":
+                number[0] = kwargs["layer"]
+                return y[0] + jnp.where((number[0] == layer) & (moved == 0), added, 0), y[1]
+            return y + jnp.where((number[0] == layer) & (moved == 1), added, 0) if module.name == "ffn" else y
+
+        number = [None]
+        with nn.intercept_methods(move):
+            return model.module.apply(model.inference_variables(), sentence.batch)
+
+    forward = jax.jit(forward)
+    for part in ("attention", "mlp", "heads"):
+        found = model.patch("ab cd", "ob cd", part=part)
+        assert found.log_probs.shape == (2, 4 if part == "heads" else length) and found.rows == ("layer 0", "layer 1")
+        for layer, index in ((0, 1), (1, 3), (1, length - 1 if part != "heads" else 0)):
+            added = np.zeros(change["mlp"][layer].shape, np.float32)
+            if part == "heads":
+                added += np.einsum("btk,kd->btd", change[part][layer][:, :, index], kernel[layer, index])
+            else:
+                added[:, index] = change[part][layer][:, index]
+            moved = forward(int(part == "mlp"), layer, added)[0]
+            expected = log_softmax(moved if side == "encoder" else moved[length - 1, :size])[answer]
+            np.testing.assert_allclose(found.log_probs[layer, index], expected, atol=1e-5)
+        assert np.abs(found.log_probs - found.corrupted_log_prob).max() > 1e-4
+        assert len(found.columns) == found.log_probs.shape[1] and "<td" in found._repr_html_()
+
+
+def test_parts_that_cannot_be_patched_are_one_line(monkeypatch):
+    with pytest.raises(ConfigError, match="part: got 'mpl', expected one of residual, attention, mlp, heads") as error:
+        small.model("language_modelling").patch("a cab", "a cob", part="mpl")
+    assert "\n" not in str(error.value)
+    bare = ModelConfig(decoder=dataclasses.replace(small.STACK, ffn=None))
+    with pytest.raises(ConfigError, match="part: got 'mlp', expected one of residual, attention, heads"):
+        patching.check_parts(Reader(build.build(bare), {}), ["mlp"])
 
 
 def test_patching_an_encoder_decoder_changes_its_source():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib.resources
 import json
 import os
 import select
@@ -11,6 +12,8 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+
+import pytest
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -142,6 +145,17 @@ class Browser:
     def mouse(self, x: float, y: float, kind: str = "mouseMoved", **more) -> None:
         """A mouse event at a place of the window."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+
+    def serious_findings(self) -> dict[str, list[str]]:
+        """Rules of axe-core that the page breaks seriously, with the elements; skips without the package."""
+        axe = pytest.importorskip("axe_core_python", reason="axe-core-python is not installed")
+        self.run(importlib.resources.files(axe).joinpath("axe.min.js").read_text(encoding="utf-8") + ";0")
+        found = self.run("axe.run(document, {resultTypes: ['violations']}).then(found => found.violations)")
+        return {
+            each["id"]: [node["html"][:200] for node in each["nodes"][:3]]
+            for each in found
+            if each["impact"] in ("serious", "critical")
+        }
 
     def screenshot(self, path: Path, whole: bool = True) -> None:
         """Writes a PNG of the page, or of the window."""

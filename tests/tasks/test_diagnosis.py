@@ -1,8 +1,11 @@
 """Diagnosis of evaluations: confusion, calibration, errors with entities, worked out by hand."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
-from jaxformer.config import Config, HeadConfig, ModelConfig, StackConfig, TaskConfig
+from jaxformer.config import Config, DataConfig, HeadConfig, ModelConfig, SeriesConfig, StackConfig, TaskConfig
 from jaxformer.tasks import _diagnosis, classification, multi_label, regression, series_classification, tagging
 
 
@@ -48,6 +51,78 @@ def test_tasks_diagnose_their_own_results():
     words = [{"label": "B-x", "probability": 0.5}, {"label": "O", "probability": 1.0}]
     found = tagging.diagnose(config, [words], [{"tags": [1, 1]}])
     assert found["confusion"]["counts"] == [[0, 0], [1, 1]] and found["entities"][0]["missed"] == 1
-    # Tasks made of classification whose results are others have no diagnosis of classes.
-    for task in (multi_label, regression, series_classification):
-        assert task.TASK.diagnose is None
+
+
+def test_sets_are_counted_by_class_and_all_decisions_are_calibrated():
+    config = Config(task=TaskConfig(name="multi_label", classes=("a", "b", "c", "d")))
+    results = [
+        {"labels": ["a", "b"], "probabilities": {"a": 0.9, "b": 0.8, "c": 0.1, "d": 0.0}},
+        {"labels": ["b"], "probabilities": {"a": 0.2, "b": 0.6, "c": 0.3, "d": 0.0}},
+    ]
+    found = multi_label.diagnose(config, results, [{"labels": (0,)}, {"labels": (1, 0)}])
+    assert found["sets"] == [
+        {"label": "a", "true": 2, "predicted": 1, "correct": 1},
+        {"label": "b", "true": 1, "predicted": 2, "correct": 1},
+    ]
+    assert sum(each["count"] for each in found["calibration"]["bins"]) == 8
+    (low,) = [each for each in found["calibration"]["bins"] if each["high"] == pytest.approx(0.8)]
+    assert (low["count"], low["confidence"], low["accuracy"]) == (2, pytest.approx(0.8), 0.0)  # b is in, a is not
+    sample = multi_label.TASK.sample(config, None, {"text": "x", "labels": (2, 0)}, None)
+    assert sample.reference == "a,c"
+
+
+def test_numbers_are_compared_in_units_and_in_groups_of_similar_predictions():
+    config = Config(data=DataConfig(score_range=(0.0, 10.0)), task=TaskConfig(name="regression"))
+    found = regression.diagnose(config, [2.0, 8.0, 4.0], [{"score": 0.1}, {"score": 0.6}, {"score": 0.5}])["numbers"]
+    assert found["points"] == [[1.0, 2.0], [6.0, 8.0], [5.0, 4.0]] and found["examples"] == 3
+    assert found["error"] == pytest.approx(2**0.5) and found["bias"] == pytest.approx(2 / 3)
+    assert [group["predicted"] for group in found["groups"]] == [2.0, 4.0, 8.0]
+    many = _diagnosis.number_errors(range(1000), [float(n // 100) for n in range(1000)])
+    assert len(many["points"]) == 500 and many["points"] == sorted(many["points"])
+    third = many["groups"][2]
+    assert (third["count"], third["predicted"], third["true"]) == (100, 2.0, 249.5)
+    assert third["deviation"] == pytest.approx(np.std(range(100)))
+    assert _diagnosis.number_errors([], []) == {}
+
+
+def test_errors_of_forecasts_are_means_by_step_and_by_channel_whatever_the_blocks():
+    rng = np.random.default_rng(0)
+    forecast, future, last = rng.normal(size=(5, 3, 2)), rng.normal(size=(5, 3, 2)), rng.normal(size=(5, 2))
+    scale = np.array([2.0, 4.0])
+    errors = _diagnosis.ForecastErrors(scale)
+    for part in (slice(0, 2), slice(2, 5)):
+        errors.add(forecast[part], future[part], last[part])
+    found = errors.values(("x", "y"))
+    error = (forecast - future) / scale
+    np.testing.assert_allclose(found["steps"]["mse"], np.square(error).mean((0, 2)))
+    np.testing.assert_allclose(found["steps"]["mae"], np.abs(error).mean((0, 2)))
+    np.testing.assert_allclose(found["channels"]["mse"], np.square(error).mean((0, 1)))
+    naive = np.square((last[:, None] - future) / scale)
+    np.testing.assert_allclose(found["channels"]["naive_mse"], naive.mean((0, 1)))
+    assert found["steps"]["step"] == [1, 2, 3] and found["channels"]["channel"] == ["x", "y"]
+    long = _diagnosis.ForecastErrors(np.ones(1))
+    long.add(np.zeros((1, 720, 1)), np.arange(720.0)[None, :, None], np.zeros((1, 1)))
+    steps = long.values(("x",))["steps"]
+    assert len(steps["step"]) == 100 and (steps["step"][0], steps["step"][-1]) == (1, 720)
+    assert steps["mse"][-1] == 719.0**2
+    assert _diagnosis.ForecastErrors(np.ones(1)).values(("x",)) == {}
+
+
+def test_series_are_diagnosed_as_their_classes():
+    model = ModelConfig(
+        encoder=StackConfig(), series=SeriesConfig(channels=1), head=HeadConfig(kind="classes", classes=2)
+    )
+    config = Config(model=model, task=TaskConfig(name="series_classification", classes=("no", "yes")))
+    given = []
+
+    def forward(prompts, finish):
+        given.extend(prompts)
+        yield np.array([1, 0]), None, np.array([[0.2, 0.8], [0.7, 0.3]])
+
+    predictor = SimpleNamespace(config=config, runner=SimpleNamespace(forward=forward))
+    examples = [{"values": np.ones((2, 1)), "label": 0}, {"values": np.zeros((2, 1)), "label": 0}]
+    found = series_classification.TASK.diagnose_series(predictor, examples)
+    assert found["confusion"] == {"classes": ["no", "yes"], "counts": [[1, 1], [0, 0]]}
+    assert found["calibration"]["error"] == pytest.approx(0.5 * 0.3 + 0.5 * 0.8)
+    assert [len(prompt["source"]) for prompt in given] == [2, 2]
+    assert series_classification.TASK.diagnose is None  # of lines of text

@@ -114,6 +114,10 @@ def test_a_run_trains_resumes_measures_all_windows_and_forecasts_tables(recipe, 
     assert result["mse"] == pytest.approx(np.square(errors).mean(), rel=1e-4)
     assert result["mae"] == pytest.approx(np.abs(errors).mean(), rel=1e-4)
 
+    diagnosed = result["diagnosis"]["forecast"]
+    np.testing.assert_allclose(diagnosed["steps"]["mse"], np.square(errors).mean((0, 2)), rtol=1e-4)
+    assert np.mean(diagnosed["channels"]["mse"]) == pytest.approx(result["mse"], rel=1e-4)
+
     text = "\n".join((tmp_path / "x.csv").read_text().splitlines()[:41])
     (tmp_path / "hours.csv").write_text(text)
     printed = run(capsys, "decode", "--workdir=whole", "--input=hours.csv").splitlines()

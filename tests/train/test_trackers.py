@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import tracker_stores
+import wandb_server
 
 from jaxformer import cli, evaluation, registry
 from jaxformer.config import Config, ConfigError, TrainConfig, overrides
@@ -585,6 +586,35 @@ def test_online_the_server_keeps_what_the_file_keeps(rewinds, tmp_path, monkeypa
     assert server.opened[-1] == (name, "allow", None) and list(server.histories[name]) == [0, 1, 2, 3, 4]
     track("wandb", tmp_path, [], ROWS[:1])  # from the start: no step is left to rewind to
     assert server.opened[-1][0] == (f"{own}-2" if rewinds else f"{own}-3")
+
+
+@pytest.mark.parametrize("rewinds", [True, False])
+@pytest.mark.parametrize("store", ["wandb"], indirect=True)
+def test_the_package_uploads_to_a_server_on_this_machine_what_the_file_keeps(store, rewinds, tmp_path, monkeypatch):
+    """The package itself, with its own process and requests, and a stand-in for its server."""
+    server = wandb_server.Server(rewinds)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    wandb = sys.modules["wandb"]
+    wandb.teardown()  # it reads the variables once a process
+    assert wandb.setup().settings.base_url == server.url
+    own = _workdir.identify(tmp_path, print).id
+    try:
+        track(store, tmp_path, [], ROWS)
+        assert [row["_step"] for row in server.runs[own]] == [0, 1, 2, 3, 4]
+        track(store, tmp_path, ROWS[:3], [AGAIN])  # killed after its checkpoint of step 4
+        kept, name = [*ROWS[:3], AGAIN], own if rewinds else f"{own}-2"
+        assert "RewindRun" in server.asked and set(server.runs) == {own, name}
+        track(store, tmp_path, kept, [ROWS[4]])  # stopped by a signal: nothing to take back
+        found = [(row["_step"], row["step"], row["_timestamp"]) for row in server.runs[name]]
+        assert found == [(n, row.step, row.wall_time) for n, row in enumerate([*kept, ROWS[4]])]
+        assert server.runs[name][3]["validation/loss"] == 2.125
+    finally:
+        wandb.teardown()
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize(("key", "mode"), [("abcdef0123456789", "online"), ("", "offline")])

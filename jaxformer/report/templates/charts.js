@@ -5,12 +5,14 @@
 //   charts.draw(name)     draws a chart that is not in view yet; a promise
 //   charts.set(options)   changes options (see below) and draws again
 //   charts.replace(name, columns)   replaces a data set wherever it is shown
+//   charts.zooms()        what every zoomed chart shows; charts.zoom(zooms) shows it again, also on a page loaded anew
 "use strict";
 window.charts = (() => {
   const store = JSON.parse(document.getElementById("chart-data").textContent);
   const options = { axis: "step", smooth: 0, log_x: false, log_y: null }; // log_y null: as the specification has it
   const drawn = new Map(); // name -> {view, result, version}
   const cache = new Map(); // data set -> rows
+  const zooms = new Map(); // name -> {axis, limits} of charts that do not show all; it outlives their views
   let version = 0;
 
   const plot = (name) => document.querySelector(`[data-chart="${name}"]`);
@@ -83,6 +85,8 @@ window.charts = (() => {
     const now = version;
     if (!place || drawn.get(name)?.version === now) return;
     const old = drawn.get(name);
+    const axis = axisOf(name);
+    keepZoom(name);
     drawn.set(name, { version: now });
     old?.result?.finalize();
     try {
@@ -95,8 +99,9 @@ window.charts = (() => {
         tooltip: { theme: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" },
       });
       if (drawn.get(name).version !== now) return result.finalize();
-      drawn.set(name, { version: now, result, view: result.view });
+      drawn.set(name, { version: now, result, view: result.view, axis });
       follow(name, result.view, place);
+      await showZoom(name);
       place.dataset.state = "drawn";
       performance.mark(`drawn-${name}`);
     } catch (error) {
@@ -213,7 +218,7 @@ window.charts = (() => {
 
   function zoom(name, action) {
     const view = drawn.get(name)?.view;
-    if (!view || !("zoom_x" in view.getState().signals)) return;
+    if (!canZoom(view)) return;
     if (action === "all") return void view.signal("zoom_x", null).runAsync();
     const scale = view.scale("x");
     const width = view.width();
@@ -223,6 +228,24 @@ window.charts = (() => {
     const shift = { left: -width / 4, right: width / 4 }[action] ?? 0;
     const ends = [middle - middle * share + shift, middle + (width - middle) * share + shift];
     view.signal("zoom_x", ends.map((each) => scale.invert(each))).runAsync();
+  }
+
+  const axisOf = (name) => (store.charts[name].curve ? options.axis : "");
+  const canZoom = (view) => view && "zoom_x" in view.getState().signals;
+
+  function keepZoom(name) {
+    const { view, axis } = drawn.get(name) ?? {};
+    if (!canZoom(view)) return;
+    const limits = view.signal("zoom_x");
+    if (limits) zooms.set(name, { axis, limits: Array.from(limits, Number) });
+    else if (zooms.get(name)?.axis === axis) zooms.delete(name);
+  }
+
+  // Limits in steps say nothing about tokens: a zoom is shown on the axis that it was made on.
+  async function showZoom(name) {
+    const { view, axis } = drawn.get(name) ?? {};
+    const kept = zooms.get(name);
+    if (kept && kept.axis === axis && canZoom(view)) await view.signal("zoom_x", kept.limits).runAsync();
   }
 
   function keys(event) {
@@ -253,7 +276,17 @@ window.charts = (() => {
   if (Object.keys(store.charts).length) draw(Object.keys(store.charts)[0]); // the first one in any case
 
   return {
-    draw,
+    zooms() {
+      for (const name of drawn.keys()) keepZoom(name);
+      return Object.fromEntries(zooms);
+    },
+    zoom(saved) {
+      for (const [name, { axis, limits }] of Object.entries(saved)) {
+        if (!(name in store.charts)) continue;
+        zooms.set(name, { axis, limits });
+        showZoom(name);
+      }
+    },
     names: Object.keys(store.charts),
     live: store.live,
     draw,

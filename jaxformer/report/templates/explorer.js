@@ -4,9 +4,11 @@
 window.explorer = (() => {
   const data = JSON.parse(document.getElementById("explorer-data").textContent);
   const at = (name) => document.querySelector(`#explorer [data-x="${name}"]`);
-  const state = { sentence: 0, kind: 0, layer: 0, head: 0, view: "probabilities", query: null, reading: null, step: 0, position: -1, pattern: "" };
+  const state = { sentence: 0, kind: 0, layer: 0, head: 0, view: "probabilities", query: null, reading: null, step: 0, position: -1, pattern: "", part: "residual" };
   const PATTERNS = ["previous", "first", "diagonal", "induction"];
   const VIEWS = { probabilities: "probabilities", gradients: "gradient × attention", mean: "mean of the layer's heads", rollout: "rollout up to the layer" };
+
+  const PARTS = { residual: "residual stream at a token", attention: "attention output at a token", mlp: "feed-forward output at a token", heads: "output of a head, all tokens" };
 
   // --- helpers -------------------------------------------------------------------------------------------------------
 
@@ -129,15 +131,16 @@ window.explorer = (() => {
     grid.style.gridTemplateColumns = `max-content repeat(${heads}, 54px)`;
     const items = [];
     for (let layer = 0; layer < layers; layer++) {
-      items.push(make("span", { className: "name", textContent: `layer ${layer}` }));
+      const row = make("div", { role: "row" }, make("span", { role: "rowheader", className: "name", textContent: `layer ${layer}` }));
       for (let head = 0; head < heads; head++) {
         const canvas = make("canvas");
         picture(canvas, matrix(maps, layer, head), 1);
         const button = make("button", { type: "button", role: "gridcell", "aria-label": headWords(layer, head), title: headWords(layer, head) }, canvas);
         button.dataset.layer = layer;
         button.dataset.head = head;
-        items.push(button);
+        row.append(button);
       }
+      items.push(row);
     }
     grid.replaceChildren(...items);
   }
@@ -385,9 +388,17 @@ window.explorer = (() => {
     }
     const gap = found.clean_log_prob - found.corrupted_log_prob;
     at("patching-note").textContent = `Activations of “${found.clean}” put into “${found.corrupted}” (Meng et al. 2022). The answer “${found.answer}” has log-probability ${found.clean_log_prob.toFixed(3)} in the first and ${found.corrupted_log_prob.toFixed(3)} in the second.`;
-    const map = matrix(found.log_probs).map((row) => Array.from(row, (value) => (gap ? (value - found.corrupted_log_prob) / gap : NaN)));
-    const rows = map.map((_, layer) => (layer === 0 ? "input" : `layer ${layer - 1}`));
-    const names = found.corrupted_tokens.map((name, t) => `${t} ${name === found.clean_tokens[t] ? name : `${name} ← ${found.clean_tokens[t]}`}`);
+    const parts = found.parts ?? { residual: found.log_probs }; // values of earlier versions
+    const known = Object.keys(PARTS).filter((name) => parts[name] || data.serve);
+    if (!known.includes(state.part)) state.part = known[0];
+    fill(at("part"), known.map((name) => [name, PARTS[name]]), state.part);
+    if (!parts[state.part]) state.part = Object.keys(parts)[0];
+    const map = matrix(parts[state.part]).map((row) => Array.from(row, (value) => (gap ? (value - found.corrupted_log_prob) / gap : NaN)));
+    const first = state.part === "residual" ? 0 : 1;
+    const rows = map.map((_, row) => (row + first === 0 ? "input" : `layer ${row + first - 1}`));
+    const tokens = found.corrupted_tokens.map((name, t) => `${t} ${name === found.clean_tokens[t] ? name : `${name} ← ${found.clean_tokens[t]}`}`);
+    const names = state.part === "heads" ? map[0].map((_, head) => `head ${head}`) : tokens;
+    at("part").value = state.part;
     cells("explore-patching", map, rows, names, 1);
   }
 
@@ -429,6 +440,16 @@ window.explorer = (() => {
         table.append(make("tr", {}, ...values.map((text) => make("td", { textContent: text }))));
       });
       at("removed").replaceChildren(table);
+    });
+  }
+
+  function patch(clean, corrupted, part) {
+    ask("patching", { clean, corrupted, part }, (found) => {
+      const same = data.patching && data.patching.clean === clean && data.patching.corrupted === corrupted;
+      if (same && found.refused === null) found.parts = { ...data.patching.parts, ...found.parts };
+      data.patching = found;
+      if (found.refused === null) state.part = part;
+      showPatching();
     });
   }
 
@@ -482,6 +503,13 @@ window.explorer = (() => {
     state.position = Number(event.target.value);
     showAblation();
   };
+  at("part").onchange = (event) => {
+    const part = event.target.value;
+    const { clean, corrupted, parts } = data.patching;
+    if (data.serve && !parts[part]) return patch(clean, corrupted, part);
+    state.part = part;
+    showPatching();
+  };
   if (data.serve) {
     const submit = (form, action) =>
       at(form).addEventListener("submit", (event) => {
@@ -491,10 +519,7 @@ window.explorer = (() => {
     const seq2seq = "encoder" in data.sides && "decoder" in data.sides;
     at("target-label").hidden = !seq2seq;
     submit("edit", () => ask("sentence", { line: at("line").value, target: at("target").value || null }, take));
-    submit("patch", () => ask("patching", { clean: at("clean").value, corrupted: at("corrupted").value }, (found) => {
-      data.patching = found;
-      showPatching();
-    }));
+    submit("patch", () => patch(at("clean").value, at("corrupted").value, state.part));
     at("remove-head").onclick = () => remove("head");
     at("remove-mlp").onclick = () => remove("mlp");
     at("restore").onclick = () => at("removed").replaceChildren();

@@ -11,21 +11,52 @@
     return { axis: $("axis").value, smooth, log_x: $("log-x").checked, log_y: log === "" ? null : log === "1" };
   }
 
+  // --- a live page that is loaded again ------------------------------------------------------------------------------
+
+  // It loads itself again when there is more than points to show, and then looks as before: what was chosen, zoomed and
+  // opened, and where the reader was. The tab keeps it; a place that has gone is left out.
+  const KEPT = "jaxformer report";
+  const fields = () => [...$("controls").elements].filter((each) => each.id);
+  const section = (each) => each.closest("section[id], figure[id]")?.id ?? "";
+  const opened = () => [...document.querySelectorAll("details")].map((each) => [`${section(each)} ${each.querySelector("summary").textContent}`, each]);
+
+  function save() {
+    const values = $("controls") ? fields().map((each) => [each.id, each.type === "checkbox" ? each.checked : each.value]) : [];
+    const open = opened().map(([name, each]) => [name, each.open]);
+    const focus = document.activeElement?.dataset.chart ?? null;
+    sessionStorage.setItem(KEPT, JSON.stringify({ values, open, focus, zooms: charts.zooms(), scroll: scrollY }));
+  }
+
+  function saved() {
+    try {
+      return JSON.parse(sessionStorage.getItem(KEPT)) ?? {};
+    } catch {
+      return {}; // storage is off, or holds something else
+    }
+  }
+
+  function restoreForm() {
+    for (const [id, value] of saved().values ?? []) {
+      const field = fields().find((each) => each.id === id);
+      if (field) field[field.type === "checkbox" ? "checked" : "value"] = value;
+    }
+  }
+
+  function restorePage() {
+    const { open = [], focus, zooms = {}, scroll = 0 } = saved();
+    const known = new Map(open);
+    for (const [name, each] of opened()) if (known.has(name)) each.open = known.get(name);
+    charts.zoom(zooms);
+    if (focus && charts.names.includes(focus)) document.querySelector(`[data-chart="${focus}"]`).focus({ preventScroll: true });
+    scrollTo(0, scroll);
+    addEventListener("pagehide", save);
+  }
+
   if ($("controls")) {
     $("controls").addEventListener("submit", (event) => event.preventDefault());
     $("smooth").addEventListener("input", () => charts.set({ smooth: apply().smooth }));
     for (const id of ["axis", "log-y", "log-x"]) $(id).addEventListener("change", () => charts.set(apply()));
-    const form = [...$("controls").elements].filter((each) => each.id);
-    if (charts.live) {
-      // A live page loads itself again when there is more than points to show.
-      for (const each of form) {
-        const saved = sessionStorage.getItem(each.id);
-        if (saved !== null) each.type === "checkbox" ? (each.checked = saved === "true") : (each.value = saved);
-      }
-      $("controls").addEventListener("input", () => {
-        for (const each of form) sessionStorage.setItem(each.id, each.type === "checkbox" ? each.checked : each.value);
-      });
-    }
+    if (charts.live) restoreForm();
     charts.set(apply());
     addEventListener("pageshow", () => charts.set(apply())); // a browser that goes back restores the form
   }
@@ -64,5 +95,9 @@
     setTimeout(poll, SECONDS * 1000);
   }
 
-  if (charts.live) poll();
+  if (charts.live) {
+    history.scrollRestoration = "manual";
+    restorePage();
+    poll();
+  }
 })();
