@@ -58,6 +58,11 @@ class EmbedConfig:
     dropout_first: bool = False  # with `norm`: this dropout is before the norm (BigBird); False: after it
     deviation: Positive | None = None  # standard deviation of the initial table; None: width ** -0.5
     pad: Count | None = None  # token id whose row starts at zero and gets no gradient from look-ups; None: none
+    matches: bool = (
+        False  # encoders with `kinds`: add learned vectors to tokens that are in both texts of a pair, one of
+    )
+    # them weighed by rarity (exact match; Chen et al. 2017, Weissenborn et al. 2017)
+    unmatched: tuple[Count, ...] | None = None  # matches: ids that match nothing; None: the special tokens
 
     @property
     def sum_width(self) -> int | None:

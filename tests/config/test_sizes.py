@@ -135,6 +135,7 @@ PARTS = {
     "convolution": builders.encoder(conv=ConvConfig(kernel=41, groups=2)),
     "factorised": builders.decoder(embed=EmbedConfig(vocab=500, width=2)),
     "kinds": builders.encoder(embed=EmbedConfig(vocab=13, kinds=400)),
+    "matches": builders.encoder(embed=EmbedConfig(vocab=13, kinds=2, matches=True)),
     "untied": dataclasses.replace(
         builders.decoder(embed=EmbedConfig(vocab=400)), head=HeadConfig(tied=False)
     ),

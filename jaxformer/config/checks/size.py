@@ -126,7 +126,8 @@ def _embedding(part: StackConfig | RecurrentConfig, vocab: int) -> int:
     inner = part.embed.width or part.width
     up = inner * part.width if inner != (part.embed.sum_width or part.width) or part.embed.sum_width else 0
     bias = part.width if part.embed.projection_bias else 0
-    return vocab * inner + up + bias + part.embed.kinds * (part.embed.sum_width or part.width)
+    rows = part.embed.kinds + 2 * part.embed.matches
+    return vocab * inner + up + bias + rows * (part.embed.sum_width or part.width)
 
 
 def _stack(stack: StackConfig, crosses: bool) -> int:
