@@ -315,6 +315,8 @@ class HeadConfig:
     soft_cap: Positive | None = None  # tokens: logits x become soft_cap * tanh(x / soft_cap); None: as they are
     transform: bool = False  # tokens: dense layer, activation and norm before the projection, as in BERT's masked LM
     relation: bool = False  # tokens: also two class logits for each row, from its pooled vector (see task.relation)
+    copy: bool = False  # tokens of a transformer encoder-decoder: mix with copying from the source (pointer-generator,
+    # See et al. 2017); needs one vocabulary for both sides
     chunk: PositiveInt | None = None  # tokens: tokens per device whose logits a loss holds at a time; None: all
     activation: Activation = "gelu"  # activation of `transform`
     epsilon: Positive = 1e-5  # epsilon of the norm of `transform` or of the layer of `residual_width`

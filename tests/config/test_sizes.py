@@ -144,6 +144,7 @@ PARTS = {
         builders.decoder(output_width=400), head=HeadConfig(kind="classes", classes=2, tied=False)
     ),
     "pair": dataclasses.replace(builders.encoder(), head=HeadConfig(kind="pair", width=400)),
+    "copying": dataclasses.replace(builders.seq2seq(layers=1), head=HeadConfig(copy=True)),
     "seq2seq": builders.seq2seq(embed=EmbedConfig(vocab=400)),
 }  # fmt: skip
 

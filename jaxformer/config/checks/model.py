@@ -231,6 +231,21 @@ def _check_projected_sums(model: ModelConfig) -> None:
         raise invalid("config.model.share_embeddings", True, "the same embed.projection and embed.kinds on both sides")
 
 
+def _check_copying(model: ModelConfig) -> None:
+    """Raises ConfigError for a head that copies where there is no source of tokens, or no distribution to mix with."""
+    head, encoder, decoder = model.head, model.encoder, model.decoder
+    if encoder is None or decoder is None or model.series is not None or head.kind != "tokens":
+        expected = "False, except for a head of tokens of a transformer encoder and decoder that read texts"
+        raise invalid("config.model.head.copy", True, expected)
+    if not head.projection:
+        raise invalid("config.model.head.copy", True, "False where head.projection is False")
+    if head.chunk is not None:
+        raise invalid("config.model.head.chunk", head.chunk, "None with head.copy, whose mixture needs all logits")
+    if encoder.embed.vocab != decoder.embed.vocab:
+        got = f"vocabularies of {encoder.embed.vocab} and {decoder.embed.vocab} tokens"
+        raise invalid("config.model.head.copy", f"True with {got}", "equal vocabularies, so that ids can be copied")
+
+
 def _check_matches(model: ModelConfig) -> None:
     """Raises ConfigError for tokens to compare where no whole pair of texts is read at once."""
     parts: dict[str, StackConfig | RecurrentConfig] = {name: getattr(model, name) for name in model.parts}
@@ -315,6 +330,8 @@ def check_model(model: ModelConfig) -> None:
     _check_output_width(model)
     _check_projected_sums(model)
     _check_matches(model)
+    if model.head.copy:
+        _check_copying(model)
     if model.decoder is not None and encoder is not None and model.decoder.sublayers != "sequential":
         expected = "sequential beside an encoder: cross-attention stands between the two sub-layers"
         raise invalid("config.model.decoder.sublayers", model.decoder.sublayers, expected)
@@ -390,6 +407,8 @@ def _check_generator(model: ModelConfig, generator: GeneratorConfig) -> None:
         raise invalid("config.model.generator", "a section", "None unless the model is a transformer encoder alone")
     if head.kind != "tokens":
         raise invalid("config.model.generator.head.kind", head.kind, "tokens: a masked language model")
+    if head.copy:
+        raise invalid("config.model.generator.head.copy", True, "False: a generator has no source to copy from")
     if head.chunk is not None:
         raise invalid("config.model.generator.head.chunk", head.chunk, "None: tokens are sampled from whole logits")
     if "batch" in (encoder.norm.kind, generator.encoder.norm.kind):

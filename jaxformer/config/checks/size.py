@@ -176,6 +176,7 @@ def _head(model: ModelConfig, config: Config) -> int:
     if head.kind == "tokens":
         relation = width * (head.width or 1) if head.relation else 0
         inner = (side.embed.sum_width if head.transform else None) or width
+        relation += 2 * width * width if head.copy else 0  # query and key of copying
         return relation + (0 if head.tied or not head.projection else inner * _vocab(side, config))
     hidden = 0 if head.width is None else width * head.width
     if head.kind not in ("classes", "slots"):
