@@ -42,7 +42,7 @@ class Transformer(nn.Module):
         outputs = None if config.head.horizon is None else config.head.horizon * self.channels_per_row()
         self.head = Head(config.head, last.output_width or last.width, last.embed.vocab, outputs)
         if config.head.copy and encoder is not None:
-            self.copy = Copy(last.output_width or last.width, encoder.output_width or encoder.width)
+            self.copying = Copy(last.output_width or last.width, encoder.output_width or encoder.width)
 
     @nn.nowrap
     def channels_per_row(self) -> int:
@@ -63,15 +63,15 @@ class Transformer(nn.Module):
         """Logits: `[B, T, V]` (T of the target if there is a decoder), or `[B, C]` for a classifier.
 
         A forecast is `[B, H, C]`, in the scale of the series.
-        With `config.head.relation`, `RelationLogits`. Without `full_logits` the head may return `DeferredLogits`, for
-        losses and measures.
+        With `config.head.copy` the logits are log-probabilities. With `config.head.relation`, `RelationLogits`. Without
+        `full_logits` the head may return `DeferredLogits`, for losses and measures.
         """
         batch, statistics = self.read(batch)
         slots = batch.side("source" if self.config.decoder is None else "target").slots
         x, copied = self.run_stacks(batch)
-        y = self.head(x, slots, self.output_embed(), full_logits)
         if copied is not None:
-            return self.copy(y, x, slots.segment, copied)
+            return self.copying(self.head(x, slots, self.output_embed()), x, slots.segment, copied)
+        y = self.head(x, slots, self.output_embed(), full_logits)
         if not isinstance(y, Array) or statistics is None or self.config.head.kind != "forecast":
             return y
         return self.series.restore(y, statistics)
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
         if self.config.encoder is not None:
             source = batch.side("source")
             memory, memory_slots = self.encode_slots(source), source.slots
-            copied = self.copy.source(memory, source) if self.config.head.copy else None
+            copied = self.copying.source(memory, source) if self.config.head.copy else None
         x = self.input_embed()(target)
         return self.decoder(x, target.slots, memory, memory_slots, token_type=target.token_type)[0], copied
 
@@ -152,7 +152,7 @@ class Transformer(nn.Module):
             source = self.read(batch)[0].side("source")
             encoded = self.encode_slots(source)
             memory, memory_slots = self.decoder.project_memory(encoded), source.slots
-            copied = self.copy.source(encoded, source) if self.config.head.copy else None
+            copied = self.copying.source(encoded, source) if self.config.head.copy else None
         padding = ((0, 0), (0, length - prompt_length))
         last = last_slot(target.slots)[:, None]
         state = TransformerState(
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
         x, state = self.advance(target, state)
         x = jnp.take_along_axis(x, last[:, :, None], axis=1)
         segment = jnp.take_along_axis(target.slots.segment, last, axis=1)
-        return self.logits(x, target.slots, segment, state)[:, 0], state
+        return self.decoded_logits(x, target.slots, segment, state)[:, 0], state
 
     def step(
         self, tokens: Int[Array, "B N"], state: TransformerState
@@ -175,15 +175,15 @@ class Transformer(nn.Module):
         """Logits of the tokens after `tokens`, one for each of R = B N rows or branches, and the new state."""
         slots, state = state.append(tokens.shape[1])
         x, state = self.advance(Stream(tokens, slots), state)
-        logits = self.logits(x, slots, slots.segment, state)
+        logits = self.decoded_logits(x, slots, slots.segment, state)
         return logits.reshape(-1, logits.shape[-1]), state
 
-    def logits(
+    def decoded_logits(
         self, x: Float[Array, "B N D"], slots: Slots, segment: Int[Array, "B N"], state: TransformerState
     ) -> Float32[Array, "B N V"]:
         """Logits of hidden states `x` of these segments in decoding, mixed with what is copied, if anything."""
         logits = self.head(x, slots, self.output_embed())
-        return logits if state.copied is None else self.copy(logits, x, segment, state.copied)
+        return logits if state.copied is None else self.copying(logits, x, segment, state.copied)
 
     def advance(self, target: Stream, state: TransformerState) -> tuple[Float[Array, "B T D"], TransformerState]:
         """Hidden states of new tokens (already in `state.slots`), and the state with their keys and values."""

@@ -314,7 +314,7 @@ def _read_times(
 
 def _reads_memory(path: tuple[str, ...]) -> bool:
     """True for kernels that only the encoder's output is multiplied with: cross-attention's and copying's."""
-    return ("cross" in path or path[0] == "copy") and path[-2] in ("key", "value")
+    return ("cross" in path or path[0] == "copying") and path[-2] in ("key", "value")
 
 
 def _decoded(config: Config, params: PyTree, names: PyTree, read: float) -> Decoded:
