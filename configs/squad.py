@@ -74,7 +74,12 @@ def get_config(variant: str = "transformer"):
     config.task.name = "answering"
     if recurrent:
         config.model.recurrent_encoder = section(
-            RecurrentConfig, cell="lstm", width=256, bidirectional=True, dropout=0.5, embed=dict(dropout=0.5)
+            RecurrentConfig,
+            cell="lstm",
+            width=256,
+            bidirectional=True,
+            dropout=0.5,
+            embed=dict(dropout=0.5, kinds=2, matches=True),
         )
     else:
         config.model.encoder = section(
@@ -82,7 +87,7 @@ def get_config(variant: str = "transformer"):
             layers=2,
             width=128,
             dropout=0.4,
-            embed=dict(scale=True, dropout=0.4, kinds=2),
+            embed=dict(scale=True, dropout=0.4, kinds=2, matches=True),
             encoding=dict(kind="rope"),
             attention=dict(heads=4, dropout=0.1),
             ffn=dict(width=256),

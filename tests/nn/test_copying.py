@@ -37,6 +37,7 @@ def inputs(seed: int = 0):
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     tokens = rng.integers(2, 7, (ROWS, SOURCE)).astype(np.int32)
     segment = np.array([[1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0], [0] * SOURCE], np.int32)
+    tokens[0, 3] = tokens[0, 0]  # a token of both segments
     tokens[segment == 0] = 9
     target = np.array([[1, 1, 2, 2], [1, 1, 1, -1], [1, 1, 1, 1]], np.int32)
     return 3 * draw(ROWS, TARGET, VOCAB), draw(ROWS, TARGET, WIDTH), target, draw(ROWS, SOURCE, WIDTH), tokens, segment
@@ -138,16 +139,16 @@ def test_decoding_copies_as_the_whole_pass_does(model):
     testing.assert_steps_equal_forward(*model, builders.batch(CONFIG, [6, 6]), prompt=2)
 
 
-def test_padding_is_never_copied(model):
-    testing.assert_padding_invariant(*model, builders.batch(CONFIG, [5, 3]))
-
-
 def test_states_carry_what_is_copied_through_beams_branches_and_new_rows(model):
     module, variables = model
     start = jax.jit(lambda variables, batch: module.apply(variables, batch, 8, method="start"))
     step = jax.jit(lambda variables, tokens, state: module.apply(variables, tokens, state, method="step")[0])
-    batch = builders.batch(CONFIG, [4, 4])
-    state, tokens = start(variables, batch)[1], np.array([[3], [5]], np.int32)
+    batch = builders.batch(CONFIG, [4, 3])
+    prompts = jax.tree.map(lambda x: np.stack([x[0], np.roll(x[1], 1)]), batch.target)
+    logits, state = start(variables, batch)
+    padded_on_the_left = start(variables, batch._replace(target=prompts))[0]
+    np.testing.assert_allclose(padded_on_the_left, logits, rtol=1e-5, atol=1e-6)
+    tokens = np.array([[3], [5]], np.int32)
     alone = step(variables, tokens, state)
     swapped = step(variables, tokens[::-1], state.rows(jnp.array([1, 0])))
     np.testing.assert_allclose(swapped, alone[::-1], rtol=1e-5, atol=1e-6)

@@ -36,7 +36,8 @@ def pairs(seed: int = 0) -> Stream:
         segment[row, :second], segment[row, second:end] = 1, 2
         types[row, first:second], types[row, third:end] = 1, 1
     segment[0] = np.where(np.arange(LENGTH) < 12, 1, -1)
-    types[0] = np.arange(LENGTH) >= 5
+    types[0] = (np.arange(LENGTH) >= 5) & (np.arange(LENGTH) < 14)
+    tokens[0, 12:] = 1  # padding of both types
     return Stream(tokens, Slots(np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)), segment), types)
 
 
