@@ -3,8 +3,8 @@
 Command:  python -m jaxformer train --config=configs/aeslc.py --workdir=runs/aeslc --config.data.dir=DIR
           python -m jaxformer evaluate --workdir=runs/aeslc --split=test
 Hardware: 2 CPU cores
-Time:     15 minutes beside other work
-Score:    test ROUGE-1, 2 and L 11.1, 3.4 and 11.1 (beam 5); the first 16 words of the email have 14.9, 6.2 and 13.6
+Time:     32 minutes beside other work (16 of processor time)
+Score:    test ROUGE-1, 2 and L 15.9, 3.7 and 15.6 (beam 5); the first 16 words of the email have 14.9, 6.2 and 13.6
 """
 
 from jaxformer.config import StackConfig
@@ -53,7 +53,7 @@ def get_config():
     config.evaluate.samples = 5
     config.decode.method = "beam"
     config.decode.beams = 5
-    config.decode.length_penalty = 1.0
+    config.decode.length_penalty = 2.0
     config.decode.max_length = 24
     config.decode.no_repeat_ngram = 2
     return config
