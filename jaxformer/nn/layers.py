@@ -326,7 +326,7 @@ def _with_zero_row(init: nn.initializers.Initializer, row: int | None) -> nn.ini
 class Embed(nn.Module):
     """Token embedding table `[V, E]`, with the scaling and token types of `config`.
 
-    With `config.matches` two learned vectors are added, times the `matching.match_features` of a slot.
+    With `config.matches` two learned vectors are added before the scaling, times a slot's `matching.match_features`.
     With `config.width` a projection to the model width follows (factorised embedding, Lan et al. 2020): here, or with
     `config.projection` "sum" in the stack, and the embeddings are then `[B, T, E]`. A tied head reads the same table
     through `unembedding_factors` (Press and Wolf 2017). With `values` there
@@ -394,13 +394,13 @@ class Embed(nn.Module):
         if self.projects:
             has_bias = self.config.projection_bias or self.values is not None
             x = dot(x, self.up, bias=self.up_bias if has_bias else None)
+        if self.config.matches:
+            x = x + dot(self.match_features(stream).astype(self.dtype), self.match_table)
         if self.config.scale:
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
         if self.config.kinds:
             token_type = jnp.zeros_like(stream.slots.segment) if stream.token_type is None else stream.token_type
             x = x + embedding_lookup(self.token_type_table, token_type).astype(self.dtype)
-        if self.config.matches:
-            x = x + dot(self.match_features(stream).astype(self.dtype), self.match_table)
         return constrain(x, "batch", "act_length", "act_embed")
 
     def match_features(self, stream: Stream) -> Float32[Array, "B T 2"]:

@@ -84,8 +84,8 @@ def test_the_vectors_are_added_to_tokens_and_kinds():
     params = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     embed = Embed(EmbedConfig(**PAIRS, scale=True, unmatched=(2,)), 4)
     found = jax.jit(embed.apply)({"params": params}, stream)
-    wanted = 2.0 * params["table"][stream.tokens] + params["kinds"][stream.token_type]
-    wanted += by_loops(stream, (2,)) @ params["matches"]
+    wanted = 2.0 * (params["table"][stream.tokens] + by_loops(stream, (2,)) @ params["matches"])
+    wanted += params["kinds"][stream.token_type]
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(ConfigError, match=r"^embed\.matches: got vectors .* pass ids"):
         embed.apply({"params": params}, stream._replace(tokens=jnp.zeros((ROWS, LENGTH, 4))))
