@@ -308,7 +308,14 @@ def read_out(module: nn.Module, rest: PyTree, x: Float[Array, "B T D"], slots: S
 
 
 def logits_of(model: Any, x: Float[Array, "B T D"], slots: Slots, side: Side) -> Float32[Array, "B ..."]:
-    """`read_out` of a bound module."""
+    """`read_out` of a bound module.
+
+    Raises:
+      ConfigError: the head copies from the source, whose keys the residual stream does not hold.
+    """
+    if model.config.head.copy:
+        expected = "False: its predictions are not those of a residual stream alone"
+        raise ConfigError(f"analysis of predictions: got a model with head.copy True, expected {expected}")
     y = model.head(_stack(model, side).finish(x, slots), slots, model.output_embed())
     if isinstance(y, RelationLogits):
         y = y.tokens

@@ -58,6 +58,11 @@ class EmbedConfig:
     dropout_first: bool = False  # with `norm`: this dropout is before the norm (BigBird); False: after it
     deviation: Positive | None = None  # standard deviation of the initial table; None: width ** -0.5
     pad: Count | None = None  # token id whose row starts at zero and gets no gradient from look-ups; None: none
+    matches: bool = (
+        False  # encoders with `kinds`: add learned vectors to tokens that are in both texts of a pair, one of
+    )
+    # them weighed by rarity (exact match; Chen et al. 2017, Weissenborn et al. 2017)
+    unmatched: tuple[Count, ...] | None = None  # matches: ids that match nothing; None: the special tokens
 
     @property
     def sum_width(self) -> int | None:
@@ -310,6 +315,8 @@ class HeadConfig:
     soft_cap: Positive | None = None  # tokens: logits x become soft_cap * tanh(x / soft_cap); None: as they are
     transform: bool = False  # tokens: dense layer, activation and norm before the projection, as in BERT's masked LM
     relation: bool = False  # tokens: also two class logits for each row, from its pooled vector (see task.relation)
+    copy: bool = False  # tokens of a transformer encoder-decoder: mix with copying from the source (pointer-generator,
+    # See et al. 2017); needs one vocabulary for both sides
     chunk: PositiveInt | None = None  # tokens: tokens per device whose logits a loss holds at a time; None: all
     activation: Activation = "gelu"  # activation of `transform`
     epsilon: Positive = 1e-5  # epsilon of the norm of `transform` or of the layer of `residual_width`

@@ -112,6 +112,11 @@ class Tokenizer:
         """How often each token occurs in the text that a vocabulary of words was learned from; None for others."""
         return self.vocabulary.counts if isinstance(self.vocabulary, LookupVocabulary) else None
 
+    @property
+    def special_tokens(self) -> tuple[int, ...]:
+        """Ids of all special tokens, <unk> and sentinels included, in order."""
+        return tuple(sorted(set(self._specials.values())))
+
     @functools.cached_property
     def special_names(self) -> frozenset[str]:
         """Names that `parse` reads as special tokens; <unk> is no such name, since corpora hold it as a word."""

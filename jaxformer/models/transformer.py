@@ -8,6 +8,7 @@ from jaxtyping import Float, Float32, Int
 
 from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.nn.cache import TransformerState
+from jaxformer.nn.copying import Copy, CopySource
 from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Embed
 from jaxformer.nn.series import SeriesInput, Statistics
@@ -40,6 +41,8 @@ class Transformer(nn.Module):
         last = last_stack(config)
         outputs = None if config.head.horizon is None else config.head.horizon * self.channels_per_row()
         self.head = Head(config.head, last.output_width or last.width, last.embed.vocab, outputs)
+        if config.head.copy and encoder is not None:
+            self.copying = Copy(last.output_width or last.width, encoder.output_width or encoder.width)
 
     @nn.nowrap
     def channels_per_row(self) -> int:
@@ -60,12 +63,15 @@ class Transformer(nn.Module):
         """Logits: `[B, T, V]` (T of the target if there is a decoder), or `[B, C]` for a classifier.
 
         A forecast is `[B, H, C]`, in the scale of the series.
-        With `config.head.relation`, `RelationLogits`. Without `full_logits` the head may return `DeferredLogits`, for
-        losses and measures.
+        With `config.head.copy` the logits are log-probabilities. With `config.head.relation`, `RelationLogits`. Without
+        `full_logits` the head may return `DeferredLogits`, for losses and measures.
         """
         batch, statistics = self.read(batch)
         slots = batch.side("source" if self.config.decoder is None else "target").slots
-        y = self.head(self.last_hidden(batch), slots, self.output_embed(), full_logits)
+        x, copied = self.run_stacks(batch)
+        if copied is not None:
+            return self.copying(self.head(x, slots, self.output_embed()), x, slots.segment, copied)
+        y = self.head(x, slots, self.output_embed(), full_logits)
         if not isinstance(y, Array) or statistics is None or self.config.head.kind != "forecast":
             return y
         return self.series.restore(y, statistics)
@@ -87,14 +93,19 @@ class Transformer(nn.Module):
 
     def last_hidden(self, batch: Batch) -> Float[Array, "B T D"]:
         """`hidden` of a batch that is in the slots of the encoder."""
+        return self.run_stacks(batch)[0]
+
+    def run_stacks(self, batch: Batch) -> tuple[Float[Array, "B T D"], CopySource | None]:
+        """`last_hidden`, and what the head may copy from the source (None where it does not copy)."""
         if self.config.decoder is None:
-            return self.encode_slots(batch.side("source"))
-        target, memory, memory_slots = batch.side("target"), None, None
+            return self.encode_slots(batch.side("source")), None
+        target, memory, memory_slots, copied = batch.side("target"), None, None, None
         if self.config.encoder is not None:
             source = batch.side("source")
             memory, memory_slots = self.encode_slots(source), source.slots
+            copied = self.copying.source(memory, source) if self.config.head.copy else None
         x = self.input_embed()(target)
-        return self.decoder(x, target.slots, memory, memory_slots, token_type=target.token_type)[0]
+        return self.decoder(x, target.slots, memory, memory_slots, token_type=target.token_type)[0], copied
 
     def encode_slots(self, source: Stream) -> Float[Array, "B S D"]:
         """Output of the encoder for a stream that is in its slots."""
@@ -136,10 +147,12 @@ class Transformer(nn.Module):
         rows, prompt_length = target.tokens.shape
         if length < prompt_length:
             raise ValueError(f"start: got length {length}, expected room for the prompt's {prompt_length} slots")
-        memory, memory_slots = None, None
+        memory, memory_slots, copied = None, None, None
         if self.config.encoder is not None:
             source = self.read(batch)[0].side("source")
-            memory, memory_slots = self.decoder.project_memory(self.encode_slots(source)), source.slots
+            encoded = self.encode_slots(source)
+            memory, memory_slots = self.decoder.project_memory(encoded), source.slots
+            copied = self.copying.source(encoded, source) if self.config.head.copy else None
         padding = ((0, 0), (0, length - prompt_length))
         last = last_slot(target.slots)[:, None]
         state = TransformerState(
@@ -149,10 +162,12 @@ class Transformer(nn.Module):
             position=jnp.take_along_axis(target.slots.position, last, axis=1)[:, 0] + 1,
             memory=memory,
             memory_slots=memory_slots,
+            copied=copied,
         )
         x, state = self.advance(target, state)
         x = jnp.take_along_axis(x, last[:, :, None], axis=1)
-        return self.head(x, target.slots, self.output_embed())[:, 0], state
+        segment = jnp.take_along_axis(target.slots.segment, last, axis=1)
+        return self.decoded_logits(x, target.slots, segment, state)[:, 0], state
 
     def step(
         self, tokens: Int[Array, "B N"], state: TransformerState
@@ -160,8 +175,15 @@ class Transformer(nn.Module):
         """Logits of the tokens after `tokens`, one for each of R = B N rows or branches, and the new state."""
         slots, state = state.append(tokens.shape[1])
         x, state = self.advance(Stream(tokens, slots), state)
-        logits = self.head(x, slots, self.output_embed())
+        logits = self.decoded_logits(x, slots, slots.segment, state)
         return logits.reshape(-1, logits.shape[-1]), state
+
+    def decoded_logits(
+        self, x: Float[Array, "B N D"], slots: Slots, segment: Int[Array, "B N"], state: TransformerState
+    ) -> Float32[Array, "B N V"]:
+        """Logits of hidden states `x` of these segments in decoding, mixed with what is copied, if anything."""
+        logits = self.head(x, slots, self.output_embed())
+        return logits if state.copied is None else self.copying(logits, x, segment, state.copied)
 
     def advance(self, target: Stream, state: TransformerState) -> tuple[Float[Array, "B T D"], TransformerState]:
         """Hidden states of new tokens (already in `state.slots`), and the state with their keys and values."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Shaped
 
+from jaxformer.nn.copying import CopySource
 from jaxformer.parallel import mesh
 from jaxformer.types import Array, Slots
 
@@ -116,6 +117,7 @@ class TransformerState(flax.struct.PyTreeNode):
       memory_slots: the slots of the encoder's output, or None.
       branch_slots: bool `[B, N, S]`, the slots that belong to each of a row's N branches; None before `branch`.
         Branches share all arrays, those of the prompt and the source included; a step writes one slot a branch.
+      copied: what the head may copy from the source; None for a head that does not copy.
     """
 
     keys_values: StackKeyValues
@@ -125,6 +127,7 @@ class TransformerState(flax.struct.PyTreeNode):
     memory: StackKeyValues | None = None
     memory_slots: Slots | None = None
     branch_slots: Array | None = None
+    copied: CopySource | None = None
 
     def rows(self, index: Int[Array, " B"]) -> TransformerState:
         """The state whose row i is row `index[i]` of this one."""
@@ -213,7 +216,7 @@ class TransformerState(flax.struct.PyTreeNode):
         cached = lambda *arrays: jax.tree.map(partial(function, -4), *arrays)  # noqa: E731
         flat = lambda *arrays: jax.tree.map(partial(function, 0), *arrays)  # noqa: E731
         maps = {name: cached for name in ("keys_values", "memory")}
-        maps |= {name: flat for name in ("slots", "position", "memory_slots", "branch_slots")}
+        maps |= {name: flat for name in ("slots", "position", "memory_slots", "branch_slots", "copied")}
         return self.replace(
             **{name: run(*(getattr(state, name) for state in (self, *others))) for name, run in maps.items()}
         )

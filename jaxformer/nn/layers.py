@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Float32, Int, Key, Num
 
 from jaxformer.config import EmbedConfig, NormConfig
-from jaxformer.nn import cpu
+from jaxformer.errors import ConfigError
+from jaxformer.nn import cpu, matching
 from jaxformer.nn.products import dot
 from jaxformer.parallel import shards
 from jaxformer.parallel.rules import constrain
@@ -325,6 +326,7 @@ def _with_zero_row(init: nn.initializers.Initializer, row: int | None) -> nn.ini
 class Embed(nn.Module):
     """Token embedding table `[V, E]`, with the scaling and token types of `config`.
 
+    With `config.matches` two learned vectors are added before the scaling, times a slot's `matching.match_features`.
     With `config.width` a projection to the model width follows (factorised embedding, Lan et al. 2020): here, or with
     `config.projection` "sum" in the stack, and the embeddings are then `[B, T, E]`. A tied head reads the same table
     through `unembedding_factors` (Press and Wolf 2017). With `values` there
@@ -359,6 +361,9 @@ class Embed(nn.Module):
                 self.up_bias = zeros_parameter(self, "up_bias", ("embed",), (self.width,))
         if config.kinds:
             self.token_type_table = parameter(self, "kinds", normal, (None, "table"), (config.kinds, self.sum_width))
+        if config.matches:
+            shape = (matching.FEATURES, self.sum_width)
+            self.match_table = parameter(self, "matches", normal, (None, "table"), shape)
 
     @nn.nowrap
     def make_table(self, normal: nn.initializers.Initializer) -> Num[Array, "V E"]:
@@ -389,12 +394,24 @@ class Embed(nn.Module):
         if self.projects:
             has_bias = self.config.projection_bias or self.values is not None
             x = dot(x, self.up, bias=self.up_bias if has_bias else None)
+        if self.config.matches:
+            x = x + dot(self.match_features(stream).astype(self.dtype), self.match_table)
         if self.config.scale:
             x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
         if self.config.kinds:
             token_type = jnp.zeros_like(stream.slots.segment) if stream.token_type is None else stream.token_type
             x = x + embedding_lookup(self.token_type_table, token_type).astype(self.dtype)
         return constrain(x, "batch", "act_length", "act_embed")
+
+    def match_features(self, stream: Stream) -> Float32[Array, "B T 2"]:
+        """Features of tokens that are in both texts of a pair; see `matching.match_features`.
+
+        Raises:
+          ConfigError: the tokens are looked up already.
+        """
+        if jnp.issubdtype(stream.tokens.dtype, jnp.floating):
+            raise ConfigError("embed.matches: got vectors in place of token ids, expected ids to compare; pass ids")
+        return matching.match_features(stream, self.config.unmatched or ())
 
     def table_scale(self) -> Float32[Array, " V"] | None:
         """Factor of each row of an integer table (see decode/int8.py); None for a table of floats."""

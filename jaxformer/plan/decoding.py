@@ -300,7 +300,7 @@ def _read_times(
     is_table = "table" in words or "delta" in words
     if words[0] == "encoder" or (is_table and not flops.is_head(config, words)):
         return 0.0
-    if "cross" in words and words[-2] in ("key", "value"):
+    if _reads_memory(tuple(words)):
         return 0.0  # the encoder's output is projected once
     stack = config.model.decoder
     if stack is None or "blocks" not in words:
@@ -312,14 +312,15 @@ def _read_times(
     return times
 
 
+def _reads_memory(path: tuple[str, ...]) -> bool:
+    """True for kernels that only the encoder's output is multiplied with: cross-attention's and copying's."""
+    return ("cross" in path or path[0] == "copying") and path[-2] in ("key", "value")
+
+
 def _decoded(config: Config, params: PyTree, names: PyTree, read: float) -> Decoded:
     """The model as `decode_time.py` sees it."""
     multiplied = flops.multiplied_by_path(config, params, names)
-    own = sum(
-        size
-        for path, size in multiplied.items()
-        if path[0] != "encoder" and not ("cross" in path and path[-2] in ("key", "value"))
-    )
+    own = sum(size for path, size in multiplied.items() if path[0] != "encoder" and not _reads_memory(path))
     head = sum(size for path, size in multiplied.items() if path[0] == "head" or "table" in path)
     stack = config.model.decoder
     if stack is None:  # recurrent: one cell after the other, and nothing to reduce between devices

@@ -13,7 +13,7 @@ from jaxformer.config.checks import sections
 from jaxformer.data import chat, token_shards
 from jaxformer.data.pipeline import TOKEN_CACHE_BYTES, Pipeline
 from jaxformer.data.sources import Dataset
-from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
 from jaxformer.models import build
 from jaxformer.tasks import _datasets
@@ -98,6 +98,7 @@ def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers | No
     else:
         model = build.resolve(model, tokenizers.source.vocab, tokenizers.target.vocab, classes, sizes)
         _check_tables(model, tokenizers)
+        model = with_unmatched(model, tokenizers.source)
         output = (tokenizers.target if model.has_decoder else tokenizers.source).size
     if head.kind in ("classes", "slots") and model.head.classes is None:
         expected = "a number, since the data has no classes; set it, or name them as `classes` of the task"
@@ -122,6 +123,16 @@ def resolve_config(config: Config, dataset: Dataset, tokenizers: Tokenizers | No
             f"config.train.patience: got {config.train.patience}, expected None: the data has no validation split"
         )
     return resolved
+
+
+def with_unmatched(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The model with the special tokens as those that match nothing, where its embedding compares tokens."""
+    for name in model.parts:
+        part = getattr(model, name)
+        if part.embed.matches and part.embed.unmatched is None:
+            embed = dataclasses.replace(part.embed, unmatched=tokenizer.special_tokens)
+            model = dataclasses.replace(model, **{name: dataclasses.replace(part, embed=embed)})
+    return model
 
 
 def _check_tables(model: ModelConfig, tokenizers: Tokenizers) -> None:

@@ -135,6 +135,7 @@ PARTS = {
     "convolution": builders.encoder(conv=ConvConfig(kernel=41, groups=2)),
     "factorised": builders.decoder(embed=EmbedConfig(vocab=500, width=2)),
     "kinds": builders.encoder(embed=EmbedConfig(vocab=13, kinds=400)),
+    "matches": builders.encoder(embed=EmbedConfig(vocab=13, kinds=2, matches=True)),
     "untied": dataclasses.replace(
         builders.decoder(embed=EmbedConfig(vocab=400)), head=HeadConfig(tied=False)
     ),
@@ -143,6 +144,7 @@ PARTS = {
         builders.decoder(output_width=400), head=HeadConfig(kind="classes", classes=2, tied=False)
     ),
     "pair": dataclasses.replace(builders.encoder(), head=HeadConfig(kind="pair", width=400)),
+    "copying": dataclasses.replace(builders.seq2seq(layers=1), head=HeadConfig(copy=True)),
     "seq2seq": builders.seq2seq(embed=EmbedConfig(vocab=400)),
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from jaxformer import metrics, tasks
 from jaxformer.config import ConfigError, TokenizerConfig
 from jaxformer.tasks import answering
 from jaxformer.tasks.answering import END, START
+from jaxformer.train import setup
 from jaxformer.types import Batch
 
 TASK = tasks.get("answering")
@@ -225,3 +226,19 @@ def test_longer_examples_can_be_left_out_of_training():
     settings = config("answering", length=8)
     uncut = dataclasses.replace(settings, data=dataclasses.replace(settings.data, length=2**30))
     assert len(encoded(uncut, words(), **LONG)["source"]) == 2 + 3 + 17
+
+
+def test_special_tokens_match_nothing_unless_the_config_says_otherwise():
+    tokenizer, settings = words().source, config("answering", kinds=2).model
+
+    def with_embed(**edits):
+        stack = dataclasses.replace(
+            settings.encoder, embed=dataclasses.replace(settings.encoder.embed, matches=True, **edits)
+        )
+        return setup.with_unmatched(dataclasses.replace(settings, encoder=stack), tokenizer).encoder.embed.unmatched
+
+    found = with_embed()
+    assert {tokenizer.pad, tokenizer.sep, tokenizer.cls, tokenizer.unk, *tokenizer.sentinels} <= set(found)
+    assert not set(tokenizer.encode("the cat sat")) & set(found)
+    assert with_embed(unmatched=()) == ()
+    assert setup.with_unmatched(settings, tokenizer) == settings

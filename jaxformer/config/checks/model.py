@@ -231,6 +231,33 @@ def _check_projected_sums(model: ModelConfig) -> None:
         raise invalid("config.model.share_embeddings", True, "the same embed.projection and embed.kinds on both sides")
 
 
+def _check_copying(model: ModelConfig) -> None:
+    """Raises ConfigError for a head that copies where there is no source of tokens, or no distribution to mix with."""
+    head, encoder, decoder = model.head, model.encoder, model.decoder
+    if encoder is None or decoder is None or model.series is not None or head.kind != "tokens":
+        expected = "False, except for a head of tokens of a transformer encoder and decoder that read texts"
+        raise invalid("config.model.head.copy", True, expected)
+    if not head.projection:
+        raise invalid("config.model.head.copy", True, "False where head.projection is False")
+    if head.chunk is not None:
+        raise invalid("config.model.head.chunk", head.chunk, "None with head.copy, whose mixture needs all logits")
+    if encoder.embed.vocab != decoder.embed.vocab:
+        got = f"vocabularies of {encoder.embed.vocab} and {decoder.embed.vocab} tokens"
+        raise invalid("config.model.head.copy", f"True with {got}", "equal vocabularies, so that ids can be copied")
+
+
+def _check_matches(model: ModelConfig) -> None:
+    """Raises ConfigError for tokens to compare where no whole pair of texts is read at once."""
+    parts: dict[str, StackConfig | RecurrentConfig] = {name: getattr(model, name) for name in model.parts}
+    if model.generator is not None:
+        parts["generator.encoder"] = model.generator.encoder
+    others = [name for name in ("decoder_part", "permutation", "generator") if getattr(model, name) is not None]
+    for name, part in parts.items():
+        if part.embed.matches and (others or (isinstance(part, StackConfig) and part.causal)):
+            expected = "False, except for an encoder alone that sees both texts of a pair"
+            raise invalid(f"config.model.{name}.embed.matches", True, expected)
+
+
 def _check_embedding(embed: EmbedConfig, width: int, path: str, may_be_wider: bool = False) -> None:
     may_be_wider = may_be_wider or embed.projection == "sum"
     if embed.width is not None and embed.width > width and not may_be_wider:
@@ -241,6 +268,11 @@ def _check_embedding(embed: EmbedConfig, width: int, path: str, may_be_wider: bo
         raise invalid(f"{path}.embed.dropout_first", True, "False, unless embed.norm is of the sum with positions")
     if embed.projection_bias and embed.width in (None, width) and embed.sum_width is None:
         raise invalid(f"{path}.embed.projection_bias", True, f"embed.width below the model width ({width}), or False")
+    if embed.matches and embed.kinds < 2:
+        expected = f"False with embed.kinds {embed.kinds}: only token types say where a text ends and the other begins"
+        raise invalid(f"{path}.embed.matches", True, expected, "set embed.kinds=2")
+    if embed.unmatched is not None and not embed.matches:
+        raise invalid(f"{path}.embed.unmatched", embed.unmatched, "None where embed.matches is False")
 
 
 def check_model(model: ModelConfig) -> None:
@@ -297,6 +329,9 @@ def check_model(model: ModelConfig) -> None:
         raise invalid("config.model.head.soft_cap", model.head.soft_cap, expected)
     _check_output_width(model)
     _check_projected_sums(model)
+    _check_matches(model)
+    if model.head.copy:
+        _check_copying(model)
     if model.decoder is not None and encoder is not None and model.decoder.sublayers != "sequential":
         expected = "sequential beside an encoder: cross-attention stands between the two sub-layers"
         raise invalid("config.model.decoder.sublayers", model.decoder.sublayers, expected)
@@ -360,7 +395,7 @@ def _check_series(model: ModelConfig) -> None:
         raise invalid("config.model.head.kind", head.kind, "forecast, classes, pooled or none for a series")
     if model.encoder is not None:
         embed, default = model.encoder.embed, EmbedConfig()
-        for name in ("vocab", "width", "projection", "projection_bias", "kinds", "deviation", "pad"):
+        for name in ("vocab", "width", "projection", "projection_bias", "kinds", "deviation", "pad", "matches"):
             if getattr(embed, name) != getattr(default, name):
                 value, expected = getattr(embed, name), f"{getattr(default, name)} for a series, which has no table"
                 raise invalid(f"config.model.encoder.embed.{name}", value, expected)
@@ -372,6 +407,8 @@ def _check_generator(model: ModelConfig, generator: GeneratorConfig) -> None:
         raise invalid("config.model.generator", "a section", "None unless the model is a transformer encoder alone")
     if head.kind != "tokens":
         raise invalid("config.model.generator.head.kind", head.kind, "tokens: a masked language model")
+    if head.copy:
+        raise invalid("config.model.generator.head.copy", True, "False: a generator has no source to copy from")
     if head.chunk is not None:
         raise invalid("config.model.generator.head.chunk", head.chunk, "None: tokens are sampled from whole logits")
     if "batch" in (encoder.norm.kind, generator.encoder.norm.kind):

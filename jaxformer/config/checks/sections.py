@@ -134,6 +134,11 @@ def check_task(config: Config) -> None:
         raise invalid("config.data.tokenizer.chat_template", path, f"'' for the task {task}, which reads no turns")
     if config.task.replies != "all" and task in TASK_MODELS and task != "dialogue":
         raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
+    if model.head.copy and not config.data.tokenizer.joint:
+        raise invalid("config.model.head.copy", True, "a joint vocabulary to copy ids", "set data.tokenizer.joint=true")
+    if model.head.copy and config.task.z_loss:
+        expected = "0 with head.copy, whose outputs are log-probabilities: their normaliser is 1 already"
+        raise invalid("config.task.z_loss", config.task.z_loss, expected)
     if model.share_embeddings and not config.data.tokenizer.joint:
         raise invalid("config.model.share_embeddings", "True", "a joint vocabulary", "set data.tokenizer.joint=true")
 

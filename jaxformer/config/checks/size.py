@@ -126,7 +126,8 @@ def _embedding(part: StackConfig | RecurrentConfig, vocab: int) -> int:
     inner = part.embed.width or part.width
     up = inner * part.width if inner != (part.embed.sum_width or part.width) or part.embed.sum_width else 0
     bias = part.width if part.embed.projection_bias else 0
-    return vocab * inner + up + bias + part.embed.kinds * (part.embed.sum_width or part.width)
+    rows = part.embed.kinds + 2 * part.embed.matches
+    return vocab * inner + up + bias + rows * (part.embed.sum_width or part.width)
 
 
 def _stack(stack: StackConfig, crosses: bool) -> int:
@@ -175,6 +176,7 @@ def _head(model: ModelConfig, config: Config) -> int:
     if head.kind == "tokens":
         relation = width * (head.width or 1) if head.relation else 0
         inner = (side.embed.sum_width if head.transform else None) or width
+        relation += 2 * width * width if head.copy else 0  # query and key of copying
         return relation + (0 if head.tied or not head.projection else inner * _vocab(side, config))
     hidden = 0 if head.width is None else width * head.width
     if head.kind not in ("classes", "slots"):
