@@ -82,12 +82,15 @@ def choose_family(
     for family_name, family in families():
         if name is not None and family_name != name:
             continue
-        if name is None and origin.family is not None and family is not origin.family:
+        if name is None and origin.family is not None and family.model_types != origin.family.model_types:
             continue
+        own = origin.family is not None and family.model_types == origin.family.model_types
+        family = origin.family if own and origin.family is not None else family
         for head in [head for head in heads if head in family.heads]:
             try:
                 settings = {**family.write_config(config, head), **_class_labels(model, head)}
                 settings = {"model_type": family.model_types[0], "architectures": [family.heads[head]], **settings}
+                family = family if family.specialise is None else family.specialise(Settings(settings))
                 reread = family.read_config(keys.with_defaults(family, Settings(settings)), head)
             except (ConfigError, AttributeError, KeyError) as error:
                 problems.append((UNREADABLE, f"{family_name}: {error}"))

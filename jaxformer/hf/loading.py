@@ -67,7 +67,9 @@ def from_pretrained(
     directory = Path(directory)
     settings = Settings(reading.read_config(directory), str(directory / "config.json"))
     family, tensors = family_of(settings), weights.open_weights(directory)
-    settings = keys.with_defaults(family, settings)
+    settings = apart(directory, keys.with_defaults(family, settings))
+    if vocab is not None and family.convention.is_pair:
+        raise ConfigError(f"vocab: got {vocab} for a pair of two vocabularies, expected None; change one side's model")
     file_head = head_of(family, settings)
     head = file_head if head is None else head
     if head not in family.heads:
@@ -96,7 +98,7 @@ def from_pretrained(
         log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(dropped), head)
     params = convert.import_params(rows, tensors, shapes, shardings, initial, can_drop)
     tokenizers = open_tokenizers(directory, settings)
-    defaults = generation_options.read_defaults(directory, settings.values)
+    defaults = generation_options.read_defaults(directory, family.generation_values(settings))
     check_vocabulary(directory, settings, model, tokenizers, defaults)
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
     data = DataConfig(length=min(least_positions(model), MAX_QA_LENGTH if head == "qa" else DataConfig.length))
@@ -107,6 +109,14 @@ def from_pretrained(
     origin = HuggingFace(head, family, settings, defaults)
     loaded = Model(module, params, {}, config, tokenizers, classes=names, hf=origin)
     return loaded if vocab is None else resize_vocabulary(loaded, origin, vocab, seed)
+
+
+def apart(directory: str | os.PathLike[str], settings: Settings) -> Settings:
+    """The settings of a pair whose two sides are no longer one set of layers, once both are read."""
+    if not settings("tie_encoder_decoder", False):
+        return settings
+    log.warning("%s: got tie_encoder_decoder: both sides start equal here, and are trained and saved apart", directory)
+    return settings.with_values({**settings.values, "tie_encoder_decoder": False})
 
 
 def _shapes(model: ModelConfig, module: nn.Module, mesh: Mesh | None) -> tuple[PyTree, PyTree | None]:

@@ -91,7 +91,7 @@ def origin_of_run(config: Config, tokenizers: Tokenizers | None, path: Path) -> 
         family = family_of(settings)
         settings = keys.with_defaults(family, settings)
         # Imports of earlier versions have no defaults where there was no generation_config.json.
-        defaults = content["generation"] or generation_options.config_defaults(settings.values)
+        defaults = content["generation"] or generation_options.config_defaults(family.generation_values(settings))
         return HuggingFace(content["head"], family, settings, defaults, workdir)
     ids = special_token_ids(config, tokenizers)
     return HuggingFace(head_of_model(config), None, Settings(ids), ids, workdir)
