@@ -85,14 +85,14 @@ def from_pretrained(
         settings = settings.with_values({**settings.values, "id2label": labels})
     model = dataclasses.replace(keys.read_model(family, settings, head), dtype=dtype)
     model = family.resolve(resolve_embedding_tables(family, untie_output(family, model, tensors), tensors), tensors)
-    _check_counts(model, settings, len(tensors))
+    check_counts(model, settings, len(tensors))
     module = build.build(model)
-    shapes, shardings = _shapes(model, module, mesh)
+    shapes, shardings = param_shapes(model, module, mesh)
     rows = family.rows(model, head)
     initial = _random_head(module, shapes, seed) if head != file_head or has_new_classes else {}
     if has_new_classes:
         tensors = _without_rows(tensors, [row for row in rows if row.param_paths[0].startswith("head/decision")])
-    can_drop = _can_drop(family, rows)
+    can_drop = can_drop_of(family, rows)
     dropped = [name for name in convert.unmatched_names(tensors, rows) if can_drop(name)]
     if dropped:
         log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(dropped), head)
@@ -119,7 +119,7 @@ def apart(directory: str | os.PathLike[str], settings: Settings) -> Settings:
     return settings.with_values({**settings.values, "tie_encoder_decoder": False})
 
 
-def _shapes(model: ModelConfig, module: nn.Module, mesh: Mesh | None) -> tuple[PyTree, PyTree | None]:
+def param_shapes(model: ModelConfig, module: nn.Module, mesh: Mesh | None) -> tuple[PyTree, PyTree | None]:
     """Shapes of the parameters, and their shardings on a mesh."""
     if mesh is None:
         return checkpoint.param_shapes(Config(model=model), module), None
@@ -155,7 +155,7 @@ def check_vocabulary(
             return
 
 
-def _check_counts(model: ModelConfig, settings: Settings, tensors: int) -> None:
+def check_counts(model: ModelConfig, settings: Settings, tensors: int) -> None:
     """Refuses sizes that a file with this number of tensors cannot have, before anything is allocated.
 
     Raises:
@@ -218,7 +218,7 @@ def read_params(
         tensors = _without_rows(tensors, [row for row in rows if all(path in head_params for path in row.param_paths)])
     initial = head_params if not keep_head or head != head_of(family, settings) else {}
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    return convert.import_params(rows, tensors, params, shardings, initial, _can_drop(family, rows))
+    return convert.import_params(rows, tensors, params, shardings, initial, can_drop_of(family, rows))
 
 
 def _without_rows(tensors: Mapping[str, Tensor], rows: Sequence[Row]) -> dict[str, Tensor]:
@@ -298,7 +298,7 @@ def _random_head(module: nn.Module, shapes: PyTree, seed: int) -> dict[str, jax.
     return {f"head/{path}": x for path, x in _flatten(params).items()}
 
 
-def _can_drop(family: Family, rows: Sequence[Row]) -> Callable[[str], bool]:
+def can_drop_of(family: Family, rows: Sequence[Row]) -> Callable[[str], bool]:
     """A function that is True for tensors of heads and poolers that no row of this head reads."""
     used = {row.hf_name for row in rows}
     return lambda name: name not in used and any(re.fullmatch(pattern, name) for pattern in family.droppable_tensors)
