@@ -18,6 +18,7 @@ from jaxformer.hf import convert, keys, rewrite, writing
 from jaxformer.hf.comparison import config_differences
 from jaxformer.hf.origin import BODIES, PROBLEMS, HuggingFaceOrigin, special_token_ids
 from jaxformer.hf.table import NO_HEAD, Family, Settings, families
+from jaxformer.hf.tokenizer import PAIR_FOLDERS
 from jaxformer.model import Model
 
 log = logging.getLogger("jaxformer")
@@ -146,6 +147,12 @@ def _save_tokenizer(model: Model, origin: HuggingFaceOrigin, directory: Path) ->
     tokenizer, template = model.tokenizers.target, model.tokenizers.chat_template
     if template is not None:
         write(directory / Tokenizers.TEMPLATE, template)
+    sides = (model.tokenizers.source, model.tokenizers.target)
+    if origin.convention.is_pair and not model.tokenizers.joint and all(side.is_exportable for side in sides):
+        for folder, side in zip(PAIR_FOLDERS, sides, strict=True):
+            (directory / folder).mkdir(exist_ok=True)
+            side.export(directory / folder / "tokenizer.json")
+        return
     if not model.tokenizers.joint or not isinstance(tokenizer.vocabulary, LibraryVocabulary):
         log.warning("%s: no tokenizer.json, the other library has none of this kind; encode texts here", directory)
         return

@@ -8,7 +8,6 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import flax
 import jax
@@ -177,9 +176,7 @@ def _fresh_parameters(
     return fresh
 
 
-def _open_tokenizers(
-    places: Mapping[str, Path], sides: Mapping[str, tuple[Family, Settings]]
-) -> Tokenizers | None:
+def _open_tokenizers(places: Mapping[str, Path], sides: Mapping[str, tuple[Family, Settings]]) -> Tokenizers | None:
     """The encoder's tokenizer for the source and the decoder's for the target; one if they have the same tokens."""
     found = {side: open_tokenizers(place, sides[side][1]) for side, place in places.items()}
     missing = [str(places[side]) for side, tokenizers in found.items() if tokenizers is None]
@@ -212,9 +209,7 @@ def _special_tokens(
 
     ends = choose(end, ("eos_token_id",), END_ROLES)
     found = {
-        "decoder_start_token_id": choose(
-            start, ("decoder_start_token_id", "bos_token_id"), START_ROLES
-        ),
+        "decoder_start_token_id": choose(start, ("decoder_start_token_id", "bos_token_id"), START_ROLES),
         "eos_token_id": ends,
         "pad_token_id": choose(pad, ("pad_token_id",), ("pad",)),
     }
