@@ -17,9 +17,8 @@ from jax.sharding import Mesh
 
 from jaxformer.config import Config, DataConfig, TaskConfig
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.errors import ConfigError
 from jaxformer.hf import convert, hub, keys, loading, reading, weights
-from jaxformer.hf.families.encoder_decoder import JOINED, SIDES
+from jaxformer.hf.families.encoder_decoder import JOINED, check_type
 from jaxformer.hf.origin import TASKS
 from jaxformer.hf.pretrained import HuggingFace
 from jaxformer.hf.reading import Tensor
@@ -126,11 +125,7 @@ def _open_side(place: Path, side: str) -> tuple[Family, Settings]:
     """
     path = str(place / reading.CONFIG_FILE)
     values = dict(reading.read_config(place))
-    if values.get("model_type") not in SIDES[side]:
-        raise ConfigError(
-            f"{path}: got {values.get('model_type')!r} as the {side} of a pair, expected one of "
-            f"{', '.join(SIDES[side])}"
-        )
+    check_type(path, side, values.get("model_type"))
     family = next(family for _, family in families() if values["model_type"] in family.model_types)
     values |= JOINED if side == "decoder" else dict.fromkeys(JOINED, False)
     for name in ("output_hidden_states", "output_attentions"):  # flags of calls, which the pair has itself

@@ -124,9 +124,9 @@ def _chat_template(directory: Path, tokenizer: Tokenizer) -> str | None:
 
 
 def _open_any(directory: Path, settings: Settings) -> Tokenizers | None:
-    sides = [directory / side / "tokenizer.json" for side in PAIR_FOLDERS]
-    if all(os.path.lexists(path) for path in sides):
-        return Tokenizers(*(Tokenizer.load(path) for path in sides))
+    first, second = (directory / side / "tokenizer.json" for side in PAIR_FOLDERS)
+    if os.path.lexists(first) and os.path.lexists(second):
+        return Tokenizers(Tokenizer.load(first), Tokenizer.load(second))
     if os.path.lexists(directory / "tokenizer.json"):
         return _joint(Tokenizer.load(directory / "tokenizer.json"))
     for name in SENTENCEPIECE_FILES:

@@ -38,8 +38,8 @@ class Transformer(nn.Module):
             if encoder is None or not config.share_embeddings:
                 self.target_embed = Embed(decoder.embed, decoder.width, dtype)
             self.decoder = Stack(decoder, causal=decoder.causal is not False)
-        if projects_memory(config):
-            shape = (output_width(config.encoder), config.decoder.width)
+        if encoder is not None and decoder is not None and projects_memory(config):
+            shape = (output_width(encoder), decoder.width)
             self.memory_projection = Dense(shape, ("embed", None))
         last = last_stack(config)
         outputs = None if config.head.horizon is None else config.head.horizon * self.channels_per_row()

@@ -16,6 +16,7 @@ SOURCES = "".join(path.read_text() for path in (Path(jaxformer.__file__).parent 
 
 BASE = {
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p"]},
+    "encoder-decoder": {"hidden_size": 8, "vocab_size": 24},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"], "conv_kernel_size": 3},
     "longt5": {"encoder_attention_type": "transient-global"},
     "mt5": {"feed_forward_proj": "relu"},

@@ -60,12 +60,19 @@ def side_values(settings: Settings, side: str) -> Mapping[str, Any]:
         values = DEFAULT_SIDE[side] | (JOINED if side == "decoder" else {})
     if not isinstance(values, Mapping):
         raise ConfigError(f"{settings.path}: got {side} {values!r:.80}, expected the config of a model; fix the file")
-    if values.get("model_type") not in SIDES[side]:
-        raise ConfigError(
-            f"{settings.path}: got {values.get('model_type')!r} as the {side} of a pair, expected one of "
-            f"{', '.join(SIDES[side])}"
-        )
+    check_type(settings.path, side, values.get("model_type"))
     return values
+
+
+def check_type(path: str, side: str, model_type: Any) -> None:
+    """Refuses a family that a pair does not have on this side.
+
+    Raises:
+      ConfigError: it is none of `SIDES[side]`.
+    """
+    if model_type not in SIDES[side]:
+        expected = ", ".join(SIDES[side])
+        raise ConfigError(f"{path}: got {model_type!r} as the {side} of a pair, expected one of {expected}")
 
 
 @functools.cache
