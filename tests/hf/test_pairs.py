@@ -220,3 +220,32 @@ def test_sharded_over_devices_a_pair_computes_the_same(tmp_path, pair):
     jax.tree.map(np.testing.assert_array_equal, sharded.params, pair.params)
     inputs = {"input_ids": np.asarray([[3, 4, 5]]), "decoder_input_ids": np.asarray([[2, 6]])}
     np.testing.assert_allclose(sharded(**inputs).logits, pair(**inputs).logits, atol=2e-6)
+
+
+def test_the_old_class_puts_two_checkpoints_together(tmp_path, caplog):
+    encoder, decoder = sides(tmp_path)
+    make = flax.FlaxEncoderDecoderModel.from_encoder_decoder_pretrained
+    model = make(encoder, decoder, decoder_start_token_id=7, pad_token_id=0)
+    assert "random leaves" in caplog.text
+    tree = model.params
+    old = {path: values(name, tuple(CASES["pair_bert_gpt2"]["tensors"][name])) for path, name in {
+        ("encoder", "embeddings", "word_embeddings", "embedding"): "encoder.embeddings.word_embeddings.weight",
+        ("decoder", "transformer", "h", "0", "attn", "c_attn", "kernel"): "decoder.transformer.h.0.attn.c_attn.weight",
+    }.items()}  # fmt: skip
+    for path, value in old.items():
+        leaf = functools.reduce(dict.__getitem__, path, tree)
+        np.testing.assert_array_equal(leaf, value.T if path[-1] == "kernel" else value)
+    assert {"encoder", "decoder", "enc_to_dec_proj"} == set(tree) and "pooler" in tree["encoder"]
+    assert tree["decoder"]["transformer"]["h"]["0"]["crossattention"]["c_attn"]["kernel"].shape == (12, 6)
+    assert (model.config.decoder_start_token_id, model.config.decoder["add_cross_attention"]) == (7, True)
+    model.save_pretrained(tmp_path / "out")
+    again = flax.FlaxAutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert type(again) is flax.FlaxEncoderDecoderModel
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    with pytest.raises(ConfigError, match="got no decoder_input_ids, expected them; a pair makes none of its own"):
+        again(np.ones((1, 3), int))
+    with pytest.raises(ConfigError, match="got 'bert' as the decoder|got 'gpt2' as the encoder of a pair"):
+        make(decoder, encoder)
+    with pytest.raises(ConfigError, match="got deberta as the encoder, which had no Flax class"):
+        writing.write_checkpoint(tmp_path / "deberta", {"model_type": "deberta"}, {"a": np.zeros(1, np.float32)})
+        make(tmp_path / "deberta", decoder)

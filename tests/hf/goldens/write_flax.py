@@ -48,6 +48,19 @@ CASES = {
         },
         {},
     ),
+    # positions of both sides begin at row 0, where RoBERTa's own class begins after the padding's id; unlike widths
+    "FlaxEncoderDecoderModel": (
+        "encoder-decoder",
+        {
+            "encoder": {**ENCODER, "model_type": "roberta", "pad_token_id": 1, "type_vocab_size": 1},
+            "decoder": {
+                **ENCODER, "model_type": "roberta", "pad_token_id": 1, "type_vocab_size": 1, "hidden_size": 8,
+                "num_attention_heads": 2, "is_decoder": True, "add_cross_attention": True, "tie_word_embeddings": False,
+            },
+            "pad_token_id": 1, "decoder_start_token_id": 2, "eos_token_id": 3,
+        },
+        {"greedy": {"max_length": 7}},
+    ),
     # a summary of every third token, the rest with the block before
     "FlaxLongT5ForConditionalGeneration": (
         "longt5",
