@@ -1,5 +1,6 @@
 """Pairs of an encoder and a decoder: keys of both sides, refusals, saving, generation, putting together, training."""
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import jaxformer
 from jaxformer.cli import main
 from jaxformer.config import ConfigError, MeshConfig
-from jaxformer.hf import convert, keys, reading, workdirs, writing
+from jaxformer.hf import convert, flax, keys, reading, workdirs, writing
 from jaxformer.hf.families import encoder_decoder
 from jaxformer.hf.table import Settings, family_of
 from jaxformer.parallel import mesh as meshes
@@ -20,11 +21,10 @@ GOLDENS = Path(__file__).with_name("goldens")
 CASES = json.loads((GOLDENS / "cases.json").read_text(encoding="utf-8"))
 
 
-def values(name, shape):
-    spec = importlib.util.spec_from_file_location("write_cases", GOLDENS / "write.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.values(name, shape)
+SPEC = importlib.util.spec_from_file_location("write_cases_of_pairs", GOLDENS / "write.py")
+WRITE = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(WRITE)
+values = WRITE.values
 
 
 def written(case, place, config=None, without=()):
@@ -246,6 +246,6 @@ def test_the_old_class_puts_two_checkpoints_together(tmp_path, caplog):
         again(np.ones((1, 3), int))
     with pytest.raises(ConfigError, match="got 'bert' as the decoder|got 'gpt2' as the encoder of a pair"):
         make(decoder, encoder)
+    writing.write_checkpoint(tmp_path / "deberta", {"model_type": "deberta"}, {"a": np.zeros(1, np.float32)})
     with pytest.raises(ConfigError, match="got deberta as the encoder, which had no Flax class"):
-        writing.write_checkpoint(tmp_path / "deberta", {"model_type": "deberta"}, {"a": np.zeros(1, np.float32)})
         make(tmp_path / "deberta", decoder)

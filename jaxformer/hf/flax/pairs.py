@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from jaxformer.errors import ConfigError
+from jaxformer.hf import keys
 from jaxformer.hf.families import encoder_decoder
 from jaxformer.hf.flax import configs, names
 from jaxformer.hf.flax.seq2seq import FlaxSeq2SeqModel
+from jaxformer.hf.table import Settings, family_of
 
 log = logging.getLogger("jaxformer")
 
@@ -66,16 +68,18 @@ class FlaxPair(FlaxSeq2SeqModel):
 
         places = {"encoder": encoder_pretrained_model_name_or_path, "decoder": decoder_pretrained_model_name_or_path}
         values: dict[str, Any] = {"model_type": "encoder-decoder", "is_encoder_decoder": True}
-        own = {name: value for name, value in changes.items() if not name.startswith(tuple(f"{s}_" for s in places))}
+        own = {name: value for name, value in changes.items() if _side_of(name) == ""}
         leaves: dict[tuple[str, ...], Any] = {}
         for side, place in places.items():
-            edits = {name.removeprefix(f"{side}_"): x for name, x in changes.items() if name.startswith(f"{side}_")}
+            edits = {name.removeprefix(f"{side}_"): x for name, x in changes.items() if _side_of(name) == side}
             config = configs.PretrainedConfig.from_pretrained(place, **edits).to_dict()
             encoder_decoder.check_type(str(place), side, config.get("model_type"))
             joined = encoder_decoder.JOINED if side == "decoder" else dict.fromkeys(encoder_decoder.JOINED, False)
             values[side] = config | joined
-            alone = config | {"add_cross_attention": False}
-            alone |= {"is_decoder": side == "decoder"} if config["model_type"] != "gpt2" else {}
+            flags = {"add_cross_attention": False, "is_decoder": side == "decoder"}
+            alone = {name: x for name, x in config.items() if name not in flags}
+            known = keys.default_values(family_of(Settings(config)))
+            alone |= {name: x for name, x in flags.items() if name in known}
             head = "model" if side == "encoder" else "causal_lm"
             name = names.class_name(config["model_type"], head)
             if name not in CLASSES:
@@ -90,3 +94,10 @@ class FlaxPair(FlaxSeq2SeqModel):
         params = traverse_util.unflatten_dict(kept)
         pair._is_initialized, pair._params = True, pair.init_weights(pair.key, pair.input_shape, params)
         return pair
+
+
+def _side_of(key: str) -> str:
+    """The side that a keyword argument is for, by its start; "" for the pair's own keys."""
+    if key == "decoder_start_token_id":
+        return ""
+    return next((side for side in encoder_decoder.SIDES if key.startswith(f"{side}_")), "")
