@@ -49,9 +49,19 @@ def save_pretrained(
             directory,
             model.config.model.head.pooling,
         )
+    as_trained = config
     if origin.family is None:
         config, params = rewrite.rewrite_for_export(config, params)
-    chosen, head, settings = choose_family(model, origin, config, family)
+    try:
+        chosen, head, settings = choose_family(model, origin, config, family)
+    except ConfigError as error:
+        if config == as_trained:
+            raise
+        try:  # a pair's decoder has no bias where the other encoder-decoders have one
+            chosen, head, settings = choose_family(model, origin, as_trained, family)
+        except ConfigError:
+            raise error from None
+        config, params = as_trained, model.params
     if head == "pretraining" and model.config.task.relation not in (chosen.relation, "none"):
         raise ConfigError(
             f"export: got a model of task.relation {model.config.task.relation}, expected {chosen.relation} or none: "
@@ -63,7 +73,7 @@ def save_pretrained(
     if head in BODIES:
         tensors = {name.removeprefix(chosen.prefix): make for name, make in tensors.items()}
     writing.write_checkpoint(directory, settings, tensors)
-    _save_tokenizer(model, origin, Path(directory))
+    _save_tokenizer(model, origin, chosen, Path(directory))
 
 
 def choose_family(
@@ -140,15 +150,15 @@ def _special_tokens(model: Model, origin: HuggingFaceOrigin) -> dict[str, Any]:
     return {name: value for name, value in ids.items() if value is not None}
 
 
-def _save_tokenizer(model: Model, origin: HuggingFaceOrigin, directory: Path) -> None:
-    """Writes tokenizer.json, if one tokenizer serves both sides and the other library has its kind."""
+def _save_tokenizer(model: Model, origin: HuggingFaceOrigin, family: Family, directory: Path) -> None:
+    """Writes tokenizer.json, if one tokenizer serves both sides and the other library has its kind; of a pair, two."""
     if model.tokenizers is None:
         return
     tokenizer, template = model.tokenizers.target, model.tokenizers.chat_template
     if template is not None:
         write(directory / Tokenizers.TEMPLATE, template)
     sides = (model.tokenizers.source, model.tokenizers.target)
-    if origin.convention.is_pair and not model.tokenizers.joint and all(side.is_exportable for side in sides):
+    if family.convention.is_pair and not model.tokenizers.joint and all(side.is_exportable for side in sides):
         for folder, side in zip(PAIR_FOLDERS, sides, strict=True):
             (directory / folder).mkdir(exist_ok=True)
             side.export(directory / folder / "tokenizer.json")

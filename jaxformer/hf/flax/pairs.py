@@ -28,8 +28,10 @@ class FlaxPair(FlaxSeq2SeqModel):
     """
 
     def _sides(self) -> tuple[str, ...]:
-        sides = (str(encoder_decoder.side_values(self.settings, side)["model_type"]) for side in encoder_decoder.SIDES)
-        return tuple(sides)
+        values = {side: encoder_decoder.side_values(self.settings, side) for side in encoder_decoder.SIDES}
+        for side, config in values.items():
+            _check_class("config", side, str(config["model_type"]))
+        return tuple(str(config["model_type"]) for config in values.values())
 
     def _sided(self, given: Mapping[str, Any]) -> dict[str, Any]:
         inputs = dict(given)
@@ -72,19 +74,17 @@ class FlaxPair(FlaxSeq2SeqModel):
         leaves: dict[tuple[str, ...], Any] = {}
         for side, place in places.items():
             edits = {name.removeprefix(f"{side}_"): x for name, x in changes.items() if _side_of(name) == side}
-            config = configs.PretrainedConfig.from_pretrained(place, **edits).to_dict()
-            encoder_decoder.check_type(str(place), side, config.get("model_type"))
+            side_config = configs.PretrainedConfig.from_pretrained(place, **edits).to_dict()
+            encoder_decoder.check_type(str(place), side, side_config.get("model_type"))
             joined = encoder_decoder.JOINED if side == "decoder" else dict.fromkeys(encoder_decoder.JOINED, False)
-            values[side] = config | joined
+            values[side] = side_config | joined
             flags = {"add_cross_attention": False, "is_decoder": side == "decoder"}
-            alone = {name: x for name, x in config.items() if name not in flags}
-            known = keys.default_values(family_of(Settings(config)))
+            alone = {name: x for name, x in side_config.items() if name not in flags}
+            known = keys.default_values(family_of(Settings(side_config)))
             alone |= {name: x for name, x in flags.items() if name in known}
             head = "model" if side == "encoder" else "causal_lm"
-            name = names.class_name(config["model_type"], head)
-            if name not in CLASSES:
-                raise ConfigError(f"{place}: got {config['model_type']} as the {side}, which had no Flax class")
-            model = CLASSES[name].from_pretrained(place, config=alone)
+            _check_class(str(place), side, side_config["model_type"])
+            model = CLASSES[names.class_name(side_config["model_type"], head)].from_pretrained(place, config=alone)
             leaves |= {(side, *path): x for path, x in traverse_util.flatten_dict(model.params).items()}
         make: Any = cls
         pair = make(values | own, dtype=dtype, seed=seed, _do_init=False)
@@ -94,6 +94,17 @@ class FlaxPair(FlaxSeq2SeqModel):
         params = traverse_util.unflatten_dict(kept)
         pair._is_initialized, pair._params = True, pair.init_weights(pair.key, pair.input_shape, params)
         return pair
+
+
+def _check_class(path: str, side: str, model_type: str) -> None:
+    """Refuses a family that had no Flax class.
+
+    Raises:
+      ConfigError: it had none.
+    """
+    if model_type not in names.GROUPS:
+        known = ", ".join(name for name in encoder_decoder.SIDES[side] if name in names.GROUPS)
+        raise ConfigError(f"{path}: got {model_type} as the {side}, which had no Flax class, expected one of {known}")
 
 
 def _side_of(key: str) -> str:
