@@ -1,5 +1,6 @@
 """Pairs of an encoder and a decoder: keys of both sides, refusals, saving, generation, putting together, training."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -12,8 +13,9 @@ import pytest
 import jaxformer
 from jaxformer.cli import main
 from jaxformer.config import ConfigError, MeshConfig
-from jaxformer.hf import convert, flax, keys, reading, workdirs, writing
+from jaxformer.hf import arguments, convert, flax, keys, reading, workdirs, writing
 from jaxformer.hf.families import encoder_decoder
+from jaxformer.hf.pretrained import HuggingFace
 from jaxformer.hf.table import Settings, family_of
 from jaxformer.parallel import mesh as meshes
 
@@ -187,8 +189,8 @@ def test_put_together_of_two_checkpoints(tmp_path, pair, caplog):
 
 def test_the_import_command_puts_a_pair_together(tmp_path, capsys):
     encoder, decoder = sides(tmp_path)
-    arguments = ["import", f"--source={encoder}", f"--decoder={decoder}", f"--workdir={tmp_path / 'run'}"]
-    assert main(arguments) == 0 and "EncoderDecoderModel" in capsys.readouterr().out
+    flags = ["import", f"--source={encoder}", f"--decoder={decoder}", f"--workdir={tmp_path / 'run'}"]
+    assert main(flags) == 0 and "EncoderDecoderModel" in capsys.readouterr().out
     model = workdirs.load(tmp_path / "run")
     assert model.hf.settings("decoder_start_token_id", None) == 7 and model.config.task.name == "translation"
     model.save_pretrained(tmp_path / "out")
@@ -206,10 +208,13 @@ def test_the_import_command_puts_a_pair_together(tmp_path, capsys):
 
 def test_a_model_trained_here_is_written_as_the_pair_that_computes_the_same(tmp_path, pair):
     """Without an origin, as after training from a recipe: both families follow from the model."""
-    written_config = encoder_decoder.FAMILY.write_config(pair.config.model, "seq2seq")
-    assert [written_config[side]["model_type"] for side in ("encoder", "decoder")] == ["bert", "gpt2"]
-    rows = encoder_decoder.FAMILY.rows(pair.config.model, "seq2seq")
-    assert rows == pair.hf.family.rows(pair.config.model, "seq2seq")
+    trained = dataclasses.replace(pair, hf=HuggingFace("seq2seq"))
+    trained.save_pretrained(tmp_path / "out")
+    config = reading.read_config(tmp_path / "out")
+    assert [config[side]["model_type"] for side in ("encoder", "decoder")] == ["bert", "gpt2"]
+    again = jaxformer.from_pretrained(tmp_path / "out")
+    assert again.config.model == pair.config.model
+    jax.tree.map(np.testing.assert_array_equal, again.params, pair.params)
 
 
 def test_sharded_over_devices_a_pair_computes_the_same(tmp_path, pair):
@@ -249,3 +254,15 @@ def test_the_old_class_puts_two_checkpoints_together(tmp_path, caplog):
     writing.write_checkpoint(tmp_path / "deberta", {"model_type": "deberta"}, {"a": np.zeros(1, np.float32)})
     with pytest.raises(ConfigError, match="got deberta as the encoder, which had no Flax class"):
         make(tmp_path / "deberta", decoder)
+
+
+def test_padding_of_an_input_made_of_labels_is_hidden(pair):
+    given = {"input_ids": np.asarray([[3, 4]]), "labels": np.asarray([[3, -100, 5, 6]])}
+    model = pair.config.model
+    batch = arguments.make_batch(pair.hf.convention, pair.hf.settings, model, "seq2seq", given)
+    assert batch.target.tokens.tolist() == [[2, 3, 0, 5]] and (batch.target.slots.segment > 0).tolist() == [
+        [True, True, False, True]
+    ]
+    shown = given | {"decoder_attention_mask": np.ones((1, 4), int)}
+    batch = arguments.make_batch(pair.hf.convention, pair.hf.settings, model, "seq2seq", shown)
+    assert (batch.target.slots.segment > 0).all()
