@@ -266,3 +266,19 @@ def test_padding_of_an_input_made_of_labels_is_hidden(pair):
     shown = given | {"decoder_attention_mask": np.ones((1, 4), int)}
     batch = arguments.make_batch(pair.hf.convention, pair.hf.settings, model, "seq2seq", shown)
     assert (batch.target.slots.segment > 0).all()
+
+
+def test_each_side_counts_positions_as_its_family_does():
+    settings = Settings(CASES["pair_prelayernorm_untied"]["config"])  # DistilBERT counts slots, the decoder tokens
+    family = family_of(settings)
+    settings = keys.with_defaults(family, settings)
+    ids, mask = np.asarray([[1, 1, 3, 4]]), np.asarray([[0, 0, 1, 1]])
+    given = {"input_ids": ids, "decoder_input_ids": ids, "decoder_attention_mask": mask}
+    model = keys.read_model(family, settings, "seq2seq")
+    batch = arguments.make_batch(family.convention, settings, model, "seq2seq", given)
+    assert batch.source.slots.position.tolist() == [[0, 1, 2, 3]]
+    assert batch.target.slots.position.tolist() == [[-1, -1, 0, 1]]
+    with pytest.raises(ConfigError, match=r"got padding \(1\) that the attention_mask does not hide"):
+        arguments.make_batch(
+            family.convention, settings, model, "seq2seq", {**given, "decoder_attention_mask": mask + 1}
+        )
