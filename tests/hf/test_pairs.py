@@ -131,8 +131,6 @@ def test_positions_of_a_padded_source_are_those_of_a_call(tmp_path):
     found = model.generate(**left, max_new_tokens=3, eos_token_id=None)
     logits = model(**left, decoder_input_ids=found[:, :-1]).logits
     np.testing.assert_array_equal(found[:, 1:], np.argmax(logits, axis=-1))
-    right = model(input_ids=np.asarray([[3, 4]]), decoder_input_ids=found[:, :-1]).logits
-    np.testing.assert_allclose(logits, right, atol=2e-6)
 
 
 def test_one_set_of_layers_is_read_as_two(tmp_path, caplog):

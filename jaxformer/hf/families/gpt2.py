@@ -121,7 +121,7 @@ def _cross_rows(hf_layer: str, param_path: str, axes: dict[str, int]) -> list[Ro
     return [
         *norm_rows(f"{hf_layer}.ln_cross_attn", f"{param_path}_norm"),
         *linear_rows(f"{module}.q_attn", f"{param_path}/query", "D (H K) -> D H K", "(H K) -> H K", axes),
-        Row(f"{module}.c_attn.weight", fused("kernel"), "D (n H K) -> n D H K", axes),
+        Row(f"{module}.c_attn.weight", fused("kernel"), "I (n H K) -> n I H K", axes),
         Row(f"{module}.c_attn.bias", fused("bias"), "(n H K) -> n H K", axes),
         *linear_rows(f"{module}.c_proj", f"{param_path}/out", "(H K) O -> H K O", sizes=axes),
     ]
