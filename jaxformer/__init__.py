@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxformer.model import Model
 
 __version__ = "0.2.0"
-__all__ = ["Model", "__version__", "from_pretrained", "load"]
+__all__ = ["Model", "__version__", "from_encoder_decoder_pretrained", "from_pretrained", "load"]
 
 
 def load(path: str | os.PathLike[str], which: str = "") -> Model:
@@ -43,6 +43,18 @@ def from_pretrained(directory: str | os.PathLike[str], **options: Any) -> Model:
     from jaxformer.hf.peft import reading
 
     return reading.from_pretrained(directory, **options)
+
+
+def from_encoder_decoder_pretrained(
+    encoder: str | os.PathLike[str], decoder: str | os.PathLike[str], **options: Any
+) -> Model:
+    """An encoder-decoder of two Hugging Face directories, to fine-tune: cross-attention between them is random.
+
+    See `hf.pairs.from_encoder_decoder_pretrained`.
+    """
+    from jaxformer.hf import pairs
+
+    return pairs.from_encoder_decoder_pretrained(encoder, decoder, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ def run(arguments: Namespace) -> int:
 def _import(arguments: Namespace, workdir: str | Path) -> int:
     from jaxformer.hf import workdirs
 
-    model = workdirs.import_checkpoint(arguments.source, workdir, arguments.base or None)
+    model = workdirs.import_checkpoint(arguments.source, workdir, arguments.base or None, arguments.decoder or None)
     architecture = "" if model.hf is None else model.hf.architecture
     print(f"{arguments.source}: {architecture}, imported into {arguments.workdir}")
     return 0
@@ -33,8 +33,9 @@ COMMAND = Command(
     {
         "source": Flag("the directory, or a model on the hub: org/name or org/name@revision", directory="read"),
         "base": Flag("model of an adapter's directory; without it the one that adapter_config.json names", default=""),
+        "decoder": Flag("decoder of a pair whose encoder is the source; cross-attention starts at random", default=""),
         "workdir": Flag("new folder of the run", directory="create", bucket="itself"),
     },
-    details="one with config.json and model.safetensors, or an adapter and its base",
+    details="one with config.json and model.safetensors, an adapter and its base, or an encoder and a decoder",
     example="jaxformer import --source=bert-base-uncased --workdir=runs/bert",
 )

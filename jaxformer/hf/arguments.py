@@ -30,17 +30,26 @@ SEQ2SEQ_ARGUMENTS = (
     "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask",
 )  # fmt: skip
 INTEGER_ARGUMENTS = (
-    "input_ids", "decoder_input_ids", "token_type_ids", "position_ids", "start_positions", "end_positions",
+    "input_ids", "decoder_input_ids", "token_type_ids", "position_ids", "decoder_token_type_ids",
+    "decoder_position_ids", "start_positions", "end_positions",
     "next_sentence_label", "sentence_order_label", "question_lengths",
 )  # fmt: skip
 """Arguments that hold integers; `labels` may be scores."""
 
 
-def argument_names(model: ModelConfig, head: str) -> tuple[str, ...]:
-    """Names of the arguments that a call of this model accepts."""
+def argument_names(model: ModelConfig, head: str, is_pair: bool = False) -> tuple[str, ...]:
+    """Names of the arguments that a call of this model accepts.
+
+    Args:
+      is_pair: the model is put together of two, see `CallConvention.is_pair`.
+    """
     stack = model.encoder or model.decoder
     names = ENCODER_ARGUMENTS if stack is not None and stack.embed.kinds else DECODER_ARGUMENTS
     names = SEQ2SEQ_ARGUMENTS if model.is_seq2seq else names
+    if is_pair and model.encoder is not None and model.decoder is not None:
+        names += ("position_ids", "decoder_position_ids")
+        names += ("token_type_ids",) if model.encoder.embed.kinds else ()
+        names += ("decoder_token_type_ids",) if model.decoder.embed.kinds else ()
     labels = {"qa": ("start_positions", "end_positions"), "model": (), "bare": (), "encoder": ()}
     if model.head.relation:
         labels["pretraining"] = ("labels", "next_sentence_label")
@@ -182,12 +191,16 @@ def make_batch(
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
         if "labels" in sources and sources["labels"].ndim == 2:
             sources["decoder_input_ids"] = shift_right(convention, settings, sources["labels"])
+            if convention.is_pair:
+                real = sources["decoder_input_ids"] != settings("pad_token_id", 0)
+                sources.setdefault("decoder_attention_mask", real.astype(jnp.int32))
         elif "input_ids" in sources and convention.decoder_input_from_source:
             sources["decoder_input_ids"] = shift_right(convention, settings, sources["input_ids"])
         else:
             raise ConfigError("call: got no decoder_input_ids, expected them or labels")
     targets = {name.removeprefix("decoder_"): x for name, x in sources.items() if name.startswith("decoder_")}
-    target = make_stream(convention, decoder, targets)
+    causal = convention.is_pair  # of the others' decoders, none counts by ids
+    target = make_stream(convention.of_decoder, decoder, targets, causal)
     if head == "sequence" and "input_ids" in sources:
         target = _up_to_the_end(target, sources["input_ids"] == settings("eos_token_id", 2))
     return Batch(source, target)
@@ -258,13 +271,18 @@ def _positions_of_mask(real: Array, has_table: bool) -> tuple[Array, Array | Non
 
 def shift_right(convention: CallConvention, settings: Settings, labels: Array) -> Array:
     """A decoder's input: its start token, then all labels but the last, with padding in place of ignored labels."""
-    pad = settings("pad_token_id", 0)
+    pad = settings("pad_token_id", None if convention.is_pair else 0)
     if convention.starts_with_last_token:
         labels = jnp.where(labels == IGNORED_LABEL, pad, labels)
         last = jnp.sum(labels != pad, axis=1, keepdims=True) - 1
         first = jnp.take_along_axis(labels, last, axis=1)
     else:
         start = settings("decoder_start_token_id", convention.decoder_start_token)
+        if start is None or pad is None:
+            raise ConfigError(
+                f"call: got no {'pad_token_id' if start is not None else 'decoder_start_token_id'} in {settings.path}, "
+                "expected it: a decoder's input is made of labels; give decoder_input_ids, or mend the file"
+            )
         first = jnp.full((labels.shape[0], 1), start, labels.dtype)
     moved = jnp.concatenate([first, labels[:, :-1]], axis=1)
     return jnp.where(moved == IGNORED_LABEL, pad, moved)

@@ -18,6 +18,7 @@ from jaxformer.hf import convert, keys, rewrite, writing
 from jaxformer.hf.comparison import config_differences
 from jaxformer.hf.origin import BODIES, PROBLEMS, HuggingFaceOrigin, special_token_ids
 from jaxformer.hf.table import NO_HEAD, Family, Settings, families
+from jaxformer.hf.tokenizer import PAIR_FOLDERS
 from jaxformer.model import Model
 
 log = logging.getLogger("jaxformer")
@@ -48,9 +49,19 @@ def save_pretrained(
             directory,
             model.config.model.head.pooling,
         )
+    as_trained = config
     if origin.family is None:
         config, params = rewrite.rewrite_for_export(config, params)
-    chosen, head, settings = choose_family(model, origin, config, family)
+    try:
+        chosen, head, settings = choose_family(model, origin, config, family)
+    except ConfigError as error:
+        if config == as_trained:
+            raise
+        try:  # a pair's decoder has no bias where the other encoder-decoders have one
+            chosen, head, settings = choose_family(model, origin, as_trained, family)
+        except ConfigError:
+            raise error from None
+        config, params = as_trained, model.params
     if head == "pretraining" and model.config.task.relation not in (chosen.relation, "none"):
         raise ConfigError(
             f"export: got a model of task.relation {model.config.task.relation}, expected {chosen.relation} or none: "
@@ -62,7 +73,7 @@ def save_pretrained(
     if head in BODIES:
         tensors = {name.removeprefix(chosen.prefix): make for name, make in tensors.items()}
     writing.write_checkpoint(directory, settings, tensors)
-    _save_tokenizer(model, origin, Path(directory))
+    _save_tokenizer(model, origin, chosen, Path(directory))
 
 
 def choose_family(
@@ -82,12 +93,15 @@ def choose_family(
     for family_name, family in families():
         if name is not None and family_name != name:
             continue
-        if name is None and origin.family is not None and family is not origin.family:
+        if name is None and origin.family is not None and family.model_types != origin.family.model_types:
             continue
+        own = origin.family is not None and family.model_types == origin.family.model_types
+        family = origin.family if own and origin.family is not None else family
         for head in [head for head in heads if head in family.heads]:
             try:
                 settings = {**family.write_config(config, head), **_class_labels(model, head)}
                 settings = {"model_type": family.model_types[0], "architectures": [family.heads[head]], **settings}
+                family = family if family.specialise is None else family.specialise(Settings(settings))
                 reread = family.read_config(keys.with_defaults(family, Settings(settings)), head)
             except (ConfigError, AttributeError, KeyError) as error:
                 problems.append((UNREADABLE, f"{family_name}: {error}"))
@@ -136,13 +150,19 @@ def _special_tokens(model: Model, origin: HuggingFaceOrigin) -> dict[str, Any]:
     return {name: value for name, value in ids.items() if value is not None}
 
 
-def _save_tokenizer(model: Model, origin: HuggingFaceOrigin, directory: Path) -> None:
-    """Writes tokenizer.json, if one tokenizer serves both sides and the other library has its kind."""
+def _save_tokenizer(model: Model, origin: HuggingFaceOrigin, family: Family, directory: Path) -> None:
+    """Writes tokenizer.json, if one tokenizer serves both sides and the other library has its kind; of a pair, two."""
     if model.tokenizers is None:
         return
     tokenizer, template = model.tokenizers.target, model.tokenizers.chat_template
     if template is not None:
         write(directory / Tokenizers.TEMPLATE, template)
+    sides = (model.tokenizers.source, model.tokenizers.target)
+    if family.convention.is_pair and not model.tokenizers.joint and all(side.is_exportable for side in sides):
+        for folder, side in zip(PAIR_FOLDERS, sides, strict=True):
+            (directory / folder).mkdir(exist_ok=True)
+            side.export(directory / folder / "tokenizer.json")
+        return
     if not model.tokenizers.joint or not isinstance(tokenizer.vocabulary, LibraryVocabulary):
         log.warning("%s: no tokenizer.json, the other library has none of this kind; encode texts here", directory)
         return

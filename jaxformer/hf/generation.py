@@ -65,9 +65,10 @@ def generate(model: Model, origin: HuggingFaceOrigin, options: Mapping[str, Any]
     rows = [row[keep] for row, keep in zip(ids, real, strict=True)]
     if config.is_seq2seq:
         begin = _decoder_prompts(options, settings, len(ids), vocab)
+        counted = _source_positions(model, origin, ids)
         prompts = [
-            {"source": row, "position": np.flatnonzero(keep), "target": start}
-            for row, keep, start in zip(rows, real, begin, strict=True)
+            {"source": row, "position": position[keep], "target": start}
+            for row, position, keep, start in zip(rows, counted, real, begin, strict=True)
         ]
     elif options.get("decoder_input_ids") is not None:
         raise ConfigError("generate: got decoder_input_ids, expected none: this model has no encoder; use input_ids")
@@ -83,6 +84,15 @@ def generate(model: Model, origin: HuggingFaceOrigin, options: Mapping[str, Any]
     # The other library's beam search fills with `pad or eos`, so a padding token 0 gives way to the end token.
     fill = ends[0] if decode.method == "beam" and pad == 0 and ends else pad
     return _named_results(settings, decode, begin, hypotheses, fill)
+
+
+def _source_positions(model: Model, origin: HuggingFaceOrigin, ids: np.ndarray) -> np.ndarray:
+    """Positions `[B, S]` of an encoder's input: numbers of the slots, or of the tokens that are not padding."""
+    encoder = model.config.model.encoder
+    if origin.convention.positions != "ids" or encoder is None:
+        return np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    text = ids != encoder.embed.pad
+    return np.cumsum(text, axis=1) * text - 1
 
 
 def _vocabulary_size(model: Model, origin: HuggingFaceOrigin) -> int:

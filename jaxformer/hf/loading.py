@@ -67,7 +67,9 @@ def from_pretrained(
     directory = Path(directory)
     settings = Settings(reading.read_config(directory), str(directory / "config.json"))
     family, tensors = family_of(settings), weights.open_weights(directory)
-    settings = keys.with_defaults(family, settings)
+    settings = apart(directory, keys.with_defaults(family, settings))
+    if vocab is not None and family.convention.is_pair:
+        raise ConfigError(f"vocab: got {vocab} for a pair of two vocabularies, expected None; change one side's model")
     file_head = head_of(family, settings)
     head = file_head if head is None else head
     if head not in family.heads:
@@ -83,20 +85,20 @@ def from_pretrained(
         settings = settings.with_values({**settings.values, "id2label": labels})
     model = dataclasses.replace(keys.read_model(family, settings, head), dtype=dtype)
     model = family.resolve(resolve_embedding_tables(family, untie_output(family, model, tensors), tensors), tensors)
-    _check_counts(model, settings, len(tensors))
+    check_counts(model, settings, len(tensors))
     module = build.build(model)
-    shapes, shardings = _shapes(model, module, mesh)
+    shapes, shardings = param_shapes(model, module, mesh)
     rows = family.rows(model, head)
     initial = _random_head(module, shapes, seed) if head != file_head or has_new_classes else {}
     if has_new_classes:
         tensors = _without_rows(tensors, [row for row in rows if row.param_paths[0].startswith("head/decision")])
-    can_drop = _can_drop(family, rows)
+    can_drop = can_drop_of(family, rows)
     dropped = [name for name in convert.unmatched_names(tensors, rows) if can_drop(name)]
     if dropped:
         log.warning("%s: left out %s, which a model with head %r has no use for", directory, ", ".join(dropped), head)
     params = convert.import_params(rows, tensors, shapes, shardings, initial, can_drop)
     tokenizers = open_tokenizers(directory, settings)
-    defaults = generation_options.read_defaults(directory, settings.values)
+    defaults = generation_options.read_defaults(directory, family.generation_values(settings))
     check_vocabulary(directory, settings, model, tokenizers, defaults)
     names = tuple(str(name) for name in (settings("id2label", None) or {}).values()) or None
     data = DataConfig(length=min(least_positions(model), MAX_QA_LENGTH if head == "qa" else DataConfig.length))
@@ -109,7 +111,15 @@ def from_pretrained(
     return loaded if vocab is None else resize_vocabulary(loaded, origin, vocab, seed)
 
 
-def _shapes(model: ModelConfig, module: nn.Module, mesh: Mesh | None) -> tuple[PyTree, PyTree | None]:
+def apart(directory: str | os.PathLike[str], settings: Settings) -> Settings:
+    """The settings of a pair whose two sides are no longer one set of layers, once both are read."""
+    if not settings("tie_encoder_decoder", False):
+        return settings
+    log.warning("%s: got tie_encoder_decoder: both sides start equal here, and are trained and saved apart", directory)
+    return settings.with_values({**settings.values, "tie_encoder_decoder": False})
+
+
+def param_shapes(model: ModelConfig, module: nn.Module, mesh: Mesh | None) -> tuple[PyTree, PyTree | None]:
     """Shapes of the parameters, and their shardings on a mesh."""
     if mesh is None:
         return checkpoint.param_shapes(Config(model=model), module), None
@@ -145,7 +155,7 @@ def check_vocabulary(
             return
 
 
-def _check_counts(model: ModelConfig, settings: Settings, tensors: int) -> None:
+def check_counts(model: ModelConfig, settings: Settings, tensors: int) -> None:
     """Refuses sizes that a file with this number of tensors cannot have, before anything is allocated.
 
     Raises:
@@ -208,7 +218,7 @@ def read_params(
         tensors = _without_rows(tensors, [row for row in rows if all(path in head_params for path in row.param_paths)])
     initial = head_params if not keep_head or head != head_of(family, settings) else {}
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    return convert.import_params(rows, tensors, params, shardings, initial, _can_drop(family, rows))
+    return convert.import_params(rows, tensors, params, shardings, initial, can_drop_of(family, rows))
 
 
 def _without_rows(tensors: Mapping[str, Tensor], rows: Sequence[Row]) -> dict[str, Tensor]:
@@ -288,7 +298,7 @@ def _random_head(module: nn.Module, shapes: PyTree, seed: int) -> dict[str, jax.
     return {f"head/{path}": x for path, x in _flatten(params).items()}
 
 
-def _can_drop(family: Family, rows: Sequence[Row]) -> Callable[[str], bool]:
+def can_drop_of(family: Family, rows: Sequence[Row]) -> Callable[[str], bool]:
     """A function that is True for tensors of heads and poolers that no row of this head reads."""
     used = {row.hf_name for row in rows}
     return lambda name: name not in used and any(re.fullmatch(pattern, name) for pattern in family.droppable_tensors)

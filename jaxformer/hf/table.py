@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -77,7 +77,10 @@ class CallConvention:
     Attributes:
       positions: slots that get a position id: "slots" (all), "ids" (those without the padding token, as RoBERTa
         counts), or "mask" (those that the attention mask shows, as OPT and BLOOM count).
-      decoder_start_token: first token of a decoder's input if config.json names none.
+      decoder_positions: the same for the decoder beside an encoder; None: as `positions` says.
+      is_pair: the model is put together of two (`families/encoder_decoder.py`). A call then takes token types and
+        positions of either side, and hides the padding in a decoder's input that is made of labels.
+      decoder_start_token: first token of a decoder's input if config.json names none; None: it has to name one.
       decoder_input_from_source: without decoder inputs, the decoder reads the encoder's input (BART).
       starts_with_last_token: a decoder's input that is made of labels begins with their last token that is not padding
         (mBART's language), in place of a start token.
@@ -91,7 +94,9 @@ class CallConvention:
     """
 
     positions: str = "slots"
-    decoder_start_token: int = 0
+    decoder_positions: str | None = None
+    is_pair: bool = False
+    decoder_start_token: int | None = 0
     decoder_input_from_source: bool = False
     starts_with_last_token: bool = False
     prefix_tokens: tuple[str, ...] = ()
@@ -101,6 +106,11 @@ class CallConvention:
     hides_question: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     call: Callable[..., Any] | None = None
+
+    @property
+    def of_decoder(self) -> CallConvention:
+        """The convention with the positions of the decoder's side."""
+        return self if self.decoder_positions is None else replace(self, positions=self.decoder_positions)
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,9 @@ class Family:
       convention: how its models are called.
       resolve: `(model, tensors) -> model` for what config.json leaves to the tensors; it removes tensors that are no
         parameters of that model.
+      specialise: `settings -> family` for a `model_type` whose config.json names further ones; None: it names none.
+      generation_values: `settings -> keys` that hold the options of `generate`, where there is no
+        generation_config.json.
     """
 
     model_types: tuple[str, ...]
@@ -155,6 +168,8 @@ class Family:
     convention: CallConvention = CallConvention()
     constant_tensors: Callable[[ModelConfig], dict[str, np.ndarray]] = lambda model: {}
     resolve: Callable[[ModelConfig, dict[str, Any]], ModelConfig] = lambda model, tensors: model
+    specialise: Callable[[Settings], Family] | None = None
+    generation_values: Callable[[Settings], Mapping[str, Any]] = lambda settings: settings.values
 
 
 class Settings:
@@ -291,7 +306,7 @@ def family_of(settings: Settings) -> Family:
     model_type, known = settings("model_type", ""), []
     for _, family in families():
         if model_type in family.model_types:
-            return family
+            return family if family.specialise is None else family.specialise(settings)
         known += family.model_types
     expected = f"one of {', '.join(sorted(known))}{registry.nearest(model_type, known)}"
     raise ConfigError(f"{settings.path}: got model_type {model_type!r}, expected {expected}")
@@ -310,6 +325,8 @@ def head_of(family: Family, settings: Settings) -> str:
             return head
     if not architectures and "model" in family.heads:
         return "model"
+    if not architectures and len(family.heads) == 1:
+        return next(iter(family.heads))
     expected = ", ".join(family.heads.values())
     raise ConfigError(f"{settings.path}: got architectures {architectures}, expected one of {expected}")
 

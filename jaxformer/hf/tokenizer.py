@@ -23,6 +23,10 @@ SETTINGS_FILES = ("tokenizer_config.json", Tokenizers.TEMPLATE)
 """Files beside the vocabulary that are read."""
 
 
+PAIR_FOLDERS = ("encoder", "decoder")
+"""Folders with a tokenizer.json each, beside the weights of a pair whose two sides have tokens of their own."""
+
+
 class FramedText(NamedTuple):
     """A text with special tokens.
 
@@ -120,6 +124,9 @@ def _chat_template(directory: Path, tokenizer: Tokenizer) -> str | None:
 
 
 def _open_any(directory: Path, settings: Settings) -> Tokenizers | None:
+    first, second = (directory / side / "tokenizer.json" for side in PAIR_FOLDERS)
+    if os.path.lexists(first) and os.path.lexists(second):
+        return Tokenizers(Tokenizer.load(first), Tokenizer.load(second))
     if os.path.lexists(directory / "tokenizer.json"):
         return _joint(Tokenizer.load(directory / "tokenizer.json"))
     for name in SENTENCEPIECE_FILES:

@@ -16,7 +16,7 @@ from jaxformer import checkpoint, storage
 from jaxformer.config import Config, ModelConfig, overrides
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.hf import convert, generation_options, hub, keys, loading, reading, weights
+from jaxformer.hf import convert, generation_options, hub, keys, loading, pairs, reading, weights
 from jaxformer.hf.origin import BODIES, TASKS, TRAINED_AS, head_of_model, special_token_ids
 from jaxformer.hf.peft import reading as peft
 from jaxformer.hf.peft.sites import CONFIG_FILE as ADAPTER_FILE
@@ -35,13 +35,17 @@ SETTINGS_FILE = "huggingface.json"
 
 
 def import_checkpoint(
-    source: str | os.PathLike[str], workdir: str | os.PathLike[str], base: str | os.PathLike[str] | None = None
+    source: str | os.PathLike[str],
+    workdir: str | os.PathLike[str],
+    base: str | os.PathLike[str] | None = None,
+    decoder: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Writes a Hugging Face directory as a workdir, for `jaxformer.load` and `config.init.directory`.
 
     Args:
       source: directory of a model, or of an adapter of the peft package; or its name on the hub.
       base: directory or name of an adapter's base model; None: the one that its files name.
+      decoder: directory or name of a decoder; `source` is then the encoder of a pair whose cross-attention is random.
 
     Raises:
       ConfigError: the directory cannot be read, or `workdir` is not empty.
@@ -49,7 +53,12 @@ def import_checkpoint(
     workdir = Path(workdir).absolute()
     if workdir.exists() and any(workdir.iterdir()):
         raise ConfigError(f"--workdir: got {workdir}, which is not empty, expected a new folder; choose another")
-    model = peft.from_pretrained(source, base=base, what="--source")
+    if decoder is None:
+        model = peft.from_pretrained(source, base=base, what="--source")
+    elif base is None:
+        model = pairs.from_encoder_decoder_pretrained(source, decoder)
+    else:
+        raise ConfigError(f"--base: got {str(base)!a} beside --decoder, expected none: a pair is made of models")
     origin = model.hf
     if not isinstance(origin, HuggingFace):
         raise ConfigError(f"{source}: got a model without an origin, expected one of a directory; load it again")
@@ -91,7 +100,7 @@ def origin_of_run(config: Config, tokenizers: Tokenizers | None, path: Path) -> 
         family = family_of(settings)
         settings = keys.with_defaults(family, settings)
         # Imports of earlier versions have no defaults where there was no generation_config.json.
-        defaults = content["generation"] or generation_options.config_defaults(settings.values)
+        defaults = content["generation"] or generation_options.config_defaults(family.generation_values(settings))
         return HuggingFace(content["head"], family, settings, defaults, workdir)
     ids = special_token_ids(config, tokenizers)
     return HuggingFace(head_of_model(config), None, Settings(ids), ids, workdir)

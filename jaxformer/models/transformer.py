@@ -10,7 +10,7 @@ from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.nn.cache import TransformerState
 from jaxformer.nn.copying import Copy, CopySource
 from jaxformer.nn.heads import Head, last_slot
-from jaxformer.nn.layers import Embed
+from jaxformer.nn.layers import Dense, Embed
 from jaxformer.nn.series import SeriesInput, Statistics
 from jaxformer.nn.stack import Stack, unrolls_decoding, unstack
 from jaxformer.types import Array, Batch, DeferredLogits, PyTree, RelationLogits, Slots, Stream
@@ -20,7 +20,8 @@ class Transformer(nn.Module):
     """Embeddings, stacks and head of `config` (Vaswani et al. 2017, Devlin et al. 2019, GPT-2 2019).
 
     An encoder reads `batch.source`, a decoder reads `batch.target`. With both, the decoder's cross-attention takes its
-    keys and values from the encoder's output.
+    keys and values from the encoder's output. Where the two have different widths, a linear map with a bias stands
+    between them (`memory_projection`).
     """
 
     config: ModelConfig
@@ -38,6 +39,9 @@ class Transformer(nn.Module):
             if encoder is None or not config.share_embeddings:
                 self.target_embed = Embed(decoder.embed, decoder.width, dtype)
             self.decoder = Stack(decoder, causal=decoder.causal is not False)
+        if encoder is not None and decoder is not None and projects_memory(config):
+            shape = (output_width(encoder), decoder.width)
+            self.memory_projection = Dense(shape, ("embed", None))
         last = last_stack(config)
         outputs = None if config.head.horizon is None else config.head.horizon * self.channels_per_row()
         self.head = Head(config.head, last.output_width or last.width, last.embed.vocab, outputs)
@@ -102,14 +106,19 @@ class Transformer(nn.Module):
         target, memory, memory_slots, copied = batch.side("target"), None, None, None
         if self.config.encoder is not None:
             source = batch.side("source")
-            memory, memory_slots = self.encode_slots(source), source.slots
-            copied = self.copying.source(memory, source) if self.config.head.copy else None
+            encoded = self.encode_slots(source)
+            memory, memory_slots = self.memory(encoded), source.slots
+            copied = self.copying.source(encoded, source) if self.config.head.copy else None
         x = self.input_embed()(target)
         return self.decoder(x, target.slots, memory, memory_slots, token_type=target.token_type)[0], copied
 
     def encode_slots(self, source: Stream) -> Float[Array, "B S D"]:
         """Output of the encoder for a stream that is in its slots."""
         return self.encoder(self.source_embed(source), source.slots, token_type=source.token_type)[0]
+
+    def memory(self, states: Float[Array, "B S _"]) -> Float[Array, "B S D"]:
+        """The encoder's output in the decoder's width, as cross-attention reads it."""
+        return self.memory_projection(states) if projects_memory(self.config) else states
 
     def input_embed(self) -> Embed:
         """Embedding of the decoder: that of the source if the two are shared."""
@@ -151,7 +160,7 @@ class Transformer(nn.Module):
         if self.config.encoder is not None:
             source = self.read(batch)[0].side("source")
             encoded = self.encode_slots(source)
-            memory, memory_slots = self.decoder.project_memory(encoded), source.slots
+            memory, memory_slots = self.decoder.project_memory(self.memory(encoded)), source.slots
             copied = self.copying.source(encoded, source) if self.config.head.copy else None
         padding = ((0, 0), (0, length - prompt_length))
         last = last_slot(target.slots)[:, None]
@@ -199,6 +208,17 @@ class Transformer(nn.Module):
             visible_slots=state.branch_slots,
         )
         return x, state.replace(keys_values=keys_values, index=state.index + target.tokens.shape[1])
+
+
+def output_width(stack: StackConfig) -> int:
+    """Width of a stack's output."""
+    return stack.output_width or stack.width
+
+
+def projects_memory(config: ModelConfig) -> bool:
+    """True if the encoder's output has another width than the decoder, and is projected to it."""
+    encoder, decoder = config.encoder, config.decoder
+    return encoder is not None and decoder is not None and output_width(encoder) != decoder.width
 
 
 def last_stack(config: ModelConfig) -> StackConfig:

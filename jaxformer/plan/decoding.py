@@ -288,6 +288,10 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+ENCODER_PARTS = ("encoder", "memory_projection")
+"""Parts of the tree of parameters that are applied once to a source, and not at each token."""
+
+
 def _read_times(
     config: Config, path: tuple[str, ...], axes: tuple[str | None, ...], request: Request, layout: Layout
 ) -> float:
@@ -298,7 +302,7 @@ def _read_times(
     """
     words = [word.removesuffix("_scale") if word.endswith(("kernel_scale", "table_scale")) else word for word in path]
     is_table = "table" in words or "delta" in words
-    if words[0] == "encoder" or (is_table and not flops.is_head(config, words)):
+    if words[0] in ENCODER_PARTS or (is_table and not flops.is_head(config, words)):
         return 0.0
     if _reads_memory(tuple(words)):
         return 0.0  # the encoder's output is projected once
@@ -320,7 +324,7 @@ def _reads_memory(path: tuple[str, ...]) -> bool:
 def _decoded(config: Config, params: PyTree, names: PyTree, read: float) -> Decoded:
     """The model as `decode_time.py` sees it."""
     multiplied = flops.multiplied_by_path(config, params, names)
-    own = sum(size for path, size in multiplied.items() if path[0] != "encoder" and not _reads_memory(path))
+    own = sum(size for path, size in multiplied.items() if path[0] not in ENCODER_PARTS and not _reads_memory(path))
     head = sum(size for path, size in multiplied.items() if path[0] == "head" or "table" in path)
     stack = config.model.decoder
     if stack is None:  # recurrent: one cell after the other, and nothing to reduce between devices

@@ -30,6 +30,7 @@ FEW = (
     "bert_classifier_padded_left", "bart_padded", "bert_choice", "prelayernorm",
     "roberta_causal", "distilbert_classifier", "albert_equal_widths", "albert_pretraining",
     "big_bird", "longt5", "roformer",
+    "pair_bert_gpt2", "pair_roberta", "pair_prelayernorm_untied",
     "gemma2", "gemma3", "gemma3_both_ways", "electra", "electra_generator", "electra_classifier", "electra_choice",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW

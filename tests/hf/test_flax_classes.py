@@ -505,10 +505,8 @@ def test_refusals_say_what_to_do(bert, gpt2, t5, tmp_path):
 
 
 def test_missing_families_are_refused_by_name():
-    with pytest.raises(
-        ImportError, match=r"FlaxEncoderDecoderModel \(encoder-decoder pairs\), expected a class of one"
-    ):
-        from jaxformer.hf.flax import FlaxEncoderDecoderModel  # noqa: F401
+    with pytest.raises(ImportError, match=r"FlaxVisionEncoderDecoderModel \(vision\), expected a class of one"):
+        from jaxformer.hf.flax import FlaxVisionEncoderDecoderModel  # noqa: F401
     with pytest.raises(ImportError, match="speech"):
         _ = flax.FlaxWhisperForConditionalGeneration
     assert not hasattr(flax, "FlaxNothing")

@@ -16,6 +16,7 @@ SOURCES = "".join(path.read_text() for path in (Path(jaxformer.__file__).parent 
 
 BASE = {
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p"]},
+    "encoder-decoder": {"hidden_size": 8, "vocab_size": 24},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"], "conv_kernel_size": 3},
     "longt5": {"encoder_attention_type": "transient-global"},
     "mt5": {"feed_forward_proj": "relu"},
@@ -38,9 +39,11 @@ OTHERS = {
     "conv_groups": 2,
     "conv_kernel_size": 5,
     "d_head": 24,
+    "decoder": {"model_type": "gpt2", "is_decoder": True, "add_cross_attention": True},
     "decoder_vocab_size": 24,
     "dense_act_fn": "silu",
     "embedding_size": 48,
+    "encoder": {"model_type": "roberta"},
     "encoder_attention_type": "local",
     "feed_forward_proj": "gated-silu",
     "final_logit_softcapping": 24.0,

@@ -41,6 +41,10 @@ PROJECTIONS = (
 )
 
 
+CROSS_PROJECTIONS = tuple(f"cross{name}" for name in PROJECTIONS)
+"""Those of a decoder that reads an encoder's output, which stand between self-attention and feed-forward layer."""
+
+
 def stack_config(
     settings: Settings, head: str, offset: int = 0, kinds: int = 2, order: Literal["pre", "post"] = "post"
 ) -> StackConfig:
@@ -197,6 +201,17 @@ def layer_rows(model: ModelConfig, prefix: str) -> list[Row]:
             f"{hf_layer}.intermediate.LayerNorm" if pre else f"{hf_layer}.output.LayerNorm", f"{param_layer}/ffn_norm"
         ),
         *(norm_rows(f"{prefix}.LayerNorm", f"{side}/final_norm") if pre else []),
+        *(cross_rows(stack, hf_layer) if model.is_seq2seq else []),
+    ]
+
+
+def cross_rows(decoder: StackConfig, hf_layer: str) -> list[Row]:
+    """Rows of cross-attention, in a decoder that has an encoder beside it."""
+    norm = f"{hf_layer}.crossattention." + ("LayerNorm" if decoder.norm.order == "pre" else "output.LayerNorm")
+    cross, own = "decoder/blocks/cross", decoder.attention
+    return [
+        *attention_rows(hf_layer, cross, own, decoder.width, CROSS_PROJECTIONS),
+        *norm_rows(norm, f"{cross}_norm"),
     ]
 
 

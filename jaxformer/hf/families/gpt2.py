@@ -102,6 +102,7 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
         *linear_rows(f"{hf_layer}.mlp.c_fc", f"{param_layer}/ffn/in", ""),
         *linear_rows(f"{hf_layer}.mlp.c_proj", f"{param_layer}/ffn/out", ""),
         *norm_rows("transformer.ln_f", "decoder/final_norm"),
+        *(_cross_rows(hf_layer, f"{param_layer}/cross", axes) if model.is_seq2seq else []),
     ]
     by_head = {
         "causal_lm": [] if model.head.tied else [Row("lm_head.weight", "head/kernel", "V D -> D V")],
@@ -111,6 +112,19 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
         "model": [],
     }
     return body + by_head[head]
+
+
+def _cross_rows(hf_layer: str, param_path: str, axes: dict[str, int]) -> list[Row]:
+    """Rows of cross-attention, in a decoder that has an encoder beside it: keys and values are one projection."""
+    module = f"{hf_layer}.crossattention"
+    fused = lambda leaf: tuple(f"{param_path}/{part}/{leaf}" for part in ("key", "value"))  # noqa: E731
+    return [
+        *norm_rows(f"{hf_layer}.ln_cross_attn", f"{param_path}_norm"),
+        *linear_rows(f"{module}.q_attn", f"{param_path}/query", "D (H K) -> D H K", "(H K) -> H K", axes),
+        Row(f"{module}.c_attn.weight", fused("kernel"), "I (n H K) -> n I H K", axes),
+        Row(f"{module}.c_attn.bias", fused("bias"), "(n H K) -> n H K", axes),
+        *linear_rows(f"{module}.c_proj", f"{param_path}/out", "(H K) O -> H K O", sizes=axes),
+    ]
 
 
 FAMILY = Family(
@@ -141,6 +155,6 @@ FAMILY = Family(
             "of a head that is not read (GPT2DoubleHeadsModel)",
         ),
     },
-    ignored_tensors=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
+    ignored_tensors=(r"transformer\.h\.\d+\.(cross)?att(entio)?n\.(masked_)?bias",),
     tied_tensors=("lm_head.weight", "transformer.wte.weight"),
 )

@@ -103,7 +103,7 @@ def advance(
         x, written = module.decoder(
             module.input_embed()(target),
             target.slots,
-            None if memory is None else memory.states,
+            None if memory is None else memory_of(module, memory.states),
             None if memory is None else memory.slots,
             cache=keys_values,
             cache_slots=cache_slots,
@@ -138,4 +138,9 @@ def encode(spec: Spec, tree: PyTree, source: Stream, key: Array | None) -> tuple
 def project_memory(spec: Spec, params: PyTree, states: Array) -> StackKeyValues:
     """Keys and values of the encoder's output, computed once for a loop of steps."""
     module: Any = spec.module
-    return module.apply({"params": params}, method=lambda m: m.decoder.project_memory(states))
+    return module.apply({"params": params}, method=lambda m: m.decoder.project_memory(m.memory(states)))
+
+
+def memory_of(module: Transformer, states: Any) -> Any:
+    """What the decoder's layers take: the encoder's output in their width, or its keys and values as they are."""
+    return states if isinstance(states, (KeyValues, tuple)) else module.memory(states)

@@ -12,6 +12,7 @@ from jaxformer.hf.flax.calls import call_with, outputs_of
 from jaxformer.hf.flax.generation import FlaxGenerationMixin
 from jaxformer.hf.flax.model import FlaxPreTrainedModel
 from jaxformer.hf.flax.names import GROUPS, Group
+from jaxformer.hf.flax.pairs import FlaxPair
 from jaxformer.hf.flax.seq2seq import FlaxSeq2SeqModel
 from jaxformer.hf.flax.spec import family
 
@@ -57,7 +58,8 @@ def make_classes() -> dict[str, type[FlaxPreTrainedModel]]:
     made: dict[str, type[FlaxPreTrainedModel]] = {"FlaxPreTrainedModel": FlaxPreTrainedModel}
     for model_type, group in GROUPS.items():
         pair = group.call in signatures.ENCODE
-        bases = (FlaxGenerationMixin, FlaxSeq2SeqModel if pair else FlaxPreTrainedModel)
+        kind = FlaxPair if model_type == "encoder-decoder" else FlaxSeq2SeqModel if pair else FlaxPreTrainedModel
+        bases = (FlaxGenerationMixin, kind)
         parent = type(f"Flax{group.prefix}PreTrainedModel", bases, {"__module__": "jaxformer.hf.flax"})
         made[parent.__name__] = parent
         for head in group.heads:

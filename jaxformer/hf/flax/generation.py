@@ -132,6 +132,7 @@ class FlaxGenerationMixin:
             raise ConfigError(f"prepare_inputs_for_generation: got {', '.join(inputs)}, expected no such arguments")
         if model.model_type not in WITHOUT_POSITIONS:
             position = jnp.maximum(jnp.cumsum(prompt, axis=1) - 1, 0) + model.first_position
+            position = position - model.spec.first_row
             arguments[f"{prefix}position_ids"] = position
         return arguments
 

@@ -112,7 +112,11 @@ class FlaxPreTrainedModel(persistence.Persistence):
             stacks = {name: getattr(model, name) for name in ("encoder", "decoder")}
             stacks = {name: dataclasses.replace(stack, remat="full") for name, stack in stacks.items() if stack}
             model = dataclasses.replace(model, **stacks)
-        return Spec(self.model_type, self.head, model)
+        return Spec(self.model_type, self.head, model, self._sides())
+
+    def _sides(self) -> tuple[str, ...]:
+        """`Spec.sides`."""
+        return ()
 
     def enable_gradient_checkpointing(self) -> None:
         """Computes layers again in the backward pass, which saves memory and changes no value."""
@@ -251,7 +255,8 @@ class FlaxPreTrainedModel(persistence.Persistence):
         for name in ("encoder_hidden_states", "encoder_attention_mask"):
             if given.pop(name, None) is not None:
                 raise ConfigError(
-                    f"call: got {name}, expected None: cross-attention of encoder-decoder pairs is missing"
+                    f"call: got {name}, expected None: a decoder alone has no cross-attention here; use "
+                    "FlaxEncoderDecoderModel"
                 )
         given.pop("indices_rng", None)  # of random blocks, in whose place the first block is read (docs/migration.md)
         heads = given.pop("head_mask", None)
@@ -360,8 +365,7 @@ class FlaxPreTrainedModel(persistence.Persistence):
     @property
     def first_position(self) -> int:
         """The number that `position_ids` give to the first position: RoBERTa's begin after the padding's id."""
-        pad = self.spec.stack.embed.pad
-        return pad + 1 if self.spec.convention.positions == "ids" and pad is not None else 0
+        return self.spec.first_position
 
     def can_generate(self) -> bool:
         """True if the model writes text."""

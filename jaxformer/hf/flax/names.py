@@ -24,7 +24,9 @@ SUFFIXES = {
 }
 """Head -> end of a class name."""
 
-SUFFIX_EXCEPTIONS = {("gpt2", "causal_lm"): "LMHeadModel", ("marian", "seq2seq"): "MTModel"}
+SUFFIX_EXCEPTIONS = {
+    ("gpt2", "causal_lm"): "LMHeadModel", ("marian", "seq2seq"): "MTModel", ("encoder-decoder", "seq2seq"): "Model",
+}  # fmt: skip
 
 
 T5_TYPES = ("t5", "mt5", "longt5")
@@ -55,6 +57,7 @@ GROUPS: dict[str, Group] = {
     "blenderbot-small": Group("BlenderbotSmall", TRANSLATOR, "bart"),
     "bloom": Group("Bloom", BODY_AND_LM, "bloom"),
     "distilbert": Group("DistilBert", ENCODER_HEADS, "distilbert"),
+    "encoder-decoder": Group("EncoderDecoder", ("seq2seq",), "bart"),
     "electra": Group("Electra", (*ENCODER_HEADS, "pretraining", "causal_lm"), "bert"),
     "gemma": Group("Gemma", BODY_AND_LM, "gptj"),
     "gpt2": Group("GPT2", BODY_AND_LM, "gpt2"),
@@ -104,7 +107,6 @@ AUTO_TYPES: dict[str, tuple[str, ...]] = {
 """Automatic classes of fewer families than have the head -> their `model_type`s."""
 
 MISSING_FAMILIES = {
-    "EncoderDecoder": "encoder-decoder pairs",
     "VisionEncoderDecoder": "vision", "VisionTextDualEncoder": "vision", "SpeechEncoderDecoder": "speech",
     "Beit": "vision", "CLIP": "vision", "Dinov2": "vision", "RegNet": "vision", "ResNet": "vision", "ViT": "vision",
     "Wav2Vec2": "speech", "Whisper": "speech", "AutoModelForImageClassification": "vision",

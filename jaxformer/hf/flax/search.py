@@ -83,7 +83,7 @@ def step(plan: Plan, decoder: Decoder, tokens: Array, cache: Cache) -> tuple[Arr
     spec, count, position = plan.spec, tokens.shape[1], None
     if plan.counts_mask:
         counted = jnp.maximum(jnp.cumsum(decoder.mask, axis=1) - 1, 0)
-        position = jax.lax.dynamic_slice_in_dim(counted, cache.index, count, axis=1)
+        position = jax.lax.dynamic_slice_in_dim(counted, cache.index, count, axis=1) - spec.first_row
     slots, cache_slots, written = cached.query_slots(spec, cache, count, decoder.mask, position)
     kind = old.DEFAULT_KIND.get(spec.model_type, 0)
     kinds = jnp.full_like(tokens, kind) if spec.stack.embed.kinds else None

@@ -22,9 +22,13 @@ from jaxformer.types import Array, PyTree, Stream
 class FlaxSeq2SeqModel(FlaxPreTrainedModel):
     """A model with an encoder and a decoder."""
 
+    def _sided(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of a call, with those that the class adds."""
+        return dict(given)
+
     def _encode(self, **given: Any) -> Any:
         options = self._take_options(given)
-        inputs = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
+        inputs = {name: jnp.asarray(value) for name, value in self._sided(given).items() if value is not None}
         encoder = require_stack(self.spec.config, "encoder")
         source = make_stream(self.spec.convention, encoder, inputs)
         states, sown = cached.encode(self.spec, options.params, source, options.key)
@@ -42,6 +46,8 @@ class FlaxSeq2SeqModel(FlaxPreTrainedModel):
         states = encoder_outputs["last_hidden_state"] if isinstance(encoder_outputs, dict) else encoder_outputs[0]
         memory = Memory(jnp.asarray(states), memory_slots(states, mask))
         tokens, cache = jnp.asarray(given["decoder_input_ids"]), given.get("past_key_values")
+        if cache is None:
+            given = self._sided(given)
         renamed = {
             "attention_mask": given.get("decoder_attention_mask"),
             "position_ids": given.get("decoder_position_ids"),
@@ -64,7 +70,7 @@ class FlaxSeq2SeqModel(FlaxPreTrainedModel):
         """Outputs of a whole target at once."""
         decoder = self.spec.stack
         inputs = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
-        target: Stream = make_stream(self.spec.convention, decoder, {"input_ids": tokens, **inputs})
+        target: Stream = make_stream(self.spec.convention.of_decoder, decoder, {"input_ids": tokens, **inputs})
         x, logits, _, sown = cached.advance(self.spec, params, target, None, None, memory, options.key, options.flags)
         return self.step_outputs(x, logits, None, sown, options)
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxformer.config import ModelConfig, StackConfig
-from jaxformer.hf.families import big_bird
+from jaxformer.config import HeadConfig, ModelConfig, StackConfig
+from jaxformer.hf.families import big_bird, encoder_decoder
 from jaxformer.hf.flax import bart_decoder, layout, names, old
 from jaxformer.hf.flax.layout import Entry, Path
 from jaxformer.hf.origin import BODIES
@@ -38,21 +38,23 @@ class Spec:
     Attributes:
       model_type, head: the class.
       config: the model here.
+      sides: `model_type`s of the encoder and the decoder of a pair; (): it is none.
     """
 
     model_type: str
     head: str
     config: ModelConfig
+    sides: tuple[str, ...] = ()
 
     @property
     def family(self) -> Family:
         """The family's table."""
-        return family(self.model_type, self.head)
+        return encoder_decoder.pair_family(*self.sides) if self.sides else family(self.model_type, self.head)
 
     @property
     def convention(self) -> CallConvention:
         """The names by which the old classes are called; where newer ones differ, the old ones count."""
-        from_source = self.config.is_seq2seq and self.model_type not in names.T5_TYPES
+        from_source = self.config.is_seq2seq and self.model_type not in names.T5_TYPES and not self.sides
         return dataclasses.replace(self.family.convention, decoder_input_from_source=from_source)
 
     @property
@@ -64,6 +66,17 @@ class Spec:
     def stack(self) -> StackConfig:
         """The stack below the head."""
         return require_stack(self.config, "encoder" if self.config.decoder is None else "decoder")
+
+    @property
+    def first_position(self) -> int:
+        """The number that `position_ids` give to the first position: RoBERTa's begin after the padding's id."""
+        pad = self.stack.embed.pad
+        return pad + 1 if self.convention.of_decoder.positions == "ids" and pad is not None else 0
+
+    @property
+    def first_row(self) -> int:
+        """Rows of the position table before the one of its first position that generation skips: pairs begin at 0."""
+        return self.first_position if self.sides else 0
 
     @property
     def has_dropout(self) -> bool:
@@ -103,7 +116,20 @@ def _table(spec: Spec) -> tuple[Entry, ...]:
 def _leaves(spec: Spec) -> dict[Path, jax.ShapeDtypeStruct]:
     shapes = nn.meta.unbox(build.shapes(spec.module))["params"]
     unread = bart_decoder.unread_leaves(spec.config) if spec.family is bart_decoder.FAMILY else {}
+    unread |= pair_pooler(spec) if spec.sides else {}
     return {**layout.shapes_of(spec.table, shapes), **unread}
+
+
+def pair_pooler(spec: Spec) -> dict[Path, jax.ShapeDtypeStruct]:
+    """Leaves of the encoder's pooler: the old trees of pairs hold it, and nothing reads it."""
+    encoder, width = family(spec.sides[0], "model"), require_stack(spec.config, "encoder").width
+    model = ModelConfig(encoder=spec.config.encoder, head=HeadConfig(kind="pooled", tied=False, width=width))
+    rows = [row for row in encoder.rows(model, "model") if row.param_paths[0].startswith("head/")]
+    rows = [dataclasses.replace(row, hf_name=f"encoder.{row.hf_name.removeprefix(encoder.prefix)}") for row in rows]
+    float32 = jax.numpy.float32
+    hidden = {"kernel": jax.ShapeDtypeStruct((width, width), float32), "bias": jax.ShapeDtypeStruct((width,), float32)}
+    shapes = {"head": {"hidden": hidden}}
+    return layout.shapes_of(layout.entries(rows, shapes), shapes) if rows else {}
 
 
 @functools.partial(jax.jit, static_argnames=("spec",))

@@ -193,7 +193,7 @@ def cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[st
         found[f"{family.lower()}_classifier"] = (
             f"{family}ForSequenceClassification", config | {"num_labels": 3}, {}, calls
         )  # fmt: skip
-    found |= decoders() | encoders() | windows_of_gemma() | long_cases()
+    found |= decoders() | encoders() | windows_of_gemma() | long_cases() | pairs()
     one = [{"input_ids": [[3, 0, 5, 0]], "labels": [2]}]
     found["llama_classifier_without_pad"] = (
         "LlamaForSequenceClassification", LLAMA | {"num_labels": 3, "pad_token_id": None}, {}, one
@@ -346,6 +346,52 @@ def encoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
             {},
             [call | {"token_type_ids": [[0, 0, 1, 1, 0, 1]] * 2} for call in causal],
         ),
+    }  # fmt: skip
+
+
+def pairs() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
+    """Encoders and decoders of two families, of other widths and depths, with labels and with inputs on both sides."""
+    joined = {"is_decoder": True, "add_cross_attention": True}
+    bert, roberta = {"model_type": "bert"} | BERT | {"pad_token_id": 0}, {"model_type": "roberta"} | BERT
+    prelayernorm = roberta | {"model_type": "roberta-prelayernorm"}
+    gpt2 = {"model_type": "gpt2"} | GPT2 | {"vocab_size": 20, "n_embd": 6, "n_layer": 1} | joined
+    labels = {**padding("right"), "labels": [[3, 4, 5, -100], [6, 7, 8, 9]], "output_hidden_states": True}
+    both = {
+        **padding("left"), "decoder_input_ids": [[2, 3, 4], [2, 5, 6]], "decoder_attention_mask": [[1, 1, 0], [1, 1, 1]]
+    }  # fmt: skip
+    kinds = {"token_type_ids": [[0, 0, 1, 1, 0, 1]] * 2, "decoder_position_ids": [[2, 3, 4]] * 2}
+    start = {"decoder_start_token_id": 2, "pad_token_id": 0}
+    roberta_start = {"decoder_start_token_id": 2, "pad_token_id": 1}
+    distilled = {
+        "model_type": "distilbert", "vocab_size": 24, "dim": 8, "hidden_dim": 12, "n_layers": 1, "n_heads": 2,
+        "max_position_embeddings": 12,
+    }  # fmt: skip
+    narrow = {"embedding_size": 6, "model_type": "electra"}
+    scaled = gpt2 | {"n_embd": 8, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False, "n_layer": 2}
+    kind = "EncoderDecoderModel"
+    return {
+        "pair_bert_gpt2": (kind, {"encoder": bert, "decoder": gpt2, **start}, {}, [labels, both | kinds]),
+        "pair_roberta": (kind, {"encoder": roberta, "decoder": roberta | joined, **roberta_start}, {}, [labels, both]),
+        "pair_bert": (
+            kind,
+            {"encoder": bert | {"hidden_act": "relu"}, "decoder": bert | joined | {"num_hidden_layers": 1}, **start},
+            {},
+            [labels, both | {"decoder_token_type_ids": [[0, 1, 1]] * 2}],
+        ),
+        "pair_prelayernorm_untied": (
+            kind,
+            {
+                "encoder": distilled,
+                "decoder": prelayernorm | joined | {"hidden_size": 6, "tie_word_embeddings": False},
+                **roberta_start,
+            },
+            {},
+            [labels],
+        ),
+        "pair_albert_gpt2": (
+            kind, {"encoder": bert | narrow | {"model_type": "albert"}, "decoder": scaled, **start}, {}, [labels]
+        ),
+        "pair_electra": (kind, {"encoder": bert | narrow, "decoder": bert | narrow | joined, **start}, {}, [labels]),
     }  # fmt: skip
 
 
