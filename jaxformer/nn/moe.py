@@ -46,8 +46,13 @@ class Load(flax.struct.PyTreeNode):
 class MoE(nn.Module):
     """`sum_i g_i expert_{e_i}(x) + shared(x)` over the k experts with the highest probability (Shazeer et al. 2017).
 
-    Probabilities are softmax(x W_r) over all experts, always in float32. The gates g are the probabilities of the
-    chosen experts, divided by their sum if `moe.normalise`.
+    Probabilities are softmax(x W_r) over all experts, always in float32, or sigmoid(x W_r) of each by itself with
+    `moe.gate` sigmoid (DeepSeek-V3, section 2.1.2). The gates g are the probabilities of the chosen experts, divided by
+    their sum if `moe.normalise`, times `moe.scale`.
+
+    With `moe.groups` experts are chosen within the `moe.top_groups` best groups of each token (DeepSeek-V2, section
+    2.1.3: a group is the experts of a device). With `moe.correction` a bias per expert is added to the probabilities
+    when experts are chosen, and not to the gates. It is a parameter without gradient, and a step does not change it.
 
     Without `moe.capacity` no assignment is dropped. With it, in training, an expert accepts at most
     `ceil(capacity * k * n / E)` assignments of a row with n tokens, in the order of the tokens, and drops later ones. A
@@ -74,8 +79,9 @@ class MoE(nn.Module):
         highest = jax.lax.Precision.HIGHEST  # a TPU would multiply in bfloat16 by default
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=highest)
         self.sow("intermediates", "router_logits", logits)
-        probs = jax.nn.softmax(logits)
-        chosen, gates = choose_experts(probs, visible, moe)
+        probs = jax.nn.softmax(logits) if moe.gate == "softmax" else jax.nn.sigmoid(logits)
+        correction = zeros_parameter(self, "correction_bias", (None,), (moe.experts,)) if moe.correction else None
+        chosen, gates = choose_experts(probs, visible, moe, correction)
         served, queue_position, queue = chosen, None, 0
         if moe.capacity is not None and self.has_rng("dropout"):
             queue_position = queue_positions(chosen, moe.experts)
@@ -123,17 +129,34 @@ class ExpertKernel(nn.Module):
 
 
 def choose_experts(
-    probs: Float32[Array, "B T E"], visible: Bool[Array, "B T"], moe: MoEConfig
+    probs: Float32[Array, "B T E"],
+    visible: Bool[Array, "B T"],
+    moe: MoEConfig,
+    correction: Float32[Array, " E"] | None = None,
 ) -> tuple[Int32[Array, "B T k"], Float32[Array, "B T k"]]:
-    """The k = `top_k` most probable experts of each token, and their gates.
+    """The k = `top_k` experts of each token with the highest probability plus `correction`, and their gates.
 
     Padding gets expert E, which does not exist, with gate 0.
     """
-    gates, chosen = jax.lax.top_k(probs, moe.top_k)
+    scores = probs if correction is None else probs + jax.lax.stop_gradient(correction)
+    if moe.top_groups is not None and moe.top_groups < moe.groups:
+        scores = jnp.where(in_best_groups(scores, moe), scores, -jnp.inf)
+    _, chosen = jax.lax.top_k(scores, moe.top_k)
+    gates = jnp.take_along_axis(probs, chosen, axis=-1)
     if moe.normalise:
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+    gates = gates * moe.scale
     visible = visible[..., None]
     return jnp.where(visible, chosen, moe.experts).astype(jnp.int32), jnp.where(visible, gates, 0.0)
+
+
+def in_best_groups(scores: Float32[Array, "B T E"], moe: MoEConfig) -> Bool[Array, "B T E"]:
+    """True for the experts of each token's `top_groups` best groups, by `moe.group_score`."""
+    grouped = scores.reshape(*scores.shape[:-1], moe.groups, -1)
+    best = jax.lax.top_k(grouped, 1 if moe.group_score == "max" else 2)[0]
+    _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), moe.top_groups or moe.groups)
+    chosen = jnp.any(jax.nn.one_hot(groups, moe.groups, dtype=bool), axis=-2)
+    return jnp.repeat(chosen, grouped.shape[-1], axis=-1)
 
 
 def queue_positions(chosen: Int[Array, "B T k"], experts: int) -> Int[Array, "B T k"]:
@@ -156,6 +179,8 @@ def router_load(
     real = visible.astype(jnp.float32)
     tokens = jnp.maximum(jnp.sum(real), 1.0)
     share = jnp.sum(jax.nn.one_hot(chosen, moe.experts), axis=(0, 1, 2)) / (tokens * moe.top_k)
+    if moe.gate == "sigmoid":  # the balance is of probabilities that sum to 1 (DeepSeek-V3, equation 18)
+        probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
     balance = moe.experts * jnp.sum(share * jnp.einsum("bte,bt->e", probs, real) / tokens)
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * real) / tokens
     dropped = jnp.sum(served != chosen) / (tokens * moe.top_k)
