@@ -148,7 +148,9 @@ class LatentConfig:
     rank: PositiveInt = 512  # channels of the latent vector, of which all heads' keys and values are projections
     query_rank: PositiveInt | None = None  # channels of a latent vector of the queries; None: projected from the input
     content_width: PositiveInt = 128  # channels of a query or key head without positions
-    rope_width: PositiveInt = 64  # further channels, which the position encoding rotates; the key's are one for all heads
+    rope_width: PositiveInt = (
+        64  # further channels, which the position encoding rotates; the key's are one for all heads
+    )
     value_width: PositiveInt | None = None  # channels of a value head; None: as `content_width`
     epsilon: Positive = 1e-6  # epsilon of the RMS norms of the latent vectors
 

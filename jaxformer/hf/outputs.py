@@ -163,17 +163,23 @@ def needs_intermediates(head: str, model: ModelConfig, inputs: Mapping[str, Any]
 
 
 def add_router_outputs(
-    outputs: Outputs, settings: Settings, model: ModelConfig, sown: PyTree, inputs: Mapping[str, Any]
+    outputs: Outputs,
+    settings: Settings,
+    model: ModelConfig,
+    sown: PyTree,
+    inputs: Mapping[str, Any],
+    has_loss: bool = True,
 ) -> Outputs:
     """The outputs with `router_logits`, if they are asked for.
 
-    A language model's also get `aux_loss`, which is added to its loss with the weight of config.json.
+    A language model's also get `aux_loss`, which is added to its loss with the weight of config.json, unless its family
+    has no such loss (DeepSeek; `has_loss`).
     """
     if not inputs.get(ROUTER_FLAG, False):
         return outputs
     logits = sown["decoder"]["blocks"]["ffn"]["router_logits"][0]
     found = Outputs(outputs)
-    if "logits" in found:
+    if "logits" in found and has_loss:
         real = jnp.asarray(inputs.get("attention_mask", jnp.ones(logits.shape[1:3])))
         decoder = model.decoder
         if decoder is None or decoder.moe is None:

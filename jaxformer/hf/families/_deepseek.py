@@ -62,8 +62,8 @@ class Variant:
     Attributes:
       model_type: the value in config.json.
       class_prefix: start of its class names.
-      sigmoid: experts are scored one by one, with a correction bias, by groups of their two best (V3); else by a softmax
-        over all of them, by groups of their best if `topk_method` says so (V2).
+      sigmoid: experts are scored one by one, with a correction bias, and groups by their two best (V3); else by a
+        softmax over all of them, and groups by their best if `topk_method` says so (V2).
       has_token_head: the library has a class for classification of tokens.
     """
 
@@ -99,9 +99,7 @@ def family(variant: Variant) -> Family:
             layers=layers,
             width=width,
             embed=EmbedConfig(vocab=vocab, pad=pad_token(settings, vocab)),
-            encoding=replace(
-                encoding, interleaved=settings("rope_interleave", True) if variant.sigmoid else True
-            ),
+            encoding=replace(encoding, interleaved=settings("rope_interleave", True) if variant.sigmoid else True),
             attention=AttentionConfig(
                 heads=count,
                 bias=settings("attention_bias", False),
@@ -247,7 +245,9 @@ def _read_moe(settings: Settings, variant: Variant, layers: int) -> MoEConfig | 
     settings("output_router_logits", False)  # read at a call: `outputs.add_router_outputs`
     dense = settings("first_k_dense_replace", 0)
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
-        raise ConfigError(f"{settings.path}: got first_k_dense_replace {dense!r}, expected a whole number; fix the file")
+        raise ConfigError(
+            f"{settings.path}: got first_k_dense_replace {dense!r}, expected a whole number; fix the file"
+        )
     moe = MoEConfig(
         experts=settings.size("n_routed_experts", 64),
         top_k=settings.size("num_experts_per_tok", PUBLISHED_TOP_K),
