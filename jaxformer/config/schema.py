@@ -236,7 +236,9 @@ class MoEConfig:
     gate: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts: probabilities over all of them, or of each by
     # itself (DeepSeek-V3)
     correction: bool = False  # add a bias per expert to the scores by which experts are chosen, not to their weights
-    # (DeepSeek-V3's e_score_correction_bias); it starts at 0 and gets no gradient
+    # (DeepSeek-V3's e_score_correction_bias); it starts at 0, and the loss gives it no gradient
+    correction_rate: NotNegative = 0.0  # training: after each step the bias of an expert with more than the mean load
+    # falls by this, that of one with less rises (DeepSeek-V3, section 2.1.2: 0.001); 0: it stays
     groups: PositiveInt = 1  # equal groups of experts; a token's experts are of few of them
     top_groups: PositiveInt | None = None  # groups that a token's experts are chosen from; None: all
     group_score: Literal["max", "top2"] = "max"  # a group counts by its best expert (DeepSeek-V2), or by the sum of its

@@ -21,6 +21,7 @@ ENCODING_FIELDS = {
 IGNORED_FIELDS = frozenset({
     "dropout", "dropout_first", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation",
     "init_scale", "dtype", "momentum", "average_padding", "input_dropout", "pad", "capacity", "balance_loss", "z_loss",
+    "correction_rate",
 })  # fmt: skip
 """Fields that do not change what a model computes when it is applied."""
 

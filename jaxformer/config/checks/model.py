@@ -208,6 +208,8 @@ def _check_moe(moe: MoEConfig, ffn: FeedForwardConfig | None, path: str) -> None
         raise invalid(f"{path}.top_k", moe.top_k, f"at most the experts ({moe.experts})")
     if moe.top_k == 1 and moe.normalise and moe.experts > 1:
         raise invalid(f"{path}.normalise", "True", "False with top_k 1: the only weight would always be 1")
+    if moe.correction_rate and not moe.correction:
+        raise invalid(f"{path}.correction_rate", moe.correction_rate, "0 where moe.correction is False")
     _check_groups(moe, path)
 
 
