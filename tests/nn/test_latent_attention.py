@@ -288,6 +288,7 @@ REFUSED = {
     ),
     "all dense": ({"moe": {"dense_layers": 2}}, r"moe.dense_layers: got 2, expected fewer than the layers \(2\)"),
     "width of none": ({"moe": {"dense_layers": 0}}, r"moe.dense_width: got 20, expected None where dense_layers is 0"),
+    "rate": ({"moe": {"correction": False, "correction_rate": 0.1}}, r"correction_rate: got 0.1, expected 0 where moe"),
     "shared": ({"share_layers": True}, r"moe.dense_layers: got 1, expected 0 with share_layers"),
 }  # fmt: skip
 
