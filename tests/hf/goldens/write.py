@@ -420,11 +420,12 @@ def latent_cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[
     cases = {
         "groups": (v2, groups | {"rope_parameters": yarns, "routed_scaling_factor": 16.0}, [LONG]),
         "bias": (
-            v3, {"n_group": 2, "topk_group": 1, "rope_parameters": yarns, "qk_rope_head_dim": 4}, [LONG, everything]
+            v3, {"n_group": 2, "topk_group": 1, "rope_parameters": yarns, "qk_rope_head_dim": 4},
+            [everything | LONG | {"labels": LONG["input_ids"]}],
         ),
         "plain": (
             v2, {"q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.7, "first_k_dense_replace": 0},
-            [TEXT, padding("left")],
+            [padding("left")],
         ),
         "wide": (
             v2, groups | several | {"num_experts_per_tok": 4, "v_head_dim": 9,
