@@ -31,7 +31,7 @@ FEW = (
     "roberta_causal", "distilbert_classifier", "albert_equal_widths", "albert_pretraining",
     "big_bird", "longt5", "roformer",
     "gemma2", "gemma3", "gemma3_both_ways", "electra", "electra_generator", "electra_classifier", "electra_choice",
-    "deepseek_bias", "deepseek_plain", "deepseek_wide", "deepseek_halves",
+    "deepseek_bias", "deepseek_wide",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 

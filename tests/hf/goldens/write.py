@@ -436,7 +436,7 @@ def latent_cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[
         "halves": (
             v3, {"rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None, "attention_bias": True,
             "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "num_experts_per_tok": 3, "qk_rope_head_dim": 4},
-            [TEXT],
+            [padding("left")],
         ),
         "ample": (
             v3, several | {"num_experts_per_tok": 3, "v_head_dim": 8, "first_k_dense_replace": 2, "rms_norm_eps": 1e-2,
