@@ -216,7 +216,7 @@ def test_int8_leaves_the_up_projection_as_it_is():
 def test_experts_are_chosen_as_token_by_token(moe):
     rng = np.random.default_rng(3)
     probs = rng.uniform(size=(2, 9, 6)).astype(np.float32)
-    correction = rng.normal(size=6).astype(np.float32) if moe.correction else None
+    correction = (0.2 * rng.normal(size=6)).astype(np.float32) if moe.correction else None
     visible = np.ones((2, 9), bool)
     visible[1, 7:] = False
     chosen, gates = mixtures.choose_experts(probs, visible, moe, correction)
