@@ -16,7 +16,7 @@ VARIANTS = {
     "gpt3": ("small", "medium", "large", "xl", "2.7b", "6.7b", "13b", "175b"),
     "ladder": ("bigram", "head", "heads", "ffn", "residual", "norm"),
     "llama": ("1b", "7b"),
-    "moe_tiny": ("", "dropless", "dense"),
+    "moe_tiny": ("", "dropless", "dense", "deepseek"),
     "quickstart": ("", "fr", "es"),
     "scan": ("lstm", "lstm_paper", "relative"),
     "shakespeare_char": ("cpu", "gpu"),

@@ -129,10 +129,23 @@ class Reader:
     Attributes:
       module: `models.transformer.Transformer` or one of its kind.
       variables: its variables, with "params" among them.
+
+    Raises:
+      ConfigError: the model has latent attention, or first layers without experts.
     """
 
     module: nn.Module
     variables: Mapping[str, PyTree]
+
+    def __post_init__(self) -> None:
+        for name, stack in self.config.stacks.items():
+            found = {"attention.latent": stack.attention.latent, "moe.dense_layers": stack.dense_layers}
+            for field, value in found.items():
+                if value:
+                    raise ConfigError(
+                        f"analysis: got a model with {name}.{field}, expected layers of one form with keys and values; "
+                        "read it with a call that asks for output_hidden_states or output_attentions"
+                    )
 
     @property
     def config(self) -> ModelConfig:

@@ -83,6 +83,8 @@ class RopeScalingConfig:
     fast: Positive = 32.0  # yarn: as `high`
     magnitude: Positive | None = None  # yarn: factor on cosines and sines; None: 0.1 ln(factor) + 1
     whole: bool = True  # yarn: round the two bounds outwards to integer channels
+    score_scale: NotNegative = 0.0  # yarn with attention.latent: s, scores are also multiplied by
+    # (0.1 s ln(factor) + 1)^2 (DeepSeek's mscale_all_dim); 0: they are not
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,37 @@ class SparseConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1), of which a cache holds
+    `rank` + `rope_width` numbers a token and layer.
+    """
+
+    rank: PositiveInt = 512  # channels of the latent vector, of which all heads' keys and values are projections
+    query_rank: PositiveInt | None = None  # channels of a latent vector of the queries; None: projected from the input
+    content_width: PositiveInt = 128  # channels of a query or key head without positions
+    rope_width: PositiveInt = (
+        64  # further channels, which the position encoding rotates; the key's are one for all heads
+    )
+    value_width: PositiveInt | None = None  # channels of a value head; None: as `content_width`
+    epsilon: Positive = 1e-6  # epsilon of the RMS norms of the latent vectors
+
+    @property
+    def query_width(self) -> int:
+        """Width of a query or key head."""
+        return self.content_width + self.rope_width
+
+    @property
+    def values_width(self) -> int:
+        """Width of a value head."""
+        return self.value_width or self.content_width
+
+    @property
+    def cache_width(self) -> int:
+        """Numbers that a cache holds for a token in each layer."""
+        return self.rank + self.rope_width
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Multi-head attention. Multi-head, grouped-query and multi-query attention differ by `kv_heads` only."""
 
@@ -163,6 +196,8 @@ class AttentionConfig:
     key_bias: bool | None = None  # bias of the key projection; None: as `bias`
     output_bias: bool | None = None  # bias of the output projection; None: as `bias`
     norm: NormConfig | None = None  # normalisation of each query and key head, before positions (Qwen3); None: none
+    latent: LatentConfig | None = None  # keys and values of all heads from one latent vector a token (DeepSeek); its
+    # widths replace `head_width`, `bias` is that of the projections to latents and of the output; None: no latents
     scale_by_layer: bool = False  # also divide scores by the layer number, counted from 1
     window: PositiveInt | None = None  # visible positions up to the query's own (not causal: as many ahead); None: all
     window_every: PositiveInt = 1  # every n-th layer has the window, the others see all keys (GPT-3: 2)
@@ -201,6 +236,19 @@ class MoEConfig:
     capacity: Positive | None = None  # training: maximum load of an expert as a multiple of the mean load of a row;
     # further assignments are dropped; None: none is dropped
     shared: Count = 0  # experts that process every token, beside the routed ones (DeepSeekMoE)
+    dense_layers: Count = 0  # the first layers, which have a dense feed-forward layer in place of experts (DeepSeek)
+    dense_width: PositiveInt | None = None  # hidden width of these layers; None: ffn.width
+    gate: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts: probabilities over all of them, or of each by
+    # itself (DeepSeek-V3)
+    correction: bool = False  # add a bias per expert to the scores by which experts are chosen, not to their weights
+    # (DeepSeek-V3's e_score_correction_bias); it starts at 0, and the loss gives it no gradient
+    correction_rate: NotNegative = 0.0  # training: after each step the bias of an expert with more than the mean load
+    # falls by this, that of one with less rises (DeepSeek-V3, section 2.1.2: 0.001); 0: it stays
+    groups: PositiveInt = 1  # equal groups of experts; a token's experts are of few of them
+    top_groups: PositiveInt | None = None  # groups that a token's experts are chosen from; None: all
+    group_score: Literal["max", "top2"] = "max"  # a group counts by its best expert (DeepSeek-V2), or by the sum of its
+    # two best (DeepSeek-V3)
+    scale: Positive = 1.0  # factor on the weights of a token's experts (DeepSeek's routed_scaling_factor)
     balance_loss: NotNegative = 0.01  # weight of the load-balancing loss of each layer (Switch Transformer)
     z_loss: NotNegative = 0.001  # weight of the router's z-loss of each layer (ST-MoE)
 
@@ -244,6 +292,11 @@ class StackConfig:
     # to host memory (offload)
     remat_names: tuple[str, ...] = ("attention", "ffn")  # activations that are stored, see jaxformer/nn/remat.py
     microbatches: PositiveInt | None = None  # pipeline: parts of a batch, a multiple of mesh.stage; None: mesh.stage
+
+    @property
+    def dense_layers(self) -> int:
+        """Number of first layers without experts where the others have them; 0 in a stack without experts."""
+        return 0 if self.moe is None else self.moe.dense_layers
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jaxformer.config import EmbedConfig, EncodingConfig, ModelConfig, StackConfig
+from jaxformer.config import EmbedConfig, EncodingConfig, ModelConfig, MoEConfig, StackConfig
 
 ENCODING_FIELDS = {
     "none": (),
@@ -21,6 +21,7 @@ ENCODING_FIELDS = {
 IGNORED_FIELDS = frozenset({
     "dropout", "dropout_first", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation",
     "init_scale", "dtype", "momentum", "average_padding", "input_dropout", "pad", "capacity", "balance_loss", "z_loss",
+    "correction_rate",
 })  # fmt: skip
 """Fields that do not change what a model computes when it is applied."""
 
@@ -63,16 +64,29 @@ def _normalised_stack(stack: StackConfig, causal: bool) -> StackConfig:
         scale_width=attention.scale_width or attention.head_width or width // attention.heads,
         key_bias=attention.bias if attention.key_bias is None else attention.key_bias,
         output_bias=attention.bias if attention.output_bias is None else attention.output_bias,
+        latent=attention.latent and dataclasses.replace(attention.latent, value_width=attention.latent.values_width),
     )
     return dataclasses.replace(
         stack,
         causal=causal,
         encoding=encoding,
         attention=attention,
+        moe=_normalised_moe(stack),
         embed=_normalised_embed(stack.embed, width),
         ffn=stack.ffn and dataclasses.replace(stack.ffn, width=stack.ffn.width or 4 * width),
         norm=dataclasses.replace(norm, final=norm.order != "post" if norm.final is None else norm.final),
     )
+
+
+def _normalised_moe(stack: StackConfig) -> MoEConfig | None:
+    """The mixture with the width of its dense layers, and groups only where they exclude experts."""
+    moe = stack.moe
+    if moe is None or stack.ffn is None:
+        return moe
+    if (moe.top_groups or moe.groups) >= moe.groups:
+        moe = dataclasses.replace(moe, groups=1, top_groups=None, group_score="max")
+    width = moe.dense_width or stack.ffn.width or 4 * stack.width
+    return dataclasses.replace(moe, dense_width=width if moe.dense_layers else None)
 
 
 def _normalised_embed(embed: EmbedConfig, width: int) -> EmbedConfig:

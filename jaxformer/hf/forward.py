@@ -14,6 +14,7 @@ from flax import linen as nn
 from jaxformer import tasks
 from jaxformer.config import ModelConfig
 from jaxformer.errors import ConfigError
+from jaxformer.hf import keys
 from jaxformer.hf.arguments import (
     HIDDEN_SPAN_SCORE,
     add_config_flags,
@@ -74,7 +75,8 @@ def call(
         logits = logits[..., 0]
     loss = compute_loss(head, origin.settings, logits, arguments)
     outputs = named_outputs(head, config, logits, loss, sown, arguments)
-    outputs = add_router_outputs(outputs, origin.settings, config, sown, arguments)
+    has_loss = origin.family is None or "router_aux_loss_coef" in keys.default_values(origin.family)
+    outputs = add_router_outputs(outputs, origin.settings, config, sown, arguments, has_loss)
     return Outputs({renamed.get(name, name): value for name, value in outputs.items()})
 
 

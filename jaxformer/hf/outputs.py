@@ -134,7 +134,9 @@ def named_outputs(
         if states:
             outputs[f"{prefix}hidden_states"] = _hidden_states(sown[name])
         if weights:
-            outputs[f"{prefix}attentions"] = tuple(sown[name]["blocks"]["attention"]["probabilities"][0])
+            outputs[f"{prefix}attentions"] = tuple(
+                layer for blocks in _layer_groups(sown[name]) for layer in blocks["attention"]["probabilities"][0]
+            )
     if seq2seq:
         if weights:
             outputs["cross_attentions"] = tuple(sown["decoder"]["blocks"]["cross"]["probabilities"][0])
@@ -144,7 +146,13 @@ def named_outputs(
 
 def _hidden_states(sown: PyTree) -> tuple[Array, ...]:
     """Embeddings, then every layer's output, the last one after the final norm: L + 1 arrays `[B, T, D]`."""
-    return (sown["input"][0], *sown["blocks"]["output"][0][:-1], sown["output"][0])
+    layers = [layer for blocks in _layer_groups(sown) for layer in blocks["output"][0]]
+    return (sown["input"][0], *layers[:-1], sown["output"][0])
+
+
+def _layer_groups(sown: PyTree) -> list[PyTree]:
+    """What the layers have sown: first layers without experts, then the others, each `[L, ...]`."""
+    return [sown[name] for name in ("dense_blocks", "blocks") if name in sown]
 
 
 def needs_intermediates(head: str, model: ModelConfig, inputs: Mapping[str, Any]) -> bool:
@@ -155,17 +163,23 @@ def needs_intermediates(head: str, model: ModelConfig, inputs: Mapping[str, Any]
 
 
 def add_router_outputs(
-    outputs: Outputs, settings: Settings, model: ModelConfig, sown: PyTree, inputs: Mapping[str, Any]
+    outputs: Outputs,
+    settings: Settings,
+    model: ModelConfig,
+    sown: PyTree,
+    inputs: Mapping[str, Any],
+    has_loss: bool = True,
 ) -> Outputs:
     """The outputs with `router_logits`, if they are asked for.
 
-    A language model's also get `aux_loss`, which is added to its loss with the weight of config.json.
+    A language model's also get `aux_loss`, which is added to its loss with the weight of config.json, unless its family
+    has no such loss (DeepSeek; `has_loss`).
     """
     if not inputs.get(ROUTER_FLAG, False):
         return outputs
     logits = sown["decoder"]["blocks"]["ffn"]["router_logits"][0]
     found = Outputs(outputs)
-    if "logits" in found:
+    if "logits" in found and has_loss:
         real = jnp.asarray(inputs.get("attention_mask", jnp.ones(logits.shape[1:3])))
         decoder = model.decoder
         if decoder is None or decoder.moe is None:

@@ -45,6 +45,7 @@ class Row:
       layout: einops pattern "axes in the file -> axes of the parameter" for one tensor; "": the same axes.
       sizes: lengths of the axes that stand in parentheses in the pattern.
       optional: the parameter is zero if the file lacks the tensor.
+      first_layer: number in the file of the parameter's first layer.
     """
 
     hf_name: str
@@ -52,6 +53,7 @@ class Row:
     layout: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
     optional: bool = False
+    first_layer: int = 0
 
     @property
     def param_paths(self) -> tuple[str, ...]:
@@ -65,8 +67,8 @@ class Row:
     def name(self, index: Sequence[int]) -> str:
         """The name of one tensor; `index` holds the numbers of the layer and the expert."""
         name, numbers = self.hf_name, iter(index)
-        for placeholder in STACKED_AXES:
-            name = name.replace(placeholder, str(next(numbers))) if placeholder in name else name
+        for placeholder, first in zip(STACKED_AXES, (self.first_layer, 0), strict=True):
+            name = name.replace(placeholder, str(first + next(numbers))) if placeholder in name else name
         return name
 
 

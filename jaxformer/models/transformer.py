@@ -137,8 +137,9 @@ class Transformer(nn.Module):
             return variables
 
         def separate(part: PyTree) -> PyTree:
-            blocks = unstack(part["decoder"]["blocks"], decoder.layers)
-            return {**part, "decoder": {**part["decoder"], "blocks": blocks}}
+            counts = {"dense_blocks": decoder.dense_layers, "blocks": decoder.layers - decoder.dense_layers}
+            stacked = {name: unstack(part["decoder"][name], n) for name, n in counts.items() if name in part["decoder"]}
+            return {**part, "decoder": {**part["decoder"], **stacked}}
 
         shared = {"params"} if decoder.share_layers else set()
         stacked = {name: name not in shared and "blocks" in part.get("decoder", {}) for name, part in variables.items()}

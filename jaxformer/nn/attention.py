@@ -213,5 +213,7 @@ def mean_value(v: Float[Array, "B S G K"], heads: int) -> Float[Array, "B 1 H K"
 
 
 def head_shape(config: AttentionConfig, width: int) -> tuple[int, int, int]:
-    """Number of query heads H, number of key heads G, and head width K."""
+    """Number of query heads H, number of key heads G, and head width K, as the kernel of a whole row sees them."""
+    if config.latent is not None:
+        return config.heads, config.heads, max(config.latent.query_width, config.latent.values_width)
     return config.heads, config.kv_heads or config.heads, config.head_width or width // config.heads

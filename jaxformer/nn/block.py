@@ -19,6 +19,7 @@ from jaxformer.nn.cache import KeyValues, LayerCache
 from jaxformer.nn.convolution import Convolved
 from jaxformer.nn.encodings.rope import ByWindow
 from jaxformer.nn.ffn import FeedForward
+from jaxformer.nn.latent_attention import LatentAttention
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
 from jaxformer.nn.moe import MoE
@@ -85,7 +86,7 @@ class Block(nn.Module):
           memory: this layer's keys and values for cross-attention, if precomputed.
         """
         config, (x, keys_values) = self.config, carry
-        attention = Attention(config.attention, config.encoding, config.width, config.norm.epsilon, name="attention")
+        attention = self_attention(config)
         cache = None
         if keys_values is not None and context.index is not None:
             cache = LayerCache(keys_values, layer if keys_values.stacked else None, context.index)
@@ -122,7 +123,7 @@ class Block(nn.Module):
         config = self.config
         x = self.sublayer("attention", x, attend, config.residual_attention, context)
         if context.memory_mask is not None:
-            own = dataclasses.replace(config.attention, window=None, sparse=None, summary=None)
+            own = dataclasses.replace(config.attention, window=None, sparse=None, summary=None, latent=None)
             cross = Attention(own, config.encoding, config.width, name="cross")
             source = context.memory if memory is None else memory
             memory_mask = depend_on_layer(context.memory_mask, layer)
@@ -197,6 +198,14 @@ class Block(nn.Module):
         if norm.order == "sandwich":
             y = Norm(norm, name=f"{name}_post_norm")(y, context.mask.query.segment != 0)
         return Dropout(self.config.dropout)(y)
+
+
+def self_attention(config: StackConfig) -> Attention | LatentAttention:
+    """The self-attention of a layer, named "attention"."""
+    own = config.attention
+    if own.latent is not None:
+        return LatentAttention(own, own.latent, config.encoding, config.width, name="attention")
+    return Attention(own, config.encoding, config.width, config.norm.epsilon, name="attention")
 
 
 def windows_differ(config: AttentionConfig) -> bool:

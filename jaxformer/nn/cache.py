@@ -38,6 +38,8 @@ def scatter_rows(
 class KeyValues(flax.struct.PyTreeNode):
     """Cached keys `k` `[B, G, K, S]` and values `v` `[B, G, S, K]`, or `[L, ...]` for the layers of a stack.
 
+    Of latent attention `k` is the latent vector and `v` the rotated key, G = 1, of unlike widths.
+
     In these layouts the products with queries and probabilities read memory in order. Kernels take `[B, S, G, K]`; the
     compiler fuses the transposes.
     """
@@ -50,12 +52,12 @@ class KeyValues(flax.struct.PyTreeNode):
         """True if the arrays hold all layers of a stack."""
         return self.k.ndim == 5
 
-    def to_kernel_layout(self) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+    def to_kernel_layout(self) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G _"]]:
         """Keys and values of one layer in the layout of the kernels."""
         return jnp.moveaxis(self.k, 3, 1), jnp.moveaxis(self.v, 1, 2)
 
     @classmethod
-    def from_kernel_layout(cls, k: Float[Array, "B S G K"], v: Float[Array, "B S G K"]) -> KeyValues:
+    def from_kernel_layout(cls, k: Float[Array, "B S G K"], v: Float[Array, "B S G _"]) -> KeyValues:
         """Keys and values of one layer in the layout and dtype of the cache."""
         dtype = cache_dtype(k.dtype)
         return cls(jnp.moveaxis(k, 1, 3).astype(dtype), jnp.moveaxis(v, 2, 1).astype(dtype))
@@ -81,7 +83,7 @@ class LayerCache(flax.struct.PyTreeNode):
     layer: Array | None
     index: Array
 
-    def write(self, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]) -> LayerCache:
+    def write(self, k: Float[Array, "B T G K"], v: Float[Array, "B T G _"]) -> LayerCache:
         """The cache with new keys and values in slots `index : index + T`."""
 
         def update(old: Array, new: Array, *start: Array | int) -> Array:
@@ -93,7 +95,7 @@ class LayerCache(flax.struct.PyTreeNode):
         written = KeyValues(update(old.k, new.k, 0, 0, 0, self.index), update(old.v, new.v, 0, 0, self.index, 0))
         return self.replace(keys_values=written)
 
-    def read(self) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+    def read(self) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G _"]]:
         """All keys and values of this layer."""
         layer = self.layer
         if layer is None:

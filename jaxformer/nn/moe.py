@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import flax.struct
 import jax
@@ -16,10 +18,14 @@ from jaxformer.nn import experts
 from jaxformer.nn.ffn import FeedForward
 from jaxformer.nn.layers import parameter, zeros_parameter
 from jaxformer.parallel.rules import constrain
-from jaxformer.types import Array, Sums
+from jaxformer.types import Array, PyTree, Sums
 
 COLLECTION = "router"
 """Collection in which layers sow their `Load`. Only training makes it mutable; otherwise it costs nothing."""
+
+
+CORRECTION = "correction_bias"
+"""Name of the parameter that is added to the scores by which experts are chosen."""
 
 
 class Load(flax.struct.PyTreeNode):
@@ -46,8 +52,14 @@ class Load(flax.struct.PyTreeNode):
 class MoE(nn.Module):
     """`sum_i g_i expert_{e_i}(x) + shared(x)` over the k experts with the highest probability (Shazeer et al. 2017).
 
-    Probabilities are softmax(x W_r) over all experts, always in float32. The gates g are the probabilities of the
-    chosen experts, divided by their sum if `moe.normalise`.
+    Probabilities are softmax(x W_r) over all experts, always in float32, or sigmoid(x W_r) of each by itself with
+    `moe.gate` sigmoid (DeepSeek-V3, section 2.1.2). The gates g are the probabilities of the chosen experts, divided by
+    their sum if `moe.normalise`, times `moe.scale`.
+
+    With `moe.groups` experts are chosen within the `moe.top_groups` best groups of each token (DeepSeek-V2, section
+    2.1.3: a group is the experts of a device). With `moe.correction` a bias per expert is added to the probabilities
+    when experts are chosen, and not to the gates. The loss gives it no gradient. With `moe.correction_rate` its
+    "gradient" is the excess load of its expert (`excess_load`), by which `update_corrections` moves it.
 
     Without `moe.capacity` no assignment is dropped. With it, in training, an expert accepts at most
     `ceil(capacity * k * n / E)` assignments of a row with n tokens, in the order of the tokens, and drops later ones. A
@@ -74,8 +86,9 @@ class MoE(nn.Module):
         highest = jax.lax.Precision.HIGHEST  # a TPU would multiply in bfloat16 by default
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=highest)
         self.sow("intermediates", "router_logits", logits)
-        probs = jax.nn.softmax(logits)
-        chosen, gates = choose_experts(probs, visible, moe)
+        probs = jax.nn.softmax(logits) if moe.gate == "softmax" else jax.nn.sigmoid(logits)
+        correction = zeros_parameter(self, CORRECTION, (None,), (moe.experts,)) if moe.correction else None
+        chosen, gates = choose_experts(probs, visible, moe, correction)
         served, queue_position, queue = chosen, None, 0
         if moe.capacity is not None and self.has_rng("dropout"):
             queue_position = queue_positions(chosen, moe.experts)
@@ -85,7 +98,10 @@ class MoE(nn.Module):
             served = jnp.where(queue_position < limit[:, None, None], chosen, moe.experts)
             gates = jnp.where(served < moe.experts, gates, 0.0)
         if not self.is_initializing():
-            self.sow(COLLECTION, "load", router_load(logits, probs, chosen, served, visible, moe))
+            load = router_load(logits, probs, chosen, served, visible, moe)
+            if correction is not None and moe.correction_rate:
+                load = load.replace(penalty=load.penalty + excess_load(chosen, visible, moe, correction))
+            self.sow(COLLECTION, "load", load)
         inner = config.width or 4 * self.width
         shapes = {"in": (self.width, inner), "gate": (self.width, inner), "out": (inner, self.width)}
         weights = {
@@ -123,17 +139,34 @@ class ExpertKernel(nn.Module):
 
 
 def choose_experts(
-    probs: Float32[Array, "B T E"], visible: Bool[Array, "B T"], moe: MoEConfig
+    probs: Float32[Array, "B T E"],
+    visible: Bool[Array, "B T"],
+    moe: MoEConfig,
+    correction: Float32[Array, " E"] | None = None,
 ) -> tuple[Int32[Array, "B T k"], Float32[Array, "B T k"]]:
-    """The k = `top_k` most probable experts of each token, and their gates.
+    """The k = `top_k` experts of each token with the highest probability plus `correction`, and their gates.
 
     Padding gets expert E, which does not exist, with gate 0.
     """
-    gates, chosen = jax.lax.top_k(probs, moe.top_k)
+    scores = probs if correction is None else probs + jax.lax.stop_gradient(correction)
+    if moe.top_groups is not None and moe.top_groups < moe.groups:
+        scores = jnp.where(in_best_groups(scores, moe), scores, -jnp.inf)
+    _, chosen = jax.lax.top_k(scores, moe.top_k)
+    gates = jnp.take_along_axis(probs, chosen, axis=-1)
     if moe.normalise:
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+    gates = gates * moe.scale
     visible = visible[..., None]
     return jnp.where(visible, chosen, moe.experts).astype(jnp.int32), jnp.where(visible, gates, 0.0)
+
+
+def in_best_groups(scores: Float32[Array, "B T E"], moe: MoEConfig) -> Bool[Array, "B T E"]:
+    """True for the experts of each token's `top_groups` best groups, by `moe.group_score`."""
+    grouped = scores.reshape(*scores.shape[:-1], moe.groups, -1)
+    best = jax.lax.top_k(grouped, 1 if moe.group_score == "max" else 2)[0]
+    _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), moe.top_groups or moe.groups)
+    chosen = jnp.any(jax.nn.one_hot(groups, moe.groups, dtype=bool), axis=-2)
+    return jnp.repeat(chosen, grouped.shape[-1], axis=-1)
 
 
 def queue_positions(chosen: Int[Array, "B T k"], experts: int) -> Int[Array, "B T k"]:
@@ -156,11 +189,53 @@ def router_load(
     real = visible.astype(jnp.float32)
     tokens = jnp.maximum(jnp.sum(real), 1.0)
     share = jnp.sum(jax.nn.one_hot(chosen, moe.experts), axis=(0, 1, 2)) / (tokens * moe.top_k)
+    if moe.gate == "sigmoid":  # the balance is of probabilities that sum to 1 (DeepSeek-V3, equation 18)
+        probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
     balance = moe.experts * jnp.sum(share * jnp.einsum("bte,bt->e", probs, real) / tokens)
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * real) / tokens
     dropped = jnp.sum(served != chosen) / (tokens * moe.top_k)
     penalty = moe.balance_loss * balance + moe.z_loss * z
     return Load(penalty, balance, z, dropped, jnp.max(share), jnp.min(share))
+
+
+def excess_load(
+    chosen: Int[Array, "B T k"], visible: Bool[Array, "B T"], moe: MoEConfig, correction: Float32[Array, " E"]
+) -> Float32[Array, ""]:
+    """Zero, whose gradient with respect to `correction` is each expert's fraction of the assignments less 1 / E.
+
+    As a part of the loss it is summed over microbatches and devices with the weights of the loss.
+    """
+    count = jnp.maximum(jnp.sum(visible.astype(jnp.float32)), 1.0) * moe.top_k
+    share = jnp.sum(jax.nn.one_hot(chosen, moe.experts), axis=(0, 1, 2)) / count
+    return jnp.sum((share - 1.0 / moe.experts) * (correction - jax.lax.stop_gradient(correction)))
+
+
+def split_corrections(grads: PyTree) -> tuple[PyTree, PyTree]:
+    """Gradients with zeros for the corrections of experts, and zeros but for the corrections."""
+    is_correction = lambda path: getattr(path[-1], "key", "") == CORRECTION  # noqa: E731
+    zero_at = lambda wanted: jax.tree_util.tree_map_with_path(  # noqa: E731
+        lambda path, g: jnp.zeros_like(g) if is_correction(path) == wanted else g, grads
+    )
+    return zero_at(True), zero_at(False)
+
+
+def update_corrections(params: PyTree, excess: PyTree, rates: Mapping[str, float]) -> PyTree:
+    """Parameters whose corrections are moved by the rate of their stack against the sign of the excess load.
+
+    DeepSeek-V3 (DeepSeek-AI 2024), section 2.1.2.
+
+    Args:
+      excess: a tree like `params`, 0 but for the corrections, as `split_corrections` returns it.
+      rates: stack ("decoder", "generator.encoder") -> its `moe.correction_rate`.
+    """
+
+    def move(path: tuple[Any, ...], value: Array, over: Array) -> Array:
+        words = [str(getattr(key, "key", key)) for key in path]
+        if words[-1] != CORRECTION:
+            return value
+        return value - rates[".".join(words[: words.index("blocks")])] * jnp.sign(over)
+
+    return jax.tree_util.tree_map_with_path(move, params, excess)
 
 
 def add_router_losses(sums: Sums, sown: dict) -> Sums:

@@ -59,7 +59,8 @@ class Stack(nn.Module):
         if encoding.embed is not None:
             self.position = encoding.embed(config.encoding, config.embed.sum_width or config.width)
         if encoding.shared is not None:
-            head_width = head_shape(config.attention, config.width)[2]
+            latent = config.attention.latent
+            head_width = head_shape(config.attention, config.width)[2] if latent is None else latent.rope_width
             self.shared = encoding.shared(config.encoding, config.attention, head_width)
         if config.embed.norm:
             self.embed_norm = Norm(config.norm)
@@ -72,7 +73,10 @@ class Stack(nn.Module):
                 raise ConfigError("conv: got a convolution in a causal stack, expected None; it reads the slots ahead")
             self.conv = Convolution(config.conv, config.norm, config.dropout)
         if config.layers:  # a scan of length 0 would have parameters of shape [0, ...]
-            self.blocks = self.scanned_blocks(config)
+            dense, others = split_layers(config)
+            if dense is not None:
+                self.dense_blocks = self.scanned_blocks(dense)
+            self.blocks = self.scanned_blocks(others)
         if has_final_norm(config):
             self.final_norm = Norm(config.norm)
         if config.output_width is not None:
@@ -138,7 +142,8 @@ class Stack(nn.Module):
             if isinstance(cache, tuple):
                 x, cache = self.apply_unrolled(x, cache, projected, context)
             elif config.layers:
-                (x, cache), _ = self.blocks((x, cache), jnp.arange(config.layers), projected, context)
+                for blocks, numbers in self.layer_groups():
+                    (x, cache), _ = blocks((x, cache), jnp.asarray(numbers), projected, context)
         x = constrain(self.finish(x, slots), "batch", "length", "act_embed")
         self.sow("intermediates", "output", x)
         return x, cache
@@ -195,24 +200,38 @@ class Stack(nn.Module):
         context: LayerContext,
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValues, ...]]:
         """`blocks` for unrolled decoding: each layer reads its own parameters and its own cache, see `unstack`."""
-        block, written = Block(self.resolved, parent=None), []
+        dense, others = split_layers(self.resolved)
+        written = []
         for i, variables in enumerate(self.layer_variables()):
             cross = memory[i] if isinstance(memory, tuple) else None
+            block = Block(others if dense is None or i >= dense.layers else dense, parent=None)
             (x, layer_cache), _ = block.apply(variables, (x, cache[i]), jnp.int32(i), cross, context)
             written.append(layer_cache)
         return x, tuple(written)
 
     def layer_variables(self) -> list[PyTree]:
         """Variables of each layer, whether they are shared, stacked or already separated by `unstack`."""
-        variables = self.blocks.variables if self.config.layers else {}
+        return [each for group in self.layer_groups() for each in self._group_variables(*group)]
+
+    def layer_groups(self) -> list[tuple[nn.Module, range]]:
+        """The scanned layers, those without experts first, each with the numbers of its layers."""
+        if not self.config.layers:
+            return []
+        dense = self.config.dense_layers
+        groups: list[tuple[nn.Module, range]] = [(self.dense_blocks, range(dense))] if dense else []
+        return [*groups, (self.blocks, range(dense, self.config.layers))]
+
+    def _group_variables(self, blocks: nn.Module, numbers: range) -> list[PyTree]:
+        """Variables of each layer of one of the `layer_groups`."""
+        variables = blocks.variables
         parts = {
-            name: part if "0" in part else unstack(part, self.config.layers)
+            name: part if "0" in part else unstack(part, len(numbers))
             for name, part in variables.items()
             if not (self.config.share_layers and name == "params")
         }
         if self.config.share_layers and "params" in variables:
-            parts["params"] = {str(i): variables["params"] for i in range(self.config.layers)}
-        return [{name: part[str(i)] for name, part in parts.items()} for i in range(self.config.layers)]
+            parts["params"] = {str(i): variables["params"] for i in range(len(numbers))}
+        return [{name: part[str(i)] for name, part in parts.items()} for i in range(len(numbers))]
 
     def can_pipeline(self, rows: int, parts: int) -> bool:
         """True if the mesh has stages, and `rows` can pass through them in `parts` microbatches.
@@ -222,7 +241,7 @@ class Stack(nn.Module):
         """
         if pipeline.stages() == 1 or self.is_initializing() or self.is_mutable_collection("intermediates"):
             return False
-        if self.config.layers == 0 or self.config.share_layers:
+        if self.config.layers == 0 or self.config.share_layers or self.config.dense_layers:
             return False
         return self.config.norm.kind != "batch" and pipeline.can_pipeline(rows, self.config.layers, parts)
 
@@ -298,9 +317,12 @@ class Stack(nn.Module):
         """A cache of zeros with `length` slots for `rows` rows, for queries of `dtype`."""
         config = self.config
         _, kv_heads, head_width = head_shape(config.attention, config.width)
-        layers = () if unrolls_decoding(config) else (config.layers,)
-        keys = jnp.zeros((*layers, rows, kv_heads, head_width, length), cache_dtype(dtype))
-        zeros = KeyValues(keys, jnp.swapaxes(keys, -1, -2))
+        layers, latent = () if unrolls_decoding(config) else (config.layers,), config.attention.latent
+        empty = lambda *shape: jnp.zeros((*layers, rows, *shape), cache_dtype(dtype))  # noqa: E731
+        if latent is not None:
+            zeros = KeyValues(empty(1, latent.rank, length), empty(1, length, latent.rope_width))
+        else:
+            zeros = KeyValues(empty(kv_heads, head_width, length), empty(kv_heads, length, head_width))
         return (zeros,) * config.layers if unrolls_decoding(config) else zeros
 
 
@@ -331,6 +353,18 @@ def self_attention_mask(config: StackConfig, causal: bool, slots: Slots, cache_s
 def cross_mask(query: Slots, memory: Slots) -> Mask:
     """Mask of cross-attention: each query slot sees the memory slots of its own segment, at any position."""
     return Mask(query, memory)
+
+
+def split_layers(config: StackConfig) -> tuple[StackConfig | None, StackConfig]:
+    """Configs of the first layers, which have no experts (None: there are none), and of the others."""
+    count = config.dense_layers
+    if not count or config.moe is None or config.ffn is None:
+        return None, config
+    ffn = dataclasses.replace(config.ffn, width=config.moe.dense_width or config.ffn.width)
+    return (
+        dataclasses.replace(config, layers=count, moe=None, ffn=ffn),
+        dataclasses.replace(config, layers=config.layers - count),
+    )
 
 
 def has_final_norm(config: StackConfig) -> bool:

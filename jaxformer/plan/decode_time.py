@@ -36,11 +36,12 @@ class Decoded:
       bytes: bytes of an activation.
       read_bytes: bytes of the parameters that a step reads on one device, gathered over fsdp.
       multiplied: parameters that a token is multiplied with.
-      scores: heads x head width, summed over the layers.
+      scores: heads x head width, summed over the layers; of latent attention as a decode step absorbs it.
       reductions: collectives of a layer over the tensor axis.
       channels: activations of a token beside those of the model width in a layer.
       routed: experts of a token, each of which gets and returns its activations over the expert axis.
       head: those of `multiplied` that only the last token of a prompt is multiplied with.
+      prompt_scores: `scores` where a prompt is read; None: the same.
     """
 
     layers: int
@@ -53,6 +54,7 @@ class Decoded:
     channels: float
     routed: int = 0
     head: float = 0.0
+    prompt_scores: float | None = None
 
 
 def replicas(layout: Layout) -> int:
@@ -110,10 +112,11 @@ def prefill_seconds(
     memory = chip.bandwidth * assumptions.decode_memory
     sent = assumptions.activations[family] * _sending_seconds(model, tokens, layout, chip)
     products = 2 * (model.multiplied - model.head * (1 - 1 / length)) * tokens / tensor / of_peak
+    scores = model.scores if model.prompt_scores is None else model.prompt_scores
     return {
         "parameters": max(model.read_bytes / memory - products, 0.0),
         "products": products,
-        "scores": 4 * model.scores * (length + 1) / 2 * tokens / tensor / of_peak / assumptions.scores[family],
+        "scores": 4 * scores * (length + 1) / 2 * tokens / tensor / of_peak / assumptions.scores[family],
         "elementwise": streamed / chip.bandwidth,
         "collectives": sent,
         "gathering": _gather_seconds(model, layout, chip),

@@ -331,7 +331,8 @@ def _decoded(config: Config, params: PyTree, names: PyTree, read: float) -> Deco
         width, size = build.model_width(config.model), shapes.BYTES[config.model.dtype]
         return Decoded(0, width, size, read, own, scores=0.0, reductions=0, channels=0.0, head=head)
     each = shapes.stack_layers(config, "decoder", config.data.length)
-    queries = stack.attention.heads * (stack.attention.head_width or stack.width // stack.attention.heads)
+    own_latent, queries = stack.attention.latent, stack.attention.heads * flops.score_width(stack)
+    absorbed = queries if own_latent is None else stack.attention.heads * (own_latent.rank + own_latent.rope_width / 2)
     crossed = config.model.encoder is not None
     return Decoded(
         layers=stack.layers,
@@ -339,7 +340,8 @@ def _decoded(config: Config, params: PyTree, names: PyTree, read: float) -> Deco
         bytes=shapes.BYTES[config.model.dtype],
         read_bytes=read,
         multiplied=own,
-        scores=float(stack.layers * queries),
+        scores=float(stack.layers * absorbed),
+        prompt_scores=float(stack.layers * queries),
         reductions=(1 if each.joined else 2) + crossed,
         channels=each.channels,
         routed=each.routed,
@@ -379,7 +381,8 @@ def transformer_state_bytes(
 ) -> dict[str, float]:
     """Bytes of one row of a `TransformerState` (`nn/cache.py`) by part, without its one scalar.
 
-    Grouped heads have keys and values of `kv_heads` heads. A window hides keys, but their slots are kept.
+    Grouped heads have keys and values of `kv_heads` heads, latent attention one vector and one rotated key. A window
+    hides keys, but their slots are kept.
 
     Args:
       stack: the decoder.
@@ -390,9 +393,10 @@ def transformer_state_bytes(
     """
     own = stack.attention
     head_width = own.head_width or stack.width // own.heads
-    slot = 2 * stack.layers * (own.kv_heads or own.heads) * head_width * shapes.BYTES[dtype]
+    crossing = 2 * stack.layers * (own.kv_heads or own.heads) * head_width * shapes.BYTES[dtype]
+    slot = crossing if own.latent is None else stack.layers * own.latent.cache_width * shapes.BYTES[dtype]
     numbers = 2 * INT32 * (slots + source) + INT32 + branches * slots  # positions, segments, the next position, beams
-    parts = {"keys and values": slot * slots, "keys and values of the source": slot * source, "slots": numbers}
+    parts = {"keys and values": slot * slots, "keys and values of the source": crossing * source, "slots": numbers}
     return {name: float(size) for name, size in parts.items() if size}
 
 
@@ -417,6 +421,8 @@ def _shards(config: Config, part: str, layout: Layout) -> int:
     stack, tensor = config.model.decoder, layout.size("tensor")
     if stack is None or not part.startswith("keys"):
         return 1
+    if stack.attention.latent is not None and part == "keys and values":
+        return 1  # all heads read the latents
     return tensor if (stack.attention.kv_heads or stack.attention.heads) % tensor == 0 else 1
 
 

@@ -107,7 +107,9 @@ def _block_name(path: tuple[str, ...]) -> str:
     start = path[1:] if path[0] == "generator" else path
     prefix = "generator " if path[0] == "generator" else ""
     if start[0] in ("encoder", "decoder") and len(start) > 2:
-        return f"{prefix}{start[0]} {start[2] if start[1] == 'blocks' else start[1]}".replace("_", " ")
+        return f"{prefix}{start[0]} {start[2] if start[1] in ('blocks', 'dense_blocks') else start[1]}".replace(
+            "_", " "
+        )
     return prefix + start[0].replace("_", " ")
 
 
@@ -156,11 +158,19 @@ def _stack_attention_flops(config: Config, name: str, length: int, visible: bool
     """The term of one stack in `attention_flops`."""
     stack = config.model.stacks[name]
     own = stack.attention
-    width = own.heads * (own.head_width or stack.width // own.heads)
+    width = own.heads * score_width(stack)
     keys = visible_keys(stack, name == "decoder", length) if visible else length
     keys += 0 if own.summary is None else length // own.summary
     keys += length if name == "decoder" and config.model.encoder is not None else 0
     return 12 * stack.layers * width * keys
+
+
+def score_width(stack: StackConfig) -> float:
+    """Width of a head in products with keys and values: the mean of both widths where they differ."""
+    latent = stack.attention.latent
+    if latent is not None:
+        return (latent.query_width + latent.values_width) / 2
+    return stack.attention.head_width or stack.width // stack.attention.heads
 
 
 def visible_keys(stack: StackConfig, decodes: bool, length: int) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxformer.config import AXES, Config, StackConfig
+from jaxformer.config import AXES, Config, LatentConfig, StackConfig
 from jaxformer.parallel import mesh as meshes
 from jaxformer.plan import flops
 from jaxformer.plan.step_time import RECOMPUTED, Layers, Layout, Shapes
@@ -64,25 +65,59 @@ def stack_layers(config: Config, name: str, length: int) -> Layers:
     fused = own.kernel != "dense"
     visible = flops.visible_keys(stack, name == "decoder", length) if fused else length
     attended = visible + (length if crossed else 0)
+    projections = queries * read + 2 * keys * kv_read
+    back = queries * width if own.output else 0
+    channels, memory_channels, scores = times * (queries + 2 * keys), 2 * keys, queries * attended
+    if own.latent is not None:
+        projections, back, channels, memory_channels = latent_sizes(own.latent, own.heads, width)
+        scores = own.heads * flops.score_width(stack) * visible
+        if crossed:  # cross-attention has no latents
+            own_width = width // own.heads * own.heads
+            projections, back = projections + 3 * own_width * width, back + own_width * width
+            channels, scores = channels + 3 * own_width, scores + own_width * length
+        times = 1
     return Layers(
         count=stack.layers,
         width=width,
-        qkv=times * (queries * read + 2 * keys * kv_read),
-        out=times * queries * width if own.output else 0,
+        qkv=times * projections,
+        out=times * back,
         up=up,
         down=down,
-        channels=times * (queries + 2 * keys) + hidden,
-        scores=queries * attended,
+        channels=channels + hidden,
+        scores=scores,
         tables=0 if fused else own.heads * length * times,
         recomputed=recomputed(stack),
         joined=stack.sublayers != "sequential" and not crossed,
-        memory_channels=2 * keys,
+        memory_channels=memory_channels,
         routed=routed,
     )
 
 
+def latent_sizes(latent: LatentConfig, heads: int, width: int) -> tuple[int, int, int, int]:
+    """Parameters of the projections to queries, keys and values, and of the output; channels of them, and of keys and
+    values alone.
+    """
+    contents = heads * (latent.content_width + latent.values_width)
+    queries, rank = heads * latent.query_width, latent.query_rank
+    projections = width * latent.cache_width + latent.rank * contents
+    projections += queries * width if rank is None else rank * (width + queries)
+    keys_values = heads * (latent.query_width + latent.values_width)
+    channels = queries + keys_values + latent.cache_width + (rank or 0)
+    return projections, heads * latent.values_width * width, channels, keys_values
+
+
 def feed_forward(stack: StackConfig) -> tuple[float, float, float, int]:
-    """A layer's parameters of a token: into and out of the feed-forward layer, hidden activations, routed experts."""
+    """A layer's parameters of a token: into and out of the feed-forward layer, hidden activations, routed experts.
+
+    Of layers with and without experts this is the mean.
+    """
+    if stack.moe is not None and stack.ffn is not None and stack.dense_layers:
+        ffn = dataclasses.replace(stack.ffn, width=stack.moe.dense_width or stack.ffn.width)
+        first = feed_forward(dataclasses.replace(stack, moe=None, ffn=ffn))
+        others = feed_forward(dataclasses.replace(stack, moe=dataclasses.replace(stack.moe, dense_layers=0)))
+        share = stack.dense_layers / stack.layers
+        up, down, hidden = (share * a + (1 - share) * b for a, b in zip(first[:3], others[:3], strict=True))
+        return up, down, hidden, others[3]
     if stack.ffn is None and stack.moe is None:
         return 0.0, 0.0, 0.0, 0
     hidden = (stack.ffn.width if stack.ffn else None) or 4 * stack.width

@@ -90,6 +90,8 @@ def _model(config: Config) -> list[tuple[str, str]]:
 def _stack(part: StackConfig) -> str:
     attention, norm = part.attention, part.norm
     grouped = f" ({attention.kv_heads} for keys and values)" if attention.kv_heads else ""
+    if attention.latent is not None:
+        grouped = f" (keys and values from {attention.latent.rank} latent channels)"
     ffn = "no feed-forward"
     if part.ffn is not None:
         gated = "gated " if part.ffn.gated else ""

@@ -37,6 +37,8 @@ def make_train_step(
 
     With `config.distillation` a `teacher.Teacher` is its third argument.
 
+    The biases that balance experts (`moe.correction_rate`) are moved by the load of the batch, not by the optimizer.
+
     The gradient is that of the summed loss divided once by the summed weights (`batch_gradients`), with respect to the
     trained parameters; frozen ones (`freezing`) pass through. The sums are the task's, with "gradient_norm" (before
     clipping) and "learning_rate".
@@ -74,6 +76,8 @@ def update(
     key = jax.random.fold_in(state.key, state.step)
     collections = state.collections()
     grads, variables, sums = batch_gradients(config, module, task, state.params, collections, batch, key, teacher)
+    rates = {path: stack.moe.correction_rate for path, stack in config.model.stacks.items() if stack.moe is not None}
+    grads, excess = moe.split_corrections(grads) if any(rates.values()) else (grads, None)
     old_params, frozen = freezing.split(config, state.params)
     if update_at is not None:
         grads, old_params = jax.lax.with_sharding_constraint((grads, old_params), (update_at, update_at))
@@ -86,6 +90,7 @@ def update(
     grads = optim.clip_by_norm(grads, norm, config.optimizer.clip)
     updates, opt_state = optimizer.update(grads, state.opt_state, old_params, norm=norm)
     params = optax.apply_updates(old_params, updates)
+    params = params if excess is None else moe.update_corrections(params, excess, rates)
     update_count = optim.update_count(state.opt_state)
     if config.train.ema is not None:
         decay = ema.decay_at(config.train, update_count)

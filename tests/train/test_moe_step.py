@@ -104,3 +104,19 @@ def test_five_losses_on_a_mesh_equal_those_on_one_device():
     assert moment.sharding.is_equivalent_to(kernel.sharding, kernel.ndim)
     assert spread[-1]["dropped"][0] > 0
     assert build.count_params(state.params["decoder"]["blocks"]["ffn"]) == 8 * 4 + (4 + 1) * (3 * 8 * 16 + 16 + 16 + 8)
+
+
+def test_a_bias_follows_the_load_of_its_expert_and_not_the_loss():
+    moe = MoEConfig(4, 2, gate="sigmoid", correction=True, correction_rate=0.25, balance_loss=0.0, z_loss=0.0)
+    model = builders.decoder(**SMALL | {"moe": moe})
+    batch, (module, variables) = builders.batch(model, [5] * 4), builders.make(model)
+    ((state, _),) = run(config_of(model, "language_modelling", accumulation=2), one_device(), [batch])
+    apply = jax.jit(lambda variables: module.apply(variables, batch, mutable=["intermediates"])[1]["intermediates"])
+    sown = apply(variables)["decoder"]["blocks"]["ffn"]
+    before = np.asarray(variables["params"]["decoder"]["blocks"]["ffn"]["correction_bias"])
+    scores = 1 / (1 + np.exp(-np.asarray(sown["router_logits"][0]))) + before[:, None, None]
+    chosen = np.argsort(-scores, axis=-1)[..., :2]
+    excess = np.bincount(chosen.reshape(-1), minlength=4) - chosen.size / 4
+    assert np.any(excess > 0) and np.any(excess < 0)
+    after = np.asarray(state.params["decoder"]["blocks"]["ffn"]["correction_bias"])
+    np.testing.assert_allclose(after, before - 0.25 * np.sign(excess), rtol=1e-6)

@@ -156,7 +156,8 @@ def _absolute(site: Site) -> list[Panel]:
 def _rope(site: Site) -> list[Panel]:
     """Angles of the channel pairs, and the score of equal queries and keys by distance, relative to distance 0."""
     encoding, attention = encodings.get("rope"), site.stack.attention
-    width = head_shape(attention, site.stack.width)[2]
+    latent = attention.latent
+    width = head_shape(attention, site.stack.width)[2] if latent is None else latent.rope_width
     module, rotate = encoding.shared, encoding.rotate
     if module is None or rotate is None:
         raise ValueError("encoding rope: got no rotation, expected one")

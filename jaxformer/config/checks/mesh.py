@@ -87,11 +87,17 @@ def check_divisibility(config: Config, sizes: Mapping[str, int]) -> None:
             sharded.append(("attention.kv_heads", heads if heads > sizes["tensor"] else None, "tensor"))
             if part.ffn is not None:
                 sharded.append(("ffn.width", part.ffn.width or 4 * part.width, "tensor"))
+            if part.moe is not None and part.moe.dense_layers:
+                sharded.append(("moe.dense_width", part.moe.dense_width, "tensor"))
             if part.moe is not None:
                 sharded.append(("moe.experts", part.moe.experts, "expert"))
             if stages > 1 and part.share_layers:
                 raise invalid(
                     "config.mesh.stage", stages, f"1 for {name}.share_layers: stages divide parameters by layer"
+                )
+            if stages > 1 and part.dense_layers:
+                raise invalid(
+                    "config.mesh.stage", stages, f"1 for {name}.moe.dense_layers: stages divide layers of one form"
                 )
             if stages > 1 and part.norm.kind == "batch":
                 raise invalid(f"{path}.norm.kind", "batch", "layer, rms or none: a pipeline never sees a whole batch")

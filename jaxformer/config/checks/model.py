@@ -29,7 +29,8 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
       ConfigError: widths, heads, positions, experts or the kernel contradict each other or `data.length`.
     """
     attention, encoding = stack.attention, stack.encoding
-    if stack.layers and attention.head_width is None and stack.width % attention.heads:
+    latent = attention.latent
+    if stack.layers and latent is None and attention.head_width is None and stack.width % attention.heads:
         raise invalid(
             f"{path}.width", stack.width, f"a multiple of attention.heads ({attention.heads})",
             "change one of them, or set attention.head_width",
@@ -40,6 +41,12 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
     if attention.input == "chunk":
         _check_chunks(stack, path)
     head_width = stack.width // attention.heads if attention.head_width is None else attention.head_width
+    if latent is not None:
+        _check_latent(stack, path)
+        head_width = latent.rope_width  # what the encoding sees
+    elif encoding.scaling is not None and encoding.scaling.score_scale:
+        expected = "0 without attention.latent, which alone reads it"
+        raise invalid(f"{path}.encoding.scaling.score_scale", encoding.scaling.score_scale, expected)
     if not attention.output and attention.heads * head_width != stack.width:
         raise invalid(
             f"{path}.attention.output", "False",
@@ -78,6 +85,7 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
     _check_whole_rows(stack, path, config)
     if stack.moe is not None:
         _check_moe(stack.moe, ffn, f"{path}.moe")
+        _check_dense_layers(stack, stack.moe, f"{path}.moe")
     if stack.layers == 0:
         _check_no_layers(stack, path)
     if stack.share_layers and stack.norm.kind == "batch":
@@ -200,6 +208,64 @@ def _check_moe(moe: MoEConfig, ffn: FeedForwardConfig | None, path: str) -> None
         raise invalid(f"{path}.top_k", moe.top_k, f"at most the experts ({moe.experts})")
     if moe.top_k == 1 and moe.normalise and moe.experts > 1:
         raise invalid(f"{path}.normalise", "True", "False with top_k 1: the only weight would always be 1")
+    if moe.correction_rate and not moe.correction:
+        raise invalid(f"{path}.correction_rate", moe.correction_rate, "0 where moe.correction is False")
+    _check_groups(moe, path)
+
+
+def _check_groups(moe: MoEConfig, path: str) -> None:
+    """Raises ConfigError for groups of experts that do not divide them, or leave too few of them to a token."""
+    if moe.experts % moe.groups:
+        raise invalid(f"{path}.groups", moe.groups, f"a divisor of the experts ({moe.experts})")
+    size, chosen = moe.experts // moe.groups, moe.top_groups or moe.groups
+    if chosen > moe.groups:
+        raise invalid(f"{path}.top_groups", chosen, f"at most the groups ({moe.groups})")
+    if chosen < moe.groups and chosen * size < moe.top_k:
+        expected = f"enough groups of {size} experts for top_k ({moe.top_k})"
+        raise invalid(f"{path}.top_groups", chosen, expected)
+    if moe.group_score == "top2" and chosen < moe.groups and size < 2:
+        raise invalid(f"{path}.group_score", "top2", "max where a group has one expert")
+
+
+def _check_dense_layers(stack: StackConfig, moe: MoEConfig, path: str) -> None:
+    """Raises ConfigError for first layers without experts where all layers must have the same parameters."""
+    if not moe.dense_layers:
+        if moe.dense_width is not None:
+            raise invalid(f"{path}.dense_width", moe.dense_width, "None where dense_layers is 0")
+        return
+    if stack.layers and moe.dense_layers >= stack.layers:
+        expected = f"fewer than the layers ({stack.layers})"
+        raise invalid(f"{path}.dense_layers", moe.dense_layers, expected, "set moe to None for dense layers alone")
+    if stack.share_layers:
+        raise invalid(f"{path}.dense_layers", moe.dense_layers, "0 with share_layers: layers then have one form")
+
+
+def _check_latent(stack: StackConfig, path: str) -> None:
+    """Raises ConfigError for options of attention that latent attention does not have."""
+    own, encoding = stack.attention, stack.encoding
+    hooks = registry.member("jaxformer.nn.encodings", encoding.kind, "ENCODING")
+    where = f"{path}.attention"
+    needed = {
+        f"{where}.kv_heads": (own.kv_heads, None),
+        f"{where}.head_width": (own.head_width, None),
+        f"{where}.input": (own.input, "whole"),
+        f"{where}.output": (own.output, True),
+        f"{where}.key_bias": (own.key_bias, None),
+        f"{where}.norm": (own.norm, None),
+        f"{where}.scale_by_layer": (own.scale_by_layer, False),
+        f"{where}.sparse": (own.sparse, None),
+        f"{where}.summary": (own.summary, None),
+        f"{where}.average_padding": (own.average_padding, False),
+        f"{path}.encoding.rotate_values": (encoding.rotate_values, False),
+    }
+    for name, (got, expected) in needed.items():
+        if got != expected:
+            raise invalid(name, got, f"{expected} with attention.latent, which does not have it")
+    if hooks.bias is not None or hooks.layer is not None:
+        expected = "rope, or an encoding that is added to the embeddings, with attention.latent"
+        raise invalid(f"{path}.encoding.kind", encoding.kind, expected)
+    if encoding.scaling is not None and encoding.scaling.score_scale and encoding.scaling.kind != "yarn":
+        raise invalid(f"{path}.encoding.scaling.score_scale", encoding.scaling.score_scale, "0 where kind is not yarn")
 
 
 def check_recurrent(stack: RecurrentConfig, path: str) -> None:
@@ -207,6 +273,24 @@ def check_recurrent(stack: RecurrentConfig, path: str) -> None:
     if stack.bidirectional and stack.width % 2:
         raise invalid(f"{path}.width", stack.width, "an even width, half for each direction")
     _check_embedding(stack.embed, stack.width, path)
+
+
+def _check_first_layers(model: ModelConfig) -> None:
+    """Raises ConfigError for layers of two forms, or latent attention, where a part of a model has no such layers."""
+    for name, stack in model.stacks.items():
+        path = f"config.model.{name}"
+        if model.permutation is not None and stack.attention.latent is not None:
+            raise invalid(f"{path}.attention.latent", "a section", "None with model.permutation")
+        if not stack.dense_layers:
+            continue
+        refused = {
+            "in a decoder with an encoder, whose output every layer projects": name == "decoder" and model.is_seq2seq,
+            "with model.permutation": model.permutation is not None,
+            "with adapter.layers, which counts equal layers": model.adapter is not None and bool(model.adapter.layers),
+        }
+        for reason, is_wrong in refused.items():
+            if is_wrong:
+                raise invalid(f"{path}.moe.dense_layers", stack.dense_layers, f"0 {reason}")
 
 
 def _check_projected_sums(model: ModelConfig) -> None:
@@ -332,6 +416,7 @@ def check_model(model: ModelConfig) -> None:
     _check_matches(model)
     if model.head.copy:
         _check_copying(model)
+    _check_first_layers(model)
     if model.decoder is not None and encoder is not None and model.decoder.sublayers != "sequential":
         expected = "sequential beside an encoder: cross-attention stands between the two sub-layers"
         raise invalid("config.model.decoder.sublayers", model.decoder.sublayers, expected)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from jaxformer.config.schema import Config, EncodingConfig, ModelConfig, RecurrentConfig, StackConfig
+from jaxformer.config.schema import Config, EncodingConfig, LatentConfig, ModelConfig, RecurrentConfig, StackConfig
 from jaxformer.errors import ConfigError
 from jaxformer.runtime.units import format_size
 
@@ -131,22 +131,36 @@ def _embedding(part: StackConfig | RecurrentConfig, vocab: int) -> int:
 
 
 def _stack(stack: StackConfig, crosses: bool) -> int:
-    width, own = stack.width, stack.attention
+    width, own, first = stack.width, stack.attention, 0
     head_width = own.head_width or width // own.heads
     keys = own.kv_heads or own.heads
     inputs = own.heads + 2 * keys if own.input == "whole" else 3  # each head of a chunk has 1 / heads of the rows
     attention = width * head_width * (inputs + (own.heads if own.output else 0))
+    if own.latent is not None:
+        attention = _latent(own.latent, own.heads, width)
     layer = attention * (2 if crosses else 1)
     if stack.encoding.kind == "transformer_xl":  # the projection of distances
         layer += width * head_width * own.heads
     if stack.ffn is not None:
         matrices = 1 + stack.ffn.gated + stack.ffn.output
         ffn = matrices * width * (stack.ffn.width or 4 * width)
-        layer += ffn if stack.moe is None else (stack.moe.experts + stack.moe.shared) * ffn + width * stack.moe.experts
+        if stack.moe is not None:
+            dense = matrices * width * (stack.moe.dense_width or stack.ffn.width or 4 * width)
+            ffn = (stack.moe.experts + stack.moe.shared) * ffn + width * stack.moe.experts
+            first = stack.dense_layers * (dense - ffn)
+        layer += ffn
     conv = 0 if stack.conv is None else stack.conv.kernel * (width // stack.conv.groups) * width
     conv += width * (stack.output_width or 0)
     layers = min(stack.layers, 1) if stack.share_layers else stack.layers
-    return layers * layer + conv + _encoding(stack.encoding, stack.embed.sum_width or width, own.heads)
+    return layers * layer + first + conv + _encoding(stack.encoding, stack.embed.sum_width or width, own.heads)
+
+
+def _latent(latent: LatentConfig, heads: int, width: int) -> int:
+    """Parameters of the projections of latent attention."""
+    down = width * latent.cache_width + width * (latent.query_rank or 0)
+    queries = heads * latent.query_width * (latent.query_rank or width)
+    keys_values = latent.rank * heads * (latent.content_width + latent.values_width)
+    return down + queries + keys_values + heads * latent.values_width * width
 
 
 def _encoding(encoding: EncodingConfig, width: int, heads: int) -> int:

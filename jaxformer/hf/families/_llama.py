@@ -185,7 +185,7 @@ def rope_parameters(encoding: EncodingConfig) -> dict[str, Any]:
     return rope
 
 
-def _pad_token(settings: Settings, vocab: int) -> int | None:
+def pad_token(settings: Settings, vocab: int) -> int | None:
     """The padding token, whose embedding gets no gradient. Negative ids count from the end, as in the library."""
     pad = settings("pad_token_id", None)
     if pad is None:
@@ -243,7 +243,7 @@ def family(variant: Variant) -> Family:
         decoder = StackConfig(
             layers=settings.size("num_hidden_layers", 32),
             width=width,
-            embed=EmbedConfig(vocab=vocab, scale=variant.has_offset_norm, pad=_pad_token(settings, vocab)),
+            embed=EmbedConfig(vocab=vocab, scale=variant.has_offset_norm, pad=pad_token(settings, vocab)),
             encoding=rope_encoding(settings, positions, variant.theta),
             attention=AttentionConfig(
                 heads=heads,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jaxformer.errors import ConfigError
 from jaxformer.hf.table import Row
 from jaxformer.models import adapters
 
@@ -58,7 +59,16 @@ class Site(NamedTuple):
 
 
 def find_sites(rows: Sequence[Row], layers: adapters.Layers) -> list[Site]:
-    """The linear maps that both libraries have."""
+    """The linear maps that both libraries have.
+
+    Raises:
+      ConfigError: a parameter's first layer is not the file's (dense layers before experts).
+    """
+    if any(row.first_layer for row in rows):
+        raise ConfigError(
+            "peft: got a model with moe.dense_layers, expected layers that are numbered from 0 in one parameter; the "
+            "peft format is not read and written for it: export the merged model"
+        )
     found = []
     for row in rows:
         paths = tuple(tuple(path.split("/")[:-1]) for path in row.param_paths)

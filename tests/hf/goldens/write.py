@@ -57,6 +57,12 @@ CLASSIFIED = [
     {"input_ids": [[3, 4, 5, 6, 7], [6, 7, 8, 9, 10]], "attention_mask": [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]},
     {"input_ids": [[0, 0, 0, 0, 0], [6, 7, 8, 9, 10]]},
 ]
+DEEPSEEK = SMALL | {
+    "num_hidden_layers": 3, "num_key_value_heads": 2, "max_position_embeddings": 32, "kv_lora_rank": 6,
+    "q_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "n_routed_experts": 4,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+}  # fmt: skip
 LONG = {"input_ids": [[3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]]}
 
 
@@ -147,6 +153,7 @@ def cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[st
         width = {"hidden_size": 16, "head_dim": 12} if name != "dynamic" else {"hidden_size": 16, "head_dim": 8}
         config = LLAMA | width | {"rope_parameters": {"rope_theta": 10000.0, **rope}}
         found[f"llama_{name}"] = ("LlamaForCausalLM", config, {}, [LONG])
+    found |= latent_cases()
     for family, more in {"Mixtral": {}, "Qwen3Moe": {"moe_intermediate_size": 12, "norm_topk_prob": True}}.items():
         counts = {"num_local_experts": 4} if family == "Mixtral" else {"num_experts": 4}
         config = LLAMA | {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.5, "head_dim": 4} | counts | more
@@ -445,6 +452,50 @@ def long_cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[di
         "roformer_choice": ("RoFormerForMultipleChoice", rotary, {}, [choices]),
         "roformer_causal": ("RoFormerForCausalLM", rotary | {"is_decoder": True}, {}, [long | {"labels": ids}]),
     }  # fmt: skip
+
+
+def latent_cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
+    """DeepSeek-V2 and V3; the first two are like published models, the others like none."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+    yarns = yarn | {"mscale": 0.7, "mscale_all_dim": 2.0}
+    groups = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+    several = {"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 6, "n_group": 3}
+    several |= {"topk_group": 2}
+    everything = {**TEXT, "output_router_logits": True, "output_hidden_states": True}
+    v2, v3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
+    cases = {
+        "groups": (v2, groups | {"rope_parameters": yarns, "routed_scaling_factor": 16.0}, [LONG]),
+        "bias": (
+            v3, {"n_group": 2, "topk_group": 1, "rope_parameters": yarns, "qk_rope_head_dim": 4},
+            [everything | LONG | {"labels": LONG["input_ids"]}],
+        ),
+        "plain": (
+            v2, {"q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.7, "first_k_dense_replace": 0},
+            [padding("left")],
+        ),
+        "wide": (
+            v2, groups | several | {"num_experts_per_tok": 4, "v_head_dim": 9,
+            "first_k_dense_replace": 2, "tie_word_embeddings": True, "rms_norm_eps": 1e-3, "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}},
+            [everything],
+        ),
+        "halves": (
+            v3, {"rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None, "attention_bias": True,
+            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "num_experts_per_tok": 3, "qk_rope_head_dim": 4},
+            [padding("left")],
+        ),
+        "ample": (
+            v3, several | {"num_experts_per_tok": 3, "v_head_dim": 8, "first_k_dense_replace": 2, "rms_norm_eps": 1e-2,
+            "qk_rope_head_dim": 6, "rope_parameters": yarn | {"mscale_all_dim": 1.0}},
+            [LONG],
+        ),
+        "dense": (v2, {"first_k_dense_replace": 3, "attention_bias": True}, [TEXT]),
+        "token": (
+            "DeepseekV3ForTokenClassification", {"n_group": 1, "topk_group": 1, "num_labels": 3},
+            [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
+        ),
+    }  # fmt: skip
+    return {f"deepseek_{name}": (kind, DEEPSEEK | more, {}, calls) for name, (kind, more, calls) in cases.items()}
 
 
 def flat(outputs: Any) -> dict[str, list]:
