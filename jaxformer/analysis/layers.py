@@ -310,8 +310,16 @@ def embed(
 
 @functools.partial(jax.jit, static_argnames=("module", "side"))
 def finish(module: nn.Module, rest: PyTree, x: Float[Array, "B T D"], slots: Slots, side: Side) -> Array:
-    """The output of a side `[B, T, D]`: its last layer's after the final norm and the last projection, if any."""
-    return apply(module, rest, lambda model: _stack(model, side).finish(x, slots))
+    """The output of a side `[B, T, _]`: its last layer's after the final norm and the last projection, if any.
+
+    An encoder's is in the width of the decoder that reads it.
+    """
+
+    def output(model: Any) -> Array:
+        y = _stack(model, side).finish(x, slots)
+        return model.memory(y) if side == "encoder" and model.config.is_seq2seq else y
+
+    return apply(module, rest, output)
 
 
 @functools.partial(jax.jit, static_argnames=("module", "side"))

@@ -146,16 +146,15 @@ class SparseConfig:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1), of which a cache holds
-    `rank` + `rope_width` numbers a token and layer.
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
+
+    A cache holds `rank` + `rope_width` numbers a token and layer.
     """
 
     rank: PositiveInt = 512  # channels of the latent vector, of which all heads' keys and values are projections
     query_rank: PositiveInt | None = None  # channels of a latent vector of the queries; None: projected from the input
     content_width: PositiveInt = 128  # channels of a query or key head without positions
-    rope_width: PositiveInt = (
-        64  # further channels, which the position encoding rotates; the key's are one for all heads
-    )
+    rope_width: PositiveInt = 64  # further channels, which the encoding rotates; all heads share the key's
     value_width: PositiveInt | None = None  # channels of a value head; None: as `content_width`
     epsilon: Positive = 1e-6  # epsilon of the RMS norms of the latent vectors
 
