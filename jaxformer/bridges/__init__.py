@@ -1,1 +1,1 @@
-"""Models for other programs: as Flax NNX modules, and as ONNX files."""
+"""Models for other programs: as Flax NNX modules, as ONNX files, and in the evaluation harness."""

@@ -1,6 +1,7 @@
 """What the explorer reads of imported models of each family, in bfloat16 and on a mesh, against the model's own pass.
 
-By default a family whose layers differ and a pair of unlike widths; `GOLDENS=all` (`make goldens`) compares all of them, and more meshes.
+By default a family whose layers differ and a pair of unlike widths; `GOLDENS=all` (`make goldens`) compares all of
+them, and more meshes.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ FAMILIES = {
     "albert": "albert", "bart": "bart_padded", "bert": "bert_padded", "big_bird": "big_bird",
     "blenderbot": "blenderbot", "blenderbot_small": "blenderbot_small", "bloom": "bloom",
     "deberta": "deberta_both_biases", "deberta_v2": "deberta_v2_both_biases", "distilbert": "distilbert",
-    "electra": "electra", "encoder_decoder": "pair_bert_gpt2", "gemma": "gemma_gelu", "gemma2": "gemma2", "gemma3": "gemma3", "gpt2": "gpt2_alias",
+    "electra": "electra", "encoder_decoder": "pair_bert_gpt2", "gemma": "gemma_gelu", "gemma2": "gemma2",
+    "gemma3": "gemma3", "gpt2": "gpt2_alias",
     "gpt_neo": "gpt_neo_layers", "gpt_neox": "gpt_neox", "gptj": "gptj", "llama": "llama_yarn", "longt5": "longt5",
     "marian": HF / "generation" / "marian", "mbart": "mbart", "mistral": "mistral_classifier",
     "mixtral": "mixtral_padded", "mt5": "mt5", "opt": "opt_350m", "pegasus": HF / "generation" / "pegasus",

@@ -13,7 +13,7 @@ from jaxformer.config import Config
 from jaxformer.errors import ConfigError
 from jaxformer.model import Model
 
-SEQ2SEQ = builders.seq2seq(attention=builders.AttentionConfig(heads=2, dropout=0.5))
+SEQ2SEQ = builders.seq2seq(layers=1, attention=builders.AttentionConfig(heads=2, dropout=0.5))
 BATCH = builders.batch(SEQ2SEQ)
 
 
@@ -50,7 +50,7 @@ def test_trained_there_it_comes_back_and_the_first_one_stays_as_it_was():
 
 
 def test_statistics_of_batch_norm_go_both_ways():
-    plain = model(builders.encoder(norm=builders.NormConfig(kind="batch")))
+    plain = model(builders.encoder(layers=1, norm=builders.NormConfig(kind="batch")))
     statistics = plain.variables["batch_stats"]
     back = plain.with_nnx(plain.as_nnx()).variables["batch_stats"]
     jax.tree.map(np.testing.assert_array_equal, back, statistics)
@@ -67,9 +67,9 @@ def test_dropout_is_on_where_keys_are_given():
 
 def test_another_models_module_is_refused():
     plain = model()
-    wider = model(dataclasses.replace(SEQ2SEQ, decoder=dataclasses.replace(SEQ2SEQ.decoder, layers=3)))
+    wider = model(dataclasses.replace(SEQ2SEQ, decoder=dataclasses.replace(SEQ2SEQ.decoder, layers=2)))
     with pytest.raises(
-        ConfigError, match=r"with_nnx: got float32 \[3, .*\] at params/decoder/.*, expected float32 \[2,"
+        ConfigError, match=r"with_nnx: got float32 \[2, .*\] at params/decoder/.*, expected float32 \[1,"
     ):
         plain.with_nnx(wider.as_nnx())
     with pytest.raises(ConfigError, match="with_nnx: got nothing at params/decoder/blocks/cross/"):
