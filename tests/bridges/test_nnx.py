@@ -73,6 +73,6 @@ def test_another_models_module_is_refused():
     ):
         plain.with_nnx(wider.as_nnx())
     with pytest.raises(ConfigError, match="with_nnx: got nothing at params/decoder/blocks/cross/"):
-        plain.with_nnx(model(builders.decoder()).as_nnx())
+        plain.with_nnx(model(builders.decoder(layers=1)).as_nnx())
     with pytest.raises(ConfigError, match="with_nnx: got a Linear, expected a module that as_nnx made"):
         plain.with_nnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
