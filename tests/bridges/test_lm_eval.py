@@ -24,7 +24,8 @@ DATA = DataConfig(tokenizer=TokenizerConfig(kind="byte"), length=LENGTH, buckets
 
 
 def model(parts=None) -> Model:
-    parts = parts or builders.decoder(embed=builders.EmbedConfig(vocab=264), layers=1)
+    norm = builders.NormConfig(kind="rms")  # a bias after the last layer would choose the same token everywhere
+    parts = parts or builders.decoder(embed=builders.EmbedConfig(vocab=264), layers=1, norm=norm)
     config = Config(model=parts, data=DATA, task=TaskConfig(name="language_modelling"), decode=DecodeConfig())
     module, rng = build.build(parts), np.random.default_rng(7)
     shapes = nn.meta.unbox(build.shapes(module))["params"]
@@ -63,6 +64,13 @@ def test_likelihoods_are_those_of_one_token_after_the_other():
         assert got == (pytest.approx(want[0], rel=1e-5), want[1]), (context, continuation)
 
 
+def test_a_context_that_is_too_long_loses_its_beginning():
+    encode, context = PLAIN.tokenizers.target.encode, "abcdefghij" * 5
+    (got,) = ADAPTER.loglikelihood(asked((context, "xyz")))
+    want = slow(encode(context)[-(LENGTH - 2) :], encode("xyz"))
+    assert got == (pytest.approx(want[0], rel=1e-5), want[1])
+
+
 def test_a_greedy_continuation_is_known_as_one_and_another_is_not():
     (text,) = ADAPTER.generate_until(asked(("ab", {"max_gen_toks": 3, "until": []})))
     tokens = PLAIN.outputs(["ab"], max_length=3, method="greedy")[0][0].tokens.tolist()
@@ -96,8 +104,10 @@ def test_continuations_end_before_the_first_stop():
         asked(("ab", {"max_gen_toks": 8, "until": [stop, ""]}), ("ab", {"max_gen_toks": 2, "until": "\n\n"}))
     )
     assert first == whole[: whole.index(stop)] and whole.startswith(second)
-    long = ADAPTER.generate_until(asked(("q" * 100, {"max_gen_toks": 8})))
-    assert long == ADAPTER.generate_until(asked(("q" * 90, {"max_gen_toks": 8})))  # only the end of it is read
+    end = "abcdefghijklmnop"  # of a longer context all that is read
+    contexts = ("x" * 40 + end, "y" * 40 + end, end[::-1])
+    one, same, other = ADAPTER.generate_until(asked(*((context, {"max_gen_toks": 8}) for context in contexts)))
+    assert one == same != other
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ def stream(rows: int, left: bool) -> Stream:
 def test_the_file_computes_what_the_model_does(family, tmp_path):
     pytest.importorskip("jax2onnx", reason="needs the extra [onnx]")
     runtime = pytest.importorskip("onnxruntime")
-    config = builders.FAMILIES[family](layers=1)
+    encoding = builders.EncodingConfig(kind="learned", max_length=LENGTH)  # absolute: padding must not move tokens
+    config = builders.FAMILIES[family](layers=1, encoding=encoding)
     module, variables = builders.make(config)
     path = bridge.export(module, variables, config, tmp_path / "new" / "model.onnx", LENGTH)
     assert [file.name for file in path.parent.iterdir()] == ["model.onnx"]
