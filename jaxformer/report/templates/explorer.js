@@ -49,6 +49,7 @@ window.explorer = (() => {
   }
 
   const percent = (p) => (p >= 0.0005 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
+  const unsigned = (number) => (Number(number) === 0 ? number.replace("-", "") : number); // not "-0.0"
   const shown = (value, digits = 2) => (value === null ? "-" : value.toFixed(digits));
   const sentence = () => data.sentences[state.sentence];
   const kind = () => sentence().kinds[state.kind];
@@ -334,7 +335,7 @@ window.explorer = (() => {
       }
       const group = drawing("g", { class: node.is_best ? "best" : "" });
       const name = node.token.length > 9 ? `${node.token.slice(0, 8)}…` : node.token;
-      const score = node.score === null ? node.log_prob.toFixed(1) : node.score.toFixed(2);
+      const score = node.score === null ? unsigned(node.log_prob.toFixed(1)) : unsigned(node.score.toFixed(2));
       if (node.score !== null) group.append(drawing("rect", { x: x - 4, y: y - 15, width: 108, height: 20, rx: 3 }));
       group.append(drawing("text", { x, y }, `${name} ${score}`));
       group.append(drawing("title", {}, `${node.token}: log-probability ${node.log_prob.toFixed(3)}${node.score === null ? "" : `, score ${node.score.toFixed(3)}`}`));
