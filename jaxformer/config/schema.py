@@ -120,7 +120,8 @@ class NormConfig:
     """Normalisation."""
 
     kind: Literal["layer", "rms", "batch", "none"] = "layer"  # layer norm, RMS norm, batch norm, or none
-    order: Literal["pre", "post", "sandwich"] = "pre"  # before or after each sub-layer; sandwich: before and after
+    order: Literal["pre", "post", "sandwich", "branch"] = "pre"  # before or after each sub-layer; sandwich: before and
+    # after; branch: on its output alone, before that is added to the residual stream (OLMo 2)
     epsilon: Positive = 1e-5  # added to the variance (rms: to the mean square)
     scale: bool = True  # layer, rms: multiply by a learned scale
     bias: bool = True  # layer: add a learned bias
@@ -195,6 +196,8 @@ class AttentionConfig:
     key_bias: bool | None = None  # bias of the key projection; None: as `bias`
     output_bias: bool | None = None  # bias of the output projection; None: as `bias`
     norm: NormConfig | None = None  # normalisation of each query and key head, before positions (Qwen3); None: none
+    norm_over: Literal["head", "heads"] = "head"  # what `norm` averages over: the channels of one head, or of all heads
+    # together (OLMo 2)
     latent: LatentConfig | None = None  # keys and values of all heads from one latent vector a token (DeepSeek); its
     # widths replace `head_width`, `bias` is that of the projections to latents and of the output; None: no latents
     scale_by_layer: bool = False  # also divide scores by the layer number, counted from 1

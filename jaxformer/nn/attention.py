@@ -98,7 +98,7 @@ class Attention(nn.Module):
             k, v = memory.to_kernel_layout() if isinstance(memory, KeyValues) else self.project_keys_values(memory)
         q = remat.name_activation(q, "query")
         if self.config.norm is not None:
-            q = self.query_norm(q)
+            q = self.normalise(self.query_norm, q)
         if encoding.layer is not None:
             position = self.position(position, self.query, self.key)
         if encoding.rotate is not None:
@@ -177,7 +177,13 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
         """Keys (normalised if `config.norm` is set) and values, both named for rematerialisation."""
         k, v = remat.name_activation(k, "key"), remat.name_activation(v, "value")
-        return k if self.config.norm is None else self.key_norm(k), v
+        return k if self.config.norm is None else self.normalise(self.key_norm, k), v
+
+    def normalise(self, norm: Norm, x: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+        """Normalised queries or keys: each head by itself, or all channels of the heads together."""
+        if self.config.norm_over == "head":
+            return norm(x)
+        return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
     def apply_kernel(
         self,

@@ -57,8 +57,9 @@ class Block(nn.Module):
     """A transformer layer with the signature of `nn.scan`: residual stream and cache are the carry.
 
     `config.norm.order` places the norms around a sub-layer f: pre `x + f(norm(x))` (Xiong et al. 2020), post
-    `norm(x + f(x))` (Vaswani et al. 2017), sandwich `x + norm(f(norm(x)))` (Ding et al. 2021). A disabled residual
-    drops the `x +`. With `config.residual_after_norm` pre order is `norm(x) + f(norm(x))`.
+    `norm(x + f(x))` (Vaswani et al. 2017), sandwich `x + norm(f(norm(x)))` (Ding et al. 2021), branch `x + norm(f(x))`
+    (Liu et al. 2022, Swin Transformer V2; OLMo et al. 2024, OLMo 2). A disabled residual drops the `x +`. With
+    `config.residual_after_norm` pre order is `norm(x) + f(norm(x))`.
 
     With `config.sublayers` parallel the layer is `x + f(norm_f(x)) + g(norm_g(x))`, for attention f and feed-forward g
     (Black et al. 2022, GPT-NeoX-20B, section 2.1.2). With parallel_one_norm both read the attention's norm (GPT-J).
@@ -175,7 +176,7 @@ class Block(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Output `[B, T, D]` of `function` wrapped in the norms, dropout and residual sum of `config`."""
         norm = self.config.norm
-        y = x if norm.order == "post" else self.normalise(name, x, context)
+        y = self.normalise(name, x, context) if norm.order in ("pre", "sandwich") else x
         x = y if self.config.residual_after_norm else x
         y = self.branch(name, y, function, context)
         y = x + y if residual else y
@@ -190,13 +191,15 @@ class Block(nn.Module):
     def branch(
         self, name: str, y: Float[Array, "B T D"], function: SubLayer, context: LayerContext
     ) -> Float[Array, "B T D"]:
-        """`function(y)`, with the second norm of sandwich order and dropout: what is added to the residual stream."""
+        """`function(y)`, with the norm after it (sandwich, branch) and dropout: what is added to the residual stream."""
         norm = self.config.norm
         y = constrain(y, "batch", "act_length", "act_embed")  # makes the gradient's all-reduce a reduce-scatter
         y = function(constrain(y, "batch", "length", "act_embed"))
         y = remat.name_activation(constrain(y, "batch", "act_length", "act_embed"), name)
         if norm.order == "sandwich":
             y = Norm(norm, name=f"{name}_post_norm")(y, context.mask.query.segment != 0)
+        elif norm.order == "branch":
+            y = self.normalise(name, y, context)
         return Dropout(self.config.dropout)(y)
 
 

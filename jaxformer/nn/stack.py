@@ -368,7 +368,7 @@ def split_layers(config: StackConfig) -> tuple[StackConfig | None, StackConfig]:
 
 
 def has_final_norm(config: StackConfig) -> bool:
-    """True if a norm follows the last layer: by default in pre and sandwich order, whose residual stream has none."""
+    """True if a norm follows the last layer: by default in all orders but post, whose residual stream has none."""
     return config.norm.order != "post" if config.norm.final is None else config.norm.final
 
 

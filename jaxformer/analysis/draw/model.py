@@ -166,6 +166,8 @@ def _layer_groups(side: str, stack: StackConfig, leaves: Leaves) -> list[Group]:
         last = _norm(stack, leaves.pop((*prefix, f"{key}_post_norm"), []))
         if stack.norm.order == "post":
             groups += [Group((core,), residual), *([Group(tuple(first))] if first else [])]
+        elif stack.norm.order == "branch":
+            groups.append(Group((core, *first), residual))
         else:
             groups.append(Group((*first, core, *(last if stack.norm.order == "sandwich" else [])), residual))
     return groups
