@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxformer import registry, tasks
 from jaxformer.config import NormConfig, OptimizerConfig, overrides
 from jaxformer.data import ngrams, sources
 from jaxformer.data.tokenizers import Tokenizers
@@ -530,3 +531,17 @@ def test_the_explorer_is_measured_on_a_run_with_random_parameters(tmp_path, monk
     assert benchmark.main([f"--recipe={tmp_path}/recipe.py", f"--output={output}"]) == 0
     row = json.loads(output.read_text())
     assert row["page_mb"] == 1.0 and row["parameters"] > 300 * 8 and "3.00 GiB" in capsys.readouterr().out
+
+
+def test_every_task_has_a_run_that_the_drill_can_train(tmp_path):
+    recipes = script("task_recipes")
+    recipes.files(tmp_path)
+    for name in registry.names("jaxformer.tasks"):
+        recipe = recipes.get_config(name)
+        recipe.data.dir = str(tmp_path)
+        config = overrides.freeze(recipe)
+        assert config.task.name == name
+        if config.data.source == "digits":
+            continue  # of a package that may be missing
+        dataset = sources.build(config.data, tasks.get(name).roles)
+        assert len(dataset.splits["train"]) >= 60 and len(dataset.splits["validation"]) >= 20
