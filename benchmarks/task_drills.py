@@ -5,8 +5,9 @@
 Each run is one of `task_recipes.py`, by processes of their own: `train` without interruption; `train` killed with
 SIGKILL after its first checkpoint and once more at a random moment, and then resumed; `evaluate` and `decode` of both.
 All arrays of the last checkpoint, the rows of metrics.jsonl, the measures of `evaluate` and the lines of `decode` have
-to be the same. The table goes into docs/measurements/tasks.md; `--only` prints and writes nothing. Exits 1 if anything
-differs. `captioning` and `series_classification` need scikit-learn (extra `[bench]`).
+to be the same. The table goes into docs/measurements/tasks.md, the rows to benchmarks/results/tasks.json; `--only`
+renews the rows of these tasks and keeps the others. Exits 1 if anything differs. `captioning` and
+`series_classification` need scikit-learn (extra `[bench]`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import hashlib
 import importlib.util
 import json
-import os
 import platform
 import random
 import signal
@@ -35,11 +35,14 @@ import pages  # noqa: E402
 import task_recipes  # noqa: E402
 
 PAGE = ROOT / "docs" / "measurements" / "tasks.md"
+RESULTS = ROOT / "benchmarks" / "results" / "tasks.json"
 RATES = ("tokens_per_second", "steps_per_second", "wall_time")
 LINES = 4
 """Number of examples of the validation split that are decoded."""
 MISSING = {"masked_lm": "<mask>", "permutation_lm": "<mask>", "span_corruption": "<extra_id_0>"}
 """What stands for the first word of a decoded line, where a task fills in what is missing."""
+DIGITS = ("captioning", "series_classification")
+"""Tasks whose data come with scikit-learn."""
 LIMIT = 600
 """Seconds that one command may take."""
 
@@ -186,13 +189,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     flags = parser.parse_args(arguments)
     chosen = [name for name in task_recipes.NAMES if not flags.only or name in flags.only.split(",")]
+    if "preference" in chosen and "dialogue" not in chosen:
+        chosen.insert(0, "dialogue")
     chosen.sort(key=lambda name: name == "preference")  # which starts from a run of dialogue
-    rows, bad = [], 0
+    bad = 0
     with tempfile.TemporaryDirectory(prefix="task_drills-") as place:
         task_recipes.files(Path(place) / "files")
         for name in chosen:
-            if name in ("captioning", "series_classification") and importlib.util.find_spec("sklearn") is None:
-                rows.append((name, "left out: scikit-learn is not installed", ""))
+            if name in DIGITS and importlib.util.find_spec("sklearn") is None:
+                print(f"{name}: left out, since scikit-learn is not installed")
                 continue
             drill = Drill(name, Path(place), random.Random(f"{flags.seed} {name}"))
             try:
@@ -200,12 +205,25 @@ def main(arguments: list[str] | None = None) -> int:
             except Failed as error:
                 words, wrong = "", [str(error)]
             bad += bool(wrong)
-            rows.append((name, "; ".join([*filter(None, [words]), *wrong]), "**no**" if wrong else "yes"))
-            print(*rows[-1], sep="  ", flush=True)
-    if not flags.only:
-        pages.put(PAGE, "tasks", pages.table(("task", "what happened", "all the same"), rows))
-        print(f"{time.strftime('%Y-%m-%d')}, {platform.python_version()}, {os.cpu_count()} cores: {PAGE}")
+            print(name, words, *wrong, sep="; ", flush=True)
+            write({"task": name, "words": words, "wrong": wrong})
     return int(bad > 0)
+
+
+def write(row: dict[str, Any]) -> None:
+    """Renews the row of a task in the results and on the page."""
+    import jax
+
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    where = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "jax": jax.__version__}
+    rows[row.pop("task")] = row | where
+    rows = {name: rows[name] for name in task_recipes.NAMES if name in rows}
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    cells = [
+        (name, "; ".join(filter(None, [each["words"], *each["wrong"]])), "**no**" if each["wrong"] else "yes")
+        for name, each in rows.items()
+    ]
+    pages.put(PAGE, "tasks", pages.table(("task", "what happened", "all the same"), cells))
 
 
 if __name__ == "__main__":

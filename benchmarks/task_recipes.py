@@ -128,6 +128,7 @@ def _answers(config) -> None:
 def _forecasts(config) -> None:
     config.data.splits = {"train": ("series.csv[:100]",), "validation": ("series.csv[100:]",)}
     config.data.length, config.data.horizon = 16, 4
+    config.evaluate.decode_examples = config.evaluate.samples = 0
     config.model.series = section(SeriesConfig, channels=2, patch=4, normalise="instance")
     config.model.encoder = section(StackConfig, **STACK, encoding=dict(kind="learned", max_length=4))
     config.model.head.kind = "forecast"
