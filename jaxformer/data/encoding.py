@@ -9,12 +9,15 @@ import numpy as np
 
 from jaxformer.config import Config
 from jaxformer.data.packing import Features
-from jaxformer.data.sources import Examples, examples_at
+from jaxformer.data.sources import Example, Examples, examples_at
+from jaxformer.data.token_shards import ShardedDocuments
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
 
 CHUNK_EXAMPLES = 1024
 """Examples encoded at a time by `Encoder.iterate`."""
+READ_EXAMPLES = 256
+"""Examples read at a time: whole documents of a corpus take more memory than the features of their beginnings."""
 
 
 class EncodingTask(Protocol):
@@ -37,6 +40,9 @@ class EncodingTask(Protocol):
 
     @property
     def reads_other_text(self) -> Callable[[Config], bool]: ...
+
+    @property
+    def reads_ids(self) -> bool: ...
 
 
 class Generators:
@@ -93,6 +99,8 @@ class Encoder:
         self._others = min(max(count, 2), len(examples))
         if self._reads_other and self._others < 2:
             raise ConfigError("data: got a split of one example, expected more: the task draws texts of other examples")
+        if task.reads_ids and isinstance(examples, ShardedDocuments):
+            examples = examples.without_text()
         self._examples, self._count = examples, count
 
     def __len__(self) -> int:
@@ -102,7 +110,7 @@ class Encoder:
         """The encoded examples at `indices` in `epoch`."""
         generators = Generators(self._config.train.seed, epoch)
         encoded: list[Features] = []
-        for index, example in zip(indices, examples_at(self._examples, indices), strict=True):
+        for index, example in self._read(indices):
             rng = generators(index)
             if self._reads_other:
                 example = {**example, "other": self._examples[self._other(index, rng)]["text"]}
@@ -111,6 +119,11 @@ class Encoder:
             else:
                 encoded.append(self._task.encode(self._config, self._tokenizers, example, rng))
         return encoded
+
+    def _read(self, indices: Sequence[int]) -> Iterator[tuple[int, Example]]:
+        for begin in range(0, len(indices), READ_EXAMPLES):
+            some = indices[begin : begin + READ_EXAMPLES]
+            yield from zip(some, examples_at(self._examples, some), strict=True)
 
     def _other(self, index: int, rng: np.random.Generator) -> int:
         """The index of another example, each as likely."""

@@ -96,6 +96,7 @@ TASK = Task(
     needs="a decoder with a head of tokens",
     encode=encode,
     encode_windows=encode_windows,
+    reads_ids=True,
     loss=_tokens.token_loss,
     metrics=_tokens.token_metrics,
     derived_metrics=derived_metrics,
