@@ -80,19 +80,20 @@ def _has_tensorflow() -> bool:
 
 
 def _reads_with_tensorflow(builder: type) -> bool:
-    """True if the code of a builder, or of those that it derives from, names TensorFlow or opens archives.
+    """True if the code of a builder, or of one that it derives from, opens archives or names TensorFlow.
 
     tfds opens archives with TensorFlow's file functions.
     """
-    for name in {base.__module__ for base in builder.__mro__} - {"builtins"}:
-        module = sys.modules.get(name)
-        if module is None or name.startswith(("tensorflow_datasets.core.", "abc", "typing")):
+    for base in builder.__mro__:
+        if base is object or base.__module__.startswith(("tensorflow_datasets.core.", "abc", "typing")):
             continue
+        if hasattr(sys.modules.get(base.__module__), "tf"):
+            return True
         try:
-            source = inspect.getsource(module)
+            source = inspect.getsource(base)
         except (OSError, TypeError):
             continue
-        if hasattr(module, "tf") or TENSORFLOW_USE.search(source):
+        if TENSORFLOW_USE.search(source):
             return True
     return False
 
