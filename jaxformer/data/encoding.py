@@ -42,7 +42,7 @@ class EncodingTask(Protocol):
     def reads_other_text(self) -> Callable[[Config], bool]: ...
 
     @property
-    def reads_ids(self) -> bool: ...
+    def slots(self) -> Callable[[Config, int], int] | None: ...
 
 
 class Generators:
@@ -99,12 +99,20 @@ class Encoder:
         self._others = min(max(count, 2), len(examples))
         if self._reads_other and self._others < 2:
             raise ConfigError("data: got a split of one example, expected more: the task draws texts of other examples")
-        if task.reads_ids and isinstance(examples, ShardedDocuments):
-            examples = examples.without_text()
+        self._documents = examples if task.slots is not None and isinstance(examples, ShardedDocuments) else None
+        if self._documents is not None:
+            examples = self._documents.without_text()
         self._examples, self._count = examples, count
 
     def __len__(self) -> int:
         return self._count
+
+    def known_lengths(self, indices: Sequence[int]) -> list[int] | None:
+        """Slots of the encoded examples at `indices`, if they are known without encoding them; else None."""
+        slots = self._task.slots
+        if slots is None or self._documents is None or self._encode_windows is not None:
+            return None
+        return [slots(self._config, count) for count in self._documents.lengths(indices)]
 
     def __call__(self, indices: Sequence[int], epoch: int) -> list[Features]:
         """The encoded examples at `indices` in `epoch`."""

@@ -260,6 +260,11 @@ class ShardedDocuments:
         found._has_text = False
         return found
 
+    def lengths(self, indices: Sequence[int]) -> list[int]:
+        """Number of ids of the documents at `indices`, from the tables of the shards."""
+        found = [self.files.ends(*self._find(index)) for index in indices]
+        return [end - begin - (self.separator is not None) for begin, end in found]
+
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 

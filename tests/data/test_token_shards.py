@@ -96,6 +96,7 @@ CASES = [
     ("language_modelling", {}),
     ("language_modelling", {"packing": "none", "buckets": (4,)}),
     ("language_modelling", {"packing": "first_fit", "length": 40}),
+    ("language_modelling", {"packing": "first_fit", "length": 20, "skip_long": True}),
     ("language_modelling", {"examples": 31}),
     ("prefix_lm", {}),
     ("permutation_lm", {"encoder": True}),
@@ -114,6 +115,31 @@ def test_batches_are_those_of_the_text(built, tmp_path, task, fields):
         for one, other in zip(ours, theirs, strict=True):
             chex.assert_trees_all_equal(one, other)
     assert shards.epoch_batches == text.epoch_batches and shards.truncation_notes(5) == text.truncation_notes(5)
+
+
+def test_a_host_reads_the_documents_of_its_rows_alone(built, tmp_path, monkeypatch):
+    """Packed rows are planned from the tables of the shards; texts are not decoded."""
+    config = config_of(packing="first_fit", length=40)
+    whole, _ = pipelines_of(config, built / "byte", tmp_path)
+    hosts = [pipelines_of(config, built / "byte", tmp_path, process_index=n, process_count=2)[0] for n in range(2)]
+    read, get = [], token_shards.ShardedDocuments.__getitem__
+
+    def record(documents, index):
+        read.append(index)
+        return get(documents, index)
+
+    (expected,) = take(whole.train(), 1)
+    monkeypatch.setattr(token_shards.ShardedDocuments, "__getitem__", record)
+    monkeypatch.setattr(type(whole.tokenizers.source), "decode", lambda *_: pytest.fail("it decodes"))
+    halves = []
+    for host, ours in enumerate(hosts):
+        read.clear()
+        plan = ours._plan(0)
+        assert not read
+        halves.append(ours._fill(plan, plan.batches[0]))
+        assert len(read) == len(set(read)) == sum(map(len, plan.batches[0].rows[2 * host : 2 * host + 2]))
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *halves)
+    chex.assert_trees_all_equal(joined, expected)
 
 
 def test_sizes_come_from_the_index(built, tmp_path):
