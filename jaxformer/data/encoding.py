@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxformer.config import Config
-from jaxformer.data.packing import Features
+from jaxformer.data.packing import Features, slot_count
 from jaxformer.data.sources import Example, Examples, examples_at
 from jaxformer.data.token_shards import ShardedDocuments
 from jaxformer.data.tokenizers import Tokenizers
@@ -126,7 +126,19 @@ class Encoder:
                 encoded += self._encode_windows(self._config, self._tokenizers, example, rng)
             else:
                 encoded.append(self._task.encode(self._config, self._tokenizers, example, rng))
+                self._check_slots(example, encoded[-1])
         return encoded
+
+    def _check_slots(self, example: Example, features: Features) -> None:
+        """Raises a ConfigError if a task has `slots` of another one, as one that is derived from it may."""
+        if self._documents is None or self._task.slots is None:
+            return
+        expected, found = self._task.slots(self._config, len(example["text"].ids)), slot_count(features)
+        if found != expected:
+            raise ConfigError(
+                f"task: got {found} slots of a document of {len(example['text'].ids)} tokens from the task's encode, "
+                f"expected the {expected} of its `slots`; correct it, or set it to None"
+            )
 
     def _read(self, indices: Sequence[int]) -> Iterator[tuple[int, Example]]:
         for begin in range(0, len(indices), READ_EXAMPLES):

@@ -99,6 +99,7 @@ CASES = [
     ("language_modelling", {"packing": "first_fit", "length": 20, "skip_long": True}),
     ("language_modelling", {"examples": 31}),
     ("prefix_lm", {}),
+    ("prefix_lm", {"packing": "first_fit", "length": 20}),
     ("permutation_lm", {"encoder": True}),
     ("masked_lm", {"packing": "none", "encoder": True}),
 ]
@@ -140,6 +141,18 @@ def test_a_host_reads_the_documents_of_its_rows_alone(built, tmp_path, monkeypat
         assert len(read) == len(set(read)) == sum(map(len, plan.batches[0].rows[2 * host : 2 * host + 2]))
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *halves)
     chex.assert_trees_all_equal(joined, expected)
+
+
+def test_a_task_that_makes_other_slots_than_it_says_is_refused(built, tmp_path):
+    config = config_of(packing="first_fit", dir=str(built / "byte"))
+    dataset = sources.build(config.data, ("text",))
+    tokenizers = setup.build_or_load_tokenizers(config, dataset, tmp_path)
+    task = tasks.get("language_modelling")
+    derived = dataclasses.replace(task, encode=lambda *_: {"target": np.zeros(3, np.int32)})
+    with pytest.raises(
+        ConfigError, match="task: got 3 slots of a document of 7 tokens from the task's encode, expected"
+    ):
+        Pipeline(config, dataset, tokenizers, derived)
 
 
 def test_sizes_come_from_the_index(built, tmp_path):
