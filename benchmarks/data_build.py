@@ -16,7 +16,7 @@ that no document is a copy.
 3. Corpora of 10^9 and 10^10 tokens: the shards again and again under other names (hard links) until the index has as
    many. Then 10^10 examples: a shard of 250,000 lines of the text, again and again, read without packing.
 4. Hosts: what host 0 of 1, 8 and 64 does for its 16 rows of each global batch, for running text and for packed
-   documents, whose blocks every host encodes to plan them.
+   documents, which every host plans from the lengths of a block's documents.
 """
 
 from __future__ import annotations
