@@ -4,6 +4,7 @@ The engine is a stand-in that pickles its elements and works in another folder, 
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import pickle
@@ -40,6 +41,7 @@ class StandInPipeline(contextlib.nullcontext):
 def stand_in_map(function, *arguments):
     def apply(elements):
         with contextlib.chdir("/"):
+            pieces._DATASETS.clear()  # as in another process
             return Collection([function(pickle.loads(pickle.dumps(each)), *arguments) for each in elements])
 
     return apply
@@ -113,7 +115,10 @@ def test_a_mixture_in_a_relative_folder(tmp_path, monkeypatch):
     parts = {
         name: ComponentConfig(source="text", dir=name, splits={"train": ("train.txt",)}) for name in ("one", "two")
     }
-    data = DataConfig(dir="text", mixture=MixtureConfig(components=parts), tokenizer=TokenizerConfig(kind="byte"))
+    parts["two"] = dataclasses.replace(parts["two"], splits={"train": ("train.txt[:40]",)})  # read through its source
+    data = DataConfig(
+        dir="text", cache="cache", mixture=MixtureConfig(components=parts), tokenizer=TokenizerConfig(kind="byte")
+    )
     build.build(Config(data=data), "local")
     build.build(Config(data=data), "by-beam", beam=DIRECT)
     assert content(tmp_path / "by-beam") == content(tmp_path / "local")

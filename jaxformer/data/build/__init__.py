@@ -89,11 +89,9 @@ def build(
     directory = directories.expand_user(str(target), "--target")
     if beam:
         _check_beam(config, beam, workers)
-        directory = directory.absolute()  # workers may run in another folder
-        data = dataclasses.replace(
-            config.data, dir=config.data.dir and str(Path(config.data.dir).expanduser().absolute())
-        )
-        config = dataclasses.replace(config, data=data)
+        # Workers may run in another folder, and open sources without pieces of their own themselves.
+        paths = {name: _absolute(getattr(config.data, name)) for name in ("dir", "cache")}
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, **paths))
     run = Runner(workers, beam)
     found, plan = _plan(config, directory, options)
     work = directory / WORK
@@ -142,6 +140,10 @@ class Runner:
             return
         for index in pipelines.run(units.make, calls, self.beam, lambda unit: unit.manifest):
             yield index, files.read_json(todo[index].manifest)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
 
 
 def _check_beam(config: Config, beam: str, workers: int) -> None:
