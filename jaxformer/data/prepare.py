@@ -19,7 +19,7 @@ from jaxformer.runtime import directories
 COLLECTIONS = ("question_answering", "summarization", "text", "translate")  # modules that tfds imports on demand
 TENSORFLOW_USE = re.compile(r"import tensorflow as|extract\(|iter_archive\(")
 MAX_TRIED_HOSTS = 3
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 5.0
 """A server that does not answer within this time counts as out of reach."""
 
 LOG = logging.getLogger("jaxformer")

@@ -21,6 +21,7 @@ from jaxformer import cli
 from jaxformer.data import prepare as preparation
 
 OLD, NEW = "http://www.statmt.org/", "http://data.statmt.org/"
+DEV = f"{NEW}wmt19/translation-task/dev.tgz"
 LM1B = "1-billion-word-language-modeling-benchmark-r13output"
 WORDS = ["dog", "cat", "house", "tree", "walks", "sees", "red", "green"]
 
@@ -43,7 +44,7 @@ ARCHIVES = {
     f"{OLD}wmt13/training-parallel-commoncrawl.tgz": sides("commoncrawl.de-en", 40),
     f"{OLD}wmt13/training-parallel-europarl-v7.tgz": sides("training/europarl-v7.de-en", 60, 40),
     f"{OLD}wmt14/training-parallel-nc-v9.tgz": sides("training/news-commentary-v9.de-en", 20, 100),
-    f"{NEW}wmt19/translation-task/dev.tgz": {
+    DEV: {
         **sides("dev/newstest2013", 20, 7),
         "dev/newstest2014-deen-src.de.sgm": sgm(sentences(16, 3, True)),
         "dev/newstest2014-deen-ref.en.sgm": sgm(sentences(16, 3)),
@@ -134,6 +135,10 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys, proxy, te
     (tmp_path / "configs").symlink_to(test_docs.ROOT / "configs")
     of_page = [words for page, words in test_docs.commands() if page == "wmt14-lm1b.md"]
     assert [words[0] for words in of_page] == ["data", "data", "train", "evaluate", "train", "data", "train"]
+    missing = proxy.served.pop(DEV)  # a download that is stopped
+    assert cli.main(of_page[0]) == 2
+    assert "got no prepared data in" in capsys.readouterr().err and not list((tmp_path / "DIR").glob("*/*/*/*.json"))
+    proxy.served[DEV] = missing
     for words in of_page:
         other = "encoder" if "configs/lm1b.py" in words[1] else "none"  # what the recipe has not
         if words[0] == "train":
@@ -142,7 +147,7 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys, proxy, te
             words = [word.replace("--workers=8", "--workers=1") for word in words] + SMALL[:2]
         assert cli.main(words) == 0, (words, capsys.readouterr().err)
     got = [address for method, address in proxy.requests if method == "GET"]
-    assert sorted(got) == sorted(ARCHIVES), "each archive once"
-    assert [method for method, _ in proxy.requests].count("HEAD") == 2, "the network is looked for before"
+    assert sorted(got) == sorted([*ARCHIVES, DEV]), "an archive that is there is not downloaded again"
+    assert [method for method, _ in proxy.requests].count("HEAD") == 3, "the network is looked for before"
     assert json.loads((tmp_path / "runs/base/eval-test.json").read_text())["examples"] == 16
     assert json.loads((tmp_path / "corpus/index.json").read_text())["splits"]["train"]["documents"] == 150
