@@ -266,7 +266,7 @@ class BlockPlanner:
         indices = self.order(number)
         encoded, lengths = None, [0] * len(indices)  # lengths do not matter if there is one bucket only
         if self.pack or len(self.buckets) > 1 or self.max_length is not None or self.windows:
-            known = getattr(self.encode, "known_lengths", None)  # of an `Encoder`
+            known = getattr(self.encode, "known_lengths", None)  # of an `Encoder` or a mixture
             lengths = None if known is None else known(indices)
             if lengths is None:
                 encoded = self.encode(indices, epoch)

@@ -26,9 +26,9 @@ from jaxformer.config import (
 )
 from jaxformer.data import build, cache, sources, token_shards
 from jaxformer.data.build import pieces
-from jaxformer.data.mixture import Mixture
+from jaxformer.data.mixture import MixedExamples, Mixture
 from jaxformer.data.pipeline import Pipeline
-from jaxformer.data.planning import ShuffledOrder
+from jaxformer.data.planning import Draw, ShuffledOrder
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.tasks import _datasets
@@ -315,7 +315,7 @@ def test_another_tokenizer_is_refused(built):
 # --- mixtures and runs ------------------------------------------------------------------------------------------------
 
 
-def test_mixtures_of_shards_and_with_text(built, tmp_path):
+def test_mixtures_of_shards_and_with_text(built, tmp_path, monkeypatch):
     shards = ComponentConfig(source="shards", dir="byte", weight=3.0)
     text = ComponentConfig(source="text", splits={"train": ("test.txt",)})
     config = config_of(source="numerals", dir=str(built), cache=str(tmp_path))
@@ -332,6 +332,16 @@ def test_mixtures_of_shards_and_with_text(built, tmp_path):
         "ShardedDocuments",
         "PreparedSplit",
     }
+    assert Mixture(config, parts)._plan.encode.known_lengths([Draw(1, 0, 0), Draw(0, 0, 0)]) is None
+    both = {"a": shards, "b": dataclasses.replace(shards, weight=1.0)}
+    packed = dataclasses.replace(config.data, mixture=MixtureConfig(components=both), packing="first_fit", length=40)
+    config = dataclasses.replace(config, data=packed)
+    parts = setup.build_pipelines(config, _datasets.build(config), tokenizers)
+    plan = Mixture(config, parts)._planned(3)
+    assert plan.encoded is None and {draw.part for draw in plan.indices} == {0, 1}
+    monkeypatch.setattr(MixedExamples, "known_lengths", lambda *_: None)
+    encoded = Mixture(config, parts)._planned(3)
+    assert encoded.encoded is not None and plan.batches == encoded.batches, "planned as if they were encoded"
     both = {"a": shards, "b": dataclasses.replace(shards, dir="word")}
     data = dataclasses.replace(config.data, mixture=MixtureConfig(components=both))
     with pytest.raises(
