@@ -142,7 +142,13 @@ def test_an_error_of_a_worker_is_its_line_and_is_forgotten_when_mended(tmp_path,
 def test_a_pipeline_that_fails_or_writes_elsewhere_is_one_line(tmp_path, monkeypatch):
     module = stand_in(monkeypatch)
     write(tmp_path / "text")
+    build.build(config_of(tmp_path / "text"), tmp_path / "whole")
+    (tmp_path / "whole" / "train-00000.array_record").unlink()
     module.Map = lambda function, *arguments: lambda elements: Collection()
+    with pytest.raises(
+        StorageError, match=r"--beam: got no .*train-00000.json after the pipeline, expected its workers"
+    ):
+        build.build(config_of(tmp_path / "text"), tmp_path / "whole", beam=DIRECT)
     with pytest.raises(
         StorageError, match=r"--beam: got no .*train-00000.json after the pipeline, expected its workers"
     ):

@@ -138,6 +138,8 @@ class Runner:
         if not self.beam:
             yield from workers.run(units.make, calls, self.workers)
             return
+        for unit in todo:  # one of a damaged shard would stand for what the pipeline makes elsewhere
+            unit.manifest.unlink(missing_ok=True)
         for index in pipelines.run(units.make, calls, self.beam, lambda unit: unit.manifest):
             yield index, files.read_json(todo[index].manifest)
 
