@@ -1,18 +1,22 @@
 """Token shards: what building costs beside the `tokenizers` library alone, and what the first batch of a run costs.
 
-    python benchmarks/data_build.py [--megabytes=30] [--large=300] [--folder=DIR] [--output=FILE.jsonl]
+    python benchmarks/data_build.py --folder=DIR [--megabytes=30] [--large 300 3000] [--output=FILE.jsonl]
 
 The text is the source code and the documentation of the running Python and its packages, a file a document, as JSONL. A
 larger corpus than there are files begins again with the first file, each line marked with the number of the round, so
 that no document is a copy.
 
 1. Building: a BPE vocabulary of 16,000 is learned, then the same text is tokenized by the library's own `encode_batch`
-   on one thread, and built with one worker and with two. Rates are tokens per second of processor time (of all
-   processes, start included), since other programs may use the machine, and by the clock. They are taken by turns.
-2. First batch: in a new process, seconds from the import to the first batch of rows of 1,024 tokens and the peak of its
-   memory, of the source table (which parses and tokenizes the text first; the smaller corpus only) and of shards; then
-   the peak after 2,000 batches more, and the rate at which batches are read.
-3. A corpus of 10^10 tokens: the shards again and again under other names (hard links) until the index has as many.
+   (and `encode_batch_fast`, which keeps no offsets) on one thread, and built with one worker and with two. Rates are
+   tokens per second of processor time (of all processes, start included), since other programs may use the machine, and
+   by the clock. They are taken by turns.
+2. First batch: in a new process, seconds from the import to the first batch of 16 rows of 1,024 tokens and the peak of
+   its memory, of the source table (which parses and tokenizes the text first; the smaller corpus only) and of shards;
+   then the peak after 2,000 batches more, and the tokens read per second.
+3. Corpora of 10^9 and 10^10 tokens: the shards again and again under other names (hard links) until the index has as
+   many. Then 10^10 examples: a shard of 250,000 lines of the text, again and again, read without packing.
+4. Hosts: what host 0 of 1, 8 and 64 does for its 16 rows of each global batch, for running text and for packed
+   documents, which every host plans from the lengths of a block's documents.
 """
 
 from __future__ import annotations
@@ -36,33 +40,57 @@ sys.path.insert(0, str(ROOT))
 VOCABULARY = 16000
 ENDINGS = (".py", ".pyi", ".md", ".rst", ".txt", ".html", ".h")
 ROWS, LENGTH = 16, 1024
+LINES = 250_000
+HOSTS = (1, 8, 64)
+HOST_BATCHES = 20
+"""Batches after the first one: few, since 64 hosts have 1,024 rows in each, and the smaller corpus has about 10,000."""
 
 READ = """
-import json, resource, sys, time
+import json, sys, time
 start, cpu = time.perf_counter(), time.process_time()
+from pathlib import Path
 from jaxformer import tasks
 from jaxformer.config import Config, DataConfig, ModelConfig, StackConfig, TaskConfig, TokenizerConfig
 from jaxformer.data import sources
 from jaxformer.data.pipeline import Pipeline
-from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.train import setup
-fields, more, vocabulary = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+fields, more, hosts, vocabulary = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 tokenizer = TokenizerConfig(kind="file", path=vocabulary) if fields["source"] != "shards" else TokenizerConfig()
-data = DataConfig(packing="concat", batch=ROWS, length=LENGTH, tokenizer=tokenizer, **fields)
+data = DataConfig(batch=ROWS * hosts, tokenizer=tokenizer, **{"packing": "concat", "length": LENGTH, **fields})
 config = Config(model=ModelConfig(decoder=StackConfig()), data=data, task=TaskConfig("language_modelling"))
 dataset = sources.build(data, ("text",))
-from pathlib import Path
 tokenizers = setup.build_or_load_tokenizers(config, dataset, Path("no such folder"))
-batches = Pipeline(config, dataset, tokenizers, tasks.get("language_modelling")).train()
+task = tasks.get("language_modelling")
+batches = Pipeline(config, dataset, tokenizers, task, process_index=0, process_count=hosts).train()
 next(batches)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+PEAK
 found = dict(seconds=time.perf_counter() - start, cpu=time.process_time() - cpu, megabytes=peak())
-start = time.perf_counter()
+start, cpu = time.perf_counter(), time.process_time()
 for _ in range(more):
     next(batches)
-found |= dict(later=peak(), rate=more * ROWS * LENGTH / max(time.perf_counter() - start, 1e-9))
+seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+if more:
+    found |= dict(later=peak(), tokens_per_second=more * ROWS * data.length / seconds, batch_cpu_ms=cpu / more * 1000)
+batches.close()
 print(json.dumps(found))
-""".replace("ROWS", str(ROWS)).replace("LENGTH", str(LENGTH))
+"""
+
+BUILD = """
+import json, sys, time
+from pathlib import Path
+sys.path.insert(0, "benchmarks")
+import data_build
+from jaxformer.data import build
+PEAK
+text, vocabulary, target = map(Path, sys.argv[1:])
+index, seconds, used = data_build.timed(lambda: build.build(data_build.data_config(text, vocabulary), target))
+tokens = index["splits"]["train"]["tokens"]
+rates = dict(tokens=tokens, tokens_per_processor_second=tokens / used, tokens_per_second=tokens / seconds)
+print(json.dumps(rates | dict(megabytes=peak(), shards=len(index["splits"]["train"]["shards"]))))
+"""
+
+# Not ru_maxrss: a new process begins with that of the process which started it.
+PEAK = 'peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024'
 
 
 def documents(size: int) -> Iterator[str]:
@@ -143,82 +171,106 @@ def read(text: Path) -> list[str]:
         return [json.loads(line)["text"] for line in file]
 
 
-def library(text: Path, vocabulary: Path) -> int:
-    """Tokens by the library alone: `encode_batch` of texts that are in memory, and the numbers of the ids read."""
+def library(texts: list[str], vocabulary: Path, fast: bool) -> int:
+    """Tokens by the library alone: texts that are in memory, and the numbers of the ids read."""
     import tokenizers
 
     model = tokenizers.Tokenizer.from_file(str(vocabulary))
-    texts = read(text)
-    count, used = 0, processor_seconds()
-    for begin in range(0, len(texts), 64):
-        count += sum(len(each.ids) for each in model.encode_batch(texts[begin : begin + 64], add_special_tokens=False))
-    library.seconds = processor_seconds() - used  # without reading the text  # ty: ignore[unresolved-attribute]
-    return count
+    encode = model.encode_batch_fast if fast else model.encode_batch
+    batches = (texts[begin : begin + 64] for begin in range(0, len(texts), 64))
+    return sum(len(each.ids) for batch in batches for each in encode(batch, add_special_tokens=False))
 
 
 def building(text: Path, vocabulary: Path, folder: Path, rounds: int) -> dict[str, Any]:
     """Rates of the library and of builds with one worker and two, the best of `rounds` by turns."""
     from jaxformer.data import build
 
-    rates: dict[str, list[tuple[float, float]]] = {"library": [], "1 worker": [], "2 workers": []}
+    names = ("encode_batch", "encode_batch_fast", "build, 1 worker", "build, 2 workers")
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    texts = read(text)
     for number in range(rounds):
-        count, seconds, _ = timed(lambda: library(text, vocabulary))
-        rates["library"].append((count / library.seconds, count / seconds))  # ty: ignore[unresolved-attribute]
-        for workers in (1, 2):
+        for name in names[:2]:
+            count, seconds, used = timed(lambda name=name: library(texts, vocabulary, name.endswith("fast")))
+            rates[name].append((count / used, count / seconds))
+        for workers, name in enumerate(names[2:], 1):
             target = folder / f"built-{text.name}-{workers}-{number}"
             index, seconds, used = timed(
                 lambda target=target, workers=workers: build.build(data_config(text, vocabulary), target, workers)
             )
             tokens = index["splits"]["train"]["tokens"]
-            rates[f"{workers} worker{'s' * (workers > 1)}"].append((tokens / used, tokens / seconds))
+            rates[name].append((tokens / used, tokens / seconds))
     best = {name: [max(each) for each in zip(*values, strict=True)] for name, values in rates.items()}
     return {
         name: {
             "tokens_per_processor_second": round(best[name][0]),
             "tokens_per_second": round(best[name][1]),
-            "ratio": round(best[name][0] / best["library"][0], 3),
+            "ratio": round(best[name][0] / best["encode_batch"][0], 2),
+            "ratio_fast": round(best[name][0] / best["encode_batch_fast"][0], 2),
         }
         for name in best
     }
 
 
-def first_batch(fields: dict[str, Any], vocabulary: Path, more: int) -> dict[str, float]:
-    """Measurements of a new process: until its first batch, and after `more` batches."""
-    command = [sys.executable, "-c", READ, json.dumps(fields), str(more), str(vocabulary)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def in_new_process(script: str, *arguments: str) -> dict[str, float]:
+    """What a script prints, run by a new process."""
+    script = script.replace("PEAK", PEAK).replace("ROWS", str(ROWS)).replace("LENGTH", str(LENGTH))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
         sys.exit(done.stderr)
     return {name: round(value, 2) for name, value in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def multiplied(built: Path, target: Path, tokens: int) -> Path:
-    """Shards of at least `tokens` tokens: those of `built` as hard links under as many names as it takes."""
+def first_batch(fields: dict[str, Any], vocabulary: Path, more: int, hosts: int = 1) -> dict[str, float]:
+    """Measurements of a new process: until its first batch, and after `more` batches."""
+    return in_new_process(READ, json.dumps(fields), str(more), str(hosts), str(vocabulary))
+
+
+def multiplied(built: Path, target: Path, size: int, what: str = "tokens") -> Path:
+    """Shards of at least `size` tokens or documents: those of `built` as hard links under as many names as it takes."""
     index = json.loads((built / "index.json").read_text())
     target.mkdir(exist_ok=True)
     (target / "jaxformer_tokenizer.json").write_bytes((built / "jaxformer_tokenizer.json").read_bytes())
     shards, found = [], 0
     for number, shard in enumerate(itertools.cycle(index["splits"]["train"]["shards"])):
-        if found >= tokens:
+        if found >= size:
             break
         name = f"train-{number:05d}.array_record"
         if not (target / name).exists():
             os.link(built / shard["file"], target / name)
         shards.append({**shard, "file": name})
-        found += shard["tokens"]
+        found += shard[what]
     index["splits"] = {"train": {"shards": shards}}
     (target / "index.json").write_text(json.dumps(index))
+    return target
+
+
+def lines_shard(text: Path, vocabulary: Path, target: Path) -> Path:
+    """A shard whose documents are `LINES` lines of a corpus."""
+    from jaxformer.config import Config, DataConfig
+    from jaxformer.data import build
+
+    lines = (line for document in itertools.cycle(read(text)) for line in document.splitlines() if line.strip())
+    source = target.with_suffix(".text")
+    source.mkdir(exist_ok=True)
+    (source / "train.txt").write_text("".join(f"{line}\n" for line in itertools.islice(lines, LINES)))
+    tokenizer = data_config(text, vocabulary).data.tokenizer
+    splits = {"train": ("train.txt",)}
+    data = DataConfig(source="text", dir=str(source), splits=splits, tokenizer=tokenizer)
+    build.build(Config(data=data), target, options=build.Options(shard_mb=256))
     return target
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=30, help="of the smaller corpus")
-    parser.add_argument("--large", type=int, default=300, help="megabytes of the larger one; 0: none")
+    parser.add_argument("--large", type=int, nargs="*", default=[300], help="megabytes of larger ones")
     parser.add_argument("--tokens", type=int, default=10**10, help="of the simulated corpus")
+    parser.add_argument("--examples", type=int, default=10**10, help="of the simulated index of examples")
     parser.add_argument("--batches", type=int, default=2000, help="read after the first one")
-    parser.add_argument("--rounds", type=int, default=1, help="of the builds, of which the best counts")
+    parser.add_argument("--rounds", type=int, default=1, help="beside the library, of which the best counts")
     parser.add_argument("--folder", type=Path, required=True, help="for the texts and the shards; kept")
     parser.add_argument("--output", help="a file that rows are appended to")
     chosen = parser.parse_args()
@@ -234,21 +286,17 @@ def main() -> None:
             flush=True,
         )
 
-    for name, rates in building(text, vocabulary, folder, chosen.rounds).items():
-        show({"table": "building", "what": name, **rates})
+    if chosen.rounds:
+        for name, rates in building(text, vocabulary, folder, chosen.rounds).items():
+            show({"table": "building", "what": name, **rates})
     plain = {"source": "table", "dir": str(text), "splits": {"train": ["train.jsonl"]}, "columns": {"text": "text"}}
     plain["cache"] = str(folder / "cache")
     show({"table": "first batch", "what": f"table, {chosen.megabytes} MB", **first_batch(plain, vocabulary, 0)})
-    built = {chosen.megabytes: folder / f"built-{text.name}-1-0"}
-    if chosen.large:
-        from jaxformer.data import build
-
-        large = corpus(folder, chosen.large)
-        built[chosen.large] = folder / f"built-{chosen.large}"
-        index, seconds, used = timed(lambda: build.build(data_config(large, vocabulary), built[chosen.large], 2))
-        tokens = index["splits"]["train"]["tokens"]
-        rates = {"tokens_per_processor_second": round(tokens / used), "tokens_per_second": round(tokens / seconds)}
-        show({"table": "building", "what": f"2 workers, {chosen.large} MB", "tokens": tokens, **rates})
+    built = {}
+    for megabytes in (chosen.megabytes, *chosen.large):
+        built[megabytes] = folder / f"built-{megabytes}"
+        measured = in_new_process(BUILD, str(corpus(folder, megabytes)), str(vocabulary), str(built[megabytes]))
+        show({"table": "building", "what": f"1 worker, {megabytes} MB", **measured})
     for megabytes, target in built.items():
         measured = first_batch({"source": "shards", "dir": str(target)}, vocabulary, chosen.batches)
         show({"table": "first batch", "what": f"shards, {megabytes} MB", **measured})
@@ -258,6 +306,17 @@ def main() -> None:
         measured = first_batch({"source": "shards", "dir": str(target)}, vocabulary, chosen.batches)
         count = len(json.loads((target / "index.json").read_text())["splits"]["train"]["shards"])
         show({"table": "simulated", "what": f"{tokens:,} tokens in {count:,} shards", **measured})
+    target = lines_shard(text, vocabulary, folder / "lines")
+    target = multiplied(target, folder / f"examples-{chosen.examples}", chosen.examples, "documents")
+    fields = {"source": "shards", "dir": str(target), "packing": "none", "length": 64}
+    measured = first_batch(fields, vocabulary, chosen.batches)
+    count = len(json.loads((target / "index.json").read_text())["splits"]["train"]["shards"])
+    show({"table": "simulated", "what": f"{chosen.examples:,} examples in {count:,} shards", **measured})
+    for packing in ("concat", "first_fit"):
+        for hosts in HOSTS:
+            fields = {"source": "shards", "dir": str(last), "packing": packing}
+            measured = first_batch(fields, vocabulary, HOST_BATCHES, hosts)
+            show({"table": "hosts", "what": f"{packing}, host 0 of {hosts}", **measured})
     if chosen.output:
         with open(chosen.output, "a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

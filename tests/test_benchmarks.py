@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxformer import registry, tasks
 from jaxformer.config import NormConfig, OptimizerConfig, overrides
 from jaxformer.data import ngrams, sources
 from jaxformer.data.tokenizers import Tokenizers
@@ -241,6 +242,28 @@ def test_a_table_takes_the_place_of_the_last_one(tmp_path):
         pages.put(page, "speed", pages.table(("what",), [(number,)]))
     marks = ("<!-- speed: begin -->", "<!-- speed: end -->")
     assert page.read_text() == f"above\n{marks[0]}\n\n| what |\n| --- |\n| 2 |\n\n{marks[1]}\nbelow\n"
+
+
+def test_builds_are_measured_beside_the_library_and_an_index_is_multiplied(tmp_path, monkeypatch, capsys):
+    benchmark = script("data_build")
+    monkeypatch.setattr(benchmark, "VOCABULARY", 300)
+    (tmp_path / "text-0").mkdir()
+    texts = [f"document {number} " + "of some words\n" * number for number in range(1, 9)]
+    (tmp_path / "text-0" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    vocabulary = benchmark.learn(tmp_path / "text-0", tmp_path)
+    built = tmp_path / "built"
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "text-0"), str(vocabulary), str(built)])
+    exec(benchmark.BUILD.replace("PEAK", benchmark.PEAK), {})
+    row = json.loads(capsys.readouterr().out)
+    assert row["tokens"] == benchmark.library(texts, vocabulary, False) + len(texts), "an end token a document"
+    assert row["tokens"] == benchmark.library(texts, vocabulary, True) + len(texts)
+    assert row["megabytes"] > 10 and row["tokens_per_processor_second"] > 0
+    target = benchmark.multiplied(built, tmp_path / "many", 100, "documents")
+    fields = {"source": "shards", "dir": str(target), "packing": "first_fit", "length": 64}
+    monkeypatch.setattr(sys, "argv", ["", json.dumps(fields), "1", "1", str(vocabulary)])
+    exec(benchmark.READ.replace("PEAK", benchmark.PEAK).replace("ROWS", "2").replace("LENGTH", "64"), {})
+    row = json.loads(capsys.readouterr().out)
+    assert row["tokens_per_second"] > 0 and len(list(target.glob("*.array_record"))) == 13
 
 
 ON_PAGES = ("training", "starts", "decoding", "pipeline", "growth", "scaling", "meshes", "collectives")
@@ -530,3 +553,17 @@ def test_the_explorer_is_measured_on_a_run_with_random_parameters(tmp_path, monk
     assert benchmark.main([f"--recipe={tmp_path}/recipe.py", f"--output={output}"]) == 0
     row = json.loads(output.read_text())
     assert row["page_mb"] == 1.0 and row["parameters"] > 300 * 8 and "3.00 GiB" in capsys.readouterr().out
+
+
+def test_every_task_has_a_run_that_the_drill_can_train(tmp_path):
+    recipes = script("task_recipes")
+    recipes.files(tmp_path)
+    for name in registry.names("jaxformer.tasks"):
+        recipe = recipes.get_config(name)
+        recipe.data.dir = str(tmp_path)
+        config = overrides.freeze(recipe)
+        assert config.task.name == name
+        if config.data.source == "digits":
+            continue  # of a package that may be missing
+        dataset = sources.build(config.data, tasks.get(name).roles)
+        assert len(dataset.splits["train"]) >= 60 and len(dataset.splits["validation"]) >= 20

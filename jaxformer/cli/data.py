@@ -38,7 +38,7 @@ def build(arguments: Namespace) -> int:
         sample_mb=arguments.sample_mb,
         shard_mb=arguments.shard_mb,
     )
-    index = build.build(config, arguments.target, arguments.workers, options)
+    index = build.build(config, arguments.target, arguments.workers, options, arguments.beam)
     for split, counts in index["splits"].items():
         print(f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes")
     for name, splits in index["components"].items():
@@ -61,6 +61,11 @@ BUILD = Command(
     {
         "target": Flag("folder of the shards; a stopped build goes on there", directory="create"),
         "workers": Flag("processes, each of which uses one core", default=1, type=positive),
+        "beam": Flag(
+            "options of Apache Beam, as '--runner=FlinkRunner --flink_master=HOST:8081', whose pipeline makes the "
+            "shards; all machines share the folders",
+            default="",
+        ),
         "filter": Flag("MODULE:FUNCTION from a text to True (keep it) or False; may be repeated", [], repeats=True),
         "min-length": Flag("drop documents of fewer characters", default=0, type=positive),
         "max-length": Flag("drop documents of more characters", default=None, type=positive),

@@ -8,13 +8,16 @@ from typing import Protocol
 import numpy as np
 
 from jaxformer.config import Config
-from jaxformer.data.packing import Features
-from jaxformer.data.sources import Examples, examples_at
+from jaxformer.data.packing import Features, slot_count
+from jaxformer.data.sources import Example, Examples, examples_at
+from jaxformer.data.token_shards import ShardedDocuments
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
 
 CHUNK_EXAMPLES = 1024
 """Examples encoded at a time by `Encoder.iterate`."""
+READ_EXAMPLES = 256
+"""Examples read at a time: whole documents of a corpus take more memory than the features of their beginnings."""
 
 
 class EncodingTask(Protocol):
@@ -37,6 +40,9 @@ class EncodingTask(Protocol):
 
     @property
     def reads_other_text(self) -> Callable[[Config], bool]: ...
+
+    @property
+    def slots(self) -> Callable[[Config, int], int] | None: ...
 
 
 class Generators:
@@ -93,16 +99,26 @@ class Encoder:
         self._others = min(max(count, 2), len(examples))
         if self._reads_other and self._others < 2:
             raise ConfigError("data: got a split of one example, expected more: the task draws texts of other examples")
+        self._documents = examples if task.slots is not None and isinstance(examples, ShardedDocuments) else None
+        if self._documents is not None:
+            examples = self._documents.without_text()
         self._examples, self._count = examples, count
 
     def __len__(self) -> int:
         return self._count
 
+    def known_lengths(self, indices: Sequence[int]) -> list[int] | None:
+        """Slots of the encoded examples at `indices`, if they are known without encoding them; else None."""
+        slots = self._task.slots
+        if slots is None or self._documents is None or self._encode_windows is not None:
+            return None
+        return [slots(self._config, count) for count in self._documents.lengths(indices)]
+
     def __call__(self, indices: Sequence[int], epoch: int) -> list[Features]:
         """The encoded examples at `indices` in `epoch`."""
         generators = Generators(self._config.train.seed, epoch)
         encoded: list[Features] = []
-        for index, example in zip(indices, examples_at(self._examples, indices), strict=True):
+        for index, example in self._read(indices):
             rng = generators(index)
             if self._reads_other:
                 example = {**example, "other": self._examples[self._other(index, rng)]["text"]}
@@ -110,7 +126,24 @@ class Encoder:
                 encoded += self._encode_windows(self._config, self._tokenizers, example, rng)
             else:
                 encoded.append(self._task.encode(self._config, self._tokenizers, example, rng))
+                self._check_slots(example, encoded[-1])
         return encoded
+
+    def _check_slots(self, example: Example, features: Features) -> None:
+        """Raises a ConfigError if a task has `slots` of another one, as one that is derived from it may."""
+        if self._documents is None or self._task.slots is None:
+            return
+        expected, found = self._task.slots(self._config, len(example["text"].ids)), slot_count(features)
+        if found != expected:
+            raise ConfigError(
+                f"task: got {found} slots of a document of {len(example['text'].ids)} tokens from the task's encode, "
+                f"expected the {expected} of its `slots`; correct it, or set it to None"
+            )
+
+    def _read(self, indices: Sequence[int]) -> Iterator[tuple[int, Example]]:
+        for begin in range(0, len(indices), READ_EXAMPLES):
+            some = indices[begin : begin + READ_EXAMPLES]
+            yield from zip(some, examples_at(self._examples, some), strict=True)
 
     def _other(self, index: int, rng: np.random.Generator) -> int:
         """The index of another example, each as likely."""

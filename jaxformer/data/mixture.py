@@ -49,6 +49,19 @@ class MixedExamples:
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
+    def known_lengths(self, indices: Sequence[Draw]) -> list[int] | None:
+        """Slots of the examples of `indices`, if every part that they are of knows them without encoding; else None."""
+        found = [0] * len(indices)
+        for part in sorted({draw.part for draw in indices}):
+            known = getattr(self.parts[part], "known_lengths", None)  # of an `Encoder`
+            places = [place for place, draw in enumerate(indices) if draw.part == part]
+            lengths = None if known is None else known([indices[place].index for place in places])
+            if lengths is None:
+                return None
+            for place, length in zip(places, lengths, strict=True):
+                found[place] = length
+        return found
+
     def __call__(self, indices: Sequence[Draw], epoch: int) -> list[Features]:
         """The examples of `indices`, each in the epoch of its own part; `epoch` is the mixture's, and not read."""
         places: dict[tuple[int, int], list[int]] = {}

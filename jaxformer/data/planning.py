@@ -207,8 +207,8 @@ def mixture_block_size(sizes: Sequence[int]) -> int:
 class PlannedBlock:
     """The batches of a block, and its examples.
 
-    If planning needed their lengths, all examples of the block are encoded. Otherwise each host encodes only the
-    examples of the rows that it fills.
+    If planning needed their lengths and did not know them, all examples of the block are encoded. Otherwise each host
+    encodes only the examples of the rows that it fills.
 
     Attributes:
       batches: batches of indices into the block.
@@ -266,15 +266,19 @@ class BlockPlanner:
         indices = self.order(number)
         encoded, lengths = None, [0] * len(indices)  # lengths do not matter if there is one bucket only
         if self.pack or len(self.buckets) > 1 or self.max_length is not None or self.windows:
-            encoded = self.encode(indices, epoch)
+            known = getattr(self.encode, "known_lengths", None)  # of an `Encoder` or a mixture
+            lengths = None if known is None else known(indices)
+            if lengths is None:
+                encoded = self.encode(indices, epoch)
+                lengths = [packing.slot_count(example) for example in encoded]
             if self.max_length is not None:
-                fits = [packing.slot_count(example) <= self.max_length for example in encoded]
+                fits = [length <= self.max_length for length in lengths]
                 self.skipped[block] = fits.count(False)
-                indices = list(itertools.compress(indices, fits))
-                encoded = list(itertools.compress(encoded, fits))
-            lengths = [packing.slot_count(example) for example in encoded]
-        if self.pack and encoded is not None:
-            batches = packing.first_fit([packing.slot_counts(example) for example in encoded], self.buckets[-1])
+                indices, lengths = list(itertools.compress(indices, fits)), list(itertools.compress(lengths, fits))
+                encoded = None if encoded is None else list(itertools.compress(encoded, fits))
+        if self.pack:
+            counts = lengths if encoded is None else [packing.slot_counts(example) for example in encoded]
+            batches = packing.first_fit(counts, self.buckets[-1])
         else:
             batches = packing.bucketed(lengths, self.buckets)
         if self.seed is not None:

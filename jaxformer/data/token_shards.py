@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -251,6 +252,18 @@ class ShardedDocuments:
         shards = [Shard(**shard) for shard in index["splits"][split]["shards"]]
         self.files = ShardFiles(directory, shards, np.dtype(index["dtype"]))
         self._ends = _cumulative(shard.documents for shard in shards)
+        self._has_text = True
+
+    def without_text(self) -> ShardedDocuments:
+        """The same documents with empty texts that bring their ids along: decoding takes most of the time to read."""
+        found = copy.copy(self)
+        found._has_text = False
+        return found
+
+    def lengths(self, indices: Sequence[int]) -> list[int]:
+        """Number of ids of the documents at `indices`, from the tables of the shards."""
+        found = [self.files.ends(*self._find(index)) for index in indices]
+        return [end - begin - (self.separator is not None) for begin, end in found]
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -261,7 +274,7 @@ class ShardedDocuments:
         number, document = self._find(index)
         begin, end = self.files.ends(number, document)
         ids = self.files.tokens(number, begin, end - (self.separator is not None)).tolist()
-        return {"text": EncodedText(self.tokenizer.decode(ids), ids)}
+        return {"text": EncodedText(self.tokenizer.decode(ids) if self._has_text else "", ids)}
 
     def stream(self, count: int, tokenizer: Tokenizer) -> TokenStream:
         """The running text of the first `count` documents.

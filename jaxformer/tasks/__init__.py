@@ -167,6 +167,9 @@ class Task:
       has_prefix: True if examples have the feature "prefix".
       reads_other_text: `(config) -> bool`: True if `encode` also reads the text of another example, which the pipeline
         draws from the same split and adds as the example's "other".
+      slots: `(config, count) -> int`: slots of a text of `count` ids as `encode` makes it. With it, `encode` and
+        `encode_windows` read nothing of an example but these ids, so that token shards need not decode them, and
+        batches are planned from the lengths of documents. None: what `encode` makes depends on more.
       check: `(config) -> None`: raises a ConfigError where the metrics cannot be computed from the data's classes,
         which the resolved config has.
       reads_document: True if an input is a whole text with its lines, such as a table, and not a line.
@@ -200,6 +203,7 @@ class Task:
     encode_score: Callable[[Config, Tokenizers, Example, np.random.Generator], list[Features]] | None = None
     has_prefix: bool = False
     reads_other_text: Callable[[Config], bool] = lambda config: False
+    slots: Callable[[Config, int], int] | None = None
     unread_label_metrics: Callable[[Config, np.ndarray], Sums] = lambda config, labels: {}
     classes: tuple[str, ...] | None = None
     score_signatures: Callable[[Config], dict[str, str]] = lambda config: {}

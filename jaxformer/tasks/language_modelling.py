@@ -96,6 +96,7 @@ TASK = Task(
     needs="a decoder with a head of tokens",
     encode=encode,
     encode_windows=encode_windows,
+    slots=lambda config, count: min(count + 1, config.data.length),
     loss=_tokens.token_loss,
     metrics=_tokens.token_metrics,
     derived_metrics=derived_metrics,

@@ -23,6 +23,7 @@ from jaxformer.config import (
     EncodingConfig,
     GeneratorConfig,
     HeadConfig,
+    LatentConfig,
     LinearConfig,
     ModelConfig,
     MoEConfig,
@@ -322,6 +323,13 @@ FAMILIES = {
     "decoder": builders.decoder(norm=NormConfig(kind="rms", order="sandwich"), encoding=EncodingConfig("t5")),
     "seq2seq": builders.seq2seq(norm=POST),
     "experts": builders.decoder(moe=MoEConfig(experts=3, shared=1)),
+    "dense layers first": builders.decoder(
+        layers=3,
+        moe=MoEConfig(experts=3, shared=1, dense_layers=1, dense_width=24),
+        attention=AttentionConfig(heads=2, latent=LatentConfig(4, content_width=4, rope_width=2)),
+    ),
+    "copying": dataclasses.replace(builders.seq2seq(), head=HeadConfig(copy=True)),
+    "unlike widths": dataclasses.replace(builders.seq2seq(), encoder=builders.stack(width=12), share_embeddings=False),
     "rnn": ModelConfig(
         recurrent_encoder=RecurrentConfig(width=8, bidirectional=True, layers=2, embed=builders.stack().embed),
         recurrent_decoder=RecurrentConfig(width=8, attention="additive", embed=builders.stack().embed),
@@ -376,37 +384,51 @@ def test_blocks_stand_in_the_order_of_computation_with_their_own_counts():
     drawn = model.diagram(builders.decoder(), "toy")
     (column,) = drawn.columns
     assert [block.name for block in column.before] == ["embedding"]
-    groups = [([block.name for block in group.blocks], group.residual) for group in column.layer]
+    groups = [([block.name for block in group.blocks], group.residual) for group in column.layers[0].groups]
     assert groups == [(["layer norm", "self-attention"], True), (["layer norm", "feed-forward"], True)]
-    attention, feed_forward = column.layer[0].blocks[1], column.layer[1].blocks[1]
+    attention, feed_forward = column.layers[0].groups[0].blocks[1], column.layers[0].groups[1].blocks[1]
     assert attention.parameters == 4 * width * width + 4 * width
     assert feed_forward.parameters == 2 * width * ffn + ffn + width
     assert attention.detail[0] == "2 heads, rope"
     assert "query  D x H x K = 8 x 2 x 4" in attention.detail
-    assert column.repeats == 2
+    assert column.layers[0].count == 2
     assert column.before[0].parameters == vocab * width
     assert [block.name for block in column.after] == ["layer norm", "head"]
     (column,) = model.diagram(builders.encoder(norm=POST, residual_ffn=False), "toy").columns
-    groups = [([block.name for block in group.blocks], group.residual) for group in column.layer]
+    groups = [([block.name for block in group.blocks], group.residual) for group in column.layers[0].groups]
     expected = [(["self-attention"], True), (["layer norm"], False), (["feed-forward"], False), (["layer norm"], False)]
     assert groups == expected
     (column,) = model.diagram(FAMILIES["decoder"], "toy").columns
-    assert [block.name for block in column.layer[0].blocks] == ["rms norm", "self-attention", "rms norm"]
+    assert [block.name for block in column.layers[0].groups[0].blocks] == ["rms norm", "self-attention", "rms norm"]
 
 
 def test_parallel_sublayers_windows_of_some_layers_and_a_last_projection_are_named():
     (column,) = model.diagram(FAMILIES["parallel"], "toy").columns
-    assert [[block.name for block in group.blocks] for group in column.layer] == [
+    assert [[block.name for block in group.blocks] for group in column.layers[0].groups] == [
         ["layer norm", "self-attention"],
         ["feed-forward"],
     ]
-    assert column.layer[1].blocks[0].detail[1] == "beside attention: reads what it reads"
+    assert column.layers[0].groups[1].blocks[0].detail[1] == "beside attention: reads what it reads"
     attention = AttentionConfig(heads=2, window=3, window_layers=(1,))
     config = builders.decoder(attention=attention, residual_after_norm=True)
-    detail = model.diagram(config, "toy").columns[0].layer[0].blocks[1].detail
+    detail = model.diagram(config, "toy").columns[0].layers[0].groups[0].blocks[1].detail
     assert detail[:2] == ("2 heads, rope, window 3 in layer 2", "the residual starts after the norm")
     (column,) = model.diagram(FAMILIES["narrow table"], "toy").columns
     assert [block.name for block in column.after] == ["layer norm", "last projection", "head"]
+
+
+def test_dense_layers_before_experts_copying_and_the_projection_between_unlike_widths_have_their_places():
+    (column,) = model.diagram(FAMILIES["dense layers first"], "toy").columns
+    dense, experts = column.layers
+    assert (dense.count, experts.count) == (1, 2)
+    assert [each.groups[-1].blocks[-1].name for each in column.layers] == ["feed-forward", "mixture of experts"]
+    assert "in  D x F = 8 x 24" in dense.groups[-1].blocks[-1].detail
+    assert "keys and values from 4 latent channels" in dense.groups[0].blocks[-1].detail[0]
+    drawn = model.diagram(FAMILIES["copying"], "toy")
+    assert [block.name for block in drawn.columns[-1].after[-2:]] == ["head", "copying"]
+    encoder, _ = model.diagram(FAMILIES["unlike widths"], "toy").columns
+    projection = encoder.after[-1]
+    assert (projection.name, projection.parameters) == ("projection to the decoder's width", 12 * 8 + 8)
 
 
 def test_columns_and_the_arrow_between_them():
@@ -414,7 +436,7 @@ def test_columns_and_the_arrow_between_them():
     assert [column.title for column in drawn.columns] == ["encoder", "decoder"]
     assert drawn.arrow == "memory"
     assert drawn.columns[1].before[0].detail == ("the encoder's table",)
-    assert [group.blocks[0].kind for group in drawn.columns[1].layer[::2]] == ["attention", "cross", "ffn"]
+    assert [group.blocks[0].kind for group in drawn.columns[1].layers[0].groups[::2]] == ["attention", "cross", "ffn"]
     drawn = model.diagram(FAMILIES["electra"], "toy")
     assert ([column.title for column in drawn.columns], drawn.arrow) == (["generator", "encoder"], "tokens")
     drawn = model.diagram(FAMILIES["rnn"], "toy")

@@ -1,14 +1,17 @@
 """Stock tfds data sets: prepared once by `prepare`, read by the source "tfds", both with small stand-ins."""
 
 import dataclasses
+import importlib.util
 import sys
 import tarfile
 
 import numpy as np
 import pytest
+import requests
 import tensorflow_datasets as tfds
 
 from jaxformer.config import ConfigError, DataConfig
+from jaxformer.data import prepare as preparation
 from jaxformer.data.prepare import prepare
 from jaxformer.data.sources import build
 
@@ -216,6 +219,50 @@ def test_without_tensorflow_prepare_says_which_extra_to_install(tmp_path, monkey
         prepare("stand_in_needs_tensorflow", tmp_path)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("stand_in_needs_tensorflow/*"))
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Addresses that were asked for; none answers."""
+    asked = []
+
+    def head(address, timeout):
+        asked.append(address)
+        raise requests.ConnectionError(f"HTTPConnectionPool(host='x'): (Caused by: Failed to resolve {address[7:16]!r}")
+
+    monkeypatch.setattr(requests, "head", head)
+    return asked
+
+
+@pytest.mark.parametrize("name", ["lm1b", "wmt14_translate/de-en", "imdb_reviews"])
+def test_tensorflow_is_looked_for_before_any_download(tmp_path, monkeypatch, no_network, name):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", lambda self: pytest.fail("it downloads"))
+    with pytest.raises(ConfigError, match=rf"^{name}: preparing it needs TensorFlow.*pip install 'jaxformer\[prep"):
+        prepare(name, tmp_path / "data")
+    assert not no_network and not (tmp_path / "data").exists()
+
+
+def test_without_a_network_prepare_says_so_at_once(tmp_path, monkeypatch, no_network, caplog):
+    monkeypatch.setattr(preparation, "_has_tensorflow", lambda: True)
+    monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", lambda self: pytest.fail("it downloads"))
+    message = (
+        r"^wmt14_translate/de-en: got no answer from http://data.statmt.org \(Failed to resolve .*, http://www.stat"
+    )
+    with pytest.raises(ConfigError, match=message + r".*expected a network for the download; connect, set HTTP_PROXY"):
+        prepare("wmt14_translate/de-en", tmp_path / "data")
+    assert len(no_network) == 2, "a server is asked once"
+    assert not (tmp_path / "data").exists()
+    monkeypatch.setattr(preparation, "MAX_TRIED_HOSTS", 1)
+    (tmp_path / "data" / "downloads").mkdir(parents=True)
+    (tmp_path / "data" / "downloads" / "archive.INFO").touch()
+    monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", lambda self: None)
+    prepare("lm1b", tmp_path / "data")
+    assert "lm1b: no network (http://www.statmt.org (Failed to resolve" in caplog.text
+    assert f"only archives in {tmp_path / 'data' / 'downloads'} can be used" in caplog.text
+    (tmp_path / "data" / "downloads" / "archive.INFO").unlink()
+    monkeypatch.setattr(requests, "head", lambda address, timeout: requests.Response())  # any answer is a network
+    assert prepare("lm1b", tmp_path / "data").parts[-2:] == ("lm1b", "1.1.0")
 
 
 def test_prepare_of_a_name_that_tfds_does_not_know(tmp_path):

@@ -26,9 +26,9 @@ from jaxformer.config import (
 )
 from jaxformer.data import build, cache, sources, token_shards
 from jaxformer.data.build import pieces
-from jaxformer.data.mixture import Mixture
+from jaxformer.data.mixture import MixedExamples, Mixture
 from jaxformer.data.pipeline import Pipeline
-from jaxformer.data.planning import ShuffledOrder
+from jaxformer.data.planning import Draw, ShuffledOrder
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.tasks import _datasets
@@ -96,8 +96,10 @@ CASES = [
     ("language_modelling", {}),
     ("language_modelling", {"packing": "none", "buckets": (4,)}),
     ("language_modelling", {"packing": "first_fit", "length": 40}),
+    ("language_modelling", {"packing": "first_fit", "length": 3, "skip_long": True}),
     ("language_modelling", {"examples": 31}),
     ("prefix_lm", {}),
+    ("prefix_lm", {"packing": "first_fit", "length": 20}),
     ("permutation_lm", {"encoder": True}),
     ("masked_lm", {"packing": "none", "encoder": True}),
 ]
@@ -114,6 +116,43 @@ def test_batches_are_those_of_the_text(built, tmp_path, task, fields):
         for one, other in zip(ours, theirs, strict=True):
             chex.assert_trees_all_equal(one, other)
     assert shards.epoch_batches == text.epoch_batches and shards.truncation_notes(5) == text.truncation_notes(5)
+
+
+def test_a_host_reads_the_documents_of_its_rows_alone(built, tmp_path, monkeypatch):
+    """Packed rows are planned from the tables of the shards; texts are not decoded."""
+    config = config_of(packing="first_fit", length=40)
+    whole, _ = pipelines_of(config, built / "byte", tmp_path)
+    hosts = [pipelines_of(config, built / "byte", tmp_path, process_index=n, process_count=2)[0] for n in range(2)]
+    read, get = [], token_shards.ShardedDocuments.__getitem__
+
+    def record(documents, index):
+        read.append(index)
+        return get(documents, index)
+
+    (expected,) = take(whole.train(), 1)
+    monkeypatch.setattr(token_shards.ShardedDocuments, "__getitem__", record)
+    monkeypatch.setattr(type(whole.tokenizers.source), "decode", lambda *_: pytest.fail("it decodes"))
+    halves = []
+    for host, ours in enumerate(hosts):
+        read.clear()
+        plan = ours._plan(0)
+        assert not read
+        halves.append(ours._fill(plan, plan.batches[0]))
+        assert len(read) == len(set(read)) == sum(map(len, plan.batches[0].rows[2 * host : 2 * host + 2]))
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *halves)
+    chex.assert_trees_all_equal(joined, expected)
+
+
+def test_a_task_that_makes_other_slots_than_it_says_is_refused(built, tmp_path):
+    config = config_of(packing="first_fit", dir=str(built / "byte"))
+    dataset = sources.build(config.data, ("text",))
+    tokenizers = setup.build_or_load_tokenizers(config, dataset, tmp_path)
+    task = tasks.get("language_modelling")
+    derived = dataclasses.replace(task, encode=lambda *_: {"target": np.zeros(3, np.int32)})
+    with pytest.raises(
+        ConfigError, match="task: got 3 slots of a document of 7 tokens from the task's encode, expected"
+    ):
+        Pipeline(config, dataset, tokenizers, derived)
 
 
 def test_sizes_come_from_the_index(built, tmp_path):
@@ -276,7 +315,7 @@ def test_another_tokenizer_is_refused(built):
 # --- mixtures and runs ------------------------------------------------------------------------------------------------
 
 
-def test_mixtures_of_shards_and_with_text(built, tmp_path):
+def test_mixtures_of_shards_and_with_text(built, tmp_path, monkeypatch):
     shards = ComponentConfig(source="shards", dir="byte", weight=3.0)
     text = ComponentConfig(source="text", splits={"train": ("test.txt",)})
     config = config_of(source="numerals", dir=str(built), cache=str(tmp_path))
@@ -293,6 +332,16 @@ def test_mixtures_of_shards_and_with_text(built, tmp_path):
         "ShardedDocuments",
         "PreparedSplit",
     }
+    assert Mixture(config, parts)._plan.encode.known_lengths([Draw(1, 0, 0), Draw(0, 0, 0)]) is None
+    both = {"a": shards, "b": dataclasses.replace(shards, weight=1.0)}
+    packed = dataclasses.replace(config.data, mixture=MixtureConfig(components=both), packing="first_fit", length=40)
+    config = dataclasses.replace(config, data=packed)
+    parts = setup.build_pipelines(config, _datasets.build(config), tokenizers)
+    plan = Mixture(config, parts)._planned(3)
+    assert plan.encoded is None and {draw.part for draw in plan.indices} == {0, 1}
+    monkeypatch.setattr(MixedExamples, "known_lengths", lambda *_: None)
+    encoded = Mixture(config, parts)._planned(3)
+    assert encoded.encoded is not None and plan.batches == encoded.batches, "planned as if they were encoded"
     both = {"a": shards, "b": dataclasses.replace(shards, dir="word")}
     data = dataclasses.replace(config.data, mixture=MixtureConfig(components=both))
     with pytest.raises(

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from jaxformer import cli
 from jaxformer.analysis.draw import embeddings
-from jaxformer.analysis.draw.diagram import Block, Column, Diagram, Group
+from jaxformer.analysis.draw.diagram import Block, Column, Diagram, Group, Layers
 from jaxformer.analysis.draw.panels import Bars, Curves, Heat, Picture
 from jaxformer.config import ConfigError, StackConfig, overrides
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
@@ -114,8 +114,8 @@ def test_a_diagram_shows_every_block_once_with_its_count():
     layer = (Group((Block("norm", "norm", 2), Block("self-attention", "attention", 30, ("2 heads",))), True),)
     cross = (*layer, Group((Block("cross-attention", "cross", 40),), False))
     columns = (
-        Column("encoder", (Block("embedding", "embedding", 1000),), layer, 3, ()),
-        Column("decoder", (Block("table", "embedding", 0),), cross, 2, (Block("head", "head", 7),)),
+        Column("encoder", (Block("embedding", "embedding", 1000),), (Layers(layer, 3),), ()),
+        Column("decoder", (Block("table", "embedding", 0),), (Layers(cross, 2),), (Block("head", "head", 7),)),
     )
     figure = diagram.figure(Diagram("toy", columns, "memory"))
     shown = words_in(figure)

@@ -38,35 +38,51 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """Layers with the same parts.
+
+    Attributes:
+      groups: those of one layer, in the order of computation.
+      count: number of layers.
+      shares: True if the layers have one set of parameters.
+    """
+
+    groups: tuple[Group, ...]
+    count: int
+    shares: bool = False
+
+    @property
+    def one(self) -> int:
+        """Number of parameters of one layer."""
+        return sum(block.parameters for group in self.groups for block in group.blocks)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of all of them."""
+        return self.one * (min(self.count, 1) if self.shares else self.count)
+
+
+@dataclass(frozen=True)
 class Column:
     """One part of a model, from its input to its output.
 
     Attributes:
       title: "encoder".
       before: blocks before the layers.
-      layer: groups of one layer; () without layers that repeat.
-      repeats: number of layers.
+      layers: layers that repeat; an entry more where the first ones have other parts than the others.
       after: blocks after the layers.
-      shares: True if the layers have one set of parameters.
     """
 
     title: str
     before: tuple[Block, ...]
-    layer: tuple[Group, ...]
-    repeats: int
+    layers: tuple[Layers, ...]
     after: tuple[Block, ...]
-    shares: bool = False
-
-    @property
-    def layer_parameters(self) -> int:
-        """Number of parameters of one layer."""
-        return sum(block.parameters for group in self.layer for block in group.blocks)
 
     @property
     def parameters(self) -> int:
         """Number of parameters of the whole column."""
-        outside = sum(block.parameters for block in (*self.before, *self.after))
-        return outside + (min(self.repeats, 1) if self.shares else self.repeats) * self.layer_parameters
+        parts = (*self.before, *self.layers, *self.after)
+        return sum(part.parameters for part in parts)
 
 
 @dataclass(frozen=True)
@@ -113,11 +129,11 @@ def to_text(diagram: Diagram, width: int = 80, details: bool = True) -> str:
         add(0, column.title, column.parameters)
         for block in column.before:
             add_block(2, block)
-        if column.layer:
-            plural = "s, of which each has" if column.repeats > 1 else ""
-            plural = "s, which share" if column.shares and plural else plural
-            add(2, f"{column.repeats} layer{plural}", column.layer_parameters)
-            for group in column.layer:
+        for layers in column.layers:
+            plural = "s, of which each has" if layers.count > 1 else ""
+            plural = "s, which share" if layers.shares and plural else plural
+            add(2, f"{layers.count} layer{plural}", layers.one)
+            for group in layers.groups:
                 for block in group.blocks:
                     add_block(4, block)
                 if group.residual:

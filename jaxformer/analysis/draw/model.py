@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import jax
 from flax import linen as nn
 
-from jaxformer.analysis.draw.diagram import Block, Column, Diagram, Group
+from jaxformer.analysis.draw.diagram import Block, Column, Diagram, Group, Layers
 from jaxformer.config import HeadConfig, ModelConfig, RecurrentConfig, StackConfig
 from jaxformer.models import build
-from jaxformer.nn.stack import has_final_norm
+from jaxformer.nn.stack import has_final_norm, split_layers
 from jaxformer.types import leaf_path
 
 LETTERS = {
@@ -49,7 +49,7 @@ class Leaf:
         return math.prod(self.shape)
 
 
-ORDER = ("query", "key", "value", "router", "in", "gate", "out")
+ORDER = ("query_down", "query", "down", "up", "key", "value", "router", "in", "gate", "out")
 """Names of kernels in the order of computation; others follow by name."""
 
 NAMES = {
@@ -86,14 +86,14 @@ def diagram(model: ModelConfig, title: str) -> Diagram:
             continue
         is_last = side == "decoder" or model.decoder_part is None
         before = _input_blocks(model, side, leaves)
-        after = _head(model.head, leaves, _tied_table(model)) if is_last else []
+        after = [*_head(model.head, leaves, _tied_table(model)), *_copying(leaves)] if is_last else _memory(leaves)
         if isinstance(part, StackConfig):
             columns.append(_stack_column(side, side, part, leaves, before, after))
         else:
             columns.append(_recurrent_column(side, part, leaves, before, after))
     if model.linear is not None:
         blocks = [_block(path[-1], "ffn", leaves.pop(path)) for path in list(leaves) if path[0] != "series"]
-        columns.append(Column("linear forecast", tuple(_series_blocks(leaves)), (), 0, tuple(blocks)))
+        columns.append(Column("linear forecast", tuple(_series_blocks(leaves)), (), tuple(blocks)))
     columns = _with_rest(columns, leaves)
     arrow = "tokens" if model.generator is not None else "memory" if model.is_seq2seq else ""
     return Diagram(title, tuple(columns), arrow)
@@ -125,7 +125,7 @@ def _depth(path: tuple[str, ...]) -> int:
     start = 1 if path[0] == "generator" else 0
     if path[start] not in ("encoder", "decoder"):
         return start + 1
-    return min(start + (3 if path[start + 1] == "blocks" else 2), len(path))
+    return min(start + (3 if path[start + 1] in ("dense_blocks", "blocks") else 2), len(path))
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------
@@ -138,20 +138,20 @@ def _stack_column(
     before = [*before, *_position_blocks(side, stack, leaves)]
     if stack.conv is not None and (side, "conv") in leaves:
         before.append(_block("convolution, added after layer 1", "ffn", leaves.pop((side, "conv"))))
-    groups = _layer_groups(side, stack, leaves)
+    dense, others = split_layers(stack)
+    layers = [] if dense is None else [Layers(_layer_groups((side, "dense_blocks"), dense, leaves), dense.layers)]
+    if others.layers:
+        layers.append(Layers(_layer_groups((side, "blocks"), others, leaves), others.layers, stack.share_layers))
     ends: list[Block] = []
     if has_final_norm(stack) and stack.norm.kind != "none":
         ends.append(_block(f"{stack.norm.kind} norm", "norm", leaves.pop((side, "final_norm"), [])))
     if stack.output_width is not None:
         ends.append(_block("last projection", "head", leaves.pop((side, "output_projection"))))
-    return Column(title, tuple(before), tuple(groups), stack.layers, (*ends, *after), stack.share_layers)
+    return Column(title, tuple(before), tuple(layers), (*ends, *after))
 
 
-def _layer_groups(side: str, stack: StackConfig, leaves: Leaves) -> list[Group]:
-    """The sub-layers of one layer, with norms and residual connections where the config has them."""
-    if not stack.layers:
-        return []
-    prefix = (side, "blocks")
+def _layer_groups(prefix: tuple[str, str], stack: StackConfig, leaves: Leaves) -> tuple[Group, ...]:
+    """The sub-layers of one of the layers at `prefix`, with norms and residual connections as in the config."""
     sublayers = [("attention", "self-attention", "attention", stack.residual_attention)]
     if (*prefix, "cross") in leaves:
         sublayers.append(("cross", "cross-attention", "cross", stack.residual_cross))
@@ -170,7 +170,9 @@ def _layer_groups(side: str, stack: StackConfig, leaves: Leaves) -> list[Group]:
             groups.append(Group((core, *first), residual))
         else:
             groups.append(Group((*first, core, *(last if stack.norm.order == "sandwich" else [])), residual))
-    return groups
+    for path in [path for path in leaves if path[:2] == prefix]:
+        groups.append(Group((_rest_block(path, leaves),)))
+    return tuple(groups)
 
 
 def _norm(stack: StackConfig, leaves: list[Leaf]) -> list[Block]:
@@ -192,6 +194,7 @@ def _sublayer_words(key: str, stack: StackConfig) -> list[str]:
     heads, groups = attention.heads, attention.kv_heads or attention.heads
     words = [f"{heads} head{'s' * (heads > 1)}"]
     words += [f"{groups} for keys and values"] if groups != heads else []
+    words += [f"keys and values from {attention.latent.rank} latent channels"] if attention.latent is not None else []
     if key == "attention":
         words += [stack.encoding.kind] if stack.encoding.kind not in ("none", "sinusoidal", "learned") else []
         words += [f"window {attention.window}{_window_layers(stack)}"] if attention.window is not None else []
@@ -227,7 +230,7 @@ def _recurrent_column(
         words = [f"{part.attention} attention"] if part.attention != "none" and number == 0 else []
         words += ["both directions, each of"] if part.bidirectional else []
         blocks.append(_block(f"{part.cell} layer {number + 1}", "recurrent", own, words))
-    return Column(side, tuple(before), (), 0, (*blocks, *after))
+    return Column(side, tuple(before), (), (*blocks, *after))
 
 
 def _with_rest(columns: list[Column], leaves: Leaves) -> list[Column]:
@@ -235,17 +238,14 @@ def _with_rest(columns: list[Column], leaves: Leaves) -> list[Column]:
     for path in list(leaves):
         titles = [column.title for column in columns]
         number = titles.index(path[0]) if path[0] in titles else len(columns) - 1
-        column, block = (
-            columns[number],
-            _block(NAMES.get(path[-1], " ".join(path).replace("_", " ")), "position", leaves.pop(path)),
-        )
-        if len(path) > 2:  # a part of every layer
-            layer = (*column.layer, Group((block,)))
-            columns[number] = dataclasses.replace(column, layer=layer)
-        else:
-            before = (*column.before, block)
-            columns[number] = dataclasses.replace(column, before=before)
+        before = (*columns[number].before, _rest_block(path, leaves))
+        columns[number] = dataclasses.replace(columns[number], before=before)
     return columns
+
+
+def _rest_block(path: tuple[str, ...], leaves: Leaves) -> Block:
+    """A block for parameters that no other has, by the words of their path."""
+    return _block(NAMES.get(path[-1], " ".join(path).replace("_", " ")), "position", leaves.pop(path))
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -322,6 +322,19 @@ def _head(head: HeadConfig, leaves: Leaves, table: str) -> list[Block]:
     elif head.kind == "tokens" and head.tied:
         words.append("with the embedding table")
     return [_block("head", "head", own, words)]
+
+
+def _memory(leaves: Leaves) -> list[Block]:
+    """The projection of the encoder's output to the width of the decoder."""
+    own = leaves.pop(("memory_projection",), [])
+    return [_block("projection to the decoder's width", "head", own)] if own else []
+
+
+def _copying(leaves: Leaves) -> list[Block]:
+    """The mixture of the head's distribution with one over the tokens of the source."""
+    own = leaves.pop(("copying",), [])
+    words = ["mixes the head's probabilities with those of the source's tokens"]
+    return [_block("copying", "head", own, words)] if own else []
 
 
 def _block(name: str, kind: str, leaves: Sequence[Leaf], words: Sequence[str] = ()) -> Block:

@@ -3,7 +3,8 @@
     plan        pieces of the input, grouped into units, each of which becomes a shard (`pieces`)
     vocabulary  learned from a sample, or loaded; one for all components of a mixture
     duplicates  keys of all documents by the workers, then which documents survive (`deduplication`)
-    shards      each read, cleaned, tokenized and written by one worker (`units`, `workers`)
+    shards      each read, cleaned, tokenized and written by one worker (`units`), of this machine (`workers`) or of an
+                Apache Beam pipeline (`beam`)
     index       counts and checksums of all shards, written last
 
 A build that was stopped goes on with the same command: finished shards are checked and kept. The files have the same
@@ -21,7 +22,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import numpy as np
 
 from jaxformer.config import Config, components
 from jaxformer.data import token_shards, vocabularies
+from jaxformer.data.build import beam as pipelines
 from jaxformer.data.build import deduplication, pieces, units, workers
 from jaxformer.data.build.options import Options
 from jaxformer.data.build.units import WORK, Unit
@@ -36,7 +38,7 @@ from jaxformer.data.sources import shards as shards_source
 from jaxformer.data.token_shards import COUNTS, INDEX
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import directories, files
+from jaxformer.runtime import directories, files, object_store
 
 LOG = logging.getLogger("jaxformer")
 LOG_SECONDS = 10.0
@@ -60,13 +62,20 @@ class Component:
     units: Mapping[str, Sequence[Unit]]
 
 
-def build(config: Config, target: str | Path, workers: int = 1, options: Options = Options()) -> dict[str, Any]:  # noqa: B008
+def build(
+    config: Config,
+    target: str | Path,
+    workers: int = 1,
+    options: Options = Options(),  # noqa: B008
+    beam: str = "",
+) -> dict[str, Any]:
     """Builds token shards of the data of `config` in the folder `target`, or completes them.
 
     A mixture becomes a folder of shards for each component, with one tokenizer.
 
     Args:
       workers: processes; each uses one core.
+      beam: options of Apache Beam, as "--runner=DirectRunner", whose pipeline makes the shards; "": processes do.
 
     Returns:
       The index, as written to `target/index.json`.
@@ -78,6 +87,12 @@ def build(config: Config, target: str | Path, workers: int = 1, options: Options
     """
     options.check()
     directory = directories.expand_user(str(target), "--target")
+    if beam:
+        _check_beam(config, beam, workers)
+        # Workers may run in another folder, and open sources without pieces of their own themselves.
+        paths = {name: _absolute(getattr(config.data, name)) for name in ("dir", "cache")}
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, **paths))
+    run = Runner(workers, beam)
     found, plan = _plan(config, directory, options)
     work = directory / WORK
     _check_target(directory, plan)
@@ -93,8 +108,56 @@ def build(config: Config, target: str | Path, workers: int = 1, options: Options
                 _save_tokenizer(tokenizer, part.directory)
         if options.deduplicate != "none":
             for part in found.values():
-                _deduplicate(part.units.get("train", ()), options, workers)
-        return _make_shards(directory, found, tokenizer, sample, options, workers)
+                _deduplicate(part.units.get("train", ()), options, run)
+        return _make_shards(directory, found, tokenizer, sample, options, run)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """Does the work on units, by processes of this machine or a Beam pipeline.
+
+    Attributes:
+      workers: processes.
+      beam: options of Apache Beam; "": processes.
+    """
+
+    workers: int
+    beam: str
+
+    def keys(self, train: Sequence[Unit]) -> None:
+        """Writes the keys of the documents of units."""
+        calls = [(unit,) for unit in train]
+        if self.beam:
+            list(pipelines.run(units.write_keys, calls, self.beam, lambda unit: unit.keys))
+        else:
+            list(workers.run(units.write_keys, calls, self.workers))
+
+    def shards(self, todo: Sequence[Unit], fingerprint: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(index, manifest) of each unit, in the order in which they finish."""
+        calls = [(unit, fingerprint) for unit in todo]
+        if not self.beam:
+            yield from workers.run(units.make, calls, self.workers)
+            return
+        for unit in todo:  # one of a damaged shard would stand for what the pipeline makes elsewhere
+            unit.manifest.unlink(missing_ok=True)
+        for index in pipelines.run(units.make, calls, self.beam, lambda unit: unit.manifest):
+            yield index, files.read_json(todo[index].manifest)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
+def _check_beam(config: Config, beam: str, workers: int) -> None:
+    if workers != 1:
+        raise ConfigError(
+            f"--workers: got {workers} beside --beam, expected one of them; the engine's own options say how many, as "
+            "--direct_num_workers"
+        )
+    if object_store.is_url(config.data.dir):
+        got = f"data.dir: got {config.data.dir!r} beside --beam"
+        raise ConfigError(f"{got}, expected a folder that all machines share; copy it there")
+    pipelines.check(beam)
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------
@@ -235,12 +298,11 @@ def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 # --- duplicates, shards, index ----------------------------------------------------------------------------------------
 
 
-def _deduplicate(train: Sequence[Unit], options: Options, count: int) -> None:
+def _deduplicate(train: Sequence[Unit], options: Options, run: Runner) -> None:
     """Writes which documents of each unit survive, unless it is known."""
     if all(unit.survivors.exists() for unit in train):
         return
-    for _ in workers.run(units.write_keys, [(unit,) for unit in train], count):
-        pass
+    run.keys(train)
     keys = [unit.keys for unit in train]
     if options.deduplicate == "exact":
         survivors = deduplication.exact_survivors(keys)
@@ -260,18 +322,18 @@ def _make_shards(
     tokenizer: Tokenizer,
     sample: dict[str, int],
     options: Options,
-    count: int,
+    run: Runner,
 ) -> dict[str, Any]:
     """Makes the shards of all components, then the index of each, and returns that of the target."""
     every = [unit for part in found.values() for each in part.units.values() for unit in each]
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:  # hashing leaves Python's lock
+    with concurrent.futures.ThreadPoolExecutor(run.workers) as pool:  # hashing leaves Python's lock
         finished = list(pool.map(lambda unit: units.finished_manifest(unit, tokenizer.fingerprint), every))
     manifests = {unit.manifest: found for unit, found in zip(every, finished, strict=True) if found is not None}
     if manifests:
         LOG.info("%d of %d shards are finished", len(manifests), len(every))
     todo = [unit for unit in every if unit.manifest not in manifests]
     start = logged = time.monotonic()
-    for index, manifest in workers.run(units.make, [(unit, tokenizer.fingerprint) for unit in todo], count):
+    for index, manifest in run.shards(todo, tokenizer.fingerprint):
         manifests[todo[index].manifest] = manifest
         if time.monotonic() - logged > LOG_SECONDS or len(manifests) == len(every):
             logged = time.monotonic()

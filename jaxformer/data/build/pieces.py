@@ -1,7 +1,8 @@
 """The input of a build as pieces that workers read independently, grouped into shards.
 
-Pieces are byte ranges of lines, whole files, row groups of Parquet files, or ranges of the examples of any other
-source. They depend on the input alone, so that the shards are the same whatever the number of workers.
+Pieces are byte ranges of lines, whole files, row groups of Parquet files, record batches of Arrow files, or ranges of
+the examples of any other source. They depend on the input alone, so that the shards are the same whatever the number
+of workers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any, BinaryIO
 
 from jaxformer.config import DataConfig
 from jaxformer.data import sources
-from jaxformer.data.sources import Dataset, _files, parquet, table
+from jaxformer.data.sources import Dataset, _files, datasets, parquet, table, warc
 from jaxformer.errors import ConfigError
+from jaxformer.runtime import bucket_folders
 
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 4 << 20, 256 << 20
 USUAL_SHARDS = 256
@@ -32,7 +34,7 @@ class Piece:
 
     Attributes:
       path: its file; "" for the examples of another source.
-      begin, end: bytes, row groups or examples, by the kind of input.
+      begin, end: bytes, row groups, record batches or examples, by the kind of input.
       size: bytes of the input, for other sources about as many.
     """
 
@@ -50,7 +52,7 @@ class Input:
       data: where it comes from; `splits` names the split alone.
       split: its name.
       kind: a key of `READERS`.
-      column: table and parquet: column of the text.
+      column: table, parquet and datasets: column of the text.
     """
 
     data: DataConfig
@@ -88,6 +90,8 @@ def inputs(data: DataConfig) -> dict[str, Input]:
         raise ConfigError(f"{got} for a build, expected None: all is built, and training may read less")
     kind, column = _kind(data)
     if kind != "examples":
+        if kind == "datasets" and not data.splits:  # the folder's own
+            data = dataclasses.replace(data, splits={name: (name,) for name in datasets.saved_splits(data)})
         return {split: Input(_of_split(data, split), split, kind, column) for split in data.splits}
     dataset = _dataset(data)
     for examples in dataset.splits.values():
@@ -103,13 +107,23 @@ def _of_split(data: DataConfig, split: str) -> DataConfig:
 
 def _kind(data: DataConfig) -> tuple[str, str]:
     """Kind of the input, and the column of its text. Slices of files need all of them: those go through the source."""
-    if data.source not in ("text", "table", "parquet"):
+    if data.source == "datasets":
+        saved = datasets.saved_splits(data)
+        datasets.library()
+        if datasets.whole_files(data, saved) is None:
+            return "examples", ""
+        columns = [datasets.columns_of(data, saved[name]) for name in saved]
+        return "datasets", _text_column(columns[0])
+    if data.source not in ("text", "table", "parquet", "warc"):
         return "examples", ""
     parts = list(itertools.chain(*_files.slices_by_split(data).values()))
     if not all(part.is_complete for part in parts):
         return "examples", ""
     if data.source == "text":
         return ("lines" if data.document == "line" else "files"), ""
+    if data.source == "warc":
+        warc.check(data)
+        return "warc", ""
     if data.source == "parquet":
         columns = parquet.columns_of(data)
         return "parquet", _text_column(columns)
@@ -140,8 +154,7 @@ def identity(source: Input) -> list[Any]:
     """Names, sizes and times of the files of an input as JSON values; of another source the key of its data set."""
     if source.kind == "examples":
         return [_dataset(source.data).key]
-    directory = _files.data_directory(source.data)
-    found = []
+    found, directory = [], bucket_folders.local_folder(source.data.dir, "data.dir")
     for path in _paths(source):
         status = path.stat()
         found.append([str(path.relative_to(directory)), status.st_size, status.st_mtime_ns])
@@ -149,6 +162,8 @@ def identity(source: Input) -> list[Any]:
 
 
 def _paths(source: Input) -> list[Path]:
+    if source.kind == "datasets":
+        return (datasets.whole_files(source.data, datasets.saved_splits(source.data)) or {})[source.split]
     return [part.path for part in itertools.chain(*_files.slices_by_split(source.data).values())]
 
 
@@ -183,12 +198,15 @@ def shards(source: Input, size: int | None) -> list[list[Piece]]:
 
 
 def _cut(source: Input, unit: Piece, room: int, size: int) -> Iterator[Piece]:
-    """The pieces of a file of lines or of a range of examples, the first of which fills the shard begun before."""
-    if source.kind not in ("lines", "jsonl", "examples") or unit.path.endswith(".gz"):
+    """The pieces of a file of lines or record batches or of a range of examples.
+
+    The first one fills the shard begun before.
+    """
+    if source.kind not in ("lines", "jsonl", "datasets", "examples") or unit.path.endswith(".gz"):
         yield unit
         return
     count = unit.end - unit.begin
-    bytes_each = max(unit.size // count, 1) if source.kind == "examples" else 1
+    bytes_each = max(unit.size // count, 1) if source.kind in ("datasets", "examples") else 1
     begin, room = unit.begin, max(room, 0) // bytes_each or size // bytes_each or 1
     while begin < unit.end:
         end = min(begin + room, unit.end)
@@ -212,6 +230,11 @@ def _units(source: Input) -> Iterator[Piece]:
                 yield Piece(str(path), number, number + 1, max(metadata.total_byte_size, 1))
             continue
         size = path.stat().st_size
+        if source.kind == "datasets":
+            count = len(datasets.read_batches(path, {"text": source.column}))
+            if count:
+                yield Piece(str(path), 0, count, size)
+            continue
         if not size:
             raise ConfigError(f"{path}: got an empty file, expected text; fill it or name another")
         yield Piece(str(path), 0, size, size)
@@ -308,6 +331,24 @@ def _parquet_rows(source: Input, piece: Piece, dropped: dict[str, int]) -> Itera
                 yield value or ""
 
 
+def _arrow_rows(source: Input, piece: Piece, dropped: dict[str, int]) -> Iterator[str]:
+    path = Path(piece.path)
+    batches = datasets.read_batches(path, {"text": source.column})[piece.begin : piece.end]
+    for number, (array,) in enumerate(batches, piece.begin):
+        for row, value in enumerate(datasets.read_texts(path, array)):
+            where = functools.partial("{}: row {} of record batch {}".format, piece.path, row, number)
+            if source._nonempty(where, value or "", dropped):
+                yield value or ""
+
+
+def _web_pages(source: Input, piece: Piece, dropped: dict[str, int]) -> Iterator[str]:
+    for text in warc.documents(Path(piece.path)):
+        if text.strip():
+            yield text
+        else:  # in any split: such a page cannot be taken out of the file
+            dropped["empty"] = dropped.get("empty", 0) + 1
+
+
 def _source_examples(source: Input, piece: Piece, dropped: dict[str, int]) -> Iterator[str]:
     examples = _dataset(source.data).splits[source.split]
     for begin in range(piece.begin, piece.end, 1024):
@@ -320,6 +361,8 @@ READERS: Mapping[str, Callable[[Input, Piece, dict[str, int]], Iterator[str]]] =
     "files": _whole_files,
     "jsonl": _json_lines,
     "parquet": _parquet_rows,
+    "datasets": _arrow_rows,
+    "warc": _web_pages,
     "examples": _source_examples,
 }
 """Reader of each kind of input: `(input, piece, dropped) -> texts`."""

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def write_keys(unit: Unit) -> None:
 def save_array(path: Path, values: np.ndarray) -> None:
     """Writes a .npy file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial = path.with_suffix(f".{_unique()}.partial")
     try:
         with open(partial, "wb") as file:
             np.save(file, values)
@@ -118,6 +119,11 @@ def save_array(path: Path, values: np.ndarray) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _unique() -> str:
+    """Part of the name of a temporary file: workers of several machines may be given the same unit."""
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -230,7 +236,7 @@ class _ShardWriter:
 
     def __init__(self, unit: Unit, split: str, tokenizer: Tokenizer):
         self._path = unit.directory / f"{split}-{unit.number:05d}.array_record"
-        self._partial = unit.directory / WORK / f"{self._path.stem}.{os.getpid()}.partial"
+        self._partial = unit.directory / WORK / f"{self._path.stem}.{_unique()}.partial"
         self._dtype = token_shards.token_dtype(tokenizer.size)
         self._separator = [] if tokenizer.eos is None else [tokenizer.eos]
         self._writer: Any = None

@@ -31,7 +31,7 @@ def run(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], workers: int) 
       Exception: of a call; calls that have not begun are cancelled.
     """
     workers = min(workers, len(calls))
-    with _one_thread():
+    with one_thread():
         if workers <= 1:
             for index, call in enumerate(calls):
                 yield index, work(*call)
@@ -52,7 +52,8 @@ def run(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], workers: int) 
 
 
 @contextlib.contextmanager
-def _one_thread() -> Generator[None, None, None]:
+def one_thread() -> Generator[None, None, None]:
+    """The `tokenizers` library uses one thread inside the context."""
     before = os.environ.get(PARALLELISM)
     os.environ[PARALLELISM] = "false"
     try:

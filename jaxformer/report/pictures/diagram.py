@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
-from jaxformer.analysis.draw.diagram import Block, Column, Diagram
+from jaxformer.analysis.draw.diagram import Block, Column, Diagram, Layers
 from jaxformer.report.pictures.style import INK, escape_label
 
 FILL = {
@@ -86,8 +86,8 @@ def _draw_column(drawing: Drawing, column: Column, x: float) -> None:
         if not number:
             drawing.first.append(box)
         y, below = box.top + GAP, box
-    if column.layer:
-        y, below = _draw_layer(drawing, column, x, y, below)
+    for layers in column.layers:
+        y, below = _draw_layers(drawing, layers, x, y, below)
     for block in column.after:
         box = _draw_block(axes, block, x, y)
         y = box.top + GAP
@@ -96,14 +96,14 @@ def _draw_column(drawing: Drawing, column: Column, x: float) -> None:
             continue
         _connect(axes, below, box)
         below = box
-    drawing.outputs.append(Box(x, y - GAP, y - GAP) if below is None or (column.layer and not column.after) else below)
+    drawing.outputs.append(Box(x, y - GAP, y - GAP) if below is None or (column.layers and not column.after) else below)
 
 
-def _draw_layer(drawing: Drawing, column: Column, x: float, y: float, below: Box | None) -> tuple[float, Box]:
-    """One layer in a frame with the number of layers. Returns where the next block begins, and the last point."""
+def _draw_layers(drawing: Drawing, layers: Layers, x: float, y: float, below: Box | None) -> tuple[float, Box]:
+    """One layer in a frame with the number of such. Returns where the next block begins, and the last point."""
     axes, frame = drawing.axes, y
     y += 0.3
-    for group in column.layer:
+    for group in layers.groups:
         start = y
         for number, block in enumerate(group.blocks):
             box = _draw_block(axes, block, x, y)
@@ -120,8 +120,8 @@ def _draw_layer(drawing: Drawing, column: Column, x: float, y: float, below: Box
     corner, size = (x - WIDTH / 2 - LAYER_MARGIN + 0.05, frame), (WIDTH + 2 * LAYER_MARGIN - 0.1, top - frame)
     style: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.12", "facecolor": "none", "edgecolor": "#9aa3ad"}
     axes.add_patch(FancyBboxPatch(corner, *size, **style, linewidth=1.0, linestyle="--", zorder=0))
-    shared = ", shared by all" if column.shares else ""
-    words = f"x {column.repeats}    {column.layer_parameters:,} in a layer{shared}"
+    shared = ", shared by all" if layers.shares else ""
+    words = f"x {layers.count}    {layers.one:,} in a layer{shared}"
     axes.text(corner[0] + 0.1, top - 0.14, words, ha="left", va="center", fontsize=FONT + 0.5, color=INK)
     if below is not None:  # the output leaves the frame
         axes.plot([x, x], [below.top, top], color=INK, linewidth=0.9, zorder=1)
