@@ -120,8 +120,8 @@ class NormConfig:
     """Normalisation."""
 
     kind: Literal["layer", "rms", "batch", "none"] = "layer"  # layer norm, RMS norm, batch norm, or none
-    order: Literal["pre", "post", "sandwich", "branch"] = "pre"  # before or after each sub-layer; sandwich: before and
-    # after; branch: on its output alone, before that is added to the residual stream (OLMo 2)
+    order: Literal["pre", "post", "sandwich", "res_post"] = "pre"  # before or after each sub-layer; sandwich: before
+    # and after; res_post: on its output alone, before that is added to the residual stream (Swin V2, OLMo 2)
     epsilon: Positive = 1e-5  # added to the variance (rms: to the mean square)
     scale: bool = True  # layer, rms: multiply by a learned scale
     bias: bool = True  # layer: add a learned bias

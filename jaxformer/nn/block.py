@@ -57,9 +57,9 @@ class Block(nn.Module):
     """A transformer layer with the signature of `nn.scan`: residual stream and cache are the carry.
 
     `config.norm.order` places the norms around a sub-layer f: pre `x + f(norm(x))` (Xiong et al. 2020), post
-    `norm(x + f(x))` (Vaswani et al. 2017), sandwich `x + norm(f(norm(x)))` (Ding et al. 2021), branch `x + norm(f(x))`
-    (Liu et al. 2022, Swin Transformer V2; OLMo et al. 2024, OLMo 2). A disabled residual drops the `x +`. With
-    `config.residual_after_norm` pre order is `norm(x) + f(norm(x))`.
+    `norm(x + f(x))` (Vaswani et al. 2017), sandwich `x + norm(f(norm(x)))` (Ding et al. 2021), res_post
+    `x + norm(f(x))` (Liu et al. 2022, Swin Transformer V2; OLMo et al. 2024, OLMo 2). A disabled residual drops the
+    `x +`. With `config.residual_after_norm` pre order is `norm(x) + f(norm(x))`.
 
     With `config.sublayers` parallel the layer is `x + f(norm_f(x)) + g(norm_g(x))`, for attention f and feed-forward g
     (Black et al. 2022, GPT-NeoX-20B, section 2.1.2). With parallel_one_norm both read the attention's norm (GPT-J).
@@ -191,14 +191,14 @@ class Block(nn.Module):
     def branch(
         self, name: str, y: Float[Array, "B T D"], function: SubLayer, context: LayerContext
     ) -> Float[Array, "B T D"]:
-        """`function(y)`, with the norm after it (sandwich, branch) and dropout: what is added to the residual stream."""
+        """`function(y)`, with a norm after it (sandwich, res_post) and dropout: the summand of the residual."""
         norm = self.config.norm
         y = constrain(y, "batch", "act_length", "act_embed")  # makes the gradient's all-reduce a reduce-scatter
         y = function(constrain(y, "batch", "length", "act_embed"))
         y = remat.name_activation(constrain(y, "batch", "act_length", "act_embed"), name)
         if norm.order == "sandwich":
             y = Norm(norm, name=f"{name}_post_norm")(y, context.mask.query.segment != 0)
-        elif norm.order == "branch":
+        elif norm.order == "res_post":
             y = self.normalise(name, y, context)
         return Dropout(self.config.dropout)(y)
 

@@ -322,6 +322,10 @@ FAMILIES = {
     "encoder": builders.encoder(encoding=EncodingConfig("learned", max_length=9)),
     "decoder": builders.decoder(norm=NormConfig(kind="rms", order="sandwich"), encoding=EncodingConfig("t5")),
     "seq2seq": builders.seq2seq(norm=POST),
+    "norms on outputs": builders.decoder(
+        norm=NormConfig(kind="rms", order="res_post"),
+        attention=AttentionConfig(heads=2, norm=NormConfig("rms"), norm_over="heads"),
+    ),
     "experts": builders.decoder(moe=MoEConfig(experts=3, shared=1)),
     "dense layers first": builders.decoder(
         layers=3,
@@ -400,6 +404,8 @@ def test_blocks_stand_in_the_order_of_computation_with_their_own_counts():
     assert groups == expected
     (column,) = model.diagram(FAMILIES["decoder"], "toy").columns
     assert [block.name for block in column.layers[0].groups[0].blocks] == ["rms norm", "self-attention", "rms norm"]
+    (column,) = model.diagram(FAMILIES["norms on outputs"], "toy").columns
+    assert [block.name for block in column.layers[0].groups[0].blocks] == ["self-attention", "rms norm"]
 
 
 def test_parallel_sublayers_windows_of_some_layers_and_a_last_projection_are_named():

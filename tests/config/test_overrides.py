@@ -190,6 +190,8 @@ NONSENSE = [
     ({"model__decoder__embed__width": 64}, "at most the model width (32)"),
     ({"model__decoder__causal": False}, "cannot see what it predicts"),
     ({"model__encoder__norm__order": "sandwich", "model__encoder__norm__kind": "none"}, "norm.order is sandwich"),
+    ({"model__encoder__norm__order": "res_post", "model__encoder__norm__kind": "none"}, "norm.order is res_post"),
+    ({"model__encoder__attention__norm_over": "heads"}, "norm_over: got 'heads', expected head where attention.norm"),
     ({"model__decoder__moe": section(MoEConfig, top_k=9)}, "moe.top_k: got 9, expected at most the experts (8)"),
     ({"model__decoder__moe": section(MoEConfig, top_k=1)}, "False with top_k 1"),
     ({"model__decoder__moe": section(MoEConfig), "model__decoder__ffn": None}, "None where there is no feed-forward"),

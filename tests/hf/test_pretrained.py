@@ -331,6 +331,14 @@ EXPORTS = {
     ),
     "mixtral": ModelConfig(decoder=experts(top_k=2), head=HeadConfig(tied=False)),
     "qwen3_moe": ModelConfig(decoder=experts(top_k=3, normalise=False, norm=NormConfig("rms"))),
+    "olmo2": ModelConfig(
+        decoder=dataclasses.replace(
+            stack(encoding=EncodingConfig("rope"), norm=NormConfig("rms", "res_post")),
+            attention=AttentionConfig(heads=2, bias=False, norm=NormConfig("rms"), norm_over="heads"),
+            ffn=FeedForwardConfig(activation="silu", gated=True, bias=False),
+        ),
+        head=HeadConfig(tied=False),
+    ),
     "pegasus": ModelConfig(
         encoder=stack(encoding=EncodingConfig("sinusoidal"), layers=1),
         decoder=stack(encoding=EncodingConfig("sinusoidal")),

@@ -81,6 +81,7 @@ def test_packed_pairs_do_not_see_each_other(kind):
 CASES = [("seq2seq" if kind == "t5" else "decoder", kind, {}) for kind in ENCODINGS] + [
     ("decoder", "rope", {"window": 3}),
     ("decoder", "alibi", {"kv_heads": 1, "head_width": 6}),
+    ("seq2seq", "rope", {"norm": NormConfig("rms"), "norm_over": "heads"}),
 ]
 
 
@@ -183,7 +184,7 @@ def test_another_prompt_takes_the_place_of_a_row_while_the_rest_go_on(family):
     chex.assert_trees_all_close(after[1], alone[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
+@pytest.mark.parametrize("order", ["pre", "post", "sandwich", "res_post"])
 def test_scanned_layers_equal_a_loop_over_layers(order):
     config = builders.encoder(norm=NormConfig(order=order), layers=3)
     module, variables = builders.make(config)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from jaxformer import testing
 from jaxformer.config import (
     AttentionConfig,
     Config,
@@ -95,7 +96,7 @@ def test_scores_are_divided_by_the_root_of_a_head_width_of_its_own():
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
+@pytest.mark.parametrize("order", ["pre", "post", "sandwich", "res_post"])
 def test_norms_and_residual_sums_stand_where_the_order_says(order):
     config = builders.stack(norm=NormConfig(order=order), encoding=EncodingConfig(kind="none"))
     block, context, params = drawn_layer(config)
@@ -106,11 +107,41 @@ def test_norms_and_residual_sums_stand_where_the_order_says(order):
     def sublayer(name, x, function):
         if order == "post":
             return norm(f"{name}_norm", x + function(x))
+        if order == "res_post":
+            return x + norm(f"{name}_norm", function(x))
         y = function(norm(f"{name}_norm", x))
         return x + (norm(f"{name}_post_norm", y) if order == "sandwich" else y)
 
     _, attend, feed = slow_layer(config, params)
     compare(block, context, params, lambda: sublayer("ffn", sublayer("attention", X, attend), feed))
+
+
+@pytest.mark.parametrize("over", ["head", "heads"])
+def test_queries_and_keys_are_normalised_by_head_or_over_all_heads(over):
+    config = AttentionConfig(heads=4, kv_heads=2, bias=False, norm=NormConfig("rms"), norm_over=over)
+    attention = Attention(config, EncodingConfig(kind="none"), WIDTH)
+    params = drawn(attention, X, Mask(SLOTS, SLOTS))
+    q, k, v = (np.einsum("btd,dhk->bthk", X, params[name]["kernel"]) for name in ("query", "key", "value"))
+
+    def normalised(x, scale):
+        axes = -1 if over == "head" else (-2, -1)
+        scale = scale if over == "head" else scale.reshape(x.shape[-2:])
+        return x / np.sqrt(np.mean(x**2, axis=axes, keepdims=True) + config.norm.epsilon) * scale
+
+    q, k = normalised(q, params["query_norm"]["scale"]), normalised(k, params["key_norm"]["scale"])
+    k, v = (np.repeat(x, 2, axis=2) for x in (k, v))
+    scores = np.exp(np.einsum("bthk,bshk->bhts", q, k) / 2**0.5)
+    o = np.einsum("bhts,bshk->bthk", scores / scores.sum(axis=-1, keepdims=True), v)
+    wanted = np.einsum("bthk,hkd->btd", o, params["out"]["kernel"])
+    got = jax.jit(lambda: attention.apply({"params": params}, X, Mask(SLOTS, SLOTS))[0])()
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_norms_over_divided_heads_and_on_outputs_are_those_of_one_device():
+    attention = AttentionConfig(heads=4, kv_heads=2, norm=NormConfig("rms"), norm_over="heads")
+    config = builders.decoder(attention=attention, norm=NormConfig("rms", "res_post"), remat="full")
+    mesh = meshes.make(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
+    testing.assert_sharded_equals_single(*builders.make(config), builders.batch(config, [6, 4, 5, 6]), mesh)
 
 
 def test_without_an_output_projection_heads_stand_one_after_another():

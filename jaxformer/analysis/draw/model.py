@@ -166,7 +166,7 @@ def _layer_groups(prefix: tuple[str, str], stack: StackConfig, leaves: Leaves) -
         last = _norm(stack, leaves.pop((*prefix, f"{key}_post_norm"), []))
         if stack.norm.order == "post":
             groups += [Group((core,), residual), *([Group(tuple(first))] if first else [])]
-        elif stack.norm.order == "branch":
+        elif stack.norm.order == "res_post":
             groups.append(Group((core, *first), residual))
         else:
             groups.append(Group((*first, core, *(last if stack.norm.order == "sandwich" else [])), residual))

@@ -90,7 +90,7 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         _check_no_layers(stack, path)
     if stack.share_layers and stack.norm.kind == "batch":
         raise invalid(f"{path}.share_layers", True, "False with norm.kind batch: running statistics are of one layer")
-    if stack.norm.order in ("sandwich", "branch") and stack.norm.kind == "none":
+    if stack.norm.order in ("sandwich", "res_post") and stack.norm.kind == "none":
         raise invalid(f"{path}.norm.kind", "none", f"a norm, since norm.order is {stack.norm.order}")
     if attention.norm is None and attention.norm_over != "head":
         raise invalid(f"{path}.attention.norm_over", attention.norm_over, "head where attention.norm is None")

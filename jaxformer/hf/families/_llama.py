@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from jaxformer.config import (
     AttentionConfig,
@@ -69,7 +69,11 @@ class Variant:
         value have them; "none": no projection has.
       has_mlp_bias: config.json has the key `mlp_bias`.
       has_window: config.json has the key `sliding_window`, whose default is `window`.
+      norm_order: `NormConfig.order`.
+      norms: modules of a layer that hold the norms of attention and feed-forward layer.
       has_query_key_norm: queries and keys are normalised.
+      norm_over: `AttentionConfig.norm_over` of these norms.
+      has_token_head: it has a class for token classification.
       has_offset_norm: RMS scales are stored as differences from 1, and embeddings multiplied by sqrt(width) (Gemma).
       mixture: the mixture of experts in place of feed-forward layers.
       tied, kv_heads, head_width, theta, positions, activation, epsilon: default values. `kv_heads` None: as many as
@@ -83,7 +87,11 @@ class Variant:
     has_mlp_bias: bool = False
     window: int | None = None
     has_window: bool = False
+    norm_order: Literal["pre", "res_post"] = "pre"
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     has_query_key_norm: bool = False
+    norm_over: Literal["head", "heads"] = "head"
+    has_token_head: bool = True
     has_offset_norm: bool = False
     mixture: ExpertLayout | None = None
     tied: bool = False
@@ -252,6 +260,7 @@ def family(variant: Variant) -> Family:
                 bias=bias,
                 output_bias=False if variant.bias == "inputs" else None,
                 norm=NormConfig("rms", epsilon=epsilon) if variant.has_query_key_norm else None,
+                norm_over=variant.norm_over,
                 window=window,
                 dropout=settings("attention_dropout", 0.0),
             ),
@@ -262,7 +271,7 @@ def family(variant: Variant) -> Family:
                 bias=variant.has_mlp_bias and settings("mlp_bias", False),
             ),
             moe=None if variant.mixture is None else _moe_config(settings, variant.mixture),
-            norm=NormConfig("rms", epsilon=epsilon, offset=1.0 if variant.has_offset_norm else 0.0),
+            norm=NormConfig("rms", variant.norm_order, epsilon=epsilon, offset=1.0 if variant.has_offset_norm else 0.0),
             causal=False if bidirectional else None,
         )
         by_head = {
@@ -325,11 +334,11 @@ def family(variant: Variant) -> Family:
         names = ("q_proj", "k_proj", "v_proj", "o_proj")
         body = [
             Row("model.embed_tokens.weight", "target_embed/table"),
-            *norm_rows(f"{hf_layer}.input_layernorm", f"{param_layer}/attention_norm", has_bias=False),
+            *norm_rows(f"{hf_layer}.{variant.norms[0]}", f"{param_layer}/attention_norm", has_bias=False),
             *attention_rows(
                 f"{hf_layer}.self_attn", f"{param_layer}/attention", decoder.attention, decoder.width, names
             ),
-            *norm_rows(f"{hf_layer}.post_attention_layernorm", f"{param_layer}/ffn_norm", has_bias=False),
+            *norm_rows(f"{hf_layer}.{variant.norms[1]}", f"{param_layer}/ffn_norm", has_bias=False),
             *norm_rows("model.norm", "decoder/final_norm", has_bias=False),
         ]
         mixture, where, parts = variant.mixture, f"{hf_layer}.mlp", ("gate_proj", "up_proj", "down_proj")
@@ -354,7 +363,7 @@ def family(variant: Variant) -> Family:
         heads={
             "causal_lm": f"{variant.class_prefix}ForCausalLM",
             "sequence": f"{variant.class_prefix}ForSequenceClassification",
-            "token": f"{variant.class_prefix}ForTokenClassification",
+            **({"token": f"{variant.class_prefix}ForTokenClassification"} if variant.has_token_head else {}),
             "model": f"{variant.class_prefix}Model",
         },
         read_config=read_config,

@@ -243,6 +243,10 @@ def windows_of_gemma() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], l
 
 def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
     """Decoders and encoder-decoders whose layers differ from GPT-2's and BART's."""
+    olmo2 = SMALL | {
+        "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
     opt = {
         "vocab_size": 24, "hidden_size": 8, "ffn_dim": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
         "max_position_embeddings": 12, "word_embed_proj_dim": 6, "pad_token_id": 1,
@@ -268,6 +272,20 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
     ignored = [{"input_ids": IDS, "labels": [[3, 4, 5, -100, -100], [6, 7, 8, 9, 10]]}]
     blenderbot = BART | {"pad_token_id": 0, "bos_token_id": 1, "decoder_layers": 2}
     return {
+        "olmo2": ("Olmo2ForCausalLM", olmo2, {}, [TEXT, padding("left") | {"output_hidden_states": True}]),
+        "olmo2_yarn": (
+            "Olmo2ForCausalLM",
+            olmo2 | {
+                "num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu",
+                "rms_norm_eps": 1e-3,
+                "rope_parameters": {
+                    "rope_type": "yarn", "factor": 4.0, "rope_theta": 50.0, "original_max_position_embeddings": 4,
+                },
+            },
+            {},
+            [TEXT, padding("right")],
+        ),
+        "olmo2_classifier": ("Olmo2ForSequenceClassification", olmo2 | {"num_labels": 3}, {}, CLASSIFIED[:2]),
         "opt_350m": ("OPTForCausalLM", opt | {"do_layer_norm_before": False}, {}, shown + padded),
         "opt_pre_norm": ("OPTForCausalLM", opt | {"activation_function": "gelu"}, {}, padded),
         "opt_without_biases": ("OPTForCausalLM", opt | bare | {"_remove_final_layer_norm": True}, {}, [TEXT]),
