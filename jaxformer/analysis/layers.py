@@ -23,7 +23,8 @@ from jaxformer.nn.attention import Attention
 from jaxformer.nn.block import Block
 from jaxformer.nn.convolution import Convolved
 from jaxformer.nn.kernels import dense
-from jaxformer.nn.stack import RowInputs, Stack
+from jaxformer.nn.latent_attention import LatentAttention
+from jaxformer.nn.stack import RowInputs, Stack, split_layers
 from jaxformer.types import Array, Batch, DeferredLogits, PyTree, RelationLogits, Slots, Stream
 
 Side = Literal["encoder", "decoder"]
@@ -118,6 +119,10 @@ class Visit(NamedTuple):
     inputs: SideInputs
 
 
+ATTENTION = (Attention, LatentAttention)
+DENSE_BLOCKS, BLOCKS = "dense_blocks", "blocks"
+"""Names of a stack's layers among its variables: those before experts, if there are such, and the others."""
+
 Replace = Callable[[Side, int, Array], Array]
 """`(side, layer, x) -> x`: the residual stream to go on with after a layer (-1: the input of the first)."""
 
@@ -129,23 +134,10 @@ class Reader:
     Attributes:
       module: `models.transformer.Transformer` or one of its kind.
       variables: its variables, with "params" among them.
-
-    Raises:
-      ConfigError: the model has latent attention, or first layers without experts.
     """
 
     module: nn.Module
     variables: Mapping[str, PyTree]
-
-    def __post_init__(self) -> None:
-        for name, stack in self.config.stacks.items():
-            found = {"attention.latent": stack.attention.latent, "moe.dense_layers": stack.dense_layers}
-            for field, value in found.items():
-                if value:
-                    raise ConfigError(
-                        f"analysis: got a model with {name}.{field}, expected layers of one form with keys and values; "
-                        "read it with a call that asks for output_hidden_states or output_attentions"
-                    )
 
     @property
     def config(self) -> ModelConfig:
@@ -165,8 +157,10 @@ class Reader:
 
     def layer_variables(self, side: Side, layer: int) -> dict[str, PyTree]:
         """The variables of one layer."""
+        dense = getattr(self.config, side).dense_layers
+        group, layer = (DENSE_BLOCKS, layer) if layer < dense else (BLOCKS, layer - dense)
         collections = ((name, part.get(side, {})) for name, part in self.variables.items())
-        stacked = {name: part["blocks"] for name, part in collections if "blocks" in part}
+        stacked = {name: part[group] for name, part in collections if group in part}
         if getattr(self.config, side).share_layers:  # with nothing beside parameters: batch norm is refused
             return {"params": stacked["params"]}
         if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(stacked)):
@@ -263,7 +257,11 @@ class Reader:
 
 def _without_blocks(part: PyTree) -> PyTree:
     """A collection without the layers of its sides."""
-    kept = {side: {k: v for k, v in part[side].items() if k != "blocks"} for side in STREAMS if side in part}
+    kept = {
+        side: {k: v for k, v in part[side].items() if k not in (DENSE_BLOCKS, BLOCKS)}
+        for side in STREAMS
+        if side in part
+    }
     return {**part, **kept}
 
 
@@ -292,6 +290,13 @@ def select_row(tree: PyTree, row: Int[Array, ""] | int) -> PyTree:
 
 def _stack(module: Any, side: Side) -> Stack:
     return module.encoder if side == "encoder" else module.decoder
+
+
+def _block(stack: Stack, weights: PyTree) -> Block:
+    """The module of a layer with these variables: of a mixture of experts, the first layers may have none."""
+    dense, others = split_layers(stack.resolved)
+    has_experts = "router" in weights["params"].get("ffn", {})
+    return Block(others if dense is None or has_experts else dense, parent=None)
 
 
 @functools.partial(jax.jit, static_argnames=("module", "side"))
@@ -361,7 +366,7 @@ def run_layer(
 
     def run(model: Any) -> LayerOutput:
         stack = _stack(model, side)
-        block, context = Block(stack.resolved, parent=None), stack.layer_context(inputs.rows)
+        block, context = _block(stack, weights), stack.layer_context(inputs.rows)
         with nn.intercept_methods(functools.partial(apply_edits, edits)):
             ((y, _), _), sown = block.apply(
                 weights, (x, None), layer, None, context, mutable=["intermediates"] if with_maps else []
@@ -387,7 +392,7 @@ def run_parts(
 
     def run(model: Any) -> PartOutputs:
         stack, found = _stack(model, side), dict[str, Array]()
-        block, context = Block(stack.resolved, parent=None), stack.layer_context(inputs.rows)
+        block, context = _block(stack, weights), stack.layer_context(inputs.rows)
         with nn.intercept_methods(functools.partial(record_part, found)):
             block.apply(weights, (x, None), layer, None, context)
         return PartOutputs(found["heads"], found["attention"], found.get("mlp"))
@@ -398,9 +403,9 @@ def run_parts(
 def part_name(context: nn.module.InterceptorContext) -> str:
     """The part whose output a method returns, a field of `PartOutputs` or "cross"; "" for other methods."""
     module, method = context.module, context.method_name
-    if isinstance(module, Attention) and method == "attend":
+    if isinstance(module, ATTENTION) and method == "attend":
         return "cross" if module.name == "cross" else "heads"
-    if isinstance(module, Attention) and method == "__call__" and module.name == "attention":
+    if isinstance(module, ATTENTION) and method == "__call__" and module.name == "attention":
         return "attention"
     return "mlp" if module.name == "ffn" and method == "__call__" else ""
 
@@ -468,7 +473,7 @@ def layer_gradient(
             stack = _stack(model, side)
             context = stack.layer_context(inputs._replace(memory=memory).rows)
             with nn.intercept_methods(functools.partial(add_probes, probes)):
-                ((y, _), _) = Block(stack.resolved, parent=None).apply(weights, (x, None), layer, None, context)
+                ((y, _), _) = _block(stack, weights).apply(weights, (x, None), layer, None, context)
             return y
 
         return apply(module, rest, run)
@@ -483,9 +488,10 @@ def add_probes(
 ) -> Any:
     """An interceptor that adds arrays (of zeros) to the probabilities, so that these have gradients."""
     module = context.module
-    if not isinstance(module, Attention) or context.method_name != "apply_kernel":
+    if not isinstance(module, ATTENTION) or context.method_name != "apply_kernel":
         return function(*args, **kwargs)
-    q, k, v, mask, bias = args
+    q, k, v, mask, *rest = args
+    bias = rest[0] if rest else None
     probs = dense.probabilities(q, k, mask, bias, None, module.config) + probes[str(module.name)]
     values = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
     return jnp.einsum("bhts,bshk->bthk", probs.astype(v.dtype), values).astype(q.dtype)

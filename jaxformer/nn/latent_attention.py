@@ -120,8 +120,19 @@ class LatentAttention(nn.Module):
         self, q: Float[Array, "B T H K"], k: Float[Array, "B S G K"], v: Float[Array, "B S G _"], mask: Mask
     ) -> Float[Array, "B T H _"]:
         """Attention output per head, as wide as `v`: `[B, T, H, V]`. `q` is not yet scaled."""
+        factor = score_factor(self.config, self.latent, self.encoding)
+        return self.apply_kernel(q * jnp.asarray(factor, q.dtype), k, v, mask)
+
+    def apply_kernel(
+        self,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B S G K"],
+        v: Float[Array, "B S G _"],
+        mask: Mask,
+        bias: None = None,
+    ) -> Float[Array, "B T H _"]:
+        """Output `[B, T, H, V]` of the kernel; see `Attention.apply_kernel`."""
         config, dropout = self.config, None
-        q = q * jnp.asarray(score_factor(config, self.latent, self.encoding), q.dtype)
         if not is_zero(config.dropout) and self.has_rng("dropout"):
             dropout = AttentionDropout(config.dropout, self.make_rng("dropout"))
         if self.is_mutable_collection("intermediates"):

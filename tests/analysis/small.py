@@ -18,7 +18,9 @@ from jaxformer.config import (
     EncodingConfig,
     FeedForwardConfig,
     HeadConfig,
+    LatentConfig,
     ModelConfig,
+    MoEConfig,
     NormConfig,
     RecurrentConfig,
     TaskConfig,
@@ -47,6 +49,13 @@ PARTS = {
             LEARNED, embed=EmbedConfig(vocab=VOCAB, width=4), output_width=4, sublayers="parallel_one_norm"
         )
     ),
+    "latent": ModelConfig(
+        decoder=dataclasses.replace(
+            STACK,
+            attention=AttentionConfig(heads=4, latent=LatentConfig(4, content_width=2, rope_width=2, value_width=3)),
+            moe=MoEConfig(experts=2, shared=1, dense_layers=1),
+        )
+    ),
     "translation": ModelConfig(encoder=STACK, decoder=STACK),
     "classification": ModelConfig(encoder=STACK, head=HeadConfig(kind="classes", classes=3, pooling="mean")),
     "rnn": ModelConfig(recurrent_encoder=GRU, recurrent_decoder=ADDITIVE),
@@ -54,6 +63,7 @@ PARTS = {
 }
 TASKS = {
     "adapted": "language_modelling",
+    "latent": "language_modelling",
     "narrow": "language_modelling",
     "rnn": "translation",
     "rnn_lm": "language_modelling",

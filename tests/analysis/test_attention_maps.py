@@ -20,11 +20,16 @@ from jaxformer.hf.arguments import make_batch
 from jaxformer.models import build
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.kernels import dense
+from jaxformer.nn.latent_attention import LatentAttention
 
 GOLDENS = Path(__file__).resolve().parents[2].parent / "shared" / "hf_goldens"
 TEXT, TARGET = "a cab", "dab"
-PLACES = {"encoder": ("encoder", 3, 1, 0), "decoder": ("decoder", 0, 3, 1), "cross": ("cross", 1, 3, 2)}
-"""A head, a query and a key of each kind."""
+PLACES = {
+    "encoder": (("encoder",), "attention", 3, 1, 0),
+    "decoder": (("decoder",), "attention", 0, 3, 1),
+    "cross": (("decoder",), "cross", 1, 3, 2),
+}
+"""Where the attention of each kind is, and a head, a query and a key of it."""
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("language_modelling", ["decoder"]), ("classification", ["encoder"])])
@@ -126,35 +131,62 @@ def test_only_the_layers_that_are_asked_for_are_kept():
         last.rollout()
 
 
+def gradients_by_hand(model, batch, explained, places):
+    """One backward pass through the whole model, of what is added to a probability.
+
+    Args:
+      places: name -> (begin of the module's path, its name, head, query, key); all layers of that path are changed.
+    """
+
+    def logit(amounts):
+        def moved(function, args, kwargs, context):
+            own = context.module
+            if not isinstance(own, (Attention, LatentAttention)) or context.method_name != "apply_kernel":
+                return function(*args, **kwargs)
+            q, k, v, mask, *bias = args
+            probs = dense.probabilities(q, k, mask, *(bias or [None]), None, own.config)
+            for name, (path, kind, head, query, key) in places.items():
+                if own.path[: len(path)] == path and own.name == kind:
+                    probs = probs.at[0, head, query, key].add(amounts[name])
+            return jnp.einsum("bhts,bshk->bthk", probs, jnp.repeat(v, q.shape[2] // v.shape[2], axis=2))
+
+        with nn.intercept_methods(moved):
+            out = model.module.apply(model.inference_variables(), batch)
+        return out[0, explained.position, explained.index]
+
+    return jax.jit(jax.grad(logit))(dict.fromkeys(places, 0.0))
+
+
 def test_gradients_are_those_of_the_logit():
-    """Against one backward pass through the whole model, of what is added to a probability in all layers at once."""
     model = small.model("translation")
     (found,) = model.attention([TEXT], [TARGET], gradient=True)
     sentence, logits, _ = small.sown("translation", TEXT, TARGET)
     explained = found.explained
     assert explained.position == 3 and explained.index == int(np.argmax(logits[0, 3]))
     assert explained.name == sentences.token_names(model.tokenizers.target, [explained.index])[0]
-
-    def logit(amounts):
-        def moved(function, args, kwargs, context):
-            if not isinstance(context.module, Attention) or context.method_name != "apply_kernel":
-                return function(*args, **kwargs)
-            q, k, v, mask, bias = args
-            probs = dense.probabilities(q, k, mask, bias, None, context.module.config)
-            side, name = context.module.path[0], context.module.name
-            kind, head, query, key = PLACES[name if name == "cross" else side]
-            probs = probs.at[0, head, query, key].add(amounts[kind])
-            return jnp.einsum("bhts,bshk->bthk", probs, jnp.repeat(v, 2, axis=2))
-
-        with nn.intercept_methods(moved):
-            out = model.module.apply(model.inference_variables(), sentence.batch)
-        return out[0, 3, explained.index]
-
-    expected = jax.jit(jax.grad(logit))(dict.fromkeys(PLACES, 0.0))
-    for kind, (_, *index) in PLACES.items():
-        own = explained.gradients[kind][(slice(None), *index)].sum()
+    expected = gradients_by_hand(model, sentence.batch, explained, PLACES)
+    for kind, (*_, head, query, key) in PLACES.items():
+        own = explained.gradients[kind][:, head, query, key].sum()
         assert abs(own) > 1e-4
         np.testing.assert_allclose(own, expected[kind], rtol=1e-3, atol=1e-6)
+
+
+def test_gradients_of_latent_attention_in_layers_of_two_forms():
+    model = small.model("latent")
+    (found,) = model.attention([TEXT], gradient=True)
+    sentence, _, sown = small.sown("latent", TEXT)
+    groups = ("dense_blocks", "blocks")
+    for layer, group in enumerate(groups):
+        probs = sown["decoder"][group]["attention"]["probabilities"][0][0, 0]
+        length = found["decoder"].shape[-1]
+        np.testing.assert_allclose(found["decoder"][layer], probs[:, :length, :length], atol=1e-5)
+    position = found.explained.position
+    places = {group: (("decoder", group), "attention", 1, position, 1) for group in groups}
+    expected = gradients_by_hand(model, sentence.batch, found.explained, places)
+    for layer, group in enumerate(groups):
+        own = found.explained.gradients["decoder"][layer, 1, position, 1]
+        assert abs(own) > 1e-5
+        np.testing.assert_allclose(own, expected[group], rtol=1e-3, atol=1e-6)
 
 
 def test_relevance_by_hand():

@@ -1,6 +1,6 @@
 """What the explorer reads of imported models of each family, in bfloat16 and on a mesh, against the model's own pass.
 
-By default a family whose layers differ and a pair of unlike widths; `GOLDENS=all` (`make goldens`) compares all of
+By default families whose layers differ and a pair of unlike widths; `GOLDENS=all` (`make goldens`) compares all of
 them, and more meshes.
 """
 
@@ -32,7 +32,8 @@ CASES = json.loads((HF / "goldens" / "cases.json").read_text(encoding="utf-8"))
 FAMILIES = {
     "albert": "albert", "bart": "bart_padded", "bert": "bert_padded", "big_bird": "big_bird",
     "blenderbot": "blenderbot", "blenderbot_small": "blenderbot_small", "bloom": "bloom",
-    "deberta": "deberta_both_biases", "deberta_v2": "deberta_v2_both_biases", "distilbert": "distilbert",
+    "deberta": "deberta_both_biases", "deberta_v2": "deberta_v2_both_biases", "deepseek_v2": "deepseek_wide",
+    "deepseek_v3": "deepseek_bias", "distilbert": "distilbert",
     "electra": "electra", "encoder_decoder": "pair_bert_gpt2", "gemma": "gemma_gelu", "gemma2": "gemma2",
     "gemma3": "gemma3", "gpt2": "gpt2_alias",
     "gpt_neo": "gpt_neo_layers", "gpt_neox": "gpt_neox", "gptj": "gptj", "llama": "llama_yarn", "longt5": "longt5",
@@ -44,7 +45,6 @@ FAMILIES = {
     "t5": HF / "generation" / "t5", "xglm": "xglm", "xlm_roberta": "xlm_roberta", "xlnet": "xlnet_untied",
 }  # fmt: skip
 """A kept checkpoint of each family: a case of cases.json, or a directory."""
-REFUSED = ("deepseek_v2", "deepseek_v3")  # latent attention
 IDS = np.array([[5, 9, 7, 11, 6], [8, 4, 10, 7, 2]])
 
 
@@ -74,12 +74,14 @@ def compare(reader, batch, atol):
     for visit in reader.walk(batch, maps=lambda side, layer: True):
         if visit.layer < 0:
             continue
-        blocks = sown[visit.side]["blocks"]
+        dense = getattr(reader.config, visit.side).dense_layers
+        group, layer = ("dense_blocks", visit.layer) if visit.layer < dense else ("blocks", visit.layer - dense)
+        blocks = sown[visit.side][group]
         pairs = [(visit.output.x, blocks["output"][0])]
         pairs += [(visit.output.attention, blocks["attention"]["probabilities"][0])]
         pairs += [] if visit.output.cross is None else [(visit.output.cross, blocks["cross"]["probabilities"][0])]
         for found, own in pairs:
-            found, own = np.asarray(found, np.float32), np.asarray(own[visit.layer], np.float32)
+            found, own = np.asarray(found, np.float32), np.asarray(own[layer], np.float32)
             np.testing.assert_allclose(found, own, atol=atol * max(1.0, np.abs(own).max()))
     found = np.asarray(reader.logits(visit.output.x, visit.inputs.slots))
     np.testing.assert_allclose(found, logits, atol=atol * max(1.0, np.abs(logits).max()))
@@ -87,10 +89,10 @@ def compare(reader, batch, atol):
 
 def test_every_family_has_a_checkpoint_here():
     files = {path.stem for path in Path(families.__file__).parent.glob("[a-z]*.py")}
-    assert files == {*FAMILIES, *REFUSED}
+    assert files == {*FAMILIES}
 
 
-@pytest.mark.parametrize("family", FAMILIES if ALL else ["gemma2", "encoder_decoder"])
+@pytest.mark.parametrize("family", FAMILIES if ALL else ["gemma2", "encoder_decoder", "deepseek_v3"])
 def test_layers_one_at_a_time_are_the_models_own_pass(family, tmp_path):
     model, inputs = load(FAMILIES[family], tmp_path / "model")
     parts = model.config.model

@@ -115,6 +115,16 @@ CASES = [
         ],
     ),
     (
+        "latent",
+        {"heads": [(0, 2), (1, 0)], "mlps": [0]},
+        [
+            (("decoder", "dense_blocks", "attention", "out", "kernel"), (0, 2)),
+            (("decoder", "blocks", "attention", "out", "kernel"), (0, 0)),
+            (("decoder", "dense_blocks", "ffn", "out", "kernel"), (0,)),
+            (("decoder", "dense_blocks", "ffn", "out", "bias"), (0,)),
+        ],
+    ),
+    (
         "classification",
         {"mlps": [0]},
         [(("encoder", "blocks", "ffn", "out", name), (0,)) for name in ("kernel", "bias")],

@@ -14,7 +14,6 @@ import pytest
 from flax import linen as nn
 
 from jaxformer import testing
-from jaxformer.analysis.layers import Reader
 from jaxformer.config import (
     AdapterConfig,
     AttentionConfig,
@@ -313,5 +312,3 @@ def test_parts_that_need_layers_of_one_form_refuse_others():
         check_model(dataclasses.replace(MODEL, encoder=builders.stack()))
     with pytest.raises(ConfigError, match=r"layer_decay: got 0.5, expected 1 for decoder.moe.dense_layers"):
         check_train(dataclasses.replace(config, optimizer=OptimizerConfig(layer_decay=0.5)))
-    with pytest.raises(ConfigError, match=r"analysis: got a model with decoder.attention.latent"):
-        Reader(build.build(MODEL), {})
