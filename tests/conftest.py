@@ -43,6 +43,14 @@ def pytest_sessionfinish(session, exitstatus):
         environment.keep_programs()
 
 
+@pytest.fixture
+def rolled(monkeypatch) -> None:
+    """Layers whose number is left to the package run in a loop, as on accelerators: unrolled ones compile longer."""
+    from jaxformer.nn import stack
+
+    monkeypatch.setattr(stack, "MAX_UNROLLED", 1)
+
+
 @pytest.fixture(scope="module")
 def programs() -> dict:
     """The compiled steps of a module's runs, for `shared_programs`."""

@@ -18,6 +18,8 @@ import jaxformer
 from jaxformer.config import ConfigError
 from jaxformer.hf import reading, writing
 
+pytestmark = pytest.mark.usefixtures("rolled")
+
 GOLDENS = Path(__file__).with_name("goldens")
 CASES = json.loads((GOLDENS / "cases.json").read_text(encoding="utf-8"))
 FEW = (

@@ -19,6 +19,8 @@ from jaxformer.hf.pretrained import HuggingFace
 from jaxformer.hf.table import Settings, family_of
 from jaxformer.parallel import mesh as meshes
 
+pytestmark = pytest.mark.usefixtures("rolled")
+
 GOLDENS = Path(__file__).with_name("goldens")
 CASES = json.loads((GOLDENS / "cases.json").read_text(encoding="utf-8"))
 
