@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxformer.config import HeadConfig, ModelConfig
-from jaxformer.hf.table import NO_HEAD, SPAN_HEAD, Row, Settings, classifier_head, linear_rows
+from jaxformer.hf.table import (
+    NO_HEAD,
+    SPAN_HEAD,
+    Row,
+    Settings,
+    classifier_head,
+    linear_rows,
+    token_classifier_dropout,
+)
 
 DROPPABLE_TENSORS = (r"lm_head\..*", r"score\..*", r"classifier\..*", r"qa_outputs\..*")
 
@@ -39,6 +49,28 @@ def head_rows(model: ModelConfig, head: str) -> list[Row]:
         "model": [],
     }
     return heads[head]
+
+
+def scored_head_config(settings: Settings, head: str, tied: bool) -> HeadConfig:
+    """The head of a decoder of LLaMA's kind, whose classifier of tokens may have no bias."""
+    if head != "token":
+        return head_config(settings, head, tied)
+    bias, dropout = settings("token_classification_bias", True), token_classifier_dropout(settings)
+    return classifier_head(settings, "slots", dropout=dropout, decision_bias=bias)
+
+
+def scored_head_settings(model: ModelConfig, head: str) -> dict[str, Any]:
+    """Keys of config.json that `scored_head_config` reads beside `tie_word_embeddings`."""
+    if head != "token":
+        return {}
+    return {"classifier_dropout": model.head.dropout, "token_classification_bias": model.head.decision_bias}
+
+
+def scored_head_rows(model: ModelConfig, head: str) -> list[Row]:
+    """Rows of the head of a decoder of LLaMA's kind: both classifiers are called score."""
+    if head != "token":
+        return head_rows(model, head)
+    return linear_rows("score", "head/decision", has_bias=model.head.decision_bias)
 
 
 def is_tied(model: ModelConfig, head: str, default: bool) -> bool:

@@ -23,17 +23,14 @@ from jaxformer.errors import ConfigError
 from jaxformer.hf.families import _decoder
 from jaxformer.hf.families._llama import pad_token, rope_encoding, rope_parameters
 from jaxformer.hf.table import (
-    NO_HEAD,
     Family,
     Row,
     Settings,
-    classifier_head,
     hf_activation,
     linear_rows,
     norm_rows,
     require_ffn,
     require_stack,
-    token_classifier_dropout,
 )
 
 LATENT_EPSILON = 1e-6
@@ -122,18 +119,7 @@ def family(variant: Variant) -> Family:
             moe=moe and replace(moe, dense_width=dense_width if moe.dense_layers else None),
             norm=NormConfig("rms", epsilon=epsilon),
         )
-        by_head = {
-            "causal_lm": lambda: _decoder.head_config(settings, head, tied=False),
-            "sequence": lambda: _decoder.head_config(settings, head, tied=False),
-            "token": lambda: classifier_head(
-                settings,
-                "slots",
-                dropout=token_classifier_dropout(settings),
-                decision_bias=settings("token_classification_bias", True),
-            ),
-            "model": lambda: NO_HEAD,
-        }
-        return ModelConfig(decoder=decoder, head=by_head[head]())
+        return ModelConfig(decoder=decoder, head=_decoder.scored_head_config(settings, head, tied=False))
 
     def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
         decoder = require_stack(model, "decoder")
@@ -169,11 +155,7 @@ def family(variant: Variant) -> Family:
             settings["rope_interleave"] = decoder.encoding.interleaved
         if decoder.embed.pad is not None:
             settings["pad_token_id"] = decoder.embed.pad
-        if head == "token":
-            settings |= {
-                "classifier_dropout": model.head.dropout,
-                "token_classification_bias": model.head.decision_bias,
-            }
+        settings |= _decoder.scored_head_settings(model, head)
         if moe is None or moe.dense_layers:
             settings["intermediate_size"] = (moe.dense_width if moe else None) or ffn.width or 4 * decoder.width
         return settings
@@ -187,9 +169,7 @@ def family(variant: Variant) -> Family:
             *(_layer_rows(decoder, "decoder/dense_blocks", 0, None, variant) if dense else []),
             *_layer_rows(decoder, "decoder/blocks", dense, decoder.moe, variant),
         ]
-        if head == "token":
-            return body + linear_rows("score", "head/decision", has_bias=model.head.decision_bias)
-        return body + _decoder.head_rows(model, head)
+        return body + _decoder.scored_head_rows(model, head)
 
     def resolve(model: ModelConfig, tensors: dict[str, Any]) -> ModelConfig:
         """The same model; tensors of modules after the last layer (multi-token prediction) are left out."""

@@ -12,7 +12,6 @@ from jaxformer.config import (
     EmbedConfig,
     EncodingConfig,
     FeedForwardConfig,
-    HeadConfig,
     ModelConfig,
     MoEConfig,
     NormConfig,
@@ -20,20 +19,18 @@ from jaxformer.config import (
     StackConfig,
 )
 from jaxformer.errors import ConfigError
+from jaxformer.hf.families import _decoder
 from jaxformer.hf.table import (
-    NO_HEAD,
     CallConvention,
     Family,
     Row,
     Settings,
     attention_rows,
-    classifier_head,
     hf_activation,
     linear_rows,
     norm_rows,
     require_ffn,
     require_stack,
-    token_classifier_dropout,
 )
 
 
@@ -274,18 +271,7 @@ def family(variant: Variant) -> Family:
             norm=NormConfig("rms", variant.norm_order, epsilon=epsilon, offset=1.0 if variant.has_offset_norm else 0.0),
             causal=False if bidirectional else None,
         )
-        by_head = {
-            "causal_lm": lambda: HeadConfig(tied=settings("tie_word_embeddings", variant.tied)),
-            "sequence": lambda: classifier_head(settings, "classes", pooling="last", decision_bias=False),
-            "token": lambda: classifier_head(
-                settings,
-                "slots",
-                dropout=token_classifier_dropout(settings),
-                decision_bias=settings("token_classification_bias", True),
-            ),
-            "model": lambda: NO_HEAD,
-        }
-        return ModelConfig(decoder=decoder, head=by_head[head]())
+        return ModelConfig(decoder=decoder, head=_decoder.scored_head_config(settings, head, variant.tied))
 
     def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
         decoder = require_stack(model, "decoder")
@@ -310,11 +296,7 @@ def family(variant: Variant) -> Family:
             settings["use_bidirectional_attention"] = True
         if decoder.embed.pad is not None:
             settings["pad_token_id"] = decoder.embed.pad
-        if head == "token":
-            settings |= {
-                "classifier_dropout": model.head.dropout,
-                "token_classification_bias": model.head.decision_bias,
-            }
+        settings |= _decoder.scored_head_settings(model, head)
         if variant.bias == "setting":
             settings["attention_bias"] = attention.bias
         if variant.has_mlp_bias:
@@ -350,13 +332,7 @@ def family(variant: Variant) -> Family:
         if variant.has_query_key_norm:
             body += norm_rows(f"{hf_layer}.self_attn.q_norm", f"{param_layer}/attention/query_norm", has_bias=False)
             body += norm_rows(f"{hf_layer}.self_attn.k_norm", f"{param_layer}/attention/key_norm", has_bias=False)
-        by_head = {
-            "causal_lm": [] if model.head.tied else [Row("lm_head.weight", "head/kernel", "V D -> D V")],
-            "sequence": [Row("score.weight", "head/decision/kernel", "C D -> D C")],
-            "token": linear_rows("score", "head/decision", has_bias=model.head.decision_bias),
-            "model": [],
-        }
-        return body + by_head[head]
+        return body + _decoder.scored_head_rows(model, head)
 
     return Family(
         model_types=(variant.model_type,),
