@@ -143,6 +143,7 @@ def _digit_classes(config) -> None:
     _digits(config)
     _classes(config)
     config.model.head.classes = 10
+    config.evaluate.decode_examples = config.evaluate.samples = 0
 
 
 def _dialogue(config) -> None:
