@@ -36,7 +36,7 @@ TINY = dict(
 
 def recipe(**edits):
     config = overrides.defaults()
-    config.data.source, config.data.name = "algorithmic", "reverse/4"
+    config.data.source, config.data.name = "algorithmic", "reverse/2"  # few examples of validation: all are decoded
     config.data.tokenizer.kind = "character"
     config.data.batch, config.data.length = 8, 8
     config.data.examples = 40  # five batches an epoch: the run below crosses two epochs
