@@ -91,6 +91,30 @@ def one_device(monkeypatch) -> None:
     monkeypatch.setattr(meshes, "make", lambda config, devices=None: make(config, (devices or jax.devices())[:1]))
 
 
+def share_programs(monkeypatch, programs: dict) -> None:
+    """Runs of one config compile what they train and measure with once, and keep it in `programs`.
+
+    What the programs are made of beside the config follows from it. That a resumed run makes the same ones is
+    `test_loop.py::test_stopped_and_resumed_is_the_uninterrupted_run`, whose resumed run does not share them.
+    """
+    from jaxformer.train import step
+
+    def share(name: str) -> None:
+        make = getattr(step, name)
+
+        def made(config, module, *rest):
+            key = name, repr(config), repr(module), *(part for part in rest if isinstance(part, jax.sharding.Mesh))
+            if key not in programs:
+                programs[key] = make(config, module, *rest)
+            return programs[key]
+
+        monkeypatch.setattr(step, name, made)
+
+    share("make_train_step")
+    share("make_eval_step")
+    share("make_reference_step")
+
+
 def drawn_parameters(monkeypatch) -> None:
     """Models start from parameters that numpy draws, scaled by their seed: shapes and boxes are those of the model.
 

@@ -59,26 +59,7 @@ def programs() -> dict:
 
 @pytest.fixture
 def shared_programs(programs, monkeypatch) -> None:
-    """Runs of one config in a module compile what they train and measure with once, and not at every start anew.
+    """Runs of one config in a module compile their programs once, and not at every start anew."""
+    import builders
 
-    What the programs are made of beside the config follows from it. That a resumed run makes the same ones is
-    `test_loop.py::test_stopped_and_resumed_is_the_uninterrupted_run`, which does not share them.
-    """
-    from jax.sharding import Mesh
-
-    from jaxformer.train import step
-
-    def share(name: str) -> None:
-        make = getattr(step, name)
-
-        def made(config, module, *rest):
-            key = name, repr(config), repr(module), *(part for part in rest if isinstance(part, Mesh))
-            if key not in programs:
-                programs[key] = make(config, module, *rest)
-            return programs[key]
-
-        monkeypatch.setattr(step, name, made)
-
-    share("make_train_step")
-    share("make_eval_step")
-    share("make_reference_step")
+    builders.share_programs(monkeypatch, programs)

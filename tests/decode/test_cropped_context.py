@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 
+import builders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,15 +16,19 @@ import jaxformer
 from jaxformer import cli
 from jaxformer.config import (
     AttentionConfig,
+    Config,
     ConfigError,
+    DataConfig,
     DecodeConfig,
     EmbedConfig,
     EncodingConfig,
     FeedForwardConfig,
     ModelConfig,
     StackConfig,
-    overrides,
+    TaskConfig,
+    TokenizerConfig,
 )
+from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.decode import cache_schedule, generate, int8, scheduler
 from jaxformer.decode.batching import pad_batch
 from jaxformer.decode.compiled import CompiledDecoder, Vocabulary, forward
@@ -31,7 +36,6 @@ from jaxformer.decode.cropped_context import CachedContext, CroppedContext, Crop
 from jaxformer.decode.runner import Runner
 from jaxformer.decode.scheduler import ActiveBatch
 from jaxformer.models import build
-from jaxformer.train import loop
 
 POSITIONS, VOCAB = 8, 16
 VOCABULARY = Vocabulary(eos=(2, 12), pad=0, start=1, size=13)
@@ -354,26 +358,21 @@ def test_encoder_decoders_end_at_the_last_position_and_other_encodings_have_none
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """A trained run with a table of 16 positions, on packed rows."""
-    config = overrides.defaults()
-    config.data.source, config.data.tokenizer.kind = "pylib", "byte"
-    config.data.packing, config.data.length, config.data.batch, config.data.examples = "concat", 16, 8, 40
-    config.task.name = "language_modelling"
-    config.model.decoder = overrides.section(
-        StackConfig,
-        layers=1,
-        width=8,
-        attention=dict(heads=2),
-        ffn=dict(width=16),
-        encoding=dict(kind="learned", max_length=16),
-        unroll=1,
-    )
-    config.mesh.data, config.mesh.fsdp = 1, 8
-    config.train.steps, config.train.evaluate_every, config.evaluate.examples = 1, 1, 8
-    config.decode.max_length, config.decode.batch = 30, 4
-    path = tmp_path_factory.mktemp("run")
-    assert loop.train(overrides.freeze(config), path) == 0
+    """A run with a table of 16 positions."""
+    data = DataConfig(tokenizer=TokenizerConfig(kind="byte"), length=16)
+    tokenizers = Tokenizers.build(data, [], ("text",))
+    vocab = tokenizers.source.vocab
+    encoding = EncodingConfig(kind="learned", max_length=16)
+    model = ModelConfig(decoder=dataclasses.replace(STACK, embed=EmbedConfig(vocab=vocab), encoding=encoding))
+    config = Config(model=model, data=data, task=TaskConfig(name="language_modelling"))
+    config = dataclasses.replace(config, decode=DecodeConfig(max_length=30, batch=4))
+    path = tmp_path_factory.mktemp("run") / "saved"
+    builders.saved_run(path, config, builders.make(model)[1]["params"], tokenizers)
     return path
+
+
+SUPPRESSED = (*range(7 + 32), *range(7 + 127, 263))
+"""Special tokens, and bytes that would break a line of output or be no text."""
 
 
 def test_the_command_goes_on_stops_or_refuses(workdir, tmp_path, capsys):
@@ -381,12 +380,12 @@ def test_the_command_goes_on_stops_or_refuses(workdir, tmp_path, capsys):
 
     def decoded(*edits):
         argv = ["decode", f"--workdir={workdir}", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.txt"]
-        code = cli.main([*argv, "--config.decode.suppress=0,1,2,3,4", *edits])
+        code = cli.main([*argv, f"--config.decode.suppress={','.join(map(str, SUPPRESSED))}", *edits])
         return code, (tmp_path / "out.txt").read_text().splitlines() if code == 0 else capsys.readouterr().err
 
     code, lines = decoded()
     assert code == 0 and len(lines) == 3
-    outputs = jaxformer.load(workdir).outputs(["ab", "import a thing from afar", ""], suppress=(0, 1, 2, 3, 4))
+    outputs = jaxformer.load(workdir).outputs(["ab", "import a thing from afar", ""], suppress=SUPPRESSED)
     assert [len(each[0].tokens) for each in outputs] == [30, 30, 30]
     code, message = decoded("--config.decode.past_positions=refuse")
     assert code == 2 and "decode.past_positions: got refuse" in message

@@ -36,7 +36,7 @@ TINY = dict(
 
 def recipe(**edits):
     config = overrides.defaults()
-    config.data.source, config.data.name = "algorithmic", "reverse/4"
+    config.data.source, config.data.name = "algorithmic", "reverse/2"  # few examples of validation: all are decoded
     config.data.tokenizer.kind = "character"
     config.data.batch, config.data.length = 8, 8
     config.data.examples = 40  # five batches an epoch: the run below crosses two epochs
@@ -48,17 +48,20 @@ def recipe(**edits):
     config.train.evaluate_every, config.train.checkpoint_every = 6, 4
     config.train.ema = 0.9
     config.evaluate.examples = 16
-    config.decode.max_length, config.decode.batch = 8, 4
+    config.decode.max_length, config.decode.batch = 8, 16
     for path, value in edits.items():
         overrides.override(config, path.replace("__", "."), str(value))
     return overrides.freeze(config)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, programs):
     workdir = tmp_path_factory.mktemp("run") / "whole"
     config = recipe()
-    assert loop.train(config, workdir) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        builders.drawn_parameters(patch)
+        builders.share_programs(patch, programs)
+        assert loop.train(config, workdir) == 0
     return config, workdir
 
 
@@ -80,7 +83,7 @@ def test_a_run_leaves_a_complete_workdir(finished):
     assert result["step"] == 12 and result["loss"] == measured[-1] and len(set(measured)) > 1
 
 
-def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkeypatch, capsys):
+def test_stopped_and_resumed_is_the_uninterrupted_run(finished, programs, tmp_path, monkeypatch, capsys):
     config, whole = finished
     calls = []
     add = metric_window.MetricWindow.add
@@ -92,7 +95,10 @@ def test_stopped_and_resumed_is_the_uninterrupted_run(finished, tmp_path, monkey
         add(self, sums, batch)
 
     monkeypatch.setattr(metric_window.MetricWindow, "add", interrupt)
-    assert loop.train(config, tmp_path) == loop.EXIT_PREEMPTED
+    with monkeypatch.context() as patch:
+        builders.drawn_parameters(patch)
+        builders.share_programs(patch, programs)  # of the start alone: what is resumed makes its own
+        assert loop.train(config, tmp_path) == loop.EXIT_PREEMPTED
     assert rows(tmp_path)[-1]["step"] == 7
     assert not (tmp_path / "result.json").exists()
     build = loop._datasets.build
@@ -184,6 +190,7 @@ def test_a_workdir_of_another_config_is_refused_untouched(finished):
 
 
 def test_a_run_can_start_from_another_ones_parameters(finished, tmp_path, monkeypatch):
+    builders.drawn_parameters(monkeypatch)
     config, workdir = finished
     edited = dataclasses.replace(
         config,
@@ -204,6 +211,7 @@ def test_a_run_can_start_from_another_ones_parameters(finished, tmp_path, monkey
 
 def test_the_recurrent_baseline_uses_the_same_trainer(tmp_path, monkeypatch):
     builders.one_device(monkeypatch)
+    builders.drawn_parameters(monkeypatch)
     config = overrides.defaults()
     config.data.source, config.data.name = "algorithmic", "copy/4"
     config.data.tokenizer.kind = "character"
@@ -211,7 +219,7 @@ def test_the_recurrent_baseline_uses_the_same_trainer(tmp_path, monkeypatch):
     part = dict(cell="gru", width=8)
     config.model.recurrent_encoder = overrides.section(RecurrentConfig, **part)
     config.model.recurrent_decoder = overrides.section(RecurrentConfig, **part, attention="additive")
-    config.train.steps = 2
+    config.train.steps, config.optimizer.name = 2, "sgd"
     config.evaluate.examples, config.evaluate.decode_examples, config.decode.max_length = 8, 4, 6
     assert loop.train(overrides.freeze(config), tmp_path) == 0
     assert "exact_match" in json.loads((tmp_path / "result.json").read_text())
@@ -219,6 +227,7 @@ def test_the_recurrent_baseline_uses_the_same_trainer(tmp_path, monkeypatch):
 
 def test_a_tagger_learns_names_and_is_judged_by_its_entities(tmp_path, monkeypatch):
     builders.one_device(monkeypatch)
+    builders.drawn_parameters(monkeypatch)
     rng, words = np.random.default_rng(0), ["a", "dog", "in", "New York", "the", "Rome", "sea"]
     tags = {"New": "B-place", "York": "I-place", "Rome": "B-place"}
     for split in ("train", "validation"):
@@ -231,13 +240,13 @@ def test_a_tagger_learns_names_and_is_judged_by_its_entities(tmp_path, monkeypat
     config.data.tokenizer.kind, config.data.batch, config.data.length = "word", 16, 16
     config.model.encoder = overrides.section(StackConfig, **TINY)
     config.model.head.kind = "slots"
-    config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 40, 40, 0, 0.03
-    config.train.evaluate_every = config.train.checkpoint_every = 40
+    config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 25, 25, 0, 0.03
+    config.train.evaluate_every = config.train.checkpoint_every = 25
     config.evaluate.decode_examples, config.checkpoint.metric, config.checkpoint.mode = 32, "f1", "max"
     assert loop.train(overrides.freeze(config), tmp_path / "run") == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["precision"], result["recall"], result["f1"]) == (1.0, 1.0, 1.0)
-    records = json.loads((tmp_path / "run" / "samples" / "step-40.json").read_text())
+    records = json.loads((tmp_path / "run" / "samples" / "step-25.json").read_text())
     assert len(records) == config.evaluate.samples
     assert any("B-place I-place" in record["output"] for record in records)
     assert all(record["output"] == record["reference"] for record in records)
@@ -246,6 +255,7 @@ def test_a_tagger_learns_names_and_is_judged_by_its_entities(tmp_path, monkeypat
 def test_a_reader_learns_a_handful_of_questions(tmp_path, monkeypatch):
     """Their contexts are longer than a window, and some questions have no answer."""
     builders.one_device(monkeypatch)
+    builders.drawn_parameters(monkeypatch)
     texts = (["dark red", "light blue"], ["a cat", "the grey dog"], ["two", "six hundred"])
     kinds = dict(zip(("colour", "animal", "number"), texts, strict=True))
     rng, paragraphs = np.random.default_rng(0), []
@@ -265,11 +275,11 @@ def test_a_reader_learns_a_handful_of_questions(tmp_path, monkeypatch):
     config.data.source, config.data.dir, config.task.name = "squad", str(tmp_path), "answering"
     config.data.splits = {"train": ("a.json",), "validation": ("a.json",)}
     config.task.unanswerable, config.train.seed = True, 1
-    config.data.tokenizer.kind, config.data.batch, config.data.length = "word", 12, 16
+    config.data.tokenizer.kind, config.data.batch, config.data.length = "word", 24, 16
     config.model.encoder = overrides.section(StackConfig, **{**TINY, "width": 32, "embed": dict(kinds=2)})
     config.model.head.kind = "slots"
-    config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 250, 250, 20, 0.01
-    config.train.evaluate_every = config.train.checkpoint_every = 250
+    config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 120, 120, 10, 0.015
+    config.train.evaluate_every = config.train.checkpoint_every = 120
     assert loop.train(overrides.freeze(config), tmp_path / "run") == 0
     model = checkpoint.load_run(tmp_path / "run")
     assert (model.config.model.head.classes, model.config.task.classes) == (2, ("start", "end"))
@@ -283,6 +293,7 @@ def test_a_reader_learns_a_handful_of_questions(tmp_path, monkeypatch):
 def test_sentences_learn_how_alike_they_are(tmp_path, monkeypatch, capsys):
     """Scores that say how many words two sentences share, and nothing else: learned to the last rank."""
     builders.one_device(monkeypatch)
+    builders.drawn_parameters(monkeypatch)
     rng, words = np.random.default_rng(0), ["one", "two", "three", "four", "five", "six", "seven", "eight"]
     lines = []
     for _ in range(16):
@@ -299,8 +310,8 @@ def test_sentences_learn_how_alike_they_are(tmp_path, monkeypatch, capsys):
     config.data.tokenizer.kind, config.data.batch, config.data.length = "word", 16, 16
     config.model.encoder = overrides.section(StackConfig, **TINY)
     config.model.head.kind, config.model.head.pooling = "pair", "mean"
-    config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 80, 80, 0, 0.03
-    config.train.evaluate_every = config.train.checkpoint_every = 80
+    config.train.steps, config.train.log_every, config.schedule.warmup, config.schedule.peak = 50, 50, 0, 0.03
+    config.train.evaluate_every = config.train.checkpoint_every = 50
     assert loop.train(overrides.freeze(config), tmp_path / "run") == 0
     result = evaluate(tmp_path / "run", "validation")
     assert result["loss"] < 0.01
