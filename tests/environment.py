@@ -74,6 +74,23 @@ def share_contexts() -> None:
     mlir.make_ir_context = make_ir_context
 
 
+def trace_lightly() -> None:
+    """Traces hold neither the Python stack nor the modules of an operation, and programs are compressed least.
+
+    Each takes a thirtieth of the tests' time. Nobody reads the first two here, and the third is on disk for a session.
+    """
+    import zlib
+
+    import flax
+    from jax._src import compilation_cache
+    from jax._src.lib import _jax
+
+    if hasattr(_jax, "set_tracebacks_enabled"):
+        _jax.set_tracebacks_enabled(False)
+    flax.config.update("flax_profile", False)
+    compilation_cache.compress_executable = lambda executable: zlib.compress(executable, 1)
+
+
 def skip_cleanup() -> None:
     """The process ends with its programs: jax would delete those of all tests one by one, which takes seconds."""
     from jax._src import api
