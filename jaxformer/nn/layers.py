@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Callable, cast
 
 import flax.errors
@@ -25,12 +25,11 @@ from jaxformer.parallel import shards
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Rate, Stream, is_zero
 
-
 _shapes_alone: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_alone", default=False)
 
 
 @contextlib.contextmanager
-def shapes_alone() -> Iterator[None]:
+def shapes_alone() -> Generator[None]:
     """Inside, new parameters are zeros of their shape: for tracing the shapes of a model, not its values.
 
     Keys and random numbers are up to half of what there is to trace in an initialisation.
