@@ -382,7 +382,7 @@ def test_the_command_goes_on_stops_or_refuses(workdir, tmp_path, capsys):
     def decoded(*edits):
         argv = ["decode", f"--workdir={workdir}", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.txt"]
         code = cli.main([*argv, "--config.decode.suppress=0,1,2,3,4", *edits])
-        return code, (tmp_path / "out.txt").read_text().split("\n")[:-1] if code == 0 else capsys.readouterr().err
+        return code, (tmp_path / "out.txt").read_text().splitlines() if code == 0 else capsys.readouterr().err
 
     code, lines = decoded()
     assert code == 0 and len(lines) == 3
