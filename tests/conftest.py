@@ -8,6 +8,7 @@ import shapes
 
 environment.prepare()
 environment.share_contexts()
+environment.trace_lightly()
 # Tracing makes millions of objects that live on: looking through them for garbage is a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
 shapes.install()

@@ -74,6 +74,33 @@ def share_contexts() -> None:
     mlir.make_ir_context = make_ir_context
 
 
+def trace_lightly() -> None:
+    """Traces hold neither stacks, nor modules, nor the names of arguments, and programs are compressed least.
+
+    Each takes a thirtieth of the tests' time. Nobody reads the first three here; the last are on disk for a session.
+    """
+    import zlib
+
+    import flax
+    from jax._src import api_util, compilation_cache
+    from jax._src.lib import _jax
+
+    if hasattr(_jax, "set_tracebacks_enabled"):
+        _jax.set_tracebacks_enabled(False)
+    flax.config.update("flax_profile", False)
+    flatten = api_util.tracing_registry.flatten
+
+    def unnamed(signature, args, kwargs, static_argnums, static_argnames) -> tuple[str, ...]:
+        static = {number % len(args) for number in static_argnums if -len(args) <= number < len(args)}
+        traced = [x for number, x in enumerate(args) if number not in static]
+        traced += [x for name, x in kwargs.items() if name not in static_argnames]
+        return ("argument",) * len(flatten(traced)[0])
+
+    if metadata.version("jax").startswith("0.10."):  # private names, which other versions may not have
+        api_util._non_static_arg_names = unnamed
+    compilation_cache.compress_executable = lambda executable: zlib.compress(executable, 1)
+
+
 def skip_cleanup() -> None:
     """The process ends with its programs: jax would delete those of all tests one by one, which takes seconds."""
     from jax._src import api

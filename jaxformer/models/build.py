@@ -23,6 +23,7 @@ from jaxformer.models.transformer import Transformer
 from jaxformer.models.xlnet import XLNet
 from jaxformer.nn import cpu, encodings, kernels
 from jaxformer.nn.attention import head_shape
+from jaxformer.nn.layers import shapes_alone
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream
@@ -171,13 +172,18 @@ def shapes(module: nn.Module) -> PyTree:
 @functools.lru_cache(maxsize=8)
 def _shapes(module: nn.Module) -> PyTree:
     """Cached: a run asks several times as it starts, and tracing a large model takes seconds."""
+    with shapes_alone():
+        return jax.eval_shape(functools.partial(init_variables, module), _abstract_key())
+
+
+def _abstract_key() -> jax.ShapeDtypeStruct:
+    """Shape and sharding of the key that `create` passes, so that jax does not trace again.
+
+    Not a real key: the devices of the mesh may belong to another machine.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
-    # The shape and sharding that `create` passes, so that jax does not trace again. Not a real key: the devices of the
-    # mesh may belong to another machine.
-    key = jax.ShapeDtypeStruct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, sharding=sharding)
-    initialise = _initialiser(module)  # ty: ignore[invalid-argument-type]
-    return jax.eval_shape(initialise, key)
+    return jax.ShapeDtypeStruct((), jax.eval_shape(lambda: jax.random.key(0)).dtype, sharding=sharding)
 
 
 @functools.lru_cache(maxsize=8)
@@ -189,7 +195,7 @@ def _initialiser(module: nn.Module) -> Callable[[Key[Array, ""]], dict[str, PyTr
 def linear_maps(module: nn.Module) -> adapters.Layers:
     """Every `Dense` of the module by its path, without computing anything."""
     layers: adapters.Layers = {}
-    with adapters.recording(layers):
+    with adapters.recording(layers), shapes_alone():
         jax.eval_shape(lambda: init_variables(module, jax.random.key(0)))
     return layers
 
@@ -199,8 +205,9 @@ def create(module: nn.Module, key: Key[Array, ""], mesh: Mesh) -> dict[str, PyTr
 
     The values are equal on every mesh, since JAX's counter-based generator is partitionable.
     """
-    layout = rules.shardings(shapes(module), mesh)
     initialise = _initialiser(module)  # ty: ignore[invalid-argument-type]
+    # Of the same trace as the program: `shapes` would trace the model once more.
+    layout = rules.shardings(jax.eval_shape(initialise, _abstract_key()), mesh)
     make = jax.jit(initialise, out_shardings=layout, compiler_options=cpu.one_off_compiler_options())
     return nn.meta.unbox(make(key))
 

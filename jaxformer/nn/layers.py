@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
+from collections.abc import Generator
 from typing import Callable, cast
 
 import flax.errors
@@ -22,6 +25,21 @@ from jaxformer.parallel import shards
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, Rate, Stream, is_zero
 
+_shapes_alone: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_alone", default=False)
+
+
+@contextlib.contextmanager
+def shapes_alone() -> Generator[None]:
+    """Inside, new parameters are zeros of their shape: for tracing the shapes of a model, not its values.
+
+    Keys and random numbers are up to half of what there is to trace in an initialisation.
+    """
+    token = _shapes_alone.set(True)
+    try:
+        yield
+    finally:
+        _shapes_alone.reset(token)
+
 
 def parameter(
     module: nn.Module, name: str, init: Callable, axes: tuple[str | None, ...], shape: tuple[int, ...]
@@ -32,6 +50,10 @@ def parameter(
       flax.errors.ScopeParamShapeError: the parameter that is given has another shape.
     """
     if not module.has_variable("params", name):
+        if _shapes_alone.get():
+            zeros = jnp.zeros(shape, jnp.float32)
+            module.put_variable("params", name, nn.with_logical_partitioning(lambda: zeros, axes)())
+            return zeros
         # Linen types a parameter as the box that holds its names, but returns the array.
         return cast(Array, module.param(name, nn.with_logical_partitioning(init, axes), shape))
     # Linen's `param` would trace the initialiser of every parameter at every call, only to compare the shapes.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import builders
 import chex
 import jax
+import jax.numpy as jnp
 import pytest
 
-from jaxformer.config import MeshConfig
+from jaxformer.config import EncodingConfig, MeshConfig, NormConfig
 from jaxformer.models import build
+from jaxformer.nn.layers import Dense
 from jaxformer.parallel import mesh as meshes
 
 
@@ -52,6 +54,25 @@ def test_asking_for_shapes_traces_what_making_them_runs(monkeypatch):
         build.create(module, jax.random.key(0), mesh)
         build.create(module, jax.random.key(1), mesh)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        builders.seq2seq(share_layers=True, encoding=EncodingConfig(kind="t5", buckets=8, max_distance=16)),
+        builders.classifier(norm=NormConfig(kind="batch")),
+    ],
+    ids=["shared", "classifier"],
+)
+def test_shapes_are_those_of_what_is_made(config):
+    """Shapes are traced without random numbers: names, types and trees are the same as with them."""
+    module = build.build(config)
+    made = jax.eval_shape(lambda key: build.init_variables(module, key), jax.random.key(0))
+    asked = build.shapes(module)
+    assert jax.tree.structure(asked) == jax.tree.structure(made)  # names of axes are a part of it
+    assert jax.tree.leaves(asked) == jax.tree.leaves(made)
+    # What is made afterwards has values again.
+    assert Dense((2, 3), (None, None), bias=False).init(jax.random.key(0), jnp.ones(2))["params"]["kernel"].value.all()
 
 
 def test_asking_for_shapes_computes_nothing(monkeypatch):
