@@ -110,6 +110,7 @@ def _permutation(config) -> None:
 def _replaced(config) -> None:
     config.model.generator = section(GeneratorConfig, encoder=dict(**STACK, encoding=dict(kind="rope")))
     config.model.head.kind = "slots"
+    config.evaluate.decode_examples = config.evaluate.samples = 0
 
 
 def _classes(config, kind="classes") -> None:
