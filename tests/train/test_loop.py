@@ -48,7 +48,7 @@ def recipe(**edits):
     config.train.evaluate_every, config.train.checkpoint_every = 6, 4
     config.train.ema = 0.9
     config.evaluate.examples = 16
-    config.decode.max_length, config.decode.batch = 8, 16
+    config.decode.max_length, config.decode.batch = 8, 4
     for path, value in edits.items():
         overrides.override(config, path.replace("__", "."), str(value))
     return overrides.freeze(config)
