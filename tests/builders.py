@@ -23,6 +23,7 @@ from jaxformer.config import (
 )
 from jaxformer.models import build
 from jaxformer.nn import masks
+from jaxformer.nn.layers import shapes_alone
 from jaxformer.parallel import mesh as meshes
 from jaxformer.types import Batch, Stream
 
@@ -142,8 +143,14 @@ def drawn_parameters(monkeypatch) -> None:
         layout = build.rules.shardings(build.shapes(module), mesh)
         return jax.device_put(nn.meta.unbox(boxed(module, np.float32(jax.random.key_data(key)[-1]))), layout)
 
+    @functools.cache
+    def shapes(module):
+        with shapes_alone():
+            return jax.eval_shape(functools.partial(init, module), build._abstract_key())
+
     # What was and will be cached is made by the real function.
     monkeypatch.setattr(build, "_initialiser", functools.cache(lambda module: functools.partial(init, module)))
+    monkeypatch.setattr(build, "_shapes", shapes)
     monkeypatch.setattr(build, "init_variables", draw)
     monkeypatch.setattr(build, "create", create)
 

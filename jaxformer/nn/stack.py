@@ -100,8 +100,8 @@ class Stack(nn.Module):
             length=config.layers,
             unroll=layers_per_iteration,
             metadata_params={nn.PARTITION_NAME: "layers"},
-            # The check traces the layer a second time. Only shared parameters are made in the loop and leave it whole.
-            check_constancy_invariants=config.share_layers and self.is_initializing(),
+            # The check traces the layer a second time. Without it initial values would be others, from the same key.
+            check_constancy_invariants=self.is_initializing(),
         )
         return scanned(config)
 
