@@ -1,4 +1,4 @@
-"""Terminals: width, colours, lines that are redrawn, and the live line at the foot.
+"""Terminals: width, colours, and the live line or lines at the foot.
 
 `TERM=dumb` (or none) means a terminal that cannot move its cursor: it is written to like a file. Colours are left out
 where `NO_COLOR` is set and not empty (https://no-color.org).
@@ -108,6 +108,46 @@ class LiveLine:
             _shown = None
             self.stream.write("\n")
             self.stream.flush()
+
+
+class LiveBlock(LiveLine):
+    """Several lines that are redrawn in place, as `LiveLine` does with one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.widths: list[int] = []
+
+    def show(self, text: str) -> None:
+        """Draws the lines of `text` in place of those shown.
+
+        Lines are cut to the terminal's width, and lines that its height does not hold are left out.
+        """
+        global _shown
+        self.clear()
+        width = columns(self.stream) - 1
+        lines = [line[: max(width, 1)] for line in text.split("\n")][: max(_height(self.stream) - 1, 1)]
+        self.widths = [len(line) for line in lines]
+        self.stream.write("\n".join(lines))
+        self.stream.flush()
+        _shown = self
+
+    def clear(self) -> None:
+        """Removes the lines, if they are shown; the cursor is then at the start of an empty line."""
+        global _shown
+        if _shown is self:
+            _shown = None
+            # A terminal that has become narrower has wrapped the lines.
+            above = sum(max(-(-width // columns(self.stream)), 1) for width in self.widths) - 1
+            self.stream.write("\r" + (f"\x1b[{above}A" if above else "") + "\x1b[J")
+            self.stream.flush()
+
+
+def _height(stream: TextIO) -> int:
+    """Lines of the terminal; 24 if there is none. `LINES` overrides it."""
+    if not os.environ.get("LINES", "").isdecimal():
+        with contextlib.suppress(OSError, ValueError):
+            return max(os.get_terminal_size(stream.fileno()).lines, 1)
+    return max(shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).lines, 1)
 
 
 _shown: LiveLine | None = None

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from jaxformer.runtime.exit_codes import CRASHED, DONE, PREEMPTED
-from jaxformer.sweep import ranking
+from jaxformer.sweep import progress, ranking
 from jaxformer.sweep.planning import Plan, Run
 
 POLL_SECONDS = 0.05
@@ -40,7 +40,8 @@ def execute(plan: Plan, workers: int) -> int:
     queue = list(plan.unfinished)
     active: dict[int, _Worker] = {}
     has_failed = False
-    _report(f"{len(plan.runs)} runs: {len(plan.runs) - len(queue)} finished, {len(queue)} to go, {workers} at a time")
+    table = progress.Table(plan.runs, plan.runs[0].config.checkpoint, workers)
+    table.log(f"{len(plan.runs)} runs: {len(plan.runs) - len(queue)} finished, {len(queue)} to go, {workers} at a time")
     stop: list[int] = []
     previous = {s: signal.signal(s, lambda number, frame: stop.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -49,22 +50,26 @@ def execute(plan: Plan, workers: int) -> int:
                 index = min(set(range(workers)) - set(active))
                 run = queue.pop(0)
                 active[index] = _Worker(run, start(run, index))
-                _report(f"started   {run.workdir.name}")
+                table.start(run)
             for worker in active.values() if stop else ():
                 _forward_signals(worker, len(stop))
             time.sleep(POLL_SECONDS)
             for index, worker in list(active.items()):
                 if worker.process.poll() is not None:
                     del active[index]
-                    has_failed |= not _report_exit(worker.run, worker.process.returncode)
+                    how, why = _describe_exit(worker.run, worker.process.returncode)
+                    table.end(worker.run, how, why)
+                    has_failed |= how == "failed"
+            table.draw()
     finally:
+        table.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
         for worker in active.values():
             worker.process.kill()
     ranking.write_ranking(plan)
     if stop:
-        _report(f"stopped, {len(plan.unfinished)} runs to go; run the same command to go on")
+        table.log(f"stopped, {len(plan.unfinished)} runs to go; run the same command to go on")
         return PREEMPTED
     return CRASHED if has_failed else PREEMPTED if plan.unfinished else DONE
 
@@ -90,19 +95,12 @@ def _forward_signals(worker: _Worker, received: int) -> None:
         worker.signals += 1
 
 
-def _report_exit(run: Run, code: int) -> bool:
-    """Prints how a run ended. False if it failed."""
+def _describe_exit(run: Run, code: int) -> tuple[str, str]:
+    """How a run ended: "finished", "stopped" or "failed", and the last line of its output if it failed."""
     if code == 0 and run.is_finished:
-        _report(f"finished  {run.workdir.name}")
-        return True
+        return "finished", ""
     if code in (PREEMPTED, -signal.SIGTERM):
-        _report(f"stopped   {run.workdir.name}")
-        return True
+        return "stopped", ""
     lines = (run.workdir / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
     last = next((line for line in reversed(lines) if line.strip()), "no output")
-    _report(f"failed    {run.workdir.name} (code {code}): {last[:200]}; see {run.workdir / 'log.txt'}")
-    return False
-
-
-def _report(text: str) -> None:
-    print(text, flush=True)
+    return "failed", f"(code {code}): {last[:200]}; see {run.workdir / 'log.txt'}"
