@@ -40,7 +40,7 @@ RATES = ("tokens_per_second", "steps_per_second", "wall_time")
 LINES = 4
 """Number of examples of the validation split that are decoded."""
 MISSING = {"masked_lm": "<mask>", "permutation_lm": "<mask>", "span_corruption": "<extra_id_0>"}
-"""What stands for the first word of a decoded line, where a task fills in what is missing."""
+"""The first word of each decoded line, for tasks that fill in what is missing."""
 DIGITS = ("captioning", "series_classification")
 """Tasks whose data come with scikit-learn."""
 LIMIT = 600
@@ -139,7 +139,7 @@ class Drill:
         return path
 
     def run(self) -> tuple[str, list[str]]:
-        """What happened, and what was wrong."""
+        """Runs the drill. Returns a line about it, and a list of what differs."""
         whole, killed = (self.folder / f"{self.task}-{word}" for word in ("whole", "killed"))
         begun = time.monotonic()
         self.call("train", *self.training(whole))

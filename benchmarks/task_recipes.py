@@ -57,7 +57,7 @@ def row(text: str) -> dict[str, object]:
 
 
 def questions(texts: list[str]) -> dict[str, object]:
-    """Which word stands after another one, in SQuAD's format."""
+    """Questions for the word that follows another one, in SQuAD's format."""
     paragraphs = []
     for number, text in enumerate(texts):
         first, answer = text.split()[1:3]

@@ -34,7 +34,7 @@ NEW_TOKENS = 256
 
 
 class Predicting(Protocol):
-    """What the adapter needs of a `jaxformer.Model`."""
+    """The part of a `jaxformer.Model` that the adapter needs."""
 
     @property
     def predictor(self) -> Predictor:

@@ -151,7 +151,7 @@ def _hidden_states(sown: PyTree) -> tuple[Array, ...]:
 
 
 def _layer_groups(sown: PyTree) -> list[PyTree]:
-    """What the layers have sown: first layers without experts, then the others, each `[L, ...]`."""
+    """Intermediates that the layers have sown: first layers without experts, then the others, each `[L, ...]`."""
     return [sown[name] for name in ("dense_blocks", "blocks") if name in sown]
 
 

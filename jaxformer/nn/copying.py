@@ -18,7 +18,7 @@ MASKED_SCORE = -1e30
 
 
 class CopySource(flax.struct.PyTreeNode):
-    """What can be copied from the source; decoding computes it once and carries it in its state.
+    """The source as the head copies from it; decoding computes it once and carries it in its state.
 
     Attributes:
       keys: `[B, S, D]`, keys of the encoder's output.

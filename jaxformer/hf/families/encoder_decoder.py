@@ -43,7 +43,7 @@ DECODERS = ("gpt2", "bert", "roberta", "xlm-roberta", "roberta-prelayernorm", "e
 SIDES = {"encoder": ENCODERS, "decoder": DECODERS}
 
 DEFAULT_SIDE = {"encoder": {"model_type": "bert"}, "decoder": {"model_type": "bert", "is_decoder": True}}
-"""What the library takes for a side that config.json lacks."""
+"""Config of a side that config.json lacks, as the library takes it."""
 
 JOINED = {"is_decoder": True, "add_cross_attention": True}
 """Keys of a decoder's config that make it one that reads an encoder's output."""

@@ -142,5 +142,5 @@ def project_memory(spec: Spec, params: PyTree, states: Array) -> StackKeyValues:
 
 
 def memory_of(module: Transformer, states: Any) -> Any:
-    """What the decoder's layers take: the encoder's output in their width, or its keys and values as they are."""
+    """Memory of the decoder's layers: the encoder's output in their width, or its keys and values as they are."""
     return states if isinstance(states, (KeyValues, tuple)) else module.memory(states)
