@@ -27,7 +27,7 @@ from jaxformer.tasks import Predictor
 from jaxformer.types import Array
 
 PARTS = ("residual", "attention", "mlp", "heads")
-"""Activations that are put into the other sentence: the residual stream after a layer, or outputs of one of its parts."""
+"""Activations for the other sentence: the residual stream after a layer, or outputs of one of its parts."""
 
 
 @dataclass(frozen=True, eq=False)
