@@ -35,6 +35,12 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: item.path.name not in LONG)
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """Looks after every file whether its programs have become too many for one process."""
+    if nextitem is not None and nextitem.path != item.path:
+        environment.release_programs()
+
+
 @pytest.hookimpl(trylast=True)  # after the processes that share the tests have ended
 def pytest_sessionfinish(session, exitstatus):
     """Keeps the compiled programs of a session that came to its end; of another, some may be half-written."""
