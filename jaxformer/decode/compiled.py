@@ -70,10 +70,15 @@ class BoundModel:
         logits, state = self._apply("step", tokens, state)
         return self._exclude_padding(logits), state
 
+    def extend(self, tokens: Int[Array, "B N"], state: State) -> tuple[Float32[Array, "B N V"], State]:
+        """Appends N tokens to every row; logits of the token after each."""
+        logits, state = self._apply("extend", tokens, state)
+        return self._exclude_padding(logits), state
+
     def _apply(self, method: str, *arguments: PyTree) -> PyTree:
         return self.module.apply(self.variables, *arguments, method=method)
 
-    def _exclude_padding(self, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
+    def _exclude_padding(self, logits: Float32[Array, "... V"]) -> Float32[Array, "... V"]:
         """The logits, -inf for rows that only pad the vocabulary."""
         if self.vocab_size is not None and self.vocab_size < logits.shape[-1]:
             logits = jnp.where(jnp.arange(logits.shape[-1]) < self.vocab_size, logits, -jnp.inf)
@@ -92,13 +97,17 @@ class DecodeStatus(NamedTuple):
 
     Attributes:
       finished: bool `[B]`, prompts whose hypotheses are final.
-      steps: int32 `[]`, decode steps that the loop took.
+      steps: int32 `[]`, slots that the loop took in the state: its steps, or more where steps add several tokens.
       used_slots: int32 `[]`, most slots that an unfinished row reads; 0 if the state cannot drop slots.
+      tokens: int32 `[]`, tokens that the loop has chosen.
+      passes: int32 `[]`, in how many steps each row was not done, summed over the rows.
     """
 
     finished: Array
     steps: Array
     used_slots: Array
+    tokens: Array
+    passes: Array
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,7 @@ class CompiledDecoder:
 
     def schedule_for(self, state: State, prompt_slots: int) -> CacheSchedule:
         """The schedule of a state from `prefill` with prompts of `prompt_slots` slots."""
-        return cache_schedule.schedule_for(state, prompt_slots, self.config.max_length, self.search.branches)
+        return cache_schedule.schedule_for(state, prompt_slots, self.config.max_length, self.search)
 
     @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("prompt_width",))
     def prefill(
@@ -156,20 +165,21 @@ class CompiledDecoder:
         """
         search = self.search
         logits, state = cache_schedule.prefill(self._bind(variables), batch, self.config.max_length, search)
-        return DecodeState(search.init(logits, cache_schedule.prompt_stream(batch), rows, prompt_width), state)
+        return DecodeState(search.init(logits, batch, rows, prompt_width), state)
 
     @functools.partial(jax.jit, static_argnums=(0,), donate_argnames=("state",))
     def decode_steps(
         self, variables: PyTree, state: DecodeState, min_finished: Int[Array, ""], max_steps: Int[Array, ""]
     ) -> tuple[DecodeState, DecodeStatus]:
-        """Adds a token per step to every output, until `min_finished` prompts are finished or after `max_steps`."""
+        """Adds to every output, until `min_finished` prompts are finished or `max_steps` slots are taken (`base`)."""
         search = self.search
-        new, model_state, steps = decode_loop(search, self._bind(variables), *state, max_steps, min_finished)
+        new, model_state, steps, passes = decode_loop(search, self._bind(variables), *state, max_steps, min_finished)
+        tokens = jnp.sum(new.step - state.search.step)
         state = DecodeState(new, model_state)
         used_slots = jnp.int32(0)
         if isinstance(model_state, CompactableState):
             used_slots = model_state.max_used_slots(self._active_rows(state))
-        return state, replicate(DecodeStatus(search.is_finished(new), steps, used_slots))
+        return state, replicate(DecodeStatus(search.is_finished(new), steps, used_slots, tokens, passes))
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 3))
     def compact(self, state: DecodeState, schedule: CacheSchedule, capacity: int) -> State:

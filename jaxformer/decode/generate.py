@@ -91,7 +91,7 @@ def generate(
         names a token outside the vocabulary.
     """
     results: list[list[Hypothesis]] = [[] for _ in prompts]
-    finished = 0
+    finished = tokens = passes = 0
     for group in prepare(model, prompts, options, row_indices):
         with open_dispatchers(model.variables) as dispatchers:
             for outputs in decode_queue(group.run, group.queue, options.batch, dispatchers):
@@ -100,6 +100,9 @@ def generate(
                 finished += len(outputs)
                 if outputs and progress is not None:
                     progress(finished, len(prompts))
+        tokens, passes = tokens + group.run.tally.tokens, passes + group.run.tally.passes
+    if options.speculate and passes:
+        log.info("decode: %.2f tokens a pass of the model, of at most %d", tokens / passes, options.speculate + 1)
     return results
 
 
@@ -138,6 +141,12 @@ def prepare(
     buckets = buckets_within(model.buckets, model.max_target_length, model.max_source_length)
     groups = []
     for group in group_by_context(prompts, max_lengths, model.max_target_length):
+        if options.speculate and group.context_length is not None:
+            raise ConfigError(
+                f"decode.speculate: got {options.speculate} and a text that may pass the model's "
+                f"{model.max_target_length} positions, where every token is computed anew, expected texts within them; "
+                "set decode.past_positions to stop, or decode.speculate to 0"
+            )
         indices = np.asarray(group.indices)
         run = DecodeRun(
             decoder=dataclasses.replace(decoder, context_length=group.context_length),
