@@ -15,6 +15,7 @@ from jaxformer.config import DecodeConfig
 from jaxformer.decode import cache_schedule, int8
 from jaxformer.decode.cache_schedule import CacheSchedule
 from jaxformer.decode.cropped_context import CroppingModel, drop_cache
+from jaxformer.decode.draft import DraftedModel
 from jaxformer.decode.search.base import Hypotheses, RowSettings, Search, SearchState, decode_loop
 from jaxformer.decode.search.beam import BeamSearch
 from jaxformer.decode.search.per_row import PerRowSearch
@@ -124,6 +125,7 @@ class CompiledDecoder:
       context_length: number of tokens that the model reads of a longer text, its last ones (see `CroppingModel`). None:
         all texts fit into the model's positions.
       per_row: True if every row has sampling settings of its own (`search/per_row.py`) in place of those of `config`.
+      draft: a module that proposes tokens (`draft.py`); its variables are "draft" then, those of `module` "model".
     """
 
     module: nn.Module
@@ -131,6 +133,7 @@ class CompiledDecoder:
     vocabulary: Vocabulary
     context_length: int | None = None
     per_row: bool = False
+    draft: nn.Module | None = None
 
     @property
     def search(self) -> Search[Any]:
@@ -143,12 +146,10 @@ class CompiledDecoder:
 
         Variables that stay as they are are returned themselves: a program would copy them.
         """
-        rounds_to_int8, unstack = self.config.weights == "int8", getattr(self.module, "unstack", None)
-        if not rounds_to_int8:
-            shapes = variables if unstack is None else jax.eval_shape(unstack, variables)
-            if jax.tree.structure(shapes) == jax.tree.structure(variables):
-                return variables
-        return _prepare_variables(self.module, rounds_to_int8, variables)
+        if self.draft is None:
+            return self._prepare(self.module, variables)
+        modules = {"model": self.module, "draft": self.draft}
+        return {name: self._prepare(module, variables[name]) for name, module in modules.items()}
 
     def schedule_for(self, state: State, prompt_slots: int) -> CacheSchedule:
         """The schedule of a state from `prefill` with prompts of `prompt_slots` slots."""
@@ -217,8 +218,22 @@ class CompiledDecoder:
         """The best outputs of every prompt so far, on all devices."""
         return replicate(self.search.hypotheses(search_state))
 
+    def _prepare(self, module: nn.Module, variables: PyTree) -> PyTree:
+        """The variables of one module; see `prepare_variables`."""
+        rounds_to_int8, unstack = self.config.weights == "int8", getattr(module, "unstack", None)
+        if not rounds_to_int8:
+            shapes = variables if unstack is None else jax.eval_shape(unstack, variables)
+            if jax.tree.structure(shapes) == jax.tree.structure(variables):
+                return variables
+        return _prepare_variables(module, rounds_to_int8, variables)
+
     def _bind(self, variables: PyTree) -> Decodable:
-        model = BoundModel(self.module, variables, self.vocabulary.size)
+        size = self.vocabulary.size
+        if self.draft is not None:
+            return DraftedModel(
+                BoundModel(self.module, variables["model"], size), BoundModel(self.draft, variables["draft"], size)
+            )
+        model = BoundModel(self.module, variables, size)
         return model if self.context_length is None else CroppingModel(model, self.context_length)
 
     def _rows_per_prompt(self, state: State) -> int:

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float32, Int, Key
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import logits_processors
+from jaxformer.decode.draft import DraftedModel
 from jaxformer.decode.logits_processors import PromptTokens
 from jaxformer.decode.search import speculation
 from jaxformer.decode.search.base import Hypotheses, RowSampling, RowSettings, is_any
@@ -129,8 +130,12 @@ class SampleSearch:
         if not (isinstance(model, Extendable) and isinstance(model_state, RewindableState)):
             raise TypeError(f"advance: got a {type(model_state).__name__}, expected a RewindableState and its model")
         begun, count = state.step, self.lookahead
-        proposals = self.propose(state)
-        logits, model_state = model.extend(jnp.concatenate([self.last_tokens(state), proposals], axis=1), model_state)
+        if isinstance(model, DraftedModel):
+            proposals, model_state = self.draft(model, state, model_state)
+        else:
+            proposals = self.look_up(state)
+        tokens = jnp.concatenate([self.last_tokens(state), proposals], axis=1)
+        logits, model_state = model.extend(tokens, model_state)
         at = partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
 
         def has_next(carry: tuple[Array, Draws, Array]) -> Bool[Array, ""]:
@@ -147,14 +152,27 @@ class SampleSearch:
         _, state, _ = jax.lax.while_loop(has_next, choose_next, (jnp.int32(0), state, ~state.done))
         return state, model_state.keep(state.step - begun, count + 1)
 
-    def propose(self, state: Draws) -> Int[Array, "R K"]:
+    def draft(self, model: DraftedModel, state: Draws, model_state: State) -> tuple[Int[Array, "R K"], State]:
+        """What the draft would choose by the same rules, with the same noise; and the state after it has read that."""
+
+        def choose_next(carry: tuple[Draws, State], _: None) -> tuple[tuple[Draws, State], Int[Array, " R"]]:
+            state, model_state = carry
+            logits, model_state = model.read(self.last_tokens(state), model_state)
+            state = self.choose(logits, state)
+            return (state, model_state), self.last_tokens(state)[:, 0]
+
+        # The last pass reads the last proposal, so that the draft is as far as the model if all are right.
+        (_, model_state), tokens = jax.lax.scan(choose_next, (state, model_state), length=self.lookahead + 1)
+        return tokens[:-1].T, model_state
+
+    def look_up(self, state: Draws) -> Int[Array, "R K"]:
         """Proposals for the next tokens of every draw, looked up in its source, its prompt and its output.
 
         Raises:
           ValueError: the state has no prompts.
         """
         if state.prompt is None:
-            raise ValueError("propose: got a state without prompts, expected those that `init` keeps")
+            raise ValueError("look_up: got a state without prompts, expected those that `init` keeps")
         written = jnp.arange(state.tokens.shape[1]) < state.step[:, None]
         parts = [state.prompt, PromptTokens(state.tokens, written)]
         if state.source is not None:
