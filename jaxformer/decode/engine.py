@@ -235,7 +235,7 @@ class Engine:
         self._batches: list[_EngineBatch] = []
         self._count = 0
         none = RowSettings(np.zeros(0, np.int32), np.zeros(0, np.int32), jax.random.key(0))
-        self._run = _EngineRun(decoder, variables, none, is_on_one_device(model.variables), self._jobs)
+        self._run = _EngineRun(decoder, variables, none, is_on_one_device(model.variables), jobs=self._jobs)
 
     def job(self, prompt: Prompt, sampling: Sampling, max_new: int | None, deliver: Callable[[Piece], None]) -> Job:
         """A prompt that is checked and ready for `submit`.

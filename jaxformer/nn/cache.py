@@ -187,7 +187,8 @@ class TransformerState(flax.struct.PyTreeNode):
     def append(self, count: int) -> tuple[Slots, TransformerState]:
         """Slots `[B, T]` of the next T = `count` tokens, one a branch, and the state that includes them."""
         rows = self.position.shape[0]
-        new, state = self._write_slots(jnp.broadcast_to(self.position[:, None], (rows, count)))
+        new = Slots(jnp.broadcast_to(self.position[:, None], (rows, count)), jnp.ones((rows, count), jnp.int32))
+        state = self._write_slots(new)
         if self.branch_slots is not None:
             same_branch = jnp.broadcast_to(jnp.eye(count, dtype=bool), (rows, count, count))
             branch_slots = jax.lax.dynamic_update_slice_in_dim(self.branch_slots, same_branch, self.index, axis=-1)
@@ -198,9 +199,9 @@ class TransformerState(flax.struct.PyTreeNode):
         """Slots `[B, T]` of the next T = `count` tokens of every row, and the state that includes them.
 
         Args:
-          positions: number of positions that the model has. Tokens beyond them get the last one: their logits mean
-            nothing, but would be NaN, and NaN values in the cache count even where nothing attends to them. None: no
-            limit.
+          positions: number of positions that the model has. Tokens beyond them are padding at the last one: their
+            logits mean nothing, but without a position their keys and values would be NaN, which counts even where
+            nothing attends to them. None: no limit.
 
         Raises:
           ValueError: the state has branches.
@@ -208,8 +209,10 @@ class TransformerState(flax.struct.PyTreeNode):
         if self.branch_slots is not None:
             raise ValueError("append_sequence: got a state with branches, expected one without")
         position = self.position[:, None] + jnp.arange(count)
-        new, state = self._write_slots(position if positions is None else jnp.minimum(position, positions - 1))
-        return new, state.replace(position=self.position + count)
+        new = Slots(position, jnp.ones_like(position))
+        if positions is not None:
+            new = Slots(jnp.minimum(position, positions - 1), (position < positions).astype(jnp.int32))
+        return new, self._write_slots(new).replace(position=self.position + count)
 
     def keep(self, count: Int[Array, " B"], of: int) -> TransformerState:
         """The state in which row b has included the first `count[b]` of its last `of` tokens, and not the others.
@@ -224,11 +227,10 @@ class TransformerState(flax.struct.PyTreeNode):
             index=first + jnp.max(count),
         )
 
-    def _write_slots(self, position: Int[Array, "B T"]) -> tuple[Slots, TransformerState]:
-        """Slots of tokens at these positions, and the state in whose next slots they are."""
-        new = Slots(position, jnp.ones_like(position))
+    def _write_slots(self, new: Slots) -> TransformerState:
+        """The state in whose next slots `new` `[B, T]` stand."""
         write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, self.index, axis=-1)  # noqa: E731
-        return new, self.replace(slots=jax.tree.map(write, self.slots, new))
+        return self.replace(slots=jax.tree.map(write, self.slots, new))
 
     def _used(self) -> Bool[Array, "B S"]:
         """True for slots that later steps still attend to."""
