@@ -588,9 +588,7 @@ class Model:
             predictor = framing.run_predictor(config, self.module, self.inference_variables(), self.tokenizers)
         if self.draft is None:
             return predictor
-        return dataclasses.replace(
-            predictor, runner=dataclasses.replace(predictor.runner, draft=self.draft.bundle())
-        )
+        return dataclasses.replace(predictor, runner=dataclasses.replace(predictor.runner, draft=self.draft.bundle()))
 
     def bundle(self) -> ModelBundle:
         """The module and its variables, as decoding takes a draft."""

@@ -124,8 +124,8 @@ def prefill(
         logits, state = model.start(batch, prompt_slots + max_length)
     if search.lookahead and not (isinstance(state, RewindableState) and isinstance(model, Extendable)):
         raise ConfigError(
-            f"decode.speculate: got {search.lookahead} and a model with a {type(state).__name__}, which cannot take back "
-            "a token, expected a transformer; set decode.speculate to 0"
+            f"decode.speculate: got {search.lookahead} and a model with a {type(state).__name__}, which cannot take "
+            "back a token, expected a transformer; set decode.speculate to 0"
         )
     schedule = schedule_for(state, prompt_slots, max_length, search)
     state = schedule.grow(state, schedule.capacities[0])

@@ -17,8 +17,7 @@ from jaxformer.nn.cache import TransformerState
 from jaxformer.types import Array, Batch, Extendable, State
 
 
-@flax.struct.dataclass
-class PairedState:
+class PairedState(flax.struct.PyTreeNode):
     """The state of a model and that of its draft. The methods are those of `TransformerState`, for both.
 
     Attributes:
@@ -74,13 +73,7 @@ class DraftedModel:
         """
         logits, state = self.model.start(batch, length)
         _, draft = self.draft.start(batch, length)
-        for name, part in {"model": state, "draft": draft}.items():
-            if not isinstance(part, TransformerState):
-                raise ConfigError(
-                    f"draft: got a {name} with a {type(part).__name__}, which cannot take back a token, expected a "
-                    "transformer; decode without a draft"
-                )
-        return logits, PairedState(state, draft, logits.shape[1])
+        return logits, PairedState(_transformer("model", state), _transformer("draft", draft), logits.shape[1])
 
     def step(self, tokens: Int[Array, "B 1"], state: State) -> tuple[Float32[Array, "B V"], PairedState]:
         """Appends tokens to both; the model's logits of the next token."""
@@ -92,7 +85,7 @@ class DraftedModel:
         """Appends tokens that the draft has read to the model; its logits of the token after each."""
         state = _paired(state)
         logits, model = self.model.extend(tokens, state.model)
-        return logits, state.replace(model=model)
+        return logits, state.replace(model=_transformer("model", model))
 
     def read(self, tokens: Int[Array, "B 1"], state: State) -> tuple[Float32[Array, "B V"], PairedState]:
         """Appends tokens to the draft; its logits of the next token, with as many columns as the model's.
@@ -104,7 +97,16 @@ class DraftedModel:
         logits, draft = self.draft.extend(tokens, state.draft)
         logits = logits[:, 0, : state.vocab]
         missing = ((0, 0), (0, state.vocab - logits.shape[1]))
-        return jnp.pad(logits, missing, constant_values=-jnp.inf), state.replace(draft=draft)
+        return jnp.pad(logits, missing, constant_values=-jnp.inf), state.replace(draft=_transformer("draft", draft))
+
+
+def _transformer(name: str, state: State) -> TransformerState:
+    if not isinstance(state, TransformerState):
+        raise ConfigError(
+            f"draft: got a {name} with a {type(state).__name__}, which cannot take back a token, expected a "
+            "transformer; decode without a draft"
+        )
+    return state
 
 
 def _paired(state: State) -> PairedState:

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode.batching import Prompt, PromptBatch, PromptQueue, pad_batch
-from jaxformer.decode.compiled import CompiledDecoder, DecodeState
+from jaxformer.decode.compiled import DecodeState
 from jaxformer.decode.generate import (
     ModelBundle,
     check_speculation,

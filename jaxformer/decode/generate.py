@@ -246,8 +246,8 @@ def check_speculation(model: ModelBundle, proposals: int, longest: int) -> None:
         positions = None if bundle is None else bundle.max_target_length
         if positions is not None and longest > positions:
             raise ConfigError(
-                f"decode.speculate: got {proposals} and a text of up to {longest} tokens, expected at most the {name}'s "
-                f"{positions} positions; lower decode.max_length, or set decode.speculate to 0"
+                f"decode.speculate: got {proposals} and a text of up to {longest} tokens, expected at most the "
+                f"{name}'s {positions} positions; lower decode.max_length, or set decode.speculate to 0"
             )
 
 

@@ -201,8 +201,8 @@ class Transformer(nn.Module):
         scaling = stack.encoding.scaling
         if scaling is not None and scaling.kind == "dynamic":
             raise ConfigError(
-                "decode.speculate: got dynamic scaling of the encoding, under which tokens that are proposed change how "
-                "others are rotated, expected another encoding; set decode.speculate to 0"
+                "decode.speculate: got dynamic scaling of the encoding, under which tokens that are proposed change "
+                "how others are rotated, expected another encoding; set decode.speculate to 0"
             )
         learned = stack.encoding.kind == "learned"
         positions = stack.encoding.max_length - stack.encoding.offset if learned else None

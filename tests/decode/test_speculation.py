@@ -2,16 +2,31 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from builders import decoder, make
-from test_generate import SIZE, VOCABULARY, assert_same, generate, make_prompts, model
+from builders import decoder, make, saved_run
+from test_generate import MODELS, SIZE, VOCABULARY, assert_same, generate, make_prompts, model
 
-from jaxformer.config import ConfigError, DecodeConfig, EncodingConfig, RopeScalingConfig
+import jaxformer
+from jaxformer import cli
+from jaxformer.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    DecodeConfig,
+    EmbedConfig,
+    EncodingConfig,
+    ModelConfig,
+    RopeScalingConfig,
+    TaskConfig,
+    TokenizerConfig,
+)
+from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.decode import streaming
 from jaxformer.decode.batching import pad_batch
 from jaxformer.decode.compiled import BoundModel
@@ -153,12 +168,14 @@ def test_the_engine_and_streams_go_on_by_several_tokens():
     plain = generate("decoder", prompts, options)
     runner, options = Runner(*model("decoder"), VOCABULARY), dataclasses.replace(options, speculate=3)
     pieces = [piece.tolist() for piece in streaming.stream(runner, prompts[2], options, steps=2)]
-    assert sum(pieces, []) == plain[2][0].tokens.tolist() and max(map(len, pieces)) > 2
+    assert list(itertools.chain(*pieces)) == plain[2][0].tokens.tolist() and max(map(len, pieces)) > 2
     outputs: dict[int, list[int]] = {}
     engine = Engine(runner, options, max_new=20, max_prompt=8, rows=2)
     for index, prompt in enumerate(prompts):
         given = outputs.setdefault(index, [])
-        engine.submit(engine.job(prompt, Sampling(), 20, lambda piece, given=given: given.extend(piece.tokens.tolist())))
+        engine.submit(
+            engine.job(prompt, Sampling(), 20, lambda piece, given=given: given.extend(piece.tokens.tolist()))
+        )
     while engine.has_jobs:
         engine.step()
     assert list(outputs.values()) == [hypotheses[0].tokens.tolist() for hypotheses in plain]
@@ -197,3 +214,73 @@ def test_what_cannot_be_honoured_is_refused():
     scaled = decoder(encoding=EncodingConfig(kind="rope", scaling=RopeScalingConfig(kind="dynamic", factor=2.0)))
     with pytest.raises(ConfigError, match="dynamic scaling"):
         Runner(*make(scaled), VOCABULARY).generate(prompts, options)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run, and one with weights near to its own, as workdirs."""
+    folder = tmp_path_factory.mktemp("runs")
+    data = DataConfig(tokenizer=TokenizerConfig(kind="byte"), length=64)
+    tokenizers = Tokenizers.build(data, [], ("text",))
+    stack = dataclasses.replace(MODELS["decoder"].decoder, embed=EmbedConfig(vocab=tokenizers.source.vocab))
+    config = Config(model=ModelConfig(decoder=stack), data=data, task=TaskConfig(name="language_modelling"))
+    config = dataclasses.replace(config, decode=DecodeConfig(max_length=16, batch=4, suppress=SPECIAL))
+    params = make(config.model)[1]["params"]
+    rng = np.random.default_rng(2)
+    near = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), params)
+    for name, values in {"run": params, "draft": near}.items():
+        saved_run(folder / name, config, values, tokenizers)
+    return folder
+
+
+SPECIAL = (*range(7 + 32), *range(7 + 127, 263))
+"""Special tokens, and bytes that would break a line of output or be no text."""
+
+
+def test_a_run_proposes_to_another(runs, tmp_path, capsys, caplog):
+    (tmp_path / "in.txt").write_text("ab\nimport a thing\n\n")
+
+    def decoded(*arguments):
+        argv = ["decode", f"--workdir={runs}/run", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.txt"]
+        code = cli.main([*argv, *arguments])
+        return code, (tmp_path / "out.txt").read_text() if code == 0 else capsys.readouterr().err
+
+    expected = decoded()
+    caplog.set_level(logging.INFO, "jaxformer")
+    assert decoded("--config.decode.speculate=3", f"--draft={runs}/draft") == expected
+    by_draft = [record.args[0] for record in caplog.records if "tokens a pass" in record.message]
+    code, message = decoded(f"--draft={runs}/draft")
+    assert code == 2 and "--draft: got a draft and config.decode.speculate 0" in message
+    code, message = decoded("--config.decode.speculate=3", "--config.decode.method=beam")
+    assert code == 2 and "config.decode.speculate" in message and "use greedy or sample" in message
+
+    model = jaxformer.load(runs / "run").with_draft(jaxformer.load(runs / "draft"), 3)
+    lines = ["ab", "import a thing", ""]
+    assert model.generate(lines) == expected[1].splitlines()
+    assert by_draft[0] > 1
+    ids = np.asarray([[9, 50, 51], [9, 9, 60]], np.int32)
+    expected = jaxformer.load(runs / "run").generate(input_ids=ids, max_new_tokens=9)
+    for drafted, options in ((model, {}), (jaxformer.load(runs / "run"), {"prompt_lookup_num_tokens": 2})):
+        np.testing.assert_array_equal(drafted.generate(input_ids=ids, max_new_tokens=9, **options), expected)
+    with pytest.raises(ConfigError, match="got num_beams > 1 with a draft"):
+        model.generate(input_ids=ids, num_beams=2)
+    with pytest.raises(ConfigError, match="got prompt_lookup_num_tokens with a draft"):
+        model.generate(input_ids=ids, prompt_lookup_num_tokens=2)
+    with pytest.raises(ConfigError, match="prompt_lookup_num_tokens with num_beams > 1"):
+        jaxformer.load(runs / "run").generate(input_ids=ids, num_beams=2, prompt_lookup_num_tokens=2)
+
+
+def test_a_draft_that_does_not_fit_is_refused(runs):
+    model = jaxformer.load(runs / "run")
+    words = Tokenizers.build(DataConfig(tokenizer=TokenizerConfig(kind="character")), [{"text": "abc"}], ("text",))
+    with pytest.raises(ConfigError, match="draft: got one with another source tokenizer"):
+        model.with_draft(dataclasses.replace(model, tokenizers=words))
+    pair = dataclasses.replace(model, config=dataclasses.replace(model.config, model=MODELS["seq2seq"]))
+    with pytest.raises(ConfigError, match="draft: got an encoder-decoder, expected a decoder alone"):
+        model.with_draft(pair)
+    recurrent = dataclasses.replace(model, config=dataclasses.replace(model.config, model=MODELS["recurrent"]))
+    with pytest.raises(ConfigError, match="got a draft that is no transformer that writes text"):
+        model.with_draft(recurrent)
+    for number in (0, -1, 1.5):
+        with pytest.raises(ConfigError, match="speculate"):
+            model.with_draft(model, number)

@@ -127,8 +127,8 @@ class SampleSearch:
         Raises:
           TypeError: the model reads one token at a time, or its state cannot take tokens back.
         """
-        if not (isinstance(model, Extendable) and isinstance(model_state, RewindableState)):
-            raise TypeError(f"advance: got a {type(model_state).__name__}, expected a RewindableState and its model")
+        if not isinstance(model, Extendable):
+            raise TypeError(f"advance: got a {type(model).__name__}, expected an Extendable")
         begun, count = state.step, self.lookahead
         if isinstance(model, DraftedModel):
             proposals, model_state = self.draft(model, state, model_state)
@@ -136,6 +136,8 @@ class SampleSearch:
             proposals = self.look_up(state)
         tokens = jnp.concatenate([self.last_tokens(state), proposals], axis=1)
         logits, model_state = model.extend(tokens, model_state)
+        if not isinstance(model_state, RewindableState):
+            raise TypeError(f"advance: got a {type(model_state).__name__}, expected a RewindableState")
         at = partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
 
         def has_next(carry: tuple[Array, Draws, Array]) -> Bool[Array, ""]:

@@ -43,8 +43,8 @@ def look_up(
     """The tokens that followed where a text's last tokens occurred before: the proposals of prompt look-up.
 
     The longest match of up to `MAX_NGRAM` tokens decides, and the latest of these (Saxena 2023, "Prompt lookup
-    decoding", https://github.com/apoorvumang/prompt-lookup-decoding). A match near the end goes on as a repetition: what
-    follows the end is what follows the match. Without a match the proposals mean nothing.
+    decoding", https://github.com/apoorvumang/prompt-lookup-decoding). A match near the end goes on as a repetition:
+    what follows the end is what follows the match. Without a match the proposals mean nothing.
 
     Args:
       text: text of row r ends before column `end[r]`; its last token is valid.
