@@ -34,7 +34,8 @@ def run(arguments: Namespace) -> int:
         task = tasks.get(model.config.task.name)
         edited = saved_edits.apply_edits(model.config, arguments.config, saved_edits.DECODE_FIELDS, "decode")
         print_edits(edited, "decode")
-        model = add_draft(dataclasses.replace(model, config=edited.config), arguments.draft)
+        if arguments.draft or edited.config.data != model.config.data:
+            model = add_draft(dataclasses.replace(model, config=edited.config), arguments.draft)
         config = edited.config.decode
         size = 1 if source.isatty() else BATCHES_PER_CHUNK * config.batch
         truncated = 0

@@ -232,6 +232,10 @@ class ActiveBatch:
             self.used_slots = needed_slots
         else:
             model_state = decoder.grow(self.state.model, self.schedule, self.capacity)
+        if self._max_steps() < 1:  # the loop would be launched for no step, again and again
+            raise RuntimeError(
+                f"cache: got {self.used_slots} used slots, expected fewer than {self.schedule.total_slots(self.capacity)}"
+            )
         self.state = self.state._replace(model=model_state)
 
 
