@@ -29,7 +29,9 @@ from jaxformer.bridges import onnx as onnx_bridge
 from jaxformer.checkpoint import LoadedRun, WeightsInfo
 from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.tokenizers import Tokenizers
-from jaxformer.decode.compiled import forward
+from jaxformer.decode.compiled import Vocabulary, forward
+from jaxformer.decode.generate import ModelBundle
+from jaxformer.decode.runner import max_positions
 from jaxformer.errors import ConfigError
 from jaxformer.models import adapters, build
 from jaxformer.tasks import (
@@ -111,6 +113,7 @@ class Model:
       classes: names of a classifier's classes; None: those of the config.
       weights: which checkpoints the parameters come from; None: from no run.
       hf: calls under the other library's names, and where an imported model comes from. Models that are loaded have it.
+      draft: a smaller model that proposes tokens; see `with_draft`.
     """
 
     module: nn.Module
@@ -121,6 +124,7 @@ class Model:
     classes: tuple[str, ...] | None = None
     weights: WeightsInfo | None = None
     hf: HuggingFaceInterface | None = None
+    draft: Model | None = None
 
     @classmethod
     def of_run(cls, run: LoadedRun, hf: HuggingFaceInterface | None = None) -> Model:
@@ -201,6 +205,35 @@ class Model:
         Empty lines of a translation have none. Arguments and errors are those of `translate`.
         """
         return _generation.outputs(self._for("translate", "generate"), lines, self._decode_options(decode, options))
+
+    def with_draft(self, draft: Model, speculate: int = 4) -> Model:
+        """The same model, to which a smaller one proposes tokens: its texts are the same, and come sooner.
+
+        Greedy search and sampling run with it, whatever method decodes text. How much is gained depends on how often
+        the two agree; the log says how many tokens a pass of the model gave (`jaxformer.decode.search.speculation`).
+
+        Args:
+          draft: a model of the same kind with the same tokenizer.
+          speculate: tokens that are proposed at a time, `config.decode.speculate`.
+
+        Raises:
+          ConfigError: the draft has other tokens, or reads another kind of input; or `speculate` is no number from 1.
+        """
+        for name, config in (("model", self.config.model), ("draft", draft.config.model)):
+            if config.decoder is None or config.head.kind != "tokens":
+                raise ConfigError(f"draft: got a {name} that is no transformer that writes text, expected one")
+        if self.config.model.is_seq2seq != draft.config.model.is_seq2seq:
+            kinds = ("a decoder alone", "an encoder-decoder")
+            got, expected = kinds[draft.config.model.is_seq2seq], kinds[self.config.model.is_seq2seq]
+            raise ConfigError(f"draft: got {got}, expected {expected}, as the model is; take another")
+        if self.tokenizers is not None and draft.tokenizers is not None:
+            side = self.tokenizers.differing_side(draft.tokenizers)
+            if side is not None:
+                raise ConfigError(f"draft: got one with another {side} tokenizer, expected the model's; take another")
+        if speculate < 1:
+            raise ConfigError(f"speculate: got {speculate}, expected a number of tokens from 1")
+        config = dataclasses.replace(self.config, decode=self._decode_options(None, {"speculate": speculate}))
+        return dataclasses.replace(self, config=config, draft=draft)
 
     def classify(self, lines: Sequence[str]) -> list[dict[str, Any]]:
         """For each line `{"label", "probability", "probabilities"}`, the last a dict of all labels.
@@ -550,8 +583,19 @@ class Model:
         if self.classes:
             config = dataclasses.replace(config, task=dataclasses.replace(config.task, classes=self.classes))
         if self.hf is not None:
-            return self.hf.predictor(self, config)
-        return framing.run_predictor(config, self.module, self.inference_variables(), self.tokenizers)
+            predictor = self.hf.predictor(self, config)
+        else:
+            predictor = framing.run_predictor(config, self.module, self.inference_variables(), self.tokenizers)
+        if self.draft is None:
+            return predictor
+        return dataclasses.replace(predictor, runner=dataclasses.replace(predictor.runner, draft=self.draft.bundle()))
+
+    def bundle(self) -> ModelBundle:
+        """The module and its variables, as decoding takes a draft."""
+        decoder = self.config.model.decoder
+        return ModelBundle(
+            self.module, self.inference_variables(), Vocabulary((), 0), max_target_length=max_positions(decoder)
+        )
 
     def _for(self, *methods: str) -> Predictor:
         """The predictor, if one of these methods fits the model."""

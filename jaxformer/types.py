@@ -253,6 +253,15 @@ class BranchingState(GrowableState, Protocol):
 
 
 @runtime_checkable
+class RewindableState(State, Protocol):
+    """A state that can give back the last tokens that it has included, some for each row."""
+
+    def keep(self, count: Int[Array, " B"], of: int) -> Self:
+        """The state in which row b has included the first `count[b]` of its last `of` tokens, and not the others."""
+        ...
+
+
+@runtime_checkable
 class Decodable(Protocol):
     """The interface of a model that can be decoded, whatever its family."""
 
@@ -262,4 +271,13 @@ class Decodable(Protocol):
 
     def step(self, tokens: Int[Array, "B 1"], state: State) -> tuple[Float32[Array, "B V"], State]:
         """Appends `tokens`. Logits of the token after them."""
+        ...
+
+
+@runtime_checkable
+class Extendable(Decodable, Protocol):
+    """A model that reads several tokens of every row at once, as speculative decoding needs."""
+
+    def extend(self, tokens: Int[Array, "B N"], state: State) -> tuple[Float32[Array, "B N V"], State]:
+        """Appends N tokens to every row, one after the other. Logits of the token after each of them."""
         ...

@@ -6,10 +6,17 @@ import dataclasses
 import json
 import sys
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from jaxformer.cli import lines
 from jaxformer.cli.arguments import CHECKPOINT, Command, Flag
 from jaxformer.config import saved_edits
+from jaxformer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxformer.model import Model
+
+DRAFT = Flag("smaller run of the same tokenizer, which proposes tokens", default="", directory="read", bucket="copy")
 
 BATCHES_PER_CHUNK = 32
 """Batches of lines read at a time: enough to sort lines by length, few enough to see output soon."""
@@ -27,8 +34,8 @@ def run(arguments: Namespace) -> int:
         task = tasks.get(model.config.task.name)
         edited = saved_edits.apply_edits(model.config, arguments.config, saved_edits.DECODE_FIELDS, "decode")
         print_edits(edited, "decode")
-        if edited.config.data != model.config.data:
-            model = dataclasses.replace(model, config=edited.config)
+        if arguments.draft or edited.config.data != model.config.data:
+            model = add_draft(dataclasses.replace(model, config=edited.config), arguments.draft)
         config = edited.config.decode
         size = 1 if source.isatty() else BATCHES_PER_CHUNK * config.batch
         truncated = 0
@@ -49,6 +56,25 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
+def add_draft(model: Model, directory: str) -> Model:
+    """The model with the draft in `directory`, which proposes `config.decode.speculate` tokens; "": without.
+
+    Raises:
+      ConfigError: the draft does not fit, or nothing says how many tokens it proposes.
+    """
+    if not directory:
+        return model
+    from jaxformer.hf import workdirs
+
+    proposals = model.config.decode.speculate
+    if not proposals:
+        raise ConfigError(
+            "--draft: got a draft and config.decode.speculate 0, expected the number of tokens that it proposes at a "
+            "time; add --config.decode.speculate=4"
+        )
+    return model.with_draft(workdirs.load(directory), proposals)
+
+
 def print_edits(edited: saved_edits.AppliedEdits, command: str) -> None:
     """Prints to stderr which settings differ from the run's, and which edits have no effect."""
     words = [f"changed: {json.dumps(edited.changed)}"] if edited.changed else []
@@ -65,6 +91,7 @@ COMMAND = Command(
         "input": Flag("text file; without it stdin", default=""),
         "output": Flag("text file, written completely or not at all; without it stdout", default=""),
         "checkpoint": CHECKPOINT,
+        "draft": DRAFT,
     },
     config="edits",
     prints=True,

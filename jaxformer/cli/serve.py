@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxformer.cli.arguments import CHECKPOINT, Command, Flag, port, positive
-from jaxformer.cli.decode import print_edits
+from jaxformer.cli.decode import DRAFT, add_draft, print_edits
 from jaxformer.config import saved_edits
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def run(arguments: Namespace) -> int:
     edited = saved_edits.apply_edits(model.config, arguments.config, saved_edits.DECODE_FIELDS, "serve")
     print_edits(edited, "serve")
     name = arguments.name or Path(arguments.workdir).absolute().name
-    server = Server(dataclasses.replace(model, config=edited.config), name, arguments.port, limits)
+    model = add_draft(dataclasses.replace(model, config=edited.config), arguments.draft)
+    server = Server(model, name, arguments.port, limits)
     return _serve(server, name)
 
 
@@ -96,6 +97,7 @@ COMMAND = Command(
         "max-prompt": Flag("most tokens of a prompt; without it the model's length", default=None, type=positive),
         "request-timeout": Flag("seconds that a request may take (504)", default=60.0, type=_seconds),
         "checkpoint": CHECKPOINT,
+        "draft": DRAFT,
     },
     config="edits",
     example="jaxformer serve --workdir=runs/shakespeare --port=8000",

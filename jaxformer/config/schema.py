@@ -780,6 +780,7 @@ class DecodeConfig:
     weights: Literal["float", "int8"] = "float"  # int8: kernels and tables rounded to 8 bits, see decode/int8.py
     batch: PositiveInt = 32  # rows of a batch
     seed: Seed = 0  # sample: seed of the draws
+    speculate: Count = 0  # greedy, sample: tokens that are proposed and checked in one pass of the model; 0: none
 
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")

@@ -452,6 +452,16 @@ class Tokenizers:
             return Tokenizers(one, one, self.chat_template)
         return Tokenizers(self.source.cached(budget // 2), self.target.cached(budget // 2), self.chat_template)
 
+    def differing_side(self, other: Tokenizers) -> str | None:
+        """The first side, "source" or "target", whose texts get other ids from `other`; None: there is none.
+
+        Special tokens around texts, and padding, may differ.
+        """
+        for side in ("source", "target"):
+            if getattr(self, side).vocabulary_fingerprint != getattr(other, side).vocabulary_fingerprint:
+                return side
+        return None
+
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes `jaxformer_tokenizer.json`: the tokenizer, or {"source": ..., "target": ...} if they differ.
 

@@ -15,6 +15,7 @@ from jaxformer.config import DecodeConfig
 from jaxformer.decode import cache_schedule, int8
 from jaxformer.decode.cache_schedule import CacheSchedule
 from jaxformer.decode.cropped_context import CroppingModel, drop_cache
+from jaxformer.decode.draft import DraftedModel
 from jaxformer.decode.search.base import Hypotheses, RowSettings, Search, SearchState, decode_loop
 from jaxformer.decode.search.beam import BeamSearch
 from jaxformer.decode.search.per_row import PerRowSearch
@@ -70,10 +71,15 @@ class BoundModel:
         logits, state = self._apply("step", tokens, state)
         return self._exclude_padding(logits), state
 
+    def extend(self, tokens: Int[Array, "B N"], state: State) -> tuple[Float32[Array, "B N V"], State]:
+        """Appends N tokens to every row; logits of the token after each."""
+        logits, state = self._apply("extend", tokens, state)
+        return self._exclude_padding(logits), state
+
     def _apply(self, method: str, *arguments: PyTree) -> PyTree:
         return self.module.apply(self.variables, *arguments, method=method)
 
-    def _exclude_padding(self, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
+    def _exclude_padding(self, logits: Float32[Array, "... V"]) -> Float32[Array, "... V"]:
         """The logits, -inf for rows that only pad the vocabulary."""
         if self.vocab_size is not None and self.vocab_size < logits.shape[-1]:
             logits = jnp.where(jnp.arange(logits.shape[-1]) < self.vocab_size, logits, -jnp.inf)
@@ -92,13 +98,17 @@ class DecodeStatus(NamedTuple):
 
     Attributes:
       finished: bool `[B]`, prompts whose hypotheses are final.
-      steps: int32 `[]`, decode steps that the loop took.
+      steps: int32 `[]`, slots that the loop took in the state: its steps, or more where steps add several tokens.
       used_slots: int32 `[]`, most slots that an unfinished row reads; 0 if the state cannot drop slots.
+      tokens: int32 `[]`, tokens that the loop has chosen.
+      passes: int32 `[]`, in how many steps each row was not done, summed over the rows.
     """
 
     finished: Array
     steps: Array
     used_slots: Array
+    tokens: Array
+    passes: Array
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,7 @@ class CompiledDecoder:
       context_length: number of tokens that the model reads of a longer text, its last ones (see `CroppingModel`). None:
         all texts fit into the model's positions.
       per_row: True if every row has sampling settings of its own (`search/per_row.py`) in place of those of `config`.
+      draft: a module that proposes tokens (`draft.py`); its variables are "draft" then, those of `module` "model".
     """
 
     module: nn.Module
@@ -122,6 +133,7 @@ class CompiledDecoder:
     vocabulary: Vocabulary
     context_length: int | None = None
     per_row: bool = False
+    draft: nn.Module | None = None
 
     @property
     def search(self) -> Search[Any]:
@@ -134,16 +146,14 @@ class CompiledDecoder:
 
         Variables that stay as they are are returned themselves: a program would copy them.
         """
-        rounds_to_int8, unstack = self.config.weights == "int8", getattr(self.module, "unstack", None)
-        if not rounds_to_int8:
-            shapes = variables if unstack is None else jax.eval_shape(unstack, variables)
-            if jax.tree.structure(shapes) == jax.tree.structure(variables):
-                return variables
-        return _prepare_variables(self.module, rounds_to_int8, variables)
+        if self.draft is None:
+            return self._prepare(self.module, variables)
+        modules = {"model": self.module, "draft": self.draft}
+        return {name: self._prepare(module, variables[name]) for name, module in modules.items()}
 
     def schedule_for(self, state: State, prompt_slots: int) -> CacheSchedule:
         """The schedule of a state from `prefill` with prompts of `prompt_slots` slots."""
-        return cache_schedule.schedule_for(state, prompt_slots, self.config.max_length, self.search.branches)
+        return cache_schedule.schedule_for(state, prompt_slots, self.config.max_length, self.search)
 
     @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("prompt_width",))
     def prefill(
@@ -156,20 +166,21 @@ class CompiledDecoder:
         """
         search = self.search
         logits, state = cache_schedule.prefill(self._bind(variables), batch, self.config.max_length, search)
-        return DecodeState(search.init(logits, cache_schedule.prompt_stream(batch), rows, prompt_width), state)
+        return DecodeState(search.init(logits, batch, rows, prompt_width), state)
 
     @functools.partial(jax.jit, static_argnums=(0,), donate_argnames=("state",))
     def decode_steps(
         self, variables: PyTree, state: DecodeState, min_finished: Int[Array, ""], max_steps: Int[Array, ""]
     ) -> tuple[DecodeState, DecodeStatus]:
-        """Adds a token per step to every output, until `min_finished` prompts are finished or after `max_steps`."""
+        """Adds to every output, until `min_finished` prompts are finished or `max_steps` slots are taken (`base`)."""
         search = self.search
-        new, model_state, steps = decode_loop(search, self._bind(variables), *state, max_steps, min_finished)
+        new, model_state, steps, passes = decode_loop(search, self._bind(variables), *state, max_steps, min_finished)
+        tokens = jnp.sum(new.step - state.search.step)
         state = DecodeState(new, model_state)
         used_slots = jnp.int32(0)
         if isinstance(model_state, CompactableState):
             used_slots = model_state.max_used_slots(self._active_rows(state))
-        return state, replicate(DecodeStatus(search.is_finished(new), steps, used_slots))
+        return state, replicate(DecodeStatus(search.is_finished(new), steps, used_slots, tokens, passes))
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 3))
     def compact(self, state: DecodeState, schedule: CacheSchedule, capacity: int) -> State:
@@ -207,8 +218,22 @@ class CompiledDecoder:
         """The best outputs of every prompt so far, on all devices."""
         return replicate(self.search.hypotheses(search_state))
 
+    def _prepare(self, module: nn.Module, variables: PyTree) -> PyTree:
+        """The variables of one module; see `prepare_variables`."""
+        rounds_to_int8, unstack = self.config.weights == "int8", getattr(module, "unstack", None)
+        if not rounds_to_int8:
+            shapes = variables if unstack is None else jax.eval_shape(unstack, variables)
+            if jax.tree.structure(shapes) == jax.tree.structure(variables):
+                return variables
+        return _prepare_variables(module, rounds_to_int8, variables)
+
     def _bind(self, variables: PyTree) -> Decodable:
-        model = BoundModel(self.module, variables, self.vocabulary.size)
+        size = self.vocabulary.size
+        if self.draft is not None:
+            return DraftedModel(
+                BoundModel(self.module, variables["model"], size), BoundModel(self.draft, variables["draft"], size)
+            )
+        model = BoundModel(self.module, variables, size)
         return model if self.context_length is None else CroppingModel(model, self.context_length)
 
     def _rows_per_prompt(self, state: State) -> int:

@@ -23,9 +23,10 @@ import numpy as np
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode.batching import Prompt, PromptBatch, PromptQueue, pad_batch
-from jaxformer.decode.compiled import CompiledDecoder, DecodeState
+from jaxformer.decode.compiled import DecodeState
 from jaxformer.decode.generate import (
     ModelBundle,
+    check_speculation,
     check_token_ids,
     compiled_options,
     max_new_tokens,
@@ -219,6 +220,8 @@ class Engine:
         limit = model.max_target_length
         self.model, self.rows = model, rows
         self.max_new, self.max_prompt = (min(most, limit or most) for most in (max_new, max_prompt))
+        if options.speculate and model.draft is not None:
+            check_speculation(model.draft, options.speculate, min(self.max_prompt + self.max_new, limit or 2**31) - 1)
         self.widths = _widths(self.max_prompt)
         usual = min(options.max_length, self.max_new)
         self.options = dataclasses.replace(
@@ -226,14 +229,13 @@ class Engine:
         )
         settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # every row has its own
         shared = dataclasses.replace(self.options, max_length=self.max_new, **settings)
-        decoder = CompiledDecoder(model.module, compiled_options(shared, self.max_new), model.vocabulary, per_row=True)
+        decoder, variables = model.decoder(compiled_options(shared, self.max_new), per_row=True)
         self.waiting: deque[tuple[int, Job]] = deque()
         self._jobs: dict[int, Job] = {}
         self._batches: list[_EngineBatch] = []
         self._count = 0
         none = RowSettings(np.zeros(0, np.int32), np.zeros(0, np.int32), jax.random.key(0))
-        variables = decoder.prepare_variables(model.variables)
-        self._run = _EngineRun(decoder, variables, none, is_on_one_device(model.variables), self._jobs)
+        self._run = _EngineRun(decoder, variables, none, is_on_one_device(model.variables), jobs=self._jobs)
 
     def job(self, prompt: Prompt, sampling: Sampling, max_new: int | None, deliver: Callable[[Piece], None]) -> Job:
         """A prompt that is checked and ready for `submit`.

@@ -59,6 +59,8 @@ class ModelBundle:
       max_source_length: number of source positions that the module has; None: no limit.
       max_target_length: number of target positions that the module has, prompt included; None: no limit. What happens
         to longer texts, `DecodeConfig.past_positions` says.
+      draft: a smaller model of the same tokens, which proposes `DecodeConfig.speculate` tokens a step; None: they are
+        looked up in the text.
     """
 
     module: nn.Module
@@ -68,6 +70,21 @@ class ModelBundle:
     buckets: tuple[int, ...] = ()
     max_source_length: int | None = None
     max_target_length: int | None = None
+    draft: ModelBundle | None = None
+
+    def decoder(self, options: DecodeConfig, per_row: bool = False) -> tuple[CompiledDecoder, PyTree]:
+        """The programs for these `compiled_options`, and the variables that they take.
+
+        Args:
+          per_row: True if every row has sampling settings of its own.
+        """
+        draft, variables = self.draft if options.speculate else None, self.variables
+        if draft is not None:
+            variables = {"model": variables, "draft": draft.variables}
+        decoder = CompiledDecoder(
+            self.module, options, self.vocabulary, per_row=per_row, draft=None if draft is None else draft.module
+        )
+        return decoder, decoder.prepare_variables(variables)
 
 
 def generate(
@@ -91,7 +108,7 @@ def generate(
         names a token outside the vocabulary.
     """
     results: list[list[Hypothesis]] = [[] for _ in prompts]
-    finished = 0
+    finished = tokens = passes = 0
     for group in prepare(model, prompts, options, row_indices):
         with open_dispatchers(model.variables) as dispatchers:
             for outputs in decode_queue(group.run, group.queue, options.batch, dispatchers):
@@ -100,6 +117,9 @@ def generate(
                 finished += len(outputs)
                 if outputs and progress is not None:
                     progress(finished, len(prompts))
+        tokens, passes = tokens + group.run.tally.tokens, passes + group.run.tally.passes
+    if options.speculate and passes:
+        log.info("decode: %.2f tokens a pass of the model, of at most %d", tokens / passes, options.speculate + 1)
     return results
 
 
@@ -128,13 +148,16 @@ def prepare(
     max_lengths = [max_new_tokens(prompt, options, model.max_target_length) for prompt in prompts]
     if not prompts:
         return []
-    decoder = CompiledDecoder(model.module, compiled_options(options, max(max_lengths)), vocabulary)
+    if options.speculate:
+        # The last token is never read by the model, so it needs no position.
+        lengths = (len(prompt["target"]) + more - 1 for prompt, more in zip(prompts, max_lengths, strict=True))
+        check_speculation(model, options.speculate, max(lengths))
+    decoder, variables = model.decoder(compiled_options(options, max(max_lengths)))
     rows = RowSettings(
         max_lengths=np.asarray(max_lengths, np.int32),
         row_indices=np.asarray(np.arange(len(prompts)) if row_indices is None else row_indices, np.int32),
         key=jax.random.key(options.seed),
     )
-    variables = decoder.prepare_variables(model.variables)
     buckets = buckets_within(model.buckets, model.max_target_length, model.max_source_length)
     groups = []
     for group in group_by_context(prompts, max_lengths, model.max_target_length):
@@ -211,6 +234,21 @@ def check_token_ids(options: DecodeConfig, vocabulary: Vocabulary) -> None:
         raise ConfigError(f"decode: got token {min(named)} to force or ban, expected ids from 0")
     if not all(options.bad_words):
         raise ConfigError("decode: got an empty sequence in bad_words, expected at least one token in each")
+
+
+def check_speculation(model: ModelBundle, proposals: int, longest: int) -> None:
+    """Checks that texts of `longest` tokens fit into the positions of the model and of its draft.
+
+    Raises:
+      ConfigError: they do not.
+    """
+    for name, bundle in {"model": model, "draft": model.draft}.items():
+        positions = None if bundle is None else bundle.max_target_length
+        if positions is not None and longest > positions:
+            raise ConfigError(
+                f"decode.speculate: got {proposals} and a text of up to {longest} tokens, expected at most the "
+                f"{name}'s {positions} positions; lower decode.max_length, or set decode.speculate to 0"
+            )
 
 
 def max_new_tokens(prompt: Prompt, options: DecodeConfig, max_target_length: int | None) -> int:

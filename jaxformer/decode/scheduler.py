@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Callable, Generator, Iterator, Sequence
 
 import jax
@@ -42,6 +42,14 @@ Dispatch = Callable[..., tuple[DecodeState, DecodeStatus]]
 """Function `(program, *arguments)` that calls a compiled program, directly or in a thread of its own."""
 
 
+@dataclass
+class Tally:
+    """Tokens that decode loops have chosen, and passes of the model over a row that they took."""
+
+    tokens: int = 0
+    passes: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class DecodeRun:
     """The state that all batches of one call of `generate` share.
@@ -52,12 +60,14 @@ class DecodeRun:
       prompts: the settings of all prompts, as numpy arrays.
       can_refill: True if queued prompts may take over free rows. Batches on several devices are decoded to their end,
         since their rows are divided among the devices.
+      tally: what the batches have done; the first tokens, which prompts give, are not counted.
     """
 
     decoder: CompiledDecoder
     variables: PyTree
     prompts: RowSettings
     can_refill: bool
+    tally: Tally = field(default_factory=Tally)
 
     def prefill(self, prompts: PromptBatch, prompt_width: int | None = None) -> DecodeState:
         """Reads prompts and chooses the first tokens (see `CompiledDecoder.prefill`)."""
@@ -156,6 +166,8 @@ class ActiveBatch:
             for row in np.flatnonzero(finished).tolist():
                 results.append((int(self.prompt_indices[row]), Hypotheses(*(x[row] for x in hypotheses))))
             self.prompt_indices[finished] = FREE_ROW
+        self.run.tally.tokens += int(self.status.tokens)
+        self.run.tally.passes += int(self.status.passes)
         self.used_slots += int(self.status.steps) * self.schedule.slots_per_token
         self.context_lengths += int(self.status.steps)
         self._drop_cache_if_context_is_full()
@@ -220,6 +232,10 @@ class ActiveBatch:
             self.used_slots = needed_slots
         else:
             model_state = decoder.grow(self.state.model, self.schedule, self.capacity)
+        if self._max_steps() < 1:  # the loop would be launched for no step, again and again
+            raise RuntimeError(
+                f"cache: got {self.used_slots} used slots, expected fewer than {self.schedule.total_slots(self.capacity)}"
+            )
         self.state = self.state._replace(model=model_state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -80,10 +81,24 @@ def generate(model: Model, origin: HuggingFaceOrigin, options: Mapping[str, Any]
     positions = generation_options.stated_positions(config)
     limits = generation_options.new_token_limits(settings, prompt_length, positions)
     decode = generation_options.decode_config(settings, limits, prompt_length, ends, vocab)
+    if model.draft is not None:
+        decode = _with_draft(decode, model.config.decode.speculate)
     hypotheses = _decode(model, prompts, decode, pad, ends, vocab)
     # The other library's beam search fills with `pad or eos`, so a padding token 0 gives way to the end token.
     fill = ends[0] if decode.method == "beam" and pad == 0 and ends else pad
     return _named_results(settings, decode, begin, hypotheses, fill)
+
+
+def _with_draft(decode: DecodeConfig, speculate: int) -> DecodeConfig:
+    """The options of a model with a draft, which proposes `speculate` tokens.
+
+    Raises:
+      ConfigError: the call asks for beams, or for proposals that are looked up.
+    """
+    if decode.method == "beam" or decode.speculate:
+        got = "num_beams > 1" if decode.method == "beam" else "prompt_lookup_num_tokens"
+        raise ConfigError(f"generate: got {got} with a draft, expected one of them; generate without the draft")
+    return dataclasses.replace(decode, speculate=speculate)
 
 
 def _source_positions(model: Model, origin: HuggingFaceOrigin, ids: np.ndarray) -> np.ndarray:
@@ -122,6 +137,7 @@ def _decode(
         source_pad=fill if encoder is None or fill < (encoder.embed.vocab or 0) else 0,
         max_source_length=max_positions(encoder),
         max_target_length=max_length,
+        draft=None if model.draft is None else model.draft.bundle(),
     )
     return runner.generate(prompts, config)
 

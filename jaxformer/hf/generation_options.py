@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "top_k": 50, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
     "bad_words_ids": None, "suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
     "eos_token_id": None, "pad_token_id": None, "bos_token_id": None, "decoder_start_token_id": None, "seed": 0,
-    "return_dict_in_generate": False, "use_cache": True, "use_mems": None,
+    "return_dict_in_generate": False, "use_cache": True, "use_mems": None, "prompt_lookup_num_tokens": None,
 }  # fmt: skip
 """Every argument but the inputs, with the other library's default. `seed` exists here only: there it is global."""
 
@@ -101,6 +101,8 @@ def resolve_options(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> 
         raise ConfigError(
             "generate: got do_sample with num_beams > 1, expected one of them; beams are not sampled here"
         )
+    if values["prompt_lookup_num_tokens"] and values["num_beams"] > 1:
+        raise ConfigError("generate: got prompt_lookup_num_tokens with num_beams > 1, expected one of them")
     if not values["do_sample"] and values["num_return_sequences"] > values["num_beams"]:
         got = f"num_return_sequences {values['num_return_sequences']} with num_beams {values['num_beams']}"
         raise ConfigError(f"generate: got {got}, expected at most as many; raise num_beams or set do_sample")
@@ -267,6 +269,7 @@ def decode_config(
         "forced_first": first[0] if first and prompt == 1 else None,
         "forced_last": last,
         "seed": settings["seed"],
+        "speculate": settings["prompt_lookup_num_tokens"] or 0,
     }
     config = hints.convert(values, DecodeConfig, "generate")
     fields.check_fields(config, "generate")

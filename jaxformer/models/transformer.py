@@ -7,6 +7,7 @@ from flax import linen as nn
 from jaxtyping import Float, Float32, Int
 
 from jaxformer.config import ModelConfig, StackConfig
+from jaxformer.errors import ConfigError
 from jaxformer.nn.cache import TransformerState
 from jaxformer.nn.copying import Copy, CopySource
 from jaxformer.nn.heads import Head, last_slot
@@ -187,6 +188,27 @@ class Transformer(nn.Module):
         x, state = self.advance(Stream(tokens, slots), state)
         logits = self.decoded_logits(x, slots, slots.segment, state)
         return logits.reshape(-1, logits.shape[-1]), state
+
+    def extend(
+        self, tokens: Int[Array, "B N"], state: TransformerState
+    ) -> tuple[Float32[Array, "B N V"], TransformerState]:
+        """Logits of the tokens after each of `tokens`, which follow one another in every row, and the new state.
+
+        Raises:
+          ConfigError: rotations of a token depend on the number of tokens after it, which are not known yet.
+        """
+        stack = last_stack(self.config)
+        scaling = stack.encoding.scaling
+        if scaling is not None and scaling.kind == "dynamic":
+            raise ConfigError(
+                "decode.speculate: got dynamic scaling of the encoding, under which tokens that are proposed change "
+                "how others are rotated, expected another encoding; set decode.speculate to 0"
+            )
+        learned = stack.encoding.kind == "learned"
+        positions = stack.encoding.max_length - stack.encoding.offset if learned else None
+        slots, state = state.append_sequence(tokens.shape[1], positions)
+        x, state = self.advance(Stream(tokens, slots), state)
+        return self.decoded_logits(x, slots, slots.segment, state), state
 
     def decoded_logits(
         self, x: Float[Array, "B N D"], slots: Slots, segment: Int[Array, "B N"], state: TransformerState

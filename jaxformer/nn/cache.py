@@ -188,12 +188,49 @@ class TransformerState(flax.struct.PyTreeNode):
         """Slots `[B, T]` of the next T = `count` tokens, one a branch, and the state that includes them."""
         rows = self.position.shape[0]
         new = Slots(jnp.broadcast_to(self.position[:, None], (rows, count)), jnp.ones((rows, count), jnp.int32))
-        write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, self.index, axis=-1)  # noqa: E731
-        state = self.replace(slots=jax.tree.map(write, self.slots, new), position=self.position + 1)
+        state = self._write_slots(new)
         if self.branch_slots is not None:
             same_branch = jnp.broadcast_to(jnp.eye(count, dtype=bool), (rows, count, count))
-            state = state.replace(branch_slots=write(self.branch_slots, same_branch))
-        return new, state
+            branch_slots = jax.lax.dynamic_update_slice_in_dim(self.branch_slots, same_branch, self.index, axis=-1)
+            state = state.replace(branch_slots=branch_slots)
+        return new, state.replace(position=self.position + 1)
+
+    def append_sequence(self, count: int, positions: int | None) -> tuple[Slots, TransformerState]:
+        """Slots `[B, T]` of the next T = `count` tokens of every row, and the state that includes them.
+
+        Args:
+          positions: number of positions that the model has. Tokens beyond them are padding at the last one: their
+            logits mean nothing, but without a position their keys and values would be NaN, which counts even where
+            nothing attends to them. None: no limit.
+
+        Raises:
+          ValueError: the state has branches.
+        """
+        if self.branch_slots is not None:
+            raise ValueError("append_sequence: got a state with branches, expected one without")
+        position = self.position[:, None] + jnp.arange(count)
+        new = Slots(position, jnp.ones_like(position))
+        if positions is not None:
+            new = Slots(jnp.minimum(position, positions - 1), (position < positions).astype(jnp.int32))
+        return new, self._write_slots(new).replace(position=self.position + count)
+
+    def keep(self, count: Int[Array, " B"], of: int) -> TransformerState:
+        """The state in which row b has included the first `count[b]` of its last `of` tokens, and not the others.
+
+        Slots behind the row that keeps most are free again.
+        """
+        first = self.index - of
+        given_back = jnp.arange(self.slots.segment.shape[1]) - first >= count[:, None]
+        return self.replace(
+            slots=self.slots._replace(segment=jnp.where(given_back, 0, self.slots.segment)),
+            position=self.position - of + count,
+            index=first + jnp.max(count),
+        )
+
+    def _write_slots(self, new: Slots) -> TransformerState:
+        """The state in whose next slots `new` `[B, T]` stand."""
+        write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, self.index, axis=-1)  # noqa: E731
+        return self.replace(slots=jax.tree.map(write, self.slots, new))
 
     def _used(self) -> Bool[Array, "B S"]:
         """True for slots that later steps still attend to."""

@@ -46,7 +46,8 @@ def format_page(title: str, plan: DecodePlan) -> str:
 def _method(plan: DecodePlan) -> str:
     decode = plan.config.decode
     words = {"beam": f"{decode.beams} beams", "sample": f"{decode.hypotheses} samples a prompt"}
-    return f"{words.get(decode.method, decode.method)}, {decode.weights} weights"
+    proposals = ", a token a pass (decode.speculate is not counted)" if decode.speculate else ""
+    return f"{words.get(decode.method, decode.method)}, {decode.weights} weights{proposals}"
 
 
 def _caches(plan: DecodePlan) -> str:

@@ -356,7 +356,7 @@ def _schedule(config: Config, request: Request) -> tuple[CacheSchedule, int]:
     slots = 1 if config.model.is_seq2seq else request.prompt
     if config.model.decoder is None:
         return CacheSchedule(slots, (request.tokens,), 0), search.outputs_per_prompt
-    schedule = cache_schedule.growing_schedule(slots, request.tokens, max(search.branches, 1))
+    schedule = cache_schedule.growing_schedule(slots, request.tokens, max(search.branches, 1), search.lookahead)
     return schedule, search.outputs_per_prompt
 
 

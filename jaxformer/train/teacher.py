@@ -96,13 +96,12 @@ def _check_tokens(tokenizers: Tokenizers | None, own: Tokenizers | None) -> None
     """Raises a ConfigError if the teacher has another tokenizer than the run."""
     if tokenizers is None or own is None:
         return  # the sizes are compared all the same
-    for side in ("source", "target"):
-        # The ids of texts: special tokens around them, and padding, are the run's for both models.
-        if getattr(tokenizers, side).vocabulary_fingerprint != getattr(own, side).vocabulary_fingerprint:
-            raise ConfigError(
-                f"{PATH}: got a teacher with another {side} tokenizer than the run's, expected the same tokens; set "
-                "data.tokenizer.kind=file and data.tokenizer.path to a file of the teacher's tokenizer"
-            )
+    side = tokenizers.differing_side(own)
+    if side is not None:
+        raise ConfigError(
+            f"{PATH}: got a teacher with another {side} tokenizer than the run's, expected the same tokens; set "
+            "data.tokenizer.kind=file and data.tokenizer.path to a file of the teacher's tokenizer"
+        )
 
 
 def _check_classes(config: Config, view: Config) -> None:

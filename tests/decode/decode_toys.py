@@ -116,11 +116,11 @@ def decode(model, batch, config, eos, pad, max_lengths=None, row_indices=None, k
             key=jax.random.key(config.seed) if key is None else key,
         )
         logits, model_state = prefill(model, batch, config.max_length, search)
-        state = search.init(logits, batch.target, rows)
-        schedule = schedule_for(model_state, prompt_slots, config.max_length, search.branches)
+        state = search.init(logits, batch, rows)
+        schedule = schedule_for(model_state, prompt_slots, config.max_length, search)
         for before, capacity in zip((0, *schedule.capacities), schedule.capacities, strict=False):
             model_state = schedule.grow(model_state, capacity) if before else model_state
-            state, model_state, _ = decode_loop(search, model, state, model_state, capacity - before, count)
+            state, model_state, *_ = decode_loop(search, model, state, model_state, capacity - before, count)
         return search.hypotheses(state)
 
     return run(batch, max_lengths, row_indices, key)

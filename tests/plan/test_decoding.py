@@ -63,7 +63,7 @@ def state_bytes(config, request) -> int:
     def run(variables, batch):
         _, state = cache_schedule.prefill(BoundModel(module, variables), batch, request.tokens, search)
         prompt = cache_schedule.prompt_stream(batch).tokens.shape[1]
-        schedule = cache_schedule.schedule_for(state, prompt, request.tokens, search.branches)
+        schedule = cache_schedule.schedule_for(state, prompt, request.tokens, search)
         return schedule.grow(state, schedule.capacities[-1])
 
     state = jax.eval_shape(run, nn.meta.unbox(build.shapes(module)), batch)

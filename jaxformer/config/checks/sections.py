@@ -379,6 +379,9 @@ def check_decode(decode: DecodeConfig) -> None:
         raise invalid("config.decode.hypotheses", decode.hypotheses, f"at most decode.beams ({decode.beams})")
     if decode.method == "greedy" and decode.hypotheses > 1:
         raise invalid("config.decode.hypotheses", decode.hypotheses, "1 for greedy decoding", "use beam or sample")
+    if decode.method == "beam" and decode.speculate:
+        expected = "0 for beam search: proposals follow one text, beams are several"
+        raise invalid("config.decode.speculate", decode.speculate, expected, "use greedy or sample")
     if decode.min_length > decode.max_length:
         raise invalid("config.decode.min_length", decode.min_length, f"at most decode.max_length ({decode.max_length})")
     if any(not word or min(word) < 0 for word in decode.bad_words):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32, Int
 
-from jaxformer.types import Array, Decodable, State, Stream
+from jaxformer.types import Array, Batch, Decodable, State
 
 
 class Hypotheses(NamedTuple):
@@ -97,13 +97,18 @@ class Search(Protocol[S]):
         """Sequences that may share one row of the model's state as its branches; 0: each needs a row."""
         ...
 
+    @property
+    def lookahead(self) -> int:
+        """Tokens that a step may append to a sequence beside the one that it is sure of."""
+        ...
+
     def init(
-        self, logits: Float32[Array, "B V"], prompt: Stream, rows: RowSettings, prompt_width: int | None = None
+        self, logits: Float32[Array, "B V"], prompts: Batch, rows: RowSettings, prompt_width: int | None = None
     ) -> S:
         """The state with the first tokens, chosen from the logits after the prompts.
 
         Args:
-          prompt_width: columns that the state keeps for prompts, at least those of `prompt`; None: as many.
+          prompt_width: columns that the state keeps for prompts, at least those of the batch; None: as many.
         """
         ...
 
@@ -127,22 +132,27 @@ def decode_loop(
     model_state: State,
     max_steps: Int[Array, ""] | int,
     min_finished: Int[Array, ""] | int,
-) -> tuple[S, State, Int[Array, ""]]:
-    """Advances all rows by a token per step, until `min_finished` prompts are finished or after `max_steps` steps.
+) -> tuple[S, State, Int[Array, ""], Int[Array, ""]]:
+    """Advances all rows, until `min_finished` prompts are finished or `max_steps` slots of the state are taken.
+
+    A step adds a token to every row and takes a slot; with `search.lookahead` it adds as many tokens as it can and
+    takes as many slots as the row that got most, which may be `lookahead` slots more than `max_steps`.
 
     Returns:
-      The states, and the number of steps.
+      The states; the number of slots; and the number of steps in which each row was not done, summed over the rows.
     """
 
-    def has_next_step(carry: tuple[S, State, Array]) -> Bool[Array, ""]:
-        state, _, steps = carry
+    def has_next_step(carry: tuple[S, State, Array, Array]) -> Bool[Array, ""]:
+        state, _, steps, _ = carry
         return (jnp.sum(search.is_finished(state)) < min_finished) & (steps < max_steps)
 
-    def step(carry: tuple[S, State, Array]) -> tuple[S, State, Array]:
-        state, model_state, steps = carry
-        return *search.advance(model, state, model_state), steps + 1
+    def step(carry: tuple[S, State, Array, Array]) -> tuple[S, State, Array, Array]:
+        state, model_state, steps, passes = carry
+        new, model_state = search.advance(model, state, model_state)
+        taken = jnp.max(new.step - state.step) if search.lookahead else 1
+        return new, model_state, steps + taken, passes + jnp.sum(~state.done)
 
-    return jax.lax.while_loop(has_next_step, step, (state, model_state, jnp.int32(0)))
+    return jax.lax.while_loop(has_next_step, step, (state, model_state, jnp.int32(0), jnp.int32(0)))
 
 
 def is_any(tokens: Int[Array, "*batch"], ids: tuple[int, ...]) -> Bool[Array, "*batch"]:

@@ -27,7 +27,7 @@ from jaxformer.decode import logits_processors
 from jaxformer.decode.logits_processors import PromptTokens
 from jaxformer.decode.search.base import Hypotheses, RowSettings, is_any
 from jaxformer.decode.top_k import top_k_of_sums
-from jaxformer.types import Array, BranchingState, Decodable, PyTree, State, Stream
+from jaxformer.types import Array, Batch, BranchingState, Decodable, PyTree, State
 
 
 class Beams(NamedTuple):
@@ -77,14 +77,19 @@ class BeamSearch:
         """Number of beams: the beams of a prompt share their common prefix."""
         return self.config.beams
 
+    @property
+    def lookahead(self) -> int:
+        """0: nothing is proposed."""
+        return 0
+
     def init(
-        self, logits: Float32[Array, "B V"], prompt: Stream, rows: RowSettings, prompt_width: int | None = None
+        self, logits: Float32[Array, "B V"], prompts: Batch, rows: RowSettings, prompt_width: int | None = None
     ) -> Beams:
         """The beams with their first tokens."""
         config = self.config
         repeat = lambda x: jnp.repeat(x, config.beams, axis=0)  # noqa: E731
         needs_prompt = logits_processors.has_processors(config)
-        aligned = logits_processors.right_align(prompt, prompt_width) if needs_prompt else None
+        aligned = logits_processors.right_align(prompts.side("target"), prompt_width) if needs_prompt else None
         max_length = jnp.minimum(rows.max_lengths, config.max_length)
         return self.extend(self.empty(max_length, jax.tree.map(repeat, aligned)), repeat(logits))
 
