@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     print("| method | prompts | proposals | tokens a pass | tokens/s | ratio |\n| --- | --- | --- | --- | --- | --- |")
     differ = 0
     for name, method in METHODS.items():
-        for rows in (1, len(prompts)):
+        for rows in sorted({1, len(prompts)}):
             options = DecodeConfig(max_length=flags.tokens, min_length=flags.tokens, batch=rows, **method)
             cases = [
                 (f"{kind}, {count}" if count else kind, runners[kind], dataclasses.replace(options, speculate=count))

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import logging
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -284,3 +286,16 @@ def test_a_draft_that_does_not_fit_is_refused(runs):
     for number in (0, -1, 1.5):
         with pytest.raises(ConfigError, match="speculate"):
             model.with_draft(model, number)
+
+
+def test_the_benchmark_compares_cases_by_turns(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    benchmark = importlib.import_module("speculation")
+    monkeypatch.setattr(benchmark, "METHODS", {"greedy": {"method": "greedy"}})
+    monkeypatch.setattr(benchmark, "PROPOSALS", {"none": (0,), "draft": (3,)})
+    (tmp_path / "in.txt").write_text("ab\n")
+    flags = [f"--workdir={runs}/run", f"--draft={runs}/draft", f"--input={tmp_path}/in.txt", "--tokens=8", "--rounds=1"]
+    assert benchmark.main(flags) == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:3] for row in rows] == [["| greedy", "1", "none"], ["| greedy", "1", "draft, 3"]]
+    assert float(rows[0][3]) == 1 < float(rows[1][3]) <= 4
