@@ -233,9 +233,8 @@ class ActiveBatch:
         else:
             model_state = decoder.grow(self.state.model, self.schedule, self.capacity)
         if self._max_steps() < 1:  # the loop would be launched for no step, again and again
-            raise RuntimeError(
-                f"cache: got {self.used_slots} used slots, expected fewer than {self.schedule.total_slots(self.capacity)}"
-            )
+            total_slots = self.schedule.total_slots(self.capacity)
+            raise RuntimeError(f"cache: got {self.used_slots} used slots, expected fewer than {total_slots}")
         self.state = self.state._replace(model=model_state)
 
 
