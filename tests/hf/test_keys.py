@@ -64,6 +64,7 @@ OTHERS = {
     "num_experts_per_tok": 3,
     "num_key_value_heads": 1,
     "pad_token_id": 7,
+    "partial_rotary_factor": 0.25,
     "pooler_hidden_size": 24,
     "pos_att_type": ["p2c"],
     "position_buckets": 24,

@@ -247,6 +247,13 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
         "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
+    phi = SMALL | {
+        "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 16, "pad_token_id": 0,
+    }  # fmt: skip
+    phi_yarn = {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 50.0, "original_max_position_embeddings": 4,
+        "partial_rotary_factor": 1.0,
+    }  # fmt: skip
     opt = {
         "vocab_size": 24, "hidden_size": 8, "ffn_dim": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
         "max_position_embeddings": 12, "word_embed_proj_dim": 6, "pad_token_id": 1,
@@ -286,6 +293,28 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
             [TEXT, padding("right")],
         ),
         "olmo2_classifier": ("Olmo2ForSequenceClassification", olmo2 | {"num_labels": 3}, {}, CLASSIFIED[:2]),
+        "phi": (
+            "PhiForCausalLM", phi | {"num_attention_heads": 2}, {}, [TEXT, padding("left")],
+        ),
+        "phi_norms": (
+            "PhiForCausalLM",
+            phi | {
+                "num_key_value_heads": 2, "qk_layernorm": True, "hidden_act": "relu2", "layer_norm_eps": 1e-2,
+                "tie_word_embeddings": True, "rope_parameters": phi_yarn,
+            },
+            {},
+            [TEXT, padding("right")],
+        ),
+        "phi_wide_heads": (
+            "PhiForCausalLM",
+            phi | {"num_key_value_heads": 1, "head_dim": 6, "partial_rotary_factor": 0.7, "rope_theta": 100.0},
+            {},
+            [TEXT],
+        ),
+        "phi_classifier": ("PhiForSequenceClassification", phi | {"num_labels": 3}, {}, CLASSIFIED[:2]),
+        "phi_token": (
+            "PhiForTokenClassification", phi | {"num_labels": 3}, {}, [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
+        ),
         "opt_350m": ("OPTForCausalLM", opt | {"do_layer_norm_before": False}, {}, shown + padded),
         "opt_pre_norm": ("OPTForCausalLM", opt | {"activation_function": "gelu"}, {}, padded),
         "opt_without_biases": ("OPTForCausalLM", opt | bare | {"_remove_final_layer_norm": True}, {}, [TEXT]),
