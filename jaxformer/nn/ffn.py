@@ -17,8 +17,8 @@ from jaxformer.types import Array
 class FeedForward(nn.Module):
     """`act(x W_in + b) W_out + b` (Vaswani et al. 2017, equation 2), or `(act(x W_gate) * (x W_in)) W_out` if gated.
 
-    Gated forms (Shazeer 2020): gelu gives GEGLU, silu SwiGLU, relu ReGLU; `layers.activate` clips and shifts factors. F is `config.width`, by default 4 D. Without
-    `config.output` there is no W_out, and F is D.
+    Gated forms (Shazeer 2020): gelu gives GEGLU, silu SwiGLU, relu ReGLU; `layers.activate` clips and shifts the
+    factors. F is `config.width`, by default 4 D. Without `config.output` there is no W_out, and F is D.
     """
 
     config: FeedForwardConfig

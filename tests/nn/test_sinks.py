@@ -68,7 +68,7 @@ def test_only_kernels_with_sinks_are_chosen_and_others_refused():
     assert kernels.choose_kernel(AttentionConfig(sink=True), site)[0] == "dense"
     for name in ("ring", "ulysses", "splash", "cudnn"):
         assert kernels.get(name).needs(AttentionConfig(sink=True), False, False) == "attention.sink False"
-        with pytest.raises(ConfigError, match=f"attention.kernel: got {name}, .*attention.sink False"):
+        with pytest.raises(ConfigError, match=f"attention.kernel: got '{name}', .*attention.sink False"):
             checks.check(Config(model=builders.decoder(attention=AttentionConfig(heads=2, kernel=name, sink=True))))
 
 
@@ -98,7 +98,9 @@ def clamped():
 
 
 def test_decoding_with_a_cache_equals_the_whole_pass(clamped):
-    testing.assert_steps_equal_forward(*clamped, prompt=3)
+    module, variables, _ = clamped
+    config = builders.decoder()  # the streams of a decoder
+    testing.assert_steps_equal_forward(module, variables, builders.batch(config, [6, 6]), prompt=3)
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2, "data": 2}, {"context": 2, "expert": 2, "data": 2}])

@@ -35,8 +35,8 @@ def read_config(settings: Settings, head: str) -> ModelConfig:
     normalised, head_width = settings("qk_layernorm", False), settings.size("head_dim", max(width // heads, 1))
     if normalised and head_width != width // heads:
         raise ConfigError(
-            f"{settings.path}: got head_dim {head_width} with qk_layernorm, expected {width // heads}, the width of the "
-            "library's norm (hidden_size / num_attention_heads); this variant is not supported"
+            f"{settings.path}: got head_dim {head_width} with qk_layernorm, expected {width // heads}, the width of "
+            "the library's norm (hidden_size / num_attention_heads); this variant is not supported"
         )
     decoder = StackConfig(
         layers=settings.size("num_hidden_layers", 24),
