@@ -251,6 +251,15 @@ def test_dropouts_of_heads(name, head, values, dropouts):
     assert model(FAMILIES[name], head, again).head.dropout == top.dropout
 
 
+def test_windows_of_gpt_oss_are_in_the_even_layers_unless_the_file_says_other():
+    family, small = FAMILIES["gpt_oss"], {"num_hidden_layers": 3, "vocab_size": 24}
+    assert model(family, "causal_lm", small).decoder.windowed_layers == (0, 2)
+    full = model(family, "causal_lm", small | {"layer_types": ["full_attention"] * 3})
+    assert full.decoder.windowed_layers == () and full.decoder.attention.window is None
+    written = family.write_config(full, "causal_lm")
+    assert written["sliding_window"] == 128 and model(family, "causal_lm", written) == full
+
+
 def test_special_tokens_beyond_the_vocabulary_are_named_and_no_numbers_refused(caplog):
     keys.check_special_tokens({"eos_token_id": [3, 99], "pad_token_id": -1, "bos_token_id": 0}, "config.json", 24)
     assert "got eos_token_id 99, pad_token_id -1, which the vocabulary of 24 does not have" in caplog.text

@@ -130,7 +130,7 @@ def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
         "router_aux_loss_coef": moe.balance_loss,
         "swiglu_alpha": ffn.slope,
         "swiglu_limit": ffn.limit,
-        "sliding_window": attention.window,
+        "sliding_window": attention.window or 128,  # the library wants a number also where no layer has a window
         "layer_types": [KINDS[number in decoder.windowed_layers] for number in range(decoder.layers)],
         "max_position_embeddings": decoder.encoding.max_length,
         "vocab_size": decoder.embed.vocab,
