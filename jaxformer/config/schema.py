@@ -198,6 +198,7 @@ class AttentionConfig:
     norm: NormConfig | None = None  # normalisation of each query and key head, before positions (Qwen3); None: none
     norm_over: Literal["head", "heads"] = "head"  # what `norm` averages over: the channels of one head, or of all heads
     # together (OLMo 2)
+    sink: bool = False  # a learned score per query head, whose share of the softmax is dropped (gpt-oss)
     latent: LatentConfig | None = None  # keys and values of all heads from one latent vector a token (DeepSeek); its
     # widths replace `head_width`, `bias` is that of the projections to latents and of the output; None: no latents
     scale_by_layer: bool = False  # also divide scores by the layer number, counted from 1
@@ -222,6 +223,9 @@ class FeedForwardConfig:
     width: PositiveInt | None = None  # hidden width; None: 4 * model width
     activation: Activation = "gelu"  # activation of the hidden layer; gelu is the exact one
     gated: bool = False  # act(x W_gate) * (x W_in), a GLU variant (Shazeer 2020)
+    slope: Positive = 1.0  # silu: x sigmoid(slope x) (gpt-oss: 1.702)
+    limit: Positive | None = None  # gated: x W_gate is clipped above at this, x W_in to +-limit (gpt-oss: 7); None: not
+    offset: NotNegative = 0.0  # gated: constant added to x W_in after that (gpt-oss: 1)
     bias: bool = True  # biases of the projections
     output: bool = True  # output projection; without it the hidden width must equal the model width
     dropout: Rate = 0.0  # dropout rate of the hidden activations
@@ -235,6 +239,7 @@ class MoEConfig:
     experts: PositiveInt = 8  # routed experts per layer
     top_k: PositiveInt = 2  # experts per token
     normalise: bool = True  # divide the weights of a token's experts by their sum; False: probabilities
+    router_bias: bool = False  # learned bias of the router's logits (gpt-oss)
     capacity: Positive | None = None  # training: maximum load of an expert as a multiple of the mean load of a row;
     # further assignments are dropped; None: none is dropped
     shared: Count = 0  # experts that process every token, beside the routed ones (DeepSeekMoE)

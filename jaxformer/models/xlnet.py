@@ -369,6 +369,7 @@ def check(config: StackConfig) -> None:
         "attention.scale_by_layer": (attention.scale_by_layer, (False,)),
         "attention.scale_width": (attention.scale_width, (None,)),
         "attention.soft_cap": (attention.soft_cap, (None,)),
+        "attention.sink": (attention.sink, (False,)),
         "attention.window_every": (attention.window_every, (1,)),
         "attention.window_layers": (attention.window_layers, ((),)),
         "attention.sparse": ("a section" if attention.sparse else "None", ("None",)),

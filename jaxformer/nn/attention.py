@@ -19,7 +19,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.nn import encodings, kernels, remat
 from jaxformer.nn.cache import KeyValues, LayerCache
 from jaxformer.nn.kernels import AttentionBias, AttentionDropout, dense
-from jaxformer.nn.layers import ChunkDense, Dense, Norm, project_jointly
+from jaxformer.nn.layers import ChunkDense, Dense, Norm, project_jointly, zeros_parameter
 from jaxformer.nn.masks import Blocks, Mask, block_of_slot, full_blocks
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree, Slots, is_zero
@@ -34,7 +34,8 @@ class Attention(nn.Module):
     Each head projects all of its input, or with `config.input` "chunk" the part of the channels that has its number.
     Keys and values come from `x` in self-attention and from `memory` in cross-attention; queries come from `x`. With
     `config.summary` self-attention has further keys and values: those of the normalised sums of `x` over blocks of
-    slots (transient global attention; Guo et al. 2022, LongT5, section 3.1).
+    slots (transient global attention; Guo et al. 2022, LongT5, section 3.1). With `config.sink` each head has a learned
+    score s_h beside those of the keys: its share of the softmax goes to no value (OpenAI 2025, gpt-oss, section 2.2).
 
     Attributes:
       encoding: position encoding; acts in self-attention only.
@@ -64,6 +65,7 @@ class Attention(nn.Module):
             self.summary_norm = Norm(NormConfig("rms", epsilon=self.epsilon))
         if config.output:
             self.out = dense((self.heads, self.head_width, width), ("heads", "head", "embed"), 2, output_bias)
+        self.sink = zeros_parameter(self, "sink", ("heads",), (self.heads,)) if config.sink else None
         layer = encodings.get(self.encoding.kind).layer
         if layer is not None:
             self.position = layer(self.encoding, config, width)
@@ -198,8 +200,8 @@ class Attention(nn.Module):
         if not is_zero(config.dropout) and self.has_rng("dropout"):
             dropout = AttentionDropout(config.dropout, self.make_rng("dropout"))
         if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, bias, None, config))
-        return kernels.apply(q, k, v, mask, bias, dropout, config)
+            self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, bias, None, config, self.sink))
+        return kernels.apply(q, k, v, mask, bias, dropout, config, self.sink)
 
 
 def add_repeats(bias: AttentionBias | None, blocks: Blocks) -> AttentionBias:

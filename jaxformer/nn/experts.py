@@ -29,7 +29,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Float, Float32, Int, Key
 
 from jaxformer.config import FeedForwardConfig
-from jaxformer.nn.layers import ACTIVATIONS, keep_mask
+from jaxformer.nn.layers import activate, keep_mask
 from jaxformer.parallel import rules
 from jaxformer.types import Array
 
@@ -146,9 +146,8 @@ def _hidden(
     number: Int[Array, "*batch"],
 ) -> Float[Array, "*batch D"]:
     """Output of the experts' feed-forward layer; `product(name, x)` multiplies rows with their experts' kernels."""
-    activation = ACTIVATIONS[config.activation]
     y = product("in", x)
-    y = activation(product("gate", x)) * y if config.gated else activation(y)
+    y = activate(config, y, product("gate", x) if config.gated else None)
     if config.dropout > 0.0 and key is not None:
         width = y.shape[-1] * math.prod(jax.lax.axis_size(axis) for axis in axes.ffn)
         draw = lambda i: keep_mask(jax.random.fold_in(key, i), config.dropout, (width,))  # noqa: E731

@@ -138,7 +138,8 @@ class LatentAttention(nn.Module):
         if self.is_mutable_collection("intermediates"):
             self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, None, None, config))
         width = max(q.shape[-1], v.shape[-1])
-        o = kernels.apply(*(pad_channels(y, width) for y in (q, k, v)), mask, None, dropout, config)
+        q, k, padded = (pad_channels(y, width) for y in (q, k, v))
+        o = kernels.apply(q, k, padded, mask, None, dropout, config)
         return o[..., : v.shape[-1]]
 
 

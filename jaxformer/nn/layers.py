@@ -17,7 +17,7 @@ from flax.core import meta
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Float32, Int, Key, Num
 
-from jaxformer.config import EmbedConfig, NormConfig
+from jaxformer.config import EmbedConfig, FeedForwardConfig, NormConfig
 from jaxformer.errors import ConfigError
 from jaxformer.nn import cpu, matching
 from jaxformer.nn.products import dot
@@ -95,6 +95,20 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "mish": in_float32(jax.nn.mish),
     "sigmoid": jax.nn.sigmoid,
 }
+
+
+def activate(
+    config: FeedForwardConfig, x: Float[Array, "*shape"], gate: Float[Array, "*shape"] | None = None
+) -> Float[Array, "*shape"]:
+    """Hidden activations: act(x), or act(min(gate, limit)) * (clip(x, -limit, limit) + offset) of a gated layer."""
+    activation = ACTIVATIONS[config.activation]
+    if config.slope != 1.0:
+        activation = in_float32(lambda y: y * jax.nn.sigmoid(config.slope * y))
+    if gate is None:
+        return activation(x)
+    if config.limit is not None:
+        gate, x = jnp.minimum(gate, config.limit), jnp.clip(x, -config.limit, config.limit)
+    return activation(gate) * (x + config.offset if config.offset else x)
 
 
 def soft_cap(x: Float32[Array, "*shape"], cap: float | None) -> Float32[Array, "*shape"]:

@@ -53,8 +53,8 @@ class MoE(nn.Module):
     """`sum_i g_i expert_{e_i}(x) + shared(x)` over the k experts with the highest probability (Shazeer et al. 2017).
 
     Probabilities are softmax(x W_r) over all experts, always in float32, or sigmoid(x W_r) of each by itself with
-    `moe.gate` sigmoid (DeepSeek-V3, section 2.1.2). The gates g are the probabilities of the chosen experts, divided by
-    their sum if `moe.normalise`, times `moe.scale`.
+    `moe.gate` sigmoid (DeepSeek-V3, section 2.1.2); `moe.router_bias` adds a learned bias to x W_r. The gates g are the
+    probabilities of the chosen experts, divided by their sum if `moe.normalise`, times `moe.scale`.
 
     With `moe.groups` experts are chosen within the `moe.top_groups` best groups of each token (DeepSeek-V2, section
     2.1.3: a group is the experts of a device). With `moe.correction` a bias per expert is added to the probabilities
@@ -85,6 +85,8 @@ class MoE(nn.Module):
         router = constrain(router, None, None)  # gather the router over fsdp rather than exchange tokens
         highest = jax.lax.Precision.HIGHEST  # a TPU would multiply in bfloat16 by default
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=highest)
+        if moe.router_bias:
+            logits = logits + zeros_parameter(self, "router_bias", (None,), (moe.experts,))
         self.sow("intermediates", "router_logits", logits)
         probs = jax.nn.softmax(logits) if moe.gate == "softmax" else jax.nn.sigmoid(logits)
         correction = zeros_parameter(self, CORRECTION, (None,), (moe.experts,)) if moe.correction else None

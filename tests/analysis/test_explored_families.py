@@ -36,11 +36,12 @@ FAMILIES = {
     "deepseek_v3": "deepseek_bias", "distilbert": "distilbert",
     "electra": "electra", "encoder_decoder": "pair_bert_gpt2", "gemma": "gemma_gelu", "gemma2": "gemma2",
     "gemma3": "gemma3", "gpt2": "gpt2_alias",
+    "gpt_oss": "gpt_oss",
     "gpt_neo": "gpt_neo_layers", "gpt_neox": "gpt_neox", "gptj": "gptj", "llama": "llama_yarn", "longt5": "longt5",
     "marian": HF / "generation" / "marian", "mbart": "mbart", "mistral": "mistral_classifier",
     "mixtral": "mixtral_padded", "mt5": "mt5", "olmo2": "olmo2_yarn",
     "opt": "opt_350m", "pegasus": HF / "generation" / "pegasus",
-    "qwen2": "qwen2_classifier", "qwen3": "qwen3_classifier", "qwen3_moe": "qwen3moe_router",
+    "phi": "phi_norms", "qwen2": "qwen2_classifier", "qwen3": "qwen3_classifier", "qwen3_moe": "qwen3moe_router",
     "roberta": "roberta_both_biases", "roberta_prelayernorm": "prelayernorm", "roformer": "roformer",
     "t5": HF / "generation" / "t5", "xglm": "xglm", "xlm_roberta": "xlm_roberta", "xlnet": "xlnet_untied",
 }  # fmt: skip

@@ -35,6 +35,7 @@ FEW = (
     "pair_bert_gpt2", "pair_roberta", "pair_prelayernorm_untied",
     "gemma2", "gemma3", "gemma3_both_ways", "electra", "electra_generator", "electra_classifier", "electra_choice",
     "deepseek_bias", "deepseek_wide", "olmo2_yarn", "olmo2_classifier",
+    "phi_norms", "phi_wide_heads", "phi_token", "gpt_oss", "gpt_oss_odd", "gpt_oss_token",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 
@@ -153,7 +154,9 @@ def test_sinusoids_of_distilbert_are_no_parameters_and_are_written(tmp_path):
     np.testing.assert_allclose(learned(input_ids=np.array([[3, 4, 5]])).logits, logits[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["albert_pretraining", "electra_generator", "gemma2", "gemma3_both_ways"])
+@pytest.mark.parametrize(
+    "name", ["albert_pretraining", "electra_generator", "gemma2", "gemma3_both_ways", "gpt_oss_odd", "phi_norms"]
+)
 def test_written_as_it_was_read(name, tmp_path):
     model = loaded(name, tmp_path / "in")
     model.save_pretrained(tmp_path / "out")
@@ -189,9 +192,13 @@ def test_what_albert_and_electra_do_not_compute_is_refused(tmp_path):
         ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping -1.0, expected a number above 0"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types .* for each of the 3 layers"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True, expected None or False"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"weights in MXFP4 .*Mxfp4Config\(dequantize="),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window null with layers of sliding_attention, expected a width"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types .* for each of the 2 layers"),
+        ("phi_norms", {"head_dim": 6}, "head_dim 6 with qk_layernorm, expected 4"),
     ],
 )
-def test_what_gemma_cannot_be_is_refused(name, edit, message, tmp_path):
+def test_what_gemma_gpt_oss_and_phi_cannot_be_is_refused(name, edit, message, tmp_path):
     writing.write_checkpoint(tmp_path, CASES[name]["config"] | edit, {"x": np.zeros(1, np.float32)})
     with pytest.raises(ConfigError, match=message):
         jaxformer.from_pretrained(tmp_path)

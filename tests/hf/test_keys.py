@@ -64,6 +64,7 @@ OTHERS = {
     "num_experts_per_tok": 3,
     "num_key_value_heads": 1,
     "pad_token_id": 7,
+    "partial_rotary_factor": 0.25,
     "pooler_hidden_size": 24,
     "pos_att_type": ["p2c"],
     "position_buckets": 24,
@@ -248,6 +249,15 @@ def test_dropouts_of_heads(name, head, values, dropouts):
     assert (top.input_dropout, top.dropout) == pytest.approx(dropouts)
     again = FAMILIES[name].write_config(model(FAMILIES[name], head, values), head)
     assert model(FAMILIES[name], head, again).head.dropout == top.dropout
+
+
+def test_windows_of_gpt_oss_are_in_the_even_layers_unless_the_file_says_other():
+    family, small = FAMILIES["gpt_oss"], {"num_hidden_layers": 3, "vocab_size": 24}
+    assert model(family, "causal_lm", small).decoder.windowed_layers == (0, 2)
+    full = model(family, "causal_lm", small | {"layer_types": ["full_attention"] * 3})
+    assert full.decoder.windowed_layers == () and full.decoder.attention.window is None
+    written = family.write_config(full, "causal_lm")
+    assert written["sliding_window"] == 128 and model(family, "causal_lm", written) == full
 
 
 def test_special_tokens_beyond_the_vocabulary_are_named_and_no_numbers_refused(caplog):

@@ -339,6 +339,18 @@ EXPORTS = {
         ),
         head=HeadConfig(tied=False),
     ),
+    "gpt_oss": ModelConfig(
+        decoder=dataclasses.replace(
+            experts(top_k=2, router_bias=True),
+            attention=AttentionConfig(heads=2, kv_heads=1, sink=True, window=2, window_every=2),
+            ffn=FeedForwardConfig(width=12, activation="silu", gated=True, slope=2.0, limit=0.5, offset=1.0),
+        ),
+        head=HeadConfig(tied=False),
+    ),
+    "phi": ModelConfig(
+        decoder=stack(encoding=EncodingConfig("rope", fraction=0.5), sublayers="parallel_one_norm"),
+        head=HeadConfig(tied=False, bias=True),
+    ),
     "pegasus": ModelConfig(
         encoder=stack(encoding=EncodingConfig("sinusoidal"), layers=1),
         decoder=stack(encoding=EncodingConfig("sinusoidal")),

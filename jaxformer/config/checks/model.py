@@ -94,14 +94,27 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         raise invalid(f"{path}.norm.kind", "none", f"a norm, since norm.order is {stack.norm.order}")
     if attention.norm is None and attention.norm_over != "head":
         raise invalid(f"{path}.attention.norm_over", attention.norm_over, "head where attention.norm is None")
+    if attention.sink and attention.latent is not None:
+        raise invalid(f"{path}.attention.sink", True, "False with attention.latent")
+    if ffn is not None:
+        _check_gates(ffn, f"{path}.ffn")
     # The generator's table may be wider than its layers: it has the width of the model's, which may be shared.
     _check_embedding(stack.embed, stack.width, path, may_be_wider=path == GENERATOR)
     if attention.kernel != "auto":
         kernel = registry.member("jaxformer.nn.kernels", attention.kernel, "KERNEL")
         bias = registry.member("jaxformer.nn.encodings", encoding.kind, "ENCODING").bias is not None
-        reason = kernel.refuse(attention, bias, attention.dropout > 0)
+        reason = kernel.needs(attention, bias, attention.dropout > 0)
         if reason:
             raise invalid(f"{path}.attention.kernel", attention.kernel, "a kernel for this layer", reason)
+
+
+def _check_gates(ffn: FeedForwardConfig, path: str) -> None:
+    """Raises ConfigError for what only some activations and gated layers read."""
+    if ffn.slope != 1.0 and ffn.activation != "silu":
+        raise invalid(f"{path}.slope", ffn.slope, f"1.0 with ffn.activation {ffn.activation}: only silu has one")
+    for name, unset in (("limit", None), ("offset", 0.0)):
+        if getattr(ffn, name) != unset and not ffn.gated:
+            raise invalid(f"{path}.{name}", getattr(ffn, name), f"{unset} where ffn.gated is False")
 
 
 def _check_sublayers(stack: StackConfig, path: str) -> None:

@@ -106,11 +106,18 @@ class Kernel:
       refuse: `refuse(config, bias, dropout)` returns what the kernel needs of these arguments, or None if it supports
         them.
       missing: `missing(site)` returns what the call lacks for the kernel (a device, a dtype, a shape), or None.
+      has_sinks: `apply` takes a further argument `sink`, `[H]`: a score that each softmax has beside those of the keys.
     """
 
-    apply: Callable[[Array, Array, Array, Mask, AttentionBias | None, AttentionDropout | None, AttentionConfig], Array]
+    apply: Callable[..., Array]
     refuse: Callable[[AttentionConfig, bool, bool], str | None] = lambda config, bias, dropout: None
     missing: Callable[[CallSite], str | None] = lambda site: None
+    has_sinks: bool = False
+
+    def needs(self, config: AttentionConfig, bias: bool, dropout: bool) -> str | None:
+        """What the kernel needs of a config: the answer of `refuse`, or that there is no sink."""
+        lacks_sinks = config.sink and not self.has_sinks
+        return "attention.sink False" if lacks_sinks else self.refuse(config, bias, dropout)
 
 
 def get(kind: str) -> Kernel:
@@ -126,6 +133,7 @@ def apply(
     bias: AttentionBias | None,
     dropout: AttentionDropout | None,
     config: AttentionConfig,
+    sink: Float[Array, " H"] | None = None,
 ) -> Queries:
     """Attention output `[B, T, H, K]` by the kernel of `config`, or the one that "auto" chooses."""
     site = CallSite(
@@ -144,15 +152,16 @@ def apply(
         dropout=dropout is not None,
         **shard_counts(),
     )
-    return get(choose_kernel(config, site)[0]).apply(q, k, v, mask, bias, dropout, config)
+    more = {} if sink is None else {"sink": sink}
+    return get(choose_kernel(config, site)[0]).apply(q, k, v, mask, bias, dropout, config, **more)
 
 
 def choose_kernel(config: AttentionConfig, site: CallSite) -> tuple[str, str]:
     """Name of the kernel for `site`, and the reason for the choice.
 
     The kernel of the config is used for full sequences. Against a cache, where few queries see all keys, any kernel but
-    "dense" means "auto". "auto" takes dense if the mask has `hidden_pairs`; ulysses or ring if sequences are sharded;
-    the fused kernel of the device; else dense up to 1024 x 1024 scores and blockwise beyond.
+    "dense" means "auto". "auto" takes dense if the mask has `hidden_pairs`; ulysses or ring if sequences are sharded
+    and there is no sink; the fused kernel of the device; else dense up to 1024 x 1024 scores and blockwise beyond.
 
     Raises:
       ConfigError: the kernel of the config does not support `site`.
@@ -168,7 +177,7 @@ def choose_kernel(config: AttentionConfig, site: CallSite) -> tuple[str, str]:
         return config.kernel, "as the config says"
     if site.hidden_pairs:
         return "dense", "the mask is a table of pairs"
-    if site.context > 1 and site.queries % site.context == 0 and site.keys % site.context == 0:
+    if not config.sink and site.context > 1 and site.queries % site.context == 0 and site.keys % site.context == 0:
         ways = f"context {site.context} x tensor {site.tensor}"
         wrong = [n for n in (site.heads, site.kv_heads) if n % (site.context * site.tensor)]
         if wrong:
@@ -185,7 +194,7 @@ def choose_kernel(config: AttentionConfig, site: CallSite) -> tuple[str, str]:
 
 def _unable(name: str, config: AttentionConfig, site: CallSite) -> str | None:
     kernel = get(name)
-    return kernel.missing(site) or kernel.refuse(config, site.bias, site.dropout)
+    return kernel.missing(site) or kernel.needs(config, site.bias, site.dropout)
 
 
 def shard_counts() -> dict[str, int]:

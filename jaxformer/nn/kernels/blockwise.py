@@ -11,6 +11,8 @@ and finally o / l. Only o and the log-sums L = m + log l of the rows are stored 
 
 and propagates dS_ij to q, k and the arguments of the bias. Dropout multiplies P_ij in o, and dP_ij in the backward
 pass, by the same random factor, drawn from the key folded with the index of the tile.
+
+A sink with score s starts the online softmax at m = s, l = 1; its gradient is -sum_i e^(s - L_i) rowsum(do_i o_i).
 """
 
 from __future__ import annotations
@@ -104,6 +106,7 @@ def attend(
     bias: AttentionBias | None,
     dropout: AttentionDropout | None,
     config: AttentionConfig,
+    sink: Float[Array, " H"] | None = None,
 ) -> Queries:
     """Attention output `[B, T, H, K]`, equal to the dense kernel's.
 
@@ -127,7 +130,7 @@ def attend(
         int_args,
         None if dropout is None else dropout.key,
     )
-    o = _attention(static, tile(q, rows), tile(k, columns), tile(v, columns), float_args, ids)
+    o = _attention(static, tile(q, rows), tile(k, columns), tile(v, columns), float_args, sink, ids)
     return untile(o, q.shape[1])
 
 
@@ -245,10 +248,13 @@ def _enumerate(tiles: PyTree) -> PyTree:
     return jnp.arange(jax.tree.leaves(tiles)[0].shape[0]), tiles
 
 
-def init(q: QueryTiles, width: int) -> OnlineSoftmax:
-    """Initial state of the online softmax, for values of width `width`."""
+def init(q: QueryTiles, width: int, sink: Float[Array, " H"] | None = None) -> OnlineSoftmax:
+    """Initial state of the online softmax, for values of width `width`; with a sink, that of a score with value 0."""
     count, batch, rows, heads, _ = q.shape
     shape = (count, batch, heads, rows)
+    if sink is not None:
+        start = jnp.broadcast_to(_float(sink)[:, None], shape)
+        return OnlineSoftmax(start, jnp.ones(shape), jnp.zeros((*shape, width)))
     return OnlineSoftmax(jnp.full(shape, MASKED_SCORE), jnp.zeros(shape), jnp.zeros((*shape, width)))
 
 
@@ -359,21 +365,39 @@ def backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    static: StaticArgs, q: QueryTiles, k: KeyTiles, v: KeyTiles, float_args: PyTree, ids: TileIds
+    static: StaticArgs,
+    q: QueryTiles,
+    k: KeyTiles,
+    v: KeyTiles,
+    float_args: PyTree,
+    sink: Float[Array, " H"] | None,
+    ids: TileIds,
 ) -> QueryTiles:
-    return _attention_forward(static, q, k, v, float_args, ids)[0]
+    return _attention_forward(static, q, k, v, float_args, sink, ids)[0]
 
 
-def _attention_forward(static: StaticArgs, q: QueryTiles, k: KeyTiles, v: KeyTiles, float_args: PyTree, ids: TileIds):
-    o, log_sum = finalize(accumulate(static, q, k, v, float_args, ids, init(q, v.shape[-1])), q.dtype)
-    return o, (q, k, v, float_args, ids, o, log_sum)
+def _attention_forward(
+    static: StaticArgs,
+    q: QueryTiles,
+    k: KeyTiles,
+    v: KeyTiles,
+    float_args: PyTree,
+    sink: Float[Array, " H"] | None,
+    ids: TileIds,
+):
+    o, log_sum = finalize(accumulate(static, q, k, v, float_args, ids, init(q, v.shape[-1], sink)), q.dtype)
+    return o, (q, k, v, float_args, sink, ids, o, log_sum)
 
 
 def _attention_backward(static: StaticArgs, saved, do: QueryTiles):
-    q, k, v, float_args, ids, o, log_sum = saved
+    q, k, v, float_args, sink, ids, o, log_sum = saved
     known, zeros = output_gradient(do, o, log_sum), zero_gradients(q, k, v, float_args)
     sums = backward(static, q, k, v, float_args, ids, known, zeros)
-    return *cast_like(sums, Gradients(q, k, v, float_args)), None
+    dsink = None
+    if sink is not None:  # the value of the sink's column is 0, so its dP is 0, and dS = P (0 - delta)
+        share = jnp.exp(_float(sink)[:, None] - log_sum)
+        dsink = -jnp.sum(share * known.delta, axis=(0, 1, 3)).astype(sink.dtype)
+    return *cast_like(sums, Gradients(q, k, v, float_args)), dsink, None
 
 
 def cast_like(sums: Gradients, inputs: Gradients) -> Gradients:
@@ -387,4 +411,4 @@ def _float(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
-KERNEL = Kernel(attend)
+KERNEL = Kernel(attend, has_sinks=True)

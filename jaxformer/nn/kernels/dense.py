@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float, Float32
 
 from jaxformer.config import AttentionConfig
 from jaxformer.nn.kernels import AttentionBias, AttentionDropout, Kernel, Keys, Queries
@@ -22,11 +22,12 @@ def probabilities(
     bias: AttentionBias | None,
     dropout: AttentionDropout | None,
     config: AttentionConfig,
+    sink: Float[Array, " H"] | None = None,
 ) -> Float32[Array, "B H T S"]:
     """Probabilities `[B, H, T, S]`: softmax over visible keys of q k^T + bias, after dropout; 0 if none is visible."""
     see = mask.dense()
     return jnp.where(
-        jnp.any(see, axis=-1)[:, None, :, None], _probabilities(q, k, see, mask, bias, dropout, config), 0.0
+        jnp.any(see, axis=-1)[:, None, :, None], _probabilities(q, k, see, mask, bias, dropout, config, sink), 0.0
     )
 
 
@@ -38,6 +39,7 @@ def _probabilities(
     bias: AttentionBias | None,
     dropout: AttentionDropout | None,
     config: AttentionConfig,
+    sink: Float[Array, " H"] | None,
 ) -> Float32[Array, "B H T S"]:
     """`probabilities`, but uniform in rows that see nothing.
 
@@ -51,7 +53,12 @@ def _probabilities(
     scores = soft_cap(scores.reshape(batch, heads, length, -1), config.soft_cap)
     if bias is not None:
         scores = scores + bias.function(bias.args, q, k, mask.query.position, mask.key.position)
-    probs = jax.nn.softmax(jnp.where(see[:, None], scores, MASKED_SCORE), axis=-1)
+    scores = jnp.where(see[:, None], scores, MASKED_SCORE)
+    if sink is None:
+        probs = jax.nn.softmax(scores, axis=-1)
+    else:  # the sink is one more column, whose probability is dropped
+        column = jnp.broadcast_to(sink.astype(jnp.float32)[:, None, None], (*scores.shape[:-1], 1))
+        probs = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
     return probs if dropout is None else dropout.drop(probs)
 
 
@@ -63,10 +70,11 @@ def attend(
     bias: AttentionBias | None,
     dropout: AttentionDropout | None,
     config: AttentionConfig,
+    sink: Float[Array, " H"] | None = None,
 ) -> Queries:
     """Output o_t = sum_s softmax_s(q_t . k_s + bias_ts) v_s over visible s (Vaswani et al. 2017, equation 1)."""
     see = mask.dense()
-    probs = _probabilities(q, k, see, mask, bias, dropout, config).astype(v.dtype)
+    probs = _probabilities(q, k, see, mask, bias, dropout, config, sink).astype(v.dtype)
     batch, heads, length, slots = probs.shape
     folded = probs.reshape(batch, v.shape[2], -1, slots)
     o = jnp.einsum("bgrs,bsgk->bgrk", folded, v, preferred_element_type=jnp.float32)
@@ -74,4 +82,4 @@ def attend(
     return jnp.where(jnp.any(see, axis=-1)[:, :, None, None], o, 0.0).astype(q.dtype)
 
 
-KERNEL = Kernel(attend)
+KERNEL = Kernel(attend, has_sinks=True)

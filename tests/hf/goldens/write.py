@@ -247,6 +247,24 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
         "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
+    oss = SMALL | {
+        "num_key_value_heads": 1, "head_dim": 4, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 3,
+        "max_position_embeddings": 32, "pad_token_id": 0,
+    }  # fmt: skip
+    odd = {
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 3,
+        "swiglu_alpha": 0.9, "swiglu_limit": 0.4, "attention_bias": False, "rms_norm_eps": 1e-2,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0},
+    }  # fmt: skip
+    routed = {"output_router_logits": True, "output_hidden_states": True}
+    phi = SMALL | {
+        "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 16, "pad_token_id": 0,
+    }  # fmt: skip
+    phi_yarn = {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 50.0, "original_max_position_embeddings": 4,
+        "partial_rotary_factor": 1.0,
+    }  # fmt: skip
     opt = {
         "vocab_size": 24, "hidden_size": 8, "ffn_dim": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
         "max_position_embeddings": 12, "word_embed_proj_dim": 6, "pad_token_id": 1,
@@ -286,6 +304,35 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
             [TEXT, padding("right")],
         ),
         "olmo2_classifier": ("Olmo2ForSequenceClassification", olmo2 | {"num_labels": 3}, {}, CLASSIFIED[:2]),
+        "gpt_oss": ("GptOssForCausalLM", oss, {}, [TEXT | routed, padding("left")]),
+        "gpt_oss_odd": ("GptOssForCausalLM", oss | odd, {}, [TEXT, padding("right")]),
+        "gpt_oss_classifier": ("GptOssForSequenceClassification", oss | {"num_labels": 3}, {}, CLASSIFIED[:2]),
+        "gpt_oss_token": (
+            "GptOssForTokenClassification", oss | {"num_labels": 3, "layer_types": ["full_attention"] * 2}, {},
+            [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
+        ),
+        "phi": (
+            "PhiForCausalLM", phi | {"num_attention_heads": 2}, {}, [TEXT, padding("left")],
+        ),
+        "phi_norms": (
+            "PhiForCausalLM",
+            phi | {
+                "num_key_value_heads": 2, "qk_layernorm": True, "hidden_act": "relu2", "layer_norm_eps": 1e-2,
+                "tie_word_embeddings": True, "rope_parameters": phi_yarn,
+            },
+            {},
+            [TEXT, padding("right")],
+        ),
+        "phi_wide_heads": (
+            "PhiForCausalLM",
+            phi | {"num_key_value_heads": 1, "head_dim": 6, "partial_rotary_factor": 0.7, "rope_theta": 100.0},
+            {},
+            [TEXT],
+        ),
+        "phi_classifier": ("PhiForSequenceClassification", phi | {"num_labels": 3}, {}, CLASSIFIED[:2]),
+        "phi_token": (
+            "PhiForTokenClassification", phi | {"num_labels": 3}, {}, [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
+        ),
         "opt_350m": ("OPTForCausalLM", opt | {"do_layer_norm_before": False}, {}, shown + padded),
         "opt_pre_norm": ("OPTForCausalLM", opt | {"activation_function": "gelu"}, {}, padded),
         "opt_without_biases": ("OPTForCausalLM", opt | bare | {"_remove_final_layer_norm": True}, {}, [TEXT]),
