@@ -133,7 +133,6 @@ def test_without_git_nothing_fails(sweep, code, tmp_path, monkeypatch):
     code(CODE)
     exit_code, _, err = sweep()
     assert exit_code == 0 and "no commit is known there" in err
-    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert code_version.current().commit is None and code_version.git_commit() is None
@@ -170,10 +169,14 @@ def test_a_damaged_file_is_one_line(sweep, tmp_path, name):
 
 
 def test_a_kill_while_it_is_written_leaves_nothing_that_counts(sweep, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
         patch.setattr(submission.shutil, "rmtree", lambda *_, **__: None)  # as kill -9, which cleans nothing up
-        patch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        sweep()
+        patch.setattr(os, "rename", kill)
+        with pytest.raises(KeyboardInterrupt):
+            sweep()
     assert [name[:12] for name in kept(tmp_path)] == [submission.TEMPORARY]
     assert sweep()[0] == 0 and kept(tmp_path) == ["0001"]
 
