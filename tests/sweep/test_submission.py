@@ -214,3 +214,9 @@ def test_one_program_and_arrays_train_the_frozen_runs(sweep, tmp_path, monkeypat
     plan = planning.make_plan(f"{tmp_path}/edits.py", [f"--config={tmp_path}/toy.py"], tmp_path / "out")
     script = slurm.array_script(submission.freeze(plan, [f"--config={tmp_path}/toy.py"]), 1)
     assert script.count("submissions/0001/recipe.py:schedule.peak=") == 2 and "toy.py" not in script
+
+
+def test_what_slurm_cannot_submit_leaves_nothing(sweep, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    exit_code, _, err = sweep(TWO, "--executor=slurm")
+    assert (exit_code, err.count("\n")) == (2, 1) and "sbatch" in err and not (tmp_path / "out").exists()
