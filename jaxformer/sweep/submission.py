@@ -166,6 +166,8 @@ def read_newest(workdir: Path) -> Submission | None:
 def frozen_recipe(folder: str, name: str) -> Any:
     """The frozen config of the run `name` in the form that a recipe returns.
 
+    A line on stderr says if the code has changed since the submission: a run may wait in a queue for days.
+
     Raises:
       ConfigError: there is no such run, or a file is damaged.
     """
@@ -175,7 +177,11 @@ def frozen_recipe(folder: str, name: str) -> Any:
         raise ConfigError(f"got run {name!a}, expected one of the {len(known)} in {RECORD}")
     if record["modules"] is not None:
         registry.add_search_directory(record["modules"])
-    return overrides.editable(_read_config(Path(folder), name, record))
+    kept = Submission(Path(folder), record, {name: _read_config(Path(folder), name, record)})
+    differences = _code_differences(kept, code_version.current())
+    if differences:
+        print(f"code: changed since {folder}: {'; '.join(differences)}", file=sys.stderr, flush=True)
+    return overrides.editable(kept.configs[name])
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

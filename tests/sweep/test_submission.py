@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from jaxformer import cli
+from jaxformer import cli, registry
 from jaxformer.config import ConfigError, overrides
 from jaxformer.runtime import code_version
 from jaxformer.runtime.code_version import CodeVersion
@@ -70,6 +70,15 @@ def finish(config, folder, **values):
 
 def configs_of(out):
     return [overrides.parse([word for word in shlex.split(line) if "--config" in word]) for line in out.splitlines()]
+
+
+def test_a_run_that_starts_with_other_code_says_so(sweep, code, capfd):
+    out = sweep()[1]
+    configs_of(out)
+    assert capfd.readouterr().err == ""
+    code(CodeVersion("0.2.0", "b" * 40))
+    configs_of(out.splitlines()[0])
+    assert "commit aaaaaaaaaaaa there, bbbbbbbbbbbb here\n" in capfd.readouterr().err
 
 
 def test_runs_train_from_what_was_submitted(sweep, tmp_path):
@@ -220,3 +229,10 @@ def test_what_slurm_cannot_submit_leaves_nothing(sweep, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     exit_code, _, err = sweep(TWO, "--executor=slurm")
     assert (exit_code, err.count("\n")) == (2, 1) and "sbatch" in err and not (tmp_path / "out").exists()
+
+
+def test_modules_beside_the_recipe_are_found_from_the_frozen_one(sweep, tmp_path, monkeypatch):
+    out = sweep()[1]
+    monkeypatch.setattr(registry, "_search_directories", [])  # as in the process of a run
+    configs_of(out)
+    assert str(tmp_path) in registry._search_directories
