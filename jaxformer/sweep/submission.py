@@ -208,8 +208,7 @@ def _write(folder: Path, plan: Plan, arguments: Sequence[str], code: CodeVersion
         "arguments": secrets.redact_command(arguments),
         "modules": None if recipe is None else os.path.abspath(os.path.dirname(recipe)),
         "runs": [
-            {"name": run_name(run.edits), "folder": run.workdir.name, "edits": secrets.redact_json(run.edits)}
-            for run in plan.runs
+            {"name": run_name(run.edits), "folder": run.workdir.name, "edits": _edits_as_json(run)} for run in plan.runs
         ],
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
     }
@@ -231,6 +230,11 @@ def _write(folder: Path, plan: Plan, arguments: Sequence[str], code: CodeVersion
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _edits_as_json(run: Run) -> Any:
+    # Values may be of any type that the command line takes as text, such as numpy's integers.
+    return secrets.redact_json(json.loads(json.dumps(run.edits, default=str)))
 
 
 def _digest(record: dict[str, Any]) -> str:

@@ -236,3 +236,10 @@ def test_modules_beside_the_recipe_are_found_from_the_frozen_one(sweep, tmp_path
     monkeypatch.setattr(registry, "_search_directories", [])  # as in the process of a run
     configs_of(out)
     assert str(tmp_path) in registry._search_directories
+
+
+def test_edits_of_any_type_are_kept(sweep, tmp_path):
+    text = "import numpy as np\nSWEEP = [{'data.batch': np.int64(4), 'data.buckets': (8, 16)}]"
+    assert [sweep(text)[0] for _ in range(2)] == [0, 0] and kept(tmp_path) == ["0001"]
+    (run,) = submission.read_newest(tmp_path / "out").record["runs"]
+    assert run["edits"] == {"data.batch": "4", "data.buckets": [8, 16]}
