@@ -7,22 +7,28 @@ from pathlib import Path
 
 from jaxformer import registry
 from jaxformer.cli.arguments import Command, Flag, one_of, positive
+from jaxformer.errors import ConfigError
 
 EXECUTORS = "jaxformer.sweep.executors"
 EXECUTOR_NAMES = registry.names(EXECUTORS)
 
 
 def run(arguments: Namespace) -> int:
-    from jaxformer.sweep import planning
+    from jaxformer.sweep import planning, submission
 
     plan = planning.make_plan(arguments.sweep, arguments.config, Path(arguments.workdir))
     if arguments.report:
+        if arguments.changed:
+            raise ConfigError("--changed: got it with --report, which submits nothing, expected one of them")
         from jaxformer.sweep import ranking
 
-        ranking.write_ranking(plan)
+        ranking.write_ranking(submission.submitted(plan))
         return 0
+    # A sweep that the executor refuses leaves nothing behind.
+    registry.member(EXECUTORS, arguments.executor, "check")(plan, arguments.workers)
     execute = registry.member(EXECUTORS, arguments.executor, "execute")
-    return execute(plan, arguments.workers)
+    with submission.lock(plan.workdir):
+        return execute(submission.freeze(plan, arguments.config, arguments.changed), arguments.workers)
 
 
 COMMAND = Command(
@@ -33,6 +39,9 @@ COMMAND = Command(
         "workdir": Flag("folder of the sweep; each run has its own below it", directory="create"),
         "executor": Flag(", ".join(EXECUTOR_NAMES), default="local", type=one_of(*EXECUTOR_NAMES)),
         "report": Flag("train nothing: rank the runs that are done", default=False, switch=True),
+        "changed": Flag(
+            "go on although configs, runs or code differ from what was submitted", default=False, switch=True
+        ),
         "workers": Flag("runs at the same time", default=1, type=positive),
     },
     config="recipe",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from importlib import metadata
@@ -18,7 +17,7 @@ from jaxformer import checkpoint
 from jaxformer.config import Config, overrides
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import files, secrets
+from jaxformer.runtime import code_version, files, secrets
 from jaxformer.train import metric_settings, optim
 
 
@@ -109,22 +108,7 @@ def environment() -> dict[str, Any]:
         "devices": sorted({device.device_kind for device in jax.devices()}),
         "device_count": jax.device_count(),
         "process_count": jax.process_count(),
-        "commit": git_commit(),
+        "commit": code_version.git_commit(),
         "command": secrets.redact_command(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-def git_commit() -> str | None:
-    """The commit of this code, with `-dirty` if it was edited; None without a repository or without `git`."""
-    try:
-        git = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except OSError:
-        return None
-    return git.stdout.strip() or None

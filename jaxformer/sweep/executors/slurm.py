@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 
 from jaxformer.errors import ConfigError
@@ -12,12 +13,24 @@ from jaxformer.runtime.exit_codes import PREEMPTED, STALLED
 from jaxformer.sweep import ranking
 from jaxformer.sweep.planning import Plan
 
+NO_SBATCH = "sbatch: got no such program, expected SLURM; use --executor=local or print"
+
+
+def check(plan: Plan, workers: int) -> None:
+    """Checks that there is sbatch if a run is to be submitted.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if plan.unfinished and shutil.which("sbatch") is None:
+        raise ConfigError(NO_SBATCH)
+
 
 def execute(plan: Plan, workers: int) -> int:
     """Submits the unfinished runs, `workers` tasks at a time; sbatch reads further options from SBATCH_* variables.
 
-    A task that was preempted and has saved (code 143) goes back into the queue. When the array is done, run the sweep
-    with `--executor=local`: no run is left, and the ranking is written.
+    A task that was preempted and has saved (code 143) goes back into the queue. When the array is done, `--report`
+    writes the ranking.
 
     Raises:
       ConfigError: there is no sbatch, or it refuses.
@@ -33,7 +46,7 @@ def execute(plan: Plan, workers: int) -> int:
     try:
         done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise ConfigError("sbatch: got no such program, expected SLURM; use --executor=local or print") from None
+        raise ConfigError(NO_SBATCH) from None
     if done.returncode:
         raise ConfigError(f"sbatch: got code {done.returncode} ({' '.join(done.stderr.split())}), expected a job id")
     print(f"submitted {len(plan.unfinished)} runs as job array {done.stdout.strip()}")

@@ -9,6 +9,19 @@ from jaxformer.sweep import ranking
 from jaxformer.sweep.planning import Plan
 
 
+def check(plan: Plan, workers: int) -> None:
+    """Checks that one program can train all runs.
+
+    Raises:
+      ConfigError: the runs differ in more than seed and rates, or have a setting that one program cannot honour.
+    """
+    if workers != 1:
+        raise ConfigError(f"--workers: got {workers}, expected 1 with --executor=together, which is one program")
+    from jaxformer.train import lanes
+
+    lanes.differing_rates([run.config for run in plan.runs])
+
+
 def execute(plan: Plan, workers: int) -> int:
     """Trains the runs as lanes of one program (`train.together`), each in its own folder with its lines in `log.txt`.
 
@@ -16,17 +29,11 @@ def execute(plan: Plan, workers: int) -> int:
 
     Returns:
       0; 2 if a run failed; 143 if the sweep was stopped.
-
-    Raises:
-      ConfigError: the runs differ in more, or have a setting that one program for all cannot honour.
     """
-    if workers != 1:
-        raise ConfigError(f"--workers: got {workers}, expected 1 with --executor=together, which is one program")
     from jaxformer import report
     from jaxformer.hf import workdirs
-    from jaxformer.train import lanes, together
+    from jaxformer.train import together
 
-    lanes.differing_rates([run.config for run in plan.runs])  # a refusal is the only line
     print(f"{len(plan.runs)} runs: {len(plan.runs) - len(plan.unfinished)} finished, one program for all", flush=True)
 
     def tell(event: str, workdir: Path, reason: str) -> None:
