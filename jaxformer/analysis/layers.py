@@ -157,7 +157,7 @@ class Reader:
 
     def layer_variables(self, side: Side, layer: int) -> dict[str, PyTree]:
         """The variables of one layer."""
-        dense = getattr(self.config, side).dense_layers
+        dense = getattr(self.config, side).first_layers
         group, layer = (DENSE_BLOCKS, layer) if layer < dense else (BLOCKS, layer - dense)
         collections = ((name, part.get(side, {})) for name, part in self.variables.items())
         stacked = {name: part[group] for name, part in collections if group in part}

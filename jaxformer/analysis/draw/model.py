@@ -138,7 +138,7 @@ def _stack_column(
     before = [*before, *_position_blocks(side, stack, leaves)]
     if stack.conv is not None and (side, "conv") in leaves:
         before.append(_block("convolution, added after layer 1", "ffn", leaves.pop((side, "conv"))))
-    dense, others = split_layers(stack)
+    dense, others = (part and _own_windows(part, stack, first) for first, part in enumerate(split_layers(stack)))
     layers = [] if dense is None else [Layers(_layer_groups((side, "dense_blocks"), dense, leaves), dense.layers)]
     if others.layers:
         layers.append(Layers(_layer_groups((side, "blocks"), others, leaves), others.layers, stack.share_layers))
@@ -148,6 +148,18 @@ def _stack_column(
     if stack.output_width is not None:
         ends.append(_block("last projection", "head", leaves.pop((side, "output_projection"))))
     return Column(title, tuple(before), tuple(layers), (*ends, *after))
+
+
+def _own_windows(part: StackConfig, stack: StackConfig, first: int) -> StackConfig:
+    """`part` with the windows of its own layers: the first ones of `stack` (`first` 0), or the others (1)."""
+    if stack.attention.window is None or not stack.first_layers:
+        return part
+    start = stack.first_layers if first else 0
+    numbers = tuple(n for n in stack.windowed_layers if start <= n < start + part.layers)
+    window = stack.attention.window if numbers else None
+    return dataclasses.replace(
+        part, attention=dataclasses.replace(part.attention, window=window, window_layers=numbers, window_every=1)
+    )
 
 
 def _layer_groups(prefix: tuple[str, str], stack: StackConfig, leaves: Leaves) -> tuple[Group, ...]:
@@ -162,7 +174,8 @@ def _layer_groups(prefix: tuple[str, str], stack: StackConfig, leaves: Leaves) -
     for key, name, kind, residual in sublayers:
         core = _block(name, kind, leaves.pop((*prefix, key), []), _sublayer_words(key, stack))
         shares_norm = key == "ffn" and stack.sublayers == "parallel_one_norm"
-        first = [] if shares_norm else _norm(stack, leaves.pop((*prefix, f"{key}_norm"), []))
+        has_none = shares_norm or (key == "attention" and not stack.first_norm)
+        first = [] if has_none else _norm(stack, leaves.pop((*prefix, f"{key}_norm"), []))
         last = _norm(stack, leaves.pop((*prefix, f"{key}_post_norm"), []))
         if stack.norm.order == "post":
             groups += [Group((core,), residual), *([Group(tuple(first))] if first else [])]
