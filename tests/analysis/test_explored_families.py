@@ -38,7 +38,7 @@ FAMILIES = {
     "gemma3": "gemma3", "gpt2": "gpt2_alias",
     "gpt_neo": "gpt_neo_layers", "gpt_neox": "gpt_neox", "gptj": "gptj", "llama": "llama_yarn", "longt5": "longt5",
     "marian": HF / "generation" / "marian", "mbart": "mbart", "mistral": "mistral_classifier",
-    "mixtral": "mixtral_padded", "mt5": "mt5", "olmo2": "olmo2_yarn",
+    "mixtral": "mixtral_padded", "modernbert": "modernbert_biases", "mt5": "mt5", "olmo2": "olmo2_yarn",
     "opt": "opt_350m", "pegasus": HF / "generation" / "pegasus",
     "qwen2": "qwen2_classifier", "qwen3": "qwen3_classifier", "qwen3_moe": "qwen3moe_router",
     "roberta": "roberta_both_biases", "roberta_prelayernorm": "prelayernorm", "roformer": "roformer",
@@ -74,7 +74,7 @@ def compare(reader, batch, atol):
     for visit in reader.walk(batch, maps=lambda side, layer: True):
         if visit.layer < 0:
             continue
-        dense = getattr(reader.config, visit.side).dense_layers
+        dense = getattr(reader.config, visit.side).first_layers
         group, layer = ("dense_blocks", visit.layer) if visit.layer < dense else ("blocks", visit.layer - dense)
         blocks = sown[visit.side][group]
         pairs = [(visit.output.x, blocks["output"][0])]

@@ -34,7 +34,8 @@ FEW = (
     "big_bird", "longt5", "roformer",
     "pair_bert_gpt2", "pair_roberta", "pair_prelayernorm_untied",
     "gemma2", "gemma3", "gemma3_both_ways", "electra", "electra_generator", "electra_classifier", "electra_choice",
-    "deepseek_bias", "deepseek_wide", "olmo2_yarn", "olmo2_classifier",
+    "deepseek_bias", "deepseek_wide", "olmo2_yarn", "olmo2_classifier", "modernbert", "modernbert_biases",
+    "modernbert_classifier",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 

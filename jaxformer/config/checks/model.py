@@ -423,6 +423,13 @@ def check_model(model: ModelConfig) -> None:
             if getattr(head, name):
                 expected = "no such part, since head.projection is False"
                 raise invalid(f"config.model.head.{name}", getattr(head, name), expected)
+    if head.transform and head.kind not in ("tokens", "slots", "classes"):
+        raise invalid("config.model.head.transform", True, f"False with head.kind {head.kind}")
+    if head.transform and head.kind != "tokens" and (head.width is not None or head.residual_width is not None):
+        raise invalid("config.model.head.transform", True, "False with another layer before the decision")
+    for name in ("transform_bias", "transform_norm_bias"):
+        if not getattr(head, name) and not head.transform:
+            raise invalid(f"config.model.head.{name}", False, "True where head.transform is False: there is none")
     if model.head.soft_cap is not None and (model.head.kind != "tokens" or not model.head.projection):
         expected = "None: only logits of tokens, from an output matrix, are capped"
         raise invalid("config.model.head.soft_cap", model.head.soft_cap, expected)
