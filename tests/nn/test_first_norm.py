@@ -1,9 +1,14 @@
 """A first layer without a norm of its attention (`first_norm`), and heads of classes with a transform."""
 
 import dataclasses
+import math
 
+import builders
+import jax
+import numpy as np
 import pytest
 
+from jaxformer import tasks
 from jaxformer.analysis.draw import model as drawing
 from jaxformer.config import (
     AdapterConfig,
@@ -13,16 +18,22 @@ from jaxformer.config import (
     EmbedConfig,
     EncodingConfig,
     HeadConfig,
+    MeshConfig,
     ModelConfig,
     MoEConfig,
     NormConfig,
     OptimizerConfig,
+    ScheduleConfig,
     StackConfig,
+    TaskConfig,
 )
 from jaxformer.config.checks import mesh as mesh_checks
 from jaxformer.config.checks.model import check_model, check_stack
 from jaxformer.config.checks.sections import check_train
+from jaxformer.models import build
 from jaxformer.nn.stack import split_layers
+from jaxformer.parallel import mesh as meshes
+from jaxformer.train import optim, step
 
 STACK = StackConfig(
     layers=3, width=8, first_norm=False, embed=EmbedConfig(vocab=11), encoding=EncodingConfig("rope"),
@@ -46,7 +57,6 @@ def test_the_first_layer_alone_goes_without():
     )
 
 
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -66,7 +76,10 @@ def test_what_has_no_such_layer_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        (HeadConfig(kind="none", tied=False, transform=True), "head.transform: got True, expected False with head.kind"),
+        (
+            HeadConfig(kind="none", tied=False, transform=True),
+            "head.transform: got True, expected False with head.kind",
+        ),
         (dataclasses.replace(MODEL.head, width=8), "head.transform: got True, expected False with another layer"),
         (HeadConfig(transform_bias=False), "head.transform_bias: got False, expected True where head.transform is"),
         (HeadConfig(transform_norm_bias=False), "head.transform_norm_bias: got False, expected True where"),
@@ -99,9 +112,33 @@ def test_the_diagram_shows_each_layer_with_its_norms_and_windows():
     assert ["window" in each for each in words] == [False, True]
 
 
-def test_parameters_and_gradients_are_the_same_on_eight_devices():
+def one_step(mesh):
+    """Parameters before and after a step of gradient descent on a mesh."""
+    task = TaskConfig(name="classification")
+    config = Config(model=MODEL, task=task, optimizer=OptimizerConfig(name="sgd", momentum=0.0, clip=None), mesh=mesh)
+    config = dataclasses.replace(config, schedule=ScheduleConfig(kind="constant", peak=0.5, warmup=1))
+    made = meshes.make(mesh, jax.devices()[: math.prod((mesh.data, mesh.fsdp, mesh.tensor))])
     module, variables = builders.make(MODEL)
-    params = variables["params"]
-    assert "attention_norm" not in params["encoder"]["dense_blocks"]
-    assert params["encoder"]["blocks"]["attention_norm"]["scale"].shape == (2, 8)
-    assert set(params["head"]["transform"]) == {"kernel"} and set(params["head"]["transform_norm"]) == {"scale"}
+    schedule = optim.schedule(config.schedule, 10, 8)
+    with jax.set_mesh(made):
+        names = build.logical_names(module)
+        params = variables["params"]
+        optimizer = optim.optimizer(config.optimizer, schedule, params, names)
+        update = step.make_train_step(config, module, tasks.get("classification"), optimizer, schedule, made)
+        state = step.TrainState(np.int32(0), params, jax.jit(optimizer.init)(params), jax.random.key(1), {})
+        state = jax.device_put(state, step.state_shardings(config, module, optimizer, made))
+        before = jax.device_get(params)
+        state, _ = update(state, step.shard_batch(builders.batch(MODEL, [5, 3, 4, 2, 1, 5, 3, 4]), made))
+        return before, jax.device_get(state.params)
+
+
+def test_eight_devices_train_the_parameters_as_one_does():
+    before, after = one_step(MeshConfig(data=2, fsdp=2, tensor=2))
+    assert "attention_norm" not in before["encoder"]["dense_blocks"]
+    assert before["encoder"]["blocks"]["attention_norm"]["scale"].shape == (2, 8)
+    assert set(before["head"]["transform"]) == {"kernel"}
+    assert set(before["head"]["transform_norm"]) == {"scale"}
+    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after)
+    assert all(jax.tree.leaves(moved["encoder"]["dense_blocks"]["ffn"] | moved["head"]))
+    _, alone = one_step(MeshConfig(data=1))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), after, alone)

@@ -138,7 +138,9 @@ def _stack_column(
     before = [*before, *_position_blocks(side, stack, leaves)]
     if stack.conv is not None and (side, "conv") in leaves:
         before.append(_block("convolution, added after layer 1", "ffn", leaves.pop((side, "conv"))))
-    dense, others = (part and _own_windows(part, stack, first) for first, part in enumerate(split_layers(stack)))
+    dense, others = split_layers(stack)
+    if dense is not None:
+        dense, others = _own_windows(dense, stack, 0), _own_windows(others, stack, dense.layers)
     layers = [] if dense is None else [Layers(_layer_groups((side, "dense_blocks"), dense, leaves), dense.layers)]
     if others.layers:
         layers.append(Layers(_layer_groups((side, "blocks"), others, leaves), others.layers, stack.share_layers))
@@ -150,16 +152,14 @@ def _stack_column(
     return Column(title, tuple(before), tuple(layers), (*ends, *after))
 
 
-def _own_windows(part: StackConfig, stack: StackConfig, first: int) -> StackConfig:
-    """`part` with the windows of its own layers: the first ones of `stack` (`first` 0), or the others (1)."""
-    if stack.attention.window is None or not stack.first_layers:
+def _own_windows(part: StackConfig, stack: StackConfig, start: int) -> StackConfig:
+    """The layers `part` of `stack`, with the windows of its own layers; they are numbered from `start`."""
+    if stack.attention.window is None:
         return part
-    start = stack.first_layers if first else 0
-    numbers = tuple(n for n in stack.windowed_layers if start <= n < start + part.layers)
+    numbers = tuple(number for number in stack.windowed_layers if start <= number < start + part.layers)
     window = stack.attention.window if numbers else None
-    return dataclasses.replace(
-        part, attention=dataclasses.replace(part.attention, window=window, window_layers=numbers, window_every=1)
-    )
+    own = dataclasses.replace(part.attention, window=window, window_layers=numbers, window_every=1)
+    return dataclasses.replace(part, attention=own)
 
 
 def _layer_groups(prefix: tuple[str, str], stack: StackConfig, leaves: Leaves) -> tuple[Group, ...]:
