@@ -478,7 +478,9 @@ def long_cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[di
             {},
             [long],
         ),
-        "modernbert": ("ModernBertForMaskedLM", modern, {}, [TEXT, padding("left") | {"output_hidden_states": True}]),
+        "modernbert": (
+            "ModernBertForMaskedLM", modern, {}, [TEXT | padding("left") | {"output_hidden_states": True}]
+        ),
         "modernbert_biases": ("ModernBertForQuestionAnswering", modern | unlike, {}, SPANS),
         "modernbert_untied": (
             "ModernBertForMaskedLM", modern | {"tie_word_embeddings": False, "decoder_bias": False}, {}, [TEXT]
