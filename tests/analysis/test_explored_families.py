@@ -92,7 +92,7 @@ def test_every_family_has_a_checkpoint_here():
     assert files == {*FAMILIES}
 
 
-@pytest.mark.parametrize("family", FAMILIES if ALL else ["gemma2", "encoder_decoder", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES if ALL else ["gemma2", "encoder_decoder", "deepseek_v3", "modernbert"])
 def test_layers_one_at_a_time_are_the_models_own_pass(family, tmp_path):
     model, inputs = load(FAMILIES[family], tmp_path / "model")
     parts = model.config.model
