@@ -157,7 +157,7 @@ class Reader:
 
     def layer_variables(self, side: Side, layer: int) -> dict[str, PyTree]:
         """The variables of one layer."""
-        dense = getattr(self.config, side).dense_layers
+        dense = getattr(self.config, side).first_layers
         group, layer = (DENSE_BLOCKS, layer) if layer < dense else (BLOCKS, layer - dense)
         collections = ((name, part.get(side, {})) for name, part in self.variables.items())
         stacked = {name: part[group] for name, part in collections if group in part}
@@ -293,10 +293,11 @@ def _stack(module: Any, side: Side) -> Stack:
 
 
 def _block(stack: Stack, weights: PyTree) -> Block:
-    """The module of a layer with these variables: of a mixture of experts, the first layers may have none."""
+    """The module of a layer with these variables: the first layers may have no experts, or no norm of attention."""
     dense, others = split_layers(stack.resolved)
-    has_experts = "router" in weights["params"].get("ffn", {})
-    return Block(others if dense is None or has_experts else dense, parent=None)
+    params = weights["params"]
+    is_other = "router" in params.get("ffn", {}) if stack.resolved.first_norm else "attention_norm" in params
+    return Block(others if dense is None or is_other else dense, parent=None)
 
 
 @functools.partial(jax.jit, static_argnames=("module", "side"))

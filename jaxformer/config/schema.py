@@ -287,6 +287,8 @@ class StackConfig:
     sublayers: Literal["sequential", "parallel", "parallel_one_norm"] = "sequential"  # parallel: attention and
     # feed-forward layer read the same residual stream, each with its norm (GPT-NeoX) or both with one norm (GPT-J)
     residual_after_norm: bool = False  # pre: residual connections start after the norm (BLOOM)
+    first_norm: bool = True  # pre: the first layer's attention has a norm; False: it reads the stack's input as it is
+    # (ModernBERT)
     residual_attention: bool = True  # residual connection around self-attention
     residual_cross: bool = True  # residual connection around cross-attention
     residual_ffn: bool = True  # residual connection around the feed-forward layer
@@ -304,6 +306,11 @@ class StackConfig:
     def dense_layers(self) -> int:
         """Number of first layers without experts where the others have them; 0 in a stack without experts."""
         return 0 if self.moe is None else self.moe.dense_layers
+
+    @property
+    def first_layers(self) -> int:
+        """Number of first layers with other parameters than the rest: `dense_layers`, or the one without a norm."""
+        return self.dense_layers if self.first_norm else int(self.layers > 1)
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
@@ -373,7 +380,10 @@ class HeadConfig:
     init_scale: Positive = 1.0  # tokens, not tied: initial variance of the output matrix times the model width
     scale: bool = False  # tokens: multiply the hidden states by width ** -0.5 first (T5)
     soft_cap: Positive | None = None  # tokens: logits x become soft_cap * tanh(x / soft_cap); None: as they are
-    transform: bool = False  # tokens: dense layer, activation and norm before the projection, as in BERT's masked LM
+    transform: bool = False  # tokens: dense layer, activation and norm before the projection, as in BERT's masked LM;
+    # slots, and classes after pooling: the same before dropout and decision (ModernBERT)
+    transform_bias: bool = True  # bias of the dense layer of `transform`
+    transform_norm_bias: bool = True  # bias of the norm of `transform`
     relation: bool = False  # tokens: also two class logits for each row, from its pooled vector (see task.relation)
     copy: bool = False  # tokens of a transformer encoder-decoder: mix with copying from the source (pointer-generator,
     # See et al. 2017); needs one vocabulary for both sides

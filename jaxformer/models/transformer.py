@@ -138,7 +138,7 @@ class Transformer(nn.Module):
             return variables
 
         def separate(part: PyTree) -> PyTree:
-            counts = {"dense_blocks": decoder.dense_layers, "blocks": decoder.layers - decoder.dense_layers}
+            counts = {"dense_blocks": decoder.first_layers, "blocks": decoder.layers - decoder.first_layers}
             stacked = {name: unstack(part["decoder"][name], n) for name, n in counts.items() if name in part["decoder"]}
             return {**part, "decoder": {**part["decoder"], **stacked}}
 

@@ -59,7 +59,8 @@ class Block(nn.Module):
     `config.norm.order` places the norms around a sub-layer f: pre `x + f(norm(x))` (Xiong et al. 2020), post
     `norm(x + f(x))` (Vaswani et al. 2017), sandwich `x + norm(f(norm(x)))` (Ding et al. 2021), res_post
     `x + norm(f(x))` (Liu et al. 2022, Swin Transformer V2; OLMo et al. 2024, OLMo 2). A disabled residual drops the
-    `x +`. With `config.residual_after_norm` pre order is `norm(x) + f(norm(x))`.
+    `x +`. With `config.residual_after_norm` pre order is `norm(x) + f(norm(x))`. Without `config.first_norm` attention
+    reads x itself; the stack sets that for the first layer alone.
 
     With `config.sublayers` parallel the layer is `x + f(norm_f(x)) + g(norm_g(x))`, for attention f and feed-forward g
     (Black et al. 2022, GPT-NeoX-20B, section 2.1.2). With parallel_one_norm both read the attention's norm (GPT-J).
@@ -176,7 +177,8 @@ class Block(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Output `[B, T, D]` of `function` wrapped in the norms, dropout and residual sum of `config`."""
         norm = self.config.norm
-        y = self.normalise(name, x, context) if norm.order in ("pre", "sandwich") else x
+        is_bare = name == "attention" and not self.config.first_norm
+        y = self.normalise(name, x, context) if norm.order in ("pre", "sandwich") and not is_bare else x
         x = y if self.config.residual_after_norm else x
         y = self.branch(name, y, function, context)
         y = x + y if residual else y

@@ -110,9 +110,11 @@ class Head(nn.Module):
         if kind == "slots":
             if self.config.residual_width is not None:
                 return self.decision(self.residual_layer(x, self.config.residual_width))
+            x = self.transformed(x, self.width) if self.config.transform else x
             return self.class_logits(x if self.config.width is None else self.hidden_layer(x))
         if kind == "classes":
-            return self.class_logits(self.pooled_vector(x, slots))
+            y = self.pooled_vector(x, slots)
+            return self.class_logits(self.transformed(y, self.width) if self.config.transform else y)
         if kind == "forecast":
             return self.forecast(x, slots)
         if kind == "none":
@@ -126,9 +128,8 @@ class Head(nn.Module):
         if self.vocab is None:
             raise ValueError("head: got vocab None, expected a size; resolve the config with a tokenizer first")
         if config.transform:
-            own, width = width, width if embed is None else embed.config.sum_width or width
-            x = ACTIVATIONS[config.activation](Dense((own, width), ("embed", None), name="transform")(x))
-            x = Norm(NormConfig(epsilon=config.epsilon), name="transform_norm")(x)
+            width = width if embed is None else embed.config.sum_width or width
+            x = self.transformed(x, width)
         x = x if config.relation else Dropout(config.dropout)(x)
         if not config.projection:
             if width != self.vocab:
@@ -151,6 +152,13 @@ class Head(nn.Module):
         logits = logits if scale is None else logits * scale
         logits = logits if bias is None else logits + bias
         return constrain(soft_cap(logits, config.soft_cap), "batch", "length", "act_vocab")
+
+    def transformed(self, x: Float[Array, "*batch D"], width: int) -> Float[Array, "*batch _"]:
+        """The dense layer, activation and norm of `config.transform`, to `width` channels."""
+        config = self.config
+        dense = Dense((self.width, width), ("embed", None), bias=config.transform_bias, name="transform")
+        norm = NormConfig(epsilon=config.epsilon, bias=config.transform_norm_bias)
+        return Norm(norm, name="transform_norm")(ACTIVATIONS[config.activation](dense(x)))
 
     def forecast(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B _"]:
         """The linear map of all slots together; padding counts as 0."""

@@ -216,10 +216,10 @@ class Stack(nn.Module):
         return [each for group in self.layer_groups() for each in self._group_variables(*group)]
 
     def layer_groups(self) -> list[tuple[nn.Module, range]]:
-        """The scanned layers, those without experts first, each with the numbers of its layers."""
+        """The scanned layers, the first ones of another form before the rest, each with the numbers of its layers."""
         if not self.config.layers:
             return []
-        dense = self.config.dense_layers
+        dense = self.config.first_layers
         groups: list[tuple[nn.Module, range]] = [(self.dense_blocks, range(dense))] if dense else []
         return [*groups, (self.blocks, range(dense, self.config.layers))]
 
@@ -243,7 +243,7 @@ class Stack(nn.Module):
         """
         if pipeline.stages() == 1 or self.is_initializing() or self.is_mutable_collection("intermediates"):
             return False
-        if self.config.layers == 0 or self.config.share_layers or self.config.dense_layers:
+        if self.config.layers == 0 or self.config.share_layers or self.config.first_layers:
             return False
         return self.config.norm.kind != "batch" and pipeline.can_pipeline(rows, self.config.layers, parts)
 
@@ -358,8 +358,11 @@ def cross_mask(query: Slots, memory: Slots) -> Mask:
 
 
 def split_layers(config: StackConfig) -> tuple[StackConfig | None, StackConfig]:
-    """Configs of the first layers, which have no experts (None: there are none), and of the others."""
-    count = config.dense_layers
+    """Configs of the first layers, which have no experts or no norm (None: there are none), and of the others."""
+    count = config.first_layers
+    if not config.first_norm and count:
+        rest = dataclasses.replace(config, layers=config.layers - count, first_norm=True)
+        return dataclasses.replace(config, layers=count), rest
     if not count or config.moe is None or config.ffn is None:
         return None, config
     ffn = dataclasses.replace(config.ffn, width=config.moe.dense_width or config.ffn.width)

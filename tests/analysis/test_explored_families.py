@@ -39,7 +39,7 @@ FAMILIES = {
     "gpt_oss": "gpt_oss",
     "gpt_neo": "gpt_neo_layers", "gpt_neox": "gpt_neox", "gptj": "gptj", "llama": "llama_yarn", "longt5": "longt5",
     "marian": HF / "generation" / "marian", "mbart": "mbart", "mistral": "mistral_classifier",
-    "mixtral": "mixtral_padded", "mt5": "mt5", "olmo2": "olmo2_yarn",
+    "mixtral": "mixtral_padded", "modernbert": "modernbert_biases", "mt5": "mt5", "olmo2": "olmo2_yarn",
     "opt": "opt_350m", "pegasus": HF / "generation" / "pegasus",
     "phi": "phi_norms", "qwen2": "qwen2_classifier", "qwen3": "qwen3_classifier", "qwen3_moe": "qwen3moe_router",
     "roberta": "roberta_both_biases", "roberta_prelayernorm": "prelayernorm", "roformer": "roformer",
@@ -75,7 +75,7 @@ def compare(reader, batch, atol):
     for visit in reader.walk(batch, maps=lambda side, layer: True):
         if visit.layer < 0:
             continue
-        dense = getattr(reader.config, visit.side).dense_layers
+        dense = getattr(reader.config, visit.side).first_layers
         group, layer = ("dense_blocks", visit.layer) if visit.layer < dense else ("blocks", visit.layer - dense)
         blocks = sown[visit.side][group]
         pairs = [(visit.output.x, blocks["output"][0])]
@@ -93,7 +93,7 @@ def test_every_family_has_a_checkpoint_here():
     assert files == {*FAMILIES}
 
 
-@pytest.mark.parametrize("family", FAMILIES if ALL else ["gemma2", "encoder_decoder", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES if ALL else ["gemma2", "encoder_decoder", "deepseek_v3", "modernbert"])
 def test_layers_one_at_a_time_are_the_models_own_pass(family, tmp_path):
     model, inputs = load(FAMILIES[family], tmp_path / "model")
     parts = model.config.model

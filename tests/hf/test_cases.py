@@ -36,6 +36,7 @@ FEW = (
     "gemma2", "gemma3", "gemma3_both_ways", "electra", "electra_generator", "electra_classifier", "electra_choice",
     "deepseek_bias", "deepseek_wide", "olmo2_yarn", "olmo2_classifier",
     "phi_norms", "phi_wide_heads", "phi_token", "gpt_oss", "gpt_oss_odd", "gpt_oss_token",
+    "modernbert", "modernbert_biases", "modernbert_classifier",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 

@@ -139,6 +139,8 @@ def _stack_column(
     if stack.conv is not None and (side, "conv") in leaves:
         before.append(_block("convolution, added after layer 1", "ffn", leaves.pop((side, "conv"))))
     dense, others = split_layers(stack)
+    if dense is not None:
+        dense, others = _own_windows(dense, stack, 0), _own_windows(others, stack, dense.layers)
     layers = [] if dense is None else [Layers(_layer_groups((side, "dense_blocks"), dense, leaves), dense.layers)]
     if others.layers:
         layers.append(Layers(_layer_groups((side, "blocks"), others, leaves), others.layers, stack.share_layers))
@@ -148,6 +150,16 @@ def _stack_column(
     if stack.output_width is not None:
         ends.append(_block("last projection", "head", leaves.pop((side, "output_projection"))))
     return Column(title, tuple(before), tuple(layers), (*ends, *after))
+
+
+def _own_windows(part: StackConfig, stack: StackConfig, start: int) -> StackConfig:
+    """The layers `part` of `stack`, with the windows of its own layers; they are numbered from `start`."""
+    if stack.attention.window is None:
+        return part
+    numbers = tuple(number for number in stack.windowed_layers if start <= number < start + part.layers)
+    window = stack.attention.window if numbers else None
+    own = dataclasses.replace(part.attention, window=window, window_layers=numbers, window_every=1)
+    return dataclasses.replace(part, attention=own)
 
 
 def _layer_groups(prefix: tuple[str, str], stack: StackConfig, leaves: Leaves) -> tuple[Group, ...]:
@@ -162,7 +174,8 @@ def _layer_groups(prefix: tuple[str, str], stack: StackConfig, leaves: Leaves) -
     for key, name, kind, residual in sublayers:
         core = _block(name, kind, leaves.pop((*prefix, key), []), _sublayer_words(key, stack))
         shares_norm = key == "ffn" and stack.sublayers == "parallel_one_norm"
-        first = [] if shares_norm else _norm(stack, leaves.pop((*prefix, f"{key}_norm"), []))
+        has_none = shares_norm or (key == "attention" and not stack.first_norm)
+        first = [] if has_none else _norm(stack, leaves.pop((*prefix, f"{key}_norm"), []))
         last = _norm(stack, leaves.pop((*prefix, f"{key}_post_norm"), []))
         if stack.norm.order == "post":
             groups += [Group((core,), residual), *([Group(tuple(first))] if first else [])]

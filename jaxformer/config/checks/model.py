@@ -142,6 +142,17 @@ def _check_sublayers(stack: StackConfig, path: str) -> None:
             raise invalid(f"{path}.encoding.window_base", stack.encoding.window_base, expected)
     if stack.residual_after_norm and order != "pre":
         raise invalid(f"{path}.residual_after_norm", True, f"False with norm.order {order}, which has no such norm")
+    if not stack.first_norm:
+        needed = {
+            "norm.order": (order, "pre"),
+            "sublayers": (stack.sublayers, "sequential"),
+            "residual_after_norm": (stack.residual_after_norm, False),
+            "share_layers": (stack.share_layers, False),
+            "moe": ("a section" if stack.moe else None, None),
+        }
+        for name, (value, expected) in needed.items():
+            if value != expected:
+                raise invalid(f"{path}.{name}", value, f"{expected} where first_norm is False")
     if own.window_layers:
         if own.window is None:
             raise invalid(f"{path}.attention.window_layers", own.window_layers, "() where attention.window is None")
@@ -296,7 +307,7 @@ def _check_first_layers(model: ModelConfig) -> None:
         path = f"config.model.{name}"
         if model.permutation is not None and stack.attention.latent is not None:
             raise invalid(f"{path}.attention.latent", "a section", "None with model.permutation")
-        if not stack.dense_layers:
+        if not stack.first_layers:
             continue
         refused = {
             "in a decoder with an encoder, whose output every layer projects": name == "decoder" and model.is_seq2seq,
@@ -305,6 +316,8 @@ def _check_first_layers(model: ModelConfig) -> None:
         }
         for reason, is_wrong in refused.items():
             if is_wrong:
+                if not stack.first_norm:
+                    raise invalid(f"{path}.first_norm", False, f"True {reason}")
                 raise invalid(f"{path}.moe.dense_layers", stack.dense_layers, f"0 {reason}")
 
 
@@ -423,6 +436,13 @@ def check_model(model: ModelConfig) -> None:
             if getattr(head, name):
                 expected = "no such part, since head.projection is False"
                 raise invalid(f"config.model.head.{name}", getattr(head, name), expected)
+    if head.transform and head.kind not in ("tokens", "slots", "classes"):
+        raise invalid("config.model.head.transform", True, f"False with head.kind {head.kind}")
+    if head.transform and head.kind != "tokens" and (head.width is not None or head.residual_width is not None):
+        raise invalid("config.model.head.transform", True, "False with another layer before the decision")
+    for name in ("transform_bias", "transform_norm_bias"):
+        if not getattr(head, name) and not head.transform:
+            raise invalid(f"config.model.head.{name}", False, "True where head.transform is False: there is none")
     if model.head.soft_cap is not None and (model.head.kind != "tokens" or not model.head.projection):
         expected = "None: only logits of tokens, from an output matrix, are capped"
         raise invalid("config.model.head.soft_cap", model.head.soft_cap, expected)

@@ -347,9 +347,10 @@ def check_train(config: Config) -> None:
     if config.optimizer.layer_decay != 1 and shared:
         expected = f"1 for {shared[0]}.share_layers: its parameters are of every depth"
         raise invalid("config.optimizer.layer_decay", config.optimizer.layer_decay, expected)
-    mixed = [name for name, stack in config.model.stacks.items() if stack.dense_layers]
+    mixed = [name for name, stack in config.model.stacks.items() if stack.first_layers]
     if config.optimizer.layer_decay != 1 and mixed:
-        expected = f"1 for {mixed[0]}.moe.dense_layers: its layers are numbered in two parts"
+        option = "moe.dense_layers" if config.model.stacks[mixed[0]].first_norm else "first_norm"
+        expected = f"1 for {mixed[0]}.{option}: its layers are numbered in two parts"
         raise invalid("config.optimizer.layer_decay", config.optimizer.layer_decay, expected)
     if train.ema_warmup and train.ema is None:
         raise invalid("config.train.ema_warmup", True, "false without config.train.ema, the decay that it warms up to")

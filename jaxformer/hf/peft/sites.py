@@ -62,12 +62,12 @@ def find_sites(rows: Sequence[Row], layers: adapters.Layers) -> list[Site]:
     """The linear maps that both libraries have.
 
     Raises:
-      ConfigError: a parameter's first layer is not the file's (dense layers before experts).
+      ConfigError: a parameter's first layer is not the file's (first layers of another form).
     """
     if any(row.first_layer for row in rows):
         raise ConfigError(
-            "peft: got a model with moe.dense_layers, expected layers that are numbered from 0 in one parameter; the "
-            "peft format is not read and written for it: export the merged model"
+            "peft: got a model with moe.dense_layers or without first_norm, expected layers that are numbered from 0 "
+            "in one parameter; the peft format is not read and written for it: export the merged model"
         )
     found = []
     for row in rows:

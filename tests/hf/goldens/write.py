@@ -468,7 +468,18 @@ def pairs() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[st
 
 
 def long_cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict[str, Any]]]]:
-    """Cases of encoders for long texts, and of RoFormer; as in `cases`."""
+    """Cases of encoders for long texts, of ModernBERT and of RoFormer; as in `cases`."""
+    modern = SMALL | {
+        "num_hidden_layers": 4, "max_position_embeddings": 16, "local_attention": 4, "pad_token_id": 0,
+        "bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2,
+    }  # fmt: skip
+    bases = {"full_attention": 50.0, "sliding_attention": 7.0}
+    unlike = {
+        "attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True, "norm_eps": 0.1,
+        "hidden_activation": "silu", "classifier_activation": "relu", "local_attention": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
+    }  # fmt: skip
     ids = [[3 + (7 * i + 5 * row) % 20 for i in range(17)] for row in range(2)]
     mask = [[1] * 17, [1] * 11 + [0] * 6]
     left = [row[::-1] for row in mask]
@@ -513,6 +524,19 @@ def long_cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[di
             rotary | {"embedding_size": 6, "rotary_value": True, "hidden_act": "relu"},
             {},
             [long],
+        ),
+        "modernbert": (
+            "ModernBertForMaskedLM", modern, {}, [TEXT | padding("left") | {"output_hidden_states": True}]
+        ),
+        "modernbert_biases": ("ModernBertForQuestionAnswering", modern | unlike, {}, SPANS),
+        "modernbert_untied": (
+            "ModernBertForMaskedLM", modern | {"tie_word_embeddings": False, "decoder_bias": False}, {}, [TEXT]
+        ),
+        "modernbert_classifier": (
+            "ModernBertForSequenceClassification",
+            modern | {"num_labels": 3, "classifier_pooling": "mean", "num_hidden_layers": 1},
+            {},
+            CLASSIFIED[2:3],
         ),
         "roformer_choice": ("RoFormerForMultipleChoice", rotary, {}, [choices]),
         "roformer_causal": ("RoFormerForCausalLM", rotary | {"is_decoder": True}, {}, [long | {"labels": ids}]),
