@@ -134,10 +134,19 @@ class Reader:
     Attributes:
       module: `models.transformer.Transformer` or one of its kind.
       variables: its variables, with "params" among them.
+
+    Raises:
+      ConfigError: layers read values of the first layer (`attention.value_residual`).
     """
 
     module: nn.Module
     variables: Mapping[str, PyTree]
+
+    def __post_init__(self) -> None:
+        for side in self.sides:
+            if getattr(self.config, side).attention.value_residual is not None:
+                expected = "None: a layer that runs alone has no values of the first one"
+                raise ConfigError(f"analysis of layers: got {side}.attention.value_residual, expected {expected}")
 
     @property
     def config(self) -> ModelConfig:

@@ -44,6 +44,7 @@ from jaxformer.config.schema import (
     TemplateConfig,
     TokenizerConfig,
     TrainConfig,
+    ValueResidualConfig,
 )
 from jaxformer.errors import ConfigError, StorageError
 
@@ -88,4 +89,5 @@ __all__ = [
     "TemplateConfig",
     "TokenizerConfig",
     "TrainConfig",
+    "ValueResidualConfig",
 ]

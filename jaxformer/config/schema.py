@@ -176,6 +176,19 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class ValueResidualConfig:
+    """Values of later layers are mixed with those of the first one (Zhou et al. 2024, Value Residual Learning).
+
+    Layer n attends to the values `first` * v_1 + `own` * v_n for n > 1, and the first layer to its own.
+    """
+
+    first: float = 0.5  # factor of the first layer's values
+    own: float = 0.5  # factor of the layer's own values
+    learned: bool = False  # both factors are parameters of every layer, which start there; those of the first layer
+    # are not read
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Multi-head attention. Multi-head, grouped-query and multi-query attention differ by `kv_heads` only."""
 
@@ -201,6 +214,8 @@ class AttentionConfig:
     sink: bool = False  # a learned score per query head, whose share of the softmax is dropped (gpt-oss)
     latent: LatentConfig | None = None  # keys and values of all heads from one latent vector a token (DeepSeek); its
     # widths replace `head_width`, `bias` is that of the projections to latents and of the output; None: no latents
+    value_residual: ValueResidualConfig | None = None  # mix values with those of the first layer (ResFormer); not in
+    # cross-attention; None: each layer has its own values
     scale_by_layer: bool = False  # also divide scores by the layer number, counted from 1
     window: PositiveInt | None = None  # visible positions up to the query's own (not causal: as many ahead); None: all
     window_every: PositiveInt = 1  # every n-th layer has the window, the others see all keys (GPT-3: 2)

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Float, Int
 
-from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig
+from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig, ValueResidualConfig
 from jaxformer.errors import ConfigError
 from jaxformer.nn import encodings, kernels, remat
 from jaxformer.nn.cache import KeyValues, LayerCache
 from jaxformer.nn.kernels import AttentionBias, AttentionDropout, dense
-from jaxformer.nn.layers import ChunkDense, Dense, Norm, project_jointly, zeros_parameter
+from jaxformer.nn.layers import ChunkDense, Dense, Norm, parameter, project_jointly, zeros_parameter
 from jaxformer.nn.masks import Blocks, Mask, block_of_slot, full_blocks
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree, Slots, is_zero
@@ -36,6 +36,8 @@ class Attention(nn.Module):
     `config.summary` self-attention has further keys and values: those of the normalised sums of `x` over blocks of
     slots (transient global attention; Guo et al. 2022, LongT5, section 3.1). With `config.sink` each head has a learned
     score s_h beside those of the keys: its share of the softmax goes to no value (OpenAI 2025, gpt-oss, section 2.2).
+    With `config.value_residual` the values of a later layer are `first * v_1 + own * v_n`, with v_1 those of layer 0
+    (Zhou et al. 2024, Value Residual Learning). They are mixed before the cache, which holds what is attended to.
 
     Attributes:
       encoding: position encoding; acts in self-attention only.
@@ -66,6 +68,11 @@ class Attention(nn.Module):
         if config.output:
             self.out = dense((self.heads, self.head_width, width), ("heads", "head", "embed"), 2, output_bias)
         self.sink = zeros_parameter(self, "sink", ("heads",), (self.heads,)) if config.sink else None
+        residual = config.value_residual
+        if residual is not None and residual.learned:
+            start = jnp.asarray([residual.first, residual.own], jnp.float32)
+            init = lambda key, shape: jnp.broadcast_to(start, shape)  # noqa: E731
+            self.value_factors = parameter(self, "value_factors", init, (None,), (2,))
         layer = encodings.get(self.encoding.kind).layer
         if layer is not None:
             self.position = layer(self.encoding, config, width)
@@ -78,7 +85,8 @@ class Attention(nn.Module):
         memory: Float[Array, "B S D"] | KeyValues | None = None,
         cache: LayerCache | None = None,
         layer: Int[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        first_values: Float[Array, "B T G K"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None, *tuple[Float[Array, "B T G K"], ...]]:
         """Attention output `[B, T, D]` for queries from `x`, and the updated cache.
 
         Args:
@@ -87,14 +95,21 @@ class Attention(nn.Module):
           memory: cross-attention only: the encoder's output, or its keys and values from `project_keys_values`.
           cache: self-attention only: new keys and values are written at its index, then all of it is attended to.
           layer: index of this layer from 0, for configs whose layers differ.
+          first_values: with `config.value_residual` the values of layer 0 for the slots of `x`; layer 0 reads none.
 
         Returns:
-          The output, and the cache after the write (None without one).
+          The output, and the cache after the write (None without one). With `config.value_residual` also the values of
+          layer 0, for the layers after it.
+
+        Raises:
+          ConfigError: `config.value_residual` without the layer's index or `first_values`.
         """
         encoding = encodings.get(self.encoding.kind) if memory is None else encodings.Encoding()
         if memory is None:
             q, k, v = project_jointly(x, self.query, self.key, self.value)
             k, v = self.finish_keys_values(k, v)
+            if self.config.value_residual is not None:
+                v, first_values = self.mix_values(self.config.value_residual, v, first_values, layer)
         else:
             q = self.query(x)
             k, v = memory.to_kernel_layout() if isinstance(memory, KeyValues) else self.project_keys_values(memory)
@@ -112,9 +127,27 @@ class Attention(nn.Module):
             cache = cache.write(k, v)
             k, v = cache.read()
         o = self.attend(q, k, v, mask, position, encoding, layer)
-        if not self.config.output:
-            return o.reshape(*x.shape[:-1], self.width), cache
-        return self.out(o), cache
+        y = self.out(o) if self.config.output else o.reshape(*x.shape[:-1], self.width)
+        if self.config.value_residual is None or first_values is None:
+            return y, cache
+        return y, cache, first_values
+
+    def mix_values(
+        self,
+        config: ValueResidualConfig,
+        v: Float[Array, "B T G K"],
+        first_values: Float[Array, "B T G K"] | None,
+        layer: Int[Array, ""] | None,
+    ) -> tuple[Float[Array, "B T G K"], Float[Array, "B T G K"]]:
+        """The values that this layer attends to, and those of layer 0."""
+        if layer is None or first_values is None:
+            raise ConfigError(
+                "attention.value_residual: got a layer without its index or the values of the first layer, expected "
+                "both; set attention.value_residual to None"
+            )
+        first_values = jnp.where(layer == 0, v, first_values)
+        first, own = self.value_factors.astype(v.dtype) if config.learned else (config.first, config.own)
+        return jnp.where(layer == 0, v, first * first_values + own * v), first_values
 
     def attend(
         self,

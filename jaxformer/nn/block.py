@@ -75,19 +75,20 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self,
-        carry: tuple[Float[Array, "B T D"], KeyValues | None],
+        carry: tuple[Float[Array, "B T D"], KeyValues | None, *tuple[Float[Array, "B T G K"], ...]],
         layer: Int[Array, ""],
         memory: KeyValues | None,
         context: LayerContext,
-    ) -> tuple[tuple[Float[Array, "B T D"], KeyValues | None], None]:
+    ) -> tuple[tuple[Float[Array, "B T D"], KeyValues | None, *tuple[Float[Array, "B T G K"], ...]], None]:
         """Residual stream and cache after this layer. The output is sown if "intermediates" is mutable.
 
         Args:
           carry: residual stream and cache before this layer. The cache is that of the stack, or this layer's alone.
+            With `attention.value_residual` the values of layer 0 are the third; before it, any of their shape.
           layer: index of this layer from 0.
           memory: this layer's keys and values for cross-attention, if precomputed.
         """
-        config, (x, keys_values) = self.config, carry
+        config, (x, keys_values, *first_values) = self.config, carry
         attention = self_attention(config)
         cache = None
         if keys_values is not None and context.index is not None:
@@ -100,8 +101,11 @@ class Block(nn.Module):
             position = position.of_layer(has_window(config.attention, layer))
 
         def attend(y: Array) -> Array:
-            nonlocal cache
-            y, cache = attention(y, mask, position, cache=cache, layer=layer)
+            nonlocal cache, first_values
+            more: dict[str, Any] = (
+                {} if config.attention.value_residual is None else {"first_values": next(iter(first_values), None)}
+            )
+            y, cache, *first_values = attention(y, mask, position, cache=cache, layer=layer, **more)
             return y
 
         if config.sublayers != "sequential":
@@ -111,7 +115,7 @@ class Block(nn.Module):
         if context.convolved is not None:
             x = context.convolved.add(x, layer)
         self.sow("intermediates", "output", x)
-        return (x, None if cache is None else cache.keys_values), None
+        return (x, None if cache is None else cache.keys_values, *first_values), None
 
     def sequential_sublayers(
         self,
@@ -125,7 +129,7 @@ class Block(nn.Module):
         config = self.config
         x = self.sublayer("attention", x, attend, config.residual_attention, context)
         if context.memory_mask is not None:
-            own = dataclasses.replace(config.attention, window=None, sparse=None, summary=None, latent=None)
+            own = cross_attention(config.attention)
             cross = Attention(own, config.encoding, config.width, name="cross")
             source = context.memory if memory is None else memory
             memory_mask = depend_on_layer(context.memory_mask, layer)
@@ -211,6 +215,11 @@ def self_attention(config: StackConfig) -> Attention | LatentAttention:
     if own.latent is not None:
         return LatentAttention(own, own.latent, config.encoding, config.width, name="attention")
     return Attention(own, config.encoding, config.width, config.norm.epsilon, name="attention")
+
+
+def cross_attention(config: AttentionConfig) -> AttentionConfig:
+    """Config of a layer's cross-attention, from that of its self-attention."""
+    return dataclasses.replace(config, window=None, sparse=None, summary=None, latent=None, value_residual=None)
 
 
 def windows_differ(config: AttentionConfig) -> bool:

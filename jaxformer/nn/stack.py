@@ -14,7 +14,7 @@ from jaxformer.config import StackConfig
 from jaxformer.errors import ConfigError
 from jaxformer.nn import encodings, moe, remat
 from jaxformer.nn.attention import Attention, head_shape
-from jaxformer.nn.block import Block, LayerContext
+from jaxformer.nn.block import Block, LayerContext, cross_attention
 from jaxformer.nn.cache import KeyValues, StackKeyValues, cache_dtype
 from jaxformer.nn.convolution import Convolution, Convolved
 from jaxformer.nn.layers import Dense, Dropout, Norm
@@ -144,8 +144,10 @@ class Stack(nn.Module):
             if isinstance(cache, tuple):
                 x, cache = self.apply_unrolled(x, cache, projected, context)
             elif config.layers:
+                first_values = self.first_values(x)
                 for blocks, numbers in self.layer_groups():
-                    (x, cache), _ = blocks((x, cache), jnp.asarray(numbers), projected, context)
+                    carry = (x, cache, *first_values)
+                    (x, cache, *first_values), _ = blocks(carry, jnp.asarray(numbers), projected, context)
         x = constrain(self.finish(x, slots), "batch", "length", "act_embed")
         self.sow("intermediates", "output", x)
         return x, cache
@@ -203,13 +205,23 @@ class Stack(nn.Module):
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValues, ...]]:
         """`blocks` for unrolled decoding: each layer reads its own parameters and its own cache, see `unstack`."""
         dense, others = split_layers(self.resolved)
-        written = []
+        written, first_values = [], self.first_values(x)
         for i, variables in enumerate(self.layer_variables()):
             cross = memory[i] if isinstance(memory, tuple) else None
             block = Block(others if dense is None or i >= dense.layers else dense, parent=None)
-            (x, layer_cache), _ = block.apply(variables, (x, cache[i]), jnp.int32(i), cross, context)
+            carry = (x, cache[i], *first_values)
+            (x, layer_cache, *first_values), _ = block.apply(variables, carry, jnp.int32(i), cross, context)
             written.append(layer_cache)
         return x, tuple(written)
+
+    @nn.nowrap
+    def first_values(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T G K"]]:
+        """What layer 0 gets in the place of the first layer's values: zeros; [] without `attention.value_residual`."""
+        own = self.config.attention
+        if own.value_residual is None:
+            return []
+        _, kv_heads, head_width = head_shape(own, self.config.width)
+        return [constrain(jnp.zeros((*x.shape[:2], kv_heads, head_width), x.dtype), "batch", "length", None, None)]
 
     def layer_variables(self) -> list[PyTree]:
         """Variables of each layer, whether they are shared, stacked or already separated by `unstack`."""
@@ -244,6 +256,8 @@ class Stack(nn.Module):
         if pipeline.stages() == 1 or self.is_initializing() or self.is_mutable_collection("intermediates"):
             return False
         if self.config.layers == 0 or self.config.share_layers or self.config.first_layers:
+            return False
+        if self.config.attention.value_residual is not None:
             return False
         return self.config.norm.kind != "batch" and pipeline.can_pipeline(rows, self.config.layers, parts)
 
@@ -301,7 +315,7 @@ class Stack(nn.Module):
     def project_memory(self, memory: Float[Array, "B S D"]) -> StackKeyValues:
         """Keys and values of the encoder's output for cross-attention, for all layers."""
         config = self.resolved
-        attention = Attention(config.attention, config.encoding, config.width, parent=None)
+        attention = Attention(cross_attention(config.attention), config.encoding, config.width, parent=None)
 
         def layer(weights: PyTree) -> KeyValues:
             projected: Any = attention.apply({"params": weights}, memory, method=Attention.project_keys_values)

@@ -98,6 +98,9 @@ def check_divisibility(config: Config, sizes: Mapping[str, int]) -> None:
             if stages > 1 and part.first_layers:
                 option = "moe.dense_layers" if part.first_norm else "first_norm"
                 raise invalid("config.mesh.stage", stages, f"1 for {name}.{option}: stages divide layers of one form")
+            if stages > 1 and part.attention.value_residual is not None:
+                expected = f"1 for {name}.attention.value_residual: stages do not send the first layer's values"
+                raise invalid("config.mesh.stage", stages, expected)
             if stages > 1 and part.norm.kind == "batch":
                 raise invalid(f"{path}.norm.kind", "batch", "layer, rms or none: a pipeline never sees a whole batch")
         for field, size, axis in sharded:

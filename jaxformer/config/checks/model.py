@@ -96,6 +96,8 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         raise invalid(f"{path}.attention.norm_over", attention.norm_over, "head where attention.norm is None")
     if attention.sink and attention.latent is not None:
         raise invalid(f"{path}.attention.sink", True, "False with attention.latent")
+    if attention.value_residual is not None:
+        _check_value_residual(stack, path)
     if ffn is not None:
         _check_gates(ffn, f"{path}.ffn")
     # The generator's table may be wider than its layers: it has the width of the model's, which may be shared.
@@ -106,6 +108,19 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         reason = kernel.needs(attention, bias, attention.dropout > 0)
         if reason:
             raise invalid(f"{path}.attention.kernel", attention.kernel, "a kernel for this layer", reason)
+
+
+def _check_value_residual(stack: StackConfig, path: str) -> None:
+    """Raises ConfigError for values of the first layer where layers have no values of their own, or further ones."""
+    own = stack.attention
+    refused = {
+        "with attention.latent, whose cache holds no values": own.latent is not None,
+        "with attention.summary, whose values are of blocks": own.summary is not None,
+        "where layers is below 2": stack.layers < 2,
+    }
+    for reason, is_wrong in refused.items():
+        if is_wrong:
+            raise invalid(f"{path}.attention.value_residual", "a section", f"None {reason}")
 
 
 def _check_gates(ffn: FeedForwardConfig, path: str) -> None:
