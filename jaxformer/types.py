@@ -147,6 +147,18 @@ class RelationLogits(NamedTuple):
     relation: Array
 
 
+class MultiTokenLogits(NamedTuple):
+    """Output for losses and measures of a model with `multi_token`.
+
+    Attributes:
+      tokens: logits of the next token, `[B, T, V]`.
+      further: entry k - 1 has those of the token k slots after it.
+    """
+
+    tokens: Array | DeferredLogits
+    further: tuple[Array | DeferredLogits, ...]
+
+
 class TrainState(flax.struct.PyTreeNode):
     """Everything that a training step changes. It holds no callables, so it can be saved and sharded directly.
 

@@ -9,7 +9,7 @@ the run does not have: a model without `decoder` is an encoder, a recipe without
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from jaxformer.config.constraints import (
@@ -463,6 +463,18 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True)
+class MultiTokenConfig:
+    """Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, section 2.2): training predicts further tokens, too.
+
+    Module k is one layer beside the decoder's, and predicts token t + k + 1 from the hidden states of the module before
+    it at t and the embedding of token t + k. Embedding and head are the model's. Decoding does not run the modules.
+    """
+
+    depth: PositiveInt = 1  # number of modules: tokens that are predicted beyond the next one
+    weight: NotNegative = 0.3  # weight of the mean of the modules' losses in the training loss
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture: the sections that are not None decide the family.
 
@@ -480,9 +492,39 @@ class ModelConfig:
     permutation: PermutationConfig | None = None
     generator: GeneratorConfig | None = None
     adapter: AdapterConfig | None = None
+    multi_token: MultiTokenConfig | None = None  # language_modelling: predict further tokens in training; None: not
     head: HeadConfig = field(default_factory=HeadConfig)
     share_embeddings: bool = False  # one embedding table for source and target (needs a joint vocabulary)
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute precision; parameters are always float32
+
+    @property
+    def multi_token_stack(self) -> StackConfig:
+        """The stack of one layer in a module of `multi_token`: like the decoder's last, and with experts if that has.
+
+        Encodings that are added to the embeddings are left out: the hidden states hold the position already.
+
+        Raises:
+          ValueError: the model has no decoder.
+        """
+        stack = self.decoder
+        if stack is None:
+            raise ValueError("model.multi_token: got no decoder, expected one; set it to None")
+        own, encoding, moe = stack.attention, stack.encoding, stack.moe
+        if stack.layers - 1 not in stack.windowed_layers:
+            own, encoding = replace(own, window=None), replace(encoding, window_base=None)
+        if encoding.kind in ("learned", "sinusoidal"):
+            encoding = EncodingConfig("none")
+        return replace(
+            stack,
+            layers=1,
+            share_layers=False,
+            first_norm=True,
+            embed=EmbedConfig(vocab=stack.embed.vocab),
+            encoding=encoding,
+            attention=replace(own, window_every=1, window_layers=(), value_residual=None),
+            moe=None if moe is None else replace(moe, dense_layers=0, dense_width=None),
+            microbatches=None,
+        )
 
     @property
     def encoder_part(self) -> StackConfig | RecurrentConfig | None:

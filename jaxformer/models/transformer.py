@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Float, Float32, Int
@@ -12,9 +14,10 @@ from jaxformer.nn.cache import TransformerState
 from jaxformer.nn.copying import Copy, CopySource
 from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Dense, Embed
+from jaxformer.nn.multi_token import PredictionModule, shift_left, slots_ahead
 from jaxformer.nn.series import SeriesInput, Statistics
 from jaxformer.nn.stack import Stack, unrolls_decoding, unstack
-from jaxformer.types import Array, Batch, DeferredLogits, PyTree, RelationLogits, Slots, Stream
+from jaxformer.types import Array, Batch, DeferredLogits, MultiTokenLogits, PyTree, RelationLogits, Slots, Stream
 
 
 class Transformer(nn.Module):
@@ -43,6 +46,9 @@ class Transformer(nn.Module):
         if encoder is not None and decoder is not None and projects_memory(config):
             shape = (output_width(encoder), decoder.width)
             self.memory_projection = Dense(shape, ("embed", None))
+        if config.multi_token is not None:
+            stack = config.multi_token_stack
+            self.multi_token = [PredictionModule(stack) for _ in range(config.multi_token.depth)]
         last = last_stack(config)
         outputs = None if config.head.horizon is None else config.head.horizon * self.channels_per_row()
         self.head = Head(config.head, last.output_width or last.width, last.embed.vocab, outputs)
@@ -64,12 +70,13 @@ class Transformer(nn.Module):
 
     def __call__(
         self, batch: Batch, full_logits: bool = True
-    ) -> Float32[Array, "B ..."] | DeferredLogits | RelationLogits:
+    ) -> Float32[Array, "B ..."] | DeferredLogits | RelationLogits | MultiTokenLogits:
         """Logits: `[B, T, V]` (T of the target if there is a decoder), or `[B, C]` for a classifier.
 
         A forecast is `[B, H, C]`, in the scale of the series.
         With `config.head.copy` the logits are log-probabilities. With `config.head.relation`, `RelationLogits`. Without
-        `full_logits` the head may return `DeferredLogits`, for losses and measures.
+        `full_logits` the head may return `DeferredLogits`, for losses and measures, and a model with
+        `config.multi_token` returns `MultiTokenLogits`.
         """
         batch, statistics = self.read(batch)
         slots = batch.side("source" if self.config.decoder is None else "target").slots
@@ -77,9 +84,27 @@ class Transformer(nn.Module):
         if copied is not None:
             return self.copying(self.head(x, slots, self.output_embed()), x, slots.segment, copied)
         y = self.head(x, slots, self.output_embed(), full_logits)
+        if self.config.multi_token is not None and (self.is_initializing() or not full_logits):
+            further = self.further_logits(batch.side("target"), x, full_logits)
+            return y if full_logits else MultiTokenLogits(cast(Array, y), further)
         if not isinstance(y, Array) or statistics is None or self.config.head.kind != "forecast":
             return y
         return self.series.restore(y, statistics)
+
+    def further_logits(
+        self, target: Stream, x: Float[Array, "B T D"], full_logits: bool
+    ) -> tuple[Float32[Array, "B T V"] | DeferredLogits, ...]:
+        """Logits of the tokens after the next one, one entry for each module, from the hidden states `x`.
+
+        Where the text ends before the token that a module reads, its logits mean nothing.
+        """
+        found = []
+        for count, module in enumerate(self.multi_token, start=1):
+            slots = target.slots._replace(segment=slots_ahead(target.slots.segment, count))
+            embedded = self.input_embed()(Stream(shift_left(target.tokens, count), slots))
+            x = module(x, embedded, slots)
+            found.append(cast(Array, self.head(x, slots, self.output_embed(), full_logits)))
+        return tuple(found)
 
     def hidden(self, batch: Batch) -> Float[Array, "B T _"]:
         """Hidden states of the last stack, the input of the head."""

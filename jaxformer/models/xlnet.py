@@ -181,7 +181,7 @@ class XLNet(Transformer):
         Where the collection is mutable, it then holds the memories for the next batch.
         """
         if batch.permutation is None:
-            return super().__call__(batch, full_logits)
+            return cast(Array, super().__call__(batch, full_logits))
         source, (order, targets) = batch.side("source"), batch.permutation
         memory, visible_memory = None, None
         if batch.continues is not None and self.has_variable(MEMORY, "states"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -24,6 +24,8 @@ COLLECTION = "router"
 """Collection in which layers sow their `Load`. Only training makes it mutable; otherwise it costs nothing."""
 
 
+MULTI_TOKEN = "multi_token"
+"""Parameters of the modules of `model.multi_token` lie below this word and a number: "multi_token_0"."""
 CORRECTION = "correction_bias"
 """Name of the parameter that is added to the scores by which experts are chosen."""
 
@@ -235,9 +237,17 @@ def update_corrections(params: PyTree, excess: PyTree, rates: Mapping[str, float
         words = [str(getattr(key, "key", key)) for key in path]
         if words[-1] != CORRECTION:
             return value
-        return value - rates[".".join(words[: words.index("blocks")])] * jnp.sign(over)
+        return value - rates[stack_path(words)] * jnp.sign(over)
 
     return jax.tree_util.tree_map_with_path(move, params, excess)
+
+
+def stack_path(words: Sequence[str]) -> str:
+    """Path in the model of the stack ("decoder", "generator.encoder") that a parameter of a layer belongs to.
+
+    Modules of `multi_token` belong to the decoder.
+    """
+    return "decoder" if words[0].startswith(MULTI_TOKEN) else ".".join(words[: words.index("blocks")])
 
 
 def add_router_losses(sums: Sums, sown: dict) -> Sums:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxformer.decode.compiled import SEARCHES
 from jaxformer.decode.runner import max_positions
 from jaxformer.errors import ConfigError
 from jaxformer.models import build
+from jaxformer.nn import moe
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.plan import decode_time, flops, program, shapes
@@ -302,7 +304,7 @@ def _read_times(
     """
     words = [word.removesuffix("_scale") if word.endswith(("kernel_scale", "table_scale")) else word for word in path]
     is_table = "table" in words or "delta" in words
-    if words[0] in ENCODER_PARTS or (is_table and not flops.is_head(config, words)):
+    if _is_not_decoded(words) or (is_table and not flops.is_head(config, words)):
         return 0.0
     if _reads_memory(tuple(words)):
         return 0.0  # the encoder's output is projected once
@@ -316,6 +318,11 @@ def _read_times(
     return times
 
 
+def _is_not_decoded(path: Sequence[str]) -> bool:
+    """True for parameters that no decode step reads: of the encoder, and of modules that only training runs."""
+    return path[0] in ENCODER_PARTS or path[0].startswith(moe.MULTI_TOKEN)
+
+
 def _reads_memory(path: tuple[str, ...]) -> bool:
     """True for kernels that only the encoder's output is multiplied with: cross-attention's and copying's."""
     return ("cross" in path or path[0] == "copying") and path[-2] in ("key", "value")
@@ -323,8 +330,9 @@ def _reads_memory(path: tuple[str, ...]) -> bool:
 
 def _decoded(config: Config, params: PyTree, names: PyTree, read: float) -> Decoded:
     """The model as `decode_time.py` sees it."""
-    multiplied = flops.multiplied_by_path(config, params, names)
-    own = sum(size for path, size in multiplied.items() if path[0] not in ENCODER_PARTS and not _reads_memory(path))
+    decoding = dataclasses.replace(config, model=dataclasses.replace(config.model, multi_token=None))
+    multiplied = flops.multiplied_by_path(decoding, params, names)
+    own = sum(size for path, size in multiplied.items() if not _is_not_decoded(path) and not _reads_memory(path))
     head = sum(size for path, size in multiplied.items() if path[0] == "head" or "table" in path)
     stack = config.model.decoder
     if stack is None:  # recurrent: one cell after the other, and nothing to reduce between devices

@@ -18,6 +18,7 @@ A permutation language model is counted as its content stream: the query stream,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxformer.config import Config, StackConfig
+from jaxformer.nn import moe
 from jaxformer.nn.masks import Blocks
 
 FORMULA = "6 N + 12 x layers x heads x head width x keys, masked ones too (PaLM, appendix B)"
@@ -64,12 +66,14 @@ def multiplied_by_path(config: Config, params: Any, names: Any) -> dict[tuple[st
             share = float(is_head(config, words))
         elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and not _is_not_multiplied(words):
             share = once if words[0] == "head" else 1.0
-            stack = config.model.stacks[".".join(words[: words.index("blocks")])] if "blocks" in words else None
-            if stack is not None and stack.share_layers:
+            stack = config.model.stacks[moe.stack_path(words)] if "blocks" in words else None
+            if stack is not None and stack.share_layers and not words[0].startswith(moe.MULTI_TOKEN):
                 share *= stack.layers
             if "experts" in axes:
-                moe: Any = config.model.stacks[".".join(words[: words.index("blocks")])].moe
-                share *= moe.top_k / moe.experts
+                mixture: Any = config.model.stacks[moe.stack_path(words)].moe
+                share *= mixture.top_k / mixture.experts
+        if words[0] == "head" or words[-1] == "up" or ("table" in words and is_head(config, words)):
+            share *= 1 + _depth(config)  # each module of multi_token embeds a token and has the head
         if share:
             found[tuple(words)] = size * share
     return found
@@ -95,6 +99,8 @@ def by_block(config: Config, params: Any, names: Any, length: int) -> dict[str, 
         scores = _stack_attention_flops(config, name, length)
         if scores:
             found[f"{name.replace('.', ' ')} attention scores"] = scores
+    if config.model.multi_token is not None:
+        found["multi token attention scores"] = _multi_token_attention_flops(config, length)
     return found
 
 
@@ -151,7 +157,21 @@ def attention_flops(config: Config, length: int, visible: bool = False) -> float
       length: row length.
       visible: True to count visible keys only: half of them if attention is causal, the window if there is one.
     """
-    return sum(_stack_attention_flops(config, name, length, visible) for name in config.model.stacks)
+    stacks = sum(_stack_attention_flops(config, name, length, visible) for name in config.model.stacks)
+    return stacks + _multi_token_attention_flops(config, length, visible)
+
+
+def _depth(config: Config) -> int:
+    """Number of modules of `multi_token`."""
+    return 0 if config.model.multi_token is None else config.model.multi_token.depth
+
+
+def _multi_token_attention_flops(config: Config, length: int, visible: bool = False) -> float:
+    """The term of the modules of `multi_token` in `attention_flops`."""
+    if config.model.multi_token is None:
+        return 0.0
+    model = dataclasses.replace(config.model, decoder=config.model.multi_token_stack)
+    return _depth(config) * _stack_attention_flops(dataclasses.replace(config, model=model), "decoder", length, visible)
 
 
 def _stack_attention_flops(config: Config, name: str, length: int, visible: bool = False) -> float:

@@ -26,6 +26,7 @@ def unsupported(config: Config) -> str:
         (model.permutation, "a permutation language model"),
         (model.generator, "a generator"),
         (model.adapter, "adapters"),
+        (model.multi_token, "multi-token prediction"),
     ):
         if part is not None:
             return f"no published time is of a model with {words}"

@@ -74,6 +74,9 @@ def _model(config: Config) -> list[tuple[str, str]]:
         series = model.series
         stride = f" every {series.stride}" if series.stride else ""
         rows.append(("series", f"{series.channels} channels, patches of {series.patch} steps{stride}"))
+    if model.multi_token is not None:
+        depth = model.multi_token.depth
+        rows.append(("multi-token", f"{depth} module{'s' * (depth > 1)} for tokens after the next, in training alone"))
     head = model.head
     outputs = {
         "classes": f"one of {head.classes} classes",

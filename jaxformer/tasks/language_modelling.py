@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import metrics
 from jaxformer.config import Config
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.nn.multi_token import shift_left, slots_ahead
 from jaxformer.tasks import Features, Sample, Task, _generation, _tokens
+from jaxformer.types import Array, Batch, DeferredLogits, MultiTokenLogits, Sums
 
 NAME = "language_modelling"
 MAX_PROMPT_WORDS, MAX_PROMPT_CHARACTERS = 16, 64
@@ -49,6 +52,44 @@ def prompt(config: Config, tokenizers: Tokenizers, line: str) -> Features:
     """`<bos> ids`, which the model continues."""
     tokenizer = tokenizers.target
     return {"target": np.array([_tokens.start_token(tokenizer, NAME), *tokenizer.encode(line)], np.int32)}
+
+
+def loss(config: Config, logits: Array | DeferredLogits | MultiTokenLogits, batch: Batch) -> Sums:
+    """The cross-entropy of the next tokens, and with `model.multi_token` that of further ones beside it.
+
+    DeepSeek-V3 (DeepSeek-AI 2024), equations 24 and 25: the sums of all depths are divided by the weights of the next
+    tokens, so the loss is a sum over slots, and does not depend on how a batch is divided.
+
+    Returns:
+      "loss"; with `model.multi_token` also "next_token_loss" and "further_loss_1", ..., each over its own weights.
+    """
+    if not isinstance(logits, MultiTokenLogits):
+        return _tokens.token_loss(config, logits, batch)
+    settings = config.model.multi_token
+    weight = 0.0 if settings is None else settings.weight / len(logits.further)
+    total, count = _tokens.token_loss(config, logits.tokens, batch)["loss"]
+    sums: dict[str, tuple] = {"next_token_loss": (total, count)}
+    for depth, further in enumerate(logits.further, start=1):
+        sums[f"further_loss_{depth}"] = _tokens.token_loss(config, further, _ahead(batch, depth))["loss"]
+        total = total + weight * sums[f"further_loss_{depth}"][0]
+    return {"loss": (total, count), **sums}
+
+
+def measures(config: Config, logits: Array | DeferredLogits | MultiTokenLogits, batch: Batch) -> Sums:
+    """Loss and accuracy of the next tokens, and with `model.multi_token` "further_loss_1", ... of further ones."""
+    if not isinstance(logits, MultiTokenLogits):
+        return _tokens.token_metrics(config, logits, batch)
+    sums = dict(_tokens.token_metrics(config, logits.tokens, batch))
+    for depth, further in enumerate(logits.further, start=1):
+        sums[f"further_loss_{depth}"] = _tokens.token_metrics(config, further, _ahead(batch, depth))["loss"]
+    return sums
+
+
+def _ahead(batch: Batch, depth: int) -> Batch:
+    """`batch` with the labels that stand `depth` slots further on in the same text, at weight 0 where there is none."""
+    labels, weights = _tokens.labels_and_weights(batch)
+    inside = slots_ahead(batch.side("target").slots.segment, depth) > 0
+    return batch._replace(labels=shift_left(labels, depth), weights=jnp.where(inside, shift_left(weights, depth), 0.0))
 
 
 def derived_metrics(config: Config, values: Mapping[str, float], size: Mapping[str, float]) -> dict[str, float]:
@@ -97,8 +138,8 @@ TASK = Task(
     encode=encode,
     encode_windows=encode_windows,
     slots=lambda config, count: min(count + 1, config.data.length),
-    loss=_tokens.token_loss,
-    metrics=_tokens.token_metrics,
+    loss=loss,
+    metrics=measures,
     derived_metrics=derived_metrics,
     prompt=prompt,
     predict=_generation.best_texts,

@@ -47,6 +47,7 @@ def check_context(config: Config, size: int) -> None:
         "a mixture of experts of limited capacity (moe.capacity)": any(
             stack.moe is not None and stack.moe.capacity is not None for stack in model.stacks.values()
         ),
+        "multi-token prediction (model.multi_token)": model.multi_token is not None,
         "head.pooling last or end": model.head.pooling in ("last", "end")
         and (model.head.kind in ("classes", "pooled") or model.head.relation),
     }
@@ -72,6 +73,8 @@ def check_divisibility(config: Config, sizes: Mapping[str, int]) -> None:
         kind = "permutation" if model.permutation is not None else "recurrent"
         raise invalid("config.mesh.stage", stages, f"1 for a {kind} model, which has no pipeline")
     recurrent = {name: getattr(model, name) for name in model.parts if name not in model.stacks}
+    if stages > 1 and model.multi_token is not None:
+        raise invalid("config.mesh.stage", stages, "1 for model.multi_token, whose modules are one layer each")
     for name, part in {**recurrent, **model.stacks}.items():
         path = f"config.model.{name}"
         sharded = [("width", part.width, "fsdp"), ("embed.vocab", part.embed.vocab, "tensor")]

@@ -472,6 +472,8 @@ def check_model(model: ModelConfig) -> None:
         raise invalid("config.model.decoder.sublayers", model.decoder.sublayers, expected)
     if model.share_embeddings:
         _check_shared_embeddings(encoder, decoder)
+    if model.multi_token is not None:
+        _check_multi_token(model)
     if model.permutation is not None:
         _check_permutation(model)
     if model.generator is not None:
@@ -493,6 +495,28 @@ def check_model(model: ModelConfig) -> None:
         pools_last and model.encoder is not None and model.encoder.encoding.kind != "transformer_xl"
     ):  # XLNet's is the last
         raise invalid("config.model.head.pooling", "last", "first or mean for a transformer encoder")
+
+
+def _check_multi_token(model: ModelConfig) -> None:
+    """Raises ConfigError for modules that predict further tokens where they cannot be the decoder's kin."""
+    stack, head = model.decoder, model.head
+    if stack is None or model.has_encoder:
+        raise invalid("config.model.multi_token", "a section", "None unless the model is a transformer decoder alone")
+    refused = {
+        f"with head.kind {head.kind}": head.kind != "tokens",
+        "with decoder.causal False": stack.causal is False,
+        "where decoder.layers is 0": stack.layers == 0,
+        "with decoder.output_width": stack.output_width is not None,
+        "with decoder.embed.projection sum": stack.embed.sum_width is not None,
+        "with decoder.embed.kinds": stack.embed.kinds > 0,
+        "with decoder.encoding.kind deberta": stack.encoding.kind == "deberta",
+        "with decoder.norm.kind batch": stack.norm.kind == "batch",
+        "with decoder.attention.scale_by_layer": stack.attention.scale_by_layer,
+        "with model.adapter": model.adapter is not None,
+    }
+    for reason, is_wrong in refused.items():
+        if is_wrong:
+            raise invalid("config.model.multi_token", "a section", f"None {reason}")
 
 
 def _check_series(model: ModelConfig) -> None:

@@ -99,6 +99,8 @@ def check_task(config: Config) -> None:
             raise invalid("config.data.packing", config.data.packing, expected)
         if model.generator is not None and task != "replaced_tokens":
             raise invalid("config.model.generator", "a section", f"None for the task {task}")
+    if model.multi_token is not None:
+        _check_multi_token(config)
     if task == "permutation_lm":
         _check_permutation_lm(config)
     elif config.task.recurrence:
@@ -154,6 +156,19 @@ def _check_preference(config: Config) -> None:
         if name in TASK_MODELS and getattr(options, field) != default:
             expected = f"{default} for the task {name}: only preference reads it"
             raise invalid(f"config.task.{field}", getattr(options, field), expected)
+
+
+def _check_multi_token(config: Config) -> None:
+    """Raises ConfigError for objectives that read the logits of the next token alone."""
+    refused = {
+        f"for the task {config.task.name}": config.task.name != "language_modelling",
+        "with config.distillation": config.distillation is not None,
+        "with data.mixture": config.data.mixture is not None,
+        "with optimizer.layer_decay, which numbers equal layers": config.optimizer.layer_decay != 1,
+    }
+    for reason, is_wrong in refused.items():
+        if is_wrong:
+            raise invalid("config.model.multi_token", "a section", f"None {reason}")
 
 
 DISTILLED_TASKS = ("language_modelling", "prefix_lm", "dialogue", "classification")

@@ -103,6 +103,9 @@ def min_parameters(config: Config) -> int:
         part = model.generator.encoder
         total += _stack(part, crosses=False)
         total += 0 if model.generator.sharing == "tied" else _embedding(part, _vocab(part, config))
+    if model.multi_token is not None:
+        stack = model.multi_token_stack
+        total += model.multi_token.depth * (2 * stack.width**2 + _stack(stack, crosses=False))
     return total + _head(model, config)
 
 
