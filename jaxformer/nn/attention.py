@@ -127,10 +127,10 @@ class Attention(nn.Module):
             cache = cache.write(k, v)
             k, v = cache.read()
         o = self.attend(q, k, v, mask, position, encoding, layer)
-        y = self.out(o) if self.config.output else o.reshape(*x.shape[:-1], self.width)
-        if self.config.value_residual is None or first_values is None:
-            return y, cache
-        return y, cache, first_values
+        more = () if self.config.value_residual is None or first_values is None else (first_values,)
+        if not self.config.output:
+            return o.reshape(*x.shape[:-1], self.width), cache, *more
+        return self.out(o), cache, *more
 
     def mix_values(
         self,
