@@ -72,7 +72,7 @@ class Attention(nn.Module):
         if residual is not None and residual.learned:
             start = jnp.asarray([residual.first, residual.own], jnp.float32)
             init = lambda key, shape: jnp.broadcast_to(start, shape)  # noqa: E731
-            self.value_factors = parameter(self, "value_factors", init, (None,), (2,))
+            self.value_scales = parameter(self, "value_scales", init, (None,), (2,))
         layer = encodings.get(self.encoding.kind).layer
         if layer is not None:
             self.position = layer(self.encoding, config, width)
@@ -146,7 +146,7 @@ class Attention(nn.Module):
                 "both; set attention.value_residual to None"
             )
         first_values = jnp.where(layer == 0, v, first_values)
-        first, own = self.value_factors.astype(v.dtype) if config.learned else (config.first, config.own)
+        first, own = self.value_scales.astype(v.dtype) if config.learned else (config.first, config.own)
         return jnp.where(layer == 0, v, first * first_values + own * v), first_values
 
     def attend(

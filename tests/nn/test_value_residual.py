@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from jaxformer import testing
 from jaxformer.analysis.draw import model as drawing
@@ -23,6 +24,7 @@ from jaxformer.config import (
     MeshConfig,
     ModelConfig,
     NormConfig,
+    OptimizerConfig,
     StackConfig,
     ValueResidualConfig,
 )
@@ -33,6 +35,7 @@ from jaxformer.models import build, xlnet
 from jaxformer.nn.block import Block, LayerContext
 from jaxformer.nn.masks import Mask, slots_from_segments
 from jaxformer.parallel import mesh as meshes
+from jaxformer.train import optim
 from jaxformer.types import Batch, Stream
 
 FIXED, LEARNED = ValueResidualConfig(first=0.75, own=0.4), ValueResidualConfig(learned=True)
@@ -68,7 +71,7 @@ def by_loops(config, params, tokens):
         if number == 0:
             kept = v
         elif residual is not None:
-            first, last = own["value_factors"] if residual.learned else (residual.first, residual.own)
+            first, last = own["value_scales"] if residual.learned else (residual.first, residual.own)
             v = first * kept + last * v
         y = np.zeros_like(x) + own["out"]["bias"]
         for t in range(len(x)):
@@ -116,7 +119,7 @@ def test_recomputation_changes_no_gradient_and_factors_have_one(grouped):
     run = lambda module: jax.jit(jax.grad(lambda v: jnp.sum(weights * module.apply(v, batch))))(variables)  # noqa: E731
     got, expected = run(full), run(module)
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
-    factors = expected["params"]["decoder"]["blocks"]["attention"]["value_factors"]
+    factors = expected["params"]["decoder"]["blocks"]["attention"]["value_scales"]
     assert factors.shape == (2, 2) and not np.any(factors[0]) and np.all(factors[1])
 
 
@@ -155,15 +158,16 @@ def test_on_eight_devices_as_on_one(grouped):
 
 def test_cross_attention_has_values_of_its_own():
     shapes = build.shapes(build.build(builders.seq2seq(attention=OWN)))["params"]["decoder"]["blocks"]
-    assert "value_factors" in shapes["attention"] and "value_factors" not in shapes["cross"]
-    assert shapes["attention"]["value_factors"].value.shape == (2, 2)
+    assert "value_scales" in shapes["attention"] and "value_scales" not in shapes["cross"]
+    assert shapes["attention"]["value_scales"].value.shape == (2, 2)
+    assert not optim.decay_mask(nn.meta.unbox(shapes), OptimizerConfig())["attention"]["value_scales"]
 
 
 def test_learned_factors_start_at_the_fixed_ones():
     own = dataclasses.replace(OWN, value_residual=dataclasses.replace(FIXED, learned=True))
     module, slots = Block(stack(attention=own)), builders.batch(builders.decoder(), [3]).target.slots
     inputs = (jnp.ones((1, 3, 8)), None, jnp.zeros((1, 3, 2, 2))), jnp.int32(1), None, LayerContext(Mask(slots, slots))
-    start = jax.jit(module.init)(jax.random.key(0), *inputs)["params"]["attention"]["value_factors"].value
+    start = jax.jit(module.init)(jax.random.key(0), *inputs)["params"]["attention"]["value_scales"].value
     np.testing.assert_allclose(start, [0.75, 0.4], rtol=1e-6)
 
 
