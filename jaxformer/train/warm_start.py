@@ -16,6 +16,7 @@ from jaxformer.config import Config, ModelConfig, overrides
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.errors import ConfigError
 from jaxformer.models import adapters, electra
+from jaxformer.nn import moe
 from jaxformer.runtime import object_store
 from jaxformer.train import freezing
 from jaxformer.types import EMA, PyTree, TrainState
@@ -56,6 +57,11 @@ def adopt_model(config: Config, workdir: Path, init_format: InitFormat) -> tuple
                 "data.tokenizer.path",
                 config.init.directory,
             )
+        if config.model.multi_token not in (None, model.multi_token):
+            raise ConfigError(
+                "config.model.multi_token: got a section, expected None for the model of config.init.directory, whose "
+                "modules are others, left out, or none; set it to None"
+            )
         model = dataclasses.replace(model, dtype=config.model.dtype, adapter=config.model.adapter or model.adapter)
     return overrides.freeze(dataclasses.asdict(dataclasses.replace(config, model=model))), tokenizers
 
@@ -87,7 +93,16 @@ def _read_model(config: Config) -> tuple[ModelConfig, Tokenizers | None]:
     model = dataclasses.replace(model, head=head)
     if config.task.name != "replaced_tokens":  # the discriminator alone is fine-tuned
         model = dataclasses.replace(model, generator=None)
+    if model.multi_token is not None and not _trains_modules(config):
+        LOG.info("config.init.directory: the modules of model.multi_token are left out: this run cannot train them")
+        model = dataclasses.replace(model, multi_token=None)
     return model, Tokenizers.load(workdir) if model.reads_tokens else None
+
+
+def _trains_modules(config: Config) -> bool:
+    """True for the objective that modules of `model.multi_token` have; see `checks.sections`."""
+    alone = config.distillation is None and config.data.mixture is None and config.model.adapter is None
+    return alone and config.task.name == "language_modelling" and config.optimizer.layer_decay == 1
 
 
 def _read_params(config: Config, params: PyTree) -> PyTree:
@@ -95,6 +110,8 @@ def _read_params(config: Config, params: PyTree) -> PyTree:
     loaded = dict(run.params)
     if run.config.model.generator is not None and config.model.generator is None:
         loaded = electra.discriminator_params(run.config.model, loaded)
+    if run.config.model.multi_token is not None and config.model.multi_token is None:
+        loaded = {name: part for name, part in loaded.items() if not name.startswith(moe.MULTI_TOKEN)}
     if config.model.adapter is not None and not adapters.has_adapters(loaded):
         loaded = adapters.with_base(params, loaded)
     if run.config.model.is_seq2seq and not config.model.has_decoder:

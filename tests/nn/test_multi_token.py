@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxformer import checkpoint, tasks
+import jaxformer
+from jaxformer import tasks
 from jaxformer.analysis.draw import model as drawing
 from jaxformer.config import (
     AdapterConfig,
@@ -24,6 +25,7 @@ from jaxformer.config import (
     EmbedConfig,
     EncodingConfig,
     HeadConfig,
+    InitConfig,
     MeshConfig,
     ModelConfig,
     MoEConfig,
@@ -31,11 +33,13 @@ from jaxformer.config import (
     NormConfig,
     OptimizerConfig,
     TaskConfig,
+    TokenizerConfig,
     ValueResidualConfig,
     checks,
 )
 from jaxformer.config.checks import mesh as mesh_checks
 from jaxformer.config.checks import size
+from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.hf import comparison
 from jaxformer.models import build
 from jaxformer.nn import moe as mixtures
@@ -45,8 +49,8 @@ from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
 from jaxformer.plan import decoding, flops, shapes
 from jaxformer.report import inspection
-from jaxformer.train import step
-from jaxformer.types import Batch, Stream, TrainState
+from jaxformer.train import step, warm_start
+from jaxformer.types import Batch, Stream
 
 TASK = tasks.get("language_modelling")
 MODEL = dataclasses.replace(
@@ -183,14 +187,25 @@ def test_decoding_and_logits_are_those_without_the_modules(made):
     assert module.unstack(variables)["params"].keys() == variables["params"].keys()
 
 
-def test_a_checkpoint_holds_the_modules(made, tmp_path):
-    params = made[1]["params"]
-    checkpoints = checkpoint.Checkpoints(tmp_path, dataclasses.replace(Config().checkpoint, keep_best=0))
-    state = TrainState(jnp.zeros((), jnp.int32), params, (), jax.random.key(0), {})
-    checkpoints.save(state, {}, {})
-    again = checkpoints.restore(state)
-    checkpoints.close()
-    chex.assert_trees_all_equal(again[0].params if isinstance(again, tuple) else again.params, params)
+def test_a_run_goes_on_with_its_modules_and_other_tasks_leave_them_out(made, tmp_path):
+    tokenizers = Tokenizers.build(DataConfig(tokenizer=TokenizerConfig("byte")), [], ("text",))
+    data, params = DataConfig(length=16, tokenizer=TokenizerConfig("byte")), made[1]["params"]
+    builders.saved_run(tmp_path / "run", config_of(MODEL, data=data), params, tokenizers)
+    again = jaxformer.load(tmp_path / "run")
+    chex.assert_trees_all_equal(jax.device_get(again.params), jax.device_get(params))
+
+    init = InitConfig(directory=str(tmp_path / "run"))
+    start = config_of(ModelConfig(), init=init, data=data)
+    same, _ = warm_start.adopt_model(start, tmp_path / "new", warm_start.RUN_FORMAT)
+    assert same.model.multi_token == MODEL.multi_token
+    model, _ = warm_start.RUN_FORMAT.read_model(dataclasses.replace(start, task=TaskConfig("dialogue")))
+    assert model.multi_token is None and model.decoder == MODEL.decoder
+    kept = {name: part for name, part in params.items() if not name.startswith("multi_token")}
+    read = warm_start.RUN_FORMAT.read_params(dataclasses.replace(start, model=model), kept)
+    chex.assert_trees_all_equal(jax.device_get(read), jax.device_get(kept))
+    asked = dataclasses.replace(start, model=ModelConfig(multi_token=MultiTokenConfig(depth=3)))
+    with pytest.raises(ConfigError, match="config.model.multi_token: got a section, expected None for the model of"):
+        warm_start.adopt_model(asked, tmp_path / "new", warm_start.RUN_FORMAT)
 
 
 # --- the layer of a module --------------------------------------------------------------------------------------------
