@@ -107,9 +107,19 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("phi3", "Phi3ForSequenceClassification", "longrope", GROUPED | {"num_labels": 3} | long_rope(4)),
     ("phi3", "Phi3ForTokenClassification", "", GROUPED | {"num_labels": 3}),
     ("phi3", "Phi3Model", "attention_factor", GROUPED | long_rope(4, attention_factor=1.3)),
-    ("llama", "LlamaForCausalLM", "longrope", GROUPED | rope("longrope", factor=4.0, short_factor=[1.0] * 4,
-                                                             long_factor=[2.0, 3.0, 5.0, 9.0],
-                                                             original_max_position_embeddings=4)),
+    (
+        "llama",
+        "LlamaForCausalLM",
+        "longrope",
+        GROUPED
+        | rope(
+            "longrope",
+            factor=4.0,
+            short_factor=[1.0] * 4,
+            long_factor=[2.0, 3.0, 5.0, 9.0],
+            original_max_position_embeddings=4,
+        ),
+    ),
     ("qwen3", "Qwen3ForCausalLM", "", GROUPED | {"head_dim": 12}),
     ("gemma", "GemmaForCausalLM", "", GROUPED | {"head_dim": 12}),
     ("mixtral", "MixtralForCausalLM", "", GROUPED | {"num_local_experts": 6, "num_experts_per_tok": 2}),

@@ -25,8 +25,8 @@ from jaxformer.config import DecodeConfig
 from jaxformer.decode.batching import Prompt, PromptBatch, PromptQueue, pad_batch
 from jaxformer.decode.compiled import DecodeState
 from jaxformer.decode.generate import (
-    check_rotations,
     ModelBundle,
+    check_rotations,
     check_speculation,
     check_token_ids,
     compiled_options,

@@ -201,8 +201,8 @@ class Transformer(nn.Module):
         scaling = stack.encoding.scaling
         if scaling is not None and scaling.kind in ("dynamic", "longrope"):
             raise ConfigError(
-                f"decode.speculate: got {scaling.kind} scaling of the encoding, under which tokens that are proposed change "
-                "how others are rotated, expected another encoding; set decode.speculate to 0"
+                f"decode.speculate: got {scaling.kind} scaling of the encoding, under which tokens that are proposed "
+                "change how others are rotated, expected another encoding; set decode.speculate to 0"
             )
         learned = stack.encoding.kind == "learned"
         positions = stack.encoding.max_length - stack.encoding.offset if learned else None

@@ -304,8 +304,8 @@ def _check_long_rope(scaling: RopeScalingConfig | None, pairs: int, path: str) -
     for name in ("short", "long"):
         divisors = getattr(scaling, name)
         if len(divisors) != count:
-            expected = f"{count}, one for each rotated pair" if count else f"none with kind {scaling.kind}"
-            raise invalid(f"{path}.{name}", f"{len(divisors)} divisors", expected)
+            expected = f"{count} numbers, one for each rotated pair" if count else f"() with kind {scaling.kind}"
+            raise invalid(f"{path}.{name}", divisors, expected)
     if count and scaling.original < 2:
         raise invalid(f"{path}.original", scaling.original, "at least 2 with kind longrope")
 
