@@ -249,17 +249,14 @@ def _deferred(row: Row, arrays: list[Any], index: tuple[int, ...], dtype: Any, s
             einops.rearrange(parts[0] if isinstance(row.param_path, str) else np.stack(parts), pattern, **sizes), dtype
         )
 
-    return Deferred(shape, dtype, make, all(_is_on_host(array) for array in arrays))
-
-
-def _is_on_host(array: Any) -> bool:
-    """True if the array lies in this host's memory as a whole."""
-    return not isinstance(array, jax.Array) or (len(array.devices()) == 1 and array.device.platform == "cpu")
+    return Deferred(shape, dtype, make)
 
 
 def _on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
     """`array[index]` on the host: a view where the array lies there as a whole, else a copy of this part alone."""
-    return np.asarray(array)[index] if _is_on_host(array) else np.asarray(array[index])
+    if isinstance(array, jax.Array) and not (len(array.devices()) == 1 and array.device.platform == "cpu"):
+        return np.asarray(array[index])
+    return np.asarray(array)[index]
 
 
 def _export_pattern(row: Row) -> tuple[str, dict[str, int]]:

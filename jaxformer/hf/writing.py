@@ -2,7 +2,7 @@
 
 Files are those of the `safetensors` package (https://huggingface.co/docs/safetensors), which writes tensors that are
 all in memory. Here each one is made, written and dropped, so that a checkpoint is written beside a model that fills
-the memory. Small ones that are on the host are made and written in a few threads, each to its place in the file.
+the memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ from typing import Any
 import numpy as np
 
 from jaxformer.errors import ConfigError
-from jaxformer.hf import blocks
 from jaxformer.hf.reading import CONFIG_FILE, DTYPES, INDEX_FILE, WEIGHTS_FILE, is_unicode, quote
 
 MAX_SHARD_BYTES = 5 * 10**9
-
-MAX_THREADED_BYTES = 16 * 2**20
-"""A larger tensor is alone in memory while it is written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +32,11 @@ class Deferred:
 
     Attributes:
       make: computes it.
-      on_host: True if `make` reads memory of this host alone, and may run in any thread at any time. False for arrays
-        of other devices: processes that share an array must take its parts in one order.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     make: Callable[[], np.ndarray]
-    on_host: bool = False
 
     def __call__(self) -> np.ndarray:
         return self.make()
@@ -65,9 +58,8 @@ def write_checkpoint(
 ) -> None:
     """Writes a checkpoint directory, completely or not at all.
 
-    Every function in `tensors` is called once. The host holds one tensor of those that are `Deferred`, or one in each
-    of a few threads if they are `on_host` and at most `MAX_THREADED_BYTES`. Of other functions, whose shapes are
-    unknown before they are called, it holds the arrays of one shard.
+    Every function in `tensors` is called once. The host holds one tensor of those that are `Deferred`; of other
+    functions, whose shapes are unknown before they are called, it holds the arrays of one shard.
 
     Args:
       shard_bytes: maximum size of a shard. A larger tensor has a shard of its own.
@@ -181,36 +173,10 @@ def _write_file(path: Path, tensors: Mapping[str, np.ndarray | Deferred], metada
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    content_begin = 8 + len(text)
-
-    def write(name: str) -> None:
-        _write_at(descriptor, content_begin + header[name]["data_offsets"][0], _bytes_of(name, tensors[name]))
-
-    threaded = [name for name in order if _is_threaded(tensors[name])]
-    with open(path, "wb", buffering=0) as file:
-        descriptor = file.fileno()
-        _write_at(descriptor, 0, memoryview(len(text).to_bytes(8, "little") + text))
-        blocks.in_threads(write, threaded, sum(tensors[name].nbytes for name in threaded))
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            if not _is_threaded(tensors[name]):
-                write(name)
-
-
-def _is_threaded(tensor: np.ndarray | Deferred) -> bool:
-    """True if the tensor may be made and written beside others."""
-    on_host = tensor.on_host if isinstance(tensor, Deferred) else True
-    return on_host and tensor.nbytes <= MAX_THREADED_BYTES and hasattr(os, "pwrite")
-
-
-def _write_at(descriptor: int, position: int, content: memoryview) -> None:
-    """Writes all bytes at a position of the file; the system may take fewer at a time."""
-    while content:
-        if hasattr(os, "pwrite"):
-            written = os.pwrite(descriptor, content, position)
-        else:
-            os.lseek(descriptor, position, os.SEEK_SET)
-            written = os.write(descriptor, content)
-        content, position = content[written:], position + written
+            file.write(_bytes_of(name, tensors[name]))
 
 
 def _bytes_of(name: str, tensor: np.ndarray | Deferred) -> memoryview:

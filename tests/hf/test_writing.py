@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 import stat
-import threading
 import weakref
 
 import ml_dtypes
@@ -129,7 +127,7 @@ def test_one_shard_is_in_memory_at_a_time(tmp_path):
 
 
 def test_what_the_system_refuses_is_an_os_error_with_its_number(tmp_path, monkeypatch):
-    def full(path, mode, buffering):
+    def full(path, mode):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(writing, "open", full, raising=False)
@@ -164,57 +162,6 @@ def test_one_deferred_tensor_is_in_memory_at_a_time(tmp_path):
     with pytest.raises(RuntimeError, match="expected float32"):
         writing.write_checkpoint(tmp_path / "wrong", {}, wrong)
     assert not (tmp_path / "wrong").exists()
-
-
-@pytest.fixture
-def threads(monkeypatch):
-    """Three threads for files of any size; the system takes at most 50 bytes at a time."""
-    pwrite = writing.os.pwrite
-    monkeypatch.setattr(writing.blocks, "MIN_THREADED_BYTES", 1)
-    monkeypatch.setattr(writing.os, "sched_getaffinity", lambda pid: range(3))
-    monkeypatch.setattr(writing.os, "pwrite", lambda file, content, at: pwrite(file, content[:50], at))
-
-
-def test_tensors_on_the_host_are_written_in_threads(threads, tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "MAX_THREADED_BYTES", 400)
-    sizes = {f"t{n}": 10 * n for n in range(10)} | {"large": 101, "wide": 130}
-    arrays = {name: np.full(size, len(name) + size, np.float32) for name, size in sizes.items()}
-    main, waiting, together = threading.current_thread(), threading.Barrier(3, timeout=20), []
-
-    def make(name: str, on_host: bool) -> np.ndarray:
-        if name in ("t7", "t8", "t9"):  # three tensors that wait for each other, if each has a thread
-            together.append(on_host and waiting.wait() is not None)
-        assert (threading.current_thread() is main) == (not on_host or sizes[name] > 100), name
-        return arrays[name]
-
-    save_file(arrays, tmp_path / "theirs", {"format": "pt"})
-    for on_host in (True, False):
-        lazy = {
-            name: writing.Deferred(x.shape, x.dtype, functools.partial(make, name, on_host), on_host)
-            for name, x in arrays.items()
-        }
-        writing.write_checkpoint(tmp_path / f"{on_host}", {}, lazy)
-        assert (tmp_path / f"{on_host}" / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
-    assert together == [True] * 3 + [False] * 3
-
-
-@pytest.mark.parametrize("place", ["make", "pwrite"])
-def test_a_failure_in_a_thread_leaves_nothing(threads, tmp_path, monkeypatch, place):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    tensors = {
-        f"t{n}": writing.Deferred(
-            (9,), np.dtype("f4"), fail if place == "make" and n == 4 else lambda: np.zeros(9, "f4"), True
-        )
-        for n in range(6)
-    }
-    if place == "pwrite":
-        pwrite = writing.os.pwrite
-        monkeypatch.setattr(writing.os, "pwrite", lambda file, x, at: fail() if len(x) == 36 else pwrite(file, x, at))
-    with pytest.raises(OSError, match="No space left"):
-        writing.write_checkpoint(tmp_path / "out", {}, tensors)
-    assert not list(tmp_path.iterdir())
 
 
 def test_plain_safetensors_need_no_flax_classes(tmp_path, monkeypatch):
