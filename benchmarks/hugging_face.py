@@ -60,7 +60,12 @@ XLNET = {"vocab_size": 99, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 
 
 
 def rope(kind: str, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | more}
+
+
+def long_rope(original: int, pairs: int = 4, **more: Any) -> dict[str, Any]:
+    lists = {"short_factor": [1.0 + i for i in range(pairs)], "long_factor": [1.5 + 9.0 * i for i in range(pairs)]}
+    return {"original_max_position_embeddings": original} | rope("longrope", partial_rotary_factor=1.0, **lists, **more)
 
 
 STRETCH = {"factor": 4.0, "original_max_position_embeddings": 12}
@@ -88,6 +93,33 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama", "LlamaForSequenceClassification", "", LLAMA | {"num_labels": 3}),
     ("mistral", "MistralForCausalLM", "window 5", GROUPED | {"sliding_window": 5}),
     ("qwen2", "Qwen2ForCausalLM", "", GROUPED),
+    ("phi3", "Phi3ForCausalLM", "", LLAMA),
+    ("phi3", "Phi3ForCausalLM", "longrope, short texts, window 5", GROUPED | {"sliding_window": 5} | long_rope(40)),
+    ("phi3", "Phi3ForCausalLM", "longrope, long texts", GROUPED | long_rope(4)),
+    (
+        "phi3",
+        "Phi3ForCausalLM",
+        "half of each head, tied, wide heads",
+        GROUPED
+        | {"head_dim": 12, "tie_word_embeddings": True}
+        | rope("default", partial_rotary_factor=0.5, rope_theta=500.0),
+    ),
+    ("phi3", "Phi3ForSequenceClassification", "longrope", GROUPED | {"num_labels": 3} | long_rope(4)),
+    ("phi3", "Phi3ForTokenClassification", "", GROUPED | {"num_labels": 3}),
+    ("phi3", "Phi3Model", "attention_factor", GROUPED | long_rope(4, attention_factor=1.3)),
+    (
+        "llama",
+        "LlamaForCausalLM",
+        "longrope",
+        GROUPED
+        | rope(
+            "longrope",
+            factor=4.0,
+            short_factor=[1.0] * 4,
+            long_factor=[2.0, 3.0, 5.0, 9.0],
+            original_max_position_embeddings=4,
+        ),
+    ),
     ("qwen3", "Qwen3ForCausalLM", "", GROUPED | {"head_dim": 12}),
     ("gemma", "GemmaForCausalLM", "", GROUPED | {"head_dim": 12}),
     ("mixtral", "MixtralForCausalLM", "", GROUPED | {"num_local_experts": 6, "num_experts_per_tok": 2}),

@@ -7,8 +7,9 @@ page cache, and imports are not timed. Every parameter is read once after loadin
 The first round fills the page cache, and our cache of a model's shapes. Memory is the peak resident set of the process
 less what it was before, so mapped pages count in both; for saving, what is added to the loaded model.
 
-Each process first touches as much memory as it will need, and frees it: on some virtual machines memory that was never
-used costs seconds a gigabyte, which is the host's time. With --cold it does not.
+Each process touches as much memory as it will need before it loads, and again before it saves, and frees it: on some
+virtual machines memory costs seconds a gigabyte where it was never used or was free for seconds, which is the host's
+time. With --cold it does not. Both read with numpy, and neither waits until the saved file is on the disk.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ THEIRS = """
 import numpy, torch, transformers
 from transformers import LlamaForCausalLM
 load = lambda: LlamaForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32)
-read = lambda model: [float(x.detach().sum()) for x in model.parameters()]
+read = lambda model: [float(x.detach().numpy().ravel().sum()) for x in model.parameters()]
 """
 MEASURE = """
 import json, os, time
 def resident(what):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what)) / 1024
 def measure(work):
+    if not COLD:
+        touched = numpy.empty(os.path.getsize(DIRECTORY + "/model.safetensors") * 5 // 4, numpy.uint8)
+        touched[::4096] = 1
+        del touched
     open("/proc/self/clear_refs", "w").write("5")  # the peak so far is forgotten
     before, begun, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
     result = work()
@@ -54,10 +59,6 @@ def load_and_read():
     model = load()
     read(model)
     return model
-if not COLD:
-    touched = numpy.empty(os.path.getsize(DIRECTORY + "/model.safetensors") * 5 // 4, numpy.uint8)
-    touched[::4096] = 1
-    del touched
 model, loading = measure(load_and_read)
 _, saving = measure(lambda: model.save_pretrained(TARGET))
 print(json.dumps({"loading": loading, "saving": saving}))

@@ -19,7 +19,7 @@ from jaxformer.analysis.lens import by_position, read_logits
 from jaxformer.config import DecodeConfig
 from jaxformer.decode.batching import buckets_within, pad_batch
 from jaxformer.decode.compiled import CompiledDecoder, forward
-from jaxformer.decode.generate import compiled_options, max_new_tokens
+from jaxformer.decode.generate import check_rotations, compiled_options, max_new_tokens
 from jaxformer.decode.search.base import RowSettings
 from jaxformer.errors import ConfigError
 from jaxformer.tasks import Features, Predictor
@@ -182,6 +182,7 @@ def beam_tree(predictor: Predictor, line: str, options: DecodeConfig) -> list[No
     runner, prompt = predictor.runner, prompt_of(predictor, line)
     options = _bounded(options)
     longest = max_new_tokens(prompt, options, runner.max_target_length)
+    check_rotations(runner, [prompt], [longest])
     decoder = CompiledDecoder(runner.module, compiled_options(options, longest), runner.vocabulary)
     variables, batch = decoder.prepare_variables(runner.variables), padded(predictor, prompt)
     rows = RowSettings(np.asarray([longest], np.int32), np.zeros(1, np.int32), jax.random.key(0))

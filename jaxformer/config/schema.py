@@ -74,14 +74,17 @@ class EmbedConfig:
 class RopeScalingConfig:
     """Scaling of rotary frequencies for texts longer than those of the original training."""
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"] = "linear"  # method
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "linear"  # method
     factor: AtLeastOne = 1.0  # ratio of the new length to the original one
-    original: PositiveInt = 2048  # dynamic, llama3, yarn: maximum length of the original training
+    original: PositiveInt = 2048  # dynamic, llama3, yarn, longrope: maximum length of the original training
     low: Positive = 1.0  # llama3: frequencies of fewer turns over the original length are divided by `factor`
     high: Positive = 4.0  # llama3: frequencies of more turns stay unchanged
     slow: Positive = 1.0  # yarn: as `low`; between the two bounds the channels are interpolated linearly
     fast: Positive = 32.0  # yarn: as `high`
-    magnitude: Positive | None = None  # yarn: factor on cosines and sines; None: 0.1 ln(factor) + 1
+    magnitude: Positive | None = None  # yarn, longrope: factor on cosines and sines; None: 0.1 ln(factor) + 1 (yarn),
+    # sqrt(1 + ln(factor) / ln(original)) (longrope)
+    short: tuple[Positive, ...] = ()  # longrope: divisor of each pair's frequency in texts of up to `original` tokens
+    long: tuple[Positive, ...] = ()  # longrope: the same in longer texts
     whole: bool = True  # yarn: round the two bounds outwards to integer channels
     score_scale: NotNegative = 0.0  # yarn with attention.latent: s, scores are also multiplied by
     # (0.1 s ln(factor) + 1)^2 (DeepSeek's mscale_all_dim); 0: they are not

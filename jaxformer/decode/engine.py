@@ -26,6 +26,7 @@ from jaxformer.decode.batching import Prompt, PromptBatch, PromptQueue, pad_batc
 from jaxformer.decode.compiled import DecodeState
 from jaxformer.decode.generate import (
     ModelBundle,
+    check_rotations,
     check_speculation,
     check_token_ids,
     compiled_options,
@@ -256,7 +257,9 @@ class Engine:
             raise PromptTooLong(f"{got}, expected at most {limit + 1} together; shorten it, or ask for fewer new ones")
         options = self.options if max_new is None else dataclasses.replace(self.options, max_length=max_new)
         width = next(width for width in self.widths if width >= size)
-        return Job(prompt, max_new_tokens(prompt, options, limit), width, sampling, deliver)
+        most = max_new_tokens(prompt, options, limit)
+        check_rotations(self.model, [prompt], [most])
+        return Job(prompt, most, width, sampling, deliver)
 
     def submit(self, job: Job) -> int:
         """Puts a job into the queue; its number."""

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from jaxformer.config import DecodeConfig
+from jaxformer.config import DecodeConfig, ModelConfig
 from jaxformer.decode.batching import Prompt, PromptQueue, bucket_length, buckets_within
 from jaxformer.decode.compiled import CompiledDecoder, Vocabulary
 from jaxformer.decode.scheduler import DecodeRun, decode_queue, is_on_one_device, open_dispatchers
@@ -146,6 +146,7 @@ def prepare(
     prompts = [with_target(prompt, vocabulary) for prompt in prompts]
     _check_sources(prompts, model.max_source_length)
     max_lengths = [max_new_tokens(prompt, options, model.max_target_length) for prompt in prompts]
+    check_rotations(model, prompts, max_lengths)
     if not prompts:
         return []
     if options.speculate:
@@ -248,6 +249,31 @@ def check_speculation(model: ModelBundle, proposals: int, longest: int) -> None:
             raise ConfigError(
                 f"decode.speculate: got {proposals} and a text of up to {longest} tokens, expected at most the "
                 f"{name}'s {positions} positions; lower decode.max_length, or set decode.speculate to 0"
+            )
+
+
+def check_rotations(model: ModelBundle, prompts: Sequence[Prompt], max_lengths: Sequence[int]) -> None:
+    """Checks that no text changes its rotations while it is decoded.
+
+    LongRoPE turns all tokens of a text otherwise once it is longer than `scaling.original`; the cache, and through the
+    layers all it holds, would have to be computed anew.
+
+    Raises:
+      ConfigError: a prompt is within that length and its output may pass it.
+    """
+    config = getattr(model.module, "config", None)
+    stack = config.decoder if isinstance(config, ModelConfig) else None
+    scaling = None if stack is None else stack.encoding.scaling
+    if scaling is None or scaling.kind != "longrope":
+        return
+    for prompt, more in zip(prompts, max_lengths, strict=True):
+        size = len(prompt["target"])
+        # The last token is never read by the model.
+        if size <= scaling.original < size + more - 1:
+            raise ConfigError(
+                f"decode: got a prompt of {size} tokens with up to {more} new ones, expected a text that stays within "
+                f"LongRoPE's {scaling.original} or begins beyond them; ask for at most {scaling.original + 1 - size} "
+                "new tokens, and go on with the longer text as the prompt"
             )
 
 

@@ -131,6 +131,9 @@ def _tensor_names(row: Row, shape: tuple[int, ...]) -> list[str]:
 
 def _to_param(row: Row, i: int, array: np.ndarray) -> np.ndarray:
     """The parameter `i` of a row, from one tensor: a view wherever numpy can make one."""
+    if row.splits:
+        first = sum(row.splits[:i])
+        return einops.rearrange(array[first : first + row.splits[i]], row.layout, **row.sizes)
     y = einops.rearrange(array, row.layout, **_axis_sizes(row)) if row.layout else array
     return y if isinstance(row.param_path, str) else y[i]
 
@@ -147,7 +150,7 @@ def _check_shapes(row: Row, i: int, tensors: list[Tensor], names: list[str], sha
             got = _to_param(row, i, tensor.array()).shape
         except einops.EinopsError:
             got = None
-        if got != expected:
+        if got != expected or (row.splits and tensor.shape[0] != sum(row.splits)):
             raise ConfigError(
                 f"{tensor.file}: got {name} of shape {list(tensor.shape)}, expected one that makes "
                 f"{row.param_paths[i]} {list(expected)}; the file and its config.json contradict each other"
@@ -245,6 +248,10 @@ def _deferred(row: Row, arrays: list[Any], index: tuple[int, ...], dtype: Any, s
         if not row.layout:
             return blocks.contiguous(parts[0], dtype)
         pattern, sizes = _export_pattern(row)
+        if row.splits:
+            return blocks.contiguous(
+                np.concatenate([einops.rearrange(part, pattern, **sizes) for part in parts]), dtype
+            )
         return blocks.contiguous(
             einops.rearrange(parts[0] if isinstance(row.param_path, str) else np.stack(parts), pattern, **sizes), dtype
         )
@@ -271,10 +278,12 @@ def _tensor_shape(row: Row, arrays: list[Any]) -> tuple[int, ...]:
     if not row.layout:
         return tuple(shape)
     pattern, sizes = _export_pattern(row)
-    whole = shape if isinstance(row.param_path, str) else (len(arrays), *shape)
-    return jax.eval_shape(
+    several = not isinstance(row.param_path, str) and not row.splits
+    whole = (len(arrays), *shape) if several else shape
+    found = jax.eval_shape(
         lambda x: einops.rearrange(x, pattern, **sizes), jax.ShapeDtypeStruct(whole, np.float32)
     ).shape
+    return (sum(row.splits), *found[1:]) if row.splits else found
 
 
 def _export_sizes(row: Row, right: str) -> dict[str, int]:

@@ -153,6 +153,17 @@ def open_file(path: Path) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.content.ctypes.data)}
 
 
+def is_flax_safetensors(path: Path) -> bool:
+    """True if safetensors hold an old tree under names with dots, as the old library wrote them."""
+    if not path.exists():
+        return False
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return (file.metadata() or {}).get("format") == "flax"
+    except SafetensorError:
+        return False  # `open_tensors` says what is wrong
+
+
 def is_unicode(text: str) -> bool:
     """True if UTF-8 can encode the text. JSON can escape half a surrogate pair, which it cannot."""
     try:

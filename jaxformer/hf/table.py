@@ -44,6 +44,8 @@ class Row:
         of the layout then begins with an axis `n` over them.
       layout: einops pattern "axes in the file -> axes of the parameter" for one tensor; "": the same axes.
       sizes: lengths of the axes that stand in parentheses in the pattern.
+      splits: lengths of the parts along the tensor's first axis, one for each of several parameters; each part then has
+        the layout, without an axis `n`, and lengths that the parts do not share are left out of `sizes`.
       optional: the parameter is zero if the file lacks the tensor.
       first_layer: number in the file of the parameter's first layer.
     """
@@ -52,6 +54,7 @@ class Row:
     param_path: str | tuple[str, ...]
     layout: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
+    splits: tuple[int, ...] = ()
     optional: bool = False
     first_layer: int = 0
 

@@ -52,9 +52,7 @@ def open_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
     path = Path(directory)
     if any(os.path.lexists(path / name) for name in SAFETENSORS) or not has_weights(path):
         tensors = reading.open_tensors(path)
-        if not (path / reading.WEIGHTS_FILE).exists() or not _flax_files().is_flax_safetensors(
-            path / reading.WEIGHTS_FILE
-        ):
+        if not reading.is_flax_safetensors(path / reading.WEIGHTS_FILE):
             return tensors
         leaves = {tuple(name.split(".")): tensor.array() for name, tensor in tensors.items()}
         return of_leaves(leaves, reading.WEIGHTS_FILE)

@@ -224,10 +224,10 @@ class Transformer(nn.Module):
         """
         stack = last_stack(self.config)
         scaling = stack.encoding.scaling
-        if scaling is not None and scaling.kind == "dynamic":
+        if scaling is not None and scaling.kind in ("dynamic", "longrope"):
             raise ConfigError(
-                "decode.speculate: got dynamic scaling of the encoding, under which tokens that are proposed change "
-                "how others are rotated, expected another encoding; set decode.speculate to 0"
+                f"decode.speculate: got {scaling.kind} scaling of the encoding, under which tokens that are proposed "
+                "change how others are rotated, expected another encoding; set decode.speculate to 0"
             )
         learned = stack.encoding.kind == "learned"
         positions = stack.encoding.max_length - stack.encoding.offset if learned else None

@@ -327,7 +327,8 @@ class Stack(nn.Module):
         if config.share_layers:
             projected = layer(params)
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (config.layers, *x.shape)), projected)
-        return jax.lax.map(layer, {name: params[name] for name in ("key", "value", "key_norm") if name in params})
+        read = ("key", "value", "key_norm", "sink")  # a sink is no key, but `setup` looks for it
+        return jax.lax.map(layer, {name: params[name] for name in read if name in params})
 
     def empty_cache(self, rows: int, length: int, dtype: jnp.dtype) -> StackKeyValues:
         """A cache of zeros with `length` slots for `rows` rows, for queries of `dtype`."""

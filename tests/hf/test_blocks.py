@@ -97,6 +97,34 @@ def test_a_part_that_devices_share_is_read_once(small, tmp_path, monkeypatch):
     np.testing.assert_array_equal(convert.export_tensors([ROW], params)["h.2.weight"](), TENSORS["h.2.weight"])
 
 
+def test_parameters_and_their_file_are_apart(small, tmp_path):
+    plain = Row("h.{layer}.weight", "blocks/kernel")  # no change of axes, so that a view of the file would do
+    shapes = {"blocks": {"kernel": jax.ShapeDtypeStruct((4, 6, 8), np.float32)}}
+    expected = np.stack(list(TENSORS.values()))
+    for pad in range(8):  # the data begin where a CPU device would take them over without a copy
+        metadata = {"pad": "-" * 8 * pad}
+        writing.write_checkpoint(tmp_path / f"{pad}", {}, TENSORS, metadata)
+        tensors = reading.open_tensors(tmp_path / f"{pad}")
+        if tensors["h.0.weight"].content.ctypes.data % 64 == 0:
+            break
+    else:
+        pytest.fail("no header of a multiple of 64 bytes")
+    file = tmp_path / f"{pad}" / "model.safetensors"
+    content = file.read_bytes()
+    kernel = convert.import_params([plain], tensors, shapes)["blocks"]["kernel"]
+    updated = jax.jit(lambda x: x + 1, donate_argnums=0)(kernel)  # an update in place
+    np.testing.assert_array_equal(updated, expected + 1)
+    assert file.read_bytes() == content
+    kernel = convert.import_params([plain], tensors, shapes)["blocks"]["kernel"]
+    with file.open("r+b") as opened:
+        opened.write(b"\xff" * len(content))
+        opened.flush()
+        np.testing.assert_array_equal(kernel, expected)
+        opened.truncate(0)
+    file.unlink()
+    np.testing.assert_array_equal(kernel, expected)
+
+
 def test_a_bad_number_in_any_block_is_noticed(small, tmp_path, caplog):
     for place in ((0, 0), (3, 4), (5, 7)):
         broken = TENSORS["h.1.weight"].copy()

@@ -36,7 +36,7 @@ FEW = (
     "gemma2", "gemma3", "gemma3_both_ways", "electra", "electra_generator", "electra_classifier", "electra_choice",
     "deepseek_bias", "deepseek_wide", "olmo2_yarn", "olmo2_classifier",
     "phi_norms", "phi_wide_heads", "phi_token", "gpt_oss", "gpt_oss_odd", "gpt_oss_token",
-    "modernbert", "modernbert_biases", "modernbert_classifier",
+    "modernbert", "modernbert_biases", "modernbert_classifier", "phi3", "phi3_token",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 
@@ -156,7 +156,8 @@ def test_sinusoids_of_distilbert_are_no_parameters_and_are_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["albert_pretraining", "electra_generator", "gemma2", "gemma3_both_ways", "gpt_oss_odd", "phi_norms"]
+    "name",
+    ["albert_pretraining", "electra_generator", "gemma2", "gemma3_both_ways", "gpt_oss_odd", "phi_norms", "phi3"],
 )
 def test_written_as_it_was_read(name, tmp_path):
     model = loaded(name, tmp_path / "in")
@@ -185,6 +186,9 @@ def test_what_albert_and_electra_do_not_compute_is_refused(tmp_path):
             jaxformer.from_pretrained(tmp_path / str(number))
 
 
+LONG = {"rope_type": "su", "short_factor": [1.5, 3.0], "long_factor": [2.0, 40.0]}
+
+
 @pytest.mark.parametrize(
     ("name", "edit", "message"),
     [
@@ -197,11 +201,23 @@ def test_what_albert_and_electra_do_not_compute_is_refused(tmp_path):
         ("gpt_oss", {"sliding_window": None}, "sliding_window null with layers of sliding_attention, expected a width"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types .* for each of the 2 layers"),
         ("phi_norms", {"head_dim": 6}, "head_dim 6 with qk_layernorm, expected 4"),
+        ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop 0.1, expected 0.0"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "'linear', expected default or longrope"),
+        ("phi3", {"original_max_position_embeddings": 6}, "5 in rope_parameters and 6 beside them, expected the same"),
+        ("phi3", {"rope_parameters": LONG | {"long_factor": [1.0, 0.0]}}, "long_factor .* expected a list of numbers"),
     ],
 )
 def test_what_gemma_gpt_oss_and_phi_cannot_be_is_refused(name, edit, message, tmp_path):
     writing.write_checkpoint(tmp_path, CASES[name]["config"] | edit, {"x": np.zeros(1, np.float32)})
     with pytest.raises(ConfigError, match=message):
+        jaxformer.from_pretrained(tmp_path)
+
+
+def test_a_fused_tensor_with_more_rows_than_its_parts_is_refused(tmp_path):
+    name, case = "model.layers.1.self_attn.qkv_proj.weight", CASES["phi3"]
+    tensors = {key: VALUES(key, tuple(shape)) for key, shape in case["tensors"].items()}
+    writing.write_checkpoint(tmp_path, case["config"], tensors | {name: np.zeros((34, 16), np.float32)})
+    with pytest.raises(ConfigError, match=r"qkv_proj.weight of shape \[34, 16\], expected one that makes"):
         jaxformer.from_pretrained(tmp_path)
 
 

@@ -27,6 +27,7 @@ from jaxformer.config import (
     ModelConfig,
     MoEConfig,
     NormConfig,
+    RopeScalingConfig,
     StackConfig,
     TaskConfig,
     TokenizerConfig,
@@ -319,6 +320,7 @@ def experts(norm=None, **moe):
     )
 
 
+LONG_ROPE = RopeScalingConfig("longrope", factor=3.0, original=4, short=(1.0,), long=(2.5,))
 EXPORTS = {
     "gpt2": ModelConfig(decoder=stack(encoding=EncodingConfig("learned", max_length=16))),
     "llama": ModelConfig(
@@ -350,6 +352,16 @@ EXPORTS = {
     "phi": ModelConfig(
         decoder=stack(encoding=EncodingConfig("rope", fraction=0.5), sublayers="parallel_one_norm"),
         head=HeadConfig(tied=False, bias=True),
+    ),
+    "phi3": ModelConfig(
+        decoder=dataclasses.replace(
+            stack(
+                encoding=EncodingConfig("rope", fraction=0.5, scaling=LONG_ROPE), norm=NormConfig("rms"), dropout=0.1
+            ),
+            attention=AttentionConfig(heads=2, kv_heads=1, bias=False, window=3, dropout=0.2),
+            ffn=FeedForwardConfig(width=12, activation="silu", gated=True, bias=False),
+        ),
+        head=HeadConfig(tied=False),
     ),
     "pegasus": ModelConfig(
         encoder=stack(encoding=EncodingConfig("sinusoidal"), layers=1),

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from test_reading import CONFIG, entry, random_array
 
 from jaxformer.config import ConfigError
-from jaxformer.hf import reading, writing
+from jaxformer.hf import reading, weights, writing
 
 # Round trips
 
@@ -162,6 +162,17 @@ def test_one_deferred_tensor_is_in_memory_at_a_time(tmp_path):
     with pytest.raises(RuntimeError, match="expected float32"):
         writing.write_checkpoint(tmp_path / "wrong", {}, wrong)
     assert not (tmp_path / "wrong").exists()
+
+
+def test_plain_safetensors_need_no_flax_classes(tmp_path, monkeypatch):
+    """Their import takes longer than reading a small model."""
+    monkeypatch.setattr(weights, "_flax_files", lambda: pytest.fail("imported the Flax classes"))
+    arrays = {"a": np.ones(3, np.float32), "b": np.zeros(3, np.float32)}
+    for shard_bytes, files in ((99, 2), (12, 4)):  # one file, and two with an index, beside config.json
+        out = tmp_path / f"{files}"
+        writing.write_checkpoint(out, {}, arrays, shard_bytes=shard_bytes)
+        assert len(list(out.iterdir())) == files
+        assert weights.open_weights(out)["a"].array().tolist() == [1, 1, 1]
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):

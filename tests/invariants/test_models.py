@@ -81,7 +81,7 @@ def test_packed_pairs_do_not_see_each_other(kind):
 CASES = [("seq2seq" if kind == "t5" else "decoder", kind, {}) for kind in ENCODINGS] + [
     ("decoder", "rope", {"window": 3}),
     ("decoder", "alibi", {"kv_heads": 1, "head_width": 6}),
-    ("seq2seq", "rope", {"norm": NormConfig("rms"), "norm_over": "heads"}),
+    ("seq2seq", "rope", {"norm": NormConfig("rms"), "norm_over": "heads", "sink": True}),
 ]
 
 

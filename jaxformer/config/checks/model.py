@@ -16,6 +16,7 @@ from jaxformer.config.schema import (
     ModelConfig,
     MoEConfig,
     RecurrentConfig,
+    RopeScalingConfig,
     StackConfig,
 )
 
@@ -55,6 +56,7 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         )  # fmt: skip
     if encoding.kind == "rope":
         rotated = int(head_width * encoding.fraction)
+        _check_long_rope(encoding.scaling, rotated // 2, f"{path}.encoding.scaling")
         if rotated % 2 or rotated < 2:
             raise invalid(
                 f"{path}.encoding.fraction", encoding.fraction,
@@ -307,6 +309,20 @@ def _check_latent(stack: StackConfig, path: str) -> None:
         raise invalid(f"{path}.encoding.kind", encoding.kind, expected)
     if encoding.scaling is not None and encoding.scaling.score_scale and encoding.scaling.kind != "yarn":
         raise invalid(f"{path}.encoding.scaling.score_scale", encoding.scaling.score_scale, "0 where kind is not yarn")
+
+
+def _check_long_rope(scaling: RopeScalingConfig | None, pairs: int, path: str) -> None:
+    """Raises ConfigError for divisors of frequencies that are not one for each pair, or that no scaling reads."""
+    if scaling is None:
+        return
+    count = pairs if scaling.kind == "longrope" else 0
+    for name in ("short", "long"):
+        divisors = getattr(scaling, name)
+        if len(divisors) != count:
+            expected = f"{count} numbers, one for each rotated pair" if count else f"() with kind {scaling.kind}"
+            raise invalid(f"{path}.{name}", divisors, expected)
+    if count and scaling.original < 2:
+        raise invalid(f"{path}.original", scaling.original, "at least 2 with kind longrope")
 
 
 def check_recurrent(stack: RecurrentConfig, path: str) -> None:

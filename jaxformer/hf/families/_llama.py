@@ -139,13 +139,18 @@ def _scaling(rope: Settings, kind: str, positions: int) -> RopeScalingConfig | N
     """The frequency scaling of a `rope_type`; None: no scaling."""
     if kind == "default":
         return None
-    if kind not in ("linear", "dynamic", "llama3", "yarn"):
-        expected = "default, linear, dynamic, llama3 or yarn"
+    if kind not in ("linear", "dynamic", "llama3", "yarn", "longrope"):
+        expected = "default, linear, dynamic, llama3, yarn or longrope"
         raise ConfigError(f"{rope.path}: got rope_type {kind!r}, expected {expected}; this variant is not supported")
     if kind == "linear":
         return RopeScalingConfig("linear", factor=rope("factor", 1.0))
     original = positions if kind == "dynamic" else rope.size("original_max_position_embeddings", positions)
     scaling = RopeScalingConfig(kind, factor=rope("factor", positions / original), original=original)
+    if kind == "longrope":
+        short, long = (_divisors(rope, name) for name in ("short_factor", "long_factor"))
+        magnitude = None if rope("attention_factor", None) is None else rope("attention_factor", 1.0)
+        ratio = max(scaling.factor, 1.0)  # the library's magnitude is 1 below it
+        scaling = replace(scaling, factor=ratio, short=short, long=long, magnitude=magnitude)
     if kind == "llama3":
         scaling = replace(scaling, low=rope("low_freq_factor", 1.0), high=rope("high_freq_factor", 4.0))
     if kind == "yarn":
@@ -157,6 +162,20 @@ def _scaling(rope: Settings, kind: str, positions: int) -> RopeScalingConfig | N
             magnitude=_attention_factor(rope),
         )
     return scaling
+
+
+def _divisors(rope: Settings, name: str) -> tuple[float, ...]:
+    """LongRoPE's list of divisors.
+
+    Raises:
+      ConfigError: it is no list of numbers above 0.
+    """
+    values = rope(name)
+    if not isinstance(values, list) or not all(
+        isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in values
+    ):
+        raise ConfigError(f"{rope.path}: got {name} {values!r:.80}, expected a list of numbers above 0; fix the file")
+    return tuple(map(float, values))
 
 
 def _attention_factor(rope: Settings) -> float | None:
@@ -179,14 +198,16 @@ def rope_parameters(encoding: EncodingConfig) -> dict[str, Any]:
     if scaling is None:
         return rope
     rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind in ("llama3", "yarn"):
+    if scaling.kind in ("llama3", "yarn", "longrope"):
         rope["original_max_position_embeddings"] = scaling.original
     if scaling.kind == "llama3":
         rope |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
     if scaling.kind == "yarn":
         rope |= {"beta_slow": scaling.slow, "beta_fast": scaling.fast, "truncate": scaling.whole}
-        if scaling.magnitude is not None:
-            rope["attention_factor"] = scaling.magnitude
+    if scaling.kind == "longrope":
+        rope |= {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+    if scaling.kind in ("yarn", "longrope") and scaling.magnitude is not None:
+        rope["attention_factor"] = scaling.magnitude
     return rope
 
 

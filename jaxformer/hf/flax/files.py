@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import serialization, traverse_util
-from safetensors import SafetensorError, safe_open
 
 from jaxformer.errors import ConfigError
 from jaxformer.hf import convert, hub, reading
@@ -62,7 +61,7 @@ def read_leaves(directory: FilePath, spec: Spec, from_pt: bool) -> tuple[Leaves,
         raise ConfigError(f"from_pretrained: got {str(directory)!r}, expected a local directory; download it first")
     if not from_pt:
         leaves = read_msgpack(directory)
-        if leaves is None and is_flax_safetensors(directory / reading.WEIGHTS_FILE):
+        if leaves is None and reading.is_flax_safetensors(directory / reading.WEIGHTS_FILE):
             tensors = reading.open_tensors(directory)
             leaves = {tuple(name.split(".")): tensor.array() for name, tensor in tensors.items()}
         if leaves is not None:
@@ -103,17 +102,6 @@ def _restore(path: FilePath) -> Leaves:
     if strange:
         raise ConfigError(f"{path}: got {'/'.join(strange[0])} that is no array, expected arrays; save it again")
     return leaves
-
-
-def is_flax_safetensors(path: FilePath) -> bool:
-    """True if safetensors hold an old tree under names with dots, as the old library wrote them."""
-    if not path.exists():
-        return False
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return (file.metadata() or {}).get("format") == "flax"
-    except SafetensorError:
-        return False  # `reading.open_tensors` says what is wrong
 
 
 def _with_prefix_of(spec: Spec, leaves: Leaves) -> tuple[Leaves, list[str]]:

@@ -73,7 +73,7 @@ def find_sites(rows: Sequence[Row], layers: adapters.Layers) -> list[Site]:
     for row in rows:
         paths = tuple(tuple(path.split("/")[:-1]) for path in row.param_paths)
         is_map = all(path in layers for path in paths) and all(path.endswith("/kernel") for path in row.param_paths)
-        if is_map and row.hf_name.endswith(".weight") and "{expert}" not in row.hf_name:
+        if is_map and not row.splits and row.hf_name.endswith(".weight") and "{expert}" not in row.hf_name:
             site = _site(row, paths, layers[paths[0]].inputs)
             if site is not None:
                 found.append(site)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Bool, Float, Float32
+from jaxtyping import Bool, Float, Float32, Int
 
 from jaxformer.config import AttentionConfig, EncodingConfig, RopeScalingConfig
 from jaxformer.errors import ConfigError
@@ -73,12 +73,16 @@ def _rotation(config: EncodingConfig, rotated: int, slots: Slots) -> Rotation:
 
 
 def frequencies(config: EncodingConfig, rotated: int, slots: Slots) -> tuple[Float32[Array, "*rows P"], float]:
-    """theta of the P = R / 2 pairs (dynamic: `[B, 1, P]`) under `config.scaling`, and a factor for cosines and sines.
+    """theta of the P = R / 2 pairs (dynamic: `[B, 1, P]`, longrope: `[B, T, P]`) under `config.scaling`, and a factor
+    for cosines and sines.
 
     linear: theta / factor (Chen et al. 2023). dynamic: the base grows with the length of a row, beyond the original
     length ("dynamic NTK"); padding is not counted, so a row is independent of the other rows. llama3: low frequencies
     are divided by the factor, high ones kept, those between interpolated (Llama 3.1). yarn: the same with a ramp over
-    channels, and a magnitude (Peng et al. 2024, YaRN, section 3).
+    channels, and a magnitude (Peng et al. 2024, YaRN, section 3). longrope: theta of each pair is divided by a number
+    of its own, from one list in texts of up to the original length and from another in longer ones, and the magnitude
+    is sqrt(1 + ln(factor) / ln(original)) (Ding et al. 2024, LongRoPE, section 3). A text's length is that of its own
+    segment, without padding.
     """
     scaling, exponent = config.scaling, np.arange(rotated // 2) * 2.0 / rotated
     theta = config.base**-exponent
@@ -91,6 +95,8 @@ def frequencies(config: EncodingConfig, rotated: int, slots: Slots) -> tuple[Flo
         longest = jnp.maximum(last + 1, scaling.original).astype(jnp.float32)[:, None, None]
         growth = scaling.factor * longest / scaling.original - (scaling.factor - 1.0)
         return 1.0 / (config.base * growth ** (rotated / (rotated - 2.0))) ** jnp.asarray(exponent, jnp.float32), 1.0
+    if scaling.kind == "longrope":
+        return _long_rope(theta, scaling, slots)
     if scaling.kind == "linear":
         unscaled = np.zeros_like(theta)
     elif scaling.kind == "llama3":
@@ -104,6 +110,37 @@ def frequencies(config: EncodingConfig, rotated: int, slots: Slots) -> tuple[Flo
         usual = 0.1 * np.log(max(scaling.factor, 1.0)) + 1.0
         magnitude = usual if scaling.magnitude is None else scaling.magnitude
     return jnp.asarray(theta, jnp.float32), float(magnitude)
+
+
+def _long_rope(
+    theta: Float[np.ndarray, " P"], scaling: RopeScalingConfig, slots: Slots
+) -> tuple[Float32[Array, "B T P"], float]:
+    """`frequencies` of LongRoPE.
+
+    Raises:
+      ConfigError: there is not one divisor for each pair.
+    """
+    for name in ("short", "long"):
+        if len(getattr(scaling, name)) != len(theta):
+            raise ConfigError(
+                f"encoding.scaling.{name}: got {len(getattr(scaling, name))} divisors, expected {len(theta)}, one for "
+                "each rotated pair"
+            )
+    short, long = (jnp.asarray(theta / np.asarray(divisors), jnp.float32) for divisors in (scaling.short, scaling.long))
+    is_long = _text_lengths(slots) > scaling.original
+    magnitude = scaling.magnitude
+    if magnitude is None:
+        magnitude = np.sqrt(1.0 + np.log(max(scaling.factor, 1.0)) / np.log(scaling.original))
+    return jnp.where(is_long[..., None], long, short), float(magnitude)
+
+
+def _text_lengths(slots: Slots) -> Int[Array, "B T"]:
+    """Length of the text that each slot belongs to: its last position and one more; at padding, that of the longest."""
+    last = jnp.where(slots.segment > 0, slots.position, -1)
+    number = slots.segment.shape[1] + 1  # texts are numbered from 1
+    of_segment = jax.vmap(lambda x, segment: jax.ops.segment_max(x, segment, number))(last, slots.segment)
+    own = jnp.take_along_axis(of_segment, slots.segment, axis=1)
+    return jnp.where(slots.segment > 0, own, jnp.max(last, axis=1, keepdims=True)) + 1
 
 
 def _yarn_ramp(base: float, scaling: RopeScalingConfig, rotated: int) -> Float[np.ndarray, " P"]:

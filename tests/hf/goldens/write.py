@@ -265,6 +265,11 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
         "rope_type": "yarn", "factor": 4.0, "rope_theta": 50.0, "original_max_position_embeddings": 4,
         "partial_rotary_factor": 1.0,
     }  # fmt: skip
+    phi3 = phi | {"num_key_value_heads": 2}
+    longrope = {
+        "rope_type": "longrope", "short_factor": [1.5, 3.0], "long_factor": [2.0, 40.0], "rope_theta": 50.0,
+        "partial_rotary_factor": 1.0,
+    }  # fmt: skip
     opt = {
         "vocab_size": 24, "hidden_size": 8, "ffn_dim": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
         "max_position_embeddings": 12, "word_embed_proj_dim": 6, "pad_token_id": 1,
@@ -332,6 +337,34 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
         "phi_classifier": ("PhiForSequenceClassification", phi | {"num_labels": 3}, {}, CLASSIFIED[:2]),
         "phi_token": (
             "PhiForTokenClassification", phi | {"num_labels": 3}, {}, [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
+        ),
+        "phi3": (
+            "Phi3ForCausalLM",
+            phi3 | {"rope_parameters": longrope, "original_max_position_embeddings": 5, "sliding_window": 4},
+            {},
+            [TEXT | padding("left") | {"output_hidden_states": True}, {"input_ids": [IDS[0][:5]]}],
+        ),
+        "phi3_wide_heads": (
+            "Phi3ForCausalLM",
+            phi3 | {
+                "head_dim": 6, "num_key_value_heads": 1, "hidden_act": "relu2", "tie_word_embeddings": True,
+                "rms_norm_eps": 1e-2,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.7},
+            },
+            {},
+            [TEXT, padding("right")],
+        ),
+        "phi3_classifier": ("Phi3ForSequenceClassification", phi3 | {"num_labels": 3}, {}, CLASSIFIED[:2]),
+        "phi3_token": (
+            "Phi3ForTokenClassification",
+            phi3 | {
+                "num_labels": 3, "num_key_value_heads": 4, "original_max_position_embeddings": 4,
+                "rope_parameters": longrope | {
+                    "partial_rotary_factor": 0.5, "attention_factor": 1.3, "short_factor": [1.5], "long_factor": [0.4],
+                },
+            },
+            {},
+            [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
         ),
         "opt_350m": ("OPTForCausalLM", opt | {"do_layer_norm_before": False}, {}, shown + padded),
         "opt_pre_norm": ("OPTForCausalLM", opt | {"activation_function": "gelu"}, {}, padded),
