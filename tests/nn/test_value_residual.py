@@ -157,7 +157,11 @@ def test_on_eight_devices_as_on_one(grouped):
 
 
 def test_cross_attention_has_values_of_its_own():
-    shapes = build.shapes(build.build(builders.seq2seq(attention=OWN)))["params"]["decoder"]["blocks"]
+    config = builders.seq2seq(attention=OWN)
+    module, variables = builders.make(config)
+    start = lambda variables: module.apply(variables, builders.batch(config, [3, 2]), 4, method=module.start)  # noqa: E731
+    assert jax.eval_shape(start, variables)[0].shape == (2, builders.VOCAB)  # whose memory is projected once
+    shapes = build.shapes(module)["params"]["decoder"]["blocks"]
     assert "value_scales" in shapes["attention"] and "value_scales" not in shapes["cross"]
     assert shapes["attention"]["value_scales"].value.shape == (2, 2)
     assert not optim.decay_mask(nn.meta.unbox(shapes), OptimizerConfig())["attention"]["value_scales"]
