@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxformer import registry
 from jaxformer.cli.arguments import Command, Flag, one_of, positive
 from jaxformer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxformer.sweep.adaptive import Search
 
 EXECUTORS = "jaxformer.sweep.executors"
 EXECUTOR_NAMES = registry.names(EXECUTORS)
@@ -16,10 +20,13 @@ EXECUTOR_NAMES = registry.names(EXECUTORS)
 def run(arguments: Namespace) -> int:
     from jaxformer.sweep import planning, submission
 
-    plan = planning.make_plan(arguments.sweep, arguments.config, Path(arguments.workdir))
+    if arguments.report and arguments.changed:
+        raise ConfigError("--changed: got it with --report, which submits nothing, expected one of them")
+    sweep = planning.read_sweep(arguments.sweep)
+    if isinstance(sweep, planning.Search):
+        return _search(sweep, arguments)
+    plan = planning.make_plan(arguments.sweep, arguments.config, Path(arguments.workdir), sweep)
     if arguments.report:
-        if arguments.changed:
-            raise ConfigError("--changed: got it with --report, which submits nothing, expected one of them")
         from jaxformer.sweep import ranking
 
         ranking.write_ranking(submission.submitted(plan))
@@ -29,6 +36,18 @@ def run(arguments: Namespace) -> int:
     execute = registry.member(EXECUTORS, arguments.executor, "execute")
     with submission.lock(plan.workdir):
         return execute(submission.freeze(plan, arguments.config, arguments.changed), arguments.workers)
+
+
+def _search(search: Search, arguments: Namespace) -> int:
+    from jaxformer.sweep import searching, submission
+
+    searching.check_executor(arguments.executor)
+    plan = searching.make_plan(arguments.sweep, search, arguments.config, Path(arguments.workdir))
+    if arguments.report:
+        searching.write_report(plan.submitted())
+        return 0
+    with submission.lock(plan.workdir):
+        return searching.execute(plan.frozen(arguments.config, arguments.changed), arguments.workers)
 
 
 COMMAND = Command(
