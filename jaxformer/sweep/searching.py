@@ -60,6 +60,8 @@ class SearchPlan:
     workdir: Path
     recipe: tuple[str, ...]
     checkpoint: CheckpointConfig
+    runs: dict[tuple[str, ...], Run] = field(default_factory=dict, repr=False, compare=False)
+    """Runs that `run_of` has made, by their arguments: a config takes milliseconds to check."""
 
     def run_of(self, edits: Edits) -> Run:
         """The run of a trial.
@@ -67,13 +69,16 @@ class SearchPlan:
         Raises:
           ConfigError: the values contradict each other or the config.
         """
-        arguments = edit_arguments(edits)
+        arguments = tuple(edit_arguments(edits))
+        if arguments in self.runs:
+            return self.runs[arguments]
         config = overrides.edit(self.base, arguments)
         directory = run_directory(self.workdir, run_name(edits), config)
         command = (
             sys.executable, "-m", "jaxformer", "train", *self.recipe, *arguments, f"--workdir={directory}",
         )  # fmt: skip
-        return Run(edits, config, directory, command)
+        self.runs[arguments] = Run(edits, config, directory, command)
+        return self.runs[arguments]
 
     def frozen(self, arguments: Sequence[str], changed: bool) -> SearchPlan:
         """The plan as it is kept at submission: see `submission.freeze`."""
@@ -92,7 +97,7 @@ class SearchPlan:
 
     def _kept(self, plan: Plan) -> SearchPlan:
         (run,) = plan.runs
-        return dataclasses.replace(self, base=run.config, recipe=run.command[4:-1])
+        return dataclasses.replace(self, base=run.config, recipe=run.command[4:-1], runs={})
 
 
 def check_executor(name: str) -> None:

@@ -93,12 +93,12 @@ class Study:
         journal = self.optuna.storages.journal
         try:
             self.storage = self.optuna.storages.JournalStorage(journal.JournalFileBackend(str(self.path)))
-            names = [study.study_name for study in self.storage.get_all_studies()]
-            if not writable and NAME not in names:
+            if NAME in [study.study_name for study in self.storage.get_all_studies()]:
+                self.journal = self.optuna.load_study(study_name=NAME, storage=self.storage)
+            elif writable:
+                self.journal = self.optuna.create_study(study_name=NAME, storage=self.storage, direction=direction)
+            else:
                 return
-            self.journal = self.optuna.create_study(
-                storage=self.storage, study_name=NAME, direction=direction, load_if_exists=True
-            )
             for kept in self.journal.get_trials():
                 self._restore(kept)
         except (ValueError, KeyError, IndexError, AssertionError, TypeError, StopIteration) as error:
