@@ -138,11 +138,12 @@ def _check_axis(base: Config, path: str, axis: Axis) -> None:
         ends = axis.values
     else:  # 1 and 2 of `uniform` stand for numbers between them, which no integer field takes
         ends = tuple(map(int if axis.whole else float, (axis.low, axis.high)))
-    errors = []
+    errors, editable = [], overrides.editable(base)
     for value in ends:
-        overrides.override(overrides.editable(base), path, format_value(value))
+        overrides.override(editable, path, format_value(value))
+        secrets.reject({path: value}, "config")
         try:
-            secrets.reject(dataclasses.asdict(overrides.edit(base, edit_arguments({path: value}))), "config")
+            overrides.edit(base, edit_arguments({path: value}))
         except ConfigError as error:
             errors.append(error)
     if len(errors) == len(ends):
