@@ -140,14 +140,14 @@ def newest(workdir: Path, metric: str) -> tuple[int, float | None]:
     The last row counts, not the highest step: a run that resumes from an earlier step repeats steps.
     """
     step, value = 0, None
-    for row in _rows(workdir):
+    for row in rows(workdir):
         step = row["step"]
         if row["split"] == "validation" and isinstance(row.get(metric), (int, float)):
             value = float(row[metric])
     return step, value
 
 
-def _rows(workdir: Path) -> list[dict[str, Any]]:
+def rows(workdir: Path) -> list[dict[str, Any]]:
     """The whole rows at the end of `metrics.jsonl`; none if there is no file."""
     try:
         with open(workdir / "metrics.jsonl", "rb") as file:
