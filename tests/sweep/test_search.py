@@ -3,6 +3,7 @@
 Runs are simulated in this process: each poll of a run's process is one validation.
 """
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -36,6 +37,7 @@ def get_config():
     return config
 """
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")  # Optuna warns of a step that is reported twice
 AXES = (
     "{'schedule.peak': log_uniform(1e-4, 1.0), 'data.batch': integers(1, 64), "
     "'schedule.kind': choice('cosine', 'constant')}"
@@ -235,7 +237,7 @@ TORN, KILLED_AFTER = (1, 3, 7, 12, 24), (4, 9, 15, 30)
 
 @pytest.mark.parametrize("pruner", ["median(startup=2)", "hyperband(10)"])
 def test_the_stream_of_trials_after_any_kill_is_the_same(optuna, command, tmp_path, monkeypatch, pruner):
-    text = search_text(5, pruner, "startup=1")
+    text = search_text(6, pruner, "startup=1")
     assert command(text, out="whole")[0] == 0
     backend = optuna.storages.journal.JournalFileBackend
     append, polled = backend.append_logs, Simulation.poll
@@ -266,10 +268,12 @@ def test_the_stream_of_trials_after_any_kill_is_the_same(optuna, command, tmp_pa
     monkeypatch.setattr(Simulation, "poll", poll)
     search = planning.read_sweep(f"{tmp_path}/space.py")
     plan = searching.make_plan("space.py", search, [f"--config={tmp_path}/toy.py"], tmp_path / "out").frozen([], False)
-    while True:
+    trials = 3
+    while trials <= 6:  # growing, so that a process also begins with a suggestion, and not with an open trial
+        grown = dataclasses.replace(plan, search=dataclasses.replace(search, trials=trials))
         try:
-            assert searching.execute(plan, 1) == 0
-            break
+            assert searching.execute(grown, 1) == 0
+            trials += 1
         except Killed:
             kills += 1
             assert kills < 40
@@ -375,11 +379,12 @@ def test_a_process_that_outlived_its_search_is_waited_for(optuna, command, tmp_p
 
 
 def test_several_workers_end_every_trial_and_equal_trials_share_a_run(optuna, command, tmp_path):
-    assert command(search_text(4), "--workers=3")[0] == 0
-    assert {row[2] for row in stream(tmp_path / "out")} <= {"complete", "pruned"}
+    # The pruner begins after step 70, and the validation at the end, 80, is not judged.
+    assert command(search_text(4, "median(startup=1, warmup=70)"), "--workers=3")[0] == 0
+    assert [row[2] for row in stream(tmp_path / "out")] == ["complete"] * 4
     Simulation.started.clear()
     text = "SWEEP = search(5, 0, {'schedule.kind': choice('cosine', 'constant')}, sampler='random')"
-    assert command(text, "--workers=2", out="equal")[0] == 0
+    assert command(text, "--workers=3", out="equal")[0] == 0  # two of the first three are equal
     assert len(Simulation.started) == 2 and [row[2] for row in stream(tmp_path / "equal")] == ["complete"] * 5
     assert len(json.loads((tmp_path / "equal/ranking.json").read_text())["rows"]) == 2
 
