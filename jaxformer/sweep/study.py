@@ -204,8 +204,8 @@ def make_pruner(optuna: Any, pruner: Pruner | None, steps: int) -> Any:
     made = optuna.pruners.HyperbandPruner(
         min_resource=options["first"], max_resource=steps, reduction_factor=options["factor"]
     )
-    # It divides trials into brackets from its first judgement on, and samplers see one bracket. Judged once here, it
-    # does so from the first trial of a process on, whether the process starts or resumes the search.
+    # It divides trials into brackets from its first judgement on. Optuna documents that samplers see one bracket (those
+    # of 5.0 see all trials). Judged once here, it has brackets whether a process starts or resumes the search.
     judged = optuna.create_study(pruner=made).ask()
     judged.report(0.0, 1)
     judged.should_prune()

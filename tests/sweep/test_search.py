@@ -20,7 +20,7 @@ from jaxformer import cli, sweep
 from jaxformer.config import overrides
 from jaxformer.runtime import code_version
 from jaxformer.runtime.code_version import CodeVersion
-from jaxformer.sweep import planning, searching
+from jaxformer.sweep import planning, searching, study
 from jaxformer.sweep.executors import local
 from jaxformer.train import results
 
@@ -405,3 +405,8 @@ def test_a_damaged_journal_is_one_line(optuna, command, tmp_path):
     path.write_bytes(path.read_bytes().replace(b'"op_code":4', b'"op_code":', 1))
     code, _, err = command(search_text(2))
     assert (code, err.count("\n")) == (2, 1) and f"{path}: got a damaged journal" in err
+
+
+def test_hyperband_has_its_brackets_before_the_first_suggestion(optuna):
+    """Optuna makes them at the first judgement, and a version whose samplers see brackets would suggest by them."""
+    assert len(study.make_pruner(optuna, sweep.hyperband(10), 80)._pruners) == 2
