@@ -92,7 +92,10 @@ class Watch:
         parts = [f"{counts['done']} of {len(found)} done"]
         parts += [f"{counts[state]} {state}" for state in STATES[:-1] if counts[state]]
         metric = self.checkpoint.metric
-        lines = [", ".join(parts), f"{'state':<8} {'step':>17} {'loss':>9} {metric[:12]:>12} {'steps/s':>8}  run"]
+        lines = [
+            ", ".join(parts),
+            f"{'state':<8} {'step':>17} {'loss':>9} {f'val. {metric}'[:12]:>12} {'steps/s':>8}  run",
+        ]
         for run, status in found:
             step = f"{status.step:,}/{run.config.train.steps:,}"
             loss, value, rate = ("" if x is None else f"{x:.4g}" for x in (status.loss, status.value, status.rate))
