@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxformer import registry
 from jaxformer.cli.arguments import Command, Flag, one_of, positive
 from jaxformer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxformer.sweep.adaptive import Search
 
 EXECUTORS = "jaxformer.sweep.executors"
 EXECUTOR_NAMES = registry.names(EXECUTORS)
@@ -16,19 +20,44 @@ EXECUTOR_NAMES = registry.names(EXECUTORS)
 def run(arguments: Namespace) -> int:
     from jaxformer.sweep import planning, submission
 
-    plan = planning.make_plan(arguments.sweep, arguments.config, Path(arguments.workdir))
+    flags = [name for name in ("report", "watch", "changed") if getattr(arguments, name)]
+    if len(flags) > 1:
+        raise ConfigError(
+            f"--{flags[1]}: got it with --{flags[0]}, expected one of them: --report and --watch submit nothing"
+        )
+    sweep = planning.read_sweep(arguments.sweep)
+    if isinstance(sweep, planning.Search):
+        return _search(sweep, arguments)
+    plan = planning.make_plan(arguments.sweep, arguments.config, Path(arguments.workdir), sweep)
     if arguments.report:
-        if arguments.changed:
-            raise ConfigError("--changed: got it with --report, which submits nothing, expected one of them")
         from jaxformer.sweep import ranking
 
         ranking.write_ranking(submission.submitted(plan))
         return 0
+    if arguments.watch:
+        from jaxformer.sweep import watching
+
+        plan = submission.submitted(plan)
+        return watching.watch(plan.runs, plan.runs[0].config.checkpoint)
     # A sweep that the executor refuses leaves nothing behind.
     registry.member(EXECUTORS, arguments.executor, "check")(plan, arguments.workers)
     execute = registry.member(EXECUTORS, arguments.executor, "execute")
     with submission.lock(plan.workdir):
         return execute(submission.freeze(plan, arguments.config, arguments.changed), arguments.workers)
+
+
+def _search(search: Search, arguments: Namespace) -> int:
+    from jaxformer.sweep import searching, submission
+
+    searching.check_executor(arguments.executor)
+    if arguments.watch:
+        raise ConfigError("--watch: got it for a search, expected a list of runs; the search itself shows its table")
+    plan = searching.make_plan(arguments.sweep, search, arguments.config, Path(arguments.workdir))
+    if arguments.report:
+        searching.write_report(plan.submitted())
+        return 0
+    with submission.lock(plan.workdir):
+        return searching.execute(plan.frozen(arguments.config, arguments.changed), arguments.workers)
 
 
 COMMAND = Command(
@@ -39,6 +68,9 @@ COMMAND = Command(
         "workdir": Flag("folder of the sweep; each run has its own below it", directory="create"),
         "executor": Flag(", ".join(EXECUTOR_NAMES), default="local", type=one_of(*EXECUTOR_NAMES)),
         "report": Flag("train nothing: rank the runs that are done", default=False, switch=True),
+        "watch": Flag(
+            "train nothing: show the runs that other processes train, until all are done", default=False, switch=True
+        ),
         "changed": Flag(
             "go on although configs, runs or code differ from what was submitted", default=False, switch=True
         ),

@@ -17,6 +17,7 @@ from typing import Any
 from jaxformer.config import Config, overrides
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import secrets
+from jaxformer.sweep.adaptive import Search
 from jaxformer.sweep.space import Edits
 from jaxformer.train import results
 
@@ -64,8 +65,11 @@ class Plan:
         return tuple(run for run in self.runs if not run.is_finished)
 
 
-def make_plan(sweep_file: str, arguments: Sequence[str], workdir: Path) -> Plan:
+def make_plan(sweep_file: str, arguments: Sequence[str], workdir: Path, rows: Sequence[Edits] | None = None) -> Plan:
     """Plans a run for each item of `SWEEP` in `sweep_file`, over the recipe and edits in `arguments`.
+
+    Args:
+      rows: the list, if the file has been read.
 
     Raises:
       ConfigError: the file or the config of a run is wrong, or two runs have the same config.
@@ -74,9 +78,14 @@ def make_plan(sweep_file: str, arguments: Sequence[str], workdir: Path) -> Plan:
         raise ConfigError(f"--workdir: got {str(workdir)!a} (a file), expected a folder")
     runs: dict[str, Run] = {}
     names: dict[str, str] = {}  # by config
-    for edits in _read_sweep(sweep_file):
+    if rows is None:
+        read = read_sweep(sweep_file)
+        if isinstance(read, Search):
+            raise ConfigError(f"{sweep_file}: got a search, expected a list of edits; its runs are not known before")
+        rows = read
+    for edits in rows:
         name = run_name(edits)
-        run_arguments = [*arguments, *(f"--config.{path}={format_value(value)}" for path, value in edits.items())]
+        run_arguments = [*arguments, *edit_arguments(edits)]
         try:
             config = overrides.parse(run_arguments)
         except ConfigError as error:
@@ -89,21 +98,33 @@ def make_plan(sweep_file: str, arguments: Sequence[str], workdir: Path) -> Plan:
             raise ConfigError(
                 f"{sweep_file}: got runs {twin} and {name} with the same config, expected one; remove one"
             )
-        directory = _run_directory(workdir, name, config)
+        directory = run_directory(workdir, name, config)
         command = (sys.executable, "-m", "jaxformer", "train", *run_arguments, f"--workdir={directory}")
         runs[name] = Run(edits, config, directory, command)
     return Plan(workdir, tuple(runs.values()))
 
 
-def _read_sweep(path: str) -> list[Edits]:
+def read_sweep(path: str) -> list[Edits] | Search:
+    """The `SWEEP` of a sweep file: a list of edits, or a search.
+
+    Raises:
+      ConfigError: the file is wrong, or defines something else.
+    """
     sweep = overrides.read_variable(path, "SWEEP", "a list of dicts from config paths to values")
+    if isinstance(sweep, Search):
+        return sweep
     is_list = isinstance(sweep, (list, tuple)) and len(sweep) > 0
     if not is_list or not all(isinstance(row, dict) and all(isinstance(k, str) for k in row) for row in sweep):
         raise ConfigError(f"{path}: got SWEEP of another form, expected a list of dicts from config paths to values")
     return list(sweep)
 
 
-def _run_directory(workdir: Path, name: str, config: Config) -> Path:
+def edit_arguments(edits: Edits) -> list[str]:
+    """Edits as the command line takes them."""
+    return [f"--config.{path}={format_value(value)}" for path, value in edits.items()]
+
+
+def run_directory(workdir: Path, name: str, config: Config) -> Path:
     """Directory of a run: `name` and the config's fingerprint.
 
     An existing directory `name` without a fingerprint is used if it holds a run of this config. If it holds another

@@ -35,6 +35,7 @@ class Table:
         checkpoint: CheckpointConfig,
         workers: int,
         stream: TextIO | None = None,
+        total: int | None = None,
     ) -> None:
         """Begins with the finished ones of `runs`.
 
@@ -42,19 +43,20 @@ class Table:
           checkpoint: names the measure.
           workers: runs at the same time.
           stream: where the table is drawn; None: stderr.
+          total: number of runs in the end, of a search; None: `runs` are all.
         """
         self.stream = sys.stderr if stream is None else stream
         self.block = terminal.LiveBlock(self.stream) if terminal.can_redraw(self.stream) else None
         self.checkpoint, self.workers = checkpoint, workers
-        self.total = len(runs)
-        self.counts = {"finished": 0, "failed": 0, "stopped": 0}
+        self.total = len(runs) if total is None else total
+        self.counts = {"finished": 0, "pruned": 0, "failed": 0, "stopped": 0}
         self.best: tuple[float, str] | None = None
         self.running: dict[Path, tuple[Run, float]] = {}
         self.seconds: list[float] = []
         self.drawn = -math.inf
         for run in runs:
             if run.is_finished:
-                self._count(run, "finished")
+                self.count(run, "finished")
 
     def close(self) -> None:
         """Removes the table from the terminal."""
@@ -74,11 +76,11 @@ class Table:
         self.log(f"started   {run.workdir.name}")
 
     def end(self, run: Run, how: str, why: str = "") -> None:
-        """Reports that a run is finished, failed or stopped. `why` follows its name."""
+        """Reports that a run is finished, pruned, failed or stopped. `why` follows its name."""
         begun = self.running.pop(run.workdir, (run, None))[1]
         if begun is not None and how == "finished":
             self.seconds.append(time.monotonic() - begun)
-        self._count(run, how)
+        self.count(run, how)
         word = f"{how:<9}"
         if how == "failed":
             word = terminal.coloured(word, terminal.RED, sys.stdout)
@@ -102,9 +104,9 @@ class Table:
     def summary(self) -> str:
         """The counts, the best measure and the time left, in one line, the important ones first."""
         done = self.counts["finished"]
-        left = max(self.total - done - self.counts["failed"] - self.counts["stopped"] - len(self.running), 0)
+        left = max(self.total - sum(self.counts.values()) - len(self.running), 0)
         parts = [f"{done} of {self.total} done", f"{len(self.running)} running"]
-        parts += [f"{self.counts[how]} {how}" for how in ("failed", "stopped") if self.counts[how]]
+        parts += [f"{self.counts[how]} {how}" for how in ("pruned", "failed", "stopped") if self.counts[how]]
         parts.append(f"{left} left")
         text = ", ".join(parts)
         if self.seconds and left + len(self.running):
@@ -114,7 +116,8 @@ class Table:
             text += f"; best {self.checkpoint.metric} {self.best[0]:.5g} of {self.best[1]}"
         return text
 
-    def _count(self, run: Run, how: str) -> None:
+    def count(self, run: Run, how: str) -> None:
+        """Counts a run that has ended."""
         self.counts[how] += 1
         value = (run.result or {}).get(self.checkpoint.metric) if how == "finished" else None
         if isinstance(value, (int, float)) and math.isfinite(value):
@@ -137,14 +140,14 @@ def newest(workdir: Path, metric: str) -> tuple[int, float | None]:
     The last row counts, not the highest step: a run that resumes from an earlier step repeats steps.
     """
     step, value = 0, None
-    for row in _rows(workdir):
+    for row in rows(workdir):
         step = row["step"]
         if row["split"] == "validation" and isinstance(row.get(metric), (int, float)):
             value = float(row[metric])
     return step, value
 
 
-def _rows(workdir: Path) -> list[dict[str, Any]]:
+def rows(workdir: Path) -> list[dict[str, Any]]:
     """The whole rows at the end of `metrics.jsonl`; none if there is no file."""
     try:
         with open(workdir / "metrics.jsonl", "rb") as file:

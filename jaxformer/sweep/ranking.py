@@ -7,7 +7,7 @@ import math
 import statistics
 from typing import Any
 
-from jaxformer.config import Config, overrides
+from jaxformer.config import CheckpointConfig, Config, overrides
 from jaxformer.runtime import files
 from jaxformer.sweep.planning import Plan, Run, format_value, run_name
 from jaxformer.sweep.space import SEED
@@ -29,11 +29,18 @@ def get_config():
 '''
 
 
-def write_ranking(plan: Plan) -> list[dict[str, Any]]:
+def write_ranking(
+    plan: Plan, checkpoint: CheckpointConfig | None = None, trials: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
     """Writes `ranking.json`, `ranking.md` and the recipe `best.py`, prints the table, and returns its rows, best first.
 
     Runs are ordered by `checkpoint.metric` of their final validation. Runs that differ in the seed only share a row,
     with the mean, the sample standard deviation (n - 1), and the 95 % interval of the mean over seeds.
+
+    Args:
+      checkpoint: names the measure; None: that of the runs.
+      trials: of a search, whose complete trials are the runs of `plan`. Those that were pruned, have failed or are open
+        stand in a table of their own.
     """
     groups: dict[str, list[tuple[Run, dict[str, Any]]]] = {}
     for run in plan.runs:
@@ -41,18 +48,22 @@ def write_ranking(plan: Plan) -> list[dict[str, Any]]:
         if result is not None:
             edits = {path: value for path, value in run.edits.items() if path != SEED}
             groups.setdefault(run_name(edits), []).append((run, result))
-    checkpoint = plan.runs[0].config.checkpoint
+    checkpoint = checkpoint or plan.runs[0].config.checkpoint
     rows = [_row(name, members, checkpoint.metric) for name, members in groups.items()]
     sign = 1 if checkpoint.mode == "min" else -1
     rows.sort(key=lambda row: math.inf if row["mean"] is None else sign * row["mean"])
     plan.workdir.mkdir(parents=True, exist_ok=True)
-    table = _markdown(rows, checkpoint.metric)
+    table = _markdown(rows, checkpoint.metric) + _trials_markdown(trials or [], checkpoint.metric)
     files.write_atomic(plan.workdir / "ranking.md", table + "\n")
     missing = [run.workdir.name for run in plan.unfinished]
+    if trials is not None:
+        missing = [trial["run"] for trial in trials if trial["state"] in ("open", "failed")]
     if rows and rows[0]["mean"] is not None:
         best = next(run for run in plan.runs if run.workdir.name in rows[0]["runs"])
         files.write_atomic(plan.workdir / BEST, recipe(best.config, f"{checkpoint.metric} {rows[0]['mean']:.5g}"))
     ranking = {"metric": checkpoint.metric, "mode": checkpoint.mode, "missing": missing, "rows": rows}
+    if trials is not None:
+        ranking["trials"] = trials
     files.write_atomic(plan.workdir / "ranking.json", json.dumps(ranking, indent=1) + "\n")
     print(table, flush=True)
     return rows
@@ -98,4 +109,16 @@ def _markdown(rows: list[dict[str, Any]], metric: str) -> str:
         mean, deviation = (f"{row[key]:.5g}" if row[key] is not None else "" for key in ("mean", "deviation"))
         bounds = "" if row["interval"] is None else " to ".join(f"{bound:.5g}" for bound in row["interval"])
         lines.append(f"| {rank} | {mean} | {deviation} | {bounds} | {len(row['runs'])} | {row['name']} |")
+    return "\n".join(lines)
+
+
+def _trials_markdown(trials: list[dict[str, Any]], metric: str) -> str:
+    """The trials without a rank, after a blank line; empty if there are none."""
+    shown = [trial for trial in trials if trial["state"] != "complete"]
+    if not shown:
+        return ""
+    lines = ["", "", f"| trial | state | step | {metric} there | run |", "|---:|---|---:|---:|---|"]
+    for trial in shown:
+        step, value = ("" if trial[key] is None else f"{trial[key]:.5g}" for key in ("step", "value"))
+        lines.append(f"| {trial['number']} | {trial['state']} | {step} | {value} | {trial['run']} |")
     return "\n".join(lines)

@@ -96,7 +96,7 @@ def lock(workdir: Path) -> Generator[None]:
         os.close(handle)
 
 
-def freeze(plan: Plan, arguments: Sequence[str], changed: bool = False) -> Plan:
+def freeze(plan: Plan, arguments: Sequence[str], changed: bool = False, search: dict[str, Any] | None = None) -> Plan:
     """Keeps what is submitted, and returns the plan as it was kept: its runs train from the frozen configs.
 
     The same sweep again uses the submission that is there. One with more runs and the same code is kept beside it.
@@ -104,16 +104,21 @@ def freeze(plan: Plan, arguments: Sequence[str], changed: bool = False) -> Plan:
     Args:
       arguments: the config arguments of the command line.
       changed: also accepts configs, runs and code that differ from the newest submission; a line on stderr says so.
+      search: settings of a search, whose only run here is the config that its trials edit; None: a list of runs.
 
     Raises:
-      ConfigError: something differs and `changed` is False, or a frozen file is damaged.
+      ConfigError: something differs and `changed` is False, a frozen file is damaged, or the folder is that of another
+        search.
     """
     code = code_version.current()
     for incomplete in (plan.workdir / FOLDER).glob(f"{TEMPORARY}*"):
         shutil.rmtree(incomplete, ignore_errors=True)
     newest = read_newest(plan.workdir)
     if newest is not None:
+        check_same_search(newest, plan, search)
         differences = [*_code_differences(newest, code), *_plan_differences(newest, plan)]
+        if search is not None and newest.record["search"]["optuna"] != search["optuna"]:
+            differences.append(f"optuna {newest.record['search']['optuna']} there, {search['optuna']} here")
         if differences and not changed:
             raise ConfigError(
                 f"workdir {plan.workdir}: got a sweep that differs from {newest.folder} ({'; '.join(differences)}), "
@@ -125,21 +130,22 @@ def freeze(plan: Plan, arguments: Sequence[str], changed: bool = False) -> Plan:
             return _frozen_plan(plan, newest)
     number = 1 if newest is None else int(newest.folder.name) + 1
     folder = plan.workdir / FOLDER / f"{number:04d}"
-    _write(folder, plan, arguments, code)
+    _write(folder, plan, arguments, code, search)
     return _frozen_plan(plan, _read(folder))
 
 
-def submitted(plan: Plan) -> Plan:
+def submitted(plan: Plan, search: dict[str, Any] | None = None) -> Plan:
     """The newest submission in the plan's folder, for a report; `plan` itself if there is none.
 
     A line on stderr says in what the runs of `plan` differ from it.
 
     Raises:
-      ConfigError: a frozen file is damaged.
+      ConfigError: a frozen file is damaged, or the folder is that of another search.
     """
     newest = read_newest(plan.workdir)
     if newest is None:
         return plan
+    check_same_search(newest, plan, search)
     differences = _plan_differences(newest, plan)
     more = len({run.workdir.name for run in plan.runs} - set(newest.configs))
     if not differences and more:
@@ -187,7 +193,9 @@ def frozen_recipe(folder: str, name: str) -> Any:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, plan: Plan, arguments: Sequence[str], code: CodeVersion) -> None:
+def _write(
+    folder: Path, plan: Plan, arguments: Sequence[str], code: CodeVersion, search: dict[str, Any] | None
+) -> None:
     """Writes a submission, all of it or nothing.
 
     Raises:
@@ -200,7 +208,7 @@ def _write(folder: Path, plan: Plan, arguments: Sequence[str], code: CodeVersion
         # Bytes that are no UTF-8 survive, so that the patch applies.
         contents[DIFF] = secrets.redact(code.diff.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
     recipe = next((word.partition("=")[2] for word in arguments if word.startswith("--config=")), None)
-    record = {
+    record: dict[str, Any] = {
         "version": code.version,
         "commit": code.commit,
         "diff": code.digest,
@@ -212,6 +220,8 @@ def _write(folder: Path, plan: Plan, arguments: Sequence[str], code: CodeVersion
         ],
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
     }
+    if search is not None:
+        record["search"] = search
     temporary = folder.parent / f"{TEMPORARY}{os.getpid()}-{os.urandom(4).hex()}"
     temporary.mkdir(parents=True)
     try:
@@ -307,6 +317,31 @@ def _code_differences(newest: Submission, code: CodeVersion) -> list[str]:
         there, here = record["diff"] or "none", code.digest or "none"
         found.append(f"uncommitted changes {there[:8]} there, {here[:8]} here")
     return found
+
+
+def check_same_search(newest: Submission, plan: Plan, search: dict[str, Any] | None) -> None:
+    """Checks that the submission is of this search, or of no search if that is None.
+
+    Results of another space, or over another config, would mislead its sampler: no flag accepts them.
+
+    Raises:
+      ConfigError: it is not.
+    """
+    kept = newest.record.get("search")
+    if (kept is None) != (search is None):
+        there, here = ("a list of runs", "a search") if kept is None else ("a search", "a list of runs")
+        raise ConfigError(f"workdir {plan.workdir}: got {here}, expected {there} as it holds; use another --workdir")
+    if kept is None or search is None:
+        return
+    keys = [key for key, value in search.items() if key != "optuna" and kept.get(key) != value]
+    base = newest.configs[newest.record["runs"][0]["folder"]]
+    if overrides.fingerprint(base) != overrides.fingerprint(plan.runs[0].config):
+        keys += overrides.diff(base, plan.runs[0].config)
+    if keys:
+        raise ConfigError(
+            f"workdir {plan.workdir}: got a search with other values of {_names(keys)} than {newest.folder}, expected "
+            "the same search, or more trials; use another --workdir"
+        )
 
 
 def _plan_differences(newest: Submission, plan: Plan) -> list[str]:

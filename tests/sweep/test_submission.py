@@ -209,7 +209,11 @@ def test_a_report_is_of_what_was_submitted(sweep, tmp_path):
     (tmp_path / "toy.py").write_text(RECIPE.replace("width=32", "width=64"))
     exit_code, out, err = sweep(TWO, "--report")
     assert exit_code == 0 and "| 1 | 3.5 |" in out and "other values of model.decoder.width" in err
-    assert sweep(TWO, "--report", "--changed")[0] == 2
+    for flags in (("--report", "--changed"), ("--watch", "--changed"), ("--report", "--watch")):
+        exit_code, _, err = sweep(TWO, *flags)
+        assert (exit_code, err.count("\n")) == (2, 1) and f"{flags[1]}: got it with {flags[0]}" in err
+    exit_code, out, err = sweep(TWO, "--watch")
+    assert exit_code == 0 and out.startswith("1 of 2 done, 1 waiting\n") and "/submissions/0001" in err
 
 
 def test_one_program_and_arrays_train_the_frozen_runs(sweep, tmp_path, monkeypatch):

@@ -3,13 +3,15 @@
 import dataclasses
 import io
 import json
+import os
 import re
 
 import pytest
 
-from jaxformer.config import Config
-from jaxformer.sweep import progress
+from jaxformer.config import Config, ModelConfig, StackConfig, overrides
+from jaxformer.sweep import progress, watching
 from jaxformer.sweep.planning import Run
+from jaxformer.train import results
 
 
 class Terminal(io.StringIO):
@@ -21,7 +23,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def runs(tmp_path):
-    config = Config()
+    config = Config(model=ModelConfig(encoder=StackConfig(), decoder=StackConfig()))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=100))
     return [Run({}, config, tmp_path / name, ()) for name in ("first", "second", "third")]
 
@@ -86,3 +88,50 @@ def test_failed_is_red_on_a_terminal_with_colours(table, runs, monkeypatch):
     table.start(runs[0])
     table.end(runs[0], "failed")
     assert "\x1b[31mfailed" in out.getvalue()
+
+
+# --- runs that other processes train ----------------------------------------------------------------------------------
+
+
+def test_runs_are_shown_from_their_files(runs, tmp_path, monkeypatch):
+    running, silent, stopped = runs
+    for run in runs:
+        write(run, (20, "train", 3.0), (40, "train", 2.0), (40, "validation", 1.5))
+        (run.workdir / "lock").write_text("" if run is stopped else '{"pid": 1}')
+    os.utime(silent.workdir / "lock", (0, 0))
+    done, waiting = (Run({}, silent.config, tmp_path / name, ()) for name in ("fourth", "fifth"))
+    done.workdir.mkdir()
+    (done.workdir / "config.json").write_text(overrides.to_json(done.config))
+    (done.workdir / "result.json").write_text(json.dumps(results.to_record(100, done.config, {"loss": 1.0})))
+    table = watching.Watch([done, waiting, stopped, silent, running], running.config.checkpoint)
+    lines = table.text().splitlines()
+    assert lines[0] == "1 of 5 done, 1 running, 1 silent, 1 stopped, 1 waiting"
+    assert [line.split()[0] + " " + line.split()[-1] for line in lines[2:]] == [
+        "running first", "silent second", "stopped third", "waiting fifth", "done fourth",
+    ]  # fmt: skip
+    assert lines[2].split() == ["running", "40/100", "2", "1.5", "first"] and lines[5].split()[1] == "0/100"
+    assert not table.is_over
+
+
+def test_watching_redraws_on_a_terminal_until_all_is_done(runs, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    write(runs[0], (40, "train", 2.0))
+    (runs[0].workdir / "metrics.jsonl").write_text(
+        '{"step": 40, "split": "train", "loss": null, "steps_per_second": 7.5}\n'
+    )
+
+    def sleep(seconds):
+        assert not (runs[0].workdir / "result.json").exists(), "goes on after the end"
+        (runs[0].workdir / "config.json").write_text(overrides.to_json(runs[0].config))
+        record = results.to_record(100, runs[0].config, {"loss": 1.0})
+        (runs[0].workdir / "result.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr(watching.time, "sleep", sleep)
+    stream = Terminal()
+    assert watching.watch(runs[:1], runs[0].config.checkpoint, stream) == 0
+    assert stream.getvalue().startswith("0 of 1 done, 1 stopped") and stream.getvalue().count("1 of 1 done") == 2
+    assert "40/100                             7.5  first" in stream.getvalue()
+    plain = io.StringIO()
+    monkeypatch.setattr(watching.time, "sleep", lambda seconds: pytest.fail("waits where nothing is redrawn"))
+    watching.watch(runs, runs[0].config.checkpoint, plain)
+    assert plain.getvalue().startswith("1 of 3 done, 2 waiting\n") and plain.getvalue().count("\n") == 5

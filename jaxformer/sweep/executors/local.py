@@ -105,6 +105,11 @@ def _describe_exit(run: Run, code: int) -> tuple[str, str]:
         return "finished", ""
     if code in (PREEMPTED, -signal.SIGTERM):
         return "stopped", ""
+    return "failed", describe_failure(run, code)
+
+
+def describe_failure(run: Run, code: int) -> str:
+    """The exit code of a run, and the last line of its output."""
     lines = (run.workdir / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
     last = next((line for line in reversed(lines) if line.strip()), "no output")
-    return "failed", f"(code {code}): {last[:200]}; see {run.workdir / 'log.txt'}"
+    return f"(code {code}): {last[:200]}; see {run.workdir / 'log.txt'}"
