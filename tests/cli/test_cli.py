@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -280,8 +281,10 @@ def test_sweep_prints_its_commands(recipe, tmp_path, capsys):
     assert cli.main(argv) == 0
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 2
-    name = f"--config.train.seed=1 --workdir={tmp_path}/out/train.seed=1-"
-    assert re.fullmatch(f".* {re.escape(name)}[0-9a-f]{{8}}", rows[1])
+    found = re.fullmatch(
+        rf"\S+ -m jaxformer train --config=(\S+) --workdir={tmp_path}/out/train.seed=1-[0-9a-f]{{8}}", rows[1]
+    )
+    assert found and Path(found[1]).is_relative_to(tmp_path / "out" / "submissions"), rows[1]
     assert cli.main([*argv, "--workers=0"]) == 2
 
 
