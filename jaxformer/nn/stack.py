@@ -216,7 +216,7 @@ class Stack(nn.Module):
 
     @nn.nowrap
     def first_values(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T G K"]]:
-        """What layer 0 gets in the place of the first layer's values: zeros; [] without `attention.value_residual`."""
+        """Zeros, which layer 0 gets in the place of the first layer's values; [] without `attention.value_residual`."""
         own = self.config.attention
         if own.value_residual is None:
             return []

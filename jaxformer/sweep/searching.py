@@ -174,7 +174,7 @@ def _check_pruner(sweep_file: str, search: Search, base: Config) -> None:
 
 
 class _Process(Protocol):
-    """What is used of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that is used."""
 
     returncode: Any
 

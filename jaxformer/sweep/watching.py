@@ -25,7 +25,7 @@ failed. Waiting: it has not begun."""
 
 @dataclass(frozen=True)
 class Status:
-    """What the files of a run say.
+    """The state of a run, read from its files.
 
     Attributes:
       state: one of `STATES`.

@@ -92,7 +92,7 @@ def drafted(noise: float) -> Runner:
 
 
 def tokens_a_pass(runner, prompts, options) -> tuple[list, float]:
-    """What `generate` returns, and the tokens that a pass of the model gave."""
+    """The result of `generate`, and the tokens that a pass of the model gave."""
     results, (group,) = [None] * len(prompts), prepare(runner, prompts, options)
     for outputs in decode_queue(group.run, group.queue, options.batch, [call_directly]):
         for index, hypotheses in outputs:

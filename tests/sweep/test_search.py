@@ -49,7 +49,7 @@ def search_text(trials=8, pruner="median(startup=2)", more="startup=3"):
 
 
 class Killed(BaseException):
-    """What stands in for kill -9: nothing of the program handles it."""
+    """Stands in for kill -9: nothing of the program handles it."""
 
 
 class Simulation:
@@ -118,7 +118,7 @@ def command(tmp_path, monkeypatch, capfd):
 
 
 def stream(folder):
-    """What the search did: number, values, end and step of every trial."""
+    """The trials of a search: number, values, end and step of each."""
     trials = json.loads((folder / "ranking.json").read_text())["trials"]
     return [tuple(trial[key] for key in ("number", "run", "state", "step", "value")) for trial in trials]
 

@@ -155,7 +155,7 @@ class SampleSearch:
         return state, model_state.keep(state.step - begun, count + 1)
 
     def draft(self, model: DraftedModel, state: Draws, model_state: State) -> tuple[Int[Array, "R K"], State]:
-        """What the draft would choose by the same rules, with the same noise; and the state after it has read that."""
+        """The draft's choices by the same rules, with the same noise; and its state after it has read them."""
 
         def choose_next(carry: tuple[Draws, State], _: None) -> tuple[tuple[Draws, State], Int[Array, " R"]]:
             state, model_state = carry

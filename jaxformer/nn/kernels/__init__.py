@@ -115,7 +115,7 @@ class Kernel:
     has_sinks: bool = False
 
     def needs(self, config: AttentionConfig, bias: bool, dropout: bool) -> str | None:
-        """What the kernel needs of a config: the answer of `refuse`, or that there is no sink."""
+        """The requirement that a config does not meet: the answer of `refuse`, or that there is no sink."""
         lacks_sinks = config.sink and not self.has_sinks
         return "attention.sink False" if lacks_sinks else self.refuse(config, bias, dropout)
 
