@@ -19,7 +19,7 @@ REDACTED = "***"
 MIN_SECRET_LENGTH = 6
 """Characters; shorter values of variables occur in text by chance and are not searched for."""
 
-_NOT_SECRET = r"(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!mask_)(?<!sep_)(?<!cls_)(?<!start_)(?<!end_)"
+_NOT_SECRET = r"(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!mask_)(?<!sep_)(?<!cls_)(?<!start_)(?<!end_)(?<!multi_)"
 _WORDS = (
     rf"{_NOT_SECRET}token|secret|passw(?:or)?d|passphrase|(?<=[._-])(?:pwd|pass)|credentials?|private|authorization"
     r"|webhook(?:_url)?|(?:\b|[._-])pat"
