@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -26,6 +27,9 @@ SETTINGS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
     "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**32),  # bytes; the least recently used programs are deleted first
 }
+RELOADING_INTEL = r"cpu family\s*: 6 model\s*: 207 "
+"""Emerald Rapids, in what `processor_id` says. Tried with jax 0.10.2 and 0.12.0."""
+
 ACCELERATOR_DEVICES = {"/dev/nvidia0": "gpu", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}
 """Device files of accelerators, each with the package extra that makes JAX use it."""
 
@@ -87,10 +91,13 @@ def remove_partial_programs(directory: Path) -> None:
 def can_reload_programs(processor: str) -> bool:
     """True if XLA loads CPU programs that it compiled for this processor.
 
-    On Intel processors it refuses them: it takes two of its own tuning hints ("prefer-no-gather", "prefer-no-scatter")
-    for missing instructions (openxla/xla#44565). Systems other than Linux are untested.
+    On many Intel processors it refuses them: it takes two of its own tuning hints ("prefer-no-gather",
+    "prefer-no-scatter") for missing instructions (openxla/xla#44565). Those of `RELOADING_INTEL` load them; systems
+    other than Linux are untested.
     """
-    return processor.startswith("Linux") and "GenuineIntel" not in processor
+    if not processor.startswith("Linux"):
+        return False
+    return "GenuineIntel" not in processor or re.search(RELOADING_INTEL, processor) is not None
 
 
 def processor_id() -> str:
@@ -104,7 +111,7 @@ def _cpuinfo_lines(path: Path) -> list[str]:
         first = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     except OSError:
         return []
-    names = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "Features")
+    names = ("vendor_id", "cpu family", "model", "model name", "flags", "CPU implementer", "CPU part", "Features")
     return [line for line in first.splitlines() if line.partition(":")[0].strip() in names]
 
 

@@ -43,12 +43,19 @@ def test_what_the_user_chose_stays(home):
 def test_processors_whose_programs_are_refused_keep_none_unless_an_accelerator_has_the_work(home):
     assert added(INTEL) == {} == added("Darwin arm64")
     assert compilation.DIRECTORY_VARIABLE in added(INTEL, accelerator=True)
+    names = {model: f"{INTEL} cpu family\t: 6 model\t\t: {model} model name\t: Xeon" for model in (85, 106, 207)}
+    assert [model for model, name in names.items() if compilation.DIRECTORY_VARIABLE in added(name)] == [207]
 
 
 def test_a_processor_is_described_by_what_decides_its_code(tmp_path):
-    text = "processor\t: 0\nvendor_id\t: A\ncpu MHz\t: 2596.1\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nvendor_id\t: A\n"
+    text = "processor\t: 0\nvendor_id\t: A\nmodel\t\t: 7\ncpu MHz\t: 2596.1\nflags\t\t: fpu avx2\n\n"
+    text += "processor\t: 1\nvendor_id\t: A\n"
     (tmp_path / "cpuinfo").write_text(text)
-    assert compilation._cpuinfo_lines(tmp_path / "cpuinfo") == ["vendor_id\t: A", "flags\t\t: fpu avx2"]
+    assert compilation._cpuinfo_lines(tmp_path / "cpuinfo") == [
+        "vendor_id\t: A",
+        "model\t\t: 7",
+        "flags\t\t: fpu avx2",
+    ]
     assert compilation._cpuinfo_lines(tmp_path / "none") == []
     assert compilation.processor_id() == compilation.processor_id()
 
