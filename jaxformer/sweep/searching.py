@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from jaxformer.config import CheckpointConfig, Config, overrides
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import files, secrets
+from jaxformer.runtime import files, secrets, workdir_lock
 from jaxformer.runtime.exit_codes import CRASHED, DONE, PREEMPTED, STALLED, WRONG_INPUT
 from jaxformer.sweep import progress, ranking, submission
 from jaxformer.sweep.adaptive import Search
@@ -208,7 +208,7 @@ class Orphan:
 def owner_pid(workdir: Path) -> int | None:
     """The process of this host that trains in `workdir`, by the kernel's lock; 0 if it is not known; None: nobody."""
     try:
-        handle = os.open(workdir / "lock", os.O_RDWR | os.O_CLOEXEC)
+        handle = os.open(workdir / workdir_lock.FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:

@@ -135,7 +135,7 @@ def freeze(plan: Plan, arguments: Sequence[str], changed: bool = False, search: 
 
 
 def submitted(plan: Plan, search: dict[str, Any] | None = None) -> Plan:
-    """The newest submission in the plan's folder, for a report; `plan` itself if there is none.
+    """The newest submission in the plan's folder, for a report or a table; `plan` itself if there is none.
 
     A line on stderr says in what the runs of `plan` differ from it.
 
@@ -152,7 +152,7 @@ def submitted(plan: Plan, search: dict[str, Any] | None = None) -> Plan:
         differences = [f"{more} runs more"]
     if differences:
         print(
-            f"report: of the runs in {newest.folder}; what is given now differs ({'; '.join(differences)})",
+            f"shown: the runs in {newest.folder}; what is given now differs ({'; '.join(differences)})",
             file=sys.stderr,
             flush=True,
         )

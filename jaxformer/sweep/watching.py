@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import TextIO
 
 from jaxformer.config import CheckpointConfig
-from jaxformer.runtime import terminal
+from jaxformer.runtime import terminal, workdir_lock
 from jaxformer.sweep import progress
 from jaxformer.sweep.planning import Run
-
-LEASE_SECONDS = 120.0
-"""Seconds after which a run that has not renewed its lock counts as silent: as in `train.lock`."""
 
 STATES = ("running", "silent", "stopped", "waiting", "done")
 """The order of the table. Silent: the process is dead, or its host cannot be seen. Stopped: it has saved and ended, or
@@ -60,13 +57,14 @@ def _state(workdir: Path, step: int) -> str:
 
     The kernel's lock is not tried: a run that starts meanwhile would find it held.
     """
+    lock = workdir / workdir_lock.FILE_NAME
     try:
-        age, content = time.time() - (workdir / "lock").stat().st_mtime, (workdir / "lock").read_text(errors="replace")
+        age, content = time.time() - lock.stat().st_mtime, lock.read_text(errors="replace")
     except OSError:
         return "stopped" if step else "waiting"
     if not content.strip():
         return "stopped"
-    return "running" if age < LEASE_SECONDS else "silent"
+    return "running" if age < workdir_lock.LEASE_SECONDS else "silent"
 
 
 def _number(value: object) -> float | None:

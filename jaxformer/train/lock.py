@@ -23,12 +23,10 @@ import jax
 from jaxformer.checkpoint import allgather_text
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import files
+from jaxformer.runtime.workdir_lock import FILE_NAME, LEASE_SECONDS
 
-FILE_NAME = "lock"
 RENEW_SECONDS = 20.0
 """Seconds between two renewals of the time stamp."""
-LEASE_SECONDS = 120.0
-"""Seconds without renewal after which an owner on another host counts as dead."""
 POLL_SECONDS = 1.0
 """Seconds between two checks of a lock whose owner may be dead."""
 
