@@ -189,7 +189,7 @@ def test_an_alias_is_the_key_and_contradictions_are_refused():
     ("values", "message"),
     [
         ({"return_dict": False}, "return_dict False, expected True"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config (weights in a format of their own)"),
+        ({"quantization_config": {"bits": 4}}, "weights in {'bits': 4} (quantization_config), expected plain"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder True, expected False"),
         ({"add_cross_attention": True}, "add_cross_attention True"),
     ],
