@@ -37,6 +37,7 @@ FEW = (
     "deepseek_bias", "deepseek_wide", "olmo2_yarn", "olmo2_classifier",
     "phi_norms", "phi_wide_heads", "phi_token", "gpt_oss", "gpt_oss_odd", "gpt_oss_token",
     "modernbert", "modernbert_biases", "modernbert_classifier", "phi3", "phi3_token",
+    "ministral", "ministral3", "qwen2_late_windows",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 

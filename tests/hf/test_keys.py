@@ -22,6 +22,8 @@ BASE = {
     "deepseek_v2": {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 4, "first_k_dense_replace": 1},
     "longt5": {"encoder_attention_type": "transient-global"},
     "mt5": {"feed_forward_proj": "relu"},
+    "qwen2": {"use_sliding_window": True},
+    "qwen3": {"use_sliding_window": True},
     "marian": {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 16},
 }
 """What must be set for other keys to act."""
