@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jaxformer.errors import ConfigError, StorageError
@@ -44,13 +45,14 @@ class Lease:
     Args:
       mirror: id of this host's mirror. Its file lock says that no other process works there, so a lease with this id
         is that of a dead process, and need not expire.
+      sign: called at each renewal with a text that differs from the one before, and with "lost".
 
     Attributes:
       lost: another process has taken over.
     """
 
-    def __init__(self, store: Store, mirror: str) -> None:
-        self.store, self.mirror = store, mirror
+    def __init__(self, store: Store, mirror: str, sign: Callable[[str], None] = lambda text: None) -> None:
+        self.store, self.mirror, self.sign = store, mirror, sign
         self.token, self.count = secrets.token_hex(8), 0
         self.generation = ABSENT
         self.renewed = -math.inf
@@ -90,15 +92,15 @@ class Lease:
             file=sys.stderr,
             flush=True,
         )
-        limit, changes = _seconds() + LEASE_SECONDS, 0
-        while _seconds() < limit:
+        limit, changes = clock() + LEASE_SECONDS, 0
+        while clock() < limit:
             time.sleep(POLL_SECONDS)
             now = self.store.read(KEY)
             if now is None or not _owner(now):
                 return now
             if now.generation != found.generation:
                 found, changes = now, changes + 1
-                limit = _seconds() + LEASE_SECONDS
+                limit = clock() + LEASE_SECONDS
                 if changes == SIGNS_OF_LIFE:
                     raise self._held(_owner(now))
         return found
@@ -115,7 +117,7 @@ class Lease:
         content = {"host": socket.gethostname(), "pid": os.getpid(), "started": self.started, "mirror": self.mirror}
         value = json.dumps(content | {"token": self.token, "renewal": self.count}).encode() + b"\n"
         for _ in range(2):
-            begun = _seconds()  # before the request: others count from when the write appears
+            begun = clock()  # before the request: others count from when the write appears
             try:
                 self.generation = self.store.write(KEY, value, generation, seconds)
             except Conflict:
@@ -128,6 +130,7 @@ class Lease:
                     continue
                 self.generation = generation
             self.renewed = begun
+            self.sign(f"{self.token} {self.count}")
             return True
         return False
 
@@ -140,6 +143,7 @@ class Lease:
         with self.mutex:
             if not self.lost and not self._write(self.generation, seconds):
                 self.lost = True
+                self.sign("lost")
             if self.lost:
                 raise StorageError(
                     f"workdir {self.store.address}: got another run that has taken over its lock, expected to hold it; "
@@ -148,7 +152,7 @@ class Lease:
 
     def check(self) -> None:
         """Raises StorageError unless this process holds the lease, and will for a while. Called before each write."""
-        if self.lost or _seconds() - self.renewed > LEASE_SECONDS - MARGIN_SECONDS:
+        if self.lost or clock() - self.renewed > LEASE_SECONDS - MARGIN_SECONDS:
             self.renew()
 
     def release(self) -> None:
@@ -177,7 +181,7 @@ def _owner(found: Stored | None) -> dict[str, Any]:
     return {name: value for name, value in owner.items() if name != "renewal"}
 
 
-def _seconds() -> float:
+def clock() -> float:
     """A clock that also runs while the machine is suspended, where there is one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
