@@ -158,7 +158,7 @@ def overlapping_chunks(chunks: Sequence[int], array: jax.ShapeDtypeStruct) -> se
 
 
 def is_expected(record: logging.LogRecord) -> bool:
-    """True for warnings of Orbax about what is meant to be: every process writes to its own disk, without a database."""
+    """True for warnings of Orbax about what is meant to be: processes write to their own disks, without a database."""
     return any(words in str(record.msg) for words in ("Skipping merge of OCDBT", "Global object size logging disabled"))
 
 
