@@ -146,7 +146,7 @@ def test_a_claim_of_a_dead_process_of_this_folder_is_taken_at_once(bucket):
 
 
 def test_of_two_machines_that_submit_at_the_same_time_one_wins(bucket, started, monkeypatch, tmp_path, capsys):
-    remote, planned = plan()
+    remote, _ = plan()
     original = submission.freeze
 
     def freeze(*arguments):
