@@ -136,21 +136,21 @@ def needed_files(directory: Path, listed: Iterable[str], target: PyTree) -> list
         wanted = None
         try:
             about = json.loads((directory / "state" / name / ".zarray").read_text(encoding="utf-8"))
-            if tuple(about["shape"]) == names[name].shape:
-                wanted = overlapping_chunks(about["chunks"], names[name])
+            array = names[name]
+            if tuple(about["shape"]) == array.shape and array.sharding is not None:
+                wanted = overlapping_chunks(about["chunks"], array.shape, array.sharding)
         except (OSError, ValueError, LookupError, TypeError):
             pass  # all of an array that is no part of the target, or cannot be read: whoever restores it says so
         needed += [f"state/{name}/{index}" for index in indices if wanted is None or index in wanted]
     return needed
 
 
-def overlapping_chunks(chunks: Sequence[int], array: jax.ShapeDtypeStruct) -> set[str]:
+def overlapping_chunks(chunks: Sequence[int], shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> set[str]:
     """Indices, as in zarr's file names, of the chunks of this size that overlap a shard on a device of this process."""
     found = set()
-    assert array.sharding is not None
-    for slices in array.sharding.addressable_devices_indices_map(array.shape).values():
+    for slices in sharding.addressable_devices_indices_map(shape).values():
         ranges = []
-        for part, size, length in zip(slices or (), chunks, array.shape, strict=True):
+        for part, size, length in zip(slices or (), chunks, shape, strict=True):
             begin, end, _ = part.indices(length)
             ranges.append(range(begin // size, -(-end // size)))
         found |= {".".join(map(str, index)) or "0" for index in itertools.product(*ranges)}

@@ -123,16 +123,14 @@ def test_the_chunks_that_overlap_shards_of_this_process(shape, spec, chunks):
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     sharding = NamedSharding(mesh, spec)
     mine = list(sharding.devices_indices_map(shape).items())[2:4]  # those of one process
-    array = SimpleNamespace(
-        shape=shape, sharding=SimpleNamespace(addressable_devices_indices_map=lambda shape: dict(mine))
-    )
+    here = SimpleNamespace(addressable_devices_indices_map=lambda shape: dict(mine))
     expected = set()
     for _, part in mine:  # by element: where it lies
         covered = np.zeros(shape, bool)
         covered[part] = True
         for index in np.argwhere(covered) if shape else [()]:
             expected.add(".".join(str(i // size) for i, size in zip(index, chunks, strict=True)) or "0")
-    assert own_disks.overlapping_chunks(chunks, array) == expected
+    assert own_disks.overlapping_chunks(chunks, shape, here) == expected
 
 
 def test_all_chunks_of_an_array_that_is_not_known_are_needed(tmp_path):
