@@ -39,16 +39,16 @@ class OwnDisks:
       fetch: brings files of a checkpoint (its directory, their paths in it) to this process. Files that the storage
         lacks or has damaged stay missing or damaged here.
       publish: returns when the new checkpoints are in the storage; called on the first process.
+      messages: to the other processes.
     """
 
     def __init__(
         self,
         fetch: Callable[[Path, Iterable[str]], None],
         publish: Callable[[], None],
-        messages: Messages | None = None,
+        messages: Messages,
     ) -> None:
-        self._fetch, self._publish = fetch, publish
-        self.messages = messages or Messages("checkpoint")
+        self._fetch, self._publish, self.messages = fetch, publish, messages
         self.is_first = self.messages.index == 0
 
     def complete(self, staging: Path, act: Callable[[], object]) -> None:

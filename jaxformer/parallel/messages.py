@@ -7,7 +7,7 @@ process dies, the coordinator's heartbeats end the others.
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 from jax._src import distributed as internal  # the key-value store of the coordinator has no public name
@@ -29,7 +29,7 @@ class Messages:
     """Messages of the processes of this run.
 
     Args:
-      topic: prefix of the keys. Every process makes one object of a topic.
+      topic: prefix of the keys. Every process makes one object of a topic, which is used once in the life of a process.
 
     Attributes:
       count: number of processes.
@@ -38,7 +38,7 @@ class Messages:
 
     def __init__(self, topic: str) -> None:
         self.topic = f"jaxformer/{topic}"
-        self.client: Client = internal.global_state.client
+        self.client = cast("Client", internal.global_state.client)
         self.count, self.index = internal.global_state.num_processes, internal.global_state.process_id
         self.exchanged = 0
 

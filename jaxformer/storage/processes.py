@@ -23,7 +23,6 @@ from jaxformer.runtime.object_store import Store
 from jaxformer.storage import lease
 from jaxformer.storage.mirror import Mirror, digest
 
-TOPIC = "publishing"
 SIGN = "lease"
 """Key of the sign of the lease: the number of its renewals, or `LOST`."""
 LOST = "lost"
@@ -72,9 +71,15 @@ class Leader:
         """Gives the sign of the lease."""
         self.messages.post(SIGN, text, overwrite=True)
 
-    def command(self, **command: Any) -> None:
-        """Sends a command, which the others carry out from now on."""
-        self.messages.post(f"command/{self.number}", command)
+    def command(self, parts: Sequence[Any] | None = None, **command: Any) -> None:
+        """Sends a command, which the others carry out from now on.
+
+        Args:
+          parts: what each process, this one included, gets as `part` of the command.
+        """
+        for index in range(1, self.messages.count):
+            own = {} if parts is None else {"part": parts[index]}
+            self.messages.post(f"command/{self.number}/{index}", command | own)
 
     def answers(self) -> list[Any]:
         """What the others answered to the last command, in their order.
@@ -83,10 +88,10 @@ class Leader:
           StorageError: some could not carry it out.
         """
         number, self.number = self.number, self.number + 1
-        keys = [f"answer/{number}/{index}" for index in range(1, self.messages.count)]
-        answers = [self.messages.wait(key) for key in keys]
-        for key in (f"command/{number}", *keys):
-            self.messages.forget(key)
+        answers = [self.messages.wait(f"answer/{number}/{index}") for index in range(1, self.messages.count)]
+        for index in range(1, self.messages.count):
+            self.messages.forget(f"command/{number}/{index}")
+            self.messages.forget(f"answer/{number}/{index}")
         for index, answer in enumerate(answers, 1):
             if "error" in answer:
                 raise StorageError(f"process {index}: {answer['error']}")
@@ -143,7 +148,7 @@ class Follower:
     def _serve(self) -> None:
         number = 0
         while True:
-            command = self.messages.wait(f"command/{number}")
+            command = self.messages.wait(f"command/{number}/{self.messages.index}")
             if command["do"] == END:
                 return
             try:
@@ -158,8 +163,8 @@ class Follower:
         listed = manifest.read(folder) or {}
         if command["do"] == "list":
             return present(folder, listed)
-        keys = command["parts"][self.messages.index]
-        upload(self.mirror.store, self.check, folder, {key: listed[key] for key in keys}, command["prefix"])
+        part = {key: listed[key] for key in command["part"]}
+        upload(self.mirror.store, self.check, folder, part, command["prefix"])
         return None
 
     def _folder(self, name: str, marker: str) -> Path:

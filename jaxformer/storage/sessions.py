@@ -21,7 +21,7 @@ from jaxformer.runtime import files, object_store
 from jaxformer.runtime.object_store import Store
 from jaxformer.storage.lease import Lease
 from jaxformer.storage.mirror import Bucket, Mirror, Select
-from jaxformer.storage.processes import TOPIC, Follower, Leader
+from jaxformer.storage.processes import Follower, Leader
 from jaxformer.storage.publishing import Publisher
 
 Result = TypeVar("Result")
@@ -62,17 +62,17 @@ class TrainingSession:
     def __enter__(self) -> TrainingSession:
         index = jax.process_index()
         mirror = self._together(lambda: Mirror(Store(self.url)))
-        is_shared = _is_shared(mirror)
+        session = allgather_text(secrets.token_hex(8))[0]
+        is_shared = _is_shared(mirror, session)
         if not is_shared:
             mirror = self._together(lambda: Mirror(Store(self.url), f"process-{index}"))
         self.root = mirror.root
-        messages = None if is_shared else Messages(TOPIC)
+        messages = None if is_shared else Messages(f"publishing {session}")
         self._together(lambda: self._lead(mirror, messages) if index == 0 else None)
         if messages is not None:
             self._together(lambda: self._follow(mirror, messages) if index != 0 else None)
-            self.disks = OwnDisks(
-                lambda directory, keys: mirror.fetch_part(f"{directory.parent.name}/{directory.name}", keys), self.flush
-            )
+            fetch = lambda directory, keys: mirror.fetch_part(f"{directory.parent.name}/{directory.name}", keys)  # noqa: E731
+            self.disks = OwnDisks(fetch, self.flush, Messages(f"checkpoints {session}"))
         return self
 
     def _together(self, act: Callable[[], Result]) -> Result:
@@ -141,15 +141,19 @@ class TrainingSession:
                 LOG.warning("%s", error)  # the error that ends the run is the one to report
 
 
-def _is_shared(mirror: Mirror) -> bool:
-    """True if all processes see the first one's folder of the mirror. Collective."""
-    word, seen = secrets.token_hex(8), ""
+def _is_shared(mirror: Mirror, session: str) -> bool:
+    """True if all processes see the first one's folder of the mirror. Collective.
+
+    Args:
+      session: a word that no other run has.
+    """
+    seen = ""
     if jax.process_index() == 0:
-        files.write_atomic(mirror.folder / SESSION, word)
-    word = allgather_text(word)[0]
+        files.write_atomic(mirror.folder / SESSION, session)
+    allgather_text("")
     with contextlib.suppress(OSError):
         seen = (mirror.folder / SESSION).read_text(encoding="utf-8")
-    return set(allgather_text(seen)) == {word}
+    return set(allgather_text(seen)) == {session}
 
 
 @contextlib.contextmanager

@@ -37,6 +37,28 @@ def values(step: int, shape: tuple[int, ...]):
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 100 * step
 
 
+def write_first(folder: Path) -> None:
+    """The checkpoint of step 0, by a run of one host."""
+    import numpy as np
+
+    from jaxformer import storage
+    from jaxformer.checkpoint import Checkpoints
+    from jaxformer.config import CheckpointConfig
+    from jaxformer.types import TrainState
+
+    open_bucket(folder)
+    arrays = {
+        name: values(0, shape) if name != "zeros" else np.zeros(shape, np.float32) for name, shape in SHAPES.items()
+    }
+    with storage.TrainingSession(URL) as session:
+        checkpoints = Checkpoints(session.root, CheckpointConfig(keep_best=0))
+        import jax
+
+        state = TrainState(np.int32(0), arrays, {}, np.zeros(2, np.uint32), {})
+        checkpoints.save(jax.tree.map(jax.numpy.asarray, state), {"position": 0}, {})
+        checkpoints.close()
+
+
 SHAPES = {"divided": (4, 3), "whole": (5,), "zeros": (2, 2)}
 
 
@@ -82,7 +104,8 @@ def main(folder: Path, index: int, port: str) -> None:
 
     with storage.TrainingSession(URL) as session, WorkdirLock(session.root, is_shared=False):
         checkpoints = opened(session)
-        seen["fresh"] = checkpoints.restore(target) is None
+        begun = checkpoints.restore(target)  # of one host, in another format of arrays
+        seen["begun"] = [int(begun.state.step), *begun.state.params["divided"].addressable_shards[0].data[0].tolist()]
         for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
             checkpoints.save(state(step), {"position": step}, {"loss": loss})
         checkpoints.save(state(3), {"position": 33}, {"loss": 3.0}, force=True)

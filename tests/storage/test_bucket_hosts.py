@@ -246,8 +246,13 @@ def test_a_kill_before_any_write_loses_no_checkpoint(pair, tmp_path, monkeypatch
     except Exception:
         assert writes[0] > count
     pair.bucket.before = lambda verb, key: None
-    root = copy_of(tmp_path, monkeypatch, "third")
-    manifest.check_files(root / "last/1", manifest.read(root / "last/1"))
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "third"))
+    mirror = Mirror(Store(URL), "process-1")
+    mirror.fetch(select=lambda root: ([], 0))
+    root = mirror.root / "checkpoints"
+    listed = manifest.read(root / "last/1")
+    mirror.fetch_part("last/1", listed)
+    manifest.check_files(root / "last/1", listed)
     assert ((root / "last/1/state/0").read_text(), (root / "last/1/state/1").read_text()) in (("a", "b"), ("c", "d"))
 
 
@@ -310,6 +315,10 @@ def test_two_processes_save_and_restore_without_a_shared_disk(tmp_path, monkeypa
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    monkeypatch.setattr(object_store, "open_kvstore", object_store.open_kvstore)
+    monkeypatch.setattr(lease, "GRACE_SECONDS", 0.0)
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "before"))
+    one_of_two_hosts.write_first(tmp_path)
     logs = [open(tmp_path / f"log-{index}", "w+") for index in (0, 1)]  # noqa: SIM115
     command = [sys.executable, one_of_two_hosts.__file__, str(tmp_path)]
     started = [
@@ -327,14 +336,10 @@ def test_two_processes_save_and_restore_without_a_shared_disk(tmp_path, monkeypa
     for seen, chunk in ((first, "0.0"), (second, "1.0")):
         assert {Path(path).name for path in seen.pop("own")} == {chunk}  # each wrote its shard only
         assert seen.pop("fetched") == [".zarray", chunk]  # and fetched it only
-        assert seen == {
-            "fresh": True, "kept": [2, 3], "step": 2, "position": 2, "equal": True, "damaged": ["last-3"],
-        }  # fmt: skip
+        assert seen.pop("begun") == [0, *one_of_two_hosts.values(0, (4, 3))[0 if chunk == "0.0" else 2]]
+        assert seen == {"kept": [2, 3], "step": 2, "position": 2, "equal": True, "damaged": ["last-3"]}
     # One host that has nothing else reads it all, with the checkpoint that was damaged.
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "third"))
-    monkeypatch.setattr(object_store, "open_kvstore", object_store.open_kvstore)
-    monkeypatch.setattr(lease, "GRACE_SECONDS", 0.0)
-    one_of_two_hosts.open_bucket(tmp_path)
     with storage.TrainingSession(one_of_two_hosts.URL) as session:
         parts = {part: checkpoint.list_steps(session.root / "checkpoints" / part) for part in ("last", "best")}
         assert sorted(parts["last"]) == [2, 4] and parts["best"] == [4]

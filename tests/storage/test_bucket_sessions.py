@@ -154,8 +154,8 @@ def test_a_process_that_is_not_the_first_reads_its_folder(bucket, monkeypatch):
     with storage.TrainingSession(URL) as first:
         word = (first.root.parent / sessions.SESSION).read_text()
         monkeypatch.setattr(sessions.jax, "process_index", lambda: 1)
-        # What all say: whether they have a problem (two times), the word, what they see of it, the problems again.
-        said = iter([["", ""], ["", ""], [word] * 2, [word] * 2, ["", ""], ["", ""]])
+        # What all say: their problems, the word, that it is written, what they see of it, their problems.
+        said = iter([["", ""], ["", ""], [word] * 2, ["", ""], [word] * 2, ["", ""], ["", ""]])
         monkeypatch.setattr(sessions, "allgather_text", lambda text: next(said))
         with storage.TrainingSession(URL) as second:
             assert second.root == first.root and second.publisher is None and second.disks is None
@@ -166,7 +166,7 @@ def test_a_process_that_is_not_the_first_reads_its_folder(bucket, monkeypatch):
 
 
 def test_a_problem_of_one_process_ends_all(bucket, monkeypatch):
-    said = iter([["", ""], ["", ""], ["word"] * 2, ["word"] * 2, ["", "StorageError"], ["", "no answer"]])
+    said = iter([["", ""], ["", ""], ["word"] * 2, ["", ""], ["word"] * 2, ["", "StorageError"], ["", "no answer"]])
     monkeypatch.setattr(sessions, "allgather_text", lambda text: next(said))
     with pytest.raises(StorageError, match="no answer"):
         session()
