@@ -85,7 +85,8 @@ class BucketSweep:
         """
         self.fetch_submissions()
         before = submission.read_newest(plan.workdir)
-        frozen = submission.freeze(plan, arguments, changed)
+        with self._named():
+            frozen = submission.freeze(plan, arguments, changed)
         newest = submission.read_newest(plan.workdir)
         if newest is not None and (before is None or before.folder != newest.folder):
             try:
@@ -103,9 +104,18 @@ class BucketSweep:
     def submitted(self, plan: Plan) -> Plan:
         """As `submission.submitted`, with the newest copies of the runs' files."""
         self.fetch_submissions()
-        plan = self.addressed(submission.submitted(plan))
+        with self._named():
+            plan = self.addressed(submission.submitted(plan))
         self.update(plan.runs)
         return plan
+
+    @contextlib.contextmanager
+    def _named(self) -> Generator[None]:
+        """Names the address in errors, in the place of the folder."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(self.folder), self.url)) from None
 
     def addressed(self, plan: Plan) -> Plan:
         """`plan` with commands that train in the bucket."""

@@ -165,7 +165,9 @@ def test_another_machine_trains_what_was_submitted(started, monkeypatch, tmp_pat
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "other"))
     (tmp_path / "toy.py").write_text(RECIPE.replace("width=32", "width=64"))
     assert sweep() == 2
-    assert "model.decoder.width" in capsys.readouterr().err and len(started) == 3
+    line = capsys.readouterr().err
+    assert f"workdir {URL}: got a sweep that differs from {URL}/submissions/0001" in line and len(started) == 3
+    assert "model.decoder.width" in line
     (tmp_path / "rates.py").write_text('SWEEP = [{"schedule.peak": peak} for peak in (0.3, 0.1, 0.2, 0.4)]')
     (tmp_path / "toy.py").write_text(RECIPE)
     assert sweep() == 0 and len(started) == 4
