@@ -2,8 +2,8 @@
 
     python benchmarks/object_storage_sweep.py [--scheme=gs] [--runs=4] [--keep=FOLDER]
 
-Each machine is a process of `jaxformer sweep` with a cache of its own. Once the first has published a checkpoint of its
-run, it is killed with all of its processes; the second takes its claim over when that has expired, and resumes the run.
+Each machine is a process of `jaxformer sweep` with a cache of its own. Once the first has published a checkpoint of a run,
+it is killed with all of its processes; the second takes its claim over when that has expired, and resumes the run.
 The ranking must equal that of a local sweep, and every run must have been begun once, but for the one that moved. Exits
 1 if anything differs. Needs the packages of `object_storage.py`.
 """
@@ -78,6 +78,20 @@ def until(condition: Any, seconds: float) -> None:
         time.sleep(0.1)
 
 
+def is_amid(store: Any, folder: Path, cache: str) -> bool:
+    """True if a machine trains a run that has a checkpoint and is not done, while another machine has a claim, too."""
+    keys = store.list_keys()
+    claims = {key.partition("/")[2]: store.read(key) for key in keys if key.startswith("claims/")}
+    held = {name: json.loads(found.value)["mirror"] for name, found in claims.items() if found and found.value}
+    ids = [path.read_text() for path in (folder / cache / "sweeps").glob("*/id")]
+    mine = [name for name, mirror in held.items() if mirror in ids]
+    return len(held) > len(mine) and any(
+        store.read(f"{name}/result.json") is None
+        and any(key.startswith(f"{name}/checkpoints/last/") and key.endswith("manifest.json") for key in keys)
+        for name in mine
+    )
+
+
 def drill(scheme: str, count: int, folder: Path) -> dict[str, Any]:
     """The drill, as a row: what differed, and how often runs were begun."""
     from jaxformer.runtime.object_store import Store
@@ -95,10 +109,8 @@ def drill(scheme: str, count: int, folder: Path) -> dict[str, Any]:
         os.environ |= storage_servers.environment(scheme, server)
         url = f"{scheme}://{storage_servers.BUCKET}/sweeps/rates"
         store = Store(url)
-        first = sweep(folder, url, "first")
-        until(lambda: any("/checkpoints/last/" in k and k.endswith("manifest.json") for k in store.list_keys()), 300)
-        second = sweep(folder, url, "second")
-        until(lambda: sum(key.startswith("claims/") for key in store.list_keys()) >= 2, 300)
+        first, second = (sweep(folder, url, name) for name in ("first", "second"))
+        until(lambda: is_amid(store, folder, "first"), 300)
         for pid in descendants(first.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
