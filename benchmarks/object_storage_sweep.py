@@ -2,8 +2,8 @@
 
     python benchmarks/object_storage_sweep.py [--scheme=gs] [--runs=4] [--keep=FOLDER]
 
-Each machine is a process of `jaxformer sweep` with a cache of its own. Once the first has published a checkpoint of a run,
-it is killed with all of its processes; the second takes its claim over when that has expired, and resumes the run.
+Each machine is a process of `jaxformer sweep` with a cache of its own. Once the first has published a checkpoint of a
+run, it is killed with all of its processes; the second takes its claim over when it has expired, and resumes the run.
 The ranking must equal that of a local sweep, and every run must have been begun once, but for the one that moved. Exits
 1 if anything differs. Needs the packages of `object_storage.py`.
 """
