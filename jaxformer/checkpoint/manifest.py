@@ -29,12 +29,22 @@ class Damaged(Exception):
 
 def write(directory: Path) -> None:
     """Writes the manifest of all files below `directory`, after making them durable."""
+    write_list(directory, list_files(directory))
+
+
+def list_files(directory: Path) -> FileList:
+    """Size and checksum of all files below `directory`, after making them durable."""
     files = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILE_NAME):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    return files
+
+
+def write_list(directory: Path, files: FileList) -> None:
+    """Writes a manifest of these files, which need not all be in `directory`."""
     content = {"format": FORMAT, "files": files}
     temporary = directory / (FILE_NAME + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:

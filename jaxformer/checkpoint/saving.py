@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from jax.experimental import multihost_utils
 
-from jaxformer.checkpoint import directories, manifest, reading, weights
+from jaxformer.checkpoint import directories, manifest, own_disks, reading, weights
 from jaxformer.checkpoint.manifest import Damaged
+from jaxformer.checkpoint.own_disks import OwnDisks
 from jaxformer.checkpoint.trees import allgather_text, is_key, to_nested_dict, unwrap_key
 from jaxformer.config import CheckpointConfig
 from jaxformer.errors import ConfigError, StorageError
@@ -55,19 +56,29 @@ class Checkpoints:
 
     A save goes to `checkpoints/saving/<step>`: first the arrays, then `about` and `data`, then the manifest. It is then
     renamed to `last/<step>` and copied to `best/<step>` if it ranks there, and old checkpoints are deleted.
+
+    Args:
+      disks: given if the processes share no disk. Then each does so in its own workdir with its own files, and a save
+        ends when the checkpoint is in the storage. None: the first process completes the files of all.
     """
 
-    def __init__(self, workdir: str | Path, config: CheckpointConfig) -> None:
-        self.workdir, self.config = Path(workdir).absolute(), config
+    def __init__(self, workdir: str | Path, config: CheckpointConfig, disks: OwnDisks | None = None) -> None:
+        self.workdir, self.config, self.disks = Path(workdir).absolute(), config, disks
+        self.completes = disks is not None or jax.process_index() == 0
         self.root = self.workdir / "checkpoints"
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.saving = -1
         # Orbax's threads log the errors that Orbax then raises, as pages of stack frames. The filter is removed by
         # `close`, so importing this package changes no other program's logs.
-        self.filter = lambda record: not (record.exc_info and "orbax" in record.pathname)
+        self.filter = lambda record: (
+            not (
+                "orbax" in record.pathname
+                and (record.exc_info or (disks is not None and own_disks.is_expected(record)))
+            )
+        )
         ORBAX_LOG.addFilter(self.filter)
-        if jax.process_index() == 0:
+        if self.completes:
             self._remove_leftovers()
 
     @functools.cached_property
@@ -75,6 +86,8 @@ class Checkpoints:
         """Orbax's writer, made by the first save."""
         import orbax.checkpoint as ocp
 
+        if self.disks is not None:
+            return own_disks.make_writer(_array_handlers)
         return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=_array_handlers()))
 
     def save(
@@ -106,13 +119,15 @@ class Checkpoints:
         values = {name: float(value) for name, value in values.items()}
         data = [json.loads(text) for text in allgather_text(json.dumps(data_state))]
         about = {"format": manifest.FORMAT, "step": step, "values": values, "progress": progress or {}}
-        about["config"] = self._run_config()
+        about["config"] = json.loads(allgather_text(json.dumps(self._run_config()))[0])
         if is_key(state.key):
             about["key"] = str(jax.random.key_impl(state.key))
         exists = allgather_text(str(step in directories.list_steps(self.root / "last")))[0] == "True"
         if not exists or force:
             self._start_save(state, step, about, {"processes": data})
-        elif jax.process_index() == 0:  # the copy among the best may be missing if the run was killed before it
+        elif self.disks is not None:  # the copy among the best may be missing if the run was killed before it
+            self.disks.publish(lambda: self._update_best(step, values))
+        elif self.completes:
             self._with_storage_error(step, lambda: self._update_best(step, values))
         if self.config.keep_best and values and self.config.metric not in values:
             self.wait()
@@ -144,7 +159,7 @@ class Checkpoints:
             for path, reason in damaged:
                 LOG.warning("checkpoint %s cannot be used (%s); going back to %s", path, reason, directory)
             self._move_damaged([path for path, _ in damaged])
-            if jax.process_index() == 0:  # a kill between publishing a checkpoint and deleting an old one leaves both
+            if self.completes:  # a kill between publishing a checkpoint and deleting an old one leaves both
                 self._with_storage_error(int(restored.state.step), self._delete_old)
             return restored
         if damaged:
@@ -213,7 +228,7 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         staging = self.root / "saving" / str(step)
-        if jax.process_index() == 0:
+        if self.completes:
             self._with_storage_error(step, lambda: _make_empty(staging))
         arrays = ocp.args.PyTreeSave(to_nested_dict(jax.tree.map(unwrap_key, state)))
         self._with_storage_error(step, lambda: self.writer.save(staging / "state", args=arrays))
@@ -225,17 +240,29 @@ class Checkpoints:
     def _finish_save(self, staging: Path, step: int, about: dict[str, Any], data: dict[str, Any]) -> None:
         """In the background: waits for the arrays of all processes; then the first process completes the checkpoint."""
         try:
-            self.writer.wait_until_finished()
-            if jax.process_index() == 0:
-                for name, content in (("about", about), ("data", data)):
-                    (staging / name).mkdir()
-                    (staging / name / "metadata").write_text(json.dumps(content), encoding="utf-8")
-                manifest.write(staging)
-                self._publish(staging, self.root / "last" / staging.name)
-                self._update_best(step, about["values"])
-                self._delete_old()
+            if self.disks is not None:
+                self.disks.complete(staging, lambda: self._write_parts(staging, about, data))
+                self.disks.publish(lambda: self._complete(staging, step, about["values"]))
+            else:
+                self._write_parts(staging, about, data)
+                if self.completes:
+                    manifest.write(staging)
+                    self._complete(staging, step, about["values"])
         except BaseException as error:
             self.error = error
+
+    def _write_parts(self, staging: Path, about: dict[str, Any], data: dict[str, Any]) -> None:
+        """Waits for the arrays, and writes `about` and `data` beside them."""
+        self.writer.wait_until_finished()
+        for name, content in (("about", about), ("data", data)) if self.completes else ():
+            (staging / name).mkdir()
+            (staging / name / "metadata").write_text(json.dumps(content), encoding="utf-8")
+
+    def _complete(self, staging: Path, step: int, values: dict[str, float]) -> None:
+        """Gives a checkpoint with a manifest its name, copies it if it ranks among the best, and deletes old ones."""
+        self._publish(staging, self.root / "last" / staging.name)
+        self._update_best(step, values)
+        self._delete_old()
 
     def _publish(self, staging: Path, target: Path) -> None:
         """Renames a complete checkpoint to its final name.
@@ -266,7 +293,8 @@ class Checkpoints:
         if score > -math.inf and better < self.config.keep_best and not (best / str(step)).exists():
             staging = self.root / "saving" / f"best-{step}"
             shutil.copytree(self.root / "last" / str(step), staging)
-            manifest.write(staging)  # and makes the copied files durable
+            if self.disks is None:  # else the bucket is what has to be durable
+                manifest.write(staging)  # and makes the copied files durable
             self._publish(staging, best / str(step))
         self._delete(directories.list_ranked(self.workdir, "best", self.config)[self.config.keep_best :])
 
@@ -328,11 +356,19 @@ class Checkpoints:
 
     def _try_restore(self, directory: Path, target: TrainState) -> tuple[RestoredCheckpoint | None, str]:
         """The checkpoint, or None and the problem. The answer is the same on every process."""
-        restored, problem = None, ""
+        restored, problem, failure = None, "", ""
         try:
-            reading.verify(directory, content=jax.process_index() == 0)
+            if self.disks is not None:
+                manifest.check_files(directory, self.disks.fetch_needed(directory, target))
+            else:
+                reading.verify(directory, content=jax.process_index() == 0)
         except Damaged as error:
             problem = str(error)
+        except StorageError as error:
+            failure = str(error)
+        failure = next(filter(None, allgather_text(failure)), "")
+        if failure:
+            raise StorageError(failure)
         problem = next(filter(None, allgather_text(problem)), "")
         if problem:
             return None, problem
@@ -348,8 +384,10 @@ class Checkpoints:
 
     def _move_damaged(self, damaged: list[Path]) -> None:
         """Moves checkpoints to `checkpoints/damaged/`, so that their steps can be saved again. Deletes nothing."""
-        if damaged and jax.process_index() == 0:
+        if damaged and self.completes:
             for directory in damaged:
+                if self.disks is not None:
+                    self.disks.fetch_all(directory)  # what is kept is the whole
                 target = self.root / "damaged" / f"{directory.parent.name}-{directory.name}"
                 target.parent.mkdir(exist_ok=True)
                 while target.exists():
@@ -364,9 +402,15 @@ def _make_empty(directory: Path) -> None:
     directory.mkdir(parents=True)
 
 
-def _array_handlers() -> ocp.type_handlers.TypeHandlerRegistry:
-    """Orbax's handlers for the leaves of a state, which are all arrays."""
+def _array_handlers(primary_host: int | None = 0) -> ocp.type_handlers.TypeHandlerRegistry:
+    """Orbax's handlers for the leaves of a state, which are all arrays.
+
+    Args:
+      primary_host: index of the process that writes what describes the arrays; None: all do.
+    """
     import orbax.checkpoint as ocp
 
-    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_REPLICA_PARALLEL_BYTES)
+    handler = ocp.type_handlers.ArrayHandler(
+        primary_host=primary_host, min_slice_bytes_for_replica_parallel=MIN_REPLICA_PARALLEL_BYTES
+    )
     return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jaxformer.errors import ConfigError, StorageError
@@ -44,13 +45,17 @@ class Lease:
     Args:
       mirror: id of this host's mirror. Its file lock says that no other process works there, so a lease with this id
         is that of a dead process, and need not expire.
+      key: the object.
+      sign: called at each renewal with a text that differs from the one before, and with "lost".
 
     Attributes:
       lost: another process has taken over.
     """
 
-    def __init__(self, store: Store, mirror: str) -> None:
-        self.store, self.mirror = store, mirror
+    def __init__(
+        self, store: Store, mirror: str, sign: Callable[[str], None] = lambda text: None, key: str = KEY
+    ) -> None:
+        self.store, self.mirror, self.sign, self.key = store, mirror, sign, key
         self.token, self.count = secrets.token_hex(8), 0
         self.generation = ABSENT
         self.renewed = -math.inf
@@ -65,16 +70,22 @@ class Lease:
           ConfigError: another process holds and renews it.
         """
         while True:
-            found = self.store.read(KEY)
-            owner = _owner(found)
+            found = self.store.read(self.key)
+            owner = owner_of(found)
             if found is not None and owner:
                 if owner.get("mirror") == self.mirror:
                     time.sleep(GRACE_SECONDS)
                 else:
                     found = self._wait(found, owner)
-            if self._write(ABSENT if found is None else found.generation):
-                threading.Thread(target=self._renew_regularly, name="lease", daemon=True).start()
+            if self.take(ABSENT if found is None else found.generation):
                 return
+
+    def take(self, generation: bytes) -> bool:
+        """Takes the lease if it has this generation. False if another process was faster."""
+        if not self._write(generation):
+            return False
+        threading.Thread(target=self._renew_regularly, name="lease", daemon=True).start()
+        return True
 
     def _wait(self, found: Stored, owner: dict[str, Any]) -> Stored | None:
         """The lease once it is free, or has not changed for `LEASE_SECONDS`.
@@ -86,21 +97,21 @@ class Lease:
         """
         print(
             f"workdir {self.store.address}: {_describe(owner)} has its lock; waiting up to {LEASE_SECONDS:.0f} s for "
-            f"signs of life (delete the object {KEY} if that run is dead)",
+            f"signs of life (delete the object {self.key} if that run is dead)",
             file=sys.stderr,
             flush=True,
         )
-        limit, changes = _seconds() + LEASE_SECONDS, 0
-        while _seconds() < limit:
+        limit, changes = clock() + LEASE_SECONDS, 0
+        while clock() < limit:
             time.sleep(POLL_SECONDS)
-            now = self.store.read(KEY)
-            if now is None or not _owner(now):
+            now = self.store.read(self.key)
+            if now is None or not owner_of(now):
                 return now
             if now.generation != found.generation:
                 found, changes = now, changes + 1
-                limit = _seconds() + LEASE_SECONDS
+                limit = clock() + LEASE_SECONDS
                 if changes == SIGNS_OF_LIFE:
-                    raise self._held(_owner(now))
+                    raise self._held(owner_of(now))
         return found
 
     def _held(self, owner: dict[str, Any]) -> ConfigError:
@@ -115,19 +126,20 @@ class Lease:
         content = {"host": socket.gethostname(), "pid": os.getpid(), "started": self.started, "mirror": self.mirror}
         value = json.dumps(content | {"token": self.token, "renewal": self.count}).encode() + b"\n"
         for _ in range(2):
-            begun = _seconds()  # before the request: others count from when the write appears
+            begun = clock()  # before the request: others count from when the write appears
             try:
-                self.generation = self.store.write(KEY, value, generation, seconds)
+                self.generation = self.store.write(self.key, value, generation, seconds)
             except Conflict:
                 # The answer to an earlier write of this process may have been lost.
-                now = self.store.read(KEY, seconds)
-                if now is None or _owner(now).get("token") != self.token:
+                now = self.store.read(self.key, seconds)
+                if now is None or owner_of(now).get("token") != self.token:
                     return False
                 generation = now.generation
                 if now.value != value:
                     continue
                 self.generation = generation
             self.renewed = begun
+            self.sign(f"{self.token} {self.count}")
             return True
         return False
 
@@ -140,6 +152,7 @@ class Lease:
         with self.mutex:
             if not self.lost and not self._write(self.generation, seconds):
                 self.lost = True
+                self.sign("lost")
             if self.lost:
                 raise StorageError(
                     f"workdir {self.store.address}: got another run that has taken over its lock, expected to hold it; "
@@ -148,7 +161,7 @@ class Lease:
 
     def check(self) -> None:
         """Raises StorageError unless this process holds the lease, and will for a while. Called before each write."""
-        if self.lost or _seconds() - self.renewed > LEASE_SECONDS - MARGIN_SECONDS:
+        if self.lost or clock() - self.renewed > LEASE_SECONDS - MARGIN_SECONDS:
             self.renew()
 
     def release(self) -> None:
@@ -156,7 +169,7 @@ class Lease:
         self.ended.set()
         with self.mutex, contextlib.suppress(Conflict, StorageError, ConfigError):
             if not self.lost:
-                self.store.write(KEY, b"", self.generation, RELEASE_SECONDS)
+                self.store.write(self.key, b"", self.generation, RELEASE_SECONDS)
 
     def _renew_regularly(self) -> None:
         while not self.ended.wait(RENEW_SECONDS):
@@ -165,7 +178,7 @@ class Lease:
                 self.renew(RENEW_SECONDS)
 
 
-def _owner(found: Stored | None) -> dict[str, Any]:
+def owner_of(found: Stored | None) -> dict[str, Any]:
     """The owner of a lease; empty if it is free. Unreadable text counts as an owner."""
     if found is None or not found.value.strip():
         return {}
@@ -177,7 +190,7 @@ def _owner(found: Stored | None) -> dict[str, Any]:
     return {name: value for name, value in owner.items() if name != "renewal"}
 
 
-def _seconds() -> float:
+def clock() -> float:
     """A clock that also runs while the machine is suspended, where there is one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 

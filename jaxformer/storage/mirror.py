@@ -5,6 +5,8 @@
                                            fetching.lock        held while the folder is made equal to the bucket
                                            id                   identifies this mirror in the lease
                                            publishing/          hard links to a checkpoint that is being published
+                                           process-3/           the same for process 3 of a run without a shared disk,
+                                                                which holds its part of each checkpoint
 
 A checkpoint in the bucket exists if its `manifest.json` does. Its files are named by the manifest, and manifests are
 found by the names in `published.json` as well as by a listing, so an old listing hides none.
@@ -22,7 +24,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,15 +78,20 @@ class Bucket:
 class Mirror:
     """The mirror of the workdir in `store`.
 
+    Args:
+      part: folder in the mirror's folder, for a process that has a mirror of its own; "": the folder itself.
+
     Attributes:
       root: the workdir on this host.
       id: the same for every process that uses this folder.
+      prefixes: key prefix of every checkpoint that the bucket held when it was fetched, by name.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, part: str = "") -> None:
         self.store = store
+        self.prefixes: dict[str, str] = {}
         url = str(store.address)
-        self.folder = directories.cache() / "workdirs" / hashlib.sha256(url.encode()).hexdigest()[:16]
+        self.folder = directories.cache() / "workdirs" / hashlib.sha256(url.encode()).hexdigest()[:16] / part
         self.root = self.folder / store.address.path.rpartition("/")[2]
         self.root.mkdir(parents=True, exist_ok=True)
         with self.locked("fetching"):
@@ -124,13 +131,15 @@ class Mirror:
                 return True
             return False
 
-    def fetch(self, owner: bool = False, alone: bool = True, select: Select | None = None) -> Bucket | None:
+    def fetch(
+        self, owner: bool = False, alone: bool = True, select: Select | None = None, trains: bool = False
+    ) -> Bucket | None:
         """Makes the folder equal to the bucket. What only the folder has is removed: the bucket counts.
 
         Args:
           owner: this process holds the lease: incomplete checkpoints are deleted from the bucket.
           alone: no other process uses the folder; else files that it may be about to publish stay.
-
+          trains: this process holds the lock of the folder's run, of which another process has the lease.
           select: chooses the checkpoints that are needed, in the order in which they are tried, and their number, from
             what all say about themselves. Of the others only that is fetched. None: all are fetched.
 
@@ -141,11 +150,12 @@ class Mirror:
           ConfigError: a newer version wrote a checkpoint, or one of an earlier format was copied there.
         """
         with self.locked("fetching"):
-            if not owner and self.is_training():
+            if not owner and not trains and self.is_training():
                 return None
             bucket = Bucket()
             names, plain, listed, had_checkpoints = self._names(bucket)
             markers = self._markers(names)
+            self.prefixes = {name: prefix for name, (prefix, _) in markers.items()}
             shutil.rmtree(self.root / "checkpoints" / "saving", ignore_errors=True)
             for name, (prefix, marker) in markers.items():
                 self._fetch_checkpoint(name, prefix, marker, listed, arrays=select is None)
@@ -248,20 +258,37 @@ class Mirror:
         if not arrays:
             wanted = {key: entry for key, entry in wanted.items() if key.startswith("about/")}
 
+        self._download(prefix, wanted, staging)
+        shutil.rmtree(target, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging.rename(target)
+
+    def fetch_part(self, name: str, keys: Iterable[str]) -> None:
+        """Brings files of a checkpoint here that are not, intact. Those that are missing or differ stay so."""
+        target = self.root / "checkpoints" / name
+        listed = manifest.read(target) or {}
+        wanted = {}
+        for key in keys:
+            try:
+                manifest.check_files(target, {key: listed[key]})
+            except Damaged:
+                wanted[key] = listed[key]
+        self._download(self.prefixes.get(name, _prefix(name)), wanted, target)
+
+    def _download(self, prefix: str, wanted: manifest.FileList, target: Path) -> None:
+        """Fetches files of a checkpoint to a folder; up to `DOWNLOADS` times while their bytes differ."""
+
         def download(key: str) -> None:
             for _ in range(DOWNLOADS):
                 found = self.store.read(prefix + key)
                 if found is None:
                     return
-                (staging / key).parent.mkdir(parents=True, exist_ok=True)
-                (staging / key).write_bytes(found.value)
+                (target / key).parent.mkdir(parents=True, exist_ok=True)
+                (target / key).write_bytes(found.value)
                 if hashlib.sha256(found.value).hexdigest() == wanted[key]["sha256"]:
                     return
 
         self.store.for_each(download, ((key, entry["bytes"]) for key, entry in wanted.items()))
-        shutil.rmtree(target, ignore_errors=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging.rename(target)
 
     def _fetch_files(self, keys: set[str], bucket: Bucket) -> None:
         """Brings all files outside of checkpoints here."""

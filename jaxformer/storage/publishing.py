@@ -15,7 +15,6 @@ the two exists at any moment. The lease is checked before each step that others 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import queue
@@ -32,6 +31,7 @@ from jaxformer.errors import StorageError
 from jaxformer.runtime.object_store import Conflict
 from jaxformer.storage.lease import Lease
 from jaxformer.storage.mirror import INDEX, REPLACED, Bucket, Mirror, digest, index_content
+from jaxformer.storage.processes import Leader, present, upload
 
 LOG = logging.getLogger("jaxformer")
 
@@ -54,10 +54,12 @@ class Publisher:
 
     Args:
       bucket: what the bucket holds, as fetched.
+      leader: commands the other processes, if they share no disk: then the mirror has a part of each checkpoint.
     """
 
-    def __init__(self, mirror: Mirror, bucket: Bucket, lease: Lease) -> None:
+    def __init__(self, mirror: Mirror, bucket: Bucket, lease: Lease, leader: Leader | None = None) -> None:
         self.mirror, self.store, self.bucket, self.lease = mirror, mirror.store, bucket, lease
+        self.leader = leader
         self.error: BaseException | None = None
         self.requests: queue.Queue[Future[None] | None] = queue.Queue()
         self.thread = threading.Thread(target=self._serve, name="publish", daemon=True)
@@ -142,7 +144,7 @@ class Publisher:
         snapshots = {name: folder for name in new if (folder := self._snapshot(name)) is not None}
         replacing = {name for name in snapshots if name in self.bucket.checkpoints}
         for name, folder in snapshots.items():
-            self._upload(folder, f"{REPLACED}{name}/" if name in replacing else f"checkpoints/{name}/")
+            self._upload(name, folder, f"{REPLACED}{name}/" if name in replacing else f"checkpoints/{name}/")
         # Looked at again: rows that were written before a checkpoint are published before it.
         present = dict(self.mirror.files())
         self._write_files(key for key, value in present.items() if self.bucket.files.get(key) != value)
@@ -182,7 +184,8 @@ class Publisher:
         shutil.rmtree(target, ignore_errors=True)
         try:
             before = (source / manifest.FILE_NAME).read_bytes()
-            for key in manifest.read(source) or {}:
+            listed = manifest.read(source) or {}
+            for key in listed if self.leader is None else present(source, listed):
                 (target / key).parent.mkdir(parents=True, exist_ok=True)
                 os.link(source / key, target / key)
             (target / manifest.FILE_NAME).write_bytes(before)
@@ -190,25 +193,24 @@ class Publisher:
         except FileNotFoundError:
             return None
 
-    def _upload(self, folder: Path, prefix: str) -> None:
+    def _upload(self, name: str, folder: Path, prefix: str) -> None:
         """Writes the files of a checkpoint, without its manifest.
 
         Raises:
           StorageError: a file differs from the manifest, so the disk returned other bytes than were written.
         """
         listed = manifest.read(folder) or {}
-
-        def upload(key: str) -> None:
-            content = (folder / key).read_bytes()
-            if hashlib.sha256(content).hexdigest() != listed[key]["sha256"]:
-                raise StorageError(
-                    f"{folder / key}: got other bytes than were written, expected those of its checkpoint; check the "
-                    "disk of the cache, then run the same command: published checkpoints are complete"
-                )
+        if self.leader is not None:
+            marker = digest((folder / manifest.FILE_NAME).read_bytes())
+            parts = self.leader.divide(name, marker, list(listed), present(folder, listed))
             self.lease.check()
-            self.store.write(prefix + key, content)
-
-        self.store.for_each(upload, ((key, entry["bytes"]) for key, entry in listed.items()))
+            self.leader.command(do="upload", name=name, marker=marker, prefix=prefix, parts=parts)
+            try:
+                upload(self.store, self.lease.check, folder, {key: listed[key] for key in parts[0]}, prefix)
+            finally:
+                self.leader.answers()
+        else:
+            upload(self.store, self.lease.check, folder, listed, prefix)
 
     def _write_files(self, keys: Iterable[str]) -> None:
         """Writes files as they are now; `config.json` last, since a workdir with it counts as a run."""
@@ -230,7 +232,7 @@ class Publisher:
             self.store.write(f"{REPLACED}{name}/{manifest.FILE_NAME}", marker)
             self.bucket.replaced.add(name)
             self._delete_checkpoint(prefix)
-            self._upload(folder, prefix)
+            self._upload(name, folder, prefix)
         self.lease.check()
         self.store.write(prefix + manifest.FILE_NAME, marker)
         self.bucket.checkpoints[name] = digest(marker)

@@ -6,21 +6,25 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from jaxformer.checkpoint import allgather_text, checkpoints_of
+from jaxformer.checkpoint.own_disks import OwnDisks
 from jaxformer.errors import ConfigError, StorageError
+from jaxformer.parallel.messages import Messages
 from jaxformer.runtime import files, object_store
 from jaxformer.runtime.object_store import Store
 from jaxformer.storage.lease import Lease
 from jaxformer.storage.mirror import Bucket, Mirror, Select
+from jaxformer.storage.processes import Follower, Leader
 from jaxformer.storage.publishing import Publisher
+
+Result = TypeVar("Result")
 
 LOG = logging.getLogger("jaxformer")
 
@@ -32,17 +36,18 @@ SESSION = "session"
 
 
 class TrainingSession:
-    """Context manager of a run that trains in a bucket. The first process of a run does the work for all of them.
+    """Context manager of a run that trains in a bucket.
 
     Entering takes the lease and makes the mirror equal to the bucket. Leaving publishes what the mirror has, and
-    releases the lease.
+    releases the lease. If the processes of the run share the folder of the mirror, the first does the work for all.
+    Otherwise each has a mirror of its own, with its part of every checkpoint.
 
     Attributes:
       root: the workdir on this host.
+      disks: how the processes save and restore together, if they share no folder.
 
     Raises:
-      ConfigError: another run holds the workdir, the address or its credentials are wrong, or the hosts of the run do
-        not share the folder of the mirror; on every process.
+      ConfigError: another run holds the workdir, or the address or its credentials are wrong; on every process.
       StorageError: the storage does not answer; on every process.
     """
 
@@ -50,60 +55,67 @@ class TrainingSession:
         self.url = url
         self.root = Path()
         self.publisher: Publisher | None = None
+        self.follower: Follower | None = None
+        self.disks: OwnDisks | None = None
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> TrainingSession:
-        problem, kind, session = "", "", ""
-        try:
-            if jax.process_index() == 0:
-                session = self._open()
-        except (ConfigError, StorageError) as error:
-            self.stack.close()
-            problem, kind = str(error), type(error).__name__
-        kind, problem = allgather_text(kind)[0], allgather_text(problem)[0]
-        if not problem:
-            problem, kind = self._unshared(allgather_text(session)[0]), "ConfigError"
-        if problem:
-            self.stack.close()
-            raise (StorageError if kind == "StorageError" else ConfigError)(problem)
+        index = jax.process_index()
+        mirror = self._together(lambda: Mirror(Store(self.url)))
+        session = allgather_text(secrets.token_hex(8))[0]
+        is_shared = _is_shared(mirror, session)
+        if not is_shared:
+            mirror = self._together(lambda: Mirror(Store(self.url), f"process-{index}"))
+        self.root = mirror.root
+        messages = None if is_shared else Messages(f"publishing {session}")
+        self._together(lambda: self._lead(mirror, messages) if index == 0 else None)
+        if messages is not None:
+            self._together(lambda: self._follow(mirror, messages) if index != 0 else None)
+            fetch = lambda directory, keys: mirror.fetch_part(f"{directory.parent.name}/{directory.name}", keys)  # noqa: E731
+            self.disks = OwnDisks(fetch, self.flush, Messages(f"checkpoints {session}"))
         return self
 
-    def _open(self) -> str:
-        """Takes the lease and fetches the run. Returns a word that the other processes find in the mirror's folder."""
-        store = Store(self.url)
-        mirror = Mirror(store)
-        self.root = mirror.root
-        if not self.stack.enter_context(mirror.try_locked("training")):
-            raise ConfigError(
-                f"workdir {store.address}: got a run that is training in it on this host, expected none; wait for it "
-                "or stop it, or use another --workdir"
-            )
-        lease = Lease(store, mirror.id)
+    def _together(self, act: Callable[[], Result]) -> Result:
+        """What `act` returns here. If it raises on one process, all raise."""
+        problem, kind = "", ""
+        try:
+            result = act()
+        except (ConfigError, StorageError) as error:
+            problem, kind = str(error), type(error).__name__
+        kinds, problems = allgather_text(kind), allgather_text(problem)
+        for kind, problem in zip(kinds, problems, strict=True):
+            if kind:
+                self.stack.close()
+                raise (StorageError if kind == "StorageError" else ConfigError)(problem)
+        return result
+
+    def _lead(self, mirror: Mirror, messages: Messages | None) -> None:
+        """In the first process: takes the lease and fetches the run."""
+        self._lock(mirror)
+        leader = None if messages is None else Leader(messages)
+        lease = Lease(mirror.store, mirror.id) if leader is None else Lease(mirror.store, mirror.id, leader.sign)
         lease.acquire()
         self.stack.callback(lease.release)
-        self.publisher = Publisher(mirror, mirror.fetch(owner=True) or Bucket(), lease)
+        bucket = mirror.fetch(owner=True, select=None if leader is None else _no_arrays)
+        self.publisher = Publisher(mirror, bucket or Bucket(), lease, leader)
         self.publisher.start()
+        if leader is not None:
+            self.stack.callback(leader.end)
         self.stack.callback(self.publisher.close)
-        session = secrets.token_hex(8)
-        files.write_atomic(mirror.folder / SESSION, session)
-        return session
 
-    def _unshared(self, session: str) -> str:
-        """The error message if some process does not see the first one's folder; else empty."""
-        seen = ""
-        if jax.process_index() != 0:
-            mirror = Mirror(Store(self.url))
-            self.root = mirror.root
-            with contextlib.suppress(OSError):
-                seen = (mirror.folder / SESSION).read_text(encoding="utf-8")
-        alone = jax.process_index() == 0 or seen == session
-        without = [host for host in allgather_text("" if alone else socket.gethostname()) if host]
-        if not without:
-            return ""
-        return (
-            f"workdir {self.url}: got a cache folder that {', '.join(sorted(set(without)))} does not share with the "
-            "first host of the run, expected one for all hosts; set JAXFORMER_CACHE to a folder of a shared disk"
-        )
+    def _follow(self, mirror: Mirror, messages: Messages) -> None:
+        """In another process with a mirror of its own: fetches the run, without arrays."""
+        self._lock(mirror)
+        mirror.fetch(select=_no_arrays, trains=True)
+        self.follower = Follower(mirror, messages)
+        self.follower.start()
+
+    def _lock(self, mirror: Mirror) -> None:
+        if not self.stack.enter_context(mirror.try_locked("training")):
+            raise ConfigError(
+                f"workdir {mirror.store.address}: got a run that is training in it on this host, expected none; wait "
+                "for it or stop it, or use another --workdir"
+            )
 
     def check(self) -> None:
         """Raises the error of a publication that failed. Cheap enough for every step."""
@@ -117,6 +129,8 @@ class TrainingSession:
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         with self.stack:
+            if self.follower is not None and kind is None:
+                self.follower.wait()
             if self.publisher is None or self.publisher.error is not None:
                 return
             try:
@@ -125,6 +139,21 @@ class TrainingSession:
                 if kind is None:
                     raise
                 LOG.warning("%s", error)  # the error that ends the run is the one to report
+
+
+def _is_shared(mirror: Mirror, session: str) -> bool:
+    """True if all processes see the first one's folder of the mirror. Collective.
+
+    Args:
+      session: a word that no other run has.
+    """
+    seen = ""
+    if jax.process_index() == 0:
+        files.write_atomic(mirror.folder / SESSION, session)
+    allgather_text("")
+    with contextlib.suppress(OSError):
+        seen = (mirror.folder / SESSION).read_text(encoding="utf-8")
+    return set(allgather_text(seen)) == {session}
 
 
 @contextlib.contextmanager
@@ -158,6 +187,11 @@ def opened(url: str, what: str = "--workdir", which: str | None = None) -> Gener
                 print(f"published {store.address}/{key}", file=sys.stderr)
 
 
+def _no_arrays(root: Path) -> tuple[list[Path], int]:
+    """Selects no checkpoint, so that of each only what it says about itself is fetched."""
+    return [], 0
+
+
 def _selection(which: str | None, inside: str) -> Select | None:
     """Chooses checkpoints of a mirror as `checkpoint.load_run` does.
 
@@ -167,7 +201,7 @@ def _selection(which: str | None, inside: str) -> Select | None:
     if which is None:
         return None
     if which == NONE:
-        return lambda root: ([], 0)
+        return _no_arrays
     return lambda root: checkpoints_of(root / inside, which)
 
 

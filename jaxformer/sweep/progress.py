@@ -36,6 +36,7 @@ class Table:
         workers: int,
         stream: TextIO | None = None,
         total: int | None = None,
+        has_estimate: bool = True,
     ) -> None:
         """Begins with the finished ones of `runs`.
 
@@ -44,7 +45,9 @@ class Table:
           workers: runs at the same time.
           stream: where the table is drawn; None: stderr.
           total: number of runs in the end, of a search; None: `runs` are all.
+          has_estimate: tell the time left from the time that finished runs took; not if all have begun together.
         """
+        self.has_estimate = has_estimate
         self.stream = sys.stderr if stream is None else stream
         self.block = terminal.LiveBlock(self.stream) if terminal.can_redraw(self.stream) else None
         self.checkpoint, self.workers = checkpoint, workers
@@ -109,7 +112,7 @@ class Table:
         parts += [f"{self.counts[how]} {how}" for how in ("pruned", "failed", "stopped") if self.counts[how]]
         parts.append(f"{left} left")
         text = ", ".join(parts)
-        if self.seconds and left + len(self.running):
+        if self.has_estimate and self.seconds and left + len(self.running):
             seconds = statistics.fmean(self.seconds) * (left + len(self.running) / 2) / max(self.workers, 1)
             text += f"; about {units.format_duration(seconds)} to go"
         if self.best is not None:

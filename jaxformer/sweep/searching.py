@@ -40,6 +40,7 @@ MAX_FIRST_FAILURES = 3
 REFUSED = {
     "together": "the lanes of one program start at the same time",
     "slurm": "a job array is a list of runs that is known when it is submitted",
+    "submitit": "jobs are known when they are submitted",
     "print": "commands are known only when earlier trials have ended",
 }
 """Reason why an executor cannot honour a search."""

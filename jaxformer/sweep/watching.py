@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -114,18 +114,30 @@ class Watch:
         return self.done[run.workdir]
 
 
-def watch(runs: Sequence[Run], checkpoint: CheckpointConfig, stream: TextIO | None = None) -> int:
-    """Redraws the table on a terminal until every run is done or Ctrl-C; elsewhere prints it once. Returns 0."""
+def watch(
+    runs: Sequence[Run],
+    checkpoint: CheckpointConfig,
+    stream: TextIO | None = None,
+    update: Callable[[], None] = lambda: None,
+    seconds: float = progress.DRAW_SECONDS,
+) -> int:
+    """Redraws the table on a terminal until every run is done or Ctrl-C; elsewhere prints it once. Returns 0.
+
+    Args:
+      update: called before each drawing; brings the files of the runs.
+      seconds: between two drawings.
+    """
     stream = sys.stdout if stream is None else stream
     table = Watch(runs, checkpoint)
     if terminal.can_redraw(stream):
         block = terminal.LiveBlock(stream)
         try:
             while True:
+                update()
                 block.show(table.text())
                 if table.is_over:
                     break
-                time.sleep(progress.DRAW_SECONDS)
+                time.sleep(seconds)
         finally:
             block.clear()
     print(table.text(), file=stream, flush=True)

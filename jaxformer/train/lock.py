@@ -34,18 +34,22 @@ POLL_SECONDS = 1.0
 class WorkdirLock:
     """Context manager that holds the lock of a workdir. The first process of a run acquires it for all of them.
 
+    Args:
+      is_shared: all processes use one folder; else each acquires the lock of its own.
+
     Raises:
       ConfigError: another run holds it, or the hosts see different folders; on every process.
     """
 
-    def __init__(self, workdir: Path) -> None:
+    def __init__(self, workdir: Path, is_shared: bool = True) -> None:
+        self.is_shared = is_shared
         self.path = workdir / FILE_NAME
         self.handle = -1
         self.ended = threading.Event()
 
     def __enter__(self) -> WorkdirLock:
-        problem = self._acquire() if jax.process_index() == 0 else ""
-        problem = allgather_text(problem)[0]
+        problem = self._acquire() if jax.process_index() == 0 or not self.is_shared else ""
+        problem = next(filter(None, allgather_text(problem)), "")
         if not problem:
             without = [host for host in allgather_text("" if self.path.exists() else socket.gethostname()) if host]
             if without:

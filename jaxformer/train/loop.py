@@ -70,7 +70,7 @@ def _train(
     with jax.set_mesh(mesh):
         run = Run(config, workdir, mesh, dataset, tokenizers, init_format)
         run.session = session
-        with WorkdirLock(workdir):
+        with WorkdirLock(workdir, is_shared=session is None or session.disks is None):
             run.restore(notes)
             with contextlib.closing(run), stop, run.watchdog:
                 if stop.is_off_main_thread:

@@ -103,7 +103,7 @@ class Run:
         config, workdir = self.config, self.workdir
         self._check_same_shards()
         write_run_files(config, workdir, self.tokenizers)
-        self.checkpoints = Checkpoints(workdir, config.checkpoint)
+        self.checkpoints = Checkpoints(workdir, config.checkpoint, self.session.disks if self.session else None)
         self.values: dict[str, float] = {}
         # What a resumed run needs beside its state: whether it was stopped before an evaluation that was due, the sums
         # since the last log entry, the number of skipped steps in a row, and which data it read.

@@ -156,7 +156,7 @@ def test_without_optuna_one_line_says_what_to_install(command, monkeypatch, tmp_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("executor", ["together", "slurm", "print"])
+@pytest.mark.parametrize("executor", ["together", "slurm", "submitit", "print"])
 def test_executors_that_cannot_search_are_refused(command, tmp_path, executor):
     code, out, err = command(None, f"--executor={executor}")
     assert (code, out, err.count("\n")) == (2, "", 1)

@@ -5,13 +5,16 @@ import io
 import json
 import os
 import re
+import time
 
 import pytest
 
 from jaxformer.config import Config, ModelConfig, StackConfig, overrides
 from jaxformer.sweep import progress, watching
-from jaxformer.sweep.planning import Run
+from jaxformer.sweep.executors import together
+from jaxformer.sweep.planning import Plan, Run
 from jaxformer.train import results
+from jaxformer.train import together as train_together
 
 
 class Terminal(io.StringIO):
@@ -91,6 +94,37 @@ def test_failed_is_red_on_a_terminal_with_colours(table, runs, monkeypatch):
 
 
 # --- runs that other processes train ----------------------------------------------------------------------------------
+
+
+def test_one_program_of_all_runs_shows_its_table_while_it_trains(runs, monkeypatch, capsys):
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress.sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "DRAW_SECONDS", 0.005)
+
+    def train(given, init_format, tell):
+        assert [folder for _, folder in given] == [run.workdir for run in runs]
+        write(runs[0], (40, "train", 2.0), (50, "validation", 1.5))
+        end = time.monotonic() + 60
+        while "50/100" not in terminal.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
+        tell("failed", runs[1].workdir, "it diverged")
+        tell("stopped", runs[0].workdir, "")
+        while "1 running, 1 failed, 1 stopped" not in terminal.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
+        return 2
+
+    monkeypatch.setattr(train_together, "train", train)
+    plan = Plan(runs[0].workdir.parent, tuple(runs))
+    assert together.execute(plan, 1) == 2
+    shown = terminal.getvalue()
+    assert "0 of 3 done, 3 running, 0 left" in shown and "50%" in shown
+    assert "1 running, 1 failed, 1 stopped" in shown and " to go" not in shown
+    out = capsys.readouterr().out
+    assert "3 runs: 0 finished, one program for all\n" in out and "failed    second (it diverged)\n" in out
+    before = len(shown)
+    time.sleep(0.05)
+    assert len(terminal.getvalue()) == before  # nothing is drawn afterwards
 
 
 def test_runs_are_shown_from_their_files(runs, tmp_path, monkeypatch):

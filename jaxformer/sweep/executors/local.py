@@ -7,10 +7,14 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxformer.runtime.exit_codes import CRASHED, DONE, PREEMPTED
 from jaxformer.sweep import progress, ranking
 from jaxformer.sweep.planning import Plan, Run
+
+if TYPE_CHECKING:
+    from jaxformer.sweep.bucket import Claims
 
 POLL_SECONDS = 0.05
 
@@ -32,11 +36,15 @@ def check(plan: Plan, workers: int) -> None:
     """Accepts every plan."""
 
 
-def execute(plan: Plan, workers: int) -> int:
+def execute(plan: Plan, workers: int, claims: Claims | None = None) -> int:
     """Runs the unfinished runs, each as a process with its output in `log.txt`.
 
     With several GPUs in CUDA_VISIBLE_DEVICES each worker uses one. A failed run does not stop the others. SIGTERM and
     Ctrl-C are forwarded, so that the runs save.
+
+    Args:
+      claims: of a sweep in a bucket. Then a run is begun only if no other machine works on it, and the sweep ends when
+        all have ended.
 
     Returns:
       0; 1 if a run failed; 143 if the sweep, or one of its runs, was stopped.
@@ -52,7 +60,9 @@ def execute(plan: Plan, workers: int) -> int:
         while active or (queue and not stop):
             while queue and len(active) < workers and not stop:
                 index = min(set(range(workers)) - set(active))
-                run = queue.pop(0)
+                run = queue.pop(0) if claims is None else _claim(claims, queue, table)
+                if run is None:
+                    break
                 active[index] = _Worker(run, start(run, index))
                 table.start(run)
             for worker in active.values() if stop else ():
@@ -61,6 +71,8 @@ def execute(plan: Plan, workers: int) -> int:
             for index, worker in list(active.items()):
                 if worker.process.poll() is not None:
                     del active[index]
+                    if claims is not None:
+                        claims.end(worker.run)
                     how, why = _describe_exit(worker.run, worker.process.returncode)
                     table.end(worker.run, how, why)
                     has_failed |= how == "failed"
@@ -90,6 +102,15 @@ def start(run: Run, worker_index: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             run.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
+
+
+def _claim(claims: Claims, queue: list[Run], table: progress.Table) -> Run | None:
+    """Claims a run of the queue. Counts those that other machines have finished meanwhile."""
+    finished: list[Run] = []
+    run = claims.take(queue, finished)
+    for other in finished:
+        table.end(other, "finished", "(on another machine)")
+    return run
 
 
 def _forward_signals(worker: _Worker, received: int) -> None:
