@@ -7,7 +7,6 @@ these makes another entry, and entries never go stale. Files appear whole; a dam
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import files
+from jaxformer.runtime import code_version, files
 
 LIBRARIES = ("flax", "jax", "jinja2", "numpy", "sentencepiece", "tokenizers")
 """Libraries that decide results: those of models, and those that make ids from texts."""
@@ -105,12 +104,7 @@ def _described(value: Any) -> Any:
     return [array.dtype.str, array.shape, array.tobytes().hex()]
 
 
-@functools.cache
 def code_digest(*paths: Path) -> str:
     """A hash of source files and of those below folders, of the Python that runs them, and of `LIBRARIES`."""
-    digest = hashlib.sha256(repr([platform.python_version(), *map(metadata.version, LIBRARIES)]).encode())
-    for path in paths:
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            content = file.read_bytes()
-            digest.update(f"{file.name} {len(content)} ".encode() + content)
-    return digest.hexdigest()
+    versions = [platform.python_version(), *map(metadata.version, LIBRARIES), code_version.source_digest(*paths)]
+    return hashlib.sha256(repr(versions).encode()).hexdigest()

@@ -12,6 +12,7 @@ from jaxformer import registry, tasks
 from jaxformer.checkpoint import weights
 from jaxformer.config import Config, DataConfig, EmbedConfig, ModelConfig, StackConfig, TaskConfig, TokenizerConfig
 from jaxformer.data import cache, derived, truncation, vocabularies
+from jaxformer.runtime import code_version
 from jaxformer.data.pipeline import Pipeline
 from jaxformer.data.sources import Dataset, build
 from jaxformer.data.tokenizers import Tokenizers
@@ -91,7 +92,7 @@ def test_the_hash_of_code_sees_every_file(tmp_path):
     (tmp_path / "b.py").write_text("x = 1\n")
     before = derived.code_digest(tmp_path)
     (tmp_path / "b.py").write_text("x = 2\n")
-    derived.code_digest.cache_clear()
+    code_version.source_digest.cache_clear()
     assert derived.code_digest(tmp_path) != before
 
 

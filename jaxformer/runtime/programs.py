@@ -1,0 +1,290 @@
+"""Compiled programs that are kept ready to run: a second start neither traces nor lowers nor compiles their functions.
+
+JAX's own cache saves the compilation alone: to name a program, JAX traces and lowers the function again, which takes
+seconds of Python. `jit` keeps two kinds of files beside that cache, for the commands that `compilation.enable_cache`
+names, on one CPU device:
+
+    ready/<hash>.name      the program of a call: a hash of the function, its static values, the structure, shapes and
+                           dtypes of its arguments, the project's source files, versions, settings and the processor
+    ready/<hash>.program   a program: a hash of its module in StableHLO, of the same versions and settings
+
+So a changed source file asks for the module again, and the program is found if the module is the same. What cannot be
+described (an object whose text is its address, a module of the user's) or warns while it is traced is not kept.
+Programs are executed, so files that other users may have written are not read.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import pickle
+import platform
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from jaxformer import registry
+from jaxformer.runtime import code_version, compilation, directories, files
+
+LIBRARIES = ("flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax")
+"""Libraries that decide a module or its program."""
+SETTINGS = ("JAX_", "LIBTPU_", "XLA_")
+"""How the names of environment variables begin that may change a program."""
+MAX_BYTES = 2**30
+"""Size of all kept programs; those that were not used for the longest time are deleted first."""
+
+logger = logging.getLogger(__name__)
+
+
+def jit(function: Callable[..., Any], *, depends_on: Any = None, **options: Any) -> KeptFunction:
+    """`jax.jit(function, **options)`, whose programs are kept.
+
+    Args:
+      depends_on: all that the function reads besides its arguments and the project's code; its `repr` says it whole.
+      options: those of `jax.jit`. `out_shardings` may be a function that returns them, called if there is no program.
+    """
+    return KeptFunction(function, depends_on, options)
+
+
+class KeptFunction:
+    """A compiled function; a method, too, where it is an attribute of a class. See `jit`."""
+
+    def __init__(self, function: Callable[..., Any], depends_on: Any, options: dict[str, Any]) -> None:
+        self.function, self._depends_on, self._options = function, depends_on, options
+        if depends_on is None and (isinstance(function, functools.partial) or getattr(function, "__closure__", None)):
+            raise TypeError(f"jit: got {function}, which has values of its own, expected them as depends_on")
+        self._signature = inspect.signature(function)
+        names = list(self._signature.parameters)
+        static = {names[index] for index in options.pop("static_argnums", ())} | set(options.pop("static_argnames", ()))
+        if static:  # jax does not find the numbers of names beside other numbers
+            options["static_argnums"] = tuple(sorted(map(names.index, static)))
+        self._static = static
+        self._programs: dict[tuple, Callable[..., Any] | None] = {}
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        """The function as `jax.jit` compiles it."""
+        options = dict(self._options)
+        if callable(options.get("out_shardings")):
+            options["out_shardings"] = options["out_shardings"]()
+        return jax.jit(self.function, **options)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
+        """The function with its first argument, as a method."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program for these arguments."""
+        folder = None if registry.has_external_members() else trusted_folder()
+        if folder is None:
+            return self.jitted(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        static = tuple((name, value) for name, value in bound.arguments.items() if name in self._static)
+        dynamic = [value for name, value in bound.arguments.items() if name not in self._static]
+        leaves, structure = jax.tree.flatten(dynamic)
+        key = (static, structure, tuple(map(_kind, leaves)), jax.sharding.get_abstract_mesh())
+        if key not in self._programs:
+            self._programs[key] = self._program(folder, key, bound.args, dynamic)
+        program = self._programs[key]
+        return self.jitted(*bound.args) if program is None else program(*dynamic)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(...).lower`."""
+        return self.jitted.lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(...).trace`."""
+        return self.jitted.trace(*args, **kwargs)
+
+    def _program(self, folder: Path, key: tuple, args: tuple, dynamic: list) -> Callable[..., Any] | None:
+        """The program of a call, read or compiled; None: it cannot be described, so `jitted` compiles it."""
+        described = f"{self._described()} {key!r}"
+        if " at 0x" in described or None in key[2]:
+            return None
+        structure = jax.tree.structure((tuple(dynamic), {}))
+        name = folder / f"{_digest(described, code_version.source_digest(code_version.PACKAGE), _environment())}.name"
+        program = _read(folder, _read_name(name), structure)
+        if program is not None:
+            return program
+        with _warned() as warned:
+            lowered = self.jitted.lower(*args)
+        if warned:
+            return lowered.compile()
+        options = {option: value for option, value in self._options.items() if option != "out_shardings"}
+        module = _digest(lowered.as_text(), f"{options} {structure} {lowered.out_tree}", _environment())
+        program = _read(folder, module, structure)
+        is_kept = program is not None
+        if program is None:
+            hits = _cache_hits.count
+            with _named_with_metadata():
+                program = lowered.compile()
+            # XLA does not run what it loaded and wrote again (jax 0.10.2 and 0.12.0).
+            is_kept = hits == _cache_hits.count and _write(folder, module, program)
+        if is_kept:
+            with suppress(OSError):
+                files.write_atomic(name, module)
+        return program
+
+    def _described(self) -> str:
+        """The function and what it depends on, as text."""
+        inner = getattr(self.function, "func", self.function)
+        code = getattr(inner, "__code__", None)
+        line = None if code is None else code.co_firstlineno
+        options = {option: value for option, value in self._options.items() if option != "out_shardings"}
+        return f"{inner.__module__}.{inner.__qualname__}:{line} {options} {self._depends_on!r}"
+
+
+@functools.cache
+def trusted_folder() -> Path | None:
+    """The folder of kept programs; None: this process keeps none."""
+    parent = compilation.ready_directory
+    if parent is None or jax.default_backend() != "cpu" or jax.device_count() > 1:
+        return None
+    folder = parent / "ready"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        if not folder.is_dir():
+            return None
+    reason = directories.untrusted_reason(folder)
+    if reason:
+        logger.warning("compiled programs are traced anew: %s; remove that permission (chmod go-w)", reason)
+        return None
+    jax.monitoring.register_event_listener(_cache_hits)
+    return folder
+
+
+class _CacheHits:
+    """The number of programs that JAX's own cache has given to this process."""
+
+    count = 0
+
+    def __call__(self, event: str, **_: Any) -> None:
+        self.count += event == "/jax/compilation_cache/cache_hits"
+
+
+_cache_hits = _CacheHits()
+
+
+@functools.cache
+def _environment() -> str:
+    """All that decides a program besides its module: versions, settings, the device."""
+    device = jax.devices()[0]
+    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(SETTINGS))
+    values = sorted(jax.config.values.items())
+    versions = [platform.python_version(), *map(metadata.version, LIBRARIES)]
+    return repr([versions, device.device_kind, device.client.platform_version, variables, values])
+
+
+def _kind(leaf: Any) -> tuple | None:
+    """Shape and dtype of an argument; None for a value that is being traced."""
+    if isinstance(leaf, jax.core.Tracer):
+        return None
+    if hasattr(leaf, "dtype"):
+        return leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False)
+    return (type(leaf).__name__,)
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+def _read_name(path: Path) -> str:
+    """The hash of a program that a file names; "" if it names none."""
+    try:
+        text = path.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
+    return text if re.fullmatch("[0-9a-f]{64}", text) else ""
+
+
+def _read(folder: Path, module: str, structure: Any) -> Callable[..., Any] | None:
+    """The program of a module, whose arguments have this structure; None if there is none that is whole."""
+    path = folder / f"{module}.program"
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    try:
+        if _checksum(module, content[32:]) != content[:32]:
+            raise ValueError("it differs from its checksum")
+        payload, results = pickle.loads(content[32:])
+        program = serialize_executable.deserialize_and_load(payload, structure, results)
+    except Exception as error:  # whatever XLA finds in it: the program is made again
+        logger.warning("%s is damaged (%s): made again", path, error)
+        return None
+    with suppress(OSError):  # a cache that is only read
+        os.utime(path)
+    return program
+
+
+def _write(folder: Path, module: str, program: jax.stages.Compiled) -> bool:
+    """Keeps a program. False if it cannot be kept."""
+    path = folder / f"{module}.program"
+    try:
+        payload, _, results = serialize_executable.serialize(program)
+        content = pickle.dumps((payload, results))
+        files.write_atomic(path, _checksum(module, content) + content)
+        _delete_oldest(folder)
+    except Exception as error:  # a program that calls Python, a full disk: it runs all the same
+        logger.info("%s is not kept: %s", path, error)
+        return False
+    return True
+
+
+def _checksum(module: str, content: bytes) -> bytes:
+    """Of the name too: a file under the name of another is not read."""
+    return hashlib.sha256(module.encode() + content).digest()
+
+
+def _delete_oldest(folder: Path) -> None:
+    """Deletes the files that were not used for the longest time until at most `MAX_BYTES` are left."""
+    status = sorted(((file.stat().st_mtime, file.stat().st_size, file) for file in folder.iterdir()), reverse=True)
+    total = 0
+    for _, size, file in status:
+        total += size
+        if total > MAX_BYTES:
+            file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _warned() -> Iterator[list[Any]]:
+    """The warnings, and the records of the project's loggers from "warning" on, of the block; all go on as ever."""
+    seen: list[Any] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = seen.append
+    project = logging.getLogger("jaxformer")
+    project.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            try:
+                yield seen
+            finally:
+                seen += caught
+    finally:
+        project.removeHandler(handler)
+        for each in caught:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+@contextmanager
+def _named_with_metadata() -> Iterator[None]:
+    """JAX's cache names programs with their source lines: it then holds none that was kept without this module."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
