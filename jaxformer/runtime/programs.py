@@ -24,13 +24,14 @@ import pickle
 import platform
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax import core
 from jax.experimental import serialize_executable
 
 from jaxformer import registry
@@ -42,6 +43,9 @@ SETTINGS = ("JAX_", "LIBTPU_", "XLA_")
 """How the names of environment variables begin that may change a program."""
 MAX_BYTES = 2**30
 """Size of all kept programs; those that were not used for the longest time are deleted first."""
+
+LEFT_TO_JAX = "left to jax"
+"""In place of a program's hash: it cannot be written, as one that calls Python, so JAX's own cache serves it."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +65,8 @@ class KeptFunction:
 
     def __init__(self, function: Callable[..., Any], depends_on: Any, options: dict[str, Any]) -> None:
         self.function, self._depends_on, self._options = function, depends_on, options
-        if depends_on is None and (isinstance(function, functools.partial) or getattr(function, "__closure__", None)):
+        is_local = isinstance(function, functools.partial) or "<locals>" in getattr(function, "__qualname__", "")
+        if depends_on is None and is_local:
             raise TypeError(f"jit: got {function}, which has values of its own, expected them as depends_on")
         self._signature = inspect.signature(function)
         names = list(self._signature.parameters)
@@ -89,7 +94,8 @@ class KeptFunction:
         if folder is None:
             return self.jitted(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        if bound.kwargs:  # a program takes its arguments by their positions
+            return self.jitted(*args, **kwargs)
         static = tuple((name, value) for name, value in bound.arguments.items() if name in self._static)
         dynamic = [value for name, value in bound.arguments.items() if name not in self._static]
         leaves, structure = jax.tree.flatten(dynamic)
@@ -114,7 +120,10 @@ class KeptFunction:
             return None
         structure = jax.tree.structure((tuple(dynamic), {}))
         name = folder / f"{_digest(described, code_version.source_digest(code_version.PACKAGE), _environment())}.name"
-        program = _read(folder, _read_name(name), structure)
+        known = _read_name(name)
+        if known == LEFT_TO_JAX:
+            return None
+        program = _read(folder, known, structure)
         if program is not None:
             return program
         with _warned() as warned:
@@ -124,25 +133,28 @@ class KeptFunction:
         options = {option: value for option, value in self._options.items() if option != "out_shardings"}
         module = _digest(lowered.as_text(), f"{options} {structure} {lowered.out_tree}", _environment())
         program = _read(folder, module, structure)
-        is_kept = program is not None
         if program is None:
             hits = _cache_hits.count
-            with _named_with_metadata():
+            with _compiled_anew():
                 program = lowered.compile()
-            # XLA does not run what it loaded and wrote again (jax 0.10.2 and 0.12.0).
-            is_kept = hits == _cache_hits.count and _write(folder, module, program)
-        if is_kept:
+            if hits != _cache_hits.count:  # XLA does not run what it loaded and wrote again (jax 0.10.2 and 0.12.0)
+                return program
+            module = _write(folder, module, program)
+        if module:
             with suppress(OSError):
                 files.write_atomic(name, module)
         return program
 
     def _described(self) -> str:
         """The function and what it depends on, as text."""
-        inner = getattr(self.function, "func", self.function)
+        inner: Any = getattr(self.function, "func", self.function)
         code = getattr(inner, "__code__", None)
         line = None if code is None else code.co_firstlineno
         options = {option: value for option, value in self._options.items() if option != "out_shardings"}
         return f"{inner.__module__}.{inner.__qualname__}:{line} {options} {self._depends_on!r}"
+
+
+_LEAST_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 
 
 @functools.cache
@@ -189,7 +201,7 @@ def _environment() -> str:
 
 def _kind(leaf: Any) -> tuple | None:
     """Shape and dtype of an argument; None for a value that is being traced."""
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, core.Tracer):
         return None
     if hasattr(leaf, "dtype"):
         return leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False)
@@ -201,12 +213,12 @@ def _digest(*texts: str) -> str:
 
 
 def _read_name(path: Path) -> str:
-    """The hash of a program that a file names; "" if it names none."""
+    """The hash of a program that a file names, or `LEFT_TO_JAX`; "" if it names none."""
     try:
         text = path.read_text(encoding="ascii")
     except (OSError, ValueError):
         return ""
-    return text if re.fullmatch("[0-9a-f]{64}", text) else ""
+    return text if text == LEFT_TO_JAX or re.fullmatch("[0-9a-f]{64}", text) else ""
 
 
 def _read(folder: Path, module: str, structure: Any) -> Callable[..., Any] | None:
@@ -229,18 +241,21 @@ def _read(folder: Path, module: str, structure: Any) -> Callable[..., Any] | Non
     return program
 
 
-def _write(folder: Path, module: str, program: jax.stages.Compiled) -> bool:
-    """Keeps a program. False if it cannot be kept."""
-    path = folder / f"{module}.program"
+def _write(folder: Path, module: str, program: jax.stages.Compiled) -> str:
+    """Keeps a program; what is to stand in the file that names it, "" if there is to be none."""
     try:
         payload, _, results = serialize_executable.serialize(program)
         content = pickle.dumps((payload, results))
-        files.write_atomic(path, _checksum(module, content) + content)
+    except Exception as error:  # serialization raises errors of many kinds
+        logger.info("a program is not kept: %s", error)
+        return LEFT_TO_JAX
+    try:
+        files.write_atomic(folder / f"{module}.program", _checksum(module, content) + content)
         _delete_oldest(folder)
-    except Exception as error:  # a program that calls Python, a full disk: it runs all the same
-        logger.info("%s is not kept: %s", path, error)
-        return False
-    return True
+    except OSError as error:
+        logger.info("%s: %s; the program is made anew at the next start", folder, error.strerror or error)
+        return ""
+    return module
 
 
 def _checksum(module: str, content: bytes) -> bytes:
@@ -258,12 +273,22 @@ def _delete_oldest(folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
+class _Recorder(logging.Handler):
+    """Adds what is logged from "warning" on to a list."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__(logging.WARNING)
+        self.seen = seen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record)
+
+
 @contextmanager
-def _warned() -> Iterator[list[Any]]:
+def _warned() -> Generator[list[Any]]:
     """The warnings, and the records of the project's loggers from "warning" on, of the block; all go on as ever."""
     seen: list[Any] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = seen.append
+    handler = _Recorder(seen)
     project = logging.getLogger("jaxformer")
     project.addHandler(handler)
     try:
@@ -279,12 +304,14 @@ def _warned() -> Iterator[list[Any]]:
 
 
 @contextmanager
-def _named_with_metadata() -> Iterator[None]:
-    """JAX's cache names programs with their source lines: it then holds none that was kept without this module."""
-    name = "jax_compilation_cache_include_metadata_in_key"
-    before = getattr(jax.config, name)
-    jax.config.update(name, True)
+def _compiled_anew() -> Generator[None]:
+    """JAX's own cache neither gives a program, since its name has the source lines too, nor keeps one."""
+    settings = {"jax_compilation_cache_include_metadata_in_key": True, _LEAST_SECONDS: 1e9}
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        for name, value in before.items():
+            jax.config.update(name, value)
