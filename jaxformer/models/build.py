@@ -173,8 +173,12 @@ def shapes(module: nn.Module) -> PyTree:
 @functools.lru_cache(maxsize=8)
 def _shapes(module: nn.Module) -> PyTree:
     """Cached: a run asks several times as it starts, and tracing a large model takes seconds."""
-    with shapes_alone():
-        return jax.eval_shape(functools.partial(init_variables, module), _abstract_key())
+
+    def trace() -> PyTree:
+        with shapes_alone():
+            return jax.eval_shape(functools.partial(init_variables, module), _abstract_key())
+
+    return programs.keep(trace, "shapes", (module, jax.sharding.get_abstract_mesh()))
 
 
 def _abstract_key() -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""Compiled programs that are kept ready to run: a second start neither traces nor lowers nor compiles their functions.
+"""Compiled programs that are kept ready to run: a second start neither traces, lowers nor compiles their functions.
 
 JAX's own cache saves the compilation alone: to name a program, JAX traces and lowers the function again, which takes
 seconds of Python. `jit` keeps two kinds of files beside that cache, for the commands that `compilation.enable_cache`
@@ -123,7 +123,8 @@ class KeptFunction:
         known = _read_name(name)
         if known == LEFT_TO_JAX:
             return None
-        program = _read(folder, known, structure)
+        load = functools.partial(_load, structure)
+        program = _read(folder / f"{known}.program", load)
         if program is not None:
             return program
         with _warned() as warned:
@@ -132,17 +133,21 @@ class KeptFunction:
             return lowered.compile()
         options = {option: value for option, value in self._options.items() if option != "out_shardings"}
         module = _digest(lowered.as_text(), f"{options} {structure} {lowered.out_tree}", _environment())
-        program = _read(folder, module, structure)
+        path = folder / f"{module}.program"
+        program = _read(path, load)
         if program is None:
             hits = _cache_hits.count
             with _compiled_anew():
                 program = lowered.compile()
             if hits != _cache_hits.count:  # XLA does not run what it loaded and wrote again (jax 0.10.2 and 0.12.0)
                 return program
-            module = _write(folder, module, program)
-        if module:
-            with suppress(OSError):
-                files.write_atomic(name, module)
+            content = _dump(program)
+            if content is None:
+                module = LEFT_TO_JAX
+            elif not _write(path, content):
+                return program
+        with suppress(OSError):
+            files.write_atomic(name, module)
         return program
 
     def _described(self) -> str:
@@ -212,6 +217,29 @@ def _digest(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
+def keep(make: Callable[[], Any], kind: str, depends_on: Any) -> Any:
+    """`make()`, or what an earlier start with the same source files, versions and settings has kept of it.
+
+    Args:
+      make: returns an object that can be pickled, such as a tree of shapes.
+      kind: name of what is made.
+      depends_on: as for `jit`.
+    """
+    folder = None if registry.has_external_members() else trusted_folder()
+    described = f"{kind} {depends_on!r}"
+    if folder is None or " at 0x" in described:
+        return make()
+    name = _digest(described, code_version.source_digest(code_version.PACKAGE), _environment())
+    kept = _read(folder / f"{name}.{kind}", pickle.loads)
+    if kept is not None:
+        return kept
+    with _warned() as warned:
+        made = make()
+    if not warned:
+        _write(folder / f"{name}.{kind}", pickle.dumps(made))
+    return made
+
+
 def _read_name(path: Path) -> str:
     """The hash of a program that a file names, or `LEFT_TO_JAX`; "" if it names none."""
     try:
@@ -221,46 +249,54 @@ def _read_name(path: Path) -> str:
     return text if text == LEFT_TO_JAX or re.fullmatch("[0-9a-f]{64}", text) else ""
 
 
-def _read(folder: Path, module: str, structure: Any) -> Callable[..., Any] | None:
-    """The program of a module, whose arguments have this structure; None if there is none that is whole."""
-    path = folder / f"{module}.program"
+def _load(structure: Any, content: bytes) -> Callable[..., Any]:
+    """The program that `_dump` wrote, whose arguments have this structure."""
+    payload, results = pickle.loads(content)
+    return serialize_executable.deserialize_and_load(payload, structure, results)
+
+
+def _dump(program: jax.stages.Compiled) -> bytes | None:
+    """A program as bytes; None if it cannot be written."""
+    try:
+        payload, _, results = serialize_executable.serialize(program)
+        return pickle.dumps((payload, results))
+    except Exception as error:  # serialization raises errors of many kinds
+        logger.info("a program is not kept: %s", error)
+        return None
+
+
+def _read(path: Path, load: Callable[[bytes], Any]) -> Any:
+    """What a file keeps, as `load` makes it from the content; None if there is none that is whole."""
     try:
         content = path.read_bytes()
     except OSError:
         return None
     try:
-        if _checksum(module, content[32:]) != content[:32]:
+        if _checksum(path, content[32:]) != content[:32]:
             raise ValueError("it differs from its checksum")
-        payload, results = pickle.loads(content[32:])
-        program = serialize_executable.deserialize_and_load(payload, structure, results)
-    except Exception as error:  # whatever XLA finds in it: the program is made again
+        kept = load(content[32:])
+    except Exception as error:  # whatever XLA finds in it: it is made again
         logger.warning("%s is damaged (%s): made again", path, error)
         return None
     with suppress(OSError):  # a cache that is only read
         os.utime(path)
-    return program
+    return kept
 
 
-def _write(folder: Path, module: str, program: jax.stages.Compiled) -> str:
-    """Keeps a program; what is to stand in the file that names it, "" if there is to be none."""
+def _write(path: Path, content: bytes) -> bool:
+    """Keeps `content` in a file. False if it cannot be written."""
     try:
-        payload, _, results = serialize_executable.serialize(program)
-        content = pickle.dumps((payload, results))
-    except Exception as error:  # serialization raises errors of many kinds
-        logger.info("a program is not kept: %s", error)
-        return LEFT_TO_JAX
-    try:
-        files.write_atomic(folder / f"{module}.program", _checksum(module, content) + content)
-        _delete_oldest(folder)
+        files.write_atomic(path, _checksum(path, content) + content)
+        _delete_oldest(path.parent)
     except OSError as error:
-        logger.info("%s: %s; the program is made anew at the next start", folder, error.strerror or error)
-        return ""
-    return module
+        logger.info("%s: %s; it is made anew at the next start", path, error.strerror or error)
+        return False
+    return True
 
 
-def _checksum(module: str, content: bytes) -> bytes:
-    """Of the name too: a file under the name of another is not read."""
-    return hashlib.sha256(module.encode() + content).digest()
+def _checksum(path: Path, content: bytes) -> bytes:
+    """A hash of a file's content and name: a file under the name of another is not read."""
+    return hashlib.sha256(path.name.encode() + content).digest()
 
 
 def _delete_oldest(folder: Path) -> None:

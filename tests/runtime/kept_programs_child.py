@@ -140,8 +140,9 @@ damaged = start()
 SEEN["damaged"] = [damaged[0], same(damaged[1]), "damaged" in said[0].getMessage() if said else False]
 SEEN["mended"] = [start()[0], start()[0]]
 
-for path in names:
-    path.write_bytes(pathlib.Path(names[0]).read_bytes())
+contents = [path.read_bytes() for path in names]
+for path, content in zip(names, contents[1:] + contents[:1], strict=True):
+    path.write_bytes(content)
 foreign = start()
 SEEN["foreign"] = [foreign[0], same(foreign[1])]
 
@@ -150,9 +151,24 @@ unwritten = start(depends_on="nowhere"), start(function=functools.partial(wave, 
 SEEN["read-only"] = [each[0] for each in unwritten] + [same(unwritten[0][1])]
 files.write_atomic = write
 
+made = []
+
+
+def tree():
+    made.append(0)
+    return {"x": jax.ShapeDtypeStruct((2,), np.float32)}
+
+
+trees = [programs.keep(tree, "shapes", depends_on) for depends_on in ("a", "a", "b")]
+SEEN["values"] = [len(made), trees[1] == trees[0] == tree()]
+path = sorted(FOLDER.glob("*.shapes"))[0]
+path.write_bytes(path.read_bytes()[:-1] + b"?")
+made.clear()
+SEEN["damaged values"] = [programs.keep(tree, "shapes", "ab"[each % 2]) == trees[0] for each in range(4)] + [len(made)]
+
 programs.MAX_BYTES = 0
 start(function=functools.partial(wave, scale=11), depends_on=11)
-SEEN["limit"] = [kept()]
+SEEN["limit"] = [kept(), len(list(FOLDER.glob("*.shapes")))]
 programs.MAX_BYTES = 2**30
 
 programs.trusted_folder.cache_clear()

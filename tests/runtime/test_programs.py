@@ -46,7 +46,9 @@ EXPECTED = {
     "mended": [0, 0],
     "foreign": [1, True],
     "read-only": [1, 1, True],
-    "limit": [0],
+    "values": [2, True],
+    "damaged values": [True, True, True, True, 1],
+    "limit": [0, 0],
     "untrusted": [1, 1, True],
 }
 
