@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxformer import registry
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import code_version, files
 
@@ -84,6 +85,14 @@ def _read(path: Path, key: str) -> tuple[Any] | None:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def drawn(examples: Any) -> list[str] | None:
+    """What decides examples that the project's code draws, so that none has to be read; None for other examples."""
+    key = getattr(examples, "drawn_key", "")
+    if not key or registry.has_external_members():
+        return None
+    return [key, code_digest(PROJECT)]
 
 
 def content_digest(items: Iterable[Any]) -> str:

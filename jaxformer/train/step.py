@@ -302,9 +302,7 @@ def init_state(config: Config, module: nn.Module, optimizer: optim.Transform, me
     zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)  # noqa: E731
     variables = recurrence.with_memory(config, variables, zeros, mesh)
     shardings = state_shardings(config, module, optimizer, mesh)
-    init = programs.jit(
-        optimizer.init, depends_on=(overrides.to_json(config), mesh), out_shardings=shardings.opt_state
-    )
+    init = programs.jit(optimizer.init, depends_on=(overrides.to_json(config), mesh), out_shardings=shardings.opt_state)
     opt_state = init(freezing.trained(config, params))
     replicated = NamedSharding(mesh, PartitionSpec())
     step, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.fold_in(root, 1)), replicated)

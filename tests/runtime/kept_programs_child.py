@@ -58,9 +58,18 @@ SEEN["same module"] = [edited[0], start(depends_on="b")[0], kept()]
 
 other = functools.partial(wave, scale=3)
 scaled = start(function=other, depends_on=("a", 3))
-SEEN["other values"] = [scaled[0], bool(np.allclose(scaled[1], 3 * first[1])), start(function=other, depends_on=("a", 3))[0]]
+SEEN["other values"] = [
+    scaled[0],
+    bool(np.allclose(scaled[1], 3 * first[1])),
+    start(function=other, depends_on=("a", 3))[0],
+]
 
-SEEN["shapes and dtypes"] = [start(X[:2])[0], start(X.astype(np.float16))[0], start(X.astype(np.int32))[0], start(X[:2])[0]]
+SEEN["shapes and dtypes"] = [
+    start(X[:2])[0],
+    start(X.astype(np.float16))[0],
+    start(X.astype(np.int32))[0],
+    start(X[:2])[0],
+]
 
 statics = dict(static_argnums=(1,), static_argnames=("warn",))
 two, five = (start(call=(value,), **statics) for value in (2, 5))
