@@ -14,16 +14,20 @@ from jaxformer.runtime import compilation, programs
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """What `kept_programs_child.py` saw, in a process with one device, beside JAX's own cache."""
+def child(name, folder):
+    """What a script saw, in a process with one device, beside JAX's own cache."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    folder = tmp_path_factory.mktemp("kept")
     environment |= {compilation.DIRECTORY_VARIABLE: f"{folder}/jax", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    command = [sys.executable, str(Path(__file__).with_name("kept_programs_child.py")), folder]
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, str(Path(__file__).with_name(name)), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What `kept_programs_child.py` saw."""
+    return child("kept_programs_child.py", tmp_path_factory.mktemp("kept"))
 
 
 EXPECTED = {
@@ -82,3 +86,11 @@ def test_an_experiment_keeps_none(monkeypatch, tmp_path):
     monkeypatch.setenv(compilation.ENABLED_VARIABLE, "0")
     compilation.enable_cache()
     assert compilation.ready_directory is None
+
+
+def test_runs_and_outputs_are_the_same_to_the_bit_and_the_second_start_traces_nothing(tmp_path):
+    runs = child("kept_runs_child.py", tmp_path)
+    assert runs["trained"] == [True, True, False, True]  # equal; traced by the first, the second and without
+    assert runs["resumed"] == [True, False]
+    assert runs["greedy"] == [True, True, False, True]
+    assert runs["int8 beams"][0]  # a look at the model finds the kernels to round at each start
