@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import checkpoint
-from jaxformer.checkpoint import Checkpoints, saving
+from jaxformer.checkpoint import Checkpoints, reading, saving
 from jaxformer.config import (
     CheckpointConfig,
     Config,
@@ -456,6 +456,59 @@ def test_average_prefers_the_running_average(tmp_path):
     params, variables = checkpoint.read_weights(newest)
     chex.assert_trees_all_equal(params, jax.tree.map(lambda x: -x, state_at(4).params))
     chex.assert_trees_all_equal(variables, {"batch_stats": {"mean": np.full((4,), 8.0, np.float32)}})
+
+
+def test_weights_are_read_as_orbax_reads_them(tmp_path, monkeypatch):
+    """Of every dtype, shape and mesh, with an average of some parameters, and without the memories of rows."""
+    mesh = meshes.make(MeshConfig(data=1, fsdp=8))
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+    kernel = jnp.arange(64.0).reshape(16, 4)
+    params = {
+        "block": {"kernel": jax.device_put(kernel, split), "bias": jnp.full((4,), 1 / 3)},
+        "half": jnp.full((3, 1), 1 / 3, jnp.bfloat16), "flags": jnp.asarray([True, False]),
+        "number": jnp.float32(2.5), "int8": jnp.arange(-3, 3, dtype=jnp.int8),
+    }  # fmt: skip
+    variables = {"ema": {"block": {"kernel": -kernel}}, "memory": {"rows": kernel}, "batch_stats": {"n": jnp.int32(7)}}
+    checkpoints = opened(tmp_path)
+    checkpoints.save(state_at(1).replace(params=params, variables=variables), {}, {})
+    checkpoints.close()
+    directory = tmp_path / "checkpoints" / "last" / "1"
+
+    def refuse(*_):
+        raise AssertionError("Orbax was asked")
+
+    with monkeypatch.context() as without:
+        without.setattr(reading, "array_metadata", refuse)
+        ours = reading.read_weights(directory)
+    with monkeypatch.context() as without:
+        without.setattr(reading.arrays, "read", lambda *_: None)
+        theirs = reading.read_weights(directory)
+    chex.assert_trees_all_equal(ours, theirs)
+    chex.assert_trees_all_equal_dtypes(ours, theirs)
+    expected = {**params, "block": {**params["block"], "kernel": -kernel}}
+    chex.assert_trees_all_equal(ours.params, jax.tree.map(np.asarray, expected))
+    assert ours.params["half"].dtype == jnp.bfloat16 and ours.variables == {"batch_stats": {"n": 7}}
+
+
+def test_what_is_stored_in_another_way_is_left_to_orbax(tmp_path):
+    checkpoints = opened(tmp_path)
+    checkpoints.save(state_at(1), {}, {})
+    checkpoints.close()
+    state = tmp_path / "checkpoints" / "last" / "1" / "state"
+    everything = lambda paths: list(paths)  # noqa: E731
+    assert len(reading.arrays.read(state.parent, everything)) > 5
+    written = (state / "_METADATA").read_text()
+    for text in (
+        written.replace('"use_zarr3": false', '"use_zarr3": true'),
+        written.replace("jax.Array", "scalar"),
+        "{",
+    ):
+        assert text != written
+        (state / "_METADATA").write_text(text)
+        assert reading.arrays.read(state.parent, everything) is None
+    (state / "_METADATA").write_text(written)
+    (state / "manifest.ocdbt").unlink()
+    assert reading.arrays.read(state.parent, everything) is None
 
 
 def test_checkpoints_describe_themselves_and_a_relative_workdir_works(tmp_path, monkeypatch):

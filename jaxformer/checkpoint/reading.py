@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 from etils import epath
 from flax import traverse_util
 
-from jaxformer.checkpoint import manifest
+from jaxformer.checkpoint import arrays, manifest
 from jaxformer.checkpoint.directories import raise_damaged, read_json
 from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.checkpoint.trees import is_key, stored_shape, to_nested_dict
@@ -115,23 +115,35 @@ def read_weights(directory: Path, shardings: PyTree | None = None) -> Weights:
     Args:
       shardings: of the parameters; None: everything stays on the host, as numpy arrays.
     """
+    if shardings is None and jax.process_count() == 1:
+        read = arrays.read(directory, weight_paths)
+        if read is not None:
+            return _weights(traverse_util.unflatten_dict(read))
     import orbax.checkpoint as ocp
 
-    arrays = {path: array for path, array in array_metadata(directory).items() if path[0] in ("params", "variables")}
-    arrays = {path: array for path, array in arrays.items() if path[:2] != ("variables", MEMORY)}
-    average = ("variables", EMA)
-    averaged = {path[2:] for path in arrays if path[:2] == average}  # frozen parameters have no average
-    arrays = {path: array for path, array in arrays.items() if path[0] != "params" or path[1:] not in averaged}
+    found, average = array_metadata(directory), ("variables", EMA)
     param_shardings = {} if shardings is None else traverse_util.flatten_dict(to_nested_dict(shardings))
     item, args = {}, {}
-    for path, array in arrays.items():
-        name = path[2:] if path[:2] == average else path[1:]
+    for path in weight_paths(found):
+        array, name = found[path], path[2:] if path[:2] == average else path[1:]
         sharding = param_shardings.get(name) if path[0] == "params" or path[:2] == average else None
         item[path] = jax.ShapeDtypeStruct(array.shape, array.dtype)
         args[path] = ocp.RestoreArgs(np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
     item, args = traverse_util.unflatten_dict(item), traverse_util.unflatten_dict(args)
     restore = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
-    tree = _arrays(directory, restore)
+    return _weights(_arrays(directory, restore))
+
+
+def weight_paths(paths: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The paths of a stored state that weights are made of: no parameter that has a moving average, no memories."""
+    average, memory = ("variables", EMA), ("variables", MEMORY)
+    found = [path for path in paths if path[0] in ("params", "variables") and path[:2] != memory]
+    averaged = {path[2:] for path in found if path[:2] == average}  # frozen parameters have no average
+    return [path for path in found if path[0] != "params" or path[1:] not in averaged]
+
+
+def _weights(tree: dict[str, Any]) -> Weights:
+    """The weights of what a checkpoint holds, the moving average in place of the parameters that have one."""
     variables = dict(tree.get("variables", {}))
     return Weights(overlaid(tree.get("params", {}), variables.pop(EMA, {})), variables)
 

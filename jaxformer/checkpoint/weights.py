@@ -205,7 +205,8 @@ def _read_average(
     leaves, structure = jax.tree.flatten(total)
     del total, weights
     for index, leaf in enumerate(leaves):
-        leaves[index] = jnp.asarray(leaf).block_until_ready()
+        # `jnp.asarray` would compile a program for each shape.
+        leaves[index] = jax.device_put(leaf, may_alias=False).block_until_ready()
     return jax.tree.unflatten(structure, leaves), used
 
 

@@ -7,7 +7,6 @@ these makes another entry, and entries never go stale. Files appear whole; a dam
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -19,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxformer import registry
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import files
+from jaxformer.runtime import code_version, files
 
 LIBRARIES = ("flax", "jax", "jinja2", "numpy", "sentencepiece", "tokenizers")
 """Libraries that decide results: those of models, and those that make ids from texts."""
@@ -87,6 +87,14 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def drawn(examples: Any) -> list[str] | None:
+    """What decides examples that the project's code draws, so that none has to be read; None for other examples."""
+    key = getattr(examples, "drawn_key", "")
+    if not key or registry.has_external_members():
+        return None
+    return [key, code_digest(PROJECT)]
+
+
 def content_digest(items: Iterable[Any]) -> str:
     """A hash of texts or examples in order."""
     digest = hashlib.sha256()
@@ -105,12 +113,7 @@ def _described(value: Any) -> Any:
     return [array.dtype.str, array.shape, array.tobytes().hex()]
 
 
-@functools.cache
 def code_digest(*paths: Path) -> str:
     """A hash of source files and of those below folders, of the Python that runs them, and of `LIBRARIES`."""
-    digest = hashlib.sha256(repr([platform.python_version(), *map(metadata.version, LIBRARIES)]).encode())
-    for path in paths:
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            content = file.read_bytes()
-            digest.update(f"{file.name} {len(content)} ".encode() + content)
-    return digest.hexdigest()
+    versions = [platform.python_version(), *map(metadata.version, LIBRARIES), code_version.source_digest(*paths)]
+    return hashlib.sha256(repr(versions).encode()).hexdigest()

@@ -202,9 +202,10 @@ class Pipeline(TrainingBatches):
 
         if registry.has_external_members() or self.task.reads_other_text(self.config):
             return encode()
-        tokenizers = self.tokenizers
+        tokenizers, drawn = self.tokenizers, derived.drawn(self._split(split))
+        examples = drawn and [*drawn, *map(int, sample)]
         depends_on = {
-            "examples": derived.content_digest(self._chunks(split, sample)),
+            "examples": examples or derived.content_digest(self._chunks(split, sample)),
             "settings": [split, count, skipped, overrides.to_json(self.config)],
             "tokenizers": tokenizers
             and [tokenizers.source.fingerprint, tokenizers.target.fingerprint, tokenizers.chat_template],

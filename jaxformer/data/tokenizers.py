@@ -14,7 +14,7 @@ import os
 import re
 import string
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -439,10 +439,13 @@ class Tokenizers:
                 raise ConfigError(f"data.tokenizer.path: got {settings.path!r}, expected {expected}; set it")
             built = [Tokenizer.load(_tokenizer_file(path), settings.multiple) for path in paths]
         else:
-            texts = _texts(config, examples, roles)
-            if sides == ("joint",):
-                texts = {"joint": [text for side in texts.values() for text in side]}
-            built = [Tokenizer(_learn(config, texts[side]), settings.multiple) for side in sides]
+            find = functools.cache(lambda: _texts(config, examples, roles))
+            built = []
+            for side in sides:
+                texts = functools.partial(_of_side, find, side)
+                drawn = derived.drawn(examples)
+                known = None if drawn is None else [*drawn, len(examples), config.examples, list(roles), side]
+                built.append(Tokenizer(_learn(config, texts, known), settings.multiple))
         return cls(built[0], built[-1])
 
     def cached(self, budget: int) -> Tokenizers:
@@ -523,21 +526,31 @@ def _tokenizer_file(path: str) -> Path:
     return directory / chosen[0]
 
 
-def _learn(config: DataConfig, texts: Sequence[str]) -> Vocabulary:
-    """The vocabulary that `config.tokenizer` describes: one that was learned of the same texts before, or a new one."""
+def _learn(config: DataConfig, texts: Callable[[], list[str]], known: list[Any] | None) -> Vocabulary:
+    """The vocabulary that `config.tokenizer` describes: one that was learned of the same texts before, or a new one.
+
+    Args:
+      known: what decides the texts; None: they have to be read to know.
+    """
     settings = config.tokenizer
     if settings.kind not in vocabularies.SLOW_TO_LEARN:
-        return vocabularies.learn(settings, texts)
+        return vocabularies.learn(settings, texts())
     code = derived.code_digest(*(Path(module.__file__) for module in (vocabularies, vocabulary_learning)))
     chosen = [settings.kind, settings.vocab, settings.lowercase, settings.sentinels]
-    depends_on = {"texts": derived.content_digest(texts), "settings": chosen, "code": code}
+    depends_on = {"texts": known or derived.content_digest(texts()), "settings": chosen, "code": code}
     content = derived.keep(
         cache.cache_directory(config),
         "vocabularies",
         depends_on,
-        lambda: vocabularies.learn(settings, texts).to_json(),
+        lambda: vocabularies.learn(settings, texts()).to_json(),
     )
     return vocabularies.KINDS[settings.kind].from_json(settings.kind, content)
+
+
+def _of_side(find: Callable[[], dict[str, list[str]]], side: str) -> list[str]:
+    """The texts of one side, or of both for the side "joint"."""
+    texts = find()
+    return [text for each in texts.values() for text in each] if side == "joint" else texts[side]
 
 
 def _texts(config: DataConfig, examples: Examples, roles: Sequence[str]) -> dict[str, list[str]]:

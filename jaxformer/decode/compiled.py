@@ -22,6 +22,7 @@ from jaxformer.decode.search.per_row import PerRowSearch
 from jaxformer.decode.search.sample import SampleSearch
 from jaxformer.nn.cache import scatter_rows
 from jaxformer.parallel.rules import constrain
+from jaxformer.runtime import programs
 from jaxformer.types import Array, Batch, CompactableState, Decodable, PyTree, RefillableState, State
 
 SEARCHES: dict[str, Callable[[DecodeConfig, tuple[int, ...], int], Search[Any]]] = {
@@ -155,7 +156,7 @@ class CompiledDecoder:
         """The schedule of a state from `prefill` with prompts of `prompt_slots` slots."""
         return cache_schedule.schedule_for(state, prompt_slots, self.config.max_length, self.search)
 
-    @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("prompt_width",))
+    @functools.partial(programs.jit, static_argnums=(0,), static_argnames=("prompt_width",))
     def prefill(
         self, variables: PyTree, batch: Batch, rows: RowSettings, prompt_width: int | None = None
     ) -> DecodeState:
@@ -168,7 +169,7 @@ class CompiledDecoder:
         logits, state = cache_schedule.prefill(self._bind(variables), batch, self.config.max_length, search)
         return DecodeState(search.init(logits, batch, rows, prompt_width), state)
 
-    @functools.partial(jax.jit, static_argnums=(0,), donate_argnames=("state",))
+    @functools.partial(programs.jit, static_argnums=(0,), donate_argnames=("state",))
     def decode_steps(
         self, variables: PyTree, state: DecodeState, min_finished: Int[Array, ""], max_steps: Int[Array, ""]
     ) -> tuple[DecodeState, DecodeStatus]:
@@ -182,7 +183,7 @@ class CompiledDecoder:
             used_slots = model_state.max_used_slots(self._active_rows(state))
         return state, replicate(DecodeStatus(search.is_finished(new), steps, used_slots, tokens, passes))
 
-    @functools.partial(jax.jit, static_argnums=(0, 2, 3))
+    @functools.partial(programs.jit, static_argnums=(0, 2, 3))
     def compact(self, state: DecodeState, schedule: CacheSchedule, capacity: int) -> State:
         """The model's state with slots for `capacity` new tokens and without those that no active row reads.
 
@@ -192,17 +193,17 @@ class CompiledDecoder:
             return state.model
         return state.model.compact(self._active_rows(state), schedule.total_slots(capacity))
 
-    @functools.partial(jax.jit, static_argnums=(0, 2, 3))
+    @functools.partial(programs.jit, static_argnums=(0, 2, 3))
     def grow(self, state: State, schedule: CacheSchedule, capacity: int) -> State:
         """The model's state with slots for `capacity` new tokens."""
         return schedule.grow(state, capacity)
 
-    @functools.partial(jax.jit, static_argnums=(0,))
+    @functools.partial(programs.jit, static_argnums=(0,))
     def drop_cache(self, state: State) -> State:
         """The model's state for texts that do not fit any more (see `cropped_context.drop_cache`)."""
         return drop_cache(state)
 
-    @functools.partial(jax.jit, static_argnums=(0,), donate_argnames=("state",))
+    @functools.partial(programs.jit, static_argnums=(0,), donate_argnames=("state",))
     def refill_rows(self, state: DecodeState, indices: Int[Array, " R"], new: DecodeState) -> DecodeState:
         """Replaces prompts `indices` of the batch by those of `new`; indices beyond the batch are ignored."""
         if not (isinstance(state.model, RefillableState) and isinstance(new.model, RefillableState)):
@@ -213,7 +214,7 @@ class CompiledDecoder:
         model_rows = _expand_indices(indices, len(indices) * self._rows_per_prompt(new.model))
         return DecodeState(search, state.model.replace_rows(model_rows, new.model))
 
-    @functools.partial(jax.jit, static_argnums=(0,))
+    @functools.partial(programs.jit, static_argnums=(0,))
     def hypotheses(self, search_state: SearchState) -> Hypotheses:
         """The best outputs of every prompt so far, on all devices."""
         return replicate(self.search.hypotheses(search_state))
@@ -269,7 +270,7 @@ def replicate(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: constrain(x, *(None,) * x.ndim), tree)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(programs.jit, static_argnums=(0, 1))
 def _prepare_variables(module: nn.Module, rounds_to_int8: bool, variables: PyTree) -> PyTree:
     variables = int8.quantize(module, variables) if rounds_to_int8 else variables
     unstack = getattr(module, "unstack", None)

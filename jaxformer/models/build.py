@@ -26,6 +26,7 @@ from jaxformer.nn.attention import head_shape
 from jaxformer.nn.layers import shapes_alone
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
+from jaxformer.runtime import programs
 from jaxformer.types import Array, Batch, PyTree, Slots, Stream
 
 
@@ -172,8 +173,12 @@ def shapes(module: nn.Module) -> PyTree:
 @functools.lru_cache(maxsize=8)
 def _shapes(module: nn.Module) -> PyTree:
     """Cached: a run asks several times as it starts, and tracing a large model takes seconds."""
-    with shapes_alone():
-        return jax.eval_shape(functools.partial(init_variables, module), _abstract_key())
+
+    def trace() -> PyTree:
+        with shapes_alone():
+            return jax.eval_shape(functools.partial(init_variables, module), _abstract_key())
+
+    return programs.keep(trace, "shapes", (module, jax.sharding.get_abstract_mesh()))
 
 
 def _abstract_key() -> jax.ShapeDtypeStruct:
@@ -206,9 +211,13 @@ def create(module: nn.Module, key: Key[Array, ""], mesh: Mesh) -> dict[str, PyTr
     The values are equal on every mesh, since JAX's counter-based generator is partitionable.
     """
     initialise = _initialiser(module)  # ty: ignore[invalid-argument-type]
-    # Of the same trace as the program: `shapes` would trace the model once more.
-    layout = rules.shardings(jax.eval_shape(initialise, _abstract_key()), mesh)
-    make = jax.jit(initialise, out_shardings=layout, compiler_options=cpu.one_off_compiler_options())
+    make = programs.jit(
+        initialise,
+        depends_on=(module, mesh),
+        # Of the same trace as the program: `shapes` would trace the model once more.
+        out_shardings=lambda: rules.shardings(jax.eval_shape(initialise, _abstract_key()), mesh),
+        compiler_options=cpu.one_off_compiler_options(),
+    )
     return nn.meta.unbox(make(key))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import subprocess
 from dataclasses import dataclass
@@ -53,6 +54,17 @@ def current(folder: Path = PACKAGE) -> CodeVersion:
         return CodeVersion(__version__, None)
     digest = hashlib.sha256(diff).hexdigest()[:16] if diff else ""
     return CodeVersion(__version__, commit.decode().strip(), diff if len(diff) <= MAX_DIFF_BYTES else b"", digest)
+
+
+@functools.cache
+def source_digest(*paths: Path) -> str:
+    """A hash of source files and of those below folders, as they are at the first call."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            content = file.read_bytes()
+            digest.update(f"{file.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
 
 
 def git_commit() -> str | None:

@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from jaxformer.errors import ConfigError
@@ -34,13 +34,23 @@ ACCELERATOR_DEVICES = {"/dev/nvidia0": "gpu", "/dev/accel0": "tpu", "/dev/vfio/0
 """Device files of accelerators, each with the package extra that makes JAX use it."""
 
 
+READY_COMMANDS = memory.COMMANDS - {"experiment"}
+"""Commands that keep programs ready to run (`programs`): an experiment may change how a function is traced."""
+
+ready_directory: Path | None = None
+"""The directory below which this process keeps programs ready to run (`programs`); None: it keeps none."""
+
+
 def enable_cache() -> None:
     """Configures the cache for commands that compute. Must run before JAX is imported."""
+    global ready_directory
     if len(sys.argv) > 1 and sys.argv[1] in memory.COMMANDS and "jax" not in sys.modules:
         try:
             configure(os.environ, processor_id(), has_accelerator())
             if os.environ.get(DIRECTORY_VARIABLE, "").startswith(str(directories.cache())):
                 remove_partial_programs(Path(os.environ[DIRECTORY_VARIABLE]))
+                if sys.argv[1] in READY_COMMANDS and is_enabled(os.environ):
+                    ready_directory = Path(os.environ[DIRECTORY_VARIABLE])
         except ConfigError:  # code that needs the cache directory raises the error itself
             os.environ[ENABLED_VARIABLE] = "0"
 
@@ -54,7 +64,7 @@ def configure(environment: MutableMapping[str, str], processor: str, accelerator
     """
     if DIRECTORY_VARIABLE in environment or not (accelerator or can_reload_programs(processor)):
         return
-    if environment.get(ENABLED_VARIABLE, "").lower() in ("0", "false", "no", "off"):
+    if not is_enabled(environment):
         return
     directory = directories.cache() / "programs" / hashlib.sha256(processor.encode()).hexdigest()[:12]
     with contextlib.suppress(OSError):
@@ -71,6 +81,11 @@ def configure(environment: MutableMapping[str, str], processor: str, accelerator
     environment[DIRECTORY_VARIABLE] = str(directory)
     for name, value in SETTINGS.items():
         environment.setdefault(name, value)
+
+
+def is_enabled(environment: Mapping[str, str]) -> bool:
+    """False if the variable says that programs are not kept."""
+    return environment.get(ENABLED_VARIABLE, "").lower() not in ("0", "false", "no", "off")
 
 
 def remove_partial_programs(directory: Path) -> None:

@@ -15,10 +15,11 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxformer import tasks
-from jaxformer.config import Config
+from jaxformer.config import Config, overrides
 from jaxformer.models import build
 from jaxformer.nn import cpu, moe
 from jaxformer.parallel import rules, shards
+from jaxformer.runtime import programs
 from jaxformer.tasks import Task
 from jaxformer.train import ema, freezing, optim, recurrence, skip_guard
 from jaxformer.train.teacher import Teacher
@@ -32,7 +33,7 @@ def make_train_step(
     optimizer: optim.Transform,
     schedule: optim.Schedule,
     mesh: Mesh,
-) -> jax.stages.Wrapped:
+) -> programs.KeptFunction:
     """The compiled step `(state, batch) -> (state, sums)`; the state passed in is donated.
 
     With `config.distillation` a `teacher.Teacher` is its third argument.
@@ -51,7 +52,8 @@ def make_train_step(
     update_at = freezing.trained(config, update_shardings(config, build.shapes(module), shardings.params))
     replicated = NamedSharding(mesh, PartitionSpec())
     train_step = functools.partial(update, config, module, task, optimizer, schedule, update_at)
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated))
+    depends_on = (overrides.to_json(config), mesh)
+    return programs.jit(train_step, depends_on=depends_on, donate_argnums=0, out_shardings=(shardings, replicated))
 
 
 def update(
@@ -110,7 +112,7 @@ def update(
     return TrainState(state.step + 1, params, opt_state, state.key, variables), sums
 
 
-def make_eval_step(config: Config, module: nn.Module) -> jax.stages.Wrapped:
+def make_eval_step(config: Config, module: nn.Module) -> programs.KeptFunction:
     """The compiled function `(variables, batch) -> sums`. It supplies no dropout key, so nothing is random."""
     task = tasks.get(config.task.name)
 
@@ -118,7 +120,7 @@ def make_eval_step(config: Config, module: nn.Module) -> jax.stages.Wrapped:
         logits: PyTree = module.apply(variables, batch, full_logits=False)
         return task.metrics(config, logits, batch)
 
-    return jax.jit(eval_step)
+    return programs.jit(eval_step, depends_on=(overrides.to_json(config), module))
 
 
 def make_binned_eval_step(config: Config, module: nn.Module, upper: tuple[int, ...]) -> jax.stages.Wrapped:
@@ -300,7 +302,8 @@ def init_state(config: Config, module: nn.Module, optimizer: optim.Transform, me
     zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)  # noqa: E731
     variables = recurrence.with_memory(config, variables, zeros, mesh)
     shardings = state_shardings(config, module, optimizer, mesh)
-    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(freezing.trained(config, params))
+    init = programs.jit(optimizer.init, depends_on=(overrides.to_json(config), mesh), out_shardings=shardings.opt_state)
+    opt_state = init(freezing.trained(config, params))
     replicated = NamedSharding(mesh, PartitionSpec())
     step, key = jax.device_put((jnp.zeros((), jnp.int32), jax.random.fold_in(root, 1)), replicated)
     return TrainState(step, params, opt_state, key, variables)

@@ -44,6 +44,39 @@ def test_commands_import_only_what_they_need():
     assert rendered == "2"
 
 
+def test_reading_a_run_imports_no_orbax(tmp_path):
+    """Nor does a program of each shape put its arrays on the device."""
+    code = f"""
+import pathlib, sys
+import jax, numpy as np
+from jaxformer.checkpoint import reading
+from jaxformer.checkpoint.weights import average_weights
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+folder = pathlib.Path({str(tmp_path)!r}, "checkpoints", "last", "3")
+if sys.argv[1] == "write":
+    from jaxformer.checkpoint import Checkpoints
+    from jaxformer.config import CheckpointConfig
+    from jaxformer.types import TrainState
+    shapes = {{"a": (2, 3), "b": (4,), "c": (5, 1, 2)}}
+    params = {{name: jax.numpy.ones(shape) for name, shape in shapes.items()}}
+    checkpoints = Checkpoints(folder.parents[2], CheckpointConfig())
+    checkpoints.save(TrainState(jax.numpy.int32(3), params, (), jax.random.key(0), {{}}), {{}}, {{}})
+    checkpoints.close()
+else:
+    params, _ = average_weights([folder], 1)
+    assert sorted(params) == ["a", "b", "c"] and isinstance(params["a"], jax.Array), params
+    assert "orbax" not in sys.modules, "orbax"
+    assert not [event for event in compiled if "compile" in event], compiled
+"""
+    for which in ("write", "read"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, which],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+
 def test_training_a_run_that_starts_from_nothing_reads_no_foreign_format():
     """`train` names `hf` only behind a check of the directories that it may read."""
     text = (ROOT / "jaxformer" / "cli" / "train.py").read_text(encoding="utf-8")

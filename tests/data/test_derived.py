@@ -16,6 +16,7 @@ from jaxformer.data.pipeline import Pipeline
 from jaxformer.data.sources import Dataset, build
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.models import build as models
+from jaxformer.runtime import code_version
 
 TEXTS = ["the cat sat on the mat", "the dog ate the cat", "a mat for the dog", "the end"] * 5
 
@@ -91,7 +92,7 @@ def test_the_hash_of_code_sees_every_file(tmp_path):
     (tmp_path / "b.py").write_text("x = 1\n")
     before = derived.code_digest(tmp_path)
     (tmp_path / "b.py").write_text("x = 2\n")
-    derived.code_digest.cache_clear()
+    code_version.source_digest.cache_clear()
     assert derived.code_digest(tmp_path) != before
 
 
@@ -225,3 +226,35 @@ def test_arrays_of_a_model_are_traced_once(tmp_path, monkeypatch):
     wider = dataclasses.replace(config, model=ModelConfig(encoder=dataclasses.replace(small, width=16)))
     assert weights._expected_arrays(wider, models.build(wider.model)) != first
     assert len(calls) == 2
+
+
+def test_examples_that_the_code_draws_are_known_without_reading_any(tmp_path, monkeypatch):
+    """A second start learns the same vocabulary of them, and reads no example; other roles or fewer examples learn."""
+    config = DataConfig(
+        source="numerals", cache=str(tmp_path), examples=40, tokenizer=TokenizerConfig(kind="bpe", vocab=300)
+    )
+    roles = ("source", "target")
+    examples = build(config).splits["train"]
+    read = []
+    example = type(examples.generator).example
+    monkeypatch.setattr(
+        type(examples.generator), "example", lambda self, item: read.append(item) or example(self, item)
+    )
+
+    def learned(config=config, roles=roles):
+        read.clear()
+        tokenizers = Tokenizers.build(config, examples, roles)
+        return len(read), tokenizers.source.fingerprint
+
+    first, again = learned(), learned()
+    assert first[0] == 40 and again == (0, first[1])
+    fewer = dataclasses.replace(config, examples=30)
+    assert learned(fewer)[0] == 30 and learned(roles=("source",))[0] == 40
+    assert learned(fewer)[1] != first[1]
+    monkeypatch.setattr(derived, "drawn", lambda _: None)
+    assert learned() == (40, first[1])  # the same, learned of the texts
+    monkeypatch.undo()
+    monkeypatch.setattr(registry, "has_external_members", lambda: True)
+    assert derived.drawn(examples) is None
+    monkeypatch.undo()
+    assert derived.drawn(examples) is not None and derived.drawn([]) is None

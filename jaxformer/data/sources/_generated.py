@@ -57,6 +57,7 @@ class DrawnExamples(Generic[Item]):
 
     generator: Generator[Item]
     length: int = TRAIN_EXAMPLES
+    drawn_key: str = ""  # of the data set; with the project's code it decides every example
 
     def __len__(self) -> int:
         return self.length
@@ -74,6 +75,7 @@ class HeldOutExamples(Generic[Item]):
 
     generator: Generator[Item]
     items: tuple[Item, ...]
+    drawn_key: str = ""  # as that of `DrawnExamples`
 
     def __len__(self) -> int:
         return len(self.items)
@@ -91,8 +93,8 @@ def build_dataset(generator: Generator[Item], key: str) -> Dataset:
             items[item] = None
         elif all(len(items) == MAX_HELD_OUT_EXAMPLES for items in found.values()):
             break
-    held_out = {split: HeldOutExamples(generator, tuple(items)) for split, items in found.items() if items}
-    return Dataset(splits={"train": DrawnExamples(generator), **held_out}, key=key)
+    held_out = {split: HeldOutExamples(generator, tuple(items), key) for split, items in found.items() if items}
+    return Dataset(splits={"train": DrawnExamples(generator, drawn_key=key), **held_out}, key=key)
 
 
 def _draws(generator: Generator[Item], name: str) -> Iterator[Item]:
