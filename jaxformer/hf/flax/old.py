@@ -57,8 +57,9 @@ def old_values(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in values.items() if name not in ROPE_KEYS or model_type not in ROTARY_TYPES}
     if model_type in ROTARY_TYPES:
         kept |= PLAIN_ROPE
-    if model_type == "gemma":  # the newer library reads hidden_act
-        kept["hidden_act"] = values.get("hidden_activation") or "gelu_pytorch_tanh"
+    if model_type == "gemma":  # the newer library reads hidden_act, and "gelu" there as its tanh form
+        named = values.get("hidden_activation") or "gelu_pytorch_tanh"
+        kept["hidden_act"] = "gelu_python" if named == "gelu" else named
         kept.pop("hidden_activation", None)
     return {**kept, **edits}
 
