@@ -318,3 +318,10 @@ def test_an_original_length_beside_the_rotary_parameters_wins_where_they_are_one
 def test_a_classifier_of_bart_has_three_classes_where_nothing_says_how_many():
     assert model(FAMILIES["bart"], "sequence", {}).head.classes == 3
     assert model(FAMILIES["mbart"], "sequence", {}).head.classes == 2
+
+
+def test_null_is_false_where_the_library_asks_whether_it_is_true():
+    deepseek = FAMILIES["deepseek_v3"]
+    for null, false in (({key: None}, {key: False}) for key in ("norm_topk_prob", "rope_interleave")):
+        assert model(deepseek, "causal_lm", null) == model(deepseek, "causal_lm", false)
+        assert model(deepseek, "causal_lm", null) != model(deepseek, "causal_lm", {})
