@@ -5,7 +5,7 @@
 Needs the extra [bench] (transformers). For each `model_type`:
 
     aliases    other names of a key, which the library accepts in a config.json
-    defaults   the fields of the config class
+    defaults   the fields of the config class, and the number of classes where it is not 2
     beside     names that the modelling code asks the config for and that are no field of the class: null where absent
 
 `common` holds the fields of all classes, `generation` the names that the library moves to generation_config.json.
@@ -66,6 +66,8 @@ def main() -> None:
     for name in CLASSES:
         config = getattr(transformers, f"{name}Config")
         known = defaults(config, set(common))
+        classes = config().num_labels if name != "EncoderDecoder" else 2
+        known |= {} if classes == 2 else {"num_labels": classes}
         beside = sorted(asked(config) - set(known) - set(common) - set(config.attribute_map) - methods)
         families[config.model_type] = {"aliases": config.attribute_map, "defaults": known, "beside": beside}
     generation = sorted(transformers.GenerationConfig._get_default_generation_params())

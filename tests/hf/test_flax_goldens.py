@@ -1,6 +1,6 @@
 """The old Flax classes' own outputs and generated ids: ours are the same to rounding.
 
-`goldens/flax` holds five classes in configurations where the old rules are odd (see `goldens/write_flax.py`). Beside
+`goldens/flax` holds a few classes in configurations where the old rules are odd (see `goldens/write_flax.py`). Beside
 the project may lie a folder of all classes (`../shared/flax_goldens`); with `GOLDENS=all` they are all compared.
 """
 

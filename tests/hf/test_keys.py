@@ -285,3 +285,45 @@ def test_a_decoders_input_is_its_start_token_and_the_labels_before():
     labels = jnp.asarray([[5, 6, 7], [8, -100, -100]])
     moved = arguments.shift_right(table.CallConvention(), settings, labels)
     assert moved.tolist() == [[2, 5, 6], [2, 8, 1]]
+
+
+def test_gelu_in_a_file_of_gemma_is_its_tanh_form_and_the_exact_one_is_written_by_its_other_name():
+    gemma, gemma2 = FAMILIES["gemma"], FAMILIES["gemma2"]
+    assert model(gemma, "causal_lm", {"hidden_act": "gelu"}).decoder.ffn.activation == "gelu_tanh"
+    assert model(gemma2, "causal_lm", {"hidden_activation": "gelu"}).decoder.ffn.activation == "gelu"
+    exact = model(gemma, "causal_lm", {"hidden_act": "gelu_python"})
+    assert exact.decoder.ffn.activation == "gelu"
+    assert model(gemma, "causal_lm", gemma.write_config(exact, "causal_lm")) == exact
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "gpt_oss", "phi3"])
+def test_no_number_of_key_heads_is_that_of_the_query_heads(name):
+    values = {"num_attention_heads": 4, "hidden_size": 24, "num_key_value_heads": None}
+    if name == "gpt_oss":
+        values["head_dim"] = None
+    attention = model(FAMILIES[name], "causal_lm", values).decoder.attention
+    assert (attention.kv_heads, attention.head_width) == (4, 6)
+
+
+def test_an_original_length_beside_the_rotary_parameters_wins_where_they_are_one_table():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "rope_theta": 100.0}
+    beside = {"original_max_position_embeddings": 6}
+    for name in ("llama", "gpt_neox", "deepseek_v3", "gemma2"):
+        for key in ("rope_parameters", "rope_scaling"):
+            found = model(FAMILIES[name], "causal_lm", {key: rope, **beside}).decoder.encoding.scaling
+            assert found.original == 6, name
+        assert model(FAMILIES[name], "causal_lm", {"rope_parameters": rope}).decoder.encoding.scaling.original == 12
+    two = {"rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_theta": 50.0}}}
+    assert model(FAMILIES["gemma3"], "causal_lm", two | beside).decoder.encoding.scaling.original == 12
+
+
+def test_a_classifier_of_bart_has_three_classes_where_nothing_says_how_many():
+    assert model(FAMILIES["bart"], "sequence", {}).head.classes == 3
+    assert model(FAMILIES["mbart"], "sequence", {}).head.classes == 2
+
+
+def test_null_is_false_where_the_library_asks_whether_it_is_true():
+    deepseek = FAMILIES["deepseek_v3"]
+    for null, false in (({key: None}, {key: False}) for key in ("norm_topk_prob", "rope_interleave")):
+        assert model(deepseek, "causal_lm", null) == model(deepseek, "causal_lm", false)
+        assert model(deepseek, "causal_lm", null) != model(deepseek, "causal_lm", {})

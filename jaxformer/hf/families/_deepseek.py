@@ -96,7 +96,7 @@ def family(variant: Variant) -> Family:
             layers=layers,
             width=width,
             embed=EmbedConfig(vocab=vocab, pad=pad_token(settings, vocab)),
-            encoding=replace(encoding, interleaved=settings("rope_interleave", True) if variant.sigmoid else True),
+            encoding=replace(encoding, interleaved=not variant.sigmoid or _flag(settings, "rope_interleave")),
             attention=AttentionConfig(
                 heads=count,
                 bias=settings("attention_bias", False),
@@ -214,6 +214,11 @@ def _encoding(settings: Settings) -> EncodingConfig:
     return replace(encoding, scaling=replace(encoding.scaling, score_scale=float(scale)))
 
 
+def _flag(settings: Settings, name: str) -> bool:
+    """A key that is true where it is absent, and false where the file says null, as in the library."""
+    return False if settings.raw(name, True) is None else settings(name, True)
+
+
 def _or_none(settings: Settings, name: str) -> int | None:
     """A size whose null in the file is None, while an absent key has the library's default."""
     return None if settings.raw(name) is None else settings.size(name)
@@ -244,7 +249,7 @@ def _read_moe(settings: Settings, variant: Variant, layers: int) -> MoEConfig | 
             moe,
             gate="sigmoid",
             correction=True,
-            normalise=settings("norm_topk_prob", True),
+            normalise=_flag(settings, "norm_topk_prob"),
             groups=groups or 1,
             top_groups=top_groups,
             group_score="top2",

@@ -73,7 +73,8 @@ def _encodings(settings: Settings, positions: int) -> tuple[EncodingConfig, floa
     windowed = Settings(local, settings.path)
     windowed.expect("rope_type", "default")
     base = windowed("rope_theta", settings("rope_local_base_freq", 10000.0))
-    inner = settings.with_values({**settings.values, "rope_parameters": full, "rope_scaling": None})
+    beside = {"rope_scaling": None, "original_max_position_embeddings": None}  # the library reads the one inside alone
+    inner = settings.with_values({**settings.values, "rope_parameters": full, **beside})
     settings.unread_keys |= {f"rope_parameters.{kind}" for kind in values if kind not in KINDS}
     settings.unread_keys |= {f"rope_parameters.{KINDS[1]}.{name}" for name in local if name not in windowed.read_keys}
     return _llama.rope_encoding(inner, positions, 1000000.0), base

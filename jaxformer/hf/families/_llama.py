@@ -127,6 +127,9 @@ def rope_encoding(settings: Settings, positions: int, theta: float, fraction: fl
         raise ConfigError(f"{settings.path}: got rope_parameters {values!r}, expected an object; fix the file")
     rope = Settings(values, settings.path)
     kind = rope("rope_type", "default", "type")
+    original = settings("original_max_position_embeddings", None)
+    if original is not None and kind in ("llama3", "yarn", "longrope"):  # the library takes it before the one inside
+        rope = Settings({**values, "original_max_position_embeddings": original}, settings.path)
     if fraction is None:
         for holder in (settings, rope):
             holder.expect("partial_rotary_factor", 1.0)  # the library reads it, but does not apply it in these families
@@ -274,6 +277,12 @@ def _window_settings(decoder: StackConfig, variant: Variant) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": kinds, **late}
 
 
+def key_heads(settings: Settings, default: int | None, heads: int) -> int:
+    """The number of key heads: where the file says null, and without a default, that of the query heads."""
+    given = settings.raw("num_key_value_heads", default)
+    return heads if given is None else settings.size("num_key_value_heads", given)
+
+
 def _moe_config(settings: Settings, mixture: ExpertLayout) -> MoEConfig:
     """The mixture of experts of a config.json. The load-balance loss of `nn/moe.py` takes its weight."""
     settings.expect("router_jitter_noise", 0.0)
@@ -316,7 +325,7 @@ def family(variant: Variant) -> Family:
             encoding=rope_encoding(settings, positions, variant.theta),
             attention=AttentionConfig(
                 heads=heads,
-                kv_heads=settings.size("num_key_value_heads", variant.kv_heads or heads),
+                kv_heads=key_heads(settings, variant.kv_heads, heads),
                 head_width=settings.size("head_dim", variant.head_width or max(width // heads, 1)),
                 bias=bias,
                 output_bias=False if variant.bias == "inputs" else None,

@@ -15,7 +15,7 @@ from jaxformer.config import (
 )
 from jaxformer.errors import ConfigError
 from jaxformer.hf.families import _decoder
-from jaxformer.hf.families._llama import pad_token, rope_encoding, rope_parameters
+from jaxformer.hf.families._llama import key_heads, pad_token, rope_encoding, rope_parameters
 from jaxformer.hf.table import (
     Family,
     Row,
@@ -62,8 +62,10 @@ def read_config(settings: Settings, head: str) -> ModelConfig:
         encoding=rope_encoding(rope, settings.size("max_position_embeddings", 131072), 150000.0),
         attention=AttentionConfig(
             heads=heads,
-            kv_heads=settings.size("num_key_value_heads", 8),
-            head_width=settings.size("head_dim", 64),
+            kv_heads=key_heads(settings, 8, heads),
+            head_width=max(width // heads, 1)
+            if settings.raw("head_dim", 64) is None
+            else settings.size("head_dim", 64),
             bias=settings("attention_bias", True),
             sink=True,
             window=window if windowed else None,

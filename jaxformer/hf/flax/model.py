@@ -100,7 +100,11 @@ class FlaxPreTrainedModel(persistence.Persistence):
             got = f"a config of model_type {values.get('model_type')!r}"
             raise ConfigError(f"{type(self).__name__}: got {got}, expected {self.model_type!r}")
         settings = keys.with_defaults(family(self.model_type, self.head), Settings(values, "config"))
-        return settings.with_values(old.old_values(self.model_type, settings.values))
+        return settings.with_values(self._old_values(settings.values))
+
+    def _old_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of a config.json as the old class read them."""
+        return old.old_values(self.model_type, values)
 
     def _make_spec(self, gradient_checkpointing: bool) -> Spec:
         if self.dtype.name not in DTYPES:
@@ -355,7 +359,7 @@ class FlaxPreTrainedModel(persistence.Persistence):
         if past is not None:
             values["past_key_values"] = past
         if options.hidden_states:
-            values["hidden_states"] = old.hidden_states(self.model_type, sown)
+            values["hidden_states"] = old.hidden_states(self.spec.type_of("decoder"), sown)
         if options.attentions:
             values["attentions"] = tuple(sown["blocks"]["attention"]["probabilities"][0])
             if "cross" in sown["blocks"]:

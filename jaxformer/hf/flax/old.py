@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxformer.config import ModelConfig
@@ -23,6 +23,14 @@ ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_fa
 PLAIN_ROPE = {"rope_scaling": None, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
 
 ROTARY_TYPES = ("llama", "mistral", "gemma")
+
+NOT_READ: dict[str, dict[str, Any]] = {
+    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    "opt": {"enable_bias": True, "layer_norm_elementwise_affine": True},
+    "marian": {"share_encoder_decoder_embeddings": True, "decoder_vocab_size": None},
+    "electra": {"summary_type": "first"},
+}
+"""`model_type` -> keys that the old class did not read, with the values with which it computed."""
 
 DEFAULT_KIND = {"electra": 1}
 """`model_type` -> the token type of a call without `token_type_ids`, where it is not 0."""
@@ -43,10 +51,10 @@ def old_values(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
         edits |= {"mlp_bias": False} if values.get("mlp_bias") else {}
         width = values.get("hidden_size", 4096) // values.get("num_attention_heads", 32)
         edits |= {"head_dim": width} if values.get("head_dim") not in (None, width) else {}
-    if model_type == "gpt2":
-        edits |= {} if values.get("scale_attn_weights", True) else {"scale_attn_weights": True}
-        wrong = values.get("scale_attn_by_inverse_layer_idx", False)
-        edits |= {"scale_attn_by_inverse_layer_idx": False} if wrong else {}
+    unread = {**NOT_READ.get(model_type, {}), "position_embedding_type": "absolute"}
+    edits |= {name: value for name, value in unread.items() if values.get(name, value) != value}
+    if values.get("decoder_vocab_size") == values.get("vocab_size"):
+        edits.pop("decoder_vocab_size", None)
     if model_type == "roformer":  # the width of the layers
         width = values.get("hidden_size", 768)
         edits |= {"embedding_size": None} if values.get("embedding_size") not in (None, width) else {}
@@ -57,10 +65,17 @@ def old_values(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in values.items() if name not in ROPE_KEYS or model_type not in ROTARY_TYPES}
     if model_type in ROTARY_TYPES:
         kept |= PLAIN_ROPE
-    if model_type == "gemma":  # the newer library reads hidden_act
-        kept["hidden_act"] = values.get("hidden_activation") or "gelu_pytorch_tanh"
+    if model_type == "gemma":  # the newer library reads hidden_act, and "gelu" there as its tanh form
+        named = values.get("hidden_activation") or "gelu_pytorch_tanh"
+        kept["hidden_act"] = "gelu_python" if named == "gelu" else named
         kept.pop("hidden_activation", None)
     return {**kept, **edits}
+
+
+def old_pair(values: Mapping[str, Any], sides: Sequence[str]) -> dict[str, Any]:
+    """The keys of a pair's config.json as the old classes of its sides read theirs."""
+    configs = {side: values[side] for side in sides if isinstance(values.get(side), Mapping)}
+    return {**values, **{side: old_values(str(own.get("model_type")), own) for side, own in configs.items()}}
 
 
 def old_model(model_type: str, head: str, settings: Settings, model: ModelConfig) -> ModelConfig:

@@ -13,7 +13,7 @@ from flax import traverse_util
 from jaxformer.errors import ConfigError
 from jaxformer.hf import keys
 from jaxformer.hf.families import encoder_decoder
-from jaxformer.hf.flax import configs, names
+from jaxformer.hf.flax import configs, names, old
 from jaxformer.hf.flax.seq2seq import FlaxSeq2SeqModel
 from jaxformer.hf.table import Settings, family_of
 
@@ -32,6 +32,9 @@ class FlaxPair(FlaxSeq2SeqModel):
         for side, config in values.items():
             _check_class("config", side, str(config["model_type"]))
         return tuple(str(config["model_type"]) for config in values.values())
+
+    def _old_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return old.old_pair(values, tuple(encoder_decoder.SIDES))
 
     def _sided(self, given: Mapping[str, Any]) -> dict[str, Any]:
         inputs = dict(given)

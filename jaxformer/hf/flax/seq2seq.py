@@ -34,7 +34,7 @@ class FlaxSeq2SeqModel(FlaxPreTrainedModel):
         states, sown = cached.encode(self.spec, options.params, source, options.key)
         values = {"last_hidden_state": states.astype(jnp.float32)}
         if options.hidden_states:
-            values["hidden_states"] = old.hidden_states(self.model_type, sown)
+            values["hidden_states"] = old.hidden_states(self.spec.type_of("encoder"), sown)
         if options.attentions:
             values["attentions"] = tuple(sown["blocks"]["attention"]["probabilities"][0])
         return options.finish(outputs.CLASSES["FlaxBaseModelOutput"](**values))

@@ -51,6 +51,10 @@ class Spec:
         """The family's table."""
         return encoder_decoder.pair_family(*self.sides) if self.sides else family(self.model_type, self.head)
 
+    def type_of(self, side: str) -> str:
+        """The `model_type` of the encoder or the decoder."""
+        return self.sides[("encoder", "decoder").index(side)] if self.sides else self.model_type
+
     @property
     def convention(self) -> CallConvention:
         """The names by which the old classes are called; where newer ones differ, the old ones count."""
@@ -157,5 +161,5 @@ def forward(spec: Spec, tree: PyTree, batch: Batch, key: Array | None, flags: tu
     for name in ("encoder", "decoder"):
         field = f"{name}_hidden_states" if spec.config.is_seq2seq else "hidden_states"
         if field in values and getattr(spec.config, name) is not None:
-            values[field] = old.hidden_states(spec.model_type, sown["intermediates"][name])
+            values[field] = old.hidden_states(spec.type_of(name), sown["intermediates"][name])
     return values

@@ -61,6 +61,41 @@ CASES = {
         },
         {"greedy": {"max_length": 7}},
     ),
+    # the last hidden state of the encoder is before its final norm; GPT-2's scores have one scale, whatever its config
+    "FlaxEncoderDecoderModel-2": (
+        "encoder-decoder",
+        {
+            "encoder": {**ENCODER, "model_type": "roberta-prelayernorm", "pad_token_id": 1, "type_vocab_size": 1},
+            "decoder": {
+                "model_type": "gpt2", "vocab_size": 23, "n_positions": 24, "n_embd": 12, "n_layer": 2, "n_head": 2,
+                "n_inner": 10, "is_decoder": True, "add_cross_attention": True, "scale_attn_weights": False,
+                "scale_attn_by_inverse_layer_idx": True,
+            },
+            "pad_token_id": 1, "decoder_start_token_id": 2, "eos_token_id": 3,
+        },
+        {},
+    ),
+    # biases and parameters of norms, whatever the config says; the layers' width is not the table's
+    "FlaxOPTForCausalLM": (
+        "opt",
+        {
+            **SIZES, "hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "ffn_dim": 10,
+            "word_embed_proj_dim": 8, "do_layer_norm_before": False, "enable_bias": False,
+            "layer_norm_elementwise_affine": False, "activation_function": "gelu_new",
+        },
+        {},
+    ),
+    # one table, whatever the config says
+    "FlaxMarianMTModel": (
+        "marian",
+        {
+            **SIZES, "d_model": 12, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
+            "decoder_attention_heads": 3, "encoder_ffn_dim": 10, "decoder_ffn_dim": 14, "decoder_vocab_size": 19,
+            "share_encoder_decoder_embeddings": False, "pad_token_id": 0, "eos_token_id": 2,
+            "decoder_start_token_id": 0, "forced_eos_token_id": None, "activation_function": "relu",
+        },
+        {},
+    ),
     # a summary of every third token, the rest with the block before
     "FlaxLongT5ForConditionalGeneration": (
         "longt5",
@@ -98,7 +133,7 @@ def encoded(model, kind, inputs):
 def write(name, kind, values, searches):
     rng = np.random.default_rng(7)
     config = transformers.AutoConfig.for_model(kind, **values)
-    model = getattr(transformers, name)(config)
+    model = getattr(transformers, name.split("-")[0])(config)
     model.params = random_params(model.params, rng)
     model.save_pretrained(TARGET / name)
     length = 14 if kind in LONG else 7
