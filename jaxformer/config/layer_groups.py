@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxformer.config.schema import StackConfig
 
@@ -56,6 +57,17 @@ def layer_groups(stack: StackConfig) -> tuple[LayerGroup, ...]:
 def has_unlike_layers(stack: StackConfig) -> bool:
     """True if the parameters of the layers are not one stack that is numbered from 0."""
     return bool(stack.first_layers) or stack.is_mixed
+
+
+def unlike_option(stack: StackConfig) -> tuple[str, Any, Any]:
+    """The field that gives layers unlike forms, its value for messages, and the value with which they are alike."""
+    if stack.delta is not None:
+        return "delta", "a section", None
+    if not stack.first_norm:
+        return "first_norm", False, True
+    if stack.moe is not None and stack.moe.dense_at:
+        return "moe.dense_at", stack.moe.dense_at, ()
+    return "moe.dense_layers", stack.dense_layers, 0
 
 
 def _mixed_groups(stack: StackConfig) -> tuple[LayerGroup, ...]:

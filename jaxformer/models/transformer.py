@@ -210,9 +210,7 @@ class Transformer(nn.Module):
         segment = jnp.take_along_axis(target.slots.segment, last, axis=1)
         return self.decoded_logits(x, target.slots, segment, state)[:, 0], state
 
-    def step(
-        self, tokens: Int[Array, "B N"], state: SlotState
-    ) -> tuple[Float32[Array, "R V"], SlotState]:
+    def step(self, tokens: Int[Array, "B N"], state: SlotState) -> tuple[Float32[Array, "R V"], SlotState]:
         """Logits of the tokens after `tokens`, one for each of R = B N rows or branches, and the new state."""
         slots, state = state.append(tokens.shape[1])
         x, state = self.advance(Stream(tokens, slots), state)

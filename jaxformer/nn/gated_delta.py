@@ -71,7 +71,9 @@ class GatedDelta(nn.Module):
         config = self.config
         real, run = segment > 0, text_numbers(segment)
         projected = (self.query(x), self.key(x), self.value(x))
-        mixed, inputs = self.convolve(jnp.where(real[..., None], jnp.concatenate(projected, axis=-1), 0), run, real, state)
+        mixed, inputs = self.convolve(
+            jnp.where(real[..., None], jnp.concatenate(projected, axis=-1), 0), run, real, state
+        )
         q, k, v = self.split_heads(mixed)
         names = zip(("query", "key", "value"), (q, k, v), strict=True)
         q, k, v = (constrain(remat.name_activation(y, name), "batch", "length", "act_heads", None) for name, y in names)
