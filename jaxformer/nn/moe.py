@@ -252,7 +252,8 @@ def stack_path(words: Sequence[str]) -> str:
 
     Modules of `multi_token` belong to the decoder.
     """
-    return "decoder" if words[0].startswith(MULTI_TOKEN) else ".".join(words[: words.index("blocks")])
+    first = next(i for i, word in enumerate(words) if word.startswith(("blocks", MULTI_TOKEN)))
+    return ".".join(words[:first]) or "decoder"
 
 
 def add_router_losses(sums: Sums, sown: dict) -> Sums:

@@ -30,12 +30,13 @@ from jaxformer.config import (
     MoEConfig,
     NormConfig,
     OptimizerConfig,
+    TaskConfig,
     ValueResidualConfig,
 )
 from jaxformer.config.checks import mesh as mesh_checks
 from jaxformer.config.checks import size
 from jaxformer.config.checks.model import check_model, check_stack
-from jaxformer.config.checks.sections import check_train
+from jaxformer.config.checks.sections import check_task, check_train
 from jaxformer.config.layer_groups import layer_groups
 from jaxformer.decode.compiled import Vocabulary
 from jaxformer.decode.generate import ModelBundle, generate
@@ -222,13 +223,13 @@ def test_layers_are_in_groups_of_one_form(model):
 
 
 def test_a_prompt_and_then_single_steps_give_the_logits_of_the_whole_pass(model):
-    testing.assert_steps_equal_forward(*model, builders.batch(MODEL, [7, 7]), 4)
+    testing.assert_steps_equal_forward(*model, builders.batch(MODEL, [7, 7]), 4, rtol=1e-4, atol=1e-5)
 
 
 def test_packing_padding_and_the_order_of_rows_change_nothing(both):
     testing.assert_packing_invariant(*both, (5, 3), builders.VOCAB)
     testing.assert_padding_invariant(*both, builders.batch(BOTH, [5, 3]))
-    testing.assert_causal(*both, builders.batch(BOTH, [5, 3]))
+    testing.assert_causal(*both, builders.batch(BOTH, [5, 5]))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -415,8 +416,11 @@ def test_parts_that_need_layers_of_one_form_refuse_others(both):
     sizes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1, "expert": 1, "stage": 1}
     with pytest.raises(ConfigError, match=r"mesh.stage: got 2, expected 1 for decoder.delta"):
         mesh_checks.check_divisibility(config, sizes | {"stage": 2})
+    four = edited(moe=None, attention={"heads": 4}, embed=dataclasses.replace(STACK.embed, vocab=16))
     with pytest.raises(ConfigError, match=r"delta.key_heads: got 2, expected a multiple of mesh.tensor \(4\)"):
-        mesh_checks.check_divisibility(Config(model=edited(moe=None, attention={"heads": 4})), sizes | {"tensor": 4})
+        mesh_checks.check_divisibility(Config(model=four), sizes | {"tensor": 4})
+    with pytest.raises(ConfigError, match=r"decoder.delta: got 'a section', expected None for the task prefix_lm"):
+        check_task(dataclasses.replace(config, task=TaskConfig(name="prefix_lm")))
     with pytest.raises(ConfigError, match=r"mesh.context: got 2, expected 1 with the gated delta rule"):
         mesh_checks.check_context(config, 2)
     with pytest.raises(ConfigError, match=r"decoder.delta: got 'a section', expected None with adapter.layers"):

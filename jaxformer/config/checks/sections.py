@@ -305,6 +305,9 @@ def _check_objective(config: Config) -> None:
     if name == "prefix_lm" and recurrent:
         raise invalid("config.task.name", name, "language_modelling: a recurrent decoder reads in one direction")
     if name == "prefix_lm" and model.decoder is not None:
+        if model.decoder.delta is not None:
+            expected = "None for the task prefix_lm: the gated delta rule reads in one direction"
+            raise invalid("config.model.decoder.delta", "a section", expected)
         encoding = model.decoder.encoding
         if encoding.kind == "t5" and not encoding.bidirectional:
             path = "config.model.decoder.encoding.bidirectional"
