@@ -133,7 +133,8 @@ def _to_param(row: Row, i: int, array: np.ndarray) -> np.ndarray:
     """The parameter `i` of a row, from one tensor: a view wherever numpy can make one."""
     if row.splits:
         first = sum(row.splits[:i])
-        return einops.rearrange(array[first : first + row.splits[i]], row.layout, **row.sizes)
+        grouped = array.reshape(row.groups, -1, *array.shape[1:])[:, first : first + row.splits[i]]
+        return einops.rearrange(grouped.reshape(-1, *array.shape[1:]), row.layout, **row.sizes)
     y = einops.rearrange(array, row.layout, **_axis_sizes(row)) if row.layout else array
     return y if isinstance(row.param_path, str) else y[i]
 
@@ -148,9 +149,9 @@ def _check_shapes(row: Row, i: int, tensors: list[Tensor], names: list[str], sha
     for name, tensor in zip(names, tensors, strict=True):
         try:
             got = _to_param(row, i, tensor.array()).shape
-        except einops.EinopsError:
+        except (einops.EinopsError, ValueError):  # the latter of groups that do not divide the tensor
             got = None
-        if got != expected or (row.splits and tensor.shape[0] != sum(row.splits)):
+        if got != expected or (row.splits and tensor.shape[0] != row.groups * sum(row.splits)):
             raise ConfigError(
                 f"{tensor.file}: got {name} of shape {list(tensor.shape)}, expected one that makes "
                 f"{row.param_paths[i]} {list(expected)}; the file and its config.json contradict each other"
@@ -249,9 +250,9 @@ def _deferred(row: Row, arrays: list[Any], index: tuple[int, ...], dtype: Any, s
             return blocks.contiguous(parts[0], dtype)
         pattern, sizes = _export_pattern(row)
         if row.splits:
-            return blocks.contiguous(
-                np.concatenate([einops.rearrange(part, pattern, **sizes) for part in parts]), dtype
-            )
+            pieces = [einops.rearrange(part, pattern, **sizes) for part in parts]
+            grouped = [piece.reshape(row.groups, -1, *piece.shape[1:]) for piece in pieces]
+            return blocks.contiguous(np.concatenate(grouped, axis=1).reshape(shape), dtype)
         return blocks.contiguous(
             einops.rearrange(parts[0] if isinstance(row.param_path, str) else np.stack(parts), pattern, **sizes), dtype
         )
@@ -283,7 +284,7 @@ def _tensor_shape(row: Row, arrays: list[Any]) -> tuple[int, ...]:
     found = jax.eval_shape(
         lambda x: einops.rearrange(x, pattern, **sizes), jax.ShapeDtypeStruct(whole, np.float32)
     ).shape
-    return (sum(row.splits), *found[1:]) if row.splits else found
+    return (row.groups * sum(row.splits), *found[1:]) if row.splits else found
 
 
 def _export_sizes(row: Row, right: str) -> dict[str, int]:

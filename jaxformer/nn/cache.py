@@ -81,7 +81,7 @@ class DeltaState(flax.struct.PyTreeNode):
     def empty(cls, config: DeltaConfig, rows: int, dtype: jnp.dtype) -> DeltaState:
         """The memory of no slots; `dtype` is that of the cache."""
         state = (rows, config.heads, config.key_width, config.value_width)
-        return cls(jnp.zeros(state, jnp.float32), jnp.zeros((rows, 1, config.kernel - 1, config.channels), dtype))
+        return cls(jnp.zeros(state, jnp.float32), jnp.zeros((rows, 1, config.conv_kernel - 1, config.channels), dtype))
 
 
 LayerMemory = KeyValues | DeltaState

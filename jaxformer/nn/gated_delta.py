@@ -51,7 +51,7 @@ class GatedDelta(nn.Module):
         self.query, self.key, self.value, self.gate = into(keys), into(keys), into(values), into(values)
         self.decay, self.beta = into(config.heads), into(config.heads)
         init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-        taps = lambda name, channels: parameter(self, name, init, (None, "heads"), (config.kernel, channels))  # noqa: E731
+        taps = lambda name, channels: parameter(self, name, init, (None, "heads"), (config.conv_kernel, channels))  # noqa: E731
         self.query_conv, self.key_conv = taps("query_conv", keys), taps("key_conv", keys)
         self.value_conv = taps("value_conv", values)
         self.log_scale = parameter(self, "log_scale", initial_scale, ("heads",), (config.heads,))
@@ -99,7 +99,7 @@ class GatedDelta(nn.Module):
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B _ C"]]:
         """The convolved and activated channels, and the last inputs of the row's last text, for the slots after it."""
         rows, length, channels = x.shape
-        more = self.config.kernel - 1
+        more = self.config.conv_kernel - 1
         earlier = jnp.zeros((rows, more, channels), x.dtype) if state is None else state.inputs[:, 0].astype(x.dtype)
         whole = jnp.concatenate([earlier, x], axis=1)
         runs = jnp.concatenate([jnp.zeros((rows, more), run.dtype), run], axis=1)

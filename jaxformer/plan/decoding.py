@@ -417,7 +417,7 @@ def transformer_state_bytes(
     if stack.delta is not None:
         delta = stack.delta
         matrices = delta.heads * delta.key_width * delta.value_width * FLOAT32
-        inputs = (delta.kernel - 1) * delta.channels * shapes.BYTES[dtype]
+        inputs = (delta.conv_kernel - 1) * delta.channels * shapes.BYTES[dtype]
         parts["states"] = len(stack.delta_layers) * (matrices + inputs)
     return {name: float(size) for name, size in parts.items() if size}
 

@@ -120,7 +120,7 @@ def delta_sizes(delta: DeltaConfig, width: int) -> tuple[float, float, float, fl
     the place of scores, which are half of those of a token (`flops.delta_products`).
     """
     values = delta.heads * delta.value_width
-    into = width * (delta.channels + values + 2 * delta.heads) + delta.kernel * delta.channels
+    into = width * (delta.channels + values + 2 * delta.heads) + delta.conv_kernel * delta.channels
     channels = delta.channels + delta.heads * (2 * delta.key_width + delta.value_width) + 2 * values
     return into, values * width, channels, flops.delta_products(delta) / 2
 

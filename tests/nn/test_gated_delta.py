@@ -50,7 +50,7 @@ from jaxformer.train import optim
 from jaxformer.train import step as steps
 from jaxformer.types import Batch, Slots, Stream
 
-DELTA = DeltaConfig(key_heads=2, value_heads=4, key_width=3, value_width=2, kernel=3, chunk=4)
+DELTA = DeltaConfig(key_heads=2, value_heads=4, key_width=3, value_width=2, conv_kernel=3, chunk=4)
 """Heads of values that share keys, unlike widths, and chunks that divide no length of these tests."""
 
 
@@ -73,8 +73,8 @@ def by_slots(params, config, x, segment):
             inputs, taps = rows @ params[name]["kernel"], params[f"{name}_conv"]
             summed = np.zeros_like(inputs)
             for t in range(len(rows)):
-                for back in range(min(config.kernel, t + 1)):
-                    summed[t] += taps[config.kernel - 1 - back] * inputs[t - back]
+                for back in range(min(config.conv_kernel, t + 1)):
+                    summed[t] += taps[config.conv_kernel - 1 - back] * inputs[t - back]
             mixed[name] = summed * sigmoid(summed)
         assert mixed["query"].shape[1] == keys
         gate = rows @ params["gate"]["kernel"]

@@ -212,7 +212,7 @@ def _sublayer_words(key: str, stack: StackConfig) -> list[str]:
             f", {stack.delta.key_heads} for keys" * (stack.delta.key_heads != stack.delta.heads),
         )
         size = f"{delta.key_width} x {delta.value_width}"
-        return [f"{delta.heads} heads{of_keys}, states of {size}, convolution of {delta.kernel} slots"]
+        return [f"{delta.heads} heads{of_keys}, states of {size}, convolution of {delta.conv_kernel} slots"]
     heads, groups = attention.heads, attention.kv_heads or attention.heads
     words = [f"{heads} head{'s' * (heads > 1)}"]
     words += [f"{groups} for keys and values"] if groups != heads else []

@@ -173,7 +173,7 @@ def _stack(stack: StackConfig, crosses: bool) -> int:
 def _delta(delta: DeltaConfig, width: int) -> int:
     """Parameters of the projections and convolutions of a layer with the gated delta rule."""
     values = delta.heads * delta.value_width
-    return width * (delta.channels + 2 * values + 2 * delta.heads) + delta.kernel * delta.channels
+    return width * (delta.channels + 2 * values + 2 * delta.heads) + delta.conv_kernel * delta.channels
 
 
 def _latent(latent: LatentConfig, heads: int, width: int) -> int:
