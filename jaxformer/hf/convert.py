@@ -130,9 +130,11 @@ def _tensor_names(row: Row, shape: tuple[int, ...]) -> list[str]:
 
 
 def _to_param(row: Row, i: int, array: np.ndarray) -> np.ndarray:
-    """The parameter `i` of a row, from one tensor: a view wherever numpy can make one."""
+    """The parameter `i` of a row, from one tensor: a view wherever numpy can make one; of `row.groups` a copy."""
     if row.splits:
         first = sum(row.splits[:i])
+        if row.groups == 1:
+            return einops.rearrange(array[first : first + row.splits[i]], row.layout, **row.sizes)
         grouped = array.reshape(row.groups, -1, *array.shape[1:])[:, first : first + row.splits[i]]
         return einops.rearrange(grouped.reshape(-1, *array.shape[1:]), row.layout, **row.sizes)
     y = einops.rearrange(array, row.layout, **_axis_sizes(row)) if row.layout else array
@@ -169,7 +171,8 @@ def _part_reader(row: Row, i: int, tensors: list[Tensor], shape: tuple[int, ...]
         def read_tensor(entry: tuple[tuple[int, ...], Any]) -> None:
             stacked, j = entry
             target = part[stacked]
-            if not _copy(_to_param(row, i, tensors[j].array())[index[depth:]], target, tensors[j].release_part):
+            release = tensors[j].release_part if row.groups == 1 else _keep
+            if not _copy(_to_param(row, i, tensors[j].array())[index[depth:]], target, release):
                 _check_finite(tensors[j], target)
             tensors[j].release()  # else the file stays in memory beside the parameters
 
@@ -177,6 +180,10 @@ def _part_reader(row: Row, i: int, tensors: list[Tensor], shape: tuple[int, ...]
         return part
 
     return read
+
+
+def _keep(block: np.ndarray) -> None:
+    """Releases nothing: a block of a copy is no part of a file."""
 
 
 def _copy(source: np.ndarray, target: np.ndarray, done: Callable[[np.ndarray], None]) -> bool:

@@ -37,6 +37,7 @@ FEW = (
     "deepseek_bias", "deepseek_wide", "olmo2_yarn", "olmo2_classifier",
     "phi_norms", "phi_wide_heads", "phi_token", "gpt_oss", "gpt_oss_odd", "gpt_oss_token",
     "modernbert", "modernbert_biases", "modernbert_classifier", "phi3", "phi3_token",
+    "qwen3_next", "qwen3_next_full", "qwen3_next_dense", "qwen3_next_sparse",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 

@@ -260,7 +260,8 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
     nxt = SMALL | {
         "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0, "num_experts": 3,
         "num_experts_per_tok": 2, "moe_intermediate_size": 4, "shared_expert_intermediate_size": 5,
-        "linear_key_head_dim": 3, "linear_value_head_dim": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 4, "linear_value_head_dim": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "rms_norm_eps": 1e-2,  # a smaller one makes errors of rounding large where a head's output is almost zero
         "layer_types": ["linear_attention", "full_attention"],
     }  # fmt: skip
     nxt_dense = {
