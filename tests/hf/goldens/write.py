@@ -266,7 +266,7 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
     }  # fmt: skip
     nxt_dense = {
         "linear_value_head_dim": 6, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "hidden_act": "gelu",
-        "num_experts": 0, "rms_norm_eps": 1e-3, "num_hidden_layers": 3,
+        "num_experts": 0, "rms_norm_eps": 0.05, "num_hidden_layers": 3,
         "layer_types": ["linear_attention"] * 2 + ["full_attention"],
     }  # fmt: skip
     nxt_sparse = {
@@ -338,10 +338,10 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
             "GptOssForTokenClassification", oss | {"num_labels": 3, "layer_types": ["full_attention"] * 2}, {},
             [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
         ),
-        "qwen3_next": ("Qwen3NextForCausalLM", nxt, {}, [TEXT | routed, padding("left"), padding("right"), LONG]),
+        "qwen3_next": ("Qwen3NextForCausalLM", nxt, {}, [TEXT | routed, padding("left"), LONG]),
         "qwen3_next_full": ("Qwen3NextForCausalLM", nxt | nxt_full, {}, [TEXT, padding("left")]),
         "qwen3_next_dense": ("Qwen3NextForCausalLM", nxt | nxt_dense, {}, [TEXT, padding("left")]),
-        "qwen3_next_sparse": ("Qwen3NextForCausalLM", nxt | nxt_sparse, {}, [TEXT | routed, padding("right")]),
+        "qwen3_next_sparse": ("Qwen3NextForCausalLM", nxt | nxt_sparse, {}, [TEXT | routed, padding("left")]),
         "qwen3_next_classifier": ("Qwen3NextForSequenceClassification", nxt | {"num_labels": 3}, {}, CLASSIFIED[:2]),
         "qwen3_next_token": (
             "Qwen3NextForTokenClassification", nxt | {"num_labels": 3, "num_experts": 0}, {},
