@@ -20,7 +20,6 @@ from jaxformer.nn.series import SeriesInput, Statistics
 from jaxformer.nn.stack import Stack, unrolls_decoding, unstack
 from jaxformer.types import Array, Batch, DeferredLogits, MultiTokenLogits, PyTree, RelationLogits, Slots, Stream
 
-
 State = TypeVar("State", bound=SlotState)
 
 

@@ -94,7 +94,7 @@ class Block(nn.Module):
             return self.delta_layer(x, keys_values, layer, memory, context)
         attention = self_attention(config)
         cache = None
-        if keys_values is not None and context.index is not None:
+        if isinstance(keys_values, KeyValues) and context.index is not None:
             cache = LayerCache(keys_values, layer if keys_values.stacked else None, context.index)
         mask, position = depend_on_layer(context.mask, layer), context.position
         if config.attention.window is not None and windows_differ(config.attention):

@@ -77,12 +77,20 @@ class DeltaState(flax.struct.PyTreeNode):
     state: Array
     inputs: Array
 
+    @property
+    def stacked(self) -> bool:
+        """False: every layer has arrays of its own."""
+        return False
+
     @classmethod
     def empty(cls, config: DeltaConfig, rows: int, dtype: jnp.dtype) -> DeltaState:
         """The memory of no slots; `dtype` is that of the cache."""
         state = (rows, config.heads, config.key_width, config.value_width)
         return cls(jnp.zeros(state, jnp.float32), jnp.zeros((rows, 1, config.conv_kernel - 1, config.channels), dtype))
 
+
+MemoryKeyValues = KeyValues | tuple[KeyValues, ...]
+"""Keys and values of an encoder's output for a stack, in the layouts of `StackKeyValues`."""
 
 LayerMemory = KeyValues | DeltaState
 """The memory of one layer."""
@@ -155,7 +163,7 @@ class SlotState(flax.struct.PyTreeNode):
     slots: Slots
     index: Array
     position: Array
-    memory: StackKeyValues | None = None
+    memory: MemoryKeyValues | None = None
     memory_slots: Slots | None = None
     branch_slots: Array | None = None
     copied: CopySource | None = None

@@ -36,8 +36,8 @@ def chunked(
 
     Within a chunk the writes d solve one triangular system, (I + A) D = beta (V - exp(c) K S), where A_ij =
     beta_i exp(c_i - c_j) k_i.k_j for j < i and c is the sum of g from the chunk's start (the WY representation; Yang et
-    al. 2024, DeltaNet parallelised over length, arXiv:2406.06484, section 3.2; with decay section 3.3 of the other). Only
-    the state goes from chunk to chunk.
+    al. 2024, DeltaNet parallelised over length, arXiv:2406.06484, section 3.2; with decay section 3.3 of the other).
+    Only the state goes from chunk to chunk.
 
     Args:
       q, k: normalised; `q` also scaled.

@@ -30,8 +30,8 @@ uniform in its logarithm (Dao and Gu 2024, Mamba-2)."""
 class GatedDelta(nn.Module):
     """A sub-layer in the place of causal self-attention, without positions.
 
-        [q; k; v] = act(convolution(x [W_q; W_k; W_v]))       g = -exp(a) softplus(x W_g + b)       beta = sigmoid(x W_b)
-        o = delta_rule(q / |q| / sqrt(K), k / |k|, v, g, beta)        y = (norm(o) * silu(x W_z)) W_o
+        [q; k; v] = act(convolution(x [W_q; W_k; W_v]))    g = -exp(a) softplus(x W_g + b)    beta = sigmoid(x W_b)
+        o = delta_rule(q / |q| / sqrt(K), k / |k|, v, g, beta)    y = (norm(o) * silu(x W_z)) W_o
 
     Query and key head h // (H / G) serve value head h, for G key heads and H value heads. The convolution is causal and
     of each channel by itself. Texts that are packed into a row have states and convolutions of their own, and padding

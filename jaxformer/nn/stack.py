@@ -16,7 +16,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.nn import encodings, moe, remat
 from jaxformer.nn.attention import Attention, head_shape
 from jaxformer.nn.block import Block, LayerContext, cross_attention
-from jaxformer.nn.cache import DeltaState, KeyValues, LayerMemory, StackKeyValues, cache_dtype
+from jaxformer.nn.cache import DeltaState, KeyValues, LayerMemory, MemoryKeyValues, StackKeyValues, cache_dtype
 from jaxformer.nn.convolution import Convolution, Convolved
 from jaxformer.nn.layers import Dense, Dropout, Norm
 from jaxformer.nn.masks import Blocks, Mask
@@ -307,7 +307,7 @@ class Stack(nn.Module):
             return None
         return self.shared(slots, token_type) if encoding.uses_token_types else self.shared(slots)
 
-    def project_memory(self, memory: Float[Array, "B S D"]) -> StackKeyValues:
+    def project_memory(self, memory: Float[Array, "B S D"]) -> MemoryKeyValues:
         """Keys and values of the encoder's output for cross-attention, for all layers."""
         config = self.resolved
         attention = Attention(cross_attention(config.attention), config.encoding, config.width, parent=None)
