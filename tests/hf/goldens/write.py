@@ -271,7 +271,7 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
     }  # fmt: skip
     nxt_sparse = {
         "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "linear_num_value_heads": 6,
-        "partial_rotary_factor": 0.5, "layer_types": ["full_attention", *["linear_attention"] * 3],
+        "partial_rotary_factor": 0.5, "layer_types": ["full_attention", *["linear_attention"] * 3], "rms_norm_eps": 0.5,
     }  # fmt: skip
     nxt_full = {
         "layer_types": ["full_attention"] * 2, "attention_bias": True, "norm_topk_prob": False,
