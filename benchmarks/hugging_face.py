@@ -78,6 +78,12 @@ GPT2 = {
 LLAMA = SMALL | {"max_position_embeddings": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GROUPED = LLAMA | {"num_key_value_heads": 2}
 EXPERTS = {"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DELTA = GROUPED | EXPERTS | {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 20, "head_dim": 16,
+}  # fmt: skip
+DELTA_WIDTHS = {"linear_num_value_heads": 2, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 2}
 XLNET = {"vocab_size": 99, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 56, "pad_token_id": 5}
 
 
@@ -153,6 +159,22 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     ("qwen3_moe", "Qwen3MoeForCausalLM", "", GROUPED | EXPERTS),
     ("qwen3_moe", "Qwen3MoeForCausalLM", "normalised", GROUPED | EXPERTS | {"norm_topk_prob": True}),
+    ("qwen3_next", "Qwen3NextForCausalLM", "", DELTA),
+    ("qwen3_next", "Qwen3NextForCausalLM", "no linear layer", DELTA | {"layer_types": ["full_attention"] * 2}),
+    (
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        "all but the last layer linear",
+        DELTA | {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"]} | DELTA_WIDTHS,
+    ),
+    (
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        "experts in every second layer but one",
+        DELTA
+        | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+        | {"layer_types": ["full_attention", *["linear_attention"] * 3]},
+    ),
     ("bert", "BertModel", "", SMALL),
     ("bert", "BertForMaskedLM", "relu", SMALL | {"hidden_act": "relu"}),
     ("bert", "BertForSequenceClassification", "regression", SMALL | {"num_labels": 1}),

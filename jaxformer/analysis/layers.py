@@ -17,14 +17,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Float, Float32, Int
 
-from jaxformer.config import ModelConfig
+from jaxformer.config import ModelConfig, StackConfig
+from jaxformer.config.layer_groups import layer_groups
 from jaxformer.errors import ConfigError
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.block import Block
 from jaxformer.nn.convolution import Convolved
 from jaxformer.nn.kernels import dense
 from jaxformer.nn.latent_attention import LatentAttention
-from jaxformer.nn.stack import RowInputs, Stack, split_layers
+from jaxformer.nn.stack import RowInputs, Stack
 from jaxformer.types import Array, Batch, DeferredLogits, PyTree, RelationLogits, Slots, Stream
 
 Side = Literal["encoder", "decoder"]
@@ -120,9 +121,6 @@ class Visit(NamedTuple):
 
 
 ATTENTION = (Attention, LatentAttention)
-DENSE_BLOCKS, BLOCKS = "dense_blocks", "blocks"
-"""Names of a stack's layers among its variables: those before experts, if there are such, and the others."""
-
 Replace = Callable[[Side, int, Array], Array]
 """`(side, layer, x) -> x`: the residual stream to go on with after a layer (-1: the input of the first)."""
 
@@ -136,7 +134,7 @@ class Reader:
       variables: its variables, with "params" among them.
 
     Raises:
-      ConfigError: layers read values of the first layer (`attention.value_residual`).
+      ConfigError: layers read values of the first layer (`attention.value_residual`), or have no attention (`delta`).
     """
 
     module: nn.Module
@@ -147,6 +145,9 @@ class Reader:
             if getattr(self.config, side).attention.value_residual is not None:
                 expected = "None: a layer that runs alone has no values of the first one"
                 raise ConfigError(f"analysis of layers: got {side}.attention.value_residual, expected {expected}")
+            if getattr(self.config, side).delta is not None:
+                expected = "None: layers with the gated delta rule attend to no slots"
+                raise ConfigError(f"analysis of layers: got {side}.delta, expected {expected}")
 
     @property
     def config(self) -> ModelConfig:
@@ -166,10 +167,10 @@ class Reader:
 
     def layer_variables(self, side: Side, layer: int) -> dict[str, PyTree]:
         """The variables of one layer."""
-        dense = getattr(self.config, side).first_layers
-        group, layer = (DENSE_BLOCKS, layer) if layer < dense else (BLOCKS, layer - dense)
+        group = next(group for group in layer_groups(getattr(self.config, side)) if layer in group.numbers)
+        layer -= group.first
         collections = ((name, part.get(side, {})) for name, part in self.variables.items())
-        stacked = {name: part[group] for name, part in collections if group in part}
+        stacked = {name: part[group.name] for name, part in collections if group.name in part}
         if getattr(self.config, side).share_layers:  # with nothing beside parameters: batch norm is refused
             return {"params": stacked["params"]}
         if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(stacked)):
@@ -267,7 +268,7 @@ class Reader:
 def _without_blocks(part: PyTree) -> PyTree:
     """A collection without the layers of its sides."""
     kept = {
-        side: {k: v for k, v in part[side].items() if k not in (DENSE_BLOCKS, BLOCKS)}
+        side: {k: v for k, v in part[side].items() if not k.startswith(("dense_blocks", "blocks"))}
         for side in STREAMS
         if side in part
     }
@@ -302,11 +303,15 @@ def _stack(module: Any, side: Side) -> Stack:
 
 
 def _block(stack: Stack, weights: PyTree) -> Block:
-    """The module of a layer with these variables: the first layers may have no experts, or no norm of attention."""
-    dense, others = split_layers(stack.resolved)
-    params = weights["params"]
-    is_other = "router" in params.get("ffn", {}) if stack.resolved.first_norm else "attention_norm" in params
-    return Block(others if dense is None or is_other else dense, parent=None)
+    """The module of a layer with these variables, which tell its form where layers have several."""
+    params, config = weights["params"], stack.resolved
+
+    def has_form(form: StackConfig) -> bool:
+        if not config.first_norm:
+            return form.first_norm == ("attention_norm" in params)
+        return (form.moe is not None) == ("router" in params.get("ffn", {}))
+
+    return Block(next(group.stack for group in layer_groups(config) if has_form(group.stack)), parent=None)
 
 
 @functools.partial(jax.jit, static_argnames=("module", "side"))

@@ -223,6 +223,8 @@ class AttentionConfig:
     norm_over: Literal["head", "heads"] = "head"  # what `norm` averages over: the channels of one head, or of all heads
     # together (OLMo 2)
     sink: bool = False  # a learned score per query head, whose share of the softmax is dropped (gpt-oss)
+    gate: bool = False  # multiply each head's output by sigmoid(x W), channel by channel, before the output projection
+    # (Qiu et al. 2025, Gated Attention; Qwen3-Next); with the bias of `bias`; not in cross-attention
     latent: LatentConfig | None = None  # keys and values of all heads from one latent vector a token (DeepSeek); its
     # widths replace `head_width`, `bias` is that of the projections to latents and of the output; None: no latents
     value_residual: ValueResidualConfig | None = None  # mix values with those of the first layer (ResFormer); not in
@@ -271,8 +273,12 @@ class MoEConfig:
     capacity: Positive | None = None  # training: maximum load of an expert as a multiple of the mean load of a row;
     # further assignments are dropped; None: none is dropped
     shared: Count = 0  # experts that process every token, beside the routed ones (DeepSeekMoE)
+    shared_width: PositiveInt | None = None  # hidden width of all of these together; None: shared * ffn.width
+    shared_gate: bool = False  # multiply their output by sigmoid(x w), one number a token (Qwen3-Next)
     dense_layers: Count = 0  # the first layers, which have a dense feed-forward layer in place of experts (DeepSeek)
-    dense_width: PositiveInt | None = None  # hidden width of these layers; None: ffn.width
+    dense_at: tuple[Count, ...] = ()  # numbers from 0 of further layers with a dense feed-forward layer (Qwen3-Next's
+    # mlp_only_layers)
+    dense_width: PositiveInt | None = None  # hidden width of all these layers; None: ffn.width
     gate: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts: probabilities over all of them, or of each by
     # itself (DeepSeek-V3)
     correction: bool = False  # add a bias per expert to the scores by which experts are chosen, not to their weights
@@ -286,6 +292,38 @@ class MoEConfig:
     scale: Positive = 1.0  # factor on the weights of a token's experts (DeepSeek's routed_scaling_factor)
     balance_loss: NotNegative = 0.01  # weight of the load-balancing loss of each layer (Switch Transformer)
     z_loss: NotNegative = 0.001  # weight of the router's z-loss of each layer (ST-MoE)
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Linear attention by the gated delta rule (Yang et al. 2024, Gated Delta Networks) in place of attention.
+
+    A cache holds a matrix of `key_width` x `value_width` numbers for each value head, whatever the length of the text.
+    """
+
+    key_heads: PositiveInt = 4  # heads of queries and keys
+    value_heads: PositiveInt | None = None  # heads of values, a multiple of `key_heads`; None: as many
+    key_width: PositiveInt = 32  # channels of a query or key head
+    value_width: PositiveInt = 32  # channels of a value head
+    conv_kernel: PositiveInt = (
+        4  # slots that the causal convolution of queries, keys and values reads, the own included
+    )
+    activation: Activation = "silu"  # activation of the convolution's output
+    epsilon: Positive = 1e-6  # epsilon of the RMS norm of each head's output
+    chunk: PositiveInt = 64  # slots that are computed together; the result is the same up to rounding
+    attention_every: PositiveInt = 4  # every n-th layer has attention, the others the delta rule (Qwen3-Next: 4)
+    attention_layers: tuple[Count, ...] | None = None  # numbers from 0 of the layers with attention, () for no layer;
+    # None: as `attention_every` says
+
+    @property
+    def heads(self) -> int:
+        """Number of value heads, each of which has a state."""
+        return self.value_heads or self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """Channels of queries, keys and values together, which the convolution reads."""
+        return 2 * self.key_heads * self.key_width + self.heads * self.value_width
 
 
 @dataclass(frozen=True)
@@ -307,6 +345,8 @@ class StackConfig:
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     encoding: EncodingConfig = field(default_factory=EncodingConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    delta: DeltaConfig | None = None  # causal stacks: the gated delta rule in place of attention in some layers; None:
+    # all layers have attention
     ffn: FeedForwardConfig | None = field(default_factory=FeedForwardConfig)  # dense layers; None: attention only
     moe: MoEConfig | None = None  # mixture of experts in place of the feed-forward layers; None: dense layers
     norm: NormConfig = field(default_factory=NormConfig)
@@ -339,6 +379,28 @@ class StackConfig:
     def first_layers(self) -> int:
         """Number of first layers with other parameters than the rest: `dense_layers`, or the one without a norm."""
         return self.dense_layers if self.first_norm else int(self.layers > 1)
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Numbers from 0 of the layers with the delta rule in place of attention; () where `delta` is None."""
+        delta = self.delta
+        if delta is None:
+            return ()
+        every = range(delta.attention_every - 1, self.layers, delta.attention_every)
+        attention = every if delta.attention_layers is None else delta.attention_layers
+        return tuple(number for number in range(self.layers) if number not in attention)
+
+    @property
+    def dense_numbers(self) -> tuple[int, ...]:
+        """Numbers from 0 of the layers without experts in a stack that has experts; () in one that has none."""
+        if self.moe is None:
+            return ()
+        return tuple(sorted({*range(min(self.moe.dense_layers, self.layers)), *self.moe.dense_at}))
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if `delta` or `moe.dense_at` gives layers unlike forms, in any order (see `layer_groups`)."""
+        return self.delta is not None or (self.moe is not None and bool(self.moe.dense_at))
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
@@ -535,7 +597,8 @@ class ModelConfig:
             embed=EmbedConfig(vocab=stack.embed.vocab),
             encoding=encoding,
             attention=replace(own, window_every=1, window_layers=(), value_residual=None),
-            moe=None if moe is None else replace(moe, dense_layers=0, dense_width=None),
+            delta=None,
+            moe=None if moe is None else replace(moe, dense_layers=0, dense_at=(), dense_width=None),
             microbatches=None,
         )
 

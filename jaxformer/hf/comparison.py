@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jaxformer.config import EmbedConfig, EncodingConfig, ModelConfig, MoEConfig, StackConfig
+from jaxformer.config import DeltaConfig, EmbedConfig, EncodingConfig, ModelConfig, MoEConfig, StackConfig
 
 ENCODING_FIELDS = {
     "none": (),
@@ -21,7 +21,7 @@ ENCODING_FIELDS = {
 IGNORED_FIELDS = frozenset({
     "dropout", "dropout_first", "kernel", "block", "unroll", "remat", "remat_names", "microbatches", "deviation",
     "init_scale", "dtype", "momentum", "average_padding", "input_dropout", "pad", "capacity", "balance_loss", "z_loss",
-    "correction_rate",
+    "correction_rate", "chunk",
 })  # fmt: skip
 """Fields that do not change what a model computes when it is applied."""
 
@@ -72,6 +72,7 @@ def _normalised_stack(stack: StackConfig, causal: bool) -> StackConfig:
         encoding=encoding,
         attention=attention,
         moe=_normalised_moe(stack),
+        delta=_normalised_delta(stack),
         embed=_normalised_embed(stack.embed, width),
         ffn=stack.ffn and dataclasses.replace(stack.ffn, width=stack.ffn.width or 4 * width),
         norm=dataclasses.replace(norm, final=norm.order != "post" if norm.final is None else norm.final),
@@ -85,8 +86,25 @@ def _normalised_moe(stack: StackConfig) -> MoEConfig | None:
         return moe
     if (moe.top_groups or moe.groups) >= moe.groups:
         moe = dataclasses.replace(moe, groups=1, top_groups=None, group_score="max")
-    width = moe.dense_width or stack.ffn.width or 4 * stack.width
-    return dataclasses.replace(moe, dense_width=width if moe.dense_layers else None)
+    width, inner = moe.dense_width or stack.ffn.width or 4 * stack.width, stack.ffn.width or 4 * stack.width
+    dense = stack.dense_numbers
+    return dataclasses.replace(
+        moe,
+        dense_layers=0,
+        dense_at=dense,
+        dense_width=width if dense else None,
+        shared=min(moe.shared, 1),
+        shared_width=moe.shared_width or moe.shared * inner or None,
+    )
+
+
+def _normalised_delta(stack: StackConfig) -> DeltaConfig | None:
+    """The gated delta rule with the numbers of the layers that have attention."""
+    delta = stack.delta
+    if delta is None:
+        return None
+    attention = tuple(number for number in range(stack.layers) if number not in stack.delta_layers)
+    return dataclasses.replace(delta, value_heads=delta.heads, attention_every=4, attention_layers=attention)
 
 
 def _normalised_embed(embed: EmbedConfig, width: int) -> EmbedConfig:

@@ -130,10 +130,13 @@ def _tensor_names(row: Row, shape: tuple[int, ...]) -> list[str]:
 
 
 def _to_param(row: Row, i: int, array: np.ndarray) -> np.ndarray:
-    """The parameter `i` of a row, from one tensor: a view wherever numpy can make one."""
+    """The parameter `i` of a row, from one tensor: a view wherever numpy can make one; of `row.groups` a copy."""
     if row.splits:
         first = sum(row.splits[:i])
-        return einops.rearrange(array[first : first + row.splits[i]], row.layout, **row.sizes)
+        if row.groups == 1:
+            return einops.rearrange(array[first : first + row.splits[i]], row.layout, **row.sizes)
+        grouped = array.reshape(row.groups, -1, *array.shape[1:])[:, first : first + row.splits[i]]
+        return einops.rearrange(grouped.reshape(-1, *array.shape[1:]), row.layout, **row.sizes)
     y = einops.rearrange(array, row.layout, **_axis_sizes(row)) if row.layout else array
     return y if isinstance(row.param_path, str) else y[i]
 
@@ -148,9 +151,9 @@ def _check_shapes(row: Row, i: int, tensors: list[Tensor], names: list[str], sha
     for name, tensor in zip(names, tensors, strict=True):
         try:
             got = _to_param(row, i, np.broadcast_to(np.empty((), tensor.dtype), tensor.shape)).shape
-        except einops.EinopsError:
+        except (einops.EinopsError, ValueError):  # the latter of groups that do not divide the tensor
             got = None
-        if got != expected or (row.splits and tensor.shape[0] != sum(row.splits)):
+        if got != expected or (row.splits and tensor.shape[0] != row.groups * sum(row.splits)):
             raise ConfigError(
                 f"{tensor.file}: got {name} of shape {list(tensor.shape)}, expected one that makes "
                 f"{row.param_paths[i]} {list(expected)}; the file and its config.json contradict each other"
@@ -168,7 +171,8 @@ def _part_reader(row: Row, i: int, tensors: list[Tensor], shape: tuple[int, ...]
         def read_tensor(entry: tuple[tuple[int, ...], Any]) -> None:
             stacked, j = entry
             target = part[stacked]
-            if not _copy(_to_param(row, i, tensors[j].array())[index[depth:]], target, tensors[j].release_part):
+            release = tensors[j].release_part if row.groups == 1 else _keep
+            if not _copy(_to_param(row, i, tensors[j].array())[index[depth:]], target, release):
                 _check_finite(tensors[j], target)
             tensors[j].release()  # else the file stays in memory beside the parameters
 
@@ -176,6 +180,10 @@ def _part_reader(row: Row, i: int, tensors: list[Tensor], shape: tuple[int, ...]
         return part
 
     return read
+
+
+def _keep(block: np.ndarray) -> None:
+    """Releases nothing: a block of a copy is no part of a file."""
 
 
 def _copy(source: np.ndarray, target: np.ndarray, done: Callable[[np.ndarray], None]) -> bool:
@@ -249,9 +257,9 @@ def _deferred(row: Row, arrays: list[Any], index: tuple[int, ...], dtype: Any, s
             return blocks.contiguous(parts[0], dtype)
         pattern, sizes = _export_pattern(row)
         if row.splits:
-            return blocks.contiguous(
-                np.concatenate([einops.rearrange(part, pattern, **sizes) for part in parts]), dtype
-            )
+            pieces = [einops.rearrange(part, pattern, **sizes) for part in parts]
+            grouped = [piece.reshape(row.groups, -1, *piece.shape[1:]) for piece in pieces]
+            return blocks.contiguous(np.concatenate(grouped, axis=1).reshape(shape), dtype)
         return blocks.contiguous(
             einops.rearrange(parts[0] if isinstance(row.param_path, str) else np.stack(parts), pattern, **sizes), dtype
         )
@@ -283,7 +291,7 @@ def _tensor_shape(row: Row, arrays: list[Any]) -> tuple[int, ...]:
     found = jax.eval_shape(
         lambda x: einops.rearrange(x, pattern, **sizes), jax.ShapeDtypeStruct(whole, np.float32)
     ).shape
-    return (sum(row.splits), *found[1:]) if row.splits else found
+    return (row.groups * sum(row.splits), *found[1:]) if row.splits else found
 
 
 def _export_sizes(row: Row, right: str) -> dict[str, int]:

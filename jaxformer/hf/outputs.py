@@ -135,7 +135,10 @@ def named_outputs(
             outputs[f"{prefix}hidden_states"] = _hidden_states(sown[name])
         if weights:
             outputs[f"{prefix}attentions"] = tuple(
-                layer for blocks in _layer_groups(sown[name]) for layer in blocks["attention"]["probabilities"][0]
+                layer
+                for blocks in _layer_groups(sown[name])
+                if "attention" in blocks
+                for layer in blocks["attention"]["probabilities"][0]
             )
     if seq2seq:
         if weights:
@@ -151,8 +154,10 @@ def _hidden_states(sown: PyTree) -> tuple[Array, ...]:
 
 
 def _layer_groups(sown: PyTree) -> list[PyTree]:
-    """Intermediates that the layers have sown: first layers without experts, then the others, each `[L, ...]`."""
-    return [sown[name] for name in ("dense_blocks", "blocks") if name in sown]
+    """Intermediates that the layers have sown, in groups of one form in their order, each `[L, ...]`."""
+    first = {name: int(name.removeprefix("blocks_")) for name in sown if name.startswith("blocks_")}
+    names = sorted(first, key=first.__getitem__) or ("dense_blocks", "blocks")
+    return [sown[name] for name in names if name in sown]
 
 
 def needs_intermediates(head: str, model: ModelConfig, inputs: Mapping[str, Any]) -> bool:
@@ -177,7 +182,8 @@ def add_router_outputs(
     """
     if not inputs.get(ROUTER_FLAG, False):
         return outputs
-    logits = sown["decoder"]["blocks"]["ffn"]["router_logits"][0]
+    groups = [group["ffn"] for group in _layer_groups(sown["decoder"]) if "router_logits" in group.get("ffn", {})]
+    logits = jnp.concatenate([ffn["router_logits"][0] for ffn in groups])
     found = Outputs(outputs)
     if "logits" in found and has_loss:
         real = jnp.asarray(inputs.get("attention_mask", jnp.ones(logits.shape[1:3])))

@@ -46,6 +46,8 @@ class Row:
       sizes: lengths of the axes that stand in parentheses in the pattern.
       splits: lengths of the parts along the tensor's first axis, one for each of several parameters; each part then has
         the layout, without an axis `n`, and lengths that the parts do not share are left out of `sizes`.
+      groups: with `splits`, equal parts of the first axis, each of which holds a piece of every parameter, as long as
+        `splits` says; the pieces of a parameter follow one another in their order.
       optional: the parameter is zero if the file lacks the tensor.
       first_layer: number in the file of the parameter's first layer.
     """
@@ -55,6 +57,7 @@ class Row:
     layout: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
     splits: tuple[int, ...] = ()
+    groups: int = 1
     optional: bool = False
     first_layer: int = 0
 

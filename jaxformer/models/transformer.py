@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeVar, cast
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Float, Float32, Int
 
 from jaxformer.config import ModelConfig, StackConfig
+from jaxformer.config.layer_groups import layer_groups
 from jaxformer.errors import ConfigError
-from jaxformer.nn.cache import TransformerState
+from jaxformer.nn.cache import SlotState, TransformerState
 from jaxformer.nn.copying import Copy, CopySource
 from jaxformer.nn.heads import Head, last_slot
 from jaxformer.nn.layers import Dense, Embed
@@ -18,6 +19,8 @@ from jaxformer.nn.multi_token import PredictionModule, shift_left, slots_ahead
 from jaxformer.nn.series import SeriesInput, Statistics
 from jaxformer.nn.stack import Stack, unrolls_decoding, unstack
 from jaxformer.types import Array, Batch, DeferredLogits, MultiTokenLogits, PyTree, RelationLogits, Slots, Stream
+
+State = TypeVar("State", bound=SlotState)
 
 
 class Transformer(nn.Module):
@@ -163,15 +166,15 @@ class Transformer(nn.Module):
             return variables
 
         def separate(part: PyTree) -> PyTree:
-            counts = {"dense_blocks": decoder.first_layers, "blocks": decoder.layers - decoder.first_layers}
+            counts = {group.name: group.stack.layers for group in groups}
             stacked = {name: unstack(part["decoder"][name], n) for name, n in counts.items() if name in part["decoder"]}
             return {**part, "decoder": {**part["decoder"], **stacked}}
 
-        shared = {"params"} if decoder.share_layers else set()
-        stacked = {name: name not in shared and "blocks" in part.get("decoder", {}) for name, part in variables.items()}
-        return {name: separate(part) if stacked[name] else part for name, part in variables.items()}
+        shared, groups = {"params"} if decoder.share_layers else set(), layer_groups(decoder)
+        found = {name for name, part in variables.items() if any(g.name in part.get("decoder", {}) for g in groups)}
+        return {name: separate(part) if name in found - shared else part for name, part in variables.items()}
 
-    def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], TransformerState]:
+    def start(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], SlotState]:
         """Logits of the token after each prompt, and the decoding state, with space for `length` slots.
 
         Prompts are `batch.target` `[B, T]`, padded on either side.
@@ -191,7 +194,8 @@ class Transformer(nn.Module):
             copied = self.copying.source(encoded, source) if self.config.head.copy else None
         padding = ((0, 0), (0, length - prompt_length))
         last = last_slot(target.slots)[:, None]
-        state = TransformerState(
+        kind = TransformerState if self.decoder.config.delta is None else SlotState
+        state = kind(
             keys_values=self.decoder.empty_cache(rows, length, jnp.dtype(self.config.dtype)),
             slots=Slots(jnp.pad(target.slots.position, padding), jnp.pad(target.slots.segment, padding)),
             index=jnp.zeros((), jnp.int32),
@@ -205,9 +209,7 @@ class Transformer(nn.Module):
         segment = jnp.take_along_axis(target.slots.segment, last, axis=1)
         return self.decoded_logits(x, target.slots, segment, state)[:, 0], state
 
-    def step(
-        self, tokens: Int[Array, "B N"], state: TransformerState
-    ) -> tuple[Float32[Array, "R V"], TransformerState]:
+    def step(self, tokens: Int[Array, "B N"], state: SlotState) -> tuple[Float32[Array, "R V"], SlotState]:
         """Logits of the tokens after `tokens`, one for each of R = B N rows or branches, and the new state."""
         slots, state = state.append(tokens.shape[1])
         x, state = self.advance(Stream(tokens, slots), state)
@@ -236,13 +238,13 @@ class Transformer(nn.Module):
         return self.decoded_logits(x, slots, slots.segment, state), state
 
     def decoded_logits(
-        self, x: Float[Array, "B N D"], slots: Slots, segment: Int[Array, "B N"], state: TransformerState
+        self, x: Float[Array, "B N D"], slots: Slots, segment: Int[Array, "B N"], state: SlotState
     ) -> Float32[Array, "B N V"]:
         """Logits of hidden states `x` of these segments in decoding, mixed with what is copied, if anything."""
         logits = self.head(x, slots, self.output_embed())
         return logits if state.copied is None else self.copying(logits, x, segment, state.copied)
 
-    def advance(self, target: Stream, state: TransformerState) -> tuple[Float[Array, "B T D"], TransformerState]:
+    def advance(self, target: Stream, state: State) -> tuple[Float[Array, "B T D"], State]:
         """Hidden states of new tokens (already in `state.slots`), and the state with their keys and values."""
         x, keys_values = self.decoder(
             self.input_embed()(target),

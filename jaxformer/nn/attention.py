@@ -39,6 +39,8 @@ class Attention(nn.Module):
     With `config.value_residual` the values of a later layer are `first * v_1 + own * v_n`, with v_1 those of layer 0
     (Zhou et al. 2024, Value Residual Learning). They are mixed before the cache, which holds what is attended to. With
     `config.temperature` the scores of a query grow with its position (`temperature`).
+    With `config.gate` head_h is multiplied by sigmoid(x W_g,h) (Qiu et al. 2025, Gated Attention for Large Language
+    Models, equation 5, at the place G1).
 
     Attributes:
       encoding: position encoding; acts in self-attention only.
@@ -62,6 +64,8 @@ class Attention(nn.Module):
         self.query = project((width, self.heads, self.head_width), ("embed", "heads", "head"), bias=config.bias)
         self.key = project(keys, ("embed", "kv_heads", "head"), bias=key_bias)
         self.value = project(keys, ("embed", "kv_heads", "head"), bias=config.bias)
+        if config.gate:
+            self.gate = project((width, self.heads, self.head_width), ("embed", "heads", "head"), bias=config.bias)
         if config.norm is not None:
             self.query_norm, self.key_norm = Norm(config.norm), Norm(config.norm)
         if config.summary is not None:
@@ -128,6 +132,8 @@ class Attention(nn.Module):
             cache = cache.write(k, v)
             k, v = cache.read()
         o = self.attend(q, k, v, mask, position, encoding, layer)
+        if self.config.gate:
+            o = o * jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(o.dtype)
         more = () if self.config.value_residual is None or first_values is None else (first_values,)
         if not self.config.output:
             return o.reshape(*x.shape[:-1], self.width), cache, *more

@@ -15,10 +15,11 @@ from jaxformer.config import AttentionConfig, StackConfig
 from jaxformer.errors import ConfigError
 from jaxformer.nn import remat
 from jaxformer.nn.attention import Attention
-from jaxformer.nn.cache import KeyValues, LayerCache
+from jaxformer.nn.cache import DeltaState, KeyValues, LayerCache, LayerMemory
 from jaxformer.nn.convolution import Convolved
 from jaxformer.nn.encodings.rope import ByWindow
 from jaxformer.nn.ffn import FeedForward
+from jaxformer.nn.gated_delta import GatedDelta
 from jaxformer.nn.latent_attention import LatentAttention
 from jaxformer.nn.layers import Dropout, Norm
 from jaxformer.nn.masks import Mask
@@ -75,11 +76,11 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self,
-        carry: tuple[Float[Array, "B T D"], KeyValues | None, *tuple[Float[Array, "B T G K"], ...]],
+        carry: tuple[Float[Array, "B T D"], LayerMemory | None, *tuple[Float[Array, "B T G K"], ...]],
         layer: Int[Array, ""],
         memory: KeyValues | None,
         context: LayerContext,
-    ) -> tuple[tuple[Float[Array, "B T D"], KeyValues | None, *tuple[Float[Array, "B T G K"], ...]], None]:
+    ) -> tuple[tuple[Float[Array, "B T D"], LayerMemory | None, *tuple[Float[Array, "B T G K"], ...]], None]:
         """Residual stream and cache after this layer. The output is sown if "intermediates" is mutable.
 
         Args:
@@ -89,9 +90,11 @@ class Block(nn.Module):
           memory: this layer's keys and values for cross-attention, if precomputed.
         """
         config, (x, keys_values, *first_values) = self.config, carry
+        if config.delta is not None:
+            return self.delta_layer(x, keys_values, layer, memory, context)
         attention = self_attention(config)
         cache = None
-        if keys_values is not None and context.index is not None:
+        if isinstance(keys_values, KeyValues) and context.index is not None:
             cache = LayerCache(keys_values, layer if keys_values.stacked else None, context.index)
         mask, position = depend_on_layer(context.mask, layer), context.position
         if config.attention.window is not None and windows_differ(config.attention):
@@ -116,6 +119,33 @@ class Block(nn.Module):
             x = context.convolved.add(x, layer)
         self.sow("intermediates", "output", x)
         return (x, None if cache is None else cache.keys_values, *first_values), None
+
+    def delta_layer(
+        self,
+        x: Float[Array, "B T D"],
+        state: LayerMemory | None,
+        layer: Int[Array, ""],
+        memory: KeyValues | None,
+        context: LayerContext,
+    ) -> tuple[tuple[Float[Array, "B T D"], DeltaState | None], None]:
+        """The layer with the gated delta rule in the place of attention; `context` gives it the segments alone."""
+        config, segment = self.config, context.mask.query.segment
+        if config.delta is None or isinstance(state, KeyValues):
+            raise ConfigError("delta: got a cache of keys and values, expected a state; decode with the stack's own")
+        mixer = GatedDelta(config.delta, config.width, name="gated_delta")
+        before, after = state, state
+
+        def mix(y: Array) -> Array:
+            nonlocal after
+            y, after = mixer(y, segment, before)
+            return y
+
+        if config.sublayers != "sequential":
+            x = self.parallel_sublayers(x, mix, self.feed_forward(context), context)
+        else:
+            x = self.sequential_sublayers(x, mix, layer, memory, context)
+        self.sow("intermediates", "output", x)
+        return (x, after), None
 
     def sequential_sublayers(
         self,
@@ -220,7 +250,7 @@ def self_attention(config: StackConfig) -> Attention | LatentAttention:
 def cross_attention(config: AttentionConfig) -> AttentionConfig:
     """Config of a layer's cross-attention, from that of its self-attention."""
     unset = dict.fromkeys(("window", "sparse", "summary", "latent", "value_residual", "temperature"))
-    return dataclasses.replace(config, **unset)
+    return dataclasses.replace(config, **unset, gate=False)
 
 
 def windows_differ(config: AttentionConfig) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Shaped
 
+from jaxformer.config import DeltaConfig
 from jaxformer.nn.copying import CopySource
 from jaxformer.parallel import mesh
 from jaxformer.types import Array, Slots
@@ -63,8 +65,38 @@ class KeyValues(flax.struct.PyTreeNode):
         return cls(jnp.moveaxis(k, 1, 3).astype(dtype), jnp.moveaxis(v, 2, 1).astype(dtype))
 
 
-StackKeyValues = KeyValues | tuple[KeyValues, ...]
-"""Keys and values of a stack: `[L, ...]` arrays, or one `KeyValues` a layer where decoding is unrolled.
+class DeltaState(flax.struct.PyTreeNode):
+    """Memory of a layer with the gated delta rule (`nn/gated_delta.py`), of the same size after any number of slots.
+
+    Attributes:
+      state: the matrices `[B, H, K, V]`, float32.
+      inputs: the last inputs of the convolution `[B, 1, W - 1, C]`, in the dtype of the cache. The axis of 1 makes rows
+        the fourth axis from the end, as in `KeyValues`.
+    """
+
+    state: Array
+    inputs: Array
+
+    @property
+    def stacked(self) -> bool:
+        """False: every layer has arrays of its own."""
+        return False
+
+    @classmethod
+    def empty(cls, config: DeltaConfig, rows: int, dtype: jnp.dtype) -> DeltaState:
+        """The memory of no slots; `dtype` is that of the cache."""
+        state = (rows, config.heads, config.key_width, config.value_width)
+        return cls(jnp.zeros(state, jnp.float32), jnp.zeros((rows, 1, config.conv_kernel - 1, config.channels), dtype))
+
+
+MemoryKeyValues = KeyValues | tuple[KeyValues, ...]
+"""Keys and values of an encoder's output for a stack, in the layouts of `StackKeyValues`."""
+
+LayerMemory = KeyValues | DeltaState
+"""The memory of one layer."""
+
+StackKeyValues = KeyValues | tuple[LayerMemory, ...]
+"""Keys and values of a stack: `[L, ...]` arrays, or the memory of each layer where decoding is unrolled.
 
 Unrolled, each layer is a separate part of the program, and nothing has to be sliced out of a large array."""
 
@@ -104,8 +136,13 @@ class LayerCache(flax.struct.PyTreeNode):
         return KeyValues(select(self.keys_values.k), select(self.keys_values.v)).to_kernel_layout()
 
 
-class TransformerState(flax.struct.PyTreeNode):
-    """Decoding state of a transformer with L layers and space for S slots.
+State = TypeVar("State", bound="SlotState")
+
+
+class SlotState(flax.struct.PyTreeNode):
+    """Decoding state of a transformer with L layers and space for S slots, some of which may have a `DeltaState`.
+
+    Rows with such a state have no branches, and cannot take back a token: `TransformerState` has both.
 
     All rows write to the same slot index at a time, whenever they started. Rows that started late and discarded
     branches leave unused slots behind; `compact` removes them.
@@ -126,23 +163,23 @@ class TransformerState(flax.struct.PyTreeNode):
     slots: Slots
     index: Array
     position: Array
-    memory: StackKeyValues | None = None
+    memory: MemoryKeyValues | None = None
     memory_slots: Slots | None = None
     branch_slots: Array | None = None
     copied: CopySource | None = None
 
-    def rows(self, index: Int[Array, " B"]) -> TransformerState:
+    def rows(self: State, index: Int[Array, " B"]) -> State:
         """The state whose row i is row `index[i]` of this one."""
         return self._map_rows(lambda axis, x: jnp.take(x, index, axis=axis))
 
-    def grow(self, length: int) -> TransformerState:
+    def grow(self: State, length: int) -> State:
         """The state extended to `length` slots, the new ones empty."""
         more = length - self.slots.segment.shape[1]
         return self._map_slots(
             lambda axis, x: jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
         )
 
-    def replace_rows(self, index: Int[Array, " R"], other: TransformerState) -> TransformerState:
+    def replace_rows(self: State, index: Int[Array, " R"], other: State) -> State:
         """The state with row `index[i]` replaced by row i of `other`, which has read nothing beyond its prompt.
 
         Indices beyond the last row are ignored. Prompts and sources of `other` may be shorter.
@@ -155,7 +192,7 @@ class TransformerState(flax.struct.PyTreeNode):
         """Largest number of used slots over the active rows."""
         return jnp.max(jnp.sum(self._used() & active[:, None], axis=1))
 
-    def compact(self, active: Bool[Array, " B"], length: int) -> TransformerState:
+    def compact(self: State, active: Bool[Array, " B"], length: int) -> State:
         """The state without unused slots, in `length` slots, at least `max_used_slots(active)`.
 
         Rows that are not active may lose slots.
@@ -168,6 +205,56 @@ class TransformerState(flax.struct.PyTreeNode):
             return jnp.take_along_axis(x, jnp.expand_dims(order, others), axis=axis)
 
         return self._map_slots(gather).grow(length).replace(index=self.max_used_slots(active))
+
+    def append(self: State, count: int) -> tuple[Slots, State]:
+        """Slots `[B, T]` of the next T = `count` tokens, one a branch, and the state that includes them."""
+        rows = self.position.shape[0]
+        new = Slots(jnp.broadcast_to(self.position[:, None], (rows, count)), jnp.ones((rows, count), jnp.int32))
+        state = self._write_slots(new)
+        if self.branch_slots is not None:
+            same_branch = jnp.broadcast_to(jnp.eye(count, dtype=bool), (rows, count, count))
+            branch_slots = jax.lax.dynamic_update_slice_in_dim(self.branch_slots, same_branch, self.index, axis=-1)
+            state = state.replace(branch_slots=branch_slots)
+        return new, state.replace(position=self.position + 1)
+
+    def _write_slots(self: State, new: Slots) -> State:
+        """The state in whose next slots `new` `[B, T]` stand."""
+        write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, self.index, axis=-1)  # noqa: E731
+        return self.replace(slots=jax.tree.map(write, self.slots, new))
+
+    def _used(self) -> Bool[Array, "B S"]:
+        """True for slots that later steps still attend to."""
+        return self.slots.segment != 0 if self.branch_slots is None else jnp.any(self.branch_slots, axis=1)
+
+    def _map_slots(self: State, function: Callable[[int, Array], Array]) -> State:
+        """`function(axis of the slots, array)` for every array with an axis of slots."""
+
+        def cached(part: LayerMemory) -> LayerMemory:
+            if isinstance(part, DeltaState):
+                return part
+            return KeyValues(function(-1, part.k), function(-2, part.v))
+
+        stack = self.keys_values
+        flat = lambda tree: jax.tree.map(partial(function, -1), tree)  # noqa: E731
+        return self.replace(
+            keys_values=tuple(cached(part) for part in stack) if isinstance(stack, tuple) else cached(stack),
+            slots=flat(self.slots),
+            branch_slots=flat(self.branch_slots),
+        )
+
+    def _map_rows(self: State, function: Callable[..., Array], *others: State) -> State:
+        """`function(axis of the rows, array, ...)` for every array with an axis of rows."""
+        cached = lambda *arrays: jax.tree.map(partial(function, -4), *arrays)  # noqa: E731
+        flat = lambda *arrays: jax.tree.map(partial(function, 0), *arrays)  # noqa: E731
+        maps = {name: cached for name in ("keys_values", "memory")}
+        maps |= {name: flat for name in ("slots", "position", "memory_slots", "branch_slots", "copied")}
+        return self.replace(
+            **{name: run(*(getattr(state, name) for state in (self, *others))) for name, run in maps.items()}
+        )
+
+
+class TransformerState(SlotState):
+    """Decoding state of a transformer whose memory is keys and values alone."""
 
     def branch(self, count: int) -> TransformerState:
         """The state with `count` branches of every row, all with the same past."""
@@ -183,17 +270,6 @@ class TransformerState(flax.struct.PyTreeNode):
         if self.branch_slots is None:
             raise ValueError("select_branches: got a state without branches, expected one; call branch first")
         return self.replace(branch_slots=jnp.take_along_axis(self.branch_slots, parent[:, :, None], axis=1))
-
-    def append(self, count: int) -> tuple[Slots, TransformerState]:
-        """Slots `[B, T]` of the next T = `count` tokens, one a branch, and the state that includes them."""
-        rows = self.position.shape[0]
-        new = Slots(jnp.broadcast_to(self.position[:, None], (rows, count)), jnp.ones((rows, count), jnp.int32))
-        state = self._write_slots(new)
-        if self.branch_slots is not None:
-            same_branch = jnp.broadcast_to(jnp.eye(count, dtype=bool), (rows, count, count))
-            branch_slots = jax.lax.dynamic_update_slice_in_dim(self.branch_slots, same_branch, self.index, axis=-1)
-            state = state.replace(branch_slots=branch_slots)
-        return new, state.replace(position=self.position + 1)
 
     def append_sequence(self, count: int, positions: int | None) -> tuple[Slots, TransformerState]:
         """Slots `[B, T]` of the next T = `count` tokens of every row, and the state that includes them.
@@ -225,37 +301,4 @@ class TransformerState(flax.struct.PyTreeNode):
             slots=self.slots._replace(segment=jnp.where(given_back, 0, self.slots.segment)),
             position=self.position - of + count,
             index=first + jnp.max(count),
-        )
-
-    def _write_slots(self, new: Slots) -> TransformerState:
-        """The state in whose next slots `new` `[B, T]` stand."""
-        write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, self.index, axis=-1)  # noqa: E731
-        return self.replace(slots=jax.tree.map(write, self.slots, new))
-
-    def _used(self) -> Bool[Array, "B S"]:
-        """True for slots that later steps still attend to."""
-        return self.slots.segment != 0 if self.branch_slots is None else jnp.any(self.branch_slots, axis=1)
-
-    def _map_slots(self, function: Callable[[int, Array], Array]) -> TransformerState:
-        """`function(axis of the slots, array)` for every array with an axis of slots."""
-
-        def cached(part: KeyValues) -> KeyValues:
-            return KeyValues(function(-1, part.k), function(-2, part.v))
-
-        stack = self.keys_values
-        flat = lambda tree: jax.tree.map(partial(function, -1), tree)  # noqa: E731
-        return self.replace(
-            keys_values=cached(stack) if isinstance(stack, KeyValues) else tuple(cached(part) for part in stack),
-            slots=flat(self.slots),
-            branch_slots=flat(self.branch_slots),
-        )
-
-    def _map_rows(self, function: Callable[..., Array], *others: TransformerState) -> TransformerState:
-        """`function(axis of the rows, array, ...)` for every array with an axis of rows."""
-        cached = lambda *arrays: jax.tree.map(partial(function, -4), *arrays)  # noqa: E731
-        flat = lambda *arrays: jax.tree.map(partial(function, 0), *arrays)  # noqa: E731
-        maps = {name: cached for name in ("keys_values", "memory")}
-        maps |= {name: flat for name in ("slots", "position", "memory_slots", "branch_slots", "copied")}
-        return self.replace(
-            **{name: run(*(getattr(state, name) for state in (self, *others))) for name, run in maps.items()}
         )

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Float32, Int, Int32
 from jaxformer.config import FeedForwardConfig, MoEConfig
 from jaxformer.nn import experts
 from jaxformer.nn.ffn import FeedForward
-from jaxformer.nn.layers import parameter, zeros_parameter
+from jaxformer.nn.layers import Dense, parameter, zeros_parameter
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array, PyTree, Sums
 
@@ -71,7 +71,8 @@ class MoE(nn.Module):
     decoding).
 
     Shared experts (Dai et al. 2024, DeepSeekMoE) process every token; `moe.shared` of them are computed as one layer of
-    that many times the width. Padding is not routed and not counted.
+    that many times the width, or of `moe.shared_width`. With `moe.shared_gate` their output is multiplied by
+    sigmoid(x w) (Qwen Team 2024, Qwen1.5-MoE). Padding is not routed and not counted.
     """
 
     config: FeedForwardConfig
@@ -119,8 +120,12 @@ class MoE(nn.Module):
         routed = experts.RoutedTokens(x, served, gates, queue_position, number)
         y = experts.apply_experts(config, weights, routed, queue, key)
         if moe.shared:
-            wide = dataclasses.replace(config, width=moe.shared * inner)
-            y = y + FeedForward(wide, self.width, name="shared")(x)
+            wide = dataclasses.replace(config, width=moe.shared_width or moe.shared * inner)
+            shared = FeedForward(wide, self.width, name="shared")(x)
+            if moe.shared_gate:
+                gate = Dense((self.width, 1), ("embed", None), bias=False, name="shared_gate")(x)
+                shared = jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype) * shared
+            y = y + shared
         return y
 
 
@@ -247,7 +252,8 @@ def stack_path(words: Sequence[str]) -> str:
 
     Modules of `multi_token` belong to the decoder.
     """
-    return "decoder" if words[0].startswith(MULTI_TOKEN) else ".".join(words[: words.index("blocks")])
+    first = next(i for i, word in enumerate(words) if word.startswith(("blocks", MULTI_TOKEN)))
+    return ".".join(words[:first]) or "decoder"
 
 
 def add_router_losses(sums: Sums, sown: dict) -> Sums:

@@ -11,11 +11,12 @@ from flax import linen as nn
 from jaxtyping import Bool, Float, Int
 
 from jaxformer.config import StackConfig
+from jaxformer.config.layer_groups import has_unlike_layers, layer_groups
 from jaxformer.errors import ConfigError
 from jaxformer.nn import encodings, moe, remat
 from jaxformer.nn.attention import Attention, head_shape
 from jaxformer.nn.block import Block, LayerContext, cross_attention
-from jaxformer.nn.cache import KeyValues, StackKeyValues, cache_dtype
+from jaxformer.nn.cache import DeltaState, KeyValues, LayerMemory, MemoryKeyValues, StackKeyValues, cache_dtype
 from jaxformer.nn.convolution import Convolution, Convolved
 from jaxformer.nn.layers import Dense, Dropout, Norm
 from jaxformer.nn.masks import Blocks, Mask
@@ -73,10 +74,8 @@ class Stack(nn.Module):
                 raise ConfigError("conv: got a convolution in a causal stack, expected None; it reads the slots ahead")
             self.conv = Convolution(config.conv, config.norm, config.dropout)
         if config.layers:  # a scan of length 0 would have parameters of shape [0, ...]
-            dense, others = split_layers(config)
-            if dense is not None:
-                self.dense_blocks = self.scanned_blocks(dense)
-            self.blocks = self.scanned_blocks(others)
+            for group in layer_groups(config):
+                setattr(self, group.name, self.scanned_blocks(group.stack))
         if has_final_norm(config):
             self.final_norm = Norm(config.norm)
         if config.output_width is not None:
@@ -199,16 +198,16 @@ class Stack(nn.Module):
     def apply_unrolled(
         self,
         x: Float[Array, "B T D"],
-        cache: tuple[KeyValues, ...],
+        cache: tuple[LayerMemory, ...],
         memory: StackKeyValues | None,
         context: LayerContext,
-    ) -> tuple[Float[Array, "B T D"], tuple[KeyValues, ...]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[LayerMemory, ...]]:
         """`blocks` for unrolled decoding: each layer reads its own parameters and its own cache, see `unstack`."""
-        dense, others = split_layers(self.resolved)
         written, first_values = [], self.first_values(x)
-        for i, variables in enumerate(self.layer_variables()):
+        forms = [group.stack for group in layer_groups(self.resolved) for _ in group.numbers]
+        for i, (form, variables) in enumerate(zip(forms, self.layer_variables(), strict=True)):
             cross = memory[i] if isinstance(memory, tuple) else None
-            block = Block(others if dense is None or i >= dense.layers else dense, parent=None)
+            block = Block(form, parent=None)
             carry = (x, cache[i], *first_values)
             (x, layer_cache, *first_values), _ = block.apply(variables, carry, jnp.int32(i), cross, context)
             written.append(layer_cache)
@@ -228,12 +227,8 @@ class Stack(nn.Module):
         return [each for group in self.layer_groups() for each in self._group_variables(*group)]
 
     def layer_groups(self) -> list[tuple[nn.Module, range]]:
-        """The scanned layers, the first ones of another form before the rest, each with the numbers of its layers."""
-        if not self.config.layers:
-            return []
-        dense = self.config.first_layers
-        groups: list[tuple[nn.Module, range]] = [(self.dense_blocks, range(dense))] if dense else []
-        return [*groups, (self.blocks, range(dense, self.config.layers))]
+        """The scanned layers in groups of one form, each with the numbers of its layers."""
+        return [(getattr(self, group.name), group.numbers) for group in layer_groups(self.config)]
 
     def _group_variables(self, blocks: nn.Module, numbers: range) -> list[PyTree]:
         """Variables of each layer of one of the `layer_groups`."""
@@ -255,7 +250,7 @@ class Stack(nn.Module):
         """
         if pipeline.stages() == 1 or self.is_initializing() or self.is_mutable_collection("intermediates"):
             return False
-        if self.config.layers == 0 or self.config.share_layers or self.config.first_layers:
+        if self.config.layers == 0 or self.config.share_layers or has_unlike_layers(self.config):
             return False
         if self.config.attention.value_residual is not None:
             return False
@@ -312,7 +307,7 @@ class Stack(nn.Module):
             return None
         return self.shared(slots, token_type) if encoding.uses_token_types else self.shared(slots)
 
-    def project_memory(self, memory: Float[Array, "B S D"]) -> StackKeyValues:
+    def project_memory(self, memory: Float[Array, "B S D"]) -> MemoryKeyValues:
         """Keys and values of the encoder's output for cross-attention, for all layers."""
         config = self.resolved
         attention = Attention(cross_attention(config.attention), config.encoding, config.width, parent=None)
@@ -340,7 +335,11 @@ class Stack(nn.Module):
             zeros = KeyValues(empty(1, latent.rank, length), empty(1, length, latent.rope_width))
         else:
             zeros = KeyValues(empty(kv_heads, head_width, length), empty(kv_heads, length, head_width))
-        return (zeros,) * config.layers if unrolls_decoding(config) else zeros
+        if not unrolls_decoding(config):
+            return zeros
+        delta, without = config.delta, set(config.delta_layers)
+        state = None if delta is None else DeltaState.empty(delta, rows, cache_dtype(dtype))
+        return tuple(state if state is not None and i in without else zeros for i in range(config.layers))
 
 
 def self_attention_mask(config: StackConfig, causal: bool, slots: Slots, cache_slots: Slots | None = None) -> Mask:
@@ -372,29 +371,14 @@ def cross_mask(query: Slots, memory: Slots) -> Mask:
     return Mask(query, memory)
 
 
-def split_layers(config: StackConfig) -> tuple[StackConfig | None, StackConfig]:
-    """Configs of the first layers, which have no experts or no norm (None: there are none), and of the others."""
-    count = config.first_layers
-    if not config.first_norm and count:
-        rest = dataclasses.replace(config, layers=config.layers - count, first_norm=True)
-        return dataclasses.replace(config, layers=count), rest
-    if not count or config.moe is None or config.ffn is None:
-        return None, config
-    ffn = dataclasses.replace(config.ffn, width=config.moe.dense_width or config.ffn.width)
-    return (
-        dataclasses.replace(config, layers=count, moe=None, ffn=ffn),
-        dataclasses.replace(config, layers=config.layers - count),
-    )
-
-
 def has_final_norm(config: StackConfig) -> bool:
     """True if a norm follows the last layer: by default in all orders but post, whose residual stream has none."""
     return config.norm.order != "post" if config.norm.final is None else config.norm.final
 
 
 def unrolls_decoding(config: StackConfig) -> bool:
-    """True if decoding compiles each layer as a separate part of the program."""
-    return unroll(config) >= config.layers
+    """True if decoding compiles each layer as a separate part of the program; caches of unlike layers need it."""
+    return config.delta is not None or unroll(config) >= config.layers
 
 
 def unstack(blocks: PyTree, layers: int) -> dict[str, PyTree]:

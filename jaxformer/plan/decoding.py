@@ -309,7 +309,7 @@ def _read_times(
     if _reads_memory(tuple(words)):
         return 0.0  # the encoder's output is projected once
     stack = config.model.decoder
-    if stack is None or "blocks" not in words:
+    if stack is None or not flops.is_of_layers(words):
         return 1.0
     times = float(stack.layers) if stack.share_layers else 1.0
     if stack.moe is not None and "experts" in axes and words[-1] != "router":
@@ -342,14 +342,18 @@ def _decoded(config: Config, params: PyTree, names: PyTree, read: float) -> Deco
     own_latent, queries = stack.attention.latent, stack.attention.heads * flops.score_width(stack)
     absorbed = queries if own_latent is None else stack.attention.heads * (own_latent.rank + own_latent.rope_width / 2)
     crossed = config.model.encoder is not None
+    with_keys = stack.layers - len(stack.delta_layers)
+    if stack.delta is not None:  # a step reads and writes the states by three products
+        delta = stack.delta
+        own += len(stack.delta_layers) * 3 * delta.heads * delta.key_width * delta.value_width
     return Decoded(
         layers=stack.layers,
         width=stack.width,
         bytes=shapes.BYTES[config.model.dtype],
         read_bytes=read,
         multiplied=own,
-        scores=float(stack.layers * absorbed),
-        prompt_scores=float(stack.layers * queries),
+        scores=float(with_keys * absorbed),
+        prompt_scores=float(with_keys * queries),
         reductions=(1 if each.joined else 2) + crossed,
         channels=each.channels,
         routed=each.routed,
@@ -364,7 +368,8 @@ def _schedule(config: Config, request: Request) -> tuple[CacheSchedule, int]:
     slots = 1 if config.model.is_seq2seq else request.prompt
     if config.model.decoder is None:
         return CacheSchedule(slots, (request.tokens,), 0), search.outputs_per_prompt
-    schedule = cache_schedule.growing_schedule(slots, request.tokens, max(search.branches, 1), search.lookahead)
+    branches = search.branches if config.model.decoder.delta is None else 0
+    schedule = cache_schedule.growing_schedule(slots, request.tokens, max(branches, 1), search.lookahead)
     return schedule, search.outputs_per_prompt
 
 
@@ -379,6 +384,8 @@ def _cache_parts(
         states = recurrent_state_bytes(module, request.prompt)  # ty: ignore[invalid-argument-type]  # frozen dataclasses
         return {"states": rows * states}
     slots, branches = schedule.total_slots(capacity), options.beams if options.method == "beam" else 0
+    if config.model.decoder.delta is not None:  # each beam has a row
+        rows, branches = rows * max(branches, 1), 0
     source = request.prompt if config.model.is_seq2seq else 0
     parts = transformer_state_bytes(config.model.decoder, config.model.dtype, slots, source, branches)
     return {name: rows * size for name, size in parts.items()}
@@ -390,7 +397,7 @@ def transformer_state_bytes(
     """Bytes of one row of a `TransformerState` (`nn/cache.py`) by part, without its one scalar.
 
     Grouped heads have keys and values of `kv_heads` heads, latent attention one vector and one rotated key. A window
-    hides keys, but their slots are kept.
+    hides keys, but their slots are kept. Layers with the gated delta rule have a state of one size.
 
     Args:
       stack: the decoder.
@@ -401,10 +408,17 @@ def transformer_state_bytes(
     """
     own = stack.attention
     head_width = own.head_width or stack.width // own.heads
-    crossing = 2 * stack.layers * (own.kv_heads or own.heads) * head_width * shapes.BYTES[dtype]
-    slot = crossing if own.latent is None else stack.layers * own.latent.cache_width * shapes.BYTES[dtype]
+    layer = 2 * (own.kv_heads or own.heads) * head_width
+    crossing = stack.layers * layer * shapes.BYTES[dtype]
+    with_keys = stack.layers - len(stack.delta_layers)
+    slot = with_keys * (layer if own.latent is None else own.latent.cache_width) * shapes.BYTES[dtype]
     numbers = 2 * INT32 * (slots + source) + INT32 + branches * slots  # positions, segments, the next position, beams
     parts = {"keys and values": slot * slots, "keys and values of the source": crossing * source, "slots": numbers}
+    if stack.delta is not None:
+        delta = stack.delta
+        matrices = delta.heads * delta.key_width * delta.value_width * FLOAT32
+        inputs = (delta.conv_kernel - 1) * delta.channels * shapes.BYTES[dtype]
+        parts["states"] = len(stack.delta_layers) * (matrices + inputs)
     return {name: float(size) for name, size in parts.items() if size}
 
 
@@ -427,6 +441,8 @@ def recurrent_state_bytes(module: nn.Module, source: int) -> float:
 def _shards(config: Config, part: str, layout: Layout) -> int:
     """Devices that a part of a row's caches is divided over: key heads over tensor, where it divides them."""
     stack, tensor = config.model.decoder, layout.size("tensor")
+    if stack is not None and stack.delta is not None and part == "states":
+        return tensor if stack.delta.key_heads % tensor == 0 else 1
     if stack is None or not part.startswith("keys"):
         return 1
     if stack.attention.latent is not None and part == "keys and values":

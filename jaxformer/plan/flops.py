@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxformer.config import Config, StackConfig
+from jaxformer.config import Config, DeltaConfig, StackConfig
 from jaxformer.nn import moe
 from jaxformer.nn.masks import Blocks
 
@@ -66,7 +67,7 @@ def multiplied_by_path(config: Config, params: Any, names: Any) -> dict[tuple[st
             share = float(is_head(config, words))
         elif len(leaf.shape) - ("layers" in axes) - ("experts" in axes) >= 2 and not _is_not_multiplied(words):
             share = once if words[0] == "head" else 1.0
-            stack = config.model.stacks[moe.stack_path(words)] if "blocks" in words else None
+            stack = config.model.stacks[moe.stack_path(words)] if is_of_layers(words) else None
             if stack is not None and stack.share_layers and not words[0].startswith(moe.MULTI_TOKEN):
                 share *= stack.layers
             if "experts" in axes:
@@ -113,10 +114,17 @@ def _block_name(path: tuple[str, ...]) -> str:
     start = path[1:] if path[0] == "generator" else path
     prefix = "generator " if path[0] == "generator" else ""
     if start[0] in ("encoder", "decoder") and len(start) > 2:
-        return f"{prefix}{start[0]} {start[2] if start[1] in ('blocks', 'dense_blocks') else start[1]}".replace(
-            "_", " "
+        return (
+            f"{prefix}{start[0]} {start[2] if start[1].startswith(('blocks', 'dense_blocks')) else start[1]}".replace(
+                "_", " "
+            )
         )
     return prefix + start[0].replace("_", " ")
+
+
+def is_of_layers(words: Sequence[str]) -> bool:
+    """True for the path of a parameter of a stack's layers, but those of first layers of another form."""
+    return any(word == "blocks" or word.startswith("blocks_") for word in words)
 
 
 def _is_not_multiplied(words: list[str]) -> bool:
@@ -182,7 +190,21 @@ def _stack_attention_flops(config: Config, name: str, length: int, visible: bool
     keys = visible_keys(stack, name == "decoder", length) if visible else length
     keys += 0 if own.summary is None else length // own.summary
     keys += length if name == "decoder" and config.model.encoder is not None else 0
-    return 12 * stack.layers * width * keys
+    without = len(stack.delta_layers)
+    rule = 0.0 if stack.delta is None else 6 * without * delta_products(stack.delta)
+    return 12 * (stack.layers - without) * width * keys + rule
+
+
+def delta_products(delta: DeltaConfig) -> float:
+    """Multiplications of a token in the chunked gated delta rule of one layer, forward (`nn/delta_rule.py`).
+
+    In a chunk of C slots, for each of H heads of widths K and V: products of keys with keys and with queries, C K each,
+    of those with what is written, C V, the solution of a triangular system, C (K + V) / 2, and three products with the
+    state, K V each. The length of the text does not occur.
+    """
+    keys, values = delta.key_width, delta.value_width
+    within = delta.chunk * (2 * keys + values) + delta.chunk * (keys + values) / 2
+    return delta.heads * (within + 3 * keys * values)
 
 
 def score_width(stack: StackConfig) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxformer.config import AXES, Config, LatentConfig, StackConfig
+from jaxformer.config import AXES, Config, DeltaConfig, LatentConfig, StackConfig
 from jaxformer.parallel import mesh as meshes
 from jaxformer.plan import flops
 from jaxformer.plan.step_time import RECOMPUTED, Layers, Layout, Shapes
@@ -69,6 +69,7 @@ def stack_layers(config: Config, name: str, length: int) -> Layers:
     projections = queries * read + 2 * keys * kv_read
     back = queries * width if own.output else 0
     channels, memory_channels, scores = times * (queries + 2 * keys), 2 * keys, queries * attended
+    projections += queries * width * own.gate
     if own.latent is not None:
         projections, back, channels, memory_channels = latent_sizes(own.latent, own.heads, width)
         scores = own.heads * flops.score_width(stack) * visible
@@ -76,6 +77,13 @@ def stack_layers(config: Config, name: str, length: int) -> Layers:
             own_width = width // own.heads * own.heads
             projections, back = projections + 3 * own_width * width, back + own_width * width
             channels, scores = channels + 3 * own_width, scores + own_width * length
+        times = 1
+    if stack.delta is not None:
+        share = len(stack.delta_layers) / stack.layers
+        mean = lambda one, other: share * one + (1 - share) * other  # noqa: E731
+        rule = delta_sizes(stack.delta, width)
+        own_sizes = times * projections, times * back, channels, scores
+        projections, back, channels, scores = (mean(one, two) for one, two in zip(rule, own_sizes, strict=True))
         times = 1
     return Layers(
         count=stack.layers,
@@ -107,16 +115,28 @@ def latent_sizes(latent: LatentConfig, heads: int, width: int) -> tuple[int, int
     return projections, heads * latent.values_width * width, channels, keys_values
 
 
+def delta_sizes(delta: DeltaConfig, width: int) -> tuple[float, float, float, float]:
+    """Of a layer with the gated delta rule: parameters into and out of the rule, channels, and products of the rule in
+    the place of scores, which are half of those of a token (`flops.delta_products`).
+    """
+    values = delta.heads * delta.value_width
+    into = width * (delta.channels + values + 2 * delta.heads) + delta.conv_kernel * delta.channels
+    channels = delta.channels + delta.heads * (2 * delta.key_width + delta.value_width) + 2 * values
+    return into, values * width, channels, flops.delta_products(delta) / 2
+
+
 def feed_forward(stack: StackConfig) -> tuple[float, float, float, int]:
     """A layer's parameters of a token: into and out of the feed-forward layer, hidden activations, routed experts.
 
     Of layers with and without experts this is the mean.
     """
-    if stack.moe is not None and stack.ffn is not None and stack.dense_layers:
+    if stack.moe is not None and stack.ffn is not None and stack.dense_numbers:
         ffn = dataclasses.replace(stack.ffn, width=stack.moe.dense_width or stack.ffn.width)
         first = feed_forward(dataclasses.replace(stack, moe=None, ffn=ffn))
-        others = feed_forward(dataclasses.replace(stack, moe=dataclasses.replace(stack.moe, dense_layers=0)))
-        share = stack.dense_layers / stack.layers
+        others = feed_forward(
+            dataclasses.replace(stack, moe=dataclasses.replace(stack.moe, dense_layers=0, dense_at=()))
+        )
+        share = len(stack.dense_numbers) / stack.layers
         up, down, hidden = (share * a + (1 - share) * b for a, b in zip(first[:3], others[:3], strict=True))
         return up, down, hidden, others[3]
     if stack.ffn is None and stack.moe is None:
@@ -126,7 +146,9 @@ def feed_forward(stack: StackConfig) -> tuple[float, float, float, int]:
     back = 0 if stack.ffn is not None and not stack.ffn.output else 1
     times, router, routed = 1, 0, 0
     if stack.moe is not None:
-        times, router, routed = stack.moe.top_k + stack.moe.shared, stack.moe.experts * stack.width, stack.moe.top_k
+        shared = stack.moe.shared if stack.moe.shared_width is None else stack.moe.shared_width / hidden
+        times, routed = stack.moe.top_k + shared, stack.moe.top_k
+        router = (stack.moe.experts + stack.moe.shared_gate) * stack.width
     up = times * gated * stack.width * hidden + router
     return up, back * times * hidden * stack.width, times * (gated + 1) * hidden, routed
 

@@ -42,7 +42,7 @@ FAMILIES = {
     "mixtral": "mixtral_padded", "modernbert": "modernbert_biases", "mt5": "mt5", "olmo2": "olmo2_yarn",
     "opt": "opt_350m", "pegasus": HF / "generation" / "pegasus",
     "phi": "phi_norms", "phi3": "phi3", "qwen2": "qwen2_classifier", "qwen3": "qwen3_classifier",
-    "qwen3_moe": "qwen3moe_router",
+    "qwen3_moe": "qwen3moe_router", "qwen3_next": "qwen3_next_full",
     "roberta": "roberta_both_biases", "roberta_prelayernorm": "prelayernorm", "roformer": "roformer",
     "t5": HF / "generation" / "t5", "xglm": "xglm", "xlm_roberta": "xlm_roberta", "xlnet": "xlnet_untied",
 }  # fmt: skip

@@ -38,6 +38,7 @@ FEW = (
     "phi_norms", "phi_wide_heads", "phi_token", "gpt_oss", "gpt_oss_odd", "gpt_oss_token",
     "modernbert", "modernbert_biases", "modernbert_classifier", "phi3", "phi3_token",
     "ministral", "ministral3", "qwen2_late_windows",
+    "qwen3_next", "qwen3_next_full", "qwen3_next_dense", "qwen3_next_sparse",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 

@@ -15,6 +15,7 @@ FAMILIES = dict(table.families())
 SOURCES = "".join(path.read_text() for path in (Path(jaxformer.__file__).parent / "hf").glob("*.py"))
 
 BASE = {
+    "qwen3_next": {"mlp_only_layers": [0]},
     "phi3": {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p"]},
     "encoder-decoder": {"hidden_size": 8, "vocab_size": 24},

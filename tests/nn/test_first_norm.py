@@ -30,8 +30,8 @@ from jaxformer.config import (
 from jaxformer.config.checks import mesh as mesh_checks
 from jaxformer.config.checks.model import check_model, check_stack
 from jaxformer.config.checks.sections import check_train
+from jaxformer.config.layer_groups import LayerGroup, layer_groups
 from jaxformer.models import build
-from jaxformer.nn.stack import split_layers
 from jaxformer.parallel import mesh as meshes
 from jaxformer.train import optim, step
 
@@ -46,10 +46,10 @@ MODEL = ModelConfig(
 
 
 def test_the_first_layer_alone_goes_without():
-    first, others = split_layers(STACK)
+    first, others = (group.stack for group in layer_groups(STACK))
     assert (first.layers, first.first_norm, others.layers, others.first_norm) == (1, False, 2, True)
     alone = dataclasses.replace(STACK, layers=1)
-    assert split_layers(alone) == (None, alone)
+    assert layer_groups(alone) == (LayerGroup("blocks", 0, alone),)
     assert (STACK.first_layers, alone.first_layers, dataclasses.replace(STACK, first_norm=True).first_layers) == (
         1,
         0,

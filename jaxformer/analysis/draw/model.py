@@ -16,8 +16,9 @@ from flax import linen as nn
 
 from jaxformer.analysis.draw.diagram import Block, Column, Diagram, Group, Layers
 from jaxformer.config import HeadConfig, ModelConfig, RecurrentConfig, StackConfig
+from jaxformer.config.layer_groups import layer_groups
 from jaxformer.models import build
-from jaxformer.nn.stack import has_final_norm, split_layers
+from jaxformer.nn.stack import has_final_norm
 from jaxformer.types import leaf_path
 
 LETTERS = {
@@ -125,7 +126,7 @@ def _depth(path: tuple[str, ...]) -> int:
     start = 1 if path[0] == "generator" else 0
     if path[start] not in ("encoder", "decoder"):
         return start + 1
-    return min(start + (3 if path[start + 1] in ("dense_blocks", "blocks") else 2), len(path))
+    return min(start + (3 if path[start + 1].startswith(("dense_blocks", "blocks")) else 2), len(path))
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------
@@ -138,12 +139,10 @@ def _stack_column(
     before = [*before, *_position_blocks(side, stack, leaves)]
     if stack.conv is not None and (side, "conv") in leaves:
         before.append(_block("convolution, added after layer 1", "ffn", leaves.pop((side, "conv"))))
-    dense, others = split_layers(stack)
-    if dense is not None:
-        dense, others = _own_windows(dense, stack, 0), _own_windows(others, stack, dense.layers)
-    layers = [] if dense is None else [Layers(_layer_groups((side, "dense_blocks"), dense, leaves), dense.layers)]
-    if others.layers:
-        layers.append(Layers(_layer_groups((side, "blocks"), others, leaves), others.layers, stack.share_layers))
+    groups, layers = layer_groups(stack), []
+    for group in groups:
+        form = group.stack if len(groups) == 1 else _own_windows(group.stack, stack, group.first)
+        layers.append(Layers(_layer_groups((side, group.name), form, leaves), form.layers, stack.share_layers))
     ends: list[Block] = []
     if has_final_norm(stack) and stack.norm.kind != "none":
         ends.append(_block(f"{stack.norm.kind} norm", "norm", leaves.pop((side, "final_norm"), [])))
@@ -165,6 +164,9 @@ def _own_windows(part: StackConfig, stack: StackConfig, start: int) -> StackConf
 def _layer_groups(prefix: tuple[str, str], stack: StackConfig, leaves: Leaves) -> tuple[Group, ...]:
     """The sub-layers of one of the layers at `prefix`, with norms and residual connections as in the config."""
     sublayers = [("attention", "self-attention", "attention", stack.residual_attention)]
+    if stack.delta is not None:
+        leaves[(*prefix, "attention")] = leaves.pop((*prefix, "gated_delta"), [])
+        sublayers = [("attention", "gated delta rule", "recurrent", stack.residual_attention)]
     if (*prefix, "cross") in leaves:
         sublayers.append(("cross", "cross-attention", "cross", stack.residual_cross))
     if stack.ffn is not None:
@@ -204,6 +206,13 @@ def _sublayer_words(key: str, stack: StackConfig) -> list[str]:
             "parallel_one_norm": ["beside attention: reads what it reads"],
         }
         return [words, *beside[stack.sublayers]]
+    if stack.delta is not None and key == "attention":
+        delta, of_keys = (
+            stack.delta,
+            f", {stack.delta.key_heads} for keys" * (stack.delta.key_heads != stack.delta.heads),
+        )
+        size = f"{delta.key_width} x {delta.value_width}"
+        return [f"{delta.heads} heads{of_keys}, states of {size}, convolution of {delta.conv_kernel} slots"]
     heads, groups = attention.heads, attention.kv_heads or attention.heads
     words = [f"{heads} head{'s' * (heads > 1)}"]
     words += [f"{groups} for keys and values"] if groups != heads else []
@@ -214,6 +223,7 @@ def _sublayer_words(key: str, stack: StackConfig) -> list[str]:
         words += [f"blocks of {attention.sparse.size}"] if attention.sparse is not None else []
         words += [f"summaries of {attention.summary} slots"] if attention.summary is not None else []
         words += ["temperature by position"] if attention.temperature is not None else []
+        words += ["gated"] if attention.gate else []
         words += ["values mixed with the first layer's"] if attention.value_residual is not None else []
     after_norm = ["the residual starts after the norm"] if stack.residual_after_norm else []
     return [", ".join(words), *after_norm]

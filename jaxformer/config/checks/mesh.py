@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Mapping
 
 from jaxformer.config.checks.fields import invalid
+from jaxformer.config.layer_groups import has_unlike_layers, unlike_option
 from jaxformer.config.schema import AXES, Config, RecurrentConfig
 
 
@@ -43,6 +44,7 @@ def check_context(config: Config, size: int) -> None:
         "blocks of slots (attention.sparse, attention.summary)": any(
             stack.attention.sparse is not None or stack.attention.summary is not None for stack in model.stacks.values()
         ),
+        "the gated delta rule (decoder.delta)": any(stack.delta is not None for stack in model.stacks.values()),
         "permutations (model.permutation)": model.permutation is not None,
         "a mixture of experts of limited capacity (moe.capacity)": any(
             stack.moe is not None and stack.moe.capacity is not None for stack in model.stacks.values()
@@ -90,16 +92,19 @@ def check_divisibility(config: Config, sizes: Mapping[str, int]) -> None:
             sharded.append(("attention.kv_heads", heads if heads > sizes["tensor"] else None, "tensor"))
             if part.ffn is not None:
                 sharded.append(("ffn.width", part.ffn.width or 4 * part.width, "tensor"))
-            if part.moe is not None and part.moe.dense_layers:
-                sharded.append(("moe.dense_width", part.moe.dense_width, "tensor"))
             if part.moe is not None:
+                sharded.append(("moe.dense_width", part.moe.dense_width, "tensor"))
+                sharded.append(("moe.shared_width", part.moe.shared_width, "tensor"))
                 sharded.append(("moe.experts", part.moe.experts, "expert"))
+            if part.delta is not None:
+                sharded.append(("delta.key_heads", part.delta.key_heads, "tensor"))
+                sharded.append(("delta.value_heads", part.delta.heads, "tensor"))
             if stages > 1 and part.share_layers:
                 raise invalid(
                     "config.mesh.stage", stages, f"1 for {name}.share_layers: stages divide parameters by layer"
                 )
-            if stages > 1 and part.first_layers:
-                option = "moe.dense_layers" if part.first_norm else "first_norm"
+            if stages > 1 and has_unlike_layers(part):
+                option = unlike_option(part)[0]
                 raise invalid("config.mesh.stage", stages, f"1 for {name}.{option}: stages divide layers of one form")
             if stages > 1 and part.attention.value_residual is not None:
                 expected = f"1 for {name}.attention.value_residual: stages do not send the first layer's values"

@@ -7,9 +7,11 @@ from typing import Any
 
 from jaxformer import registry
 from jaxformer.config.checks.fields import invalid
+from jaxformer.config.layer_groups import has_unlike_layers, unlike_option
 from jaxformer.config.schema import (
     AdapterConfig,
     Config,
+    DeltaConfig,
     EmbedConfig,
     FeedForwardConfig,
     GeneratorConfig,
@@ -88,6 +90,8 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
     if stack.moe is not None:
         _check_moe(stack.moe, ffn, f"{path}.moe")
         _check_dense_layers(stack, stack.moe, f"{path}.moe")
+    if stack.delta is not None:
+        _check_delta(stack, stack.delta, path)
     if stack.layers == 0:
         _check_no_layers(stack, path)
     if stack.share_layers and stack.norm.kind == "batch":
@@ -96,8 +100,9 @@ def check_stack(stack: StackConfig, path: str, config: Config) -> None:
         raise invalid(f"{path}.norm.kind", "none", f"a norm, since norm.order is {stack.norm.order}")
     if attention.norm is None and attention.norm_over != "head":
         raise invalid(f"{path}.attention.norm_over", attention.norm_over, "head where attention.norm is None")
-    if attention.sink and attention.latent is not None:
-        raise invalid(f"{path}.attention.sink", True, "False with attention.latent")
+    for name in ("sink", "gate"):
+        if getattr(attention, name) and attention.latent is not None:
+            raise invalid(f"{path}.attention.{name}", True, "False with attention.latent")
     if attention.value_residual is not None:
         _check_value_residual(stack, path)
     if ffn is not None:
@@ -251,6 +256,9 @@ def _check_moe(moe: MoEConfig, ffn: FeedForwardConfig | None, path: str) -> None
         raise invalid(f"{path}.top_k", moe.top_k, f"at most the experts ({moe.experts})")
     if moe.top_k == 1 and moe.normalise and moe.experts > 1:
         raise invalid(f"{path}.normalise", "True", "False with top_k 1: the only weight would always be 1")
+    for name, unset in (("shared_width", None), ("shared_gate", False)):
+        if getattr(moe, name) != unset and not moe.shared:
+            raise invalid(f"{path}.{name}", getattr(moe, name), f"{unset} where moe.shared is 0")
     if moe.correction_rate and not moe.correction:
         raise invalid(f"{path}.correction_rate", moe.correction_rate, "0 where moe.correction is False")
     _check_groups(moe, path)
@@ -272,15 +280,59 @@ def _check_groups(moe: MoEConfig, path: str) -> None:
 
 def _check_dense_layers(stack: StackConfig, moe: MoEConfig, path: str) -> None:
     """Raises ConfigError for first layers without experts where all layers must have the same parameters."""
+    if moe.dense_at:
+        _check_dense_at(stack, moe, path)
+    elif not moe.dense_layers and moe.dense_width is not None:
+        raise invalid(f"{path}.dense_width", moe.dense_width, "None where dense_layers is 0")
     if not moe.dense_layers:
-        if moe.dense_width is not None:
-            raise invalid(f"{path}.dense_width", moe.dense_width, "None where dense_layers is 0")
         return
     if stack.layers and moe.dense_layers >= stack.layers:
         expected = f"fewer than the layers ({stack.layers})"
         raise invalid(f"{path}.dense_layers", moe.dense_layers, expected, "set moe to None for dense layers alone")
     if stack.share_layers:
         raise invalid(f"{path}.dense_layers", moe.dense_layers, "0 with share_layers: layers then have one form")
+
+
+def _check_dense_at(stack: StackConfig, moe: MoEConfig, path: str) -> None:
+    """Raises ConfigError for numbers of dense layers that are none, or leave no layer with experts."""
+    numbers = set(moe.dense_at)
+    if len(numbers) < len(moe.dense_at) or not numbers <= set(range(moe.dense_layers, stack.layers)):
+        expected = f"different numbers from {moe.dense_layers} to {stack.layers - 1}"
+        raise invalid(f"{path}.dense_at", moe.dense_at, expected)
+    if len(stack.dense_numbers) >= stack.layers:
+        expected = f"fewer numbers than the layers ({stack.layers})"
+        raise invalid(f"{path}.dense_at", moe.dense_at, expected, "set moe to None for dense layers alone")
+    if stack.share_layers:
+        raise invalid(f"{path}.dense_at", moe.dense_at, "() with share_layers: layers then have one form")
+
+
+def _check_delta(stack: StackConfig, delta: DeltaConfig, path: str) -> None:
+    """Raises ConfigError for heads and layers of the delta rule that contradict each other, and where it cannot be."""
+    name, causal = f"{path}.delta", path.endswith("decoder") if stack.causal is None else stack.causal
+    if delta.heads % delta.key_heads:
+        expected = f"a multiple of key_heads ({delta.key_heads}), each of which serves as many of them"
+        raise invalid(f"{name}.value_heads", delta.heads, expected)
+    if delta.attention_layers is not None:
+        if delta.attention_every != DeltaConfig.attention_every:
+            expected = f"{DeltaConfig.attention_every} where attention_layers names the layers"
+            raise invalid(f"{name}.attention_every", delta.attention_every, expected)
+        numbers = set(delta.attention_layers)
+        if len(numbers) < len(delta.attention_layers) or not numbers <= set(range(stack.layers)):
+            expected = f"different numbers from 0 to {stack.layers - 1}"
+            raise invalid(f"{name}.attention_layers", delta.attention_layers, expected)
+    refused = {
+        "in a stack that is not causal: the rule reads slots in order": not causal,
+        "where no layer has it": not stack.delta_layers,
+        "with share_layers: layers then have one form": stack.share_layers,
+        "where first_norm is False": not stack.first_norm,
+        "with attention.value_residual: layers without attention have no values": (
+            stack.attention.value_residual is not None
+        ),
+        "with conv": stack.conv is not None,
+    }
+    for reason, is_wrong in refused.items():
+        if is_wrong:
+            raise invalid(name, "a section", f"None {reason}")
 
 
 def _check_latent(stack: StackConfig, path: str) -> None:
@@ -339,7 +391,7 @@ def _check_first_layers(model: ModelConfig) -> None:
         path = f"config.model.{name}"
         if model.permutation is not None and stack.attention.latent is not None:
             raise invalid(f"{path}.attention.latent", "a section", "None with model.permutation")
-        if not stack.first_layers:
+        if not has_unlike_layers(stack):
             continue
         refused = {
             "in a decoder with an encoder, whose output every layer projects": name == "decoder" and model.is_seq2seq,
@@ -348,9 +400,8 @@ def _check_first_layers(model: ModelConfig) -> None:
         }
         for reason, is_wrong in refused.items():
             if is_wrong:
-                if not stack.first_norm:
-                    raise invalid(f"{path}.first_norm", False, f"True {reason}")
-                raise invalid(f"{path}.moe.dense_layers", stack.dense_layers, f"0 {reason}")
+                option, got, expected = unlike_option(stack)
+                raise invalid(f"{path}.{option}", got, f"{expected} {reason}")
 
 
 def _check_projected_sums(model: ModelConfig) -> None:

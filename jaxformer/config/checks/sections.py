@@ -7,6 +7,7 @@ import math
 from jaxformer import registry
 from jaxformer.config import templates
 from jaxformer.config.checks.fields import invalid
+from jaxformer.config.layer_groups import has_unlike_layers, unlike_option
 from jaxformer.config.schema import Config, DecodeConfig, TaskConfig
 from jaxformer.errors import ConfigError
 
@@ -304,6 +305,9 @@ def _check_objective(config: Config) -> None:
     if name == "prefix_lm" and recurrent:
         raise invalid("config.task.name", name, "language_modelling: a recurrent decoder reads in one direction")
     if name == "prefix_lm" and model.decoder is not None:
+        if model.decoder.delta is not None:
+            expected = "None for the task prefix_lm: the gated delta rule reads in one direction"
+            raise invalid("config.model.decoder.delta", "a section", expected)
         encoding = model.decoder.encoding
         if encoding.kind == "t5" and not encoding.bidirectional:
             path = "config.model.decoder.encoding.bidirectional"
@@ -362,10 +366,10 @@ def check_train(config: Config) -> None:
     if config.optimizer.layer_decay != 1 and shared:
         expected = f"1 for {shared[0]}.share_layers: its parameters are of every depth"
         raise invalid("config.optimizer.layer_decay", config.optimizer.layer_decay, expected)
-    mixed = [name for name, stack in config.model.stacks.items() if stack.first_layers]
+    mixed = [name for name, stack in config.model.stacks.items() if has_unlike_layers(stack)]
     if config.optimizer.layer_decay != 1 and mixed:
-        option = "moe.dense_layers" if config.model.stacks[mixed[0]].first_norm else "first_norm"
-        expected = f"1 for {mixed[0]}.{option}: its layers are numbered in two parts"
+        option = unlike_option(config.model.stacks[mixed[0]])[0]
+        expected = f"1 for {mixed[0]}.{option}: its layers are numbered in several parts"
         raise invalid("config.optimizer.layer_decay", config.optimizer.layer_decay, expected)
     if train.ema_warmup and train.ema is None:
         raise invalid("config.train.ema_warmup", True, "false without config.train.ema, the decay that it warms up to")

@@ -9,7 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from jaxformer.config.schema import Config, EncodingConfig, LatentConfig, ModelConfig, RecurrentConfig, StackConfig
+from jaxformer.config.schema import (
+    Config,
+    DeltaConfig,
+    EncodingConfig,
+    LatentConfig,
+    ModelConfig,
+    RecurrentConfig,
+    StackConfig,
+)
 from jaxformer.errors import ConfigError
 from jaxformer.runtime.units import format_size
 
@@ -141,21 +149,31 @@ def _stack(stack: StackConfig, crosses: bool) -> int:
     attention = width * head_width * (inputs + (own.heads if own.output else 0))
     if own.latent is not None:
         attention = _latent(own.latent, own.heads, width)
-    layer = attention * (2 if crosses else 1)
+    crossing = attention
+    attention += width * head_width * own.heads * own.gate
     if stack.encoding.kind == "transformer_xl":  # the projection of distances
-        layer += width * head_width * own.heads
+        attention += width * head_width * own.heads
+    layer = attention + (crossing if crosses else 0)
     if stack.ffn is not None:
         matrices = 1 + stack.ffn.gated + stack.ffn.output
         ffn = matrices * width * (stack.ffn.width or 4 * width)
         if stack.moe is not None:
             dense = matrices * width * (stack.moe.dense_width or stack.ffn.width or 4 * width)
-            ffn = (stack.moe.experts + stack.moe.shared) * ffn + width * stack.moe.experts
-            first = stack.dense_layers * (dense - ffn)
+            shared = matrices * width * stack.moe.shared_width if stack.moe.shared_width else stack.moe.shared * ffn
+            ffn = stack.moe.experts * ffn + shared + width * (stack.moe.experts + stack.moe.shared_gate)
+            first = len(stack.dense_numbers) * (dense - ffn)
         layer += ffn
+    first += 0 if stack.delta is None else len(stack.delta_layers) * (_delta(stack.delta, width) - attention)
     conv = 0 if stack.conv is None else stack.conv.kernel * (width // stack.conv.groups) * width
     conv += width * (stack.output_width or 0)
     layers = min(stack.layers, 1) if stack.share_layers else stack.layers
     return layers * layer + first + conv + _encoding(stack.encoding, stack.embed.sum_width or width, own.heads)
+
+
+def _delta(delta: DeltaConfig, width: int) -> int:
+    """Parameters of the projections and convolutions of a layer with the gated delta rule."""
+    values = delta.heads * delta.value_width
+    return width * (delta.channels + 2 * values + 2 * delta.heads) + delta.conv_kernel * delta.channels
 
 
 def _latent(latent: LatentConfig, heads: int, width: int) -> int:

@@ -66,8 +66,9 @@ def find_sites(rows: Sequence[Row], layers: adapters.Layers) -> list[Site]:
     """
     if any(row.first_layer for row in rows):
         raise ConfigError(
-            "peft: got a model with moe.dense_layers or without first_norm, expected layers that are numbered from 0 "
-            "in one parameter; the peft format is not read and written for it: export the merged model"
+            "peft: got a model with moe.dense_layers, moe.dense_at or delta, or without first_norm, expected layers "
+            "that are numbered from 0 in one parameter; the peft format is not read and written for it: export the "
+            "merged model"
         )
     found = []
     for row in rows:

@@ -257,6 +257,28 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0},
     }  # fmt: skip
+    nxt = SMALL | {
+        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0, "num_experts": 3,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 4, "shared_expert_intermediate_size": 5,
+        "linear_key_head_dim": 4, "linear_value_head_dim": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "rms_norm_eps": 1e-2,  # a smaller one makes errors of rounding large where a head's output is almost zero
+        "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
+    nxt_dense = {
+        "linear_value_head_dim": 6, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "hidden_act": "gelu",
+        "num_experts": 0, "rms_norm_eps": 0.05, "num_hidden_layers": 3,
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+    }  # fmt: skip
+    nxt_sparse = {
+        "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "linear_num_value_heads": 6,
+        "partial_rotary_factor": 0.5, "layer_types": ["full_attention", *["linear_attention"] * 3], "rms_norm_eps": 0.5,
+    }  # fmt: skip
+    nxt_full = {
+        "layer_types": ["full_attention"] * 2, "attention_bias": True, "norm_topk_prob": False,
+        "tie_word_embeddings": True, "rope_parameters": {
+            "rope_type": "linear", "factor": 2.0, "rope_theta": 50.0, "partial_rotary_factor": 0.75,
+        },
+    }  # fmt: skip
     routed = {"output_router_logits": True, "output_hidden_states": True}
     phi = SMALL | {
         "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 16, "pad_token_id": 0,
@@ -318,6 +340,15 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
         "gpt_oss_classifier": ("GptOssForSequenceClassification", oss | {"num_labels": 3}, {}, CLASSIFIED[:2]),
         "gpt_oss_token": (
             "GptOssForTokenClassification", oss | {"num_labels": 3, "layer_types": ["full_attention"] * 2}, {},
+            [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
+        ),
+        "qwen3_next": ("Qwen3NextForCausalLM", nxt, {}, [TEXT | routed, padding("left"), LONG]),
+        "qwen3_next_full": ("Qwen3NextForCausalLM", nxt | nxt_full, {}, [TEXT, padding("left")]),
+        "qwen3_next_dense": ("Qwen3NextForCausalLM", nxt | nxt_dense, {}, [TEXT, padding("left")]),
+        "qwen3_next_sparse": ("Qwen3NextForCausalLM", nxt | nxt_sparse, {}, [TEXT | routed, padding("left")]),
+        "qwen3_next_classifier": ("Qwen3NextForSequenceClassification", nxt | {"num_labels": 3}, {}, CLASSIFIED[:2]),
+        "qwen3_next_token": (
+            "Qwen3NextForTokenClassification", nxt | {"num_labels": 3, "num_experts": 0}, {},
             [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
         ),
         "phi": (
