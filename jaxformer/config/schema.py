@@ -311,6 +311,8 @@ class StackConfig:
     residual_cross: bool = True  # residual connection around cross-attention
     residual_ffn: bool = True  # residual connection around the feed-forward layer
     output_width: PositiveInt | None = None  # width after a last projection without bias (OPT); None: no projection
+    memory_width: PositiveInt | None = None  # decoders beside an encoder of another width: cross-attention projects the
+    # encoder's output of this width itself (T5Gemma); None: a linear map to `width` stands between
     causal: bool | None = None  # slots attend to earlier slots only; None: decoders are causal, encoders are not
     unroll: PositiveInt | None = None  # layers per scan iteration; None: up to 128 on CPU (faster), 1 elsewhere (less
     # compile time)

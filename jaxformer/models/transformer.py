@@ -44,7 +44,7 @@ class Transformer(nn.Module):
                 self.target_embed = Embed(decoder.embed, decoder.width, dtype)
             self.decoder = Stack(decoder, causal=decoder.causal is not False)
         if encoder is not None and decoder is not None and projects_memory(config):
-            shape = (output_width(encoder), decoder.width)
+            shape = (output_width(encoder), decoder.memory_width or decoder.width)
             self.memory_projection = Dense(shape, ("embed", None))
         if config.multi_token is not None:
             stack = config.multi_token_stack
@@ -142,7 +142,7 @@ class Transformer(nn.Module):
         """Output of the encoder for a stream that is in its slots."""
         return self.encoder(self.source_embed(source), source.slots, token_type=source.token_type)[0]
 
-    def memory(self, states: Float[Array, "B S _"]) -> Float[Array, "B S D"]:
+    def memory(self, states: Float[Array, "B S _"]) -> Float[Array, "B S _"]:
         """The encoder's output in the decoder's width, as cross-attention reads it."""
         return self.memory_projection(states) if projects_memory(self.config) else states
 
@@ -264,9 +264,11 @@ def output_width(stack: StackConfig) -> int:
 
 
 def projects_memory(config: ModelConfig) -> bool:
-    """True if the encoder's output has another width than the decoder, and is projected to it."""
+    """True if the encoder's output has another width than the decoder reads, and is projected to it."""
     encoder, decoder = config.encoder, config.decoder
-    return encoder is not None and decoder is not None and output_width(encoder) != decoder.width
+    if encoder is None or decoder is None:
+        return False
+    return output_width(encoder) != (decoder.memory_width or decoder.width)
 
 
 def last_stack(config: ModelConfig) -> StackConfig:

@@ -37,6 +37,7 @@ FEW = (
     "deepseek_bias", "deepseek_wide", "olmo2_yarn", "olmo2_classifier",
     "phi_norms", "phi_wide_heads", "phi_token", "gpt_oss", "gpt_oss_odd", "gpt_oss_token",
     "modernbert", "modernbert_biases", "modernbert_classifier", "phi3", "phi3_token",
+    "t5gemma", "t5gemma_wide", "t5gemma_narrow", "t5gemma_encoder_classifier", "t5gemma_classifier",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 
@@ -157,7 +158,18 @@ def test_sinusoids_of_distilbert_are_no_parameters_and_are_written(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["albert_pretraining", "electra_generator", "gemma2", "gemma3_both_ways", "gpt_oss_odd", "phi_norms", "phi3"],
+    [
+        "albert_pretraining",
+        "electra_generator",
+        "gemma2",
+        "gemma3_both_ways",
+        "gpt_oss_odd",
+        "phi_norms",
+        "phi3",
+        "t5gemma",
+        "t5gemma_wide",
+        "t5gemma_encoder",
+    ],
 )
 def test_written_as_it_was_read(name, tmp_path):
     model = loaded(name, tmp_path / "in")
