@@ -121,6 +121,19 @@ def flatten_choices(given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     return flat, counts.pop()
 
 
+def check_first_slots(given: Mapping[str, Any]) -> None:
+    """Refuses texts with padding in their first slot, if the mask can be read.
+
+    Raises:
+      ConfigError: there is some.
+    """
+    mask = given.get("attention_mask")
+    if mask is not None and has_concrete_values(mask) and not np.asarray(mask)[:, 0].all():
+        raise ConfigError(
+            "call: got choices with padding before their first token, expected it after; pad on the right"
+        )
+
+
 def split_question(settings: Settings, given: Mapping[str, Any]) -> tuple[dict[str, Any], Array | None]:
     """The arguments of a call for spans with token types, and which slots no span may use, bool `[B, T]`.
 

@@ -20,6 +20,7 @@ from jaxformer.hf.arguments import (
     add_config_flags,
     argument_names,
     check_arguments,
+    check_first_slots,
     flatten_choices,
     make_batch,
     split_question,
@@ -60,6 +61,8 @@ def call(
     given |= {name: given.pop(own) for name, own in renamed.items() if own in given}
     arguments = add_config_flags(given, origin.settings, names)
     arguments, choices = flatten_choices(arguments) if head == "multiple_choice" else (arguments, 0)
+    if choices and origin.convention.choices_begin_first and config.head.pooling == "first":
+        check_first_slots(arguments)
     by_last = origin.convention.reads_last_token and head == "sequence"
     classifies_last_token = origin.family is not None and (by_last or reads_last_token(config, head))
     if classifies_last_token:

@@ -98,6 +98,8 @@ class CallConvention:
         the source; None: `decoder_start_token_id` and `pad_token_id`.
       hides_padding: `model -> bool`, True where tokens equal to the padding token are hidden in a call without an
         attention mask, False where such a call is refused; None: they are tokens like others.
+      choices_begin_first: choices that are padded before their first token are refused, since the library pools the
+        first token there, and not the first slot (ModernBERT).
       hides_question: in the head for spans, the tokens before the context lose all scores, and have token type 0
         where the others have 1 (BigBird).
       renamed: names of arguments and outputs -> the family's own.
@@ -117,6 +119,7 @@ class CallConvention:
     reads_last_token: bool = False
     start_and_padding: Callable[[Settings], tuple[int | None, int | None]] | None = None
     hides_padding: Callable[[ModelConfig], bool] | None = None
+    choices_begin_first: bool = False
     hides_question: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     call: Callable[..., Any] | None = None

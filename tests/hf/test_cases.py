@@ -37,6 +37,7 @@ FEW = (
     "deepseek_bias", "deepseek_wide", "olmo2_yarn", "olmo2_classifier",
     "phi_norms", "phi_wide_heads", "phi_token", "gpt_oss", "gpt_oss_odd", "gpt_oss_token",
     "modernbert", "modernbert_biases", "modernbert_classifier", "phi3", "phi3_token",
+    "modernbert_choice",
     "t5gemma", "t5gemma_wide", "t5gemma_narrow", "t5gemma_encoder_classifier", "t5gemma_classifier",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
@@ -130,6 +131,14 @@ def test_choices_need_an_axis_of_their_own_and_causal_padding_a_mask(tmp_path):
         jaxformer.from_pretrained(tmp_path / "roberta_choice", classes=3)
     with pytest.raises(ConfigError, match="got is_decoder False, expected True"):
         jaxformer.from_pretrained(tmp_path / "roberta_choice", head="causal_lm")
+
+
+def test_choices_of_modernbert_are_padded_on_the_right(tmp_path):
+    choice, ids = loaded("modernbert_choice", tmp_path / "in"), np.ones((1, 2, 4), int)
+    with pytest.raises(ConfigError, match=r"padding before their first token, expected it after; pad on the right"):
+        choice(input_ids=ids, attention_mask=np.tile([0, 1, 1, 1], (1, 2, 1)))
+    case = CASES["modernbert_choice_mean"]["calls"][0]
+    assert 0 in np.asarray(case["inputs"]["attention_mask"])[..., 0]  # of a mean they may be on the left
 
 
 def test_sinusoids_of_distilbert_are_no_parameters_and_are_written(tmp_path):

@@ -1,4 +1,4 @@
-"""T5Gemma where its parts meet: decoding with caches and windows, padding, a mesh, nested keys. Values: test_cases.py."""
+"""T5Gemma where parts meet: decoding with caches and windows, padding, a mesh, nested keys; values: test_cases.py."""
 
 import copy
 import dataclasses

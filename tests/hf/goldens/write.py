@@ -605,6 +605,12 @@ def long_cases() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[di
             {},
             CLASSIFIED[2:3],
         ),
+        "modernbert_choice": (
+            "ModernBertForMultipleChoice", modern, {}, [choices | {"attention_mask": [RIGHT, RIGHT]}]
+        ),
+        "modernbert_choice_mean": (
+            "ModernBertForMultipleChoice", modern | {"classifier_pooling": "mean"}, {}, [choices]
+        ),
         "roformer_choice": ("RoFormerForMultipleChoice", rotary, {}, [choices]),
         "roformer_causal": ("RoFormerForCausalLM", rotary | {"is_decoder": True}, {}, [long | {"labels": ids}]),
     }  # fmt: skip
