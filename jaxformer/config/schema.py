@@ -858,6 +858,8 @@ class DecodeConfig:
     batch: PositiveInt = 32  # rows of a batch
     seed: Seed = 0  # sample: seed of the draws
     speculate: Count = 0  # greedy, sample: tokens that are proposed and checked in one pass of the model; 0: none
+    proposals: Literal["look_up", "multi_token"] = "look_up"  # speculate without a draft: tokens that followed in the
+    # text before, or one token (speculate 1) of the first module of model.multi_token
 
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")

@@ -117,7 +117,7 @@ class CallConvention:
     suffix_tokens: tuple[str, ...] = ()
     last_token_type: int | None = None
     reads_last_token: bool = False
-    start_and_padding: Callable[[Settings], tuple[int | None, int | None]] | None = None
+    start_and_padding: Callable[[Settings], tuple[Any, Any]] | None = None
     hides_padding: Callable[[ModelConfig], bool] | None = None
     choices_begin_first: bool = False
     hides_question: bool = False

@@ -398,6 +398,9 @@ def check_decode(decode: DecodeConfig) -> None:
     if decode.method == "beam" and decode.speculate:
         expected = "0 for beam search: proposals follow one text, beams are several"
         raise invalid("config.decode.speculate", decode.speculate, expected, "use greedy or sample")
+    if decode.proposals == "multi_token" and decode.speculate != 1:
+        expected = "1 for proposals of multi_token: its first module predicts one token"
+        raise invalid("config.decode.speculate", decode.speculate, expected)
     if decode.min_length > decode.max_length:
         raise invalid("config.decode.min_length", decode.min_length, f"at most decode.max_length ({decode.max_length})")
     if any(not word or min(word) < 0 for word in decode.bad_words):

@@ -183,7 +183,7 @@ def _side_rows(stack: StackConfig, side: str, table: str) -> list[Row]:
     return [of_side(row) for row in SIDE.rows(ModelConfig(decoder=stack, head=NO_HEAD), "model")]
 
 
-def start_and_padding(settings: Settings) -> tuple[int | None, int | None]:
+def start_and_padding(settings: Settings) -> tuple[Any, Any]:
     """First token and padding of a decoder's input that is made of labels: those of the decoder's own config."""
     own = side_settings(settings, "decoder")
     return own("bos_token_id", None), own("pad_token_id", None)
