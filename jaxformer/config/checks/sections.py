@@ -387,8 +387,10 @@ def check_train(config: Config) -> None:
         )
 
 
-def check_decode(decode: DecodeConfig) -> None:
-    """Raises ConfigError if lengths, hypotheses or token ids of decoding contradict each other."""
+def check_decode(decode: DecodeConfig, model: ModelConfig) -> None:
+    """Raises ConfigError if lengths, hypotheses or token ids of decoding contradict each other, or the model."""
+    if decode.proposals == "multi_token" and model.multi_token is None:
+        raise invalid("config.decode.proposals", decode.proposals, "look_up, unless there is model.multi_token")
     if decode.length_penalty < 0 and decode.length_norm == "gnmt":
         raise invalid("config.decode.length_penalty", decode.length_penalty, "at least 0 for length_norm gnmt")
     if decode.method == "beam" and decode.hypotheses > decode.beams:
