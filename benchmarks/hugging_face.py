@@ -96,6 +96,18 @@ def long_rope(original: int, pairs: int = 4, **more: Any) -> dict[str, Any]:
     return {"original_max_position_embeddings": original} | rope("longrope", partial_rotary_factor=1.0, **lists, **more)
 
 
+T5GEMMA = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
+    "max_position_embeddings": 48, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0,
+}  # fmt: skip
+UNLIKE = {
+    "hidden_size": 48, "num_hidden_layers": 3, "num_key_value_heads": 1, "attn_logit_softcapping": None,
+    "hidden_activation": "silu", "attention_bias": True, "rms_norm_eps": 1e-4, "final_logit_softcapping": None,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 3,
+    "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+}  # fmt: skip
+SIDES = {"encoder": T5GEMMA, "decoder": T5GEMMA, "vocab_size": 99}
 STRETCH = {"factor": 4.0, "original_max_position_embeddings": 12}
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("gpt2", "GPT2LMHeadModel", "", GPT2),
@@ -252,6 +264,18 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
     ("t5", "T5EncoderModel", "", T5),
+    ("t5gemma", "T5GemmaForConditionalGeneration", "", SIDES),
+    (
+        "t5gemma",
+        "T5GemmaForConditionalGeneration",
+        "a wide decoder, untied",
+        SIDES | {"decoder": T5GEMMA | UNLIKE, "tie_word_embeddings": False},
+    ),
+    ("t5gemma", "T5GemmaForConditionalGeneration", "a wide encoder", SIDES | {"encoder": T5GEMMA | UNLIKE}),
+    ("t5gemma", "T5GemmaModel", "", SIDES),
+    ("t5gemma", "T5GemmaEncoderModel", "", SIDES | {"is_encoder_decoder": False}),
+    ("t5gemma", "T5GemmaForSequenceClassification", "", SIDES | {"num_labels": 3}),
+    ("t5gemma", "T5GemmaForTokenClassification", "encoder", SIDES | {"num_labels": 3, "is_encoder_decoder": False}),
     (
         "bart",
         "BartForConditionalGeneration",
@@ -300,7 +324,8 @@ def theirs(kind: str, name: str, settings: dict[str, Any]) -> Any:
 def inputs_of(name: str, settings: dict[str, Any]) -> dict[str, np.ndarray]:
     """A padded batch of two rows, with the labels of that head."""
     rng, length = np.random.default_rng(1), 15
-    low = min(settings.get("decoder_vocab_size", 99), settings["vocab_size"])
+    sides = [settings[side]["vocab_size"] for side in ("encoder", "decoder") if settings.get(side)]
+    low = min(settings.get("decoder_vocab_size", 99), settings["vocab_size"], *sides)
     ids = rng.integers(6, low - 3, (2, length))
     mask = np.ones_like(ids)
     left = "XLNet" in name
@@ -325,6 +350,8 @@ def inputs_of(name: str, settings: dict[str, Any]) -> dict[str, np.ndarray]:
         return given | {"labels": np.where(mask, rng.integers(0, classes, ids.shape), -100)}
     if "Conditional" in name or "MTModel" in name:
         return given | {"labels": rng.integers(6, low - 3, (2, 9))}
+    if name == "T5GemmaModel":
+        return given | {"decoder_input_ids": rng.integers(6, low - 3, (2, 9))}
     return given if name.endswith("Model") and "LMHead" not in name else given | {"labels": np.where(mask, ids, -100)}
 
 
@@ -351,7 +378,7 @@ def compare(kind: str, name: str, settings: dict[str, Any], place: Path) -> dict
     ours = jaxformer.from_pretrained(place / "theirs")
     out = ours(**inputs)
     output = main_output(expected)
-    mask = None if "labels" in inputs and ours.hf.head == "seq2seq" else inputs["attention_mask"]
+    mask = None if ours.config.model.decoder and ours.config.model.encoder else inputs["attention_mask"]
     row = {"forward": relative(out[output], expected[output].detach(), mask)}
     if "loss" in expected and expected.loss is not None:
         row["loss"] = abs(float(out.loss) - float(expected.loss)) / abs(float(expected.loss))

@@ -26,6 +26,7 @@ from jaxformer.analysis import patching as analysis_patching
 from jaxformer.analysis.notebook import Parameters
 from jaxformer.analysis.results import Results
 from jaxformer.bridges import onnx as onnx_bridge
+from jaxformer.bridges import onnx_decoding
 from jaxformer.checkpoint import LoadedRun, WeightsInfo
 from jaxformer.config import Config, DecodeConfig
 from jaxformer.data.tokenizers import Tokenizers
@@ -562,6 +563,25 @@ class Model:
     def export_onnx(self, path: str | os.PathLike[str], length: int, rows: int | None = None) -> Path:
         """Writes the forward pass as an ONNX file; inputs, outputs and errors: `jaxformer.bridges.onnx.export`."""
         return onnx_bridge.export(self.module, self.inference_variables(), self.config.model, path, length, rows)
+
+    def export_onnx_step(
+        self,
+        directory: str | os.PathLike[str],
+        length: int,
+        source_length: int | None = None,
+        rows: int | None = None,
+    ) -> Path:
+        """Writes one step of decoding as ONNX files; arguments and errors: `jaxformer.bridges.onnx_decoding.export`."""
+        task = self.config.task.name
+        if task != "none" and tasks.get(task).has_prefix:
+            raise ConfigError(
+                f"export_onnx_step: got a model of the task {task}, whose prompts see their own future, expected one "
+                "that reads them token by token"
+            )
+        vocab = None if self.tokenizers is None else self.tokenizers.target.size
+        return onnx_decoding.export(
+            self.inference_variables(), self.config.model, directory, length, source_length, rows, vocab
+        )
 
     def inference_variables(self, params: PyTree = None) -> dict[str, PyTree]:
         """The variables of a forward pass: `params` (None: the model's own) and the other collections."""

@@ -1,4 +1,4 @@
-"""The forward pass of a model as an ONNX file. A step of decoding is not exported.
+"""The forward pass of a model as an ONNX file. `onnx_decoding` exports a step of decoding.
 
 The package jax2onnx converts the operations (extra `[onnx]`). It is given what JAX has traced, since it changes
 functions of jax while it traces a model itself.
@@ -6,11 +6,12 @@ functions of jax while it traces a model itself.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,65 +51,137 @@ def export(
       ConfigError: jax2onnx is not installed, the model computes in bfloat16 or is of a kind that is not supported, a
         number is below 1, or the file exists.
     """
-    target = Path(path)
-    if target.exists():
-        raise ConfigError(f"export_onnx: got {target}, which exists, expected a new file; choose another name")
-    for name, number in (("length", length), ("rows", rows)):
-        if number is not None and number < 1:
-            raise ConfigError(f"export_onnx: got {name} {number}, expected at least 1")
-    if config.dtype != "float32":
-        raise ConfigError(f"export_onnx: got a model that computes in {config.dtype}, expected float32")
-    if config.permutation is not None or config.generator is not None:
-        raise ConfigError("export_onnx: got a model of permutations or with a generator, which is not supported")
-    convert, save = _packages()
-    size: Any = jax.export.symbolic_shape("rows")[0] if rows is None else rows
-    sides = [side for side, reads in (("source", config.has_encoder), ("target", config.has_decoder)) if reads]
-    inputs = {name: spec for side in sides for name, spec in _side(config, side, size, length).items()}
+    target = new_path("export_onnx", path)
+    check_model("export_onnx", config)
+    inputs = program_inputs("export_onnx", config, length, rows)
     names: list[str] = []
 
     def run(*arrays: Array) -> list[Array]:
-        outputs: Any = module.apply(variables, _batch(dict(zip(inputs, arrays, strict=True))))
+        outputs: Any = module.apply(variables, batch_of(dict(zip(inputs, arrays, strict=True))))
         named = outputs._asdict() if isinstance(outputs, RelationLogits) else {"logits": outputs}
         names[:] = named
         return list(named.values())
 
-    compute = jaxpr_as_fun(jax.make_jaxpr(run)(*inputs.values()))
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # hundreds of notes on shapes of constants
-    try:
-        model = convert(
-            lambda *arrays: tuple(compute(*arrays)),
-            list(inputs.values()),
-            model_name=target.stem,
-            input_names=list(inputs),
-            output_names=names,
-        )
-    finally:
-        logging.disable(level)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    parameters = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as partial:
-        written = Path(partial) / target.name
-        save(model, written, save_as_external_data=parameters > LARGEST, location=f"{target.name}.data")
-        for file in sorted(written.parent.iterdir(), reverse=True):  # the parameters before the file that names them
+    convert, save = converter("export_onnx")
+    model = convert(run, inputs, names, target.stem)
+    with folder_beside(target) as partial:
+        save(model, partial / target.name)
+        for file in sorted(partial.iterdir(), reverse=True):  # the parameters before the file that names them
             file.rename(target.parent / file.name)
     return target
 
 
-def _side(config: ModelConfig, side: str, rows: Any, length: int) -> dict[str, Any]:
+@contextlib.contextmanager
+def folder_beside(target: Path) -> Generator[Path]:
+    """A folder beside `target` for files that are not whole yet. It and what is left in it are removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as partial:
+        yield Path(partial)
+
+
+def new_path(command: str, path: str | os.PathLike[str]) -> Path:
+    """The path as a `Path`.
+
+    Raises:
+      ConfigError: it exists.
+    """
+    target = Path(path)
+    if target.exists():
+        raise ConfigError(f"{command}: got {target}, which exists, expected a new file; choose another name")
+    return target
+
+
+def check_model(command: str, config: ModelConfig) -> None:
+    """Refuses models whose programs cannot be exported.
+
+    Raises:
+      ConfigError: the model is such a one.
+    """
+    if config.dtype != "float32":
+        raise ConfigError(f"{command}: got a model that computes in {config.dtype}, expected float32")
+    if config.permutation is not None or config.generator is not None:
+        raise ConfigError(f"{command}: got a model of permutations or with a generator, which is not supported")
+
+
+def check_sizes(command: str, **sizes: int | None) -> None:
+    """Refuses sizes below 1.
+
+    Raises:
+      ConfigError: one is.
+    """
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ConfigError(f"{command}: got {name} {size}, expected at least 1")
+
+
+def batch_size(rows: int | None) -> Any:
+    """The number of rows, a symbol if there may be any."""
+    return jax.export.symbolic_shape("rows")[0] if rows is None else rows
+
+
+def program_inputs(command: str, config: ModelConfig, length: int, rows: int | None) -> dict[str, Any]:
+    """Shapes and dtypes of the inputs of a forward pass, by name."""
+    check_sizes(command, length=length, rows=rows)
+    sides = [side for side, reads in (("source", config.has_encoder), ("target", config.has_decoder)) if reads]
+    size = batch_size(rows)
+    return {name: spec for side in sides for name, spec in side_inputs(config, side, size, length).items()}
+
+
+Convert = Callable[[Callable[..., Sequence[Array]], Mapping[str, Any], Sequence[str], str], Any]
+"""A program as an ONNX model: `(program, inputs by name, names of outputs, title)`. The names may be set by tracing."""
+
+
+def converter(command: str) -> tuple[Convert, Callable[[Any, Path], None]]:
+    """The conversion of a program, and the function that writes its result: `(model, file)`.
+
+    Raises:
+      ConfigError: a package is missing. The conversion raises it where an operation has no ONNX form.
+    """
+    to_onnx, write = _packages(command)
+
+    def convert(
+        program: Callable[..., Sequence[Array]], inputs: Mapping[str, Any], outputs: Sequence[str], title: str
+    ) -> Any:
+        compute = jaxpr_as_fun(jax.make_jaxpr(program)(*inputs.values()))
+        level = logging.root.manager.disable
+        logging.disable(logging.WARNING)  # hundreds of notes on shapes of constants
+        try:
+            return to_onnx(
+                lambda *arrays: tuple(compute(*arrays)),
+                list(inputs.values()),
+                model_name=title,
+                input_names=list(inputs),
+                output_names=list(outputs),
+            )
+        except (NotImplementedError, TypeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{command}: got a model that jax2onnx cannot convert ({reason}), expected another"
+            ) from None
+        finally:
+            logging.disable(level)
+
+    def save(model: Any, file: Path) -> None:
+        parameters = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+        write(model, file, save_as_external_data=parameters > LARGEST, location=f"{file.name}.data")
+
+    return convert, save
+
+
+def side_inputs(config: ModelConfig, side: str, rows: Any, length: int) -> dict[str, Any]:
     """The inputs of one side, by name."""
     part = config.encoder_part if side == "source" else config.decoder_part
     if side == "source" and config.series is not None:
         tokens = jax.ShapeDtypeStruct((rows, length, config.series.channels or 1), jnp.float32)
     else:
-        tokens = _ints(rows, length)
-    inputs = {f"{side}_tokens": tokens, f"{side}_segment": _ints(rows, length)}
+        tokens = ints(rows, length)
+    inputs = {f"{side}_tokens": tokens, f"{side}_segment": ints(rows, length)}
     if part is not None and part.embed.kinds:
-        inputs[f"{side}_token_type"] = _ints(rows, length)
+        inputs[f"{side}_token_type"] = ints(rows, length)
     return inputs
 
 
-def _batch(arrays: Mapping[str, Array]) -> Batch:
+def batch_of(arrays: Mapping[str, Array]) -> Batch:
     """The batch of a program's inputs. Positions count the tokens of a row, so that padding may be on either side."""
 
     def stream(side: str) -> Stream | None:
@@ -121,16 +194,17 @@ def _batch(arrays: Mapping[str, Array]) -> Batch:
     return Batch(stream("source"), stream("target"))
 
 
-def _ints(*shape: Any) -> jax.ShapeDtypeStruct:
+def ints(*shape: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an int32 input."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _packages() -> tuple[Callable[..., Any], Callable[..., None]]:
+def _packages(command: str) -> tuple[Callable[..., Any], Callable[..., None]]:
     """The converter, and the function that writes what it makes."""
     try:
         converter, onnx = importlib.import_module("jax2onnx"), importlib.import_module("onnx")
     except ImportError as error:
         raise ConfigError(
-            f"export_onnx: got no package {error.name}, expected it; pip install 'jaxformer[onnx]'"
+            f"{command}: got no package {error.name}, expected it; pip install 'jaxformer[onnx]'"
         ) from None
     return converter.to_onnx, onnx.save

@@ -361,6 +361,8 @@ class StackConfig:
     residual_cross: bool = True  # residual connection around cross-attention
     residual_ffn: bool = True  # residual connection around the feed-forward layer
     output_width: PositiveInt | None = None  # width after a last projection without bias (OPT); None: no projection
+    memory_width: PositiveInt | None = None  # decoders beside an encoder of another width: cross-attention projects the
+    # encoder's output of this width itself (T5Gemma); None: a linear map to `width` stands between
     causal: bool | None = None  # slots attend to earlier slots only; None: decoders are causal, encoders are not
     unroll: PositiveInt | None = None  # layers per scan iteration; None: up to 128 on CPU (faster), 1 elsewhere (less
     # compile time)
@@ -929,6 +931,8 @@ class DecodeConfig:
     batch: PositiveInt = 32  # rows of a batch
     seed: Seed = 0  # sample: seed of the draws
     speculate: Count = 0  # greedy, sample: tokens that are proposed and checked in one pass of the model; 0: none
+    proposals: Literal["look_up", "multi_token"] = "look_up"  # speculate without a draft: tokens that followed in the
+    # text before, or one token (speculate 1) of the first module of model.multi_token
 
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")

@@ -9,18 +9,18 @@ from typing import Any, Callable, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Bool, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import cache_schedule, int8
 from jaxformer.decode.cache_schedule import CacheSchedule
 from jaxformer.decode.cropped_context import CroppingModel, drop_cache
-from jaxformer.decode.draft import DraftedModel
+from jaxformer.decode.draft import DraftedModel, SelfDraftedModel
 from jaxformer.decode.search.base import Hypotheses, RowSettings, Search, SearchState, decode_loop
 from jaxformer.decode.search.beam import BeamSearch
 from jaxformer.decode.search.per_row import PerRowSearch
 from jaxformer.decode.search.sample import SampleSearch
-from jaxformer.nn.cache import scatter_rows
+from jaxformer.nn.cache import TransformerState, scatter_rows
 from jaxformer.parallel.rules import constrain
 from jaxformer.runtime import programs
 from jaxformer.types import Array, Batch, CompactableState, Decodable, PyTree, RefillableState, State
@@ -75,6 +75,27 @@ class BoundModel:
     def extend(self, tokens: Int[Array, "B N"], state: State) -> tuple[Float32[Array, "B N V"], State]:
         """Appends N tokens to every row; logits of the token after each."""
         logits, state = self._apply("extend", tokens, state)
+        return self._exclude_padding(logits), state
+
+    def start_further(
+        self, batch: Batch, length: int
+    ) -> tuple[Float32[Array, "B V"], TransformerState, TransformerState, Float[Array, "B D"]]:
+        """`start` for model and module of `multi_token`, and the hidden state of the last token."""
+        logits, *rest = self._apply("start_further", batch, length)
+        return self._exclude_padding(logits), *rest
+
+    def extend_with_hidden(
+        self, tokens: Int[Array, "B N"], state: State
+    ) -> tuple[Float32[Array, "B N V"], Float[Array, "B N D"], State]:
+        """`extend`, and the hidden states of the tokens."""
+        logits, hidden, state = self._apply("extend_with_hidden", tokens, state)
+        return self._exclude_padding(logits), hidden, state
+
+    def predict_further(
+        self, x: Float[Array, "B N D"], tokens: Int[Array, "B N"], index: Int[Array, " B"], state: TransformerState
+    ) -> tuple[Float32[Array, "B V"], TransformerState]:
+        """Logits of the module of `multi_token` from hidden states and the tokens after them."""
+        logits, state = self._apply("predict_further", x, tokens, index, state)
         return self._exclude_padding(logits), state
 
     def _apply(self, method: str, *arguments: PyTree) -> PyTree:
@@ -235,6 +256,8 @@ class CompiledDecoder:
                 BoundModel(self.module, variables["model"], size), BoundModel(self.draft, variables["draft"], size)
             )
         model = BoundModel(self.module, variables, size)
+        if self.config.speculate and self.config.proposals == "multi_token":
+            return SelfDraftedModel(model)
         return model if self.context_length is None else CroppingModel(model, self.context_length)
 
     def _rows_per_prompt(self, state: State) -> int:

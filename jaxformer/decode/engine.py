@@ -26,6 +26,7 @@ from jaxformer.decode.batching import Prompt, PromptBatch, PromptQueue, pad_batc
 from jaxformer.decode.compiled import DecodeState
 from jaxformer.decode.generate import (
     ModelBundle,
+    check_proposals,
     check_rotations,
     check_speculation,
     check_token_ids,
@@ -223,6 +224,7 @@ class Engine:
         self.max_new, self.max_prompt = (min(most, limit or most) for most in (max_new, max_prompt))
         if options.speculate and model.draft is not None:
             check_speculation(model.draft, options.speculate, min(self.max_prompt + self.max_new, limit or 2**31) - 1)
+        check_proposals(model, options)
         self.widths = _widths(self.max_prompt)
         usual = min(options.max_length, self.max_new)
         self.options = dataclasses.replace(

@@ -149,6 +149,7 @@ def prepare(
     check_rotations(model, prompts, max_lengths)
     if not prompts:
         return []
+    check_proposals(model, options)
     if options.speculate:
         # The last token is never read by the model, so it needs no position.
         lengths = (len(prompt["target"]) + more - 1 for prompt, more in zip(prompts, max_lengths, strict=True))
@@ -250,6 +251,28 @@ def check_speculation(model: ModelBundle, proposals: int, longest: int) -> None:
                 f"decode.speculate: got {proposals} and a text of up to {longest} tokens, expected at most the "
                 f"{name}'s {positions} positions; lower decode.max_length, or set decode.speculate to 0"
             )
+
+
+def check_proposals(model: ModelBundle, options: DecodeConfig) -> None:
+    """Checks that a module of `multi_token` can propose, where the options say so.
+
+    Raises:
+      ConfigError: the model has none, has a draft beside it, or more than one token is asked for.
+    """
+    if options.proposals != "multi_token":
+        return
+    if getattr(getattr(model.module, "config", None), "multi_token", None) is None:
+        raise ConfigError(
+            "decode.proposals: got multi_token and a model without such a module, expected one that was trained with "
+            "model.multi_token; use look_up"
+        )
+    if model.draft is not None:
+        raise ConfigError("decode.proposals: got multi_token and a draft, expected one of them; leave the draft out")
+    if options.speculate != 1:
+        raise ConfigError(
+            f"decode.speculate: got {options.speculate}, expected 1 for proposals of multi_token: its first module "
+            "predicts one token"
+        )
 
 
 def check_rotations(model: ModelBundle, prompts: Sequence[Prompt], max_lengths: Sequence[int]) -> None:

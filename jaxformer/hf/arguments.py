@@ -121,6 +121,19 @@ def flatten_choices(given: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     return flat, counts.pop()
 
 
+def check_first_slots(given: Mapping[str, Any]) -> None:
+    """Refuses texts with padding in their first slot, if the mask can be read.
+
+    Raises:
+      ConfigError: there is some.
+    """
+    mask = given.get("attention_mask")
+    if mask is not None and has_concrete_values(mask) and not np.asarray(mask)[:, 0].all():
+        raise ConfigError(
+            "call: got choices with padding before their first token, expected it after; pad on the right"
+        )
+
+
 def split_question(settings: Settings, given: Mapping[str, Any]) -> tuple[dict[str, Any], Array | None]:
     """The arguments of a call for spans with token types, and which slots no span may use, bool `[B, T]`.
 
@@ -184,24 +197,29 @@ def make_batch(
     if decoder is None:
         if encoder is None:
             raise ConfigError("call: got a model without transformer parts, expected an encoder or a decoder")
-        return Batch(make_stream(convention, encoder, sources), None)
+        return Batch(make_stream(convention, encoder, hide_padding(convention, model, sources)), None)
     if encoder is None:
         return Batch(None, make_stream(convention, decoder, sources, causal=decoder.causal is not False))
-    source = make_stream(convention, encoder, sources)
+    source = make_stream(convention, encoder, hide_padding(convention, model, sources))
+    classifies = head in ("sequence", "token")
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
-        if "labels" in sources and sources["labels"].ndim == 2:
+        if "labels" in sources and sources["labels"].ndim == 2 and not classifies:
             sources["decoder_input_ids"] = shift_right(convention, settings, sources["labels"])
             if convention.is_pair:
                 real = sources["decoder_input_ids"] != settings("pad_token_id", 0)
                 sources.setdefault("decoder_attention_mask", real.astype(jnp.int32))
-        elif "input_ids" in sources and convention.decoder_input_from_source:
+        elif "input_ids" in sources and (
+            convention.decoder_input_from_source or (convention.reads_last_token and classifies)
+        ):
             sources["decoder_input_ids"] = shift_right(convention, settings, sources["input_ids"])
         else:
             raise ConfigError("call: got no decoder_input_ids, expected them or labels")
     targets = {name.removeprefix("decoder_"): x for name, x in sources.items() if name.startswith("decoder_")}
+    if convention.reads_last_token and classifies and "input_ids" in targets:
+        targets.setdefault("attention_mask", (targets["input_ids"] != _padding(decoder)).astype(jnp.int32))
     causal = convention.is_pair  # of the others' decoders, none counts by ids
     target = make_stream(convention.of_decoder, decoder, targets, causal)
-    if head == "sequence" and "input_ids" in sources:
+    if head == "sequence" and "input_ids" in sources and not convention.reads_last_token:
         target = _up_to_the_end(target, sources["input_ids"] == settings("eos_token_id", 2))
     return Batch(source, target)
 
@@ -214,11 +232,33 @@ def _up_to_the_end(target: Stream, ends: Array) -> Stream:
     return target._replace(slots=target.slots._replace(segment=jnp.where(inside, target.slots.segment, 0)))
 
 
+def hide_padding(convention: CallConvention, model: ModelConfig, sources: Mapping[str, Array]) -> Mapping[str, Array]:
+    """The arguments of an encoder with a mask for padding, where the family has one by default.
+
+    Raises:
+      ConfigError: the family hides padding from the encoder and not from the decoder, and there is some.
+    """
+    if convention.hides_padding is None or "attention_mask" in sources or "input_ids" not in sources:
+        return sources
+    real = sources["input_ids"] != _padding(model.encoder)
+    if not convention.hides_padding(model) and has_concrete_values(real) and not bool(real.all()):
+        raise ConfigError(
+            f"call: got padding ({_padding(model.encoder)}) without an attention_mask, expected one: the other library "
+            "then hides it from the encoder and shows it to the decoder"
+        )
+    return {**sources, "attention_mask": real.astype(jnp.int32)}
+
+
+def _padding(stack: StackConfig | None) -> int:
+    """The padding token of a stack; -1 where there is none."""
+    return -1 if stack is None or stack.embed.pad is None else stack.embed.pad
+
+
 def make_stream(
     convention: CallConvention, stack: StackConfig, inputs: Mapping[str, Array], causal: bool = False
 ) -> Stream:
     """One stream with its positions and slots; raises a ConfigError for arguments of a wrong shape or range."""
-    pad, encoding = -1 if stack.embed.pad is None else stack.embed.pad, stack.encoding
+    pad, encoding = _padding(stack), stack.encoding
     if ("input_ids" in inputs) == ("inputs_embeds" in inputs):
         raise ConfigError("call: got both or none of input_ids and inputs_embeds, expected one of them")
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
@@ -272,12 +312,14 @@ def _positions_of_mask(real: Array, has_table: bool) -> tuple[Array, Array | Non
 def shift_right(convention: CallConvention, settings: Settings, labels: Array) -> Array:
     """A decoder's input: its start token, then all labels but the last, with padding in place of ignored labels."""
     pad = settings("pad_token_id", None if convention.is_pair else 0)
+    start = settings("decoder_start_token_id", convention.decoder_start_token)
+    if convention.start_and_padding is not None:
+        start, pad = convention.start_and_padding(settings)
     if convention.starts_with_last_token:
         labels = jnp.where(labels == IGNORED_LABEL, pad, labels)
         last = jnp.sum(labels != pad, axis=1, keepdims=True) - 1
         first = jnp.take_along_axis(labels, last, axis=1)
     else:
-        start = settings("decoder_start_token_id", convention.decoder_start_token)
         if start is None or pad is None:
             raise ConfigError(
                 f"call: got no {'pad_token_id' if start is not None else 'decoder_start_token_id'} in {settings.path}, "

@@ -20,6 +20,7 @@ from jaxformer.hf.arguments import (
     add_config_flags,
     argument_names,
     check_arguments,
+    check_first_slots,
     flatten_choices,
     make_batch,
     split_question,
@@ -60,7 +61,10 @@ def call(
     given |= {name: given.pop(own) for name, own in renamed.items() if own in given}
     arguments = add_config_flags(given, origin.settings, names)
     arguments, choices = flatten_choices(arguments) if head == "multiple_choice" else (arguments, 0)
-    classifies_last_token = origin.family is not None and reads_last_token(config, head)
+    if choices and origin.convention.choices_begin_first and config.head.pooling == "first":
+        check_first_slots(arguments)
+    by_last = origin.convention.reads_last_token and head == "sequence"
+    classifies_last_token = origin.family is not None and (by_last or reads_last_token(config, head))
     if classifies_last_token:
         module = build.build(with_slot_head(config))
     arguments, hidden = split_question(origin.settings, arguments) if hides_question else (arguments, None)
@@ -68,7 +72,7 @@ def call(
     with_intermediates = needs_intermediates(head, config, arguments)
     logits, sown = apply(module, model.inference_variables(params), batch, with_intermediates, dropout_key)
     if classifies_last_token:
-        logits = last_token_logits(origin.settings, logits, arguments)
+        logits = last_token_logits(origin.settings, logits, arguments, int(config.is_seq2seq))
     logits = logits.reshape(-1, choices) if choices else logits
     logits = logits if hidden is None else logits - HIDDEN_SPAN_SCORE * hidden[..., None]
     if head == "pretraining" and config.head.kind == "slots":
@@ -103,8 +107,11 @@ def with_slot_head(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, head=dataclasses.replace(model.head, kind="slots"))
 
 
-def last_token_logits(settings: Settings, logits: Array, inputs: Mapping[str, Any]) -> Array:
+def last_token_logits(settings: Settings, logits: Array, inputs: Mapping[str, Any], shift: int = 0) -> Array:
     """The decision of the rightmost token that is not padding, by its id and not by the mask; else of the last slot.
+
+    Args:
+      shift: slots by which a decoder's input is behind `input_ids`.
 
     Raises:
       ConfigError: several rows, and config.json names no padding token.
@@ -119,4 +126,5 @@ def last_token_logits(settings: Settings, logits: Array, inputs: Mapping[str, An
         return logits[:, -1]
     ids = jnp.asarray(inputs["input_ids"])
     last = jnp.max(jnp.where(ids != pad, jnp.arange(ids.shape[1]), 0), axis=1)
+    last = jnp.minimum(last + shift, logits.shape[1] - 1)
     return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]

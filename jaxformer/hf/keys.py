@@ -104,18 +104,19 @@ def default_values(family: Family) -> dict[str, Any]:
     return {**key_lists()["common"], **dict.fromkeys(listed["beside"]), **listed["defaults"]}
 
 
-@functools.cache
-def keys_read_by(model_types: tuple[str, ...]) -> frozenset[str]:
-    """Keys that a family reads of an empty config.json, over all of its heads."""
-    from jaxformer.hf.table import families
+_READ: dict[tuple[str, ...], frozenset[str]] = {}
 
-    family = next(family for _, family in families() if family.model_types == model_types)
-    read: set[str] = set()
-    for head in family.heads:
-        settings = Settings({})
-        family.read_config(settings, head)
-        read |= settings.read_keys
-    return frozenset(read)
+
+def keys_read_by(family: Family) -> frozenset[str]:
+    """Keys that a family reads of an empty config.json, over all of its heads; kept by its model types."""
+    if family.model_types not in _READ:
+        read: set[str] = set()
+        for head in family.heads:
+            settings = Settings({})
+            family.read_config(settings, head)
+            read |= settings.read_keys
+        _READ[family.model_types] = frozenset(read)
+    return _READ[family.model_types]
 
 
 def with_defaults(family: Family, settings: Settings) -> Settings:
@@ -159,7 +160,7 @@ def check_keys(family: Family, settings: Settings) -> None:
       ConfigError: a key that changes the computation is not read, and has not its default value.
     """
     defaults, content = default_values(family), key_lists()
-    read = settings.read_keys | keys_read_by(family.model_types) | set(_family_keys(family)["aliases"])
+    read = settings.read_keys | keys_read_by(family) | set(_family_keys(family)["aliases"])
     ignored = {*KEYS_READ_LATER, *IGNORED_KEYS, *family.ignored_keys, *content["generation"]}
     unknown = sorted(settings.unread_keys)
     for name, value in settings.values.items():

@@ -95,6 +95,14 @@ class CallConvention:
       prefix_tokens, separator_tokens, suffix_tokens: special tokens before a text, between the two texts of a pair, and
         after them. They count if there is no tokenizer.json that says it.
       last_token_type: token type of the last special token if it has one of its own (XLNet).
+      reads_last_token: classifiers of texts decide at the rightmost token that is not padding, by its id; beside an
+        encoder they read the source, shifted right, with its padding hidden (T5Gemma).
+      start_and_padding: `settings -> (start token, padding token)` of a decoder's input that is made of labels or of
+        the source; None: `decoder_start_token_id` and `pad_token_id`.
+      hides_padding: `model -> bool`, True where tokens equal to the padding token are hidden in a call without an
+        attention mask, False where such a call is refused; None: they are tokens like others.
+      choices_begin_first: choices that are padded before their first token are refused, since the library pools the
+        first token there, and not the first slot (ModernBERT).
       hides_question: in the head for spans, the tokens before the context lose all scores, and have token type 0
         where the others have 1 (BigBird).
       renamed: names of arguments and outputs -> the family's own.
@@ -111,6 +119,10 @@ class CallConvention:
     separator_tokens: tuple[str, ...] = ()
     suffix_tokens: tuple[str, ...] = ()
     last_token_type: int | None = None
+    reads_last_token: bool = False
+    start_and_padding: Callable[[Settings], tuple[Any, Any]] | None = None
+    hides_padding: Callable[[ModelConfig], bool] | None = None
+    choices_begin_first: bool = False
     hides_question: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     call: Callable[..., Any] | None = None

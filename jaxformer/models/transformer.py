@@ -47,7 +47,7 @@ class Transformer(nn.Module):
                 self.target_embed = Embed(decoder.embed, decoder.width, dtype)
             self.decoder = Stack(decoder, causal=decoder.causal is not False)
         if encoder is not None and decoder is not None and projects_memory(config):
-            shape = (output_width(encoder), decoder.width)
+            shape = (output_width(encoder), decoder.memory_width or decoder.width)
             self.memory_projection = Dense(shape, ("embed", None))
         if config.multi_token is not None:
             stack = config.multi_token_stack
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         """Output of the encoder for a stream that is in its slots."""
         return self.encoder(self.source_embed(source), source.slots, token_type=source.token_type)[0]
 
-    def memory(self, states: Float[Array, "B S _"]) -> Float[Array, "B S D"]:
+    def memory(self, states: Float[Array, "B S _"]) -> Float[Array, "B S _"]:
         """The encoder's output in the decoder's width, as cross-attention reads it."""
         return self.memory_projection(states) if projects_memory(self.config) else states
 
@@ -182,6 +182,13 @@ class Transformer(nn.Module):
         Raises:
           ValueError: `length` is less than T.
         """
+        logits, _, state = self.read_prompts(batch, length)
+        return logits, state
+
+    def read_prompts(
+        self, batch: Batch, length: int
+    ) -> tuple[Float32[Array, "B V"], Float[Array, "B T D"], TransformerState]:
+        """`start`, and the hidden states of the prompts."""
         target = batch.side("target")
         rows, prompt_length = target.tokens.shape
         if length < prompt_length:
@@ -204,10 +211,10 @@ class Transformer(nn.Module):
             memory_slots=memory_slots,
             copied=copied,
         )
-        x, state = self.advance(target, state)
-        x = jnp.take_along_axis(x, last[:, :, None], axis=1)
+        hidden, state = self.advance(target, state)
+        x = jnp.take_along_axis(hidden, last[:, :, None], axis=1)
         segment = jnp.take_along_axis(target.slots.segment, last, axis=1)
-        return self.decoded_logits(x, target.slots, segment, state)[:, 0], state
+        return self.decoded_logits(x, target.slots, segment, state)[:, 0], hidden, state
 
     def step(self, tokens: Int[Array, "B N"], state: SlotState) -> tuple[Float32[Array, "R V"], SlotState]:
         """Logits of the tokens after `tokens`, one for each of R = B N rows or branches, and the new state."""
@@ -224,6 +231,13 @@ class Transformer(nn.Module):
         Raises:
           ConfigError: rotations of a token depend on the number of tokens after it, which are not known yet.
         """
+        logits, _, state = self.extend_with_hidden(tokens, state)
+        return logits, state
+
+    def extend_with_hidden(
+        self, tokens: Int[Array, "B N"], state: TransformerState
+    ) -> tuple[Float32[Array, "B N V"], Float[Array, "B N D"], TransformerState]:
+        """`extend`, and the hidden states of the tokens."""
         stack = last_stack(self.config)
         scaling = stack.encoding.scaling
         if scaling is not None and scaling.kind in ("dynamic", "longrope"):
@@ -235,7 +249,42 @@ class Transformer(nn.Module):
         positions = stack.encoding.max_length - stack.encoding.offset if learned else None
         slots, state = state.append_sequence(tokens.shape[1], positions)
         x, state = self.advance(Stream(tokens, slots), state)
-        return self.decoded_logits(x, slots, slots.segment, state), state
+        return self.decoded_logits(x, slots, slots.segment, state), x, state
+
+    def start_further(
+        self, batch: Batch, length: int
+    ) -> tuple[Float32[Array, "B V"], TransformerState, TransformerState, Float[Array, "B D"]]:
+        """`start` for the model and the first module of `multi_token`: logits, both states and the last hidden state.
+
+        The module has read what the prompts hold: all slots but the last, whose next token is not known. Its state has
+        space for `length + 1` slots.
+        """
+        logits, x, state = self.read_prompts(batch, length)
+        target, module = batch.side("target"), self.multi_token[0]
+        slots = target.slots._replace(segment=slots_ahead(target.slots.segment, 1))
+        own = module.empty_state(slots, state.position - 1, length + 1, jnp.dtype(self.config.dtype))
+        embedded = self.input_embed()(Stream(shift_left(target.tokens, 1), slots))
+        _, own = module.advance(x, embedded, slots, own)
+        last = last_slot(target.slots)[:, None, None]
+        return logits, state, own, jnp.take_along_axis(x, last, axis=1)[:, 0]
+
+    def predict_further(
+        self,
+        x: Float[Array, "B N D"],
+        tokens: Int[Array, "B N"],
+        index: Int[Array, " B"],
+        state: TransformerState,
+    ) -> tuple[Float32[Array, "B V"], TransformerState]:
+        """Logits of the first module of `multi_token` after slot `index` of N further ones, and its state.
+
+        Args:
+          x: hidden states of the model.
+          tokens: the tokens after each of them, which are known.
+        """
+        slots, state = state.append_sequence(tokens.shape[1], None)
+        h, state = self.multi_token[0].advance(x, self.input_embed()(Stream(tokens, slots)), slots, state)
+        h = jnp.take_along_axis(h, index[:, None, None], axis=1)
+        return self.head(h, slots, self.output_embed())[:, 0], state
 
     def decoded_logits(
         self, x: Float[Array, "B N D"], slots: Slots, segment: Int[Array, "B N"], state: SlotState
@@ -266,9 +315,11 @@ def output_width(stack: StackConfig) -> int:
 
 
 def projects_memory(config: ModelConfig) -> bool:
-    """True if the encoder's output has another width than the decoder, and is projected to it."""
+    """True if the encoder's output has another width than the decoder reads, and is projected to it."""
     encoder, decoder = config.encoder, config.decoder
-    return encoder is not None and decoder is not None and output_width(encoder) != decoder.width
+    if encoder is None or decoder is None:
+        return False
+    return output_width(encoder) != (decoder.memory_width or decoder.width)
 
 
 def last_stack(config: ModelConfig) -> StackConfig:

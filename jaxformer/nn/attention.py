@@ -46,12 +46,14 @@ class Attention(nn.Module):
       encoding: position encoding; acts in self-attention only.
       width: model width D.
       epsilon: epsilon of the norm of summaries, that of the stack's norms.
+      memory_width: width of the memory that cross-attention reads; None: `width`.
     """
 
     config: AttentionConfig
     encoding: EncodingConfig
     width: int
     epsilon: float = 1e-6
+    memory_width: int | None = None
 
     def setup(self) -> None:
         config, width = self.config, self.width
@@ -60,7 +62,7 @@ class Attention(nn.Module):
         output_bias = config.bias if config.output_bias is None else config.output_bias
         dense = functools.partial(Dense, init_scale=config.init_scale)
         project = dense if config.input == "whole" else functools.partial(ChunkDense, init_scale=config.init_scale)
-        keys = (width, self.kv_heads, self.head_width)
+        keys = (self.memory_width or width, self.kv_heads, self.head_width)
         self.query = project((width, self.heads, self.head_width), ("embed", "heads", "head"), bias=config.bias)
         self.key = project(keys, ("embed", "kv_heads", "head"), bias=key_bias)
         self.value = project(keys, ("embed", "kv_heads", "head"), bias=config.bias)
@@ -87,7 +89,7 @@ class Attention(nn.Module):
         x: Float[Array, "B T D"],
         mask: Mask,
         position: Any = None,
-        memory: Float[Array, "B S D"] | KeyValues | None = None,
+        memory: Float[Array, "B S _"] | KeyValues | None = None,
         cache: LayerCache | None = None,
         layer: Int[Array, ""] | None = None,
         first_values: Float[Array, "B T G K"] | None = None,
@@ -211,7 +213,7 @@ class Attention(nn.Module):
         return k, v, mask.replace(key=key, same_slots=False, summaries=True)
 
     def project_keys_values(
-        self, memory: Float[Array, "B S D"]
+        self, memory: Float[Array, "B S _"]
     ) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
         """Keys and values of `memory`. Decoding computes them once and passes them as `memory`."""
         return self.finish_keys_values(*project_jointly(memory, self.key, self.value))

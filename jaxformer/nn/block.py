@@ -159,8 +159,7 @@ class Block(nn.Module):
         config = self.config
         x = self.sublayer("attention", x, attend, config.residual_attention, context)
         if context.memory_mask is not None:
-            own = cross_attention(config.attention)
-            cross = Attention(own, config.encoding, config.width, name="cross")
+            cross = cross_attention(config, name="cross")
             source = context.memory if memory is None else memory
             memory_mask = depend_on_layer(context.memory_mask, layer)
             attend_memory = lambda y: cross(y, memory_mask, memory=source, layer=layer)[0]  # noqa: E731
@@ -247,10 +246,11 @@ def self_attention(config: StackConfig) -> Attention | LatentAttention:
     return Attention(own, config.encoding, config.width, config.norm.epsilon, name="attention")
 
 
-def cross_attention(config: AttentionConfig) -> AttentionConfig:
-    """Config of a layer's cross-attention, from that of its self-attention."""
+def cross_attention(config: StackConfig, **fields: Any) -> Attention:
+    """The cross-attention of a layer, with the module's `fields` (name, parent)."""
     unset = dict.fromkeys(("window", "sparse", "summary", "latent", "value_residual", "temperature"))
-    return dataclasses.replace(config, **unset, gate=False)
+    own = dataclasses.replace(config.attention, **unset, gate=False)
+    return Attention(own, config.encoding, config.width, memory_width=config.memory_width, **fields)
 
 
 def windows_differ(config: AttentionConfig) -> bool:

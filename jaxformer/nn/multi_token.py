@@ -7,6 +7,7 @@ from flax import linen as nn
 from jaxtyping import Float, Int, Shaped
 
 from jaxformer.config import NormConfig, StackConfig
+from jaxformer.nn.cache import TransformerState
 from jaxformer.nn.layers import Dense, Norm
 from jaxformer.nn.stack import Stack
 from jaxformer.types import Array, Slots
@@ -33,6 +34,34 @@ class PredictionModule(nn.Module):
         self.projection = Dense((2 * config.width, config.width), ("embed", None), bias=False)
         self.stack = Stack(config, causal=True)
 
+    def empty_state(self, slots: Slots, position: Int[Array, " B"], length: int, dtype: jnp.dtype) -> TransformerState:
+        """The state of decoding with space for `length` slots, of which prompts take `slots`; nothing is read yet.
+
+        Args:
+          position: of the token after each prompt.
+        """
+        rows, prompt_length = slots.segment.shape
+        padding = ((0, 0), (0, length - prompt_length))
+        return TransformerState(
+            keys_values=self.stack.empty_cache(rows, length, dtype),
+            slots=Slots(jnp.pad(slots.position, padding), jnp.pad(slots.segment, padding)),
+            index=jnp.zeros((), jnp.int32),
+            position=position,
+        )
+
+    def advance(
+        self, x: Float[Array, "B T D"], embedded: Float[Array, "B T D"], slots: Slots, state: TransformerState
+    ) -> tuple[Float[Array, "B T D"], TransformerState]:
+        """`__call__` for further slots of texts that `state`, which has them already, holds the rest of."""
+        h, keys_values = self.stack(
+            self.join(x, embedded), slots, cache=state.keys_values, cache_slots=state.slots, index=state.index
+        )
+        return h, state.replace(keys_values=keys_values, index=state.index + x.shape[1])
+
+    def join(self, x: Float[Array, "B T D"], embedded: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The input of the layer."""
+        return self.projection(jnp.concatenate([self.hidden_norm(x), self.embedding_norm(embedded)], axis=-1))
+
     def __call__(
         self, x: Float[Array, "B T D"], embedded: Float[Array, "B T D"], slots: Slots
     ) -> Float[Array, "B T D"]:
@@ -42,8 +71,7 @@ class PredictionModule(nn.Module):
           embedded: embeddings of the tokens k slots further on.
           slots: those of `x`, padding where the text ends less than k slots further on (`slots_ahead`).
         """
-        joined = jnp.concatenate([self.hidden_norm(x), self.embedding_norm(embedded)], axis=-1)
-        return self.stack(self.projection(joined), slots)[0]
+        return self.stack(self.join(x, embedded), slots)[0]
 
 
 def shift_left(x: Shaped[Array, "B T"], count: int) -> Shaped[Array, "B T"]:

@@ -108,7 +108,7 @@ class Stack(nn.Module):
         self,
         x: Float[Array, "B T _"],
         slots: Slots,
-        memory: Float[Array, "B S D"] | KeyValues | tuple[KeyValues, ...] | None = None,
+        memory: Float[Array, "B S _"] | KeyValues | tuple[KeyValues, ...] | None = None,
         memory_slots: Slots | None = None,
         cache: StackKeyValues | None = None,
         cache_slots: Slots | None = None,
@@ -307,10 +307,10 @@ class Stack(nn.Module):
             return None
         return self.shared(slots, token_type) if encoding.uses_token_types else self.shared(slots)
 
-    def project_memory(self, memory: Float[Array, "B S D"]) -> MemoryKeyValues:
+    def project_memory(self, memory: Float[Array, "B S _"]) -> MemoryKeyValues:
         """Keys and values of the encoder's output for cross-attention, for all layers."""
         config = self.resolved
-        attention = Attention(cross_attention(config.attention), config.encoding, config.width, parent=None)
+        attention = cross_attention(config, parent=None)
 
         def layer(weights: PyTree) -> KeyValues:
             projected: Any = attention.apply({"params": weights}, memory, method=Attention.project_keys_values)

@@ -35,6 +35,7 @@ FAMILIES = {
     "deberta": "deberta_both_biases", "deberta_v2": "deberta_v2_both_biases", "deepseek_v2": "deepseek_wide",
     "deepseek_v3": "deepseek_bias", "distilbert": "distilbert",
     "electra": "electra", "encoder_decoder": "pair_bert_gpt2", "gemma": "gemma_gelu", "gemma2": "gemma2",
+    "t5gemma": "t5gemma",
     "gemma3": "gemma3", "gpt2": "gpt2_alias",
     "gpt_oss": "gpt_oss",
     "gpt_neo": "gpt_neo_layers", "gpt_neox": "gpt_neox", "gptj": "gptj", "llama": "llama_yarn", "longt5": "longt5",

@@ -20,4 +20,4 @@ def test_an_export_to_onnx_without_its_packages(monkeypatch):
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"got no package jax2onnx, .*jaxformer\[onnx\]"):
-        onnx._packages()
+        onnx.converter("export_onnx")

@@ -39,6 +39,8 @@ FEW = (
     "modernbert", "modernbert_biases", "modernbert_classifier", "phi3", "phi3_token",
     "ministral", "ministral3", "qwen2_late_windows",
     "qwen3_next", "qwen3_next_full", "qwen3_next_dense", "qwen3_next_sparse",
+    "modernbert_choice",
+    "t5gemma", "t5gemma_wide", "t5gemma_narrow", "t5gemma_encoder_classifier", "t5gemma_classifier",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
 
@@ -133,6 +135,14 @@ def test_choices_need_an_axis_of_their_own_and_causal_padding_a_mask(tmp_path):
         jaxformer.from_pretrained(tmp_path / "roberta_choice", head="causal_lm")
 
 
+def test_choices_of_modernbert_are_padded_on_the_right(tmp_path):
+    choice, ids = loaded("modernbert_choice", tmp_path / "in"), np.ones((1, 2, 4), int)
+    with pytest.raises(ConfigError, match=r"padding before their first token, expected it after; pad on the right"):
+        choice(input_ids=ids, attention_mask=np.tile([0, 1, 1, 1], (1, 2, 1)))
+    case = CASES["modernbert_choice_mean"]["calls"][0]
+    assert 0 in np.asarray(case["inputs"]["attention_mask"])[..., 0]  # of a mean they may be on the left
+
+
 def test_sinusoids_of_distilbert_are_no_parameters_and_are_written(tmp_path):
     """A file of the Flax classes has no table beside sinusoids; the other library reads the one that we write."""
     name, case = "distilbert.embeddings.position_embeddings.weight", CASES["distilbert_classifier"]
@@ -159,7 +169,18 @@ def test_sinusoids_of_distilbert_are_no_parameters_and_are_written(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["albert_pretraining", "electra_generator", "gemma2", "gemma3_both_ways", "gpt_oss_odd", "phi_norms", "phi3"],
+    [
+        "albert_pretraining",
+        "electra_generator",
+        "gemma2",
+        "gemma3_both_ways",
+        "gpt_oss_odd",
+        "phi_norms",
+        "phi3",
+        "t5gemma",
+        "t5gemma_wide",
+        "t5gemma_encoder",
+    ],
 )
 def test_written_as_it_was_read(name, tmp_path):
     model = loaded(name, tmp_path / "in")

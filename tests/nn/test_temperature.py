@@ -106,7 +106,7 @@ def test_on_eight_devices_as_on_one():
 
 
 def test_cross_attention_has_none_and_what_cannot_have_it_refuses_by_name():
-    assert block.cross_attention(OWN).temperature is None
+    assert block.cross_attention(builders.stack(attention=OWN), name="cross").config.temperature is None
     decoder = builders.stack(attention=dataclasses.replace(OWN, kv_heads=None, latent=LatentConfig()))
     with pytest.raises(
         ConfigError, match=r"attention.temperature: got 'a section', expected None with attention.latent"

@@ -32,7 +32,7 @@ def check(config: Config) -> None:
     sections.check_train(config)
     sections.check_evaluate(config)
     mesh.check_mesh(config)
-    sections.check_decode(config.decode)
+    sections.check_decode(config.decode, config.model)
     size.check_limits(config)
 
 

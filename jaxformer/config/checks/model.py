@@ -209,6 +209,17 @@ def _check_whole_rows(stack: StackConfig, path: str, config: Config) -> None:
             raise invalid(name, got, f"None {reason}")
 
 
+def _check_memory_width(model: ModelConfig) -> None:
+    """Raises ConfigError for a width of the memory that no encoder's output has."""
+    for name, stack in model.stacks.items():
+        if stack.memory_width is None:
+            continue
+        width = None if name != "decoder" or model.encoder is None else model.encoder.width
+        if stack.memory_width != width:
+            expected = "None without an encoder" if width is None else f"the encoder's width ({width}), or None"
+            raise invalid(f"config.model.{name}.memory_width", stack.memory_width, expected)
+
+
 def _check_output_width(model: ModelConfig) -> None:
     """Raises ConfigError for a last projection whose result nothing can read."""
     for name, stack in model.stacks.items():
@@ -529,6 +540,7 @@ def check_model(model: ModelConfig) -> None:
     if model.head.soft_cap is not None and (model.head.kind != "tokens" or not model.head.projection):
         expected = "None: only logits of tokens, from an output matrix, are capped"
         raise invalid("config.model.head.soft_cap", model.head.soft_cap, expected)
+    _check_memory_width(model)
     _check_output_width(model)
     _check_projected_sums(model)
     _check_matches(model)

@@ -391,8 +391,10 @@ def check_train(config: Config) -> None:
         )
 
 
-def check_decode(decode: DecodeConfig) -> None:
-    """Raises ConfigError if lengths, hypotheses or token ids of decoding contradict each other."""
+def check_decode(decode: DecodeConfig, model: ModelConfig) -> None:
+    """Raises ConfigError if lengths, hypotheses or token ids of decoding contradict each other, or the model."""
+    if decode.proposals == "multi_token" and model.multi_token is None:
+        raise invalid("config.decode.proposals", decode.proposals, "look_up, unless there is model.multi_token")
     if decode.length_penalty < 0 and decode.length_norm == "gnmt":
         raise invalid("config.decode.length_penalty", decode.length_penalty, "at least 0 for length_norm gnmt")
     if decode.method == "beam" and decode.hypotheses > decode.beams:
@@ -402,6 +404,9 @@ def check_decode(decode: DecodeConfig) -> None:
     if decode.method == "beam" and decode.speculate:
         expected = "0 for beam search: proposals follow one text, beams are several"
         raise invalid("config.decode.speculate", decode.speculate, expected, "use greedy or sample")
+    if decode.proposals == "multi_token" and decode.speculate != 1:
+        expected = "1 for proposals of multi_token: its first module predicts one token"
+        raise invalid("config.decode.speculate", decode.speculate, expected)
     if decode.min_length > decode.max_length:
         raise invalid("config.decode.min_length", decode.min_length, f"at most decode.max_length ({decode.max_length})")
     if any(not word or min(word) < 0 for word in decode.bad_words):

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float32, Int, Key
 
 from jaxformer.config import DecodeConfig
 from jaxformer.decode import logits_processors
-from jaxformer.decode.draft import DraftedModel
+from jaxformer.decode.draft import DraftedModel, SelfDraftedModel
 from jaxformer.decode.logits_processors import PromptTokens
 from jaxformer.decode.search import speculation
 from jaxformer.decode.search.base import Hypotheses, RowSampling, RowSettings, is_any
@@ -130,7 +130,7 @@ class SampleSearch:
         if not isinstance(model, Extendable):
             raise TypeError(f"advance: got a {type(model).__name__}, expected an Extendable")
         begun, count = state.step, self.lookahead
-        if isinstance(model, DraftedModel):
+        if isinstance(model, DraftedModel | SelfDraftedModel):
             proposals, model_state = self.draft(model, state, model_state)
         else:
             proposals = self.look_up(state)
@@ -154,7 +154,9 @@ class SampleSearch:
         _, state, _ = jax.lax.while_loop(has_next, choose_next, (jnp.int32(0), state, ~state.done))
         return state, model_state.keep(state.step - begun, count + 1)
 
-    def draft(self, model: DraftedModel, state: Draws, model_state: State) -> tuple[Int[Array, "R K"], State]:
+    def draft(
+        self, model: DraftedModel | SelfDraftedModel, state: Draws, model_state: State
+    ) -> tuple[Int[Array, "R K"], State]:
         """The draft's choices by the same rules, with the same noise; and its state after it has read them."""
 
         def choose_next(carry: tuple[Draws, State], _: None) -> tuple[tuple[Draws, State], Int[Array, " R"]]:
@@ -163,9 +165,9 @@ class SampleSearch:
             state = self.choose(logits, state)
             return (state, model_state), self.last_tokens(state)[:, 0]
 
-        # The last pass reads the last proposal, so that the draft is as far as the model if all are right.
-        (_, model_state), tokens = jax.lax.scan(choose_next, (state, model_state), length=self.lookahead + 1)
-        return tokens[:-1].T, model_state
+        count = model.reads(self.lookahead)
+        (_, model_state), tokens = jax.lax.scan(choose_next, (state, model_state), length=count)
+        return tokens[: self.lookahead].T, model_state
 
     def look_up(self, state: Draws) -> Int[Array, "R K"]:
         """Proposals for the next tokens of every draw, looked up in its source, its prompt and its output.

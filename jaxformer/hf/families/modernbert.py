@@ -25,6 +25,7 @@ from jaxformer.hf.table import (
     Row,
     Settings,
     attention_sizes,
+    choice_head,
     classifier_head,
     hf_activation,
     linear_rows,
@@ -123,11 +124,11 @@ def read_config(settings: Settings, head: str) -> ModelConfig:
         "epsilon": epsilon,
     }
     dropout, tied = settings("classifier_dropout", 0.0), settings("tie_word_embeddings", True)
+    pooled = "first" if pooling == "cls" else "mean"
     heads = {
         "masked_lm": lambda: HeadConfig(tied=tied, bias=settings("decoder_bias", True), **transform),
-        "sequence": lambda: classifier_head(
-            settings, "classes", pooling="first" if pooling == "cls" else "mean", dropout=dropout, **transform
-        ),
+        "sequence": lambda: classifier_head(settings, "classes", pooling=pooled, dropout=dropout, **transform),
+        "multiple_choice": lambda: choice_head(pooling=pooled, dropout=dropout, **transform),
         "token": lambda: classifier_head(settings, "slots", dropout=dropout, **transform),
         "qa": lambda: dataclasses.replace(SPAN_HEAD, dropout=dropout, **transform),
         "model": lambda: NO_HEAD,
@@ -169,7 +170,7 @@ def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
             "classifier_activation": hf_activation(top.activation),
             "classifier_dropout": top.dropout,
         }
-    if head == "sequence":
+    if head in ("sequence", "multiple_choice"):
         settings["classifier_pooling"] = "mean" if top.pooling == "mean" else "cls"
     if head == "masked_lm":
         settings["decoder_bias"] = top.bias
@@ -230,6 +231,7 @@ FAMILY = Family(
         "sequence": "ModernBertForSequenceClassification",
         "token": "ModernBertForTokenClassification",
         "qa": "ModernBertForQuestionAnswering",
+        "multiple_choice": "ModernBertForMultipleChoice",
         "model": "ModernBertModel",
     },
     read_config=read_config,
@@ -244,5 +246,7 @@ FAMILY = Family(
         "reference_compile": "of the library's compilation",
     },
     tied_tensors=("decoder.weight", "model.embeddings.tok_embeddings.weight"),
-    convention=CallConvention(prefix_tokens=("[CLS]",), separator_tokens=("[SEP]",), suffix_tokens=("[SEP]",)),
+    convention=CallConvention(
+        prefix_tokens=("[CLS]",), separator_tokens=("[SEP]",), suffix_tokens=("[SEP]",), choices_begin_first=True
+    ),
 )
