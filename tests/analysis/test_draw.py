@@ -173,17 +173,21 @@ def scores_by_distance(stack, length: int) -> np.ndarray:
     """The scores of the last query with each key in the model's own attention, for equal queries and keys."""
     attention = Attention(stack.attention, stack.encoding, stack.width)
     encoding = encodings.get(stack.encoding.kind)
-    slots = slots_from_segments(jnp.ones((1, length), jnp.int32))
     width = stack.width // stack.attention.heads
-    shared = encoding.shared(stack.encoding, stack.attention, width).apply({}, slots)
-    ones = jnp.ones((1, length, stack.attention.heads, width))
-    q = k = ones
-    if encoding.rotate is not None:
-        q, k = encoding.rotate(stack.encoding, q, shared), encoding.rotate(stack.encoding, k, shared)
-    scores = jnp.einsum("bthk,bshk->bhts", q, k) * attention.config.scale
-    if encoding.bias is not None:
-        scores += encoding.bias(stack.encoding, shared, q, k, slots.position, slots.position)
-    return np.asarray(scores)[0, :, -1, ::-1]
+
+    @jax.jit
+    def scores(segments):
+        slots = slots_from_segments(segments)
+        shared = encoding.shared(stack.encoding, stack.attention, width).apply({}, slots)
+        q = k = jnp.ones((1, length, stack.attention.heads, width))
+        if encoding.rotate is not None:
+            q, k = encoding.rotate(stack.encoding, q, shared), encoding.rotate(stack.encoding, k, shared)
+        scores = jnp.einsum("bthk,bshk->bhts", q, k) * attention.config.scale
+        if encoding.bias is not None:
+            scores += encoding.bias(stack.encoding, shared, q, k, slots.position, slots.position)
+        return scores
+
+    return np.asarray(scores(np.ones((1, length), np.int32)))[0, :, -1, ::-1]
 
 
 def test_rope_and_alibi_decay_as_scores_do():
@@ -202,11 +206,11 @@ def test_rope_and_alibi_decay_as_scores_do():
 def test_t5_buckets_are_the_rows_that_the_bias_reads(side):
     """A table whose row r is r makes the model's bias the bucket itself."""
     stack, (heat, curve) = positions_of("t5", side, buckets=8, max_distance=6)
-    table = jnp.tile(jnp.arange(8.0)[:, None], (1, 4))
+    table = np.tile(np.arange(8.0, dtype=np.float32)[:, None], (1, 4))
     config = dataclasses.replace(stack.encoding, bidirectional=side == "encoder")
-    place = jnp.arange(12)[None]
-    x = jnp.zeros((1, 12, 4, 2))
-    bias = encodings.get("t5").bias(config, table, x, x, place, place)
+    place = np.arange(12, dtype=np.int32)[None]
+    x = np.zeros((1, 12, 4, 2), np.float32)
+    bias = jax.jit(lambda *shared: encodings.get("t5").bias(config, *shared, x, x, place, place))(table)
     np.testing.assert_array_equal(heat.values, np.asarray(bias)[0, 0])
     np.testing.assert_array_equal(curve.curves[""], [*heat.values[-1], *heat.values[0, 1:]])
     assert curve.x.tolist() == list(range(-11, 12))
@@ -217,11 +221,15 @@ def test_t5_buckets_are_the_rows_that_the_bias_reads(side):
 def test_deberta_rows_are_those_that_scores_gather():
     """Keys of one channel whose projected table holds the row's number: the score is the row."""
     stack, (heat, curve) = positions_of("deberta", buckets=4, max_distance=10, position_to_content=False)
-    rows = jnp.tile(jnp.arange(8.0)[:, None, None], (1, 1, 1))
-    projected = encodings.deberta.Projected(rows, None)
-    ones = jnp.ones((1, 12, 1, 1))
-    place = jnp.arange(12)[None]
-    bias = encodings.get("deberta").bias(stack.encoding, projected, ones, ones, place, place)
+    rows = np.arange(8, dtype=np.float32)[:, None, None]
+    ones = np.ones((1, 12, 1, 1), np.float32)
+
+    @jax.jit
+    def gathered(rows, place):
+        projected = encodings.deberta.Projected(rows, None)
+        return encodings.get("deberta").bias(stack.encoding, projected, ones, ones, place, place)
+
+    bias = gathered(rows, np.arange(12, dtype=np.int32)[None])
     np.testing.assert_array_equal(heat.values, np.asarray(bias)[0, 0])
     np.testing.assert_array_equal(curve.curves[""], [*heat.values[0, ::-1], *heat.values[1:, 0]])
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from test_generate import VOCABULARY, make_prompts, model
@@ -121,13 +121,19 @@ def test_longer_prompts_get_a_batch_of_their_own(monkeypatch):
 
 
 def test_rows_have_the_processors_that_a_batch_with_their_settings_has():
-    logits = jnp.asarray(np.random.default_rng(1).normal(size=(4, 50), scale=3), jnp.float32)
+    logits = np.random.default_rng(1).normal(size=(4, 50), scale=3).astype(np.float32)
     settings = [GREEDY, WARM, CUT, Sampling(2.0, top_p=0.7)]
     rows = RowSampling(*map(np.asarray, zip(*settings, strict=True)))
-    found = process_rows(logits, rows, rows.temperature > 0)
-    for row, sampling in enumerate(settings[1:], 1):
-        config = DecodeConfig(method="sample", **sampling._asdict())
-        np.testing.assert_array_equal(found[row], logits_processors.process_for_sampling(config, logits)[row])
+    configs = [DecodeConfig(method="sample", **sampling._asdict()) for sampling in settings[1:]]
+
+    @jax.jit
+    def processed(logits, rows):
+        batches = [logits_processors.process_for_sampling(config, logits) for config in configs]
+        return process_rows(logits, rows, rows.temperature > 0), batches
+
+    found, batches = jax.device_get(processed(logits, rows))
+    for row, batch in enumerate(batches, 1):
+        np.testing.assert_array_equal(found[row], batch[row])
 
 
 def test_prompts_that_do_not_fit_are_refused():

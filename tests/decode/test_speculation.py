@@ -64,7 +64,7 @@ def test_proposals_follow_the_latest_longest_match():
         begin = row % 3  # padding before the text and after its end, which must not be looked up
         rows[row, begin : begin + len(text)], valid[row, begin : begin + len(text)] = text, True
     ends = [row % 3 + len(text) for row, text in enumerate(texts)]
-    found = speculation.look_up(jnp.asarray(rows), jnp.asarray(valid), jnp.asarray(ends), 4)
+    found = jax.jit(speculation.look_up, static_argnums=3)(rows, valid, np.asarray(ends), 4)
     for text, proposals in zip(texts, np.asarray(found).tolist(), strict=True):
         expected = followed(text, 4)
         assert not expected or proposals == expected, text
@@ -119,9 +119,15 @@ def test_draws_follow_the_distribution_whatever_is_proposed():
     options = DecodeConfig(method="sample", max_length=2, hypotheses=draws, temperature=3.0, speculate=2)
     (found,) = drafted(0.05).generate([{"target": prompt}], options)
     bound = BoundModel(module, variables, SIZE)
-    first, state = bound.start(pad_batch([{"target": prompt}], 1, (0, 0)), 12)
-    after, _ = bound.step(jnp.arange(SIZE)[:, None], state.rows(jnp.zeros(SIZE, jnp.int32)))
-    first, after = (np.asarray(jax.nn.softmax(x / 3.0), np.float64) for x in (first, after))
+
+    @jax.jit
+    def two_tokens(batch):
+        first, state = bound.start(batch, 12)
+        return first, bound.step(jnp.arange(SIZE)[:, None], state.rows(jnp.zeros(SIZE, jnp.int32)))[0]
+
+    logits = two_tokens(make_batch([prompt]))
+    first, after = (np.exp(np.asarray(x, np.float64) / 3.0) for x in logits)
+    first, after = (x / x.sum(axis=1, keepdims=True) for x in (first, after))
     expected = first[0, :SIZE, None] * after[:, :SIZE]
     expected[list(VOCABULARY.eos)] = 0
     counts = np.zeros((SIZE, SIZE))
@@ -136,8 +142,8 @@ def test_draws_follow_the_distribution_whatever_is_proposed():
 def test_the_state_gives_back_what_was_wrong():
     """Rows that keep unlike numbers of tokens go on as if they had read no others."""
     module, variables = model("decoder")
-    bound, tokens = BoundModel(module, variables), jnp.asarray([[4, 5, 6], [7, 8, 9]])
-    batch = jax.tree.map(jnp.asarray, make_batch([[3, 1], [2, 5]]))
+    bound, tokens = BoundModel(module, variables), np.asarray([[4, 5, 6], [7, 8, 9]])
+    batch = make_batch([[3, 1], [2, 5]])
 
     @jax.jit
     def run(batch):
@@ -146,18 +152,17 @@ def test_the_state_gives_back_what_was_wrong():
         kept = long.keep(jnp.asarray([1, 2]), 3)
         return logits, kept, bound.step(jnp.asarray([[10], [11]]), kept)[0]
 
-    logits, kept, after = run(batch)
+    logits, kept, after = jax.tree.map(np.asarray, run(batch))
     first = batch.target.tokens.shape[1]  # the prompts' slots, padding included
+    texts = [
+        ([*prompt, *tokens[row, :count].tolist(), *last], actual)
+        for row, (prompt, keep) in enumerate((([3, 1], 1), ([2, 5], 2)))
+        for count, last, actual in ((keep, [10 + row], after[row]), *((n, [], logits[row, n - 1]) for n in (1, 2, 3)))
+    ]
     assert isinstance(kept, TransformerState) and int(kept.index) == first + 2
     assert kept.position.tolist() == [3, 4] and kept.slots.segment[:, first:].sum(axis=1).tolist() == [1, 2]
-    for row, (prompt, keep) in enumerate((([3, 1], 1), ([2, 5], 2))):
-        text = [*prompt, *tokens[row, :keep].tolist(), 10 + row]
-        expected = bound.start(make_batch([text]), 8)[0][0]
-        np.testing.assert_allclose(after[row], expected, atol=1e-4)
-        for count in range(1, 4):
-            text = [*prompt, *tokens[row, :count].tolist()]
-            expected = bound.start(make_batch([text]), 8)[0][0]
-            np.testing.assert_allclose(logits[row, count - 1], expected, atol=1e-4)
+    expected = jax.jit(lambda batch: bound.start(batch, 8)[0])(make_batch([text for text, _ in texts]))
+    np.testing.assert_allclose(np.stack([actual for _, actual in texts]), expected, atol=1e-4)
 
 
 def make_batch(rows):
