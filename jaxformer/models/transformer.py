@@ -187,7 +187,7 @@ class Transformer(nn.Module):
 
     def read_prompts(
         self, batch: Batch, length: int
-    ) -> tuple[Float32[Array, "B V"], Float[Array, "B T D"], TransformerState]:
+    ) -> tuple[Float32[Array, "B V"], Float[Array, "B T D"], SlotState]:
         """`start`, and the hidden states of the prompts."""
         target = batch.side("target")
         rows, prompt_length = target.tokens.shape

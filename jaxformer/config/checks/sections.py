@@ -8,7 +8,7 @@ from jaxformer import registry
 from jaxformer.config import templates
 from jaxformer.config.checks.fields import invalid
 from jaxformer.config.layer_groups import has_unlike_layers, unlike_option
-from jaxformer.config.schema import Config, DecodeConfig, TaskConfig
+from jaxformer.config.schema import Config, DecodeConfig, ModelConfig, TaskConfig
 from jaxformer.errors import ConfigError
 
 TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
