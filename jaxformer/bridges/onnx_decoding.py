@@ -107,6 +107,8 @@ def _decoder(config: ModelConfig, length: int, source_length: int | None) -> Sta
     decoder = config.decoder
     if decoder is None or decoder.causal is False or config.head.kind != "tokens":
         raise ConfigError(f"{COMMAND}: got a model without a causal decoder of tokens, expected one; use export_onnx")
+    if decoder.delta is not None:
+        raise ConfigError(f"{COMMAND}: got layers of the gated delta rule, whose state is not exported")
     if config.head.copy:
         raise ConfigError(f"{COMMAND}: got a head that copies from the source, which is not supported")
     if config.encoder is None and source_length is not None:

@@ -185,9 +185,7 @@ class Transformer(nn.Module):
         logits, _, state = self.read_prompts(batch, length)
         return logits, state
 
-    def read_prompts(
-        self, batch: Batch, length: int
-    ) -> tuple[Float32[Array, "B V"], Float[Array, "B T D"], SlotState]:
+    def read_prompts(self, batch: Batch, length: int) -> tuple[Float32[Array, "B V"], Float[Array, "B T D"], SlotState]:
         """`start`, and the hidden states of the prompts."""
         target = batch.side("target")
         rows, prompt_length = target.tokens.shape
@@ -253,7 +251,7 @@ class Transformer(nn.Module):
 
     def start_further(
         self, batch: Batch, length: int
-    ) -> tuple[Float32[Array, "B V"], TransformerState, TransformerState, Float[Array, "B D"]]:
+    ) -> tuple[Float32[Array, "B V"], SlotState, TransformerState, Float[Array, "B D"]]:
         """`start` for the model and the first module of `multi_token`: logits, both states and the last hidden state.
 
         The module has read what the prompts hold: all slots but the last, whose next token is not known. Its state has

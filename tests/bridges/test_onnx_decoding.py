@@ -17,7 +17,7 @@ from builders import AttentionConfig, EncodingConfig, FeedForwardConfig, HeadCon
 
 from jaxformer import testing
 from jaxformer.bridges import onnx_decoding
-from jaxformer.config import Config, DecodeConfig, MoEConfig, TaskConfig
+from jaxformer.config import Config, DecodeConfig, DeltaConfig, MoEConfig, TaskConfig
 from jaxformer.decode.compiled import Vocabulary, forward
 from jaxformer.decode.runner import Runner
 from jaxformer.errors import ConfigError
@@ -201,6 +201,7 @@ def test_the_example_imports_neither_jax_nor_jaxformer():
         ({"dtype": "bfloat16"}, {"length": 4}, "computes in bfloat16, expected float32"),
         (dataclasses.asdict(SEQ2SEQ), {"length": 4}, "got no source_length, expected the slots of the encoder"),
         ({"decoder": None, "encoder": builders.stack()}, {"length": 4}, "got a model without a causal decoder"),
+        ({"decoder": builders.stack(delta=DeltaConfig())}, {"length": 4}, "got layers of the gated delta rule"),
         ({"decoder": builders.stack(causal=False)}, {"length": 4}, "got a model without a causal decoder"),
     ],
 )

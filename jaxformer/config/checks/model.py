@@ -592,6 +592,7 @@ def _check_multi_token(model: ModelConfig) -> None:
         "with decoder.encoding.kind deberta": stack.encoding.kind == "deberta",
         "with decoder.norm.kind batch": stack.norm.kind == "batch",
         "with decoder.attention.scale_by_layer": stack.attention.scale_by_layer,
+        "with decoder.delta": stack.delta is not None,
         "with model.adapter": model.adapter is not None,
     }
     for reason, is_wrong in refused.items():
