@@ -471,6 +471,11 @@ def test_the_old_rules_of_families_that_changed(caplog):
         {**T5, "model_type": "mt5", "tie_word_embeddings": True}, _do_init=False
     )
     assert tied.spec.config.head.scale
+    encoder = {key: llama[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")}
+    electra = {**encoder, "model_type": "electra", "summary_type": "mean", "position_embedding_type": "relative_key"}
+    for edits in (electra, {**encoder, "model_type": "electra"}):
+        found = flax.FlaxElectraForMultipleChoice(edits, _do_init=False).spec.config
+        assert (found.head.pooling, found.encoder.encoding.kind) == ("first", "learned")
 
 
 def test_refusals_say_what_to_do(bert, gpt2, t5, tmp_path):
