@@ -156,9 +156,13 @@ damaged = start()
 SEEN["damaged"] = [damaged[0], same(damaged[1]), "damaged" in said[0].getMessage() if said else False]
 SEEN["mended"] = [start()[0], start()[0]]
 
-contents = [path.read_bytes() for path in names]
-for path, content in zip(names, contents[1:] + contents[:1], strict=True):
-    path.write_bytes(content)
+for path in FOLDER.iterdir():
+    path.unlink()
+start()
+mine = next(FOLDER.glob("*.program"))
+start(function=other, depends_on=("a", 3))
+theirs = next(path for path in FOLDER.glob("*.program") if path != mine)
+mine.write_bytes(theirs.read_bytes())
 foreign = start()
 SEEN["foreign"] = [foreign[0], same(foreign[1])]
 
