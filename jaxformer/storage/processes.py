@@ -28,7 +28,7 @@ SIGN = "lease"
 LOST = "lost"
 END = "end"
 WAIT_SECONDS = 300.0
-"""Seconds for which a process waits for its part of a checkpoint that the first one has completed."""
+"""Seconds for which a process waits for its part of a checkpoint, or for a renewal of the lease."""
 LOOK_SECONDS = 0.05
 
 
@@ -179,12 +179,27 @@ class Follower:
         raise StorageError(f"{folder}: got no such checkpoint within {WAIT_SECONDS:.0f} s, expected the run to save it")
 
     def check(self) -> None:
-        """Raises StorageError unless the first process has renewed the lease not long ago."""
+        """Returns once the first process has renewed the lease not long ago; it may be late under load.
+
+        Raises:
+          StorageError: it has lost the lease, or does not renew it.
+        """
+        end = time.monotonic() + WAIT_SECONDS
+        while not self._is_renewed():
+            if time.monotonic() > end:
+                raise self._lost()
+            time.sleep(LOOK_SECONDS)
+
+    def _is_renewed(self) -> bool:
         sign, now = str(self.messages.look(SIGN)), lease.clock()
         if sign != self.seen[0]:
             self.seen = (sign, now)
-        if sign == LOST or now - self.seen[1] > lease.LEASE_SECONDS - lease.MARGIN_SECONDS:
-            raise StorageError(
-                f"workdir {self.mirror.store.address}: got a lease that is lost or was not renewed, expected the first "
-                "process to hold it; nothing more is published"
-            )
+        if sign == LOST:
+            raise self._lost()
+        return now - self.seen[1] <= lease.LEASE_SECONDS - lease.MARGIN_SECONDS
+
+    def _lost(self) -> StorageError:
+        return StorageError(
+            f"workdir {self.mirror.store.address}: got a lease that is lost or was not renewed, expected the first "
+            "process to hold it; nothing more is published"
+        )

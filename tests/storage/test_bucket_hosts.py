@@ -287,9 +287,13 @@ def test_without_the_lease_nothing_is_written(pair, monkeypatch):
     monkeypatch.setattr(lease, "clock", lambda: now[0])
     pair.follower.check()
     now[0] += lease.LEASE_SECONDS
+    monkeypatch.setattr(processes, "WAIT_SECONDS", 0.1)
     with pytest.raises(StorageError, match="got a lease that is lost or was not renewed"):
         pair.follower.check()
-    pair.lease.renew()
+    monkeypatch.setattr(processes, "WAIT_SECONDS", 60.0)
+    threading.Timer(0.2, pair.lease.renew).start()  # late: it is waited for
+    pair.follower.check()
+    assert pair.follower.seen[1] == now[0]
     pair.follower.check()
     Store(URL).write("lock", b'{"host": "another"}')
     with pytest.raises(StorageError, match="another run that has taken over"):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxformer import cli
+from jaxformer import cli, report
 from jaxformer.sweep.executors import submitit as executor
+from jaxformer.train import loop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import tiny_runs
@@ -66,16 +67,18 @@ def test_without_the_package_one_line_says_how_to_install_it(sweep, monkeypatch,
 
 
 def test_a_run_that_was_stopped_is_requeued_and_one_that_failed_is_not(monkeypatch, tmp_path):
-    signals, codes = [], iter([143, 2, 0])
-    monkeypatch.setattr(cli, "main", lambda words: next(codes) if words == ["train", "--x"] else 9)
+    signals, codes, reported = [], iter([143, 2, 0]), []
+    monkeypatch.setattr(loop, "train", lambda config, workdir, init_format: next(codes))
+    monkeypatch.setattr(report, "write_after_training", reported.append)
+    (tmp_path / "toy.py").write_text(RECIPE.format(benchmarks=str(Path(tiny_runs.__file__).parent), files="files"))
     before = signal.signal(signal.SIGUSR2, lambda *_: signals.append("requeued"))
-    job = executor.Job(("python", "-m", "jaxformer", "train", "--x"), str(tmp_path))
+    job = executor.Job(f"--config={tmp_path}/toy.py", tmp_path / "out", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     try:
         for expected in (143, 2):
             with pytest.raises(RuntimeError, match=f"code {expected}"):
                 job()
-        assert job() == 0 and signals == ["requeued"]
+        assert job() == 0 and signals == ["requeued"] and reported == [tmp_path / "out"]
     finally:
         signal.signal(signal.SIGUSR2, before)
 

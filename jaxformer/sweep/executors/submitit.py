@@ -6,8 +6,10 @@ import importlib
 import importlib.util
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
+from jaxformer.config import overrides
 from jaxformer.errors import ConfigError
 from jaxformer.runtime.exit_codes import CRASHED, DONE, PREEMPTED
 from jaxformer.sweep import ranking
@@ -22,27 +24,33 @@ class Job:
     """One run, as submitit calls it in its job. The run itself handles the signals while it trains.
 
     Args:
-      command: the run's command, `python -m jaxformer train ...`.
+      recipe: the argument of the run's command that names its frozen config.
+      workdir: of the run.
+      directory: the working directory.
     """
 
-    def __init__(self, command: tuple[str, ...], directory: str) -> None:
-        self.command, self.directory = command, directory
+    def __init__(self, recipe: str, workdir: Path, directory: str) -> None:
+        self.recipe, self.workdir, self.directory = recipe, workdir, directory
 
     def __call__(self) -> int:
         """Trains. A run that was stopped, and has saved, asks submitit to requeue its job."""
-        from jaxformer import cli
+        from jaxformer import report
+        from jaxformer.hf import workdirs
+        from jaxformer.train import loop
 
         os.chdir(self.directory)
-        code = cli.main(list(self.command[3:]))
+        code = loop.train(overrides.parse([self.recipe]), self.workdir, workdirs.ORIGIN)
         if code == PREEMPTED:
             signal.raise_signal(signal.SIGUSR2)  # submitit's handler, now that the run's is gone
         if code != DONE:
             raise RuntimeError(f"the run ended with code {code}")
+        report.write_after_training(self.workdir)
         return code
 
     def checkpoint(self) -> Any:
         """What submitit submits again: the same, since the run has saved its state."""
-        return importlib.import_module("submitit").helpers.DelayedSubmission(Job(self.command, self.directory))
+        submitit = importlib.import_module("submitit")
+        return submitit.helpers.DelayedSubmission(Job(self.recipe, self.workdir, self.directory))
 
 
 def check(plan: Plan, workers: int) -> None:
@@ -103,7 +111,7 @@ def execute(plan: Plan, workers: int) -> int:
         words = " ".join(str(error).split())[:300]
         raise ConfigError(f"${VARIABLE}: got parameters that submitit refuses ({words}), expected its own") from None
     runs = plan.unfinished
-    jobs = [Job(run.command, os.getcwd()) for run in runs]
+    jobs = [Job(run.command[-2], run.workdir.absolute(), os.getcwd()) for run in runs]
     for run in runs:
         run.workdir.mkdir(parents=True, exist_ok=True)
     if not is_local:
