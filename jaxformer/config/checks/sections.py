@@ -7,7 +7,7 @@ import math
 from jaxformer import registry
 from jaxformer.config import templates
 from jaxformer.config.checks.fields import invalid
-from jaxformer.config.schema import Config, DecodeConfig, TaskConfig
+from jaxformer.config.schema import Config, DecodeConfig, ModelConfig, TaskConfig
 from jaxformer.errors import ConfigError
 
 TASK_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
