@@ -51,7 +51,8 @@ def make_train_step(
     update_at = freezing.trained(config, update_shardings(config, build.shapes(module), shardings.params))
     replicated = NamedSharding(mesh, PartitionSpec())
     train_step = functools.partial(update, config, module, task, optimizer, schedule, update_at)
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated))
+    options = cpu.step_compiler_options(mesh)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated), compiler_options=options)
 
 
 def update(
