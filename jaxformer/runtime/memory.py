@@ -69,8 +69,8 @@ class HeapTrimmer:
     """Gives free pages of the heap back to the kernel after some steps of a training.
 
     A step's temporary arrays are one large block, aligned to 64 bytes. The C library often cannot put the next step's
-    into the same place, since a small object took the bytes that alignment left, so that a heap comes to hold several
-    copies of a step's temporary arrays, all but one of them free. Their pages, and what the compiler left, are returned
+    into the same place, so that a heap comes to hold several copies of a step's temporary arrays, all but one of them
+    free. Their pages, and what the compiler left, are returned
     after each of the first steps, and seldom later: a page that is used again has to be cleared by the kernel.
 
     Args:
