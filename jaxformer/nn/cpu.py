@@ -44,7 +44,7 @@ def one_off_compiler_options() -> dict[str, int] | None:
 def step_compiler_options(current: jax.sharding.Mesh) -> dict[str, str] | None:
     """Compiler options for a training step on `current`: on a single CPU the order of operations that holds least.
 
-    Decoders of the benchmark's width then hold 17 to 35 % fewer temporary arrays for the same processor time
+    Decoders of the benchmark's width then hold 3 to 35 % fewer temporary arrays for the same processor time
     (docs/measurements/training.md). Several devices keep the default, since their collectives wait for each other.
     """
     alone = current.size == 1 and current.devices.flat[0].platform == "cpu"
