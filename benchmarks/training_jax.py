@@ -24,6 +24,7 @@ from jaxformer import tasks  # noqa: E402
 from jaxformer.models import build  # noqa: E402
 from jaxformer.nn import cpu, products  # noqa: E402
 from jaxformer.parallel import mesh as meshes  # noqa: E402
+from jaxformer.runtime import memory  # noqa: E402
 from jaxformer.train import optim  # noqa: E402
 from jaxformer.train import step as steps  # noqa: E402
 from jaxformer.types import Batch, Slots, Stream  # noqa: E402
@@ -90,7 +91,7 @@ class Training:
 
     def __init__(self, config: c.Config, batches: list[Batch]) -> None:
         self.mesh = meshes.make(config.mesh, jax.devices()[:1])
-        self.turn = itertools.cycle(batches)
+        self.turn, self.heap = itertools.cycle(batches), memory.HeapTrimmer()
         with jax.set_mesh(self.mesh):
             module = build.build(config.model)
             boxed = build.shapes(module)["params"]
@@ -109,6 +110,7 @@ class Training:
             self.state, sums = self.step(self.state, steps.shard_batch(next(self.turn), self.mesh))
             total, weight = jax.device_get(sums["loss"])
             jax.block_until_ready(self.state)
+        self.heap.after_step()
         return float(total / weight)
 
     def overhead(self, count: int = 5) -> dict[str, float]:

@@ -8,10 +8,11 @@ reuses freed blocks, on huge pages. It reads them only when a process starts, so
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 VARIABLE = "GLIBC_TUNABLES"
 SETTINGS = {
@@ -27,6 +28,9 @@ GARBAGE_THRESHOLD = 50_000
 """New objects after which Python looks for reference cycles."""
 COMMANDS = frozenset({"train", "evaluate", "decode", "serve", "experiment"})
 """Commands that compute enough to be restarted."""
+
+EARLY_STEPS, TRIM_INTERVAL = 8, 16
+"""Steps after each of which free pages go back to the kernel; steps between two such returns later."""
 
 
 def tunables(environment: Mapping[str, str]) -> str:
@@ -59,3 +63,31 @@ def collect_garbage_rarely() -> None:
     Arrays are freed without this, when their last reference goes.
     """
     gc.set_threshold(GARBAGE_THRESHOLD, *gc.get_threshold()[1:])
+
+
+class HeapTrimmer:
+    """Gives free pages of the heap back to the kernel after some steps of a training.
+
+    A step's temporary arrays are one large block, aligned to 64 bytes. The C library often cannot put the next step's
+    into the same place, so that a heap comes to hold several copies of a step's temporary arrays, all but one of them
+    free. Their pages, and what the compiler left, are returned
+    after each of the first steps, and seldom later: a page that is used again has to be cleared by the kernel.
+
+    Args:
+      trim: returns the free pages; None: `malloc_trim` of the C library, and nothing where there is none.
+    """
+
+    def __init__(self, trim: Callable[[], object] | None = None) -> None:
+        self.steps = 0
+        self._trim = trim or _malloc_trim
+
+    def after_step(self) -> None:
+        """Counts a step, and returns free pages where that is due."""
+        self.steps += 1
+        if self.steps <= EARLY_STEPS or self.steps % TRIM_INTERVAL == 0:
+            self._trim()
+
+
+def _malloc_trim() -> None:
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)

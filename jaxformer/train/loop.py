@@ -163,6 +163,7 @@ def record(run: Run, sums: Sums, batch: Batch, position: dict[str, int], compile
     if run.session is not None:
         run.session.check()
     run.clock.record_step(compiles)
+    run.heap.after_step()
     if run.step in (1, run.config.train.steps) or is_due(run.step, run.config.train.log_every):
         run.reporter.write(run.step, "train", run.window.flush() | run.progress_of_components())
 

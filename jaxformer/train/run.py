@@ -22,7 +22,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes
 from jaxformer.parallel import rules
-from jaxformer.runtime import files
+from jaxformer.runtime import files, memory
 from jaxformer.storage import TrainingSession
 from jaxformer.tasks import _distillation, _mixture
 from jaxformer.train import digest, freezing, optim, reference, teacher, warm_start
@@ -117,6 +117,7 @@ class Run:
         self.step = int(self.state.step)
         self.evaluated_at = self.step if self.values else -1
         self.clock = Clock(config.train)
+        self.heap = memory.HeapTrimmer()
         self.reporter = Reporter(
             workdir, self.clock, self.step, not self.progress["evaluation_due"], config, self.stream
         )

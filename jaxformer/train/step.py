@@ -52,8 +52,13 @@ def make_train_step(
     update_at = freezing.trained(config, update_shardings(config, build.shapes(module), shardings.params))
     replicated = NamedSharding(mesh, PartitionSpec())
     train_step = functools.partial(update, config, module, task, optimizer, schedule, update_at)
-    depends_on = (overrides.to_json(config), mesh)
-    return programs.jit(train_step, depends_on=depends_on, donate_argnums=0, out_shardings=(shardings, replicated))
+    return programs.jit(
+        train_step,
+        depends_on=(overrides.to_json(config), mesh),
+        donate_argnums=0,
+        out_shardings=(shardings, replicated),
+        compiler_options=cpu.step_compiler_options(mesh),
+    )
 
 
 def update(
