@@ -70,8 +70,8 @@ class HeapTrimmer:
 
     A step's temporary arrays are one large block, aligned to 64 bytes. The C library often cannot put the next step's
     into the same place, so that a heap comes to hold several copies of a step's temporary arrays, all but one of them
-    free. Their pages, and what the compiler left, are returned
-    after each of the first steps, and seldom later: a page that is used again has to be cleared by the kernel.
+    free. Their pages, and what the compiler left, are returned after each of the first steps, and seldom later: a page
+    that is used again has to be cleared by the kernel.
 
     Args:
       trim: returns the free pages; None: `malloc_trim` of the C library, and nothing where there is none.
