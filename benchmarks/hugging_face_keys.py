@@ -29,9 +29,9 @@ TARGET = Path(__file__).resolve().parents[1] / "jaxformer" / "hf" / "keys.json"
 CLASSES = (
     "Albert", "Bart", "Bert", "BigBird", "Blenderbot", "BlenderbotSmall", "Bloom", "Deberta", "DebertaV2",
     "DeepseekV2", "DeepseekV3", "DistilBert", "Electra", "EncoderDecoder", "GPT2", "GPTJ", "GPTNeo", "GPTNeoX",
-    "Gemma", "Gemma2", "Gemma3Text", "GptOss", "Llama", "LongT5", "MBart", "MT5", "Marian", "Mistral", "Mixtral",
-    "ModernBert", "OPT", "Olmo2", "Pegasus", "Phi", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen3Next", "RoFormer",
-    "Roberta", "RobertaPreLayerNorm", "T5", "XGLM", "XLMRoberta", "XLNet",
+    "Gemma", "Gemma2", "Gemma3Text", "GptOss", "Llama", "LongT5", "MBart", "MT5", "Marian", "Ministral", "Ministral3",
+    "Mistral", "Mixtral", "ModernBert", "OPT", "Olmo2", "Pegasus", "Phi", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe",
+    "Qwen3Next", "RoFormer", "Roberta", "RobertaPreLayerNorm", "T5", "XGLM", "XLMRoberta", "XLNet",
 )  # fmt: skip
 
 GENERIC = {name: head for name, head in vars(modeling_layers).items() if name.startswith("GenericFor")}

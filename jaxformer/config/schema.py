@@ -192,6 +192,14 @@ class ValueResidualConfig:
 
 
 @dataclass(frozen=True)
+class TemperatureConfig:
+    """Scores of a query grow with the logarithm of its position (Meta 2025, Llama 4's attention temperature)."""
+
+    rate: Positive = 0.1  # queries at position p are multiplied by 1 + rate ln(1 + floor(p / length))
+    length: PositiveInt = 8192  # positions before this have a factor of 1
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Multi-head attention. Multi-head, grouped-query and multi-query attention differ by `kv_heads` only."""
 
@@ -222,6 +230,8 @@ class AttentionConfig:
     value_residual: ValueResidualConfig | None = None  # mix values with those of the first layer (ResFormer); not in
     # cross-attention; None: each layer has its own values
     scale_by_layer: bool = False  # also divide scores by the layer number, counted from 1
+    temperature: TemperatureConfig | None = None  # also multiply scores by a factor of the query's position; not in
+    # cross-attention; None: by none
     window: PositiveInt | None = None  # visible positions up to the query's own (not causal: as many ahead); None: all
     window_every: PositiveInt = 1  # every n-th layer has the window, the others see all keys (GPT-3: 2)
     window_layers: tuple[int, ...] = ()  # numbers from 0 of the layers with the window; (): as `window_every` says

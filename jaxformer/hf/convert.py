@@ -150,7 +150,7 @@ def _check_shapes(row: Row, i: int, tensors: list[Tensor], names: list[str], sha
     expected = shape[row.stacked_axes :]
     for name, tensor in zip(names, tensors, strict=True):
         try:
-            got = _to_param(row, i, tensor.array()).shape
+            got = _to_param(row, i, np.broadcast_to(np.empty((), tensor.dtype), tensor.shape)).shape
         except (einops.EinopsError, ValueError):  # the latter of groups that do not divide the tensor
             got = None
         if got != expected or (row.splits and tensor.shape[0] != row.groups * sum(row.splits)):

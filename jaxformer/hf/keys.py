@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxformer.config import ModelConfig
 from jaxformer.errors import ConfigError
+from jaxformer.hf import quantized
 from jaxformer.hf.generation_options import DEFAULTS, MAX_TOKEN_ID
 from jaxformer.hf.table import Family, Settings
 
@@ -79,7 +80,6 @@ IGNORED_KEYS = {
 """Key -> the reason why no value of it changes what is computed here."""
 
 REFUSED_KEYS = {
-    "quantization_config": "weights in a format of their own",
     "per_layer_config": "layers that differ",
     "pruned_heads": "layers with fewer heads",
     "tie_encoder_decoder": "one set of layers for both sides",
@@ -121,10 +121,14 @@ def keys_read_by(model_types: tuple[str, ...]) -> frozenset[str]:
 def with_defaults(family: Family, settings: Settings) -> Settings:
     """The settings with the library's defaults, and with aliases (GPT-2's `hidden_size`) renamed to their keys.
 
+    Weights of fewer bits are read as plain ones, so the settings do not say how they lie in the file.
+
     Raises:
-      ConfigError: a key and its alias differ.
+      ConfigError: a key and its alias differ, or the weights are in a format that is not read.
     """
-    aliases, values = _family_keys(family)["aliases"], dict(settings.values)
+    quantized.method_of(settings.values, settings.path)
+    aliases = _family_keys(family)["aliases"]
+    values = {name: value for name, value in settings.values.items() if name != quantized.KEY}
     for alias, name in aliases.items():
         if alias not in values:
             continue

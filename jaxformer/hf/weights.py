@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.errors import ConfigError
-from jaxformer.hf import reading
+from jaxformer.hf import quantized, reading
 from jaxformer.hf.hub import BINS, MSGPACKS, SAFETENSORS
 from jaxformer.hf.reading import Tensor
 
@@ -53,11 +53,11 @@ def open_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
     if any(os.path.lexists(path / name) for name in SAFETENSORS) or not has_weights(path):
         tensors = reading.open_tensors(path)
         if not reading.is_flax_safetensors(path / reading.WEIGHTS_FILE):
-            return tensors
+            return quantized.dequantized(tensors, path)
         leaves = {tuple(name.split(".")): tensor.array() for name, tensor in tensors.items()}
         return of_leaves(leaves, reading.WEIGHTS_FILE)
     if any(os.path.lexists(path / name) for name in BINS):
-        return _flax_files().torch_files.open_bins(path) or {}
+        return quantized.dequantized(_flax_files().torch_files.open_bins(path) or {}, path)
     return of_leaves(_flax_files().read_msgpack(path) or {}, MSGPACKS[0])
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 
-from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig, ValueResidualConfig
+from jaxformer.config import AttentionConfig, EncodingConfig, NormConfig, TemperatureConfig, ValueResidualConfig
 from jaxformer.errors import ConfigError
 from jaxformer.nn import encodings, kernels, remat
 from jaxformer.nn.cache import KeyValues, LayerCache
@@ -37,7 +37,8 @@ class Attention(nn.Module):
     slots (transient global attention; Guo et al. 2022, LongT5, section 3.1). With `config.sink` each head has a learned
     score s_h beside those of the keys: its share of the softmax goes to no value (OpenAI 2025, gpt-oss, section 2.2).
     With `config.value_residual` the values of a later layer are `first * v_1 + own * v_n`, with v_1 those of layer 0
-    (Zhou et al. 2024, Value Residual Learning). They are mixed before the cache, which holds what is attended to.
+    (Zhou et al. 2024, Value Residual Learning). They are mixed before the cache, which holds what is attended to. With
+    `config.temperature` the scores of a query grow with its position (`temperature`).
     With `config.gate` head_h is multiplied by sigmoid(x W_g,h) (Qiu et al. 2025, Gated Attention for Large Language
     Models, equation 5, at the place G1).
 
@@ -173,6 +174,8 @@ class Attention(nn.Module):
             if layer is None:
                 raise ConfigError("attention.scale_by_layer: got True without a layer index, expected False; unset it")
             q = q / (layer + 1).astype(q.dtype)
+        if self.config.temperature is not None:
+            q = q * temperature(self.config.temperature, mask.query.position)[..., None, None].astype(q.dtype)
         q = constrain(q, "batch", "length", "act_heads", None)
         bias = None
         if encoding.bias is not None:
@@ -251,6 +254,16 @@ def add_repeats(bias: AttentionBias | None, blocks: Blocks) -> AttentionBias:
         return added if bias is None else bias.function(args, q, k, query_position, key_position) + added
 
     return AttentionBias(both, (), ()) if bias is None else bias._replace(function=both)
+
+
+def temperature(config: TemperatureConfig, position: Int[Array, "B T"]) -> Float32[Array, "B T"]:
+    """Factor on the scores of each query by its position p: 1 + rate ln(1 + floor(p / length)).
+
+    Softmax over more keys is flatter, and the factor sharpens it again (Meta 2025, Llama 4; Nakanishi 2025,
+    Scalable-Softmax).
+    """
+    blocks = jnp.floor(jnp.maximum(position, 0) / config.length)
+    return 1.0 + config.rate * jnp.log1p(blocks)
 
 
 def mean_value(v: Float[Array, "B S G K"], heads: int) -> Float[Array, "B 1 H K"]:

@@ -249,9 +249,8 @@ def self_attention(config: StackConfig) -> Attention | LatentAttention:
 
 def cross_attention(config: AttentionConfig) -> AttentionConfig:
     """Config of a layer's cross-attention, from that of its self-attention."""
-    return dataclasses.replace(
-        config, window=None, sparse=None, summary=None, latent=None, value_residual=None, gate=False
-    )
+    unset = dict.fromkeys(("window", "sparse", "summary", "latent", "value_residual", "temperature"))
+    return dataclasses.replace(config, **unset, gate=False)
 
 
 def windows_differ(config: AttentionConfig) -> bool:

@@ -95,6 +95,8 @@ def _stack(part: StackConfig) -> str:
     grouped = f" ({attention.kv_heads} for keys and values)" if attention.kv_heads else ""
     if attention.latent is not None:
         grouped = f" (keys and values from {attention.latent.rank} latent channels)"
+    if attention.temperature is not None:
+        grouped += f" (temperature by position from {attention.temperature.length} on)"
     if attention.value_residual is not None:
         grouped += " (values mixed with the first layer's)"
     ffn = "no feed-forward"

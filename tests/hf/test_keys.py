@@ -23,6 +23,8 @@ BASE = {
     "deepseek_v2": {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 4, "first_k_dense_replace": 1},
     "longt5": {"encoder_attention_type": "transient-global"},
     "mt5": {"feed_forward_proj": "relu"},
+    "qwen2": {"use_sliding_window": True},
+    "qwen3": {"use_sliding_window": True},
     "marian": {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 16},
 }
 """What must be set for other keys to act."""
@@ -190,7 +192,7 @@ def test_an_alias_is_the_key_and_contradictions_are_refused():
     ("values", "message"),
     [
         ({"return_dict": False}, "return_dict False, expected True"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config (weights in a format of their own)"),
+        ({"quantization_config": {"bits": 4}}, "weights in {'bits': 4} (quantization_config), expected plain"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder True, expected False"),
         ({"add_cross_attention": True}, "add_cross_attention True"),
     ],

@@ -60,7 +60,7 @@ def read(config):
         ("decoder", {"is_decoder": False}, "(decoder): got is_decoder False, expected True"),
         ("decoder", {"cross_attention_hidden_size": 8}, "cross_attention_hidden_size, expected null"),
         ("decoder", {"output_attentions": True}, "output_attentions True, expected False"),
-        ("encoder", {"quantization_config": {"bits": 4}}, "(encoder): got quantization_config"),
+        ("encoder", {"quantization_config": {"bits": 4}}, "(encoder): got weights in {'bits': 4}"),
     ],
 )
 def test_keys_of_the_sides_are_refused_in_one_line(side, changes, message):

@@ -223,6 +223,7 @@ def _sublayer_words(key: str, stack: StackConfig) -> list[str]:
         words += [f"blocks of {attention.sparse.size}"] if attention.sparse is not None else []
         words += [f"summaries of {attention.summary} slots"] if attention.summary is not None else []
         words += ["gated"] if attention.gate else []
+        words += ["temperature by position"] if attention.temperature is not None else []
         words += ["values mixed with the first layer's"] if attention.value_residual is not None else []
     after_norm = ["the residual starts after the norm"] if stack.residual_after_norm else []
     return [", ".join(words), *after_norm]

@@ -348,6 +348,7 @@ def _check_latent(stack: StackConfig, path: str) -> None:
         f"{where}.key_bias": (own.key_bias, None),
         f"{where}.norm": (own.norm, None),
         f"{where}.scale_by_layer": (own.scale_by_layer, False),
+        f"{where}.temperature": ("a section" if own.temperature else None, None),
         f"{where}.sparse": (own.sparse, None),
         f"{where}.summary": (own.summary, None),
         f"{where}.average_padding": (own.average_padding, False),

@@ -65,7 +65,10 @@ class Variant:
       bias: biases of attention. "setting": `attention_bias` decides for all four projections; "inputs": query, key and
         value have them; "none": no projection has.
       has_mlp_bias: config.json has the key `mlp_bias`.
-      has_window: config.json has the key `sliding_window`, whose default is `window`.
+      has_window: config.json has the key `sliding_window`, whose default is `window`, for all layers.
+      layer_windows: rule for the layers with a window. None: they all have it, or none; "types": those that
+        `layer_types` names, by default all; "late": the same, by default those from `max_window_layers` on, and none
+        without `use_sliding_window`.
       norm_order: `NormConfig.order`.
       norms: modules of a layer that hold the norms of attention and feed-forward layer.
       has_query_key_norm: queries and keys are normalised.
@@ -84,6 +87,7 @@ class Variant:
     has_mlp_bias: bool = False
     window: int | None = None
     has_window: bool = False
+    layer_windows: Literal["types", "late"] | None = None
     norm_order: Literal["pre", "res_post"] = "pre"
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     has_query_key_norm: bool = False
@@ -104,7 +108,7 @@ class Variant:
 def ignored_keys(variant: Variant) -> dict[str, str]:
     """config.json keys that change nothing, with the reason."""
     keys = {"pretraining_tp": "number of parts of a matrix product, whose sum is the same"}
-    if not variant.has_window:
+    if not variant.has_window and variant.layer_windows is None:
         names = ("sliding_window", "max_window_layers")
         keys |= dict.fromkeys(names, "of use_sliding_window, which is refused")
     if variant.mixture and variant.mixture.width != "intermediate_size":
@@ -221,6 +225,55 @@ def pad_token(settings: Settings, vocab: int) -> int | None:
     return pad % vocab
 
 
+KINDS = ("full_attention", "sliding_attention")
+"""Layers without and with a window in `layer_types`."""
+
+
+def _windows(settings: Settings, variant: Variant) -> tuple[int | None, tuple[int, ...]]:
+    """Width of the window (None: no layer has one), and the numbers of the layers that have it; (): all.
+
+    Raises:
+      ConfigError: `layer_types` are not one of two kinds for each layer, or windows have no width.
+    """
+    layers, default = settings.size("num_hidden_layers", 32), 4096 if variant.window is None else variant.window
+    kinds, first = settings("layer_types", None), 0
+    has_key = can_have = variant.has_window or variant.layer_windows is not None
+    if variant.layer_windows == "late":
+        can_have, first = bool(settings("use_sliding_window", False)), max(settings("max_window_layers", 28), 0)
+    else:
+        settings.expect("use_sliding_window", False)
+    # null means no window, an absent key the default
+    has_width = has_key and settings.raw("sliding_window", default) is not None
+    window = settings.size("sliding_window", default) if has_width and can_have else None
+    allowed = KINDS if variant.layer_windows else KINDS[:1]
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(allowed)):
+        raise ConfigError(
+            f"{settings.path}: got layer_types {kinds!r:.80}, expected {' or '.join(allowed)} for each of the {layers} "
+            "layers; this variant is not supported"
+        )
+    if variant.layer_windows is None:
+        return window, ()
+    windowed = tuple(range(first, layers) if kinds is None else (n for n in range(layers) if kinds[n] == KINDS[1]))
+    if windowed and kinds is not None and window is None:
+        raise ConfigError(
+            f"{settings.path}: got layers of sliding_attention without a sliding_window, expected a width"
+            f"{' and use_sliding_window' * (variant.layer_windows == 'late')}; set it, or write full_attention"
+        )
+    if window is None or not windowed:
+        return None, ()
+    return window, () if len(windowed) == layers else windowed
+
+
+def _window_settings(decoder: StackConfig, variant: Variant) -> dict[str, Any]:
+    """The keys that `_windows` reads."""
+    window = decoder.attention.window
+    if variant.layer_windows is None:
+        return {"sliding_window": window} if variant.has_window else {}
+    kinds = [KINDS[number in decoder.windowed_layers] for number in range(decoder.layers)]
+    late = {"use_sliding_window": window is not None} if variant.layer_windows == "late" else {}
+    return {"sliding_window": window, "layer_types": kinds, **late}
+
+
 def _moe_config(settings: Settings, mixture: ExpertLayout) -> MoEConfig:
     """The mixture of experts of a config.json. The load-balance loss of `nn/moe.py` takes its weight."""
     settings.expect("router_jitter_noise", 0.0)
@@ -254,17 +307,7 @@ def family(variant: Variant) -> Family:
         epsilon = settings("rms_norm_eps", variant.epsilon)
         vocab = settings.size("vocab_size", 32000)
         bias = settings("attention_bias", False) if variant.bias == "setting" else variant.bias == "inputs"
-        settings.expect("use_sliding_window", False)
-        window = variant.window
-        if variant.has_window and settings.raw("sliding_window", window) is None:
-            window = None  # null means no window, an absent key the default
-        elif variant.has_window:
-            window = settings.size("sliding_window", window)
-        if any(kind != "full_attention" for kind in settings("layer_types", None) or ()):
-            raise ConfigError(
-                f"{settings.path}: got layer_types other than full_attention, expected no other; this variant is not "
-                "supported"
-            )
+        window, windowed = _windows(settings, variant)
         bidirectional = settings("use_bidirectional_attention", None)
         decoder = StackConfig(
             layers=settings.size("num_hidden_layers", 32),
@@ -280,6 +323,7 @@ def family(variant: Variant) -> Family:
                 norm=NormConfig("rms", epsilon=epsilon) if variant.has_query_key_norm else None,
                 norm_over=variant.norm_over,
                 window=window,
+                window_layers=windowed,
                 dropout=settings("attention_dropout", 0.0),
             ),
             ffn=FeedForwardConfig(
@@ -322,8 +366,7 @@ def family(variant: Variant) -> Family:
             settings["attention_bias"] = attention.bias
         if variant.has_mlp_bias:
             settings["mlp_bias"] = ffn.bias
-        if variant.has_window:
-            settings["sliding_window"] = attention.window
+        settings |= _window_settings(decoder, variant)
         if variant.mixture:
             if decoder.moe is None:
                 raise ConfigError("export: got a decoder without experts, expected them for this family")

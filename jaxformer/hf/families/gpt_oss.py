@@ -40,13 +40,6 @@ YARN = {
 
 
 def read_config(settings: Settings, head: str) -> ModelConfig:
-    stored = settings.raw("quantization_config")
-    if stored:
-        method = str(dict(stored).get("quant_method", stored)).upper() if isinstance(stored, dict) else stored
-        raise ConfigError(
-            f"{settings.path}: got weights in {method} (quantization_config), expected plain ones; load them in the "
-            "transformers library with quantization_config=Mxfp4Config(dequantize=True), save_pretrained, read that"
-        )
     width, heads = settings.size("hidden_size", 2880), settings.size("num_attention_heads", 64)
     layers, vocab = settings.size("num_hidden_layers", 36), settings.size("vocab_size", 201088)
     epsilon = settings("rms_norm_eps", 1e-5)

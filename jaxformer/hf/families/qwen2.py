@@ -2,4 +2,6 @@
 
 from jaxformer.hf.families._llama import Variant, family
 
-FAMILY = family(Variant(model_type="qwen2", class_prefix="Qwen2", bias="inputs", kv_heads=32, positions=32768))
+FAMILY = family(
+    Variant(model_type="qwen2", class_prefix="Qwen2", bias="inputs", layer_windows="late", kv_heads=32, positions=32768)
+)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import serialization, traverse_util
 
 from jaxformer.errors import ConfigError
-from jaxformer.hf import convert, hub, reading
+from jaxformer.hf import convert, hub, quantized, reading
 from jaxformer.hf.flax import configs, torch_files
 from jaxformer.hf.flax.layout import Path
 from jaxformer.hf.flax.spec import Spec
@@ -67,12 +67,12 @@ def read_leaves(directory: FilePath, spec: Spec, from_pt: bool) -> tuple[Leaves,
         if leaves is not None:
             return _with_prefix_of(spec, leaves)
     if any(os.path.lexists(directory / name) for name in (reading.WEIGHTS_FILE, reading.INDEX_FILE)):
-        return _from_tensors(spec, reading.open_tensors(directory))
+        return _from_tensors(spec, quantized.dequantized(reading.open_tensors(directory), directory))
     tensors = torch_files.open_bins(directory)
     if tensors is None:
         files = ", ".join((FLAX_FILE, reading.WEIGHTS_FILE, torch_files.BIN_FILE)[from_pt:])
         raise ConfigError(f"{directory}: got none of {files} (or their shards), expected one; name another directory")
-    return _from_tensors(spec, tensors)
+    return _from_tensors(spec, quantized.dequantized(tensors, directory))
 
 
 def read_msgpack(directory: FilePath) -> Leaves | None:

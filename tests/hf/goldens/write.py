@@ -288,6 +288,10 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
         "partial_rotary_factor": 1.0,
     }  # fmt: skip
     phi3 = phi | {"num_key_value_heads": 2}
+    mixed = ["sliding_attention", "full_attention"]
+    temperature = {
+        "rope_type": "default", "rope_theta": 100.0, "llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 2,
+    }  # fmt: skip
     longrope = {
         "rope_type": "longrope", "short_factor": [1.5, 3.0], "long_factor": [2.0, 40.0], "rope_theta": 50.0,
         "partial_rotary_factor": 1.0,
@@ -393,6 +397,68 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
                 "rope_parameters": longrope | {
                     "partial_rotary_factor": 0.5, "attention_factor": 1.3, "short_factor": [1.5], "long_factor": [0.4],
                 },
+            },
+            {},
+            [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
+        ),
+        "qwen2_late_windows": (
+            "Qwen2ForCausalLM",
+            LLAMA | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+            {},
+            [TEXT, padding("left")],
+        ),
+        "qwen3_windows": (
+            "Qwen3ForCausalLM",
+            LLAMA | {"head_dim": 6, "use_sliding_window": True, "sliding_window": 2, "layer_types": mixed[::-1]},
+            {},
+            [TEXT],
+        ),
+        "ministral": (
+            "MinistralForCausalLM",
+            LLAMA | {"head_dim": 6, "sliding_window": 3, "layer_types": mixed},
+            {},
+            [TEXT | {"output_hidden_states": True}, padding("left")],
+        ),
+        "ministral_classifier": (
+            "MinistralForSequenceClassification",
+            LLAMA | {"head_dim": 4, "num_labels": 3, "sliding_window": 2},
+            {},
+            CLASSIFIED[:2],
+        ),
+        "ministral_token": (
+            "MinistralForTokenClassification",
+            LLAMA | {
+                "head_dim": 4, "num_labels": 3, "layer_types": ["full_attention"] * 2, "num_key_value_heads": 2,
+                "hidden_act": "gelu",
+            },
+            {},
+            [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
+        ),
+        "ministral3": (
+            "Ministral3ForCausalLM",
+            LLAMA | {
+                "head_dim": 6,
+                "rope_parameters": temperature | {
+                    "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 2.0,
+                },
+            },
+            {},
+            [TEXT | {"output_hidden_states": True}, padding("left"), padding("right")],
+        ),
+        "ministral3_classifier": (
+            "Ministral3ForSequenceClassification",
+            LLAMA | {
+                "head_dim": 4, "num_labels": 3, "sliding_window": 3, "tie_word_embeddings": True,
+                "rope_parameters": temperature | {"original_max_position_embeddings": 1},
+            },
+            {},
+            CLASSIFIED[:2],
+        ),
+        "ministral3_token": (
+            "Ministral3ForTokenClassification",
+            LLAMA | {
+                "head_dim": 4, "num_labels": 3, "num_key_value_heads": 2,
+                "rope_parameters": temperature | {"llama_4_scaling_beta": 0.0},
             },
             {},
             [TEXT | {"labels": [[0, 1, 2, 0, 1, 2]] * 2}],
