@@ -305,9 +305,7 @@ class DeltaConfig:
     value_heads: PositiveInt | None = None  # heads of values, a multiple of `key_heads`; None: as many
     key_width: PositiveInt = 32  # channels of a query or key head
     value_width: PositiveInt = 32  # channels of a value head
-    conv_kernel: PositiveInt = (
-        4  # slots that the causal convolution of queries, keys and values reads, the own included
-    )
+    conv_kernel: PositiveInt = 4  # slots that the causal convolution of queries, keys and values reads, with its own
     activation: Activation = "silu"  # activation of the convolution's output
     epsilon: Positive = 1e-6  # epsilon of the RMS norm of each head's output
     chunk: PositiveInt = 64  # slots that are computed together; the result is the same up to rounding

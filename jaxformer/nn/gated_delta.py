@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int, Key
 
 from jaxformer.config import DeltaConfig, NormConfig
 from jaxformer.nn import delta_rule, remat
@@ -95,7 +95,7 @@ class GatedDelta(nn.Module):
         return y, None if state is None else DeltaState(after, inputs.astype(state.inputs.dtype)[:, None])
 
     def convolve(
-        self, x: Float[Array, "B T C"], run: Int[Array, "B T"], real: Array, state: DeltaState | None
+        self, x: Float[Array, "B T C"], run: Int[Array, "B T"], real: Bool[Array, "B T"], state: DeltaState | None
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B _ C"]]:
         """The convolved and activated channels, and the last inputs of the row's last text, for the slots after it."""
         rows, length, channels = x.shape
@@ -143,12 +143,12 @@ def normalised(x: Float[Array, "B T H K"]) -> Float32[Array, "B T H K"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
 
 
-def initial_scale(key: Array, shape: tuple[int, ...]) -> Float32[Array, " H"]:
+def initial_scale(key: Key[Array, ""], shape: tuple[int, ...]) -> Float32[Array, " H"]:
     """The logarithm of a rate of forgetting for each head."""
     return jnp.log(jax.random.uniform(key, shape, minval=1.0, maxval=MAX_RATE))
 
 
-def initial_step(key: Array, shape: tuple[int, ...]) -> Float32[Array, " H"]:
+def initial_step(key: Key[Array, ""], shape: tuple[int, ...]) -> Float32[Array, " H"]:
     """The inverse softplus of a step for each head."""
     step = jnp.exp(jax.random.uniform(key, shape, minval=jnp.log(SHORTEST), maxval=jnp.log(LONGEST)))
     return step + jnp.log(-jnp.expm1(-step))
