@@ -176,8 +176,8 @@ def test_a_workdir_is_a_folder_or_an_address_in_a_bucket():
     assert parse("report", *(f"--workdir={url}" for url in urls)).workdir == urls
     with pytest.raises(ConfigError, match="--workdir: got 'ftp://bucket/run', expected a folder, or an address"):
         parse("report", "--workdir=runs/one", "--workdir=ftp://bucket/run")
-    with pytest.raises(ConfigError, match="--workdir: got 'gs://bucket/run', expected a folder: jaxformer sweep"):
-        parse("sweep", "--sweep=x", "--workdir=gs://bucket/run")
+    with pytest.raises(ConfigError, match="--workdir: got 'gs://bucket/run', expected a folder: jaxformer experiment"):
+        parse("experiment", "x", "--workdir=gs://bucket/run")
 
 
 def test_values_of_the_config_may_follow_a_blank():

@@ -82,7 +82,7 @@ def decoder():
 
 def programs():
     names = ("prefill", "decode_steps", "refill_rows", "grow", "compact", "hypotheses")
-    return {name: getattr(CompiledDecoder, name)._cache_size() for name in names}
+    return {name: getattr(CompiledDecoder, name).jitted._cache_size() for name in names}
 
 
 def test_jobs_with_other_settings_and_arrivals_do_not_change_each_other(decoder):

@@ -158,14 +158,14 @@ def test_no_prompts_give_no_results():
 
 
 def test_one_program_serves_all_seeds_and_batches_of_a_shape():
-    calls, before = [], CompiledDecoder.decode_steps._cache_size()
+    calls, before = [], CompiledDecoder.decode_steps.jitted._cache_size()
     options = dataclasses.replace(METHODS["sample"], batch=2, top_k=5)  # not those of another test
     draws = []
     for seed in (0, 1):
         options = dataclasses.replace(options, seed=seed)
         progress = lambda *numbers: calls.append(numbers)  # noqa: E731
         draws.append(generate("toy", make_prompts("toy"), options, progress=progress, buckets=(16,)))
-    assert CompiledDecoder.decode_steps._cache_size() == before + 1
+    assert CompiledDecoder.decode_steps.jitted._cache_size() == before + 1
     assert calls == [(2, 6), (4, 6), (6, 6)] * 2
     assert [h[0].tokens.tolist() for h in draws[0]] != [h[0].tokens.tolist() for h in draws[1]]
 

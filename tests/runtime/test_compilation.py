@@ -116,6 +116,7 @@ def test_only_commands_that_compute_keep_programs_and_only_before_jax_is_there(
     for name in (compilation.DIRECTORY_VARIABLE, *compilation.SETTINGS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(compilation, "processor_id", lambda: AMD)
+    monkeypatch.setattr(compilation, "ready_directory", None)
     monkeypatch.setattr(compilation.sys, "argv", ["jaxformer", command])
     monkeypatch.setattr(compilation.sys, "modules", {"jax": None} if loaded else {})
     with monkeypatch.context() as context:
