@@ -210,7 +210,7 @@ def choices(kind: str, listed: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def draw(kind: str, head: str, listed: dict[str, Any], rng: np.random.Generator, rate: float) -> dict[str, Any]:
-    """What differs from the small model; each key with probability `rate`."""
+    """Values that differ from those of the small model; each key with probability `rate`."""
     found = {}
     for name, values in choices(kind, listed).items():
         rare = name in RARE or (name in listed["beside"] and kind in ("bert", "roberta", "modernbert", "roformer"))

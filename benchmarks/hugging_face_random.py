@@ -258,7 +258,7 @@ def difference(got: dict[str, Any], expected: dict[str, Any], exact: Any, mask: 
 
 
 def batch_decides(kind: str, config: Any) -> bool:
-    """Whether the longest row of a batch changes the others in the other library, which is not so here."""
+    """True if the longest row of a batch changes the others in the other library, which is not so here."""
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope, *[x for x in rope.values() if isinstance(x, dict)]]
     scaled = any(x.get("rope_type") in ("dynamic", "longrope") for x in ropes)
@@ -347,7 +347,7 @@ def compare_searches(kind: str, model: Any, ours: Any, calls: list, rng: np.rand
 def compare_saved(
     kind: str, name: str, model: Any, ours: Any, given: Any, place: Path, is_pair: bool
 ) -> tuple[str, str]:
-    """What theirs computes with what ours saves."""
+    """Outputs of their model with the weights that ours saves."""
     ours.save_pretrained(place)
     try:
         again = read_back(kind, name, place)

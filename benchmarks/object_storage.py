@@ -139,7 +139,7 @@ class Drill:
 
 
 def differences(workdir: str, number: int, folder: Path, reference: dict[str, Any]) -> list[str]:
-    """How a copy of a finished run, fetched to an empty folder, differs from the uninterrupted one."""
+    """Differences between a copy of a finished run, fetched to an empty folder, and the uninterrupted one."""
     scheme = workdir.partition(":")[0]
     copies = folder / f"copy-{scheme}-{number}"
     target = copies / "path"

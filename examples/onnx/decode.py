@@ -37,7 +37,7 @@ def load(path):
 
 
 def read_sources(directory, sources):
-    """What cross-attention reads of the sources: inputs of the step by name."""
+    """Keys and values that cross-attention reads of the sources: inputs of the step by name."""
     session = load(directory / "source.onnx")
     length = session.get_inputs()[0].shape[1]
     ids, segment = padded(sources, length, "source")

@@ -33,7 +33,7 @@ CHUNK = re.compile(r"state/(.+)/(\d+(?:\.\d+)*)")
 
 
 class OwnDisks:
-    """What `Checkpoints` does differently if the processes of its run share no disk. All methods are collective.
+    """Saving and restoring by `Checkpoints` where the processes of its run share no disk. All methods are collective.
 
     Args:
       fetch: brings files of a checkpoint (its directory, their paths in it) to this process. Files that the storage
@@ -79,7 +79,7 @@ class OwnDisks:
         self._together(self._publish if self.is_first else lambda: None)
 
     def _together(self, act: Callable[[], Any]) -> list[Any]:
-        """What `act` returns on every process. If it raises on one, all raise."""
+        """The result of `act` on every process. If it raises on one, all raise."""
         try:
             answer = act()
         except Exception as error:

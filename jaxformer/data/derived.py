@@ -88,7 +88,7 @@ def _digest(value: Any) -> str:
 
 
 def drawn(examples: Any) -> list[str] | None:
-    """What decides examples that the project's code draws, so that none has to be read; None for other examples."""
+    """A key of examples that the project's code draws, which decides them all; None for other examples."""
     key = getattr(examples, "drawn_key", "")
     if not key or registry.has_external_members():
         return None

@@ -116,8 +116,8 @@ def latent_sizes(latent: LatentConfig, heads: int, width: int) -> tuple[int, int
 
 
 def delta_sizes(delta: DeltaConfig, width: int) -> tuple[float, float, float, float]:
-    """Of a layer with the gated delta rule: parameters into and out of the rule, channels, and products of the rule in
-    the place of scores, which are half of those of a token (`flops.delta_products`).
+    """Sizes of a layer with the gated delta rule: parameters into and out of the rule, channels, and products of the
+    rule in the place of scores, which are half of those of a token (`flops.delta_products`).
     """
     values = delta.heads * delta.value_width
     into = width * (delta.channels + values + 2 * delta.heads) + delta.conv_kernel * delta.channels

@@ -40,7 +40,7 @@ from jaxformer.runtime import code_version, compilation, directories, files
 LIBRARIES = ("flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax")
 """Libraries that decide a module or its program."""
 SETTINGS = ("JAX_", "LIBTPU_", "XLA_")
-"""How the names of environment variables begin that may change a program."""
+"""Beginnings of the names of environment variables that may change a program."""
 MAX_BYTES = 2**30
 """Size of all kept programs; those that were not used for the longest time are deleted first."""
 
