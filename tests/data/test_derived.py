@@ -233,7 +233,6 @@ def test_examples_that_the_code_draws_are_known_without_reading_any(tmp_path, mo
     config = DataConfig(
         source="numerals", cache=str(tmp_path), examples=40, tokenizer=TokenizerConfig(kind="bpe", vocab=300)
     )
-    monkeypatch.setattr(registry, "has_external_members", lambda: False)  # other tests leave some
     roles = ("source", "target")
     examples = build(config).splits["train"]
     read = []
@@ -252,10 +251,10 @@ def test_examples_that_the_code_draws_are_known_without_reading_any(tmp_path, mo
     fewer = dataclasses.replace(config, examples=30)
     assert learned(fewer)[0] == 30 and learned(roles=("source",))[0] == 40
     assert learned(fewer)[1] != first[1]
-    monkeypatch.setattr(derived, "drawn", lambda _: None)
-    assert learned() == (40, first[1])  # the same, learned of the texts
-    monkeypatch.undo()
-    monkeypatch.setattr(registry, "has_external_members", lambda: True)
-    assert derived.drawn(examples) is None
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(derived, "drawn", lambda _: None)
+        assert learned() == (40, first[1])  # the same, learned of the texts
+    with monkeypatch.context() as patched:
+        patched.setattr(registry, "has_external_members", lambda: True)
+        assert derived.drawn(examples) is None
     assert derived.drawn(examples) is not None and derived.drawn([]) is None
