@@ -20,7 +20,8 @@ from jaxformer.config import (
     MeshConfig,
     NormConfig,
 )
-from jaxformer.config.checks.model import check_model, check_stack
+from jaxformer.config.checks.model import check_model
+from jaxformer.config.checks.stack import check_stack
 from jaxformer.decode import int8
 from jaxformer.models import build
 from jaxformer.nn import kernels, reference

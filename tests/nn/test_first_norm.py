@@ -28,8 +28,9 @@ from jaxformer.config import (
     TaskConfig,
 )
 from jaxformer.config.checks import mesh as mesh_checks
-from jaxformer.config.checks.model import check_model, check_stack
+from jaxformer.config.checks.model import check_model
 from jaxformer.config.checks.sections import check_train
+from jaxformer.config.checks.stack import check_stack
 from jaxformer.config.layer_groups import LayerGroup, layer_groups
 from jaxformer.models import build
 from jaxformer.parallel import mesh as meshes

@@ -35,8 +35,9 @@ from jaxformer.config import (
 )
 from jaxformer.config.checks import mesh as mesh_checks
 from jaxformer.config.checks import size
-from jaxformer.config.checks.model import check_model, check_stack
+from jaxformer.config.checks.model import check_model
 from jaxformer.config.checks.sections import check_task, check_train
+from jaxformer.config.checks.stack import check_stack
 from jaxformer.config.layer_groups import layer_groups
 from jaxformer.decode.compiled import Vocabulary
 from jaxformer.decode.generate import ModelBundle, generate

@@ -16,7 +16,8 @@ from jaxformer.config import (
     ModelConfig,
     RecurrentConfig,
 )
-from jaxformer.config.checks.model import check_model, check_recurrent
+from jaxformer.config.checks.model import check_model
+from jaxformer.config.checks.stack import check_recurrent
 from jaxformer.nn.layers import Embed
 from jaxformer.nn.matching import match_features
 from jaxformer.parallel import mesh as meshes

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxformer.config import AttentionConfig, Config, ConfigError, EncodingConfig, RopeScalingConfig, StackConfig
-from jaxformer.config.checks.model import check_stack
+from jaxformer.config.checks.stack import check_stack
 from jaxformer.nn.encodings import rope
 from jaxformer.types import Slots
 

@@ -27,8 +27,9 @@ from jaxformer.config import (
 )
 from jaxformer.config.checks import mesh as mesh_checks
 from jaxformer.config.checks import size
-from jaxformer.config.checks.model import check_model, check_stack
+from jaxformer.config.checks.model import check_model
 from jaxformer.config.checks.sections import check_train
+from jaxformer.config.checks.stack import check_stack
 from jaxformer.decode import int8
 from jaxformer.models import adapters, build
 from jaxformer.nn.masks import slots_from_segments

@@ -29,7 +29,7 @@ from jaxformer.config import (
     ValueResidualConfig,
 )
 from jaxformer.config.checks import mesh as mesh_checks
-from jaxformer.config.checks.model import check_stack
+from jaxformer.config.checks.stack import check_stack
 from jaxformer.hf import comparison
 from jaxformer.models import build, xlnet
 from jaxformer.nn.block import Block, LayerContext

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Iterator
 
-from jaxformer.config.checks import fields, mesh, mixture, model, sections, size
+from jaxformer.config.checks import fields, mesh, mixture, model, sections, size, stack
 from jaxformer.config.schema import Config, RecurrentConfig, StackConfig
 
 
@@ -18,9 +18,9 @@ def check(config: Config) -> None:
         fields.check_fields(part, path)
     for path, part in _walk_sections(config, "config"):  # after the names, which the checks of a stack look up
         if isinstance(part, StackConfig):
-            model.check_stack(part, path, config)
+            stack.check_stack(part, path, config)
         elif isinstance(part, RecurrentConfig):
-            model.check_recurrent(part, path)
+            stack.check_recurrent(part, path)
     if not (config.model.is_empty and config.init.directory):  # else the directory's model is checked when it is read
         model.check_model(config.model)
         sections.check_task(config)
