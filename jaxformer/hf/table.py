@@ -252,6 +252,22 @@ class Settings:
             raise ConfigError(f"{self.path}: got {name} {value!r}, expected a whole number of at least 1; fix the file")
         return value
 
+    def layer_kinds(self, layers: int, allowed: tuple[str, ...]) -> list[str] | None:
+        """`layer_types`: the kind of each of the `layers`; None where the file does not say it.
+
+        Raises:
+          ConfigError: they are not one of the `allowed` kinds for each layer.
+        """
+        kinds = self("layer_types", None)
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in allowed for kind in kinds):
+            raise ConfigError(
+                f"{self.path}: got layer_types {kinds!r:.80}, expected {' or '.join(allowed)} for each of the {layers} "
+                "layers; fix the file"
+            )
+        return kinds
+
     def expect(self, name: str, *allowed: Any) -> None:
         """Refuses a variant that is not implemented. The first of `allowed` is the default.
 

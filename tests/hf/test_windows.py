@@ -93,3 +93,14 @@ def test_ministral_3_is_written_as_it_was_read_and_two_lengths_are_refused():
     other = dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, encoding=encoding))
     with pytest.raises(ConfigError, match="temperature.length 9 and encoding.scaling.original 7, expected the same"):
         write(other, "causal_lm")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "modernbert", "qwen3_next", "ministral"])
+@pytest.mark.parametrize("kinds", [["local"] * 4, [["full_attention"]] * 4, "full_attention", {}, [None] * 4])
+def test_kinds_of_layers_that_are_none_are_refused_in_one_line(name, kinds):
+    head = "masked_lm" if name == "modernbert" else "causal_lm"
+    settings = keys.with_defaults(
+        FAMILIES[name], Settings({"num_hidden_layers": 4, "layer_types": kinds}, "config.json")
+    )
+    with pytest.raises(ConfigError, match=r"config.json: got layer_types .* for each of the 4 layers; fix the file"):
+        keys.read_model(FAMILIES[name], settings, head)

@@ -51,14 +51,9 @@ def windowed_layers(settings: Settings, layers: int, generation: Generation) -> 
     every = generation.full_every
     if generation.pattern_key:
         every = settings.size(generation.pattern_key, every)
-    kinds = settings("layer_types", None)
+    kinds = settings.layer_kinds(layers, KINDS)
     if kinds is None:
         kinds = [KINDS[(number + 1) % every != 0] for number in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(KINDS):
-        raise ConfigError(
-            f"{settings.path}: got layer_types {kinds!r:.80}, expected {' or '.join(KINDS)} for each of the {layers} "
-            "layers; fix the file"
-        )
     return tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
 
 

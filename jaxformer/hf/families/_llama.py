@@ -239,7 +239,7 @@ def _windows(settings: Settings, variant: Variant) -> tuple[int | None, tuple[in
       ConfigError: `layer_types` are not one of two kinds for each layer, or windows have no width.
     """
     layers, default = settings.size("num_hidden_layers", 32), 4096 if variant.window is None else variant.window
-    kinds, first = settings("layer_types", None), 0
+    kinds, first = settings.layer_kinds(layers, KINDS if variant.layer_windows else KINDS[:1]), 0
     has_key = can_have = variant.has_window or variant.layer_windows is not None
     if variant.layer_windows == "late":
         can_have, first = bool(settings("use_sliding_window", False)), max(settings("max_window_layers", 28), 0)
@@ -248,12 +248,6 @@ def _windows(settings: Settings, variant: Variant) -> tuple[int | None, tuple[in
     # null means no window, an absent key the default
     has_width = has_key and settings.raw("sliding_window", default) is not None
     window = settings.size("sliding_window", default) if has_width and can_have else None
-    allowed = KINDS if variant.layer_windows else KINDS[:1]
-    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(allowed)):
-        raise ConfigError(
-            f"{settings.path}: got layer_types {kinds!r:.80}, expected {' or '.join(allowed)} for each of the {layers} "
-            "layers; this variant is not supported"
-        )
     if variant.layer_windows is None:
         return window, ()
     windowed = tuple(range(first, layers) if kinds is None else (n for n in range(layers) if kinds[n] == KINDS[1]))

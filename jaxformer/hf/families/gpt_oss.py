@@ -99,12 +99,7 @@ def _windowed_layers(settings: Settings, layers: int) -> tuple[int, ...]:
       ConfigError: `layer_types` are not one of two kinds for each layer.
     """
     default = [KINDS[(number + 1) % 2] for number in range(layers)]
-    kinds = settings("layer_types", None) or default
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(KINDS):
-        raise ConfigError(
-            f"{settings.path}: got layer_types {kinds!r:.80}, expected {' or '.join(KINDS)} for each of the {layers} "
-            "layers; fix the file"
-        )
+    kinds = settings.layer_kinds(layers, KINDS) or default
     return tuple(number for number, kind in enumerate(kinds) if kind == KINDS[1])
 
 

@@ -44,14 +44,9 @@ def windowed_layers(settings: Settings, layers: int) -> tuple[int, ...]:
       ConfigError: `layer_types` has another kind, or not one kind a layer.
     """
     every = settings.size("global_attn_every_n_layers", 3)  # of files of transformers 4
-    kinds = settings("layer_types", None)
+    kinds = settings.layer_kinds(layers, KINDS)
     if kinds is None:
         kinds = [KINDS[number % every != 0] for number in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in KINDS for kind in kinds):
-        raise ConfigError(
-            f"{settings.path}: got layer_types {kinds!r:.80}, expected {' or '.join(KINDS)} for each of the {layers} "
-            "layers; fix the file"
-        )
     return tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
