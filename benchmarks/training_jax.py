@@ -91,7 +91,7 @@ class Training:
 
     def __init__(self, config: c.Config, batches: list[Batch]) -> None:
         self.mesh = meshes.make(config.mesh, jax.devices()[:1])
-        self.turn, self.heap = itertools.cycle(batches), memory.HeapTrimmer()
+        self.turn, self.heap = itertools.cycle(batches), memory.HeapTrimmer("cpu")
         with jax.set_mesh(self.mesh):
             module = build.build(config.model)
             boxed = build.shapes(module)["params"]

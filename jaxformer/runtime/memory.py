@@ -74,17 +74,19 @@ class HeapTrimmer:
     that is used again has to be cleared by the kernel.
 
     Args:
+      platform: that of the devices: accelerators have the temporary arrays in a memory of their own, and nothing is
+        returned.
       trim: returns the free pages; None: `malloc_trim` of the C library, and nothing where there is none.
     """
 
-    def __init__(self, trim: Callable[[], object] | None = None) -> None:
-        self.steps = 0
+    def __init__(self, platform: str, trim: Callable[[], object] | None = None) -> None:
+        self.steps, self._on_cpu = 0, platform == "cpu"
         self._trim = trim or _malloc_trim
 
     def after_step(self) -> None:
         """Counts a step, and returns free pages where that is due."""
         self.steps += 1
-        if self.steps <= EARLY_STEPS or self.steps % TRIM_INTERVAL == 0:
+        if self._on_cpu and (self.steps <= EARLY_STEPS or self.steps % TRIM_INTERVAL == 0):
             self._trim()
 
 

@@ -117,7 +117,7 @@ class Run:
         self.step = int(self.state.step)
         self.evaluated_at = self.step if self.values else -1
         self.clock = Clock(config.train)
-        self.heap = memory.HeapTrimmer()
+        self.heap = memory.HeapTrimmer(self.mesh.devices.flat[0].platform)
         self.reporter = Reporter(
             workdir, self.clock, self.step, not self.progress["evaluation_due"], config, self.stream
         )

@@ -60,7 +60,14 @@ def test_several_devices_keep_the_default_order():
 
 def test_free_pages_go_back_after_each_of_the_first_steps_and_seldom_later():
     due, heap = [], None
-    heap = memory.HeapTrimmer(lambda: due.append(heap.steps))
+    heap = memory.HeapTrimmer("cpu", lambda: due.append(heap.steps))
     for _ in range(64):
         heap.after_step()
     assert due == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 48, 64]
+
+
+def test_the_heap_of_an_accelerators_host_is_left_alone():
+    due = []
+    heap = memory.HeapTrimmer("tpu", lambda: due.append(1))
+    heap.after_step()
+    assert not due
