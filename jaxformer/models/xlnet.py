@@ -370,6 +370,7 @@ def check(config: StackConfig) -> None:
         "attention.scale_width": (attention.scale_width, (None,)),
         "attention.soft_cap": (attention.soft_cap, (None,)),
         "attention.sink": (attention.sink, (False,)),
+        "attention.gate": (attention.gate, (False,)),
         "attention.temperature": ("a section" if attention.temperature else "None", ("None",)),
         "attention.value_residual": ("a section" if attention.value_residual else "None", ("None",)),
         "attention.window_every": (attention.window_every, (1,)),

@@ -266,7 +266,7 @@ def _dump(program: jax.stages.Compiled) -> bytes | None:
 
 
 def _read(path: Path, load: Callable[[bytes], Any]) -> Any:
-    """What a file keeps, as `load` makes it from the content; None if there is none that is whole."""
+    """The content of a kept file, as `load` makes it; None if there is none that is whole."""
     try:
         content = path.read_bytes()
     except OSError:

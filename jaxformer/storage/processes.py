@@ -82,7 +82,7 @@ class Leader:
             self.messages.post(f"command/{self.number}/{index}", command | own)
 
     def answers(self) -> list[Any]:
-        """What the others answered to the last command, in their order.
+        """The answers of the others to the last command, in their order.
 
         Raises:
           StorageError: some could not carry it out.

@@ -76,7 +76,7 @@ class TrainingSession:
         return self
 
     def _together(self, act: Callable[[], Result]) -> Result:
-        """What `act` returns here. If it raises on one process, all raise."""
+        """The result of `act` here. If it raises on one process, all raise."""
         problem, kind = "", ""
         try:
             result = act()

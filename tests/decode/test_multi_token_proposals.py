@@ -17,6 +17,7 @@ from jaxformer.config import (
     ConfigError,
     DecodeConfig,
     EncodingConfig,
+    MeshConfig,
     ModelConfig,
     MultiTokenConfig,
 )
@@ -27,6 +28,8 @@ from jaxformer.decode.draft import SelfDraftedModel
 from jaxformer.decode.engine import Engine, Sampling
 from jaxformer.decode.runner import Runner
 from jaxformer.models import build
+from jaxformer.parallel import mesh as meshes
+from jaxformer.parallel import rules
 from jaxformer.types import Batch, Slots, Stream
 
 STACKS = {
@@ -61,6 +64,16 @@ def test_outputs_are_those_without_proposals(name, method):
     found, share = tokens_a_pass(runner, prompts, proposing(OPTIONS[method]))
     assert_same(found, expected)
     assert 1.0 <= share < 2.0
+
+
+def test_on_a_mesh_outputs_are_those_of_one_device_without_proposals():
+    module, variables = model("rope")
+    mesh, prompts = meshes.make(MeshConfig(data=2, tensor=2), jax.devices()[:4]), make_prompts("decoder")
+    expected = Runner(module, variables, VOCABULARY).generate(prompts, OPTIONS["greedy"])
+    with jax.set_mesh(mesh):
+        sharded = jax.tree.map(jax.device_put, variables, rules.shardings(build.shapes(module), mesh))
+        found = Runner(module, sharded, VOCABULARY).generate(prompts, proposing(OPTIONS["greedy"]))
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("left", [False, True])

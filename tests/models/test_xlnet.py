@@ -369,6 +369,7 @@ def test_with_the_order_of_the_text_it_is_a_left_to_right_language_model():
         ({"encoding": EncodingConfig("t5")}, "encoding.kind"),
         ({"ffn": None}, "ffn"),
         ({"residual_ffn": False}, "residual_ffn"),
+        ({"attention": AttentionConfig(heads=2, bias=False, gate=True)}, "attention.gate"),
     ],
 )
 def test_layers_that_have_no_two_streams_are_refused(edits, field):

@@ -26,7 +26,7 @@ from jaxformer.config import (
     NormConfig,
     TemperatureConfig,
 )
-from jaxformer.config.checks.model import check_stack
+from jaxformer.config.checks.stack import check_stack
 from jaxformer.hf import comparison
 from jaxformer.models import xlnet
 from jaxformer.nn import attention, block
@@ -98,10 +98,11 @@ def test_cached_tokens_and_beams_have_the_logits_of_the_whole_pass():
     chex.assert_trees_all_close(two, whole[:, 5], rtol=1e-4, atol=1e-5)
 
 
-def test_on_eight_devices_as_on_one():
-    config = ModelConfig(decoder=builders.stack(layers=1, attention=OWN, encoding=EncodingConfig("rope")))
+@pytest.mark.parametrize("axes", [{"context": 2}, {"stage": 2}])
+def test_on_eight_devices_as_on_one(axes):
+    config = ModelConfig(decoder=builders.stack(layers=2, attention=OWN, encoding=EncodingConfig("rope")))
     module, variables = builders.make(config)
-    mesh = meshes.make(MeshConfig(data=1, tensor=2, context=2, fsdp=2), jax.devices()[:8])
+    mesh = meshes.make(MeshConfig(data=1, tensor=2, fsdp=2, **axes), jax.devices()[:8])
     testing.assert_sharded_equals_single(module, variables, builders.batch(config, [6, 4, 5, 6]), mesh)
 
 

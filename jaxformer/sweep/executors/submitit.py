@@ -48,7 +48,7 @@ class Job:
         return code
 
     def checkpoint(self) -> Any:
-        """What submitit submits again: the same, since the run has saved its state."""
+        """The job that submitit submits again: the same, since the run has saved its state."""
         submitit = importlib.import_module("submitit")
         return submitit.helpers.DelayedSubmission(Job(self.recipe, self.workdir, self.directory))
 
