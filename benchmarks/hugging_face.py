@@ -96,6 +96,7 @@ def long_rope(original: int, pairs: int = 4, **more: Any) -> dict[str, Any]:
     return {"original_max_position_embeddings": original} | rope("longrope", partial_rotary_factor=1.0, **lists, **more)
 
 
+GROWING = rope("yarn", factor=4.0, original_max_position_embeddings=4, llama_4_scaling_beta=0.7, rope_theta=500.0)
 T5GEMMA = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5,
@@ -132,6 +133,30 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     ("llama", "LlamaForSequenceClassification", "", LLAMA | {"num_labels": 3}),
     ("mistral", "MistralForCausalLM", "window 5", GROUPED | {"sliding_window": 5}),
+    ("ministral", "MinistralForCausalLM", "windows of 5", GROUPED | {"head_dim": 12, "sliding_window": 5}),
+    (
+        "ministral",
+        "MinistralForCausalLM",
+        "a window of 3 in the second of three layers, tied",
+        GROUPED
+        | {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "sliding_window": 3,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu",
+        }
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    ("ministral", "MinistralForTokenClassification", "", LLAMA | {"head_dim": 16, "num_labels": 3}),
+    ("ministral3", "Ministral3ForCausalLM", "", GROUPED | {"head_dim": 12, "sliding_window": 5} | GROWING),
+    (
+        "ministral3",
+        "Ministral3ForCausalLM",
+        "tied, without a window",
+        GROUPED | {"tie_word_embeddings": True} | GROWING,
+    ),
+    ("ministral3", "Ministral3ForSequenceClassification", "", LLAMA | {"head_dim": 16, "num_labels": 3} | GROWING),
     ("qwen2", "Qwen2ForCausalLM", "", GROUPED),
     ("phi3", "Phi3ForCausalLM", "", LLAMA),
     ("phi3", "Phi3ForCausalLM", "longrope, short texts, window 5", GROUPED | {"sliding_window": 5} | long_rope(40)),

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxformer.config.schema import StackConfig
+
+UNNUMBERED = ("dense_blocks", "blocks")
+NUMBERED = re.compile(r"blocks_\d+")
+"""Names of groups that say the number of their first layer."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,27 @@ def layer_groups(stack: StackConfig) -> tuple[LayerGroup, ...]:
         LayerGroup("dense_blocks", 0, replace(first, layers=count)),
         LayerGroup("blocks", count, replace(rest, layers=stack.layers - count)),
     )
+
+
+def group_name(path: Iterable[str]) -> str:
+    """Name of the group that a parameter stacked over layers belongs to, from its path.
+
+    Raises:
+      ValueError: it is in no group.
+    """
+    found = next((name for name in path if name in UNNUMBERED or NUMBERED.fullmatch(name)), None)
+    if found is None:
+        raise ValueError(f"layers: got the path {tuple(path)}, expected one with the name of a group")
+    return found
+
+
+def first_layers(counts: Mapping[str, int]) -> dict[str, int]:
+    """Number from 0 of the first layer of each group of a stack, from the names of all groups and their layer counts.
+
+    For trees of parameters whose config is not at hand. Names are those of `layer_groups`.
+    """
+    before = {"dense_blocks": 0, "blocks": counts.get("dense_blocks", 0)}
+    return {name: before[name] if name in UNNUMBERED else int(name.removeprefix("blocks_")) for name in counts}
 
 
 def has_unlike_layers(stack: StackConfig) -> bool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Float32, Int
 
 from jaxformer.errors import ConfigError
-from jaxformer.nn.cache import TransformerState, scatter_rows
+from jaxformer.nn.cache import SlotState, TransformerState, scatter_rows
 from jaxformer.types import Array, Batch, Extendable, State
 
 
@@ -29,7 +29,7 @@ class PairedState(flax.struct.PyTreeNode):
       vocab: columns of the model's logits.
     """
 
-    model: TransformerState
+    model: SlotState
     draft: TransformerState
     vocab: int = flax.struct.field(pytree_node=False)
 
@@ -85,7 +85,7 @@ class DraftedModel:
         """
         logits, state = self.model.start(batch, length)
         _, draft = self.draft.start(batch, length)
-        return logits, PairedState(_transformer("model", state), _transformer("draft", draft), logits.shape[1])
+        return logits, PairedState(_rewindable(state), _transformer("draft", draft), logits.shape[1])
 
     def step(self, tokens: Int[Array, "B 1"], state: State) -> tuple[Float32[Array, "B V"], PairedState]:
         """Appends tokens to both; the model's logits of the next token."""
@@ -97,7 +97,7 @@ class DraftedModel:
         """Appends tokens that the draft has read to the model; its logits of the token after each."""
         state = _paired(state)
         logits, model = self.model.extend(tokens, state.model)
-        return logits, state.replace(model=_transformer("model", model))
+        return logits, state.replace(model=_rewindable(model))
 
     def read(self, tokens: Int[Array, "B 1"], state: State) -> tuple[Float32[Array, "B V"], PairedState]:
         """Appends tokens to the draft; its logits of the next token, with as many columns as the model's.
@@ -233,11 +233,20 @@ def _multi_token(state: State) -> MultiTokenState:
     return state
 
 
+def _rewindable(state: State) -> SlotState:
+    if not isinstance(state, SlotState):
+        raise ConfigError(
+            f"draft: got a model with a {type(state).__name__}, which cannot take back a token, expected a "
+            "transformer; decode without a draft"
+        )
+    return state
+
+
 def _transformer(name: str, state: State) -> TransformerState:
     if not isinstance(state, TransformerState):
         raise ConfigError(
-            f"draft: got a {name} with a {type(state).__name__}, which cannot take back a token, expected a "
-            "transformer; decode without a draft"
+            f"draft: got a {name} with a {type(state).__name__}, expected a transformer without the gated delta rule; "
+            "decode without a draft"
         )
     return state
 

@@ -28,6 +28,7 @@ from flax import traverse_util
 from jaxtyping import Float32, Key
 
 from jaxformer.config import AdapterConfig, ModelConfig, patterns
+from jaxformer.config.layer_groups import first_layers, group_name
 from jaxformer.errors import ConfigError
 from jaxformer.nn.layers import Dense
 from jaxformer.types import Array, PyTree
@@ -100,7 +101,9 @@ def leaves(
       ConfigError: a pattern or a layer number matches nothing.
     """
     found: dict[Path, tuple[Array, tuple[str | None, ...]]] = {}
-    for path, adapter in targets(config, layers).items():
+    adapted, numbers = targets(config, layers), _layer_numbers(shapes, layers)
+    _check_layers(config, [path for path in adapted if path in numbers], numbers)
+    for path, adapter in adapted.items():
         dense, shape = layers[path], shapes[*path, "kernel"]
         stack = shape[: len(shape) - len(dense.shape)]
         inputs, outputs = dense.shape[: dense.inputs], dense.shape[dense.inputs :]
@@ -111,7 +114,7 @@ def leaves(
         b = jnp.zeros((*stack, adapter.rank, *outputs))
         found[*path, "lora_a"] = a, (*stack_names, *input_names, "rank")
         found[*path, "lora_b"] = b, (*stack_names, "rank", *dense.names[dense.inputs :])
-        found[*path, "lora_scale"] = _scale(config, adapter, stack), stack_names
+        found[*path, "lora_scale"] = _scale(config, adapter, numbers.get(path)), stack_names
         if config.dropout:
             found[*path, "lora_dropout"] = jnp.full(stack, config.dropout), stack_names
     return found
@@ -140,14 +143,40 @@ def also_trained(config: ModelConfig, paths: Iterable[str]) -> set[str]:
     return {path for path in others if config.head.kind != "tokens" and path.startswith("head/")}
 
 
-def _scale(config: AdapterConfig, adapter: Adapter, stack: tuple[int, ...]) -> Float32[Array, "..."]:
-    """The factor of A B in each layer of a stack: 0 in layers without adapters."""
-    if not config.layers or not stack:
-        return jnp.full(stack, adapter.scale)
-    outside = [layer for layer in config.layers if not 0 <= layer < stack[0]]
-    if outside:
-        raise ConfigError(f"{PATH}.layers: got {outside[0]}, expected numbers from 0 to {stack[0] - 1}")
-    return jnp.zeros(stack).at[jnp.asarray(config.layers)].set(adapter.scale)
+def _layer_numbers(shapes: Mapping[Path, tuple[int, ...]], layers: Layers) -> dict[Path, range]:
+    """Numbers in its stack of the layers of each linear map that is stacked over layers."""
+    counts: dict[Path, dict[str, int]] = {}  # of the layers of each group, by the path of the stack
+    groups: dict[Path, tuple[Path, str]] = {}
+    for path, dense in layers.items():
+        shape = shapes[*path, "kernel"]
+        if len(shape) > len(dense.shape):
+            name = group_name(path)
+            groups[path] = path[: path.index(name)], name
+            counts.setdefault(groups[path][0], {})[name] = shape[0]
+    first = {stack: first_layers(group) for stack, group in counts.items()}
+    return {
+        path: range(first[stack][name], first[stack][name] + counts[stack][name])
+        for path, (stack, name) in groups.items()
+    }
+
+
+def _check_layers(config: AdapterConfig, paths: Iterable[Path], numbers: Mapping[Path, range]) -> None:
+    """Raises ConfigError if `adapter.layers` names a layer that has none of the chosen maps, `paths`, of a side."""
+    for side in sorted({path[0] for path in paths}):
+        existing = {number for path in paths if path[0] == side for number in numbers[path]}
+        without_map = sorted(set(config.layers) - existing)
+        if without_map:
+            last = max(own[-1] for path, own in numbers.items() if path[0] == side)
+            expected = f"numbers from 0 to {last}, of layers with one of the targets"
+            raise ConfigError(f"{PATH}.layers: got {without_map[0]}, expected {expected}")
+
+
+def _scale(config: AdapterConfig, adapter: Adapter, numbers: range | None) -> Float32[Array, "..."]:
+    """The factor of A B in each of some layers, 0 in layers without adapters; None: a map outside the layers."""
+    if numbers is None:
+        return jnp.full((), adapter.scale)
+    has_adapter = [not config.layers or number in config.layers for number in numbers]
+    return jnp.where(jnp.asarray(has_adapter), adapter.scale, 0.0)
 
 
 def is_adapter(name: str) -> bool:

@@ -221,9 +221,7 @@ class Transformer(nn.Module):
         logits = self.decoded_logits(x, slots, slots.segment, state)
         return logits.reshape(-1, logits.shape[-1]), state
 
-    def extend(
-        self, tokens: Int[Array, "B N"], state: TransformerState
-    ) -> tuple[Float32[Array, "B N V"], TransformerState]:
+    def extend(self, tokens: Int[Array, "B N"], state: SlotState) -> tuple[Float32[Array, "B N V"], SlotState]:
         """Logits of the tokens after each of `tokens`, which follow one another in every row, and the new state.
 
         Raises:
@@ -233,8 +231,8 @@ class Transformer(nn.Module):
         return logits, state
 
     def extend_with_hidden(
-        self, tokens: Int[Array, "B N"], state: TransformerState
-    ) -> tuple[Float32[Array, "B N V"], Float[Array, "B N D"], TransformerState]:
+        self, tokens: Int[Array, "B N"], state: SlotState
+    ) -> tuple[Float32[Array, "B N V"], Float[Array, "B N D"], SlotState]:
         """`extend`, and the hidden states of the tokens."""
         stack = last_stack(self.config)
         scaling = stack.encoding.scaling

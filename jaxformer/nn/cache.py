@@ -89,6 +89,20 @@ class DeltaState(flax.struct.PyTreeNode):
         return cls(jnp.zeros(state, jnp.float32), jnp.zeros((rows, 1, config.conv_kernel - 1, config.channels), dtype))
 
 
+class DeltaSteps(DeltaState):
+    """The memories before N slots and after each of them, `[N + 1, B, ...]`, until it is known which slots stay."""
+
+    @classmethod
+    def recording(cls, before: DeltaState) -> DeltaSteps:
+        """The memory of no slots, to which a layer adds those of the slots that it reads."""
+        return cls(before.state[None], before.inputs[None])
+
+    def after(self, count: Int[Array, " B"]) -> DeltaState:
+        """The memory of row b after the first `count[b]` slots."""
+        index = count[None, :, None, None, None]
+        return DeltaState(*(jnp.take_along_axis(x, index, axis=0)[0] for x in (self.state, self.inputs)))
+
+
 MemoryKeyValues = KeyValues | tuple[KeyValues, ...]
 """Keys and values of an encoder's output for a stack, in the layouts of `StackKeyValues`."""
 
@@ -142,7 +156,8 @@ State = TypeVar("State", bound="SlotState")
 class SlotState(flax.struct.PyTreeNode):
     """Decoding state of a transformer with L layers and space for S slots, some of which may have a `DeltaState`.
 
-    Rows with such a state have no branches, and cannot take back a token: `TransformerState` has both.
+    Rows with such a state have no branches, which `TransformerState` adds. A token is taken back by what the layers had
+    before it: `append_sequence` makes them keep that.
 
     All rows write to the same slot index at a time, whenever they started. Rows that started late and discarded
     branches leave unused slots behind; `compact` removes them.
@@ -217,6 +232,44 @@ class SlotState(flax.struct.PyTreeNode):
             state = state.replace(branch_slots=branch_slots)
         return new, state.replace(position=self.position + 1)
 
+    def append_sequence(self: State, count: int, positions: int | None) -> tuple[Slots, State]:
+        """Slots `[B, T]` of the next T = `count` tokens of every row, and the state that includes them.
+
+        Layers with a `DeltaState` then keep one for each slot, until `keep` selects.
+
+        Args:
+          positions: number of positions that the model has. Tokens beyond them are padding at the last one: their
+            logits mean nothing, but without a position their keys and values would be NaN, which counts even where
+            nothing attends to them. None: no limit.
+
+        Raises:
+          ValueError: the state has branches, or a sequence of which `keep` has selected no part yet.
+        """
+        if self.branch_slots is not None:
+            raise ValueError("append_sequence: got a state with branches, expected one without")
+        if isinstance(self.keys_values, tuple) and any(isinstance(part, DeltaSteps) for part in self.keys_values):
+            raise ValueError("append_sequence: got a state after append_sequence, expected one after keep")
+        position = self.position[:, None] + jnp.arange(count)
+        new = Slots(position, jnp.ones_like(position))
+        if positions is not None:
+            new = Slots(jnp.minimum(position, positions - 1), (position < positions).astype(jnp.int32))
+        recording = lambda part: DeltaSteps.recording(part) if isinstance(part, DeltaState) else part  # noqa: E731
+        return new, self._write_slots(new)._map_layers(recording).replace(position=self.position + count)
+
+    def keep(self: State, count: Int[Array, " B"], of: int) -> State:
+        """The state in which row b has included the first `count[b]` of its last `of` tokens, and not the others.
+
+        Slots behind the row that keeps most are free again.
+        """
+        selected = lambda part: part.after(count) if isinstance(part, DeltaSteps) else part  # noqa: E731
+        first = self.index - of
+        given_back = jnp.arange(self.slots.segment.shape[1]) - first >= count[:, None]
+        return self._map_layers(selected).replace(
+            slots=self.slots._replace(segment=jnp.where(given_back, 0, self.slots.segment)),
+            position=self.position - of + count,
+            index=first + jnp.max(count),
+        )
+
     def _write_slots(self: State, new: Slots) -> State:
         """The state in whose next slots `new` `[B, T]` stand."""
         write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, self.index, axis=-1)  # noqa: E731
@@ -225,6 +278,11 @@ class SlotState(flax.struct.PyTreeNode):
     def _used(self) -> Bool[Array, "B S"]:
         """True for slots that later steps still attend to."""
         return self.slots.segment != 0 if self.branch_slots is None else jnp.any(self.branch_slots, axis=1)
+
+    def _map_layers(self: State, function: Callable[[LayerMemory], LayerMemory]) -> State:
+        """The state with `function` of each layer's memory, where the layers have a memory each."""
+        stack = self.keys_values
+        return self.replace(keys_values=tuple(map(function, stack)) if isinstance(stack, tuple) else stack)
 
     def _map_slots(self: State, function: Callable[[int, Array], Array]) -> State:
         """`function(axis of the slots, array)` for every array with an axis of slots."""
@@ -270,35 +328,3 @@ class TransformerState(SlotState):
         if self.branch_slots is None:
             raise ValueError("select_branches: got a state without branches, expected one; call branch first")
         return self.replace(branch_slots=jnp.take_along_axis(self.branch_slots, parent[:, :, None], axis=1))
-
-    def append_sequence(self, count: int, positions: int | None) -> tuple[Slots, TransformerState]:
-        """Slots `[B, T]` of the next T = `count` tokens of every row, and the state that includes them.
-
-        Args:
-          positions: number of positions that the model has. Tokens beyond them are padding at the last one: their
-            logits mean nothing, but without a position their keys and values would be NaN, which counts even where
-            nothing attends to them. None: no limit.
-
-        Raises:
-          ValueError: the state has branches.
-        """
-        if self.branch_slots is not None:
-            raise ValueError("append_sequence: got a state with branches, expected one without")
-        position = self.position[:, None] + jnp.arange(count)
-        new = Slots(position, jnp.ones_like(position))
-        if positions is not None:
-            new = Slots(jnp.minimum(position, positions - 1), (position < positions).astype(jnp.int32))
-        return new, self._write_slots(new).replace(position=self.position + count)
-
-    def keep(self, count: Int[Array, " B"], of: int) -> TransformerState:
-        """The state in which row b has included the first `count[b]` of its last `of` tokens, and not the others.
-
-        Slots behind the row that keeps most are free again.
-        """
-        first = self.index - of
-        given_back = jnp.arange(self.slots.segment.shape[1]) - first >= count[:, None]
-        return self.replace(
-            slots=self.slots._replace(segment=jnp.where(given_back, 0, self.slots.segment)),
-            position=self.position - of + count,
-            index=first + jnp.max(count),
-        )

@@ -93,3 +93,22 @@ def single(
     write = (v - multiply("bhk,bhkv->bhv", k, state)) * beta[..., None]
     state = state + k[..., :, None] * write[..., None, :]
     return multiply("bhk,bhkv->bhv", q, state), state
+
+
+def slot_by_slot(
+    q: Float32[Array, "B T H K"],
+    k: Float32[Array, "B T H K"],
+    v: Float32[Array, "B T H V"],
+    log_decay: Float32[Array, "B T H"],
+    beta: Float32[Array, "B T H"],
+    state: Float32[Array, "B H K V"],
+) -> tuple[Float32[Array, "B T H V"], Float32[Array, "N B H K V"]]:
+    """Outputs of all slots of one text, and the N = T + 1 states before the first slot and after each."""
+
+    def step(state: Array, slot: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        output, after = single(*slot, state)
+        return after, (output, after)
+
+    slots = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay, beta))
+    _, (output, states) = jax.lax.scan(step, state, slots)
+    return jnp.moveaxis(output, 0, 1), jnp.concatenate([state[None], states])

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Float32, Int, Key
 
 from jaxformer.config import DeltaConfig, NormConfig
 from jaxformer.nn import delta_rule, remat
-from jaxformer.nn.cache import DeltaState
+from jaxformer.nn.cache import DeltaState, DeltaSteps
 from jaxformer.nn.layers import ACTIVATIONS, Dense, Norm, parameter
 from jaxformer.parallel.rules import constrain
 from jaxformer.types import Array
@@ -66,13 +66,16 @@ class GatedDelta(nn.Module):
 
         Args:
           segment: number of the text that each slot belongs to; 0 is padding. The first text goes on with `state`.
-          state: what earlier slots have left in the cache.
+          state: what earlier slots have left in the cache. With `DeltaSteps` the slots are of one text, and all states
+            are returned.
         """
         config = self.config
+        recorded = isinstance(state, DeltaSteps)
+        start = DeltaState(state.state[0], state.inputs[0]) if isinstance(state, DeltaSteps) else state
         real, run = segment > 0, text_numbers(segment)
         projected = (self.query(x), self.key(x), self.value(x))
         mixed, inputs = self.convolve(
-            jnp.where(real[..., None], jnp.concatenate(projected, axis=-1), 0), run, real, state
+            jnp.where(real[..., None], jnp.concatenate(projected, axis=-1), 0), run, real, start, recorded
         )
         q, k, v = self.split_heads(mixed)
         names = zip(("query", "key", "value"), (q, k, v), strict=True)
@@ -81,10 +84,12 @@ class GatedDelta(nn.Module):
         log_decay = jnp.where(real[..., None], -jnp.exp(self.log_scale) * step, 0.0)
         beta = jnp.where(real[..., None], jax.nn.sigmoid(self.beta(x).astype(jnp.float32)), 0.0)
         rows = (x.shape[0], config.heads, config.key_width, config.value_width)
-        before = jnp.zeros(rows, jnp.float32) if state is None else state.state
+        before = jnp.zeros(rows, jnp.float32) if start is None else start.state
         before = constrain(before, "batch", "act_heads", None, None)
         arguments = (normalised(q) * config.key_width**-0.5, normalised(k), v.astype(jnp.float32), log_decay, beta)
-        if state is not None and x.shape[1] == 1:
+        if recorded:
+            o, after = delta_rule.slot_by_slot(*arguments, before)
+        elif state is not None and x.shape[1] == 1:
             o, after = delta_rule.single(*(y[:, 0] for y in arguments), before)
             o = o[:, None]
         else:
@@ -92,12 +97,23 @@ class GatedDelta(nn.Module):
         gate = self.gate(x).reshape(o.shape).astype(jnp.float32)
         o = (self.norm(o) * jax.nn.silu(gate)).astype(x.dtype)
         y = self.out(o.reshape(*x.shape[:2], -1))
-        return y, None if state is None else DeltaState(after, inputs.astype(state.inputs.dtype)[:, None])
+        if state is None:
+            return y, None
+        return y, type(state)(after, jnp.expand_dims(inputs.astype(state.inputs.dtype), -3))
 
     def convolve(
-        self, x: Float[Array, "B T C"], run: Int[Array, "B T"], real: Bool[Array, "B T"], state: DeltaState | None
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B _ C"]]:
-        """The convolved and activated channels, and the last inputs of the row's last text, for the slots after it."""
+        self,
+        x: Float[Array, "B T C"],
+        run: Int[Array, "B T"],
+        real: Bool[Array, "B T"],
+        state: DeltaState | None,
+        recorded: bool,
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "*_ B W C"]]:
+        """The convolved and activated channels, and the last inputs of the row's last text, for the slots after it.
+
+        Args:
+          recorded: those inputs before each slot and after the last, `[T + 1, B, W, C]`, of slots of one text.
+        """
         rows, length, channels = x.shape
         more = self.config.conv_kernel - 1
         earlier = jnp.zeros((rows, more, channels), x.dtype) if state is None else state.inputs[:, 0].astype(x.dtype)
@@ -108,11 +124,14 @@ class GatedDelta(nn.Module):
         for tap in range(more + 1):
             same = (runs[:, tap : tap + length] == run)[..., None]
             y = y + taps[tap] * jnp.where(same, whole[:, tap : tap + length].astype(jnp.float32), 0.0)
+        y = ACTIVATIONS[self.config.activation](y).astype(x.dtype)
+        if recorded:
+            return y, jnp.stack([whole[:, first : first + more] for first in range(length + 1)])
         last = jnp.max(jnp.where(real, jnp.arange(1, length + 1), 0), axis=1)  # slots up to the last real one
         index = last[:, None] + jnp.arange(more)
         kept = jnp.take_along_axis(whole, index[..., None], axis=1)
         is_own = jnp.take_along_axis(runs, index, axis=1) == run[:, -1:]
-        return ACTIVATIONS[self.config.activation](y).astype(x.dtype), jnp.where(is_own[..., None], kept, 0)
+        return y, jnp.where(is_own[..., None], kept, 0)
 
     def split_heads(
         self, mixed: Float[Array, "B T C"]

@@ -21,6 +21,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxformer import registry
 from jaxformer.config import OptimizerConfig, ScheduleConfig
+from jaxformer.config.layer_groups import first_layers, group_name
 from jaxformer.errors import ConfigError
 from jaxformer.train import skip_guard
 from jaxformer.types import Array, PyTree, is_zero, leaf_path
@@ -192,9 +193,10 @@ EMBEDDING_PARTS = ("position", "embed_norm", "embed_projection")
 def rate_factors(params: PyTree, decay: float, axis_names: PyTree | None) -> PyTree:
     """Factors of the learning rate, by layer: a tree like `params` of float32 scalars, `[L, 1, ...]` where stacked.
 
-    Layer l of the L layers of a stack (from 1) has `decay ** (L + 1 - l)`, embeddings with all that is added to them
-    `decay ** (L + 1)`; head, final norm and what all layers share have 1. An encoder and a decoder count each for
-    itself. As in fine-tuning of ELECTRA (Clark et al. 2020, appendix B) and BEiT (Bao et al. 2022, appendix H).
+    Layer l of the L layers of a stack (from 1), in whichever group, has `decay ** (L + 1 - l)`, embeddings with all
+    that is added to them `decay ** (L + 1)`; head, final norm and what all layers share have 1. An encoder and a decoder
+    count each for itself. As in fine-tuning of ELECTRA (Clark et al. 2020, appendix B) and BEiT (Bao et al. 2022,
+    appendix H).
 
     Args:
       params: parameters, or their shapes.
@@ -207,12 +209,18 @@ def rate_factors(params: PyTree, decay: float, axis_names: PyTree | None) -> PyT
         raise ValueError("optimizer.layer_decay: got no axis names, expected some to find the layers; pass axis_names")
     names = traverse_util.flatten_dict(axis_names)
     shapes = {path: x.shape for path, x in traverse_util.flatten_dict(params).items()}
-    depths = {path[0]: shapes[path][0] for path in shapes if "layers" in (names[path] or ())[:1]}
+    groups: dict[str, dict[str, int]] = {}
+    for path in shapes:
+        if "layers" in (names[path] or ())[:1]:
+            groups.setdefault(path[0], {})[group_name(path)] = shapes[path][0]
+    first = {side: first_layers(counts) for side, counts in groups.items()}
+    depths = {side: sum(counts.values()) for side, counts in groups.items()}
     below = {"source_embed": "encoder", "mask_embed": "encoder", "target_embed": "decoder"}
 
     def factor(path: Path, shape: tuple[int, ...]) -> np.ndarray:
         if "layers" in (names[path] or ())[:1]:
-            powers = np.arange(shape[0], 0, -1).reshape(-1, *(1,) * (len(shape) - 1))
+            numbers = first[path[0]][group_name(path)] + np.arange(shape[0])
+            powers = (depths[path[0]] - numbers).reshape(-1, *(1,) * (len(shape) - 1))
         elif path[0] in below:
             powers = np.asarray(depths.get(below[path[0]], 0) + 1)
         elif path[0] in depths and path[1] in EMBEDDING_PARTS:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import traverse_util
 
 from jaxformer import testing
 from jaxformer.analysis.layers import Reader
@@ -41,7 +42,7 @@ from jaxformer.config.checks.stack import check_stack
 from jaxformer.config.layer_groups import layer_groups
 from jaxformer.decode.compiled import Vocabulary
 from jaxformer.decode.generate import ModelBundle, generate
-from jaxformer.models import build
+from jaxformer.models import adapters, build
 from jaxformer.nn import delta_rule
 from jaxformer.nn.gated_delta import GatedDelta, text_numbers
 from jaxformer.parallel import mesh as meshes
@@ -286,11 +287,78 @@ def test_queued_prompts_take_rows_of_a_batch_as_if_they_were_alone(both):
     assert [each[0].tokens.tolist() for each in queued] == [each[0].tokens.tolist() for each in alone]
 
 
-def test_speculation_is_refused_since_a_state_cannot_be_taken_back(both):
-    with pytest.raises(
-        ConfigError, match="decode.speculate: got 2 and a model with a SlotState, which cannot take back"
-    ):
-        generate(bundle(both), PROMPTS[:1], DecodeConfig(method="greedy", max_length=3, speculate=2))
+def test_a_row_goes_on_from_any_number_of_the_tokens_that_it_read_at_once(both):
+    """Rows keep none, two and all of three tokens; the one after them is that of the whole pass over what they kept."""
+    module, variables = both
+    rng, kept = np.random.default_rng(7), np.array([0, 2, 3])
+    batch = builders.batch(BOTH, [5, 5, 5])
+    _, state = jax.jit(lambda b: module.apply(variables, b, 9, method=module.start))(batch)
+    tokens, follow = (np.int32(rng.integers(1, 13, (3, n))) for n in (3, 1))
+    logits, state = builders.apply(module, module.extend)(variables, tokens, state)
+    with pytest.raises(ValueError, match="append_sequence: got a state after append_sequence, expected one after keep"):
+        state.append_sequence(3, None)
+    after, state = builders.apply(module, module.step)(variables, follow, state.keep(jnp.asarray(kept), 3))
+    assert [type(part).__name__ for part in state.keys_values] == ["DeltaState", "KeyValues"]
+    forward, slots = builders.apply(module), np.arange(16, dtype=np.int32)[None]
+    prompts = np.asarray(batch.target.tokens)
+    for row, count in enumerate(kept):
+        for text, found in (
+            (np.concatenate([prompts[row], tokens[row]]), logits[row, 2]),
+            (np.concatenate([prompts[row], tokens[row, :count], follow[row]]), after[row]),
+        ):
+            padded = np.pad(text, (0, 16 - len(text)))[None]
+            stream = Stream(padded, Slots(slots, np.int32(slots < len(text))))
+            expected = forward(variables, Batch(None, stream))[0, len(text) - 1]
+            chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=5e-5)
+
+
+def test_proposals_of_the_text_or_of_a_draft_change_no_text(both):
+    options = DecodeConfig(method="sample", max_length=6, batch=2)
+    draft, proposing = bundle(builders.make(builders.decoder(layers=1))), dataclasses.replace(options, speculate=2)
+    expected = generate(bundle(both), PROMPTS[:2], options)
+    for other in (bundle(both), bundle(both, draft=draft)):
+        for each, found in zip(expected, generate(other, PROMPTS[:2], proposing), strict=True):
+            assert each[0].tokens.tolist() == found[0].tokens.tolist()
+            np.testing.assert_allclose(each[0].score, found[0].score, rtol=1e-4)
+    with pytest.raises(ConfigError, match="draft: got a draft with a SlotState, expected a transformer without the"):
+        generate(bundle(both, draft=bundle(both)), PROMPTS[:1], proposing)
+
+
+def test_adapters_of_chosen_layers_compute_what_merged_kernels_do(both):
+    adapter = AdapterConfig(rank=2, targets=("gated_delta", "ffn/in"), layers=(0,))
+    module = build.build(dataclasses.replace(BOTH, adapter=adapter))
+    rng = np.random.default_rng(5)
+    shapes = traverse_util.flatten_dict(nn.meta.unbox(build.shapes(module))["params"])
+    flat = traverse_util.flatten_dict(both[1]["params"])
+    for path in shapes.keys() - flat.keys():
+        flat[path] = jnp.asarray(rng.normal(size=shapes[path].shape), jnp.float32)
+    plain = {path: box.shape for path, box in shapes.items()}
+    for path, (x, _) in adapters.leaves(adapter, plain, build.linear_maps(module), jax.random.key(0)).items():
+        if path[-1] == "lora_scale":
+            assert x.tolist() == [8.0 * (path[1] == "blocks_0")]
+            flat[path] = x
+    assert {path[2:-1] for path in flat if path[-1] == "lora_a" and path[1] == "blocks_0"} == {
+        *(("gated_delta", name) for name in ("query", "key", "value", "gate", "decay", "beta", "out")), ("ffn", "in"),
+    }  # fmt: skip
+    params, batch = traverse_util.unflatten_dict(flat), builders.batch(BOTH, [5, 3])
+    merged = adapters.merge(params)
+    expected = builders.apply(both[0])({"params": merged}, batch)
+    np.testing.assert_allclose(builders.apply(module)({"params": params}, batch), expected, rtol=1e-4, atol=1e-5)
+    assert (np.asarray(merged["decoder"]["blocks_1"]["ffn"]["in"]["kernel"])
+            == np.asarray(both[1]["params"]["decoder"]["blocks_1"]["ffn"]["in"]["kernel"])).all()  # fmt: skip
+    wrong = dataclasses.replace(adapter, targets=("gated_delta",), layers=(1,))
+    with pytest.raises(ConfigError, match=r"adapter.layers: got 1, expected numbers from 0 to 1, of layers with one"):
+        build.shapes(build.build(dataclasses.replace(BOTH, adapter=wrong)))
+
+
+def test_rates_of_layers_follow_their_numbers_in_all_groups():
+    shapes = build.shapes(build.build(MODEL))["params"]
+    names = jax.tree.map(lambda box: box.names, shapes, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+    factors = optim.rate_factors(nn.meta.unbox(shapes), 0.5, names)
+    for number in range(4):
+        found = {float(x.reshape(-1)[0]) for x in jax.tree.leaves(factors["decoder"][f"blocks_{number}"])}
+        assert found == {0.5 ** (4 - number)}
+    assert factors["target_embed"]["table"] == 0.5**5 and factors["decoder"]["final_norm"]["scale"] == 1
 
 
 def test_gradients_on_eight_devices_with_recomputation_and_tiles_are_those_of_one(both):
@@ -424,13 +492,10 @@ def test_parts_that_need_layers_of_one_form_refuse_others(both):
         check_task(dataclasses.replace(config, task=TaskConfig(name="prefix_lm")))
     with pytest.raises(ConfigError, match=r"mesh.context: got 2, expected 1 with the gated delta rule"):
         mesh_checks.check_context(config, 2)
-    with pytest.raises(ConfigError, match=r"decoder.delta: got 'a section', expected None with adapter.layers"):
-        check_model(dataclasses.replace(MODEL, adapter=AdapterConfig(layers=(1,))))
     with pytest.raises(
         ConfigError, match=r"decoder.delta: got 'a section', expected None in a decoder with an encoder"
     ):
         check_model(dataclasses.replace(MODEL, encoder=builders.stack()))
-    with pytest.raises(ConfigError, match=r"layer_decay: got 0.5, expected 1 for decoder.delta"):
-        check_train(dataclasses.replace(config, optimizer=OptimizerConfig(layer_decay=0.5)))
+    check_train(dataclasses.replace(config, optimizer=OptimizerConfig(layer_decay=0.5)))
     with pytest.raises(ConfigError, match=r"analysis of layers: got decoder.delta, expected None"):
         Reader(*both)

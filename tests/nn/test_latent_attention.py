@@ -15,7 +15,6 @@ from flax import linen as nn
 
 from jaxformer import testing
 from jaxformer.config import (
-    AdapterConfig,
     AttentionConfig,
     Config,
     ConfigError,
@@ -33,7 +32,6 @@ from jaxformer.config import (
 from jaxformer.config.checks import mesh as mesh_checks
 from jaxformer.config.checks import size
 from jaxformer.config.checks.model import check_model
-from jaxformer.config.checks.sections import check_train
 from jaxformer.config.checks.stack import check_stack
 from jaxformer.decode import int8
 from jaxformer.models import build
@@ -307,9 +305,5 @@ def test_parts_that_need_layers_of_one_form_refuse_others():
     sizes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1, "expert": 1, "stage": 2}
     with pytest.raises(ConfigError, match=r"mesh.stage: got 2, expected 1 for decoder.moe.dense_layers"):
         mesh_checks.check_divisibility(config, sizes)
-    with pytest.raises(ConfigError, match=r"moe.dense_layers: got 1, expected 0 with adapter.layers"):
-        check_model(dataclasses.replace(MODEL, adapter=AdapterConfig(layers=(1,))))
     with pytest.raises(ConfigError, match=r"moe.dense_layers: got 1, expected 0 in a decoder with an encoder"):
         check_model(dataclasses.replace(MODEL, encoder=builders.stack()))
-    with pytest.raises(ConfigError, match=r"layer_decay: got 0.5, expected 1 for decoder.moe.dense_layers"):
-        check_train(dataclasses.replace(config, optimizer=OptimizerConfig(layer_decay=0.5)))

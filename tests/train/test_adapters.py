@@ -239,6 +239,23 @@ def test_rates_decay_from_the_head_to_the_embeddings():
     chex.assert_trees_all_close(updates[0.5], expected, rtol=1e-6)
 
 
+def test_rates_and_adapters_of_a_first_layer_of_another_form_count_on_in_the_rest():
+    blocks = PARAMS["encoder"]["blocks"]
+    params = {**PARAMS, "encoder": {"dense_blocks": jax.tree.map(lambda x: x[:1], blocks), "blocks": blocks}}
+    names = {**NAMES, "encoder": {"dense_blocks": NAMES["encoder"]["blocks"], "blocks": NAMES["encoder"]["blocks"]}}
+    factors = optim.rate_factors(params, 0.5, names)
+    assert factors["encoder"]["dense_blocks"]["ffn"]["bias"].reshape(-1).tolist() == [0.0625]
+    assert factors["encoder"]["blocks"]["ffn"]["bias"].reshape(-1).tolist() == [0.125, 0.25, 0.5]
+    assert factors["source_embed"]["table"] == 0.03125
+
+    dense = build.linear_maps(build.build(builders.decoder()))["decoder", "blocks", "ffn", "in"]
+    maps = {("decoder", group, "ffn", "in"): dense for group in ("dense_blocks", "blocks")}
+    shapes = {(*path, "kernel"): (1 + 2 * (path[1] == "blocks"), *dense.shape) for path in maps}
+    found = adapters.leaves(AdapterConfig(targets=("ffn",), rank=2, layers=(0, 2)), shapes, maps, jax.random.key(0))
+    scales = {path[1]: x.tolist() for path, (x, _) in found.items() if path[-1] == "lora_scale"}
+    assert scales == {"dense_blocks": [8.0], "blocks": [0.0, 8.0, 0.0]}
+
+
 def test_the_table_of_parameters_says_what_is_trained_and_how_fast():
     config = OptimizerConfig(weight_decay=0.1, layer_decay=0.5)
     lines = optim.parameter_table(PARAMS, config, NAMES, {"source_embed/table"}).splitlines()

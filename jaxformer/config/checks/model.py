@@ -56,7 +56,6 @@ def _check_first_layers(model: ModelConfig) -> None:
         refused = {
             "in a decoder with an encoder, whose output every layer projects": name == "decoder" and model.is_seq2seq,
             "with model.permutation": model.permutation is not None,
-            "with adapter.layers, which counts equal layers": model.adapter is not None and bool(model.adapter.layers),
         }
         for reason, is_wrong in refused.items():
             if is_wrong:

@@ -7,7 +7,6 @@ import math
 from jaxformer import registry
 from jaxformer.config import templates
 from jaxformer.config.checks.fields import invalid
-from jaxformer.config.layer_groups import has_unlike_layers, unlike_option
 from jaxformer.config.schema import Config, DecodeConfig, ModelConfig, TaskConfig
 from jaxformer.errors import ConfigError
 
@@ -365,11 +364,6 @@ def check_train(config: Config) -> None:
     shared = [name for name, stack in config.model.stacks.items() if stack.share_layers]
     if config.optimizer.layer_decay != 1 and shared:
         expected = f"1 for {shared[0]}.share_layers: its parameters are of every depth"
-        raise invalid("config.optimizer.layer_decay", config.optimizer.layer_decay, expected)
-    mixed = [name for name, stack in config.model.stacks.items() if has_unlike_layers(stack)]
-    if config.optimizer.layer_decay != 1 and mixed:
-        option = unlike_option(config.model.stacks[mixed[0]])[0]
-        expected = f"1 for {mixed[0]}.{option}: its layers are numbered in several parts"
         raise invalid("config.optimizer.layer_decay", config.optimizer.layer_decay, expected)
     if train.ema_warmup and train.ema is None:
         raise invalid("config.train.ema_warmup", True, "false without config.train.ema, the decay that it warms up to")
