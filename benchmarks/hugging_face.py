@@ -148,7 +148,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         }
         | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     ),
-    ("ministral", "MinistralForTokenClassification", "", LLAMA | {"head_dim": 16, "num_labels": 3}),
+    ("ministral", "MinistralForTokenClassification", "", GROUPED | {"head_dim": 16, "num_labels": 3}),
     ("ministral3", "Ministral3ForCausalLM", "", GROUPED | {"head_dim": 12, "sliding_window": 5} | GROWING),
     (
         "ministral3",
@@ -156,7 +156,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         "tied, without a window",
         GROUPED | {"tie_word_embeddings": True} | GROWING,
     ),
-    ("ministral3", "Ministral3ForSequenceClassification", "", LLAMA | {"head_dim": 16, "num_labels": 3} | GROWING),
+    ("ministral3", "Ministral3ForSequenceClassification", "", GROUPED | {"head_dim": 16, "num_labels": 3} | GROWING),
     ("qwen2", "Qwen2ForCausalLM", "", GROUPED),
     ("phi3", "Phi3ForCausalLM", "", LLAMA),
     ("phi3", "Phi3ForCausalLM", "longrope, short texts, window 5", GROUPED | {"sliding_window": 5} | long_rope(40)),
@@ -186,6 +186,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         ),
     ),
     ("qwen3", "Qwen3ForCausalLM", "", GROUPED | {"head_dim": 12}),
+    ("qwen3", "Qwen3ForQuestionAnswering", "", GROUPED | {"head_dim": 12}),
     ("gemma", "GemmaForCausalLM", "", GROUPED | {"head_dim": 12}),
     ("mixtral", "MixtralForCausalLM", "", GROUPED | {"num_local_experts": 6, "num_experts_per_tok": 2}),
     (
@@ -289,6 +290,9 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
         T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
     ("t5", "T5EncoderModel", "", T5),
+    ("t5", "T5ForSequenceClassification", "", T5 | {"num_labels": 3, "eos_token_id": 1}),
+    ("t5", "T5ForTokenClassification", "", T5 | {"num_labels": 3}),
+    ("t5", "T5ForQuestionAnswering", "", T5 | {"feed_forward_proj": "gated-gelu"}),
     ("t5gemma", "T5GemmaForConditionalGeneration", "", SIDES),
     (
         "t5gemma",
@@ -359,7 +363,7 @@ def inputs_of(name: str, settings: dict[str, Any]) -> dict[str, np.ndarray]:
     unlike = (settings.get("rope_parameters") or {}).get("rope_type") == "dynamic"
     if not unlike and not (name.startswith("Deberta") and "Question" in name):
         mask[hidden], ids[hidden] = 0, settings.get("pad_token_id") or 0
-    if "BartForSequence" in name:  # the hidden state of the last end token decides
+    if name.startswith(("BartForSequence", "T5ForSequence")):  # the hidden state of the last end token decides
         ids[0, 14] = ids[1, 10] = settings["eos_token_id"]
     given = {"input_ids": ids, "attention_mask": mask}
     classes = settings.get("num_labels", 2)
@@ -409,7 +413,7 @@ def compare(kind: str, name: str, settings: dict[str, Any], place: Path) -> dict
         row["loss"] = abs(float(out.loss) - float(expected.loss)) / abs(float(expected.loss))
         expected.loss.backward()
         grads = jax.grad(lambda params: ours(**inputs, params=params).loss)(ours.params)
-        mine = convert.export_gradients(ours.hf.family.rows(ours.config.model, ours.hf.head), grads)
+        mine = convert.export_gradients(ours.hf.family.file_rows(ours.config.model, ours.hf.head), grads)
         pairs = [(mine[key], grad) for key, grad in gradients(model, place / "gradients").items() if key in mine]
         largest = max(float(np.abs(g).max()) for _, g in pairs)
         row["gradient"] = max(float(np.abs(np.asarray(a) - b).max()) for a, b in pairs) / largest

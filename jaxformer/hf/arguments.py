@@ -209,7 +209,7 @@ def make_batch(
                 real = sources["decoder_input_ids"] != settings("pad_token_id", 0)
                 sources.setdefault("decoder_attention_mask", real.astype(jnp.int32))
         elif "input_ids" in sources and (
-            convention.decoder_input_from_source or (convention.reads_last_token and classifies)
+            convention.decodes_source(head) or (convention.reads_last_token and classifies)
         ):
             sources["decoder_input_ids"] = shift_right(convention, settings, sources["input_ids"])
         else:

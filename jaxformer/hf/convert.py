@@ -36,6 +36,12 @@ def canonical_tensors(family: Family, tensors: Mapping[str, Tensor]) -> dict[str
       ConfigError: two tensors have the same current name.
     """
     renamed: dict[str, Tensor] = {}
+    for start in set(family.head_prefixes.values()):
+        if any(name.startswith(start) for name in tensors):
+            own = lambda name, start=start: name.startswith(start)  # noqa: E731
+            tensors = {
+                family.prefix + name.removeprefix(start) if own(name) else name: x for name, x in tensors.items()
+            }
     bare = bool(family.prefix) and not any(name.startswith(family.prefix) for name in tensors)
     for name, tensor in tensors.items():
         new = family.prefix + name if bare else name

@@ -17,7 +17,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.hf import convert, keys, rewrite, writing
 from jaxformer.hf.comparison import config_differences
 from jaxformer.hf.origin import BODIES, PROBLEMS, HuggingFaceOrigin, special_token_ids
-from jaxformer.hf.table import NO_HEAD, Family, Settings, families
+from jaxformer.hf.table import NO_HEAD, Family, Settings, families, head_of
 from jaxformer.hf.tokenizer import PAIR_FOLDERS
 from jaxformer.model import Model
 
@@ -67,7 +67,10 @@ def save_pretrained(
             f"export: got a model of task.relation {model.config.task.relation}, expected {chosen.relation} or none: "
             "the other library's second output says that"
         )
-    tensors = {**convert.export_tensors(chosen.rows(config, head), params, dtype), **chosen.constant_tensors(config)}
+    tensors = {
+        **convert.export_tensors(chosen.file_rows(config, head), params, dtype),
+        **chosen.constant_tensors(config),
+    }
     if not config.head.tied:
         tensors |= {name: tensors[weaker] for name, weaker in chosen.duplicate_tensors if weaker in tensors}
     if head in BODIES:
@@ -125,6 +128,8 @@ def _merge_settings(
     if origin.family is not family:
         return settings | _special_tokens(model, origin)
     imported = dict(origin.settings.values)
+    if head_of(family, origin.settings) != head:  # read with another head than the file's
+        imported["architectures"] = settings["architectures"]
     unchanged = {**settings, **imported}
     reread = family.read_config(keys.with_defaults(family, Settings(unchanged)), head)
     return unchanged if not config_differences(config, reread) else {**imported, **settings}

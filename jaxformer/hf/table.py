@@ -89,7 +89,8 @@ class CallConvention:
       is_pair: the model is put together of two (`families/encoder_decoder.py`). A call then takes token types and
         positions of either side, and hides the padding in a decoder's input that is made of labels.
       decoder_start_token: first token of a decoder's input if config.json names none; None: it has to name one.
-      decoder_input_from_source: without decoder inputs, the decoder reads the encoder's input (BART).
+      decoder_input_from_source: without decoder inputs, the decoder reads the encoder's input: with all heads (BART)
+        or with those named (T5).
       starts_with_last_token: a decoder's input that is made of labels begins with their last token that is not padding
         (mBART's language), in place of a start token.
       prefix_tokens, separator_tokens, suffix_tokens: special tokens before a text, between the two texts of a pair, and
@@ -113,7 +114,7 @@ class CallConvention:
     decoder_positions: str | None = None
     is_pair: bool = False
     decoder_start_token: int | None = 0
-    decoder_input_from_source: bool = False
+    decoder_input_from_source: bool | tuple[str, ...] = False
     starts_with_last_token: bool = False
     prefix_tokens: tuple[str, ...] = ()
     separator_tokens: tuple[str, ...] = ()
@@ -126,6 +127,11 @@ class CallConvention:
     hides_question: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     call: Callable[..., Any] | None = None
+
+    def decodes_source(self, head: str) -> bool:
+        """True if the decoder reads the encoder's input where it is given none."""
+        heads = self.decoder_input_from_source
+        return heads if isinstance(heads, bool) else head in heads
 
     @property
     def of_decoder(self) -> CallConvention:
@@ -144,6 +150,7 @@ class Family:
       heads: head -> class name in `architectures`. Heads are causal_lm, masked_lm, pretraining (the two outputs of BERT
         and ALBERT, or ELECTRA's discriminator), seq2seq, sequence, token, qa, multiple_choice, next_sentence (BERT's
         second output alone), model (the body), and bare (a body without BERT's pooler) or encoder (T5's encoder alone).
+      head_prefixes: head -> start of the body's tensor names in a file with that head, where it is not `prefix`.
       other_classes: further class names -> head; the library's Flax classes wrote some.
       read_config: `(settings, head) -> ModelConfig`.
       write_config: `(model, head) -> config.json`, without the keys that all families share. It raises ConfigError if
@@ -176,6 +183,7 @@ class Family:
     write_config: Callable[[ModelConfig, str], dict[str, Any]]
     rows: Callable[[ModelConfig, str], Sequence[Row]]
     prefix: str = ""
+    head_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_classes: Mapping[str, str] = field(default_factory=dict)
     droppable_tensors: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
@@ -190,6 +198,18 @@ class Family:
     resolve: Callable[[ModelConfig, dict[str, Any]], ModelConfig] = lambda model, tensors: model
     specialise: Callable[[Settings], Family] | None = None
     generation_values: Callable[[Settings], Mapping[str, Any]] = lambda settings: settings.values
+
+    def file_rows(self, model: ModelConfig, head: str) -> list[Row]:
+        """`rows` with the names of a file that is written with the head; those of a bare model still have `prefix`."""
+        start = self.head_prefixes.get(head, self.prefix)
+
+        def renamed(row: Row) -> Row:
+            of_head = any(path.startswith("head/") for path in row.param_paths)
+            return row if of_head else replace(row, hf_name=start + row.hf_name.removeprefix(self.prefix))
+
+        return (
+            [renamed(row) for row in self.rows(model, head)] if start != self.prefix else list(self.rows(model, head))
+        )
 
 
 class Settings:

@@ -194,9 +194,9 @@ def rate_factors(params: PyTree, decay: float, axis_names: PyTree | None) -> PyT
     """Factors of the learning rate, by layer: a tree like `params` of float32 scalars, `[L, 1, ...]` where stacked.
 
     Layer l of the L layers of a stack (from 1), in whichever group, has `decay ** (L + 1 - l)`, embeddings with all
-    that is added to them `decay ** (L + 1)`; head, final norm and what all layers share have 1. An encoder and a decoder
-    count each for itself. As in fine-tuning of ELECTRA (Clark et al. 2020, appendix B) and BEiT (Bao et al. 2022,
-    appendix H).
+    that is added to them `decay ** (L + 1)`; head, final norm and what all layers share have 1. An encoder and a
+    decoder count each for itself. As in fine-tuning of ELECTRA (Clark et al. 2020, appendix B) and BEiT (Bao et al.
+    2022, appendix H).
 
     Args:
       params: parameters, or their shapes.

@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ FEW = (
     "ministral", "ministral3", "qwen2_late_windows",
     "qwen3_next", "qwen3_next_full", "qwen3_next_dense", "qwen3_next_sparse",
     "modernbert_choice",
+    "qwen3_answers", "t5_classifier", "mt5_token", "deberta_v2_choice",
     "t5gemma", "t5gemma_wide", "t5gemma_narrow", "t5gemma_encoder_classifier", "t5gemma_classifier",
 )  # fmt: skip
 NAMES = list(CASES) if os.environ.get("GOLDENS") == "all" else FEW
@@ -97,6 +99,24 @@ def test_an_untied_head_is_written_with_both_names_of_its_bias(tmp_path):
     before, after = (reading.open_tensors(tmp_path / name) for name in ("in", "out"))
     for name in ("cls.predictions.bias", "cls.predictions.decoder.bias"):
         np.testing.assert_array_equal(after[name].array(), before["cls.predictions.decoder.bias"].array())
+
+
+def test_a_head_for_answers_has_another_prefix_and_the_body_goes_to_other_heads(tmp_path):
+    model = loaded("qwen3_answers", tmp_path / "in")
+    model.save_pretrained(tmp_path / "out")
+    names = {name for name in CASES["qwen3_answers"]["tensors"]}
+    assert {name.partition(".")[0] for name in names} == {"transformer", "qa_outputs"}
+    assert set(reading.open_tensors(tmp_path / "out")) == names
+    body = jaxformer.from_pretrained(tmp_path / "out", head="model")
+    body.save_pretrained(tmp_path / "body")
+    assert set(reading.open_tensors(tmp_path / "body")) == {
+        name.removeprefix("transformer.") for name in names if name.startswith("transformer.")
+    }
+    again = jaxformer.from_pretrained(tmp_path / "body", head="qa")
+    chex.assert_trees_all_equal(again.params["decoder"], model.params["decoder"])
+    token = loaded("mt5_token", tmp_path / "token")
+    token.save_pretrained(tmp_path / "written")
+    assert set(reading.open_tensors(tmp_path / "written")) == set(CASES["mt5_token"]["tensors"])
 
 
 def test_two_tables_are_written_as_two(tmp_path):

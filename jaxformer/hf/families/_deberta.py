@@ -22,6 +22,7 @@ from jaxformer.hf.table import (
     SPAN_HEAD,
     Row,
     Settings,
+    choice_head,
     classifier_head,
     hf_activation,
     linear_rows,
@@ -56,6 +57,15 @@ def model_config(settings: Settings, head: str, stack: StackConfig) -> ModelConf
     """The model config of an encoder with a head."""
     dropout = settings("hidden_dropout_prob", 0.1)
     tied = settings("tie_word_embeddings", True) or not settings("legacy", True)
+
+    def pooled() -> dict[str, Any]:
+        return {
+            "width": _pooler_width(settings, stack.width),
+            "hidden": settings.activation("pooler_hidden_act", "gelu"),
+            "dropout": settings("cls_dropout", dropout),
+            "input_dropout": settings("pooler_dropout", 0.0),
+        }
+
     heads = {
         "masked_lm": lambda: HeadConfig(
             tied=tied,
@@ -64,14 +74,8 @@ def model_config(settings: Settings, head: str, stack: StackConfig) -> ModelConf
             activation=settings.activation("hidden_act", "gelu"),
             epsilon=stack.norm.epsilon,
         ),
-        "sequence": lambda: classifier_head(
-            settings,
-            "classes",
-            width=_pooler_width(settings, stack.width),
-            hidden=settings.activation("pooler_hidden_act", "gelu"),
-            dropout=settings("cls_dropout", dropout),
-            input_dropout=settings("pooler_dropout", 0.0),
-        ),
+        "sequence": lambda: classifier_head(settings, "classes", **pooled()),
+        "multiple_choice": lambda: choice_head(**pooled()),
         "token": lambda: classifier_head(settings, "slots", dropout=dropout),
         "qa": lambda: SPAN_HEAD,
         "model": lambda: NO_HEAD,
@@ -231,6 +235,7 @@ def head_rows(model: ModelConfig, head: str) -> list[Row]:
     by_head = {
         "masked_lm": _bert.prediction_rows(model),
         "sequence": [*linear_rows("pooler.dense", "head/hidden"), *linear_rows("classifier", "head/decision")],
+        "multiple_choice": [*linear_rows("pooler.dense", "head/hidden"), *linear_rows("classifier", "head/decision")],
         "token": linear_rows("classifier", "head/decision"),
         "qa": linear_rows("qa_outputs", "head/decision"),
         "model": [],

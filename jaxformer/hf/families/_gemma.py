@@ -82,6 +82,7 @@ def family(generation: Generation) -> Family:
             model_type=generation.model_type,
             prefix_tokens=("<bos>",),
             class_prefix=generation.class_prefix,
+            answering_prefix="",
             has_query_key_norm=generation.has_query_key_norm,
             has_offset_norm=True,
             tied=True,

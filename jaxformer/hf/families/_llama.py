@@ -74,6 +74,7 @@ class Variant:
       has_query_key_norm: queries and keys are normalised.
       norm_over: `AttentionConfig.norm_over` of these norms.
       has_token_head: it has a class for token classification.
+      answering_prefix: start of the body's tensor names in its class for answers; "": it has no such class.
       has_offset_norm: RMS scales are stored as differences from 1, and embeddings multiplied by sqrt(width) (Gemma).
       mixture: the mixture of experts in place of feed-forward layers.
       tied, kv_heads, head_width, theta, positions, activation, epsilon: default values. `kv_heads` None: as many as
@@ -93,6 +94,7 @@ class Variant:
     has_query_key_norm: bool = False
     norm_over: Literal["head", "heads"] = "head"
     has_token_head: bool = True
+    answering_prefix: str = "transformer."
     has_offset_norm: bool = False
     mixture: ExpertLayout | None = None
     tied: bool = False
@@ -407,13 +409,15 @@ def family(variant: Variant) -> Family:
             "causal_lm": f"{variant.class_prefix}ForCausalLM",
             "sequence": f"{variant.class_prefix}ForSequenceClassification",
             **({"token": f"{variant.class_prefix}ForTokenClassification"} if variant.has_token_head else {}),
+            **({"qa": f"{variant.class_prefix}ForQuestionAnswering"} if variant.answering_prefix else {}),
             "model": f"{variant.class_prefix}Model",
         },
         read_config=read_config,
         write_config=write_config,
         rows=rows,
         prefix="model.",
-        droppable_tensors=(r"lm_head\..*", r"score\..*"),
+        head_prefixes={"qa": variant.answering_prefix} if variant.answering_prefix not in ("", "model.") else {},
+        droppable_tensors=(r"lm_head\..*", r"score\..*", r"qa_outputs\..*"),
         ignored_keys=ignored_keys(variant),
         ignored_tensors=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq"),
         tied_tensors=("lm_head.weight", "model.embed_tokens.weight"),

@@ -92,7 +92,7 @@ def rows(model: ModelConfig, head: str) -> list[Row]:
 
 FAMILY = Family(
     model_types=("deberta-v2",),
-    heads=_deberta.head_classes("DebertaV2"),
+    heads=_deberta.head_classes("DebertaV2") | {"multiple_choice": "DebertaV2ForMultipleChoice"},
     read_config=read_config,
     write_config=write_config,
     rows=rows,

@@ -14,6 +14,7 @@ LLAMA = family(
         model_type="gemma",
         prefix_tokens=("<bos>",),
         class_prefix="Gemma",
+        answering_prefix="",
         has_offset_norm=True,
         tied=True,
         kv_heads=16,

@@ -62,5 +62,4 @@ FAMILY = dataclasses.replace(
     read_config=read_config,
     write_config=write_config,
     rows=rows,
-    ignored_keys={},
 )

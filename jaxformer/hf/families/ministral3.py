@@ -31,6 +31,7 @@ _MISTRAL = family(
     Variant(
         model_type="ministral3",
         class_prefix="Ministral3",
+        answering_prefix="model.",
         bias="none",
         has_window=True,
         kv_heads=8,

@@ -6,6 +6,7 @@ FAMILY = family(
     Variant(
         model_type="mistral",
         class_prefix="Mistral",
+        answering_prefix="model.",
         bias="none",
         has_window=True,
         window=4096,

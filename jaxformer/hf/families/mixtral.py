@@ -6,6 +6,7 @@ FAMILY = family(
     Variant(
         model_type="mixtral",
         class_prefix="Mixtral",
+        answering_prefix="model.",
         bias="none",
         has_window=True,
         mixture=ExpertLayout("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size", 8, 2),

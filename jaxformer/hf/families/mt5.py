@@ -28,8 +28,7 @@ def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
 FAMILY = dataclasses.replace(
     t5.FAMILY,
     model_types=("mt5",),
-    heads={"seq2seq": "MT5ForConditionalGeneration", "model": "MT5Model", "encoder": "MT5EncoderModel"},
+    heads=t5.head_classes("MT5"),
     read_config=read_config,
     write_config=write_config,
-    ignored_keys={"classifier_dropout": "of a head that is not read (MT5ForSequenceClassification)"},
 )

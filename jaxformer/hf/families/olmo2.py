@@ -6,6 +6,7 @@ FAMILY = family(
     Variant(
         model_type="olmo2",
         class_prefix="Olmo2",
+        answering_prefix="",
         norm_order="res_post",
         norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         has_query_key_norm=True,

@@ -263,13 +263,20 @@ FAMILY = Family(
         "causal_lm": "Qwen3NextForCausalLM",
         "sequence": "Qwen3NextForSequenceClassification",
         "token": "Qwen3NextForTokenClassification",
+        "qa": "Qwen3NextForQuestionAnswering",
         "model": "Qwen3NextModel",
     },
     read_config=read_config,
     write_config=write_config,
     rows=rows,
     prefix="model.",
-    droppable_tensors=(r"lm_head\..*", r"score\..*", r"mtp\..*"),  # the library's model has no multi-token prediction
+    head_prefixes={"qa": "transformer."},
+    droppable_tensors=(
+        r"lm_head\..*",
+        r"score\..*",
+        r"qa_outputs\..*",
+        r"mtp\..*",
+    ),  # the library's model has no multi-token prediction
     ignored_tensors=(r"model\.rotary_emb\.inv_freq",),
     tied_tensors=("lm_head.weight", "model.embed_tokens.weight"),
 )

@@ -17,22 +17,28 @@ from jaxformer.config import (
 from jaxformer.config.schema import Activation
 from jaxformer.hf.table import (
     NO_HEAD,
+    SPAN_HEAD,
     CallConvention,
     Family,
     Row,
     Settings,
     attention_rows,
+    classifier_head,
     hf_activation,
+    linear_rows,
     norm_rows,
     require_ffn,
     require_stack,
 )
 
+ENCODER_HEADS = ("encoder", "token")
+"""Heads of an encoder without a decoder."""
 EMBEDDING_TABLES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def read_config(settings: Settings, head: str) -> ModelConfig:
-    if head == "encoder":
+    alone = head in ENCODER_HEADS
+    if alone:
         settings("is_encoder_decoder", False)  # an encoder alone, whatever the file says
     else:
         settings.expect("is_encoder_decoder", True)
@@ -64,15 +70,24 @@ def read_config(settings: Settings, head: str) -> ModelConfig:
             dropout=dropout,
         )
 
-    if head == "encoder":
-        return ModelConfig(encoder=stack(layers), head=NO_HEAD)
+    drop = settings("classifier_dropout", 0.0)
     tied = settings("tie_word_embeddings", True)
-    top = HeadConfig(tied=tied, scale=settings("scale_decoder_outputs", tied))
+    heads = {
+        "seq2seq": lambda: HeadConfig(tied=tied, scale=settings("scale_decoder_outputs", tied)),
+        "sequence": lambda: classifier_head(
+            settings, "classes", pooling="last", width=width, dropout=drop, input_dropout=drop
+        ),
+        "token": lambda: classifier_head(settings, "slots", dropout=drop),
+        "qa": lambda: SPAN_HEAD,
+    }
+    top = heads.get(head, lambda: NO_HEAD)()
+    if alone:
+        return ModelConfig(encoder=stack(layers), head=top)
     return ModelConfig(
         encoder=stack(layers),
         decoder=stack(settings.size("num_decoder_layers", layers)),
         share_embeddings=True,
-        head=top if head == "seq2seq" else NO_HEAD,
+        head=top,
     )
 
 
@@ -110,20 +125,29 @@ def write_config(model: ModelConfig, head: str) -> dict[str, Any]:
         "is_encoder_decoder": model.decoder is not None,
         "tie_word_embeddings": model.head.tied or head != "seq2seq",
         "scale_decoder_outputs": model.head.scale if head == "seq2seq" else True,
+        **({"classifier_dropout": model.head.dropout} if head in ("sequence", "token") else {}),
     }
 
 
 def rows(model: ModelConfig, head: str) -> list[Row]:
-    if head == "encoder" or model.share_embeddings:
+    if head in ENCODER_HEADS or model.share_embeddings:
         rows = [Row(EMBEDDING_TABLES[0], "source_embed/table")]
     else:
         rows = [Row(EMBEDDING_TABLES[1], "source_embed/table"), Row(EMBEDDING_TABLES[2], "target_embed/table")]
     rows += _stack(require_stack(model, "encoder"), "encoder", False)
-    if head != "encoder":
+    if head not in ENCODER_HEADS:
         rows += _stack(require_stack(model, "decoder"), "decoder", True)
     if head == "seq2seq" and not model.head.tied:
         rows.append(Row("lm_head.weight", "head/kernel", "V D -> D V"))
-    return rows
+    by_head = {
+        "sequence": [
+            *linear_rows("classification_head.dense", "head/hidden"),
+            *linear_rows("classification_head.out_proj", "head/decision"),
+        ],
+        "token": linear_rows("classifier", "head/decision"),
+        "qa": linear_rows("qa_outputs", "head/decision"),
+    }
+    return rows + by_head.get(head, [])
 
 
 def _stack(stack: StackConfig, name: str, cross: bool) -> list[Row]:
@@ -148,16 +172,36 @@ def _stack(stack: StackConfig, name: str, cross: bool) -> list[Row]:
     return rows
 
 
+def head_classes(name: str) -> dict[str, str]:
+    """Head -> class name."""
+    return {
+        "seq2seq": f"{name}ForConditionalGeneration",
+        "sequence": f"{name}ForSequenceClassification",
+        "token": f"{name}ForTokenClassification",
+        "qa": f"{name}ForQuestionAnswering",
+        "model": f"{name}Model",
+        "encoder": f"{name}EncoderModel",
+    }
+
+
 FAMILY = Family(
     model_types=("t5",),
-    heads={"seq2seq": "T5ForConditionalGeneration", "model": "T5Model", "encoder": "T5EncoderModel"},
+    heads=head_classes("T5"),
     read_config=read_config,
     write_config=write_config,
     rows=rows,
-    droppable_tensors=(r"lm_head\..*", r"decoder\..*"),
-    ignored_keys={"classifier_dropout": "of a head that is not read (T5ForSequenceClassification)"},
+    head_prefixes={"sequence": "transformer.", "token": "transformer."},
+    droppable_tensors=(
+        r"lm_head\..*",
+        r"decoder\..*",
+        r"classification_head\..*",
+        r"classifier\..*",
+        r"qa_outputs\..*",
+    ),
     ignored_tensors=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     tied_tensors=("lm_head.weight", "shared.weight"),
     embedding_tables=EMBEDDING_TABLES,
-    convention=CallConvention(separator_tokens=("</s>",), suffix_tokens=("</s>",)),
+    convention=CallConvention(
+        decoder_input_from_source=("sequence", "qa"), separator_tokens=("</s>",), suffix_tokens=("</s>",)
+    ),
 )

@@ -207,7 +207,7 @@ def attach(
     origin, model = base.hf, base.config.model
     if not isinstance(origin, HuggingFaceOrigin) or origin.family is None:
         raise ConfigError(f"{path}: got a base model without a family, expected one from a Hugging Face directory")
-    rows, layers = origin.family.rows(model, origin.head), build.linear_maps(base.module)
+    rows, layers = origin.family.file_rows(model, origin.head), build.linear_maps(base.module)
     prefix = origin.family.prefix if origin.head in BODIES else ""
     pairs, saved = _sort_tensors(tensors, prefix, path)
     sites = find_sites(rows, layers)

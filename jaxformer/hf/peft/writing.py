@@ -39,7 +39,7 @@ def save_adapter(
         config, params = rewrite.rewrite_for_export(config, params)
     plain = dataclasses.replace(config, adapter=None)
     family, head, _ = export.choose_family(model, origin, plain, None)
-    rows, layers = family.rows(plain, head), build.linear_maps(build.build(plain))
+    rows, layers = family.file_rows(plain, head), build.linear_maps(build.build(plain))
     prefix = family.prefix if head in BODIES else ""
     flat = {path: np.asarray(x) for path, x in traverse_util.flatten_dict(params).items()}
     written = _write_sites(find_sites(rows, layers), flat, prefix)

@@ -346,6 +346,11 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
     xglm = {
         "vocab_size": 24, "d_model": 8, "ffn_dim": 12, "num_layers": 2, "attention_heads": 2, "pad_token_id": 1
     }  # fmt: skip
+    start = {"decoder_start_token_id": 0}
+    ended = [  # the state of the last end token decides, padding after it or not
+        {"input_ids": [[3, 4, 5, 2, 0], [6, 7, 8, 9, 2]], "attention_mask": mask, "labels": [2, 0]}
+        for mask in ([[1, 1, 1, 1, 0], [1] * 5], [[1] * 5] * 2)
+    ]
     mt5 = {
         "vocab_size": 24, "d_model": 8, "d_kv": 3, "d_ff": 12, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 2
     }  # fmt: skip
@@ -459,6 +464,8 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
             {},
             CLASSIFIED[:2],
         ),
+        "qwen3_answers": ("Qwen3ForQuestionAnswering", LLAMA | {"head_dim": 6}, {}, SPANS),
+        "mistral_answers": ("MistralForQuestionAnswering", LLAMA | {"head_dim": 4, "sliding_window": 3}, {}, SPANS[:1]),
         "ministral_token": (
             "MinistralForTokenClassification",
             LLAMA | {
@@ -525,6 +532,12 @@ def decoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
         ),
         "xglm": ("XGLMForCausalLM", xglm, {}, shown),
         "mt5": ("MT5ForConditionalGeneration", mt5, {}, [TEXT]),
+        "t5_classifier": ("T5ForSequenceClassification", mt5 | {"num_labels": 3, "eos_token_id": 2} | start, {}, ended),
+        "mt5_token": (
+            "MT5ForTokenClassification", mt5 | {"num_labels": 3}, {},
+            [padding("right") | {"labels": [[0, 1, 2, 0, -100, -100], [1, 2, 0, 1, 2, 0]]}],
+        ),
+        "t5_answers": ("T5ForQuestionAnswering", mt5 | start, {}, SPANS),
         "mbart": ("MBartForConditionalGeneration", BART | {"decoder_layers": 2}, {}, ignored + masked),
         "blenderbot": ("BlenderbotForConditionalGeneration", blenderbot, {}, ignored + masked),
         "blenderbot_small": (
@@ -568,6 +581,9 @@ def encoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
         "distilbert": ("DistilBertForMaskedLM", distilled | {"tie_word_embeddings": False}, {}, [pairs]),
         "distilbert_classifier": (
             "DistilBertForSequenceClassification", distilled | {"num_labels": 3}, {}, [padding("left")]
+        ),
+        "deberta_v2_choice": (
+            "DebertaV2ForMultipleChoice", RELATIVE | BUCKETS | {"pooler_hidden_size": 8}, {}, [choices | {"labels": [1, 0]}]
         ),
         "bert_choice": ("BertForMultipleChoice", BERT, {}, [choices | kinds | {"labels": [1, 0]}]),
         "bert_next_sentence": ("BertForNextSentencePrediction", BERT, {}, [padding("right") | {"labels": [1, 0]}]),
