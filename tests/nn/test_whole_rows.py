@@ -3,6 +3,7 @@
 import dataclasses
 
 import builders
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,11 +20,16 @@ from jaxformer.config import (
     checks,
 )
 from jaxformer.errors import ConfigError
+from jaxformer.models import build
 from jaxformer.nn import kernels, stack
 from jaxformer.nn.attention import Attention
 from jaxformer.nn.kernels import blockwise
 from jaxformer.nn.masks import Blocks, Mask, block_of_slot, full_blocks
+from jaxformer.parallel import mesh as meshes
+from jaxformer.parallel import rules
+from jaxformer.parallel.collectives import collectives
 from jaxformer.plan import flops
+from jaxformer.train import step as steps
 from jaxformer.types import Slots
 
 SPARSE = AttentionConfig(heads=2, sparse=SparseConfig(2, 1), block=3)
@@ -85,6 +91,26 @@ def test_blockwise_is_dense_in_values_and_gradients(own):
         results.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(params, table, x))
     for ours, dense in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(ours, dense, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("own", [SPARSE, SUMMARY], ids=["sparse", "summary"])
+def test_stages_with_recomputation_give_the_gradients_of_one_device(own):
+    model = builders.encoder(attention=own, encoding=T5)
+    module, variables = builders.make(model)
+    batch = builders.batch(model, [15, 9, 12, 15])
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(4, 16, builders.VOCAB)), jnp.float32)
+    gradient = lambda module: jax.jit(  # noqa: E731
+        jax.value_and_grad(lambda v, batch: jnp.sum(weights * module.apply(v, batch)))
+    )
+    expected = jax.device_get(gradient(module)(variables, batch))
+    other = build.build(builders.encoder(attention=own, encoding=T5, remat="full"))
+    mesh = meshes.make(MeshConfig(data=1, stage=2, tensor=2), jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(jax.device_put, dict(variables), rules.shardings(build.shapes(module), mesh))
+        program = gradient(other).lower(placed, steps.shard_batch(batch, mesh)).compile()
+        assert "collective-permute" in {found.kind for found in collectives(program.as_text())}
+        got = jax.device_get(program(placed, steps.shard_batch(batch, mesh)))
+    chex.assert_trees_all_close(got, expected, rtol=2e-4, atol=2e-5)
 
 
 def test_no_tile_with_a_visible_pair_is_skipped():

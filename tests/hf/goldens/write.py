@@ -583,7 +583,10 @@ def encoders() -> dict[str, tuple[str, dict[str, Any], dict[str, Any], list[dict
             "DistilBertForSequenceClassification", distilled | {"num_labels": 3}, {}, [padding("left")]
         ),
         "deberta_v2_choice": (
-            "DebertaV2ForMultipleChoice", RELATIVE | BUCKETS | {"pooler_hidden_size": 8}, {}, [choices | {"labels": [1, 0]}]
+            "DebertaV2ForMultipleChoice",
+            RELATIVE | BUCKETS | {"pooler_hidden_size": 8},
+            {},
+            [choices | {"labels": [1, 0]}],
         ),
         "bert_choice": ("BertForMultipleChoice", BERT, {}, [choices | kinds | {"labels": [1, 0]}]),
         "bert_next_sentence": ("BertForNextSentencePrediction", BERT, {}, [padding("right") | {"labels": [1, 0]}]),
