@@ -134,6 +134,7 @@ def open_reader(predictor: Predictor, method: str) -> Reader:
         )
     reader = Reader(predictor.runner.module, predictor.runner.variables)
     reader.check_logits(method)
+    reader.check_heads(method)
     return reader
 
 

@@ -178,7 +178,7 @@ class AttentionMaps:
         """Raises a ConfigError if only some layers of a kind are here."""
         if len(self.layers[kind]) != self.total_layers[kind]:
             got = f"{len(self.layers[kind])} of {self.total_layers[kind]} layers"
-            raise ConfigError(f"{method}: got {got}, expected all of them; call attention without layers=")
+            raise ConfigError(f"{method}: got {got}, expected all of them, with attention in each; call attention without layers=")
 
     def show(self, layer: int, head: int, kind: str = "") -> HeadMap:
         """The map of one head, with the names of its tokens, as a notebook displays it.
@@ -238,6 +238,8 @@ def attention(
     if is_recurrent:
         return Results(recurrent_maps(predictor, one) for one in found)
     reader = Reader(predictor.runner.module, predictor.runner.variables)
+    if gradient:
+        reader.check_heads("attention with gradient")
     return Results(maps_of(predictor, reader, one, layers, position if gradient else None) for one in found)
 
 
@@ -272,7 +274,7 @@ def maps_of(
     """The maps of a transformer for a sentence.
 
     Args:
-      layers: indices of the layers to keep; None: all.
+      layers: indices of the layers to keep; None: all with attention.
       explain: slot of the logit whose gradients are taken, from the end if negative; None: no gradients.
     """
     chosen = {side: chosen_layers(reader, side, layers) for side in reader.sides}
@@ -303,19 +305,25 @@ def maps_of(
 
 
 def chosen_layers(reader: Reader, side: Side, layers: Sequence[int] | None) -> tuple[int, ...]:
-    """The layers of a side among `layers`, in their order; all without them.
+    """The layers of a side among `layers`, in their order; without them all that have attention.
 
     Raises:
-      ConfigError: one of them is not a layer of any side.
+      ConfigError: one of them is not a layer of any side, or a layer without attention, or no layer has it.
     """
-    count = reader.layers(side)
+    attending = reader.attention_layers(side)
+    if not attending:
+        reader.check_heads("attention")
     if layers is None:
-        return tuple(range(count))
+        return attending
     most = max(reader.layers(other) for other in reader.sides)
     wrong = [layer for layer in layers if not 0 <= layer < most]
     if wrong or not layers:
         raise ConfigError(f"layers: got {list(layers)}, expected some of 0 to {most - 1}")
-    return tuple(layer for layer in range(count) if layer in layers)
+    without = [layer for layer in layers if layer < reader.layers(side) and layer not in attending]
+    if without:
+        expected = f"layers of the {side} with attention ({', '.join(map(str, attending))})"
+        raise ConfigError(f"layers: got {without[0]}, which has the gated delta rule, expected {expected}")
+    return tuple(layer for layer in attending if layer in layers)
 
 
 def explain_logit(
@@ -405,6 +413,7 @@ def induction_scores(predictor: Predictor, length: int = 24, seed: int = 0) -> d
     half = np.random.default_rng(seed).choice(vocab, length, replace=vocab < length).astype(np.int32)
     ids = np.concatenate([half, half])
     reader, size = Reader(runner.module, runner.variables), len(ids)
+    reader.check_heads("induction")
     rows = []
     for visit in reader.walk(sentences.row_of_ids(ids, "target"), maps=lambda side, layer: True):
         if visit.output.attention is not None:

@@ -177,7 +177,9 @@ def maps_of(predictor: Predictor, read: Sentence) -> AttentionMaps:
     if predictor.config.model.recurrent_decoder is not None:
         return attention.recurrent_maps(predictor, read)
     explain = -1 if predictor.config.model.head.kind in LOGIT_HEADS else None
-    return attention.maps_of(predictor, Reader(runner.module, runner.variables), read, explain=explain)
+    reader = Reader(runner.module, runner.variables)
+    reader.check_heads("explore")
+    return attention.maps_of(predictor, reader, read, explain=explain)
 
 
 def array_json(values: np.ndarray) -> dict[str, Any]:

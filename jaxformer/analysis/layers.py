@@ -134,7 +134,7 @@ class Reader:
       variables: its variables, with "params" among them.
 
     Raises:
-      ConfigError: layers read values of the first layer (`attention.value_residual`), or have no attention (`delta`).
+      ConfigError: layers read values of the first layer (`attention.value_residual`).
     """
 
     module: nn.Module
@@ -145,9 +145,6 @@ class Reader:
             if getattr(self.config, side).attention.value_residual is not None:
                 expected = "None: a layer that runs alone has no values of the first one"
                 raise ConfigError(f"analysis of layers: got {side}.attention.value_residual, expected {expected}")
-            if getattr(self.config, side).delta is not None:
-                expected = "None: layers with the gated delta rule attend to no slots"
-                raise ConfigError(f"analysis of layers: got {side}.delta, expected {expected}")
 
     @property
     def config(self) -> ModelConfig:
@@ -184,6 +181,18 @@ class Reader:
     def heads(self, side: Side) -> int:
         """Number of query heads of a side."""
         return getattr(self.config, side).attention.heads
+
+    def attention_layers(self, side: Side) -> tuple[int, ...]:
+        """Numbers of the layers of a side that have attention, and not the gated delta rule."""
+        stack: StackConfig = getattr(self.config, side)
+        return tuple(number for number in range(stack.layers) if number not in stack.delta_layers)
+
+    def check_heads(self, method: str) -> None:
+        """Raises a ConfigError, which begins with `method`, if a layer has no attention."""
+        for side in self.sides:
+            if getattr(self.config, side).delta is not None:
+                expected = "None: layers with the gated delta rule attend to no slots"
+                raise ConfigError(f"{method}: got {side}.delta, expected {expected}; use model.lens")
 
     def no_edits(self, side: Side, rows: int) -> Edits:
         """Edits that change nothing."""
@@ -309,7 +318,8 @@ def _block(stack: Stack, weights: PyTree) -> Block:
     def has_form(form: StackConfig) -> bool:
         if not config.first_norm:
             return form.first_norm == ("attention_norm" in params)
-        return (form.moe is not None) == ("router" in params.get("ffn", {}))
+        has_experts, has_delta = "router" in params.get("ffn", {}), "gated_delta" in params
+        return (form.moe is not None) == has_experts and (form.delta is not None) == has_delta
 
     return Block(next(group.stack for group in layer_groups(config) if has_form(group.stack)), parent=None)
 

@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax import traverse_util
 
 from jaxformer import testing
+from jaxformer.analysis import attention
 from jaxformer.analysis.layers import Reader
 from jaxformer.config import (
     AdapterConfig,
@@ -497,5 +498,17 @@ def test_parts_that_need_layers_of_one_form_refuse_others(both):
     ):
         check_model(dataclasses.replace(MODEL, encoder=builders.stack()))
     check_train(dataclasses.replace(config, optimizer=OptimizerConfig(layer_decay=0.5)))
-    with pytest.raises(ConfigError, match=r"analysis of layers: got decoder.delta, expected None"):
-        Reader(*both)
+    with pytest.raises(ConfigError, match=r"ablate: got decoder.delta, expected None: layers with the gated delta"):
+        Reader(*both).check_heads("ablate")
+
+
+def test_layers_run_one_at_a_time_and_those_with_attention_show_it(model):
+    reader, batch = Reader(*model), builders.batch(MODEL, [5, 3])
+    visits = list(reader.walk(batch, maps=lambda side, layer: True))
+    maps = {visit.layer: visit.output.attention for visit in visits if visit.output.attention is not None}
+    assert list(maps) == [2] and maps[2].shape == (2, 2, 5, 5)
+    expected = builders.apply(model[0])(model[1], batch)
+    np.testing.assert_allclose(reader.logits(visits[-1].output.x, visits[-1].inputs.slots), expected, atol=2e-5)
+    assert attention.chosen_layers(reader, "decoder", None) == attention.chosen_layers(reader, "decoder", [2]) == (2,)
+    with pytest.raises(ConfigError, match=r"layers: got 0, which has the gated delta rule, expected layers of the dec"):
+        attention.chosen_layers(reader, "decoder", [0, 2])
