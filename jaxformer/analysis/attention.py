@@ -178,7 +178,8 @@ class AttentionMaps:
         """Raises a ConfigError if only some layers of a kind are here."""
         if len(self.layers[kind]) != self.total_layers[kind]:
             got = f"{len(self.layers[kind])} of {self.total_layers[kind]} layers"
-            raise ConfigError(f"{method}: got {got}, expected all of them, with attention in each; call attention without layers=")
+            expected = "all of them, with attention in each; call attention without layers="
+            raise ConfigError(f"{method}: got {got}, expected {expected}")
 
     def show(self, layer: int, head: int, kind: str = "") -> HeadMap:
         """The map of one head, with the names of its tokens, as a notebook displays it.

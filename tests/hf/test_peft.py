@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_cases import VALUES
+from test_cases import VALUES, loaded
 
 import jaxformer
 from jaxformer.config import ConfigError
@@ -61,6 +61,50 @@ def test_outputs_are_those_of_the_peft_package_and_files_come_back(name, tmp_pat
     merge = jax.jit(lambda params: dataclasses.replace(model, params=params).merge_adapters().params)
     for ours, theirs in zip(*(jax.tree.leaves(merge(each.params)) for each in (again, model)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_of_layers_in_groups_are_of_the_layers_that_the_file_names(tmp_path):
+    """Of Qwen3-Next: layers 0 and 1 are a group, layer 2 another; merged kernels are compared in the file's layout."""
+    base, adapter, rng = tmp_path / "base", tmp_path / "adapter", np.random.default_rng(0)
+    loaded("qwen3_next_dense", base)
+    before, tensors, expected = load_file(base / "model.safetensors"), {}, {}
+    names = ["0.mlp.up_proj", "2.mlp.up_proj", "2.self_attn.k_proj", "0.linear_attn.out_proj"]
+    for name in names:
+        weight = before[f"model.layers.{name}.weight"]
+        a, b = (rng.normal(size=size).astype(np.float32) for size in ((2, weight.shape[1]), (weight.shape[0], 2)))
+        key = f"base_model.model.model.layers.{name}"
+        tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+        expected[f"model.layers.{name}.weight"] = weight + 3.0 / 2 * b @ a
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 3, "layers_to_transform": [0, 2]}
+    targets = ["up_proj", "k_proj", "out_proj"]
+    (adapter / "adapter_config.json").write_text(json.dumps(values | {"target_modules": targets}))
+    model = jaxformer.from_pretrained(adapter, base=base)
+    model.merge_adapters().save_pretrained(tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, value in (before | expected).items():
+        np.testing.assert_allclose(merged[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+    model.save_adapter(tmp_path / "again", base)
+    written = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert written.keys() == tensors.keys()
+    for key, value in tensors.items():
+        np.testing.assert_array_equal(written[key], value)
+    named = json.loads((tmp_path / "again" / "adapter_config.json").read_text())["target_modules"]
+    assert sorted(named) == sorted(f"model.layers.{name}" for name in names)
+    one = {key: value for key, value in tensors.items() if "2.mlp" in key}  # all layers of its group, and no other
+    save_file(one, adapter / "adapter_model.safetensors")
+    values["layers_to_transform"] = None
+    (adapter / "adapter_config.json").write_text(json.dumps(values | {"target_modules": ["layers.2.mlp.up_proj"]}))
+    jaxformer.from_pretrained(adapter, base=base).save_adapter(tmp_path / "one", base)
+    named = json.loads((tmp_path / "one" / "adapter_config.json").read_text())["target_modules"]
+    assert named == ["model.layers.2.mlp.up_proj"]
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(values | {"target_modules": [f"layers.{n}" for n in names]})
+    )
+    save_file({k: v for k, v in tensors.items() if "2.mlp" not in k}, adapter / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"no adapter of model.layers.2.mlp.up_proj in the file"):
+        jaxformer.from_pretrained(adapter, base=base)
 
 
 def refusal(name, place, **edits):

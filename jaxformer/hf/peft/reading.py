@@ -327,7 +327,9 @@ def _adapter_config(
     """The section `model.adapter` of a file: a rank and an alpha for each of our linear maps."""
     rank, alpha = values.get("r", 8), float(values.get("lora_alpha", 8))
     ranks, alphas, targets = {}, {}, []
-    layers: dict[str, tuple[int, ...]] = {}
+    stacked = [number for number in placed if sites[number].is_stacked]
+    layers = {number: {sites[number].first_layer + layer for layer in placed[number]} for number in stacked}
+    chosen = set().union(*layers.values())
     for number, by_layer in placed.items():
         site = sites[number]
         modules = {layer: site.module(layer).removeprefix(prefix) for layer in by_layer}
@@ -345,16 +347,18 @@ def _adapter_config(
                 raise ConfigError(
                     f"{path}: got rank {said} of {name}, expected {own_rank}, the file's; they contradict"
                 )
-        if site.is_stacked:
-            layers[site.name] = tuple(sorted(by_layer))
         for target in map("/".join, site.paths):
             targets.append(target)
             ranks |= {target: own_rank} if own_rank != rank else {}
             alphas |= {target: own_alpha} if own_alpha != alpha else {}
-    if len(set(layers.values())) > 1:
-        raise ConfigError(f"{path}: got adapters of different layers in {', '.join(layers)}, expected the same of each")
-    chosen = next(iter(layers.values()), ())
-    total = {counts[*sites[number].paths[0], "kernel"] for number in placed if sites[number].is_stacked}
+    existing = {
+        number: range(first, first + counts[*sites[number].paths[0], "kernel"])
+        for number, first in ((number, sites[number].first_layer) for number in stacked)
+    }
+    if any(layers[number] != chosen & set(existing[number]) for number in stacked):
+        names = sorted({sites[number].name for number in stacked})
+        raise ConfigError(f"{path}: got adapters of different layers in {', '.join(names)}, expected the same of each")
+    covers_all = all(len(layers[number]) == len(existing[number]) for number in stacked)
     return AdapterConfig(
         rank=rank,
         alpha=alpha,
@@ -363,7 +367,7 @@ def _adapter_config(
         stabilised=bool(values.get("use_rslora", False)),
         ranks=tuple(f"{name}={value}" for name, value in sorted(ranks.items())),
         alphas=tuple(f"{name}={value:g}" for name, value in sorted(alphas.items())),
-        layers=() if total <= {len(chosen)} else chosen,
+        layers=() if covers_all else tuple(sorted(chosen)),
         train=train,
     )
 

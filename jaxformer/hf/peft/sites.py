@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxformer.errors import ConfigError
 from jaxformer.hf.table import Row
 from jaxformer.models import adapters
 
@@ -34,6 +33,8 @@ class Site(NamedTuple):
       layout_a, layout_b: einops patterns from their A and B to ours; of several, B begins with an axis `n` over them.
       sizes: lengths of axes in parentheses in the patterns.
       transposed: the other library's weight is `[in, out]` (GPT-2's Conv1D).
+      first_layer: number in the file of the first layer of our linear maps. A map that is in several groups of layers
+        has a site for each.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Site(NamedTuple):
     layout_b: str
     sizes: Mapping[str, int]
     transposed: bool
+    first_layer: int = 0
 
     @property
     def is_stacked(self) -> bool:
@@ -49,8 +51,8 @@ class Site(NamedTuple):
         return "{layer}" in self.name
 
     def module(self, layer: int) -> str:
-        """Name of the module in a layer."""
-        return self.name.replace("{layer}", str(layer))
+        """Name of the module in a layer, by its number in the group."""
+        return self.name.replace("{layer}", str(self.first_layer + layer))
 
     def pattern_sizes(self, side: str) -> dict[str, int]:
         """The sizes that occur in one side of a pattern, with the number of maps that are computed together."""
@@ -59,17 +61,7 @@ class Site(NamedTuple):
 
 
 def find_sites(rows: Sequence[Row], layers: adapters.Layers) -> list[Site]:
-    """The linear maps that both libraries have.
-
-    Raises:
-      ConfigError: a parameter's first layer is not the file's (first layers of another form).
-    """
-    if any(row.first_layer for row in rows):
-        raise ConfigError(
-            "peft: got a model with moe.dense_layers, moe.dense_at or delta, or without first_norm, expected layers "
-            "that are numbered from 0 in one parameter; the peft format is not read and written for it: export the "
-            "merged model"
-        )
+    """The linear maps that both libraries have."""
     found = []
     for row in rows:
         paths = tuple(tuple(path.split("/")[:-1]) for path in row.param_paths)
@@ -98,4 +90,5 @@ def _site(row: Row, paths: tuple[adapters.Path, ...], inputs: int) -> Site | Non
         f"{groups[1 - side]} r -> {several}r {' '.join(axes[inputs:])}",
         row.sizes,
         side == 0,
+        row.first_layer,
     )

@@ -44,7 +44,7 @@ def save_adapter(
     flat = {path: np.asarray(x) for path, x in traverse_util.flatten_dict(params).items()}
     written = _write_sites(find_sites(rows, layers), flat, prefix)
     saved = _saved_tensors(rows, config, params, prefix)
-    values = _config_values(written, [site.name for site in find_sites(rows, layers)], adapter, prefix)
+    values = _config_values(written, find_sites(rows, layers), adapter, prefix)
     values |= {
         "base_model_name_or_path": None if base is None else str(base),
         "task_type": next((task for task, name in TASK_HEADS.items() if name == head), None),
@@ -144,11 +144,12 @@ def _saved_tensors(
 
 
 def _config_values(
-    written: Sequence[WrittenSite], names: Sequence[str], config: AdapterConfig, prefix: str
+    written: Sequence[WrittenSite], sites: Sequence[Site], config: AdapterConfig, prefix: str
 ) -> dict[str, Any]:
     """The adapter_config.json of the adapters: endings of names where they are unambiguous, else whole names."""
-    others = {name.removeprefix(prefix) for name in names} - {site.name for site in written}
-    whole = bool(config.layers)
+    others = {site.name.removeprefix(prefix) for site in sites} - {site.name for site in written}
+    has_groups = any(site.first_layer for site in sites)  # an ending would name maps of other groups, too
+    whole = bool(config.layers) or has_groups
     targets: list[str] = []
     rank, alpha = (
         Counter(getattr(site, field) for site in written).most_common(1)[0][0] for field in ("rank", "alpha")
