@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import serialization, traverse_util
+from flax.core import freeze
 from safetensors.numpy import save_file
 
 from jaxformer.errors import ConfigError
@@ -122,6 +123,13 @@ def test_a_model_without_parameters(tmp_path, bert):
     assert (params["classifier"]["bias"] == 7.0).all()
     assert set(traverse_util.flatten_dict(params)) == model.required_params
     assert flat(model.to_bf16(params))["classifier/kernel"].dtype == jnp.bfloat16
+    mask = jax.tree.map(lambda x: x.ndim > 1, params)
+    for given, wanted in ((params, freeze(mask)), (freeze(params), mask)):  # the two kinds of tree, mixed
+        cast = model.to_bf16(given, wanted)
+        assert cast["classifier"]["kernel"].dtype == jnp.bfloat16
+        assert cast["classifier"]["bias"].dtype == jnp.float32
+    with pytest.raises(ValueError, match="expected one bool for each"):
+        model.to_bf16(params, {"classifier": True})
     mask = jax.tree.map(lambda x: x.ndim == 1, params)
     assert flat(model.to_fp16(params, mask))["classifier/kernel"].dtype == jnp.float32
     close(model(IDS, MASK, params=model.to_bf16(params)).logits, model(IDS, MASK, params=params).logits, 0.1)
