@@ -9,7 +9,7 @@ Transposing the float32 result of a bfloat16 product makes XLA rewrite it into o
 Optimisation barriers prevent this, and a small test program runs first (`_works`).
 
 A processor without instructions for products of bfloat16 (`BFLOAT16_FLAGS`) gets float32 copies of their operands: the
-same numbers, and XLA's own way for a float32 result took 1.3 to 1.5 times the processor time there (AVX2).
+same numbers, and XLA's own way for a float32 result took 1.2 to 1.5 times the processor time there (AVX2).
 
 Several simulated devices use plain products, except for `share_input_gradient`.
 """
