@@ -31,8 +31,10 @@ def dot(
 @jax.custom_vjp
 def wide_dot(x: Float[Array, "*batch M"], kernel: Num[Array, "M N"]) -> Float32[Array, "*batch N"]:
     """`x @ kernel` with a float32 result, whose cotangent is rounded to the dtype of `x`."""
-    axes = (((x.ndim - 1,), (0,)), ((), ()))
-    return jax.lax.dot_general(x, kernel.astype(x.dtype), axes, preferred_element_type=jnp.float32)
+    axes, kernel = (((x.ndim - 1,), (0,)), ((), ())), kernel.astype(x.dtype)
+    if cpu.is_supported(x):
+        x, kernel = cpu.operands(x, kernel)
+    return jax.lax.dot_general(x, kernel, axes, preferred_element_type=jnp.float32)
 
 
 def _wide_forward(x: Float[Array, "*batch M"], kernel: Float[Array, "M N"]) -> tuple[Float32[Array, "*batch N"], tuple]:

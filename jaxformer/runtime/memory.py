@@ -29,8 +29,8 @@ GARBAGE_THRESHOLD = 50_000
 COMMANDS = frozenset({"train", "evaluate", "decode", "serve", "experiment"})
 """Commands that compute enough to be restarted."""
 
-EARLY_STEPS, TRIM_INTERVAL = 8, 16
-"""Steps after each of which free pages go back to the kernel; steps between two such returns later."""
+EARLY_STEPS, GROWTH = 8, 1.25
+"""Steps after each of which free pages go back to the kernel; growth of resident memory at which they do later."""
 
 
 def tunables(environment: Mapping[str, str]) -> str:
@@ -70,24 +70,43 @@ class HeapTrimmer:
 
     A step's temporary arrays are one large block, aligned to 64 bytes. The C library often cannot put the next step's
     into the same place, so that a heap comes to hold several copies of a step's temporary arrays, all but one of them
-    free. Their pages, and what the compiler left, are returned after each of the first steps, and seldom later: a page
-    that is used again has to be cleared by the kernel.
+    free. Their pages, and what the compiler left, are returned after each of the first steps. Later they are returned
+    when resident memory exceeds `GROWTH` times what it was after the first step that followed the last return, when the
+    heap held one copy. They are not returned at every step: a page that is used again has to be cleared by the kernel.
 
     Args:
       platform: that of the devices: accelerators have the temporary arrays in a memory of their own, and nothing is
         returned.
       trim: returns the free pages; None: `malloc_trim` of the C library, and nothing where there is none.
+      resident: resident memory of the process in any unit; None: pages, from /proc, and 0 where there is no such file.
     """
 
-    def __init__(self, platform: str, trim: Callable[[], object] | None = None) -> None:
-        self.steps, self._on_cpu = 0, platform == "cpu"
-        self._trim = trim or _malloc_trim
+    def __init__(
+        self, platform: str, trim: Callable[[], object] | None = None, resident: Callable[[], int] | None = None
+    ) -> None:
+        self.steps, self._on_cpu, self._usual = 0, platform == "cpu", 0
+        self._trim, self._resident = trim or _malloc_trim, resident or _resident_pages
 
     def after_step(self) -> None:
         """Counts a step, and returns free pages where that is due."""
         self.steps += 1
-        if self._on_cpu and (self.steps <= EARLY_STEPS or self.steps % TRIM_INTERVAL == 0):
+        if not self._on_cpu:
+            return
+        if self.steps <= EARLY_STEPS:
             self._trim()
+        elif self._usual == 0:
+            self._usual = self._resident()
+        elif self._resident() > GROWTH * self._usual:
+            self._trim()
+            self._usual = 0
+
+
+def _resident_pages() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1])
+    except OSError:  # another system than Linux
+        return 0
 
 
 def _malloc_trim() -> None:

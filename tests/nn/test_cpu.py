@@ -126,3 +126,33 @@ def test_where_they_fail_the_plain_ones_are_used_and_a_line_says_so(monkeypatch,
 
 def test_the_trial_passes_here():
     assert all(cpu._error(dtype) < 0.02 for dtype in ("float32", "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["model\t: 1", "flags\t\t: fma avx2", "flags\t\t: avx512_bf16"], False),
+        (["flags\t\t: avx2 avx512_bf16"], True),
+        (["flags : amx_bf16"], True),
+        (["Features\t: fp asimd bf16"], True),
+        (["Features\t: fp asimd"], False),
+        (["processor : 0"], True),  # nothing is known of the processor
+    ],
+)
+def test_the_flags_of_the_processor_say_if_it_multiplies_bfloat16(lines, expected):
+    assert cpu._has_bfloat16(lines) is expected
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_products_of_bfloat16_are_widened_where_the_processor_has_no_instructions(monkeypatch, able):
+    monkeypatch.setattr(cpu, "multiplies_bfloat16", lambda: able)
+    x, kernel = jnp.ones((6, 4), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
+
+    def every(x, kernel):  # a function of its own in each case, since jax keeps traces
+        y, pull = jax.vjp(lambda x, kernel: (products.dot(x, kernel), products.wide_dot(x, kernel)), x, kernel)
+        return y, pull(y)
+
+    text = jax.jit(every).lower(x, kernel).as_text()
+    operands = [line.partition(" : (")[2] for line in text.splitlines() if "dot_general" in line]
+    assert len(operands) == 6
+    assert all(("bf16" in line) is able for line in operands)
