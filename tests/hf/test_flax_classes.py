@@ -128,8 +128,9 @@ def test_a_model_without_parameters(tmp_path, bert):
         cast = model.to_bf16(given, wanted)
         assert cast["classifier"]["kernel"].dtype == jnp.bfloat16
         assert cast["classifier"]["bias"].dtype == jnp.float32
-    with pytest.raises(ValueError, match="expected one bool for each"):
-        model.to_bf16(params, {"classifier": True})
+    renamed = {("head" if name == "classifier" else name): tree for name, tree in mask.items()}  # as many leaves
+    with pytest.raises(ValueError, match="expected one bool for each parameter; .* 'classifier/bias'"):
+        model.to_bf16(params, renamed)
     mask = jax.tree.map(lambda x: x.ndim == 1, params)
     assert flat(model.to_fp16(params, mask))["classifier/kernel"].dtype == jnp.float32
     close(model(IDS, MASK, params=model.to_bf16(params)).logits, model(IDS, MASK, params=params).logits, 0.1)

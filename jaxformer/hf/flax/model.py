@@ -179,12 +179,13 @@ class FlaxPreTrainedModel(persistence.Persistence):
         convert = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
         if mask is None:
             return jax.tree.map(convert, params)
-        # By leaves, not by trees: a mask is often a FrozenDict beside a dict of parameters, or the other way round.
-        leaves, tree = jax.tree.flatten(params)
-        chosen = jax.tree.leaves(mask)
-        if len(chosen) != len(leaves):
-            raise ValueError(f"mask: got {len(chosen)} leaves, expected one bool for each of {len(leaves)} parameters")
-        return jax.tree.unflatten(tree, [convert(x) if wanted else x for x, wanted in zip(leaves, chosen, strict=True)])
+        # Keyed by path: a mask is often a FrozenDict beside a dict of parameters, or the other way round.
+        chosen = traverse_util.flatten_dict(mask, sep="/")
+        leaves = traverse_util.flatten_dict(params, sep="/")
+        if differing := sorted(set(chosen) ^ set(leaves)):
+            raise ValueError(f"mask: expected one bool for each parameter; only one of both trees has {differing[0]!r}")
+        cast = {path: convert(x) if chosen[path] else x for path, x in leaves.items()}
+        return traverse_util.unflatten_dict(cast, sep="/")
 
     def to_bf16(self, params: PyTree, mask: PyTree = None) -> PyTree:
         """`params` in bfloat16; with a `mask` of bools, the leaves where it is True."""
