@@ -376,7 +376,11 @@ def test_gradients_on_eight_devices_with_recomputation_and_tiles_are_those_of_on
         state = placed["params"]["decoder"]["blocks_0"]["gated_delta"]["value"]["kernel"]
         assert state.sharding.shard_shape(state.shape) == (1, 4, 4)
         got = jax.device_get(gradient(build.build(other))(placed, steps.shard_batch(batch, mesh)))
-    chex.assert_trees_all_close(got, expected, rtol=2e-4, atol=2e-5)
+    # Relative to a leaf's largest: sums over devices round what cancels in the table of the embeddings.
+    relative = lambda x, y: x / np.abs(y).max()  # noqa: E731
+    chex.assert_trees_all_close(
+        jax.tree.map(relative, got, expected), jax.tree.map(relative, expected, expected), atol=2e-5
+    )
     for name in ("query_conv", "key_conv", "value_conv", "log_scale", "step_bias"):
         assert np.all(expected["params"]["decoder"]["blocks_0"]["gated_delta"][name])
 
