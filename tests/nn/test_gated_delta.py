@@ -363,8 +363,8 @@ def test_rates_of_layers_follow_their_numbers_in_all_groups():
 
 def test_gradients_on_eight_devices_with_recomputation_and_tiles_are_those_of_one(both):
     module, variables = both
-    batch = builders.batch(BOTH, [6, 4, 5, 6, 6, 3, 2, 6])
-    weights = jnp.asarray(np.random.default_rng(1).normal(size=(8, 6, builders.VOCAB)), jnp.float32)
+    batch = builders.batch(BOTH, [6, 3, 2, 5])  # with more rows, sums in the table of embeddings nearly cancel
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6, builders.VOCAB)), jnp.float32)
     gradient = lambda module: jax.jit(  # noqa: E731
         jax.grad(lambda v, batch: jnp.sum(weights * module.apply(v, batch)))
     )
@@ -376,11 +376,9 @@ def test_gradients_on_eight_devices_with_recomputation_and_tiles_are_those_of_on
         state = placed["params"]["decoder"]["blocks_0"]["gated_delta"]["value"]["kernel"]
         assert state.sharding.shard_shape(state.shape) == (1, 4, 4)
         got = jax.device_get(gradient(build.build(other))(placed, steps.shard_batch(batch, mesh)))
-    # Relative to a leaf's largest: sums over devices round what cancels in the table of the embeddings.
-    relative = lambda x, y: x / np.abs(y).max()  # noqa: E731
-    chex.assert_trees_all_close(
-        jax.tree.map(relative, got, expected), jax.tree.map(relative, expected, expected), atol=2e-5
-    )
+    chex.assert_trees_all_close(got, expected, rtol=2e-4, atol=2e-5)
+    for ours, one in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.abs(ours - one).max() <= 1e-5 * np.abs(one).max()
     for name in ("query_conv", "key_conv", "value_conv", "log_scale", "step_bias"):
         assert np.all(expected["params"]["decoder"]["blocks_0"]["gated_delta"][name])
 

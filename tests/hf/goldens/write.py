@@ -66,6 +66,10 @@ DEEPSEEK = SMALL | {
 LONG = {"input_ids": [[3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]]}
 
 
+EXACT = (("t5gemma_classifier", 0), ("t5gemma_token", 0))
+"""Cases and calls computed in float64: in float32 the library's own first logit is 1.7e-5 off."""
+
+
 def padding(side: str) -> dict[str, Any]:
     """Inputs whose first row is padded on this side."""
     return {"input_ids": IDS, "attention_mask": {"left": LEFT, "right": RIGHT}[side]}
@@ -814,10 +818,11 @@ def main() -> None:
             path.write_text(json.dumps(config))
             again = model.from_pretrained(place, dtype=torch.float32).eval()
             found = []
-            for call in calls:
+            for number, call in enumerate(calls):
+                exact = copy.deepcopy(again).double() if (name, number) in EXACT else again
                 inputs = {k: torch.tensor(v) if isinstance(v, list) else v for k, v in call.items()}
                 with torch.no_grad():
-                    found.append({"inputs": call, "outputs": flat(again(**inputs))})
+                    found.append({"inputs": call, "outputs": flat(exact(**inputs))})
         content[name] = {"config": config, "tensors": shapes, "calls": found}
         print(name, {k: v[0][:1] for k, v in found[0]["outputs"].items()})
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(case)}" for name, case in content.items())
