@@ -103,7 +103,10 @@ def slot_by_slot(
     beta: Float32[Array, "B T H"],
     state: Float32[Array, "B H K V"],
 ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "N B H K V"]]:
-    """Outputs of all slots of one text, and the N = T + 1 states before the first slot and after each; arguments as in `chunked`."""
+    """Outputs of all slots of one text, and the N = T + 1 states before the first slot and after each.
+
+    Arguments are as in `chunked`.
+    """
 
     def step(state: Array, slot: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         output, after = single(*slot, state)
