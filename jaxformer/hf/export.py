@@ -20,6 +20,7 @@ from jaxformer.hf.origin import BODIES, PROBLEMS, HuggingFaceOrigin, special_tok
 from jaxformer.hf.table import NO_HEAD, Family, Settings, families, head_of
 from jaxformer.hf.tokenizer import PAIR_FOLDERS
 from jaxformer.model import Model
+from jaxformer.nn import kernels
 
 log = logging.getLogger("jaxformer")
 
@@ -195,6 +196,12 @@ def _check_objective(config: Config) -> None:
             "read a prompt in one direction; train on without a prefix first"
         )
     stacks = [stack for stack in (config.model.encoder, config.model.decoder) if stack is not None]
+    for attention in (stack.attention for stack in stacks):
+        if kernels.own_weights(attention) is not None:
+            raise ConfigError(
+                f"export: got attention.kernel {attention.kernel}, which defines weights of its own, expected softmax "
+                "attention: the other library computes no other; keep the run's workdir"
+            )
     if any(stack.layers == 0 for stack in stacks):
         raise ConfigError(
             "export: got a model with layers 0, expected at least 1: no family of the other library has none"

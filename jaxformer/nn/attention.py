@@ -244,7 +244,7 @@ class Attention(nn.Module):
         if not is_zero(config.dropout) and self.has_rng("dropout"):
             dropout = AttentionDropout(config.dropout, self.make_rng("dropout"))
         if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, bias, None, config, self.sink))
+            self.sow("intermediates", "probabilities", dense.kernel_weights(q, k, mask, bias, config, self.sink))
         return kernels.apply(q, k, v, mask, bias, dropout, config, self.sink)
 
 

@@ -136,7 +136,7 @@ class LatentAttention(nn.Module):
         if not is_zero(config.dropout) and self.has_rng("dropout"):
             dropout = AttentionDropout(config.dropout, self.make_rng("dropout"))
         if self.is_mutable_collection("intermediates"):
-            self.sow("intermediates", "probabilities", dense.probabilities(q, k, mask, None, None, config))
+            self.sow("intermediates", "probabilities", dense.kernel_weights(q, k, mask, None, config))
         width = max(q.shape[-1], v.shape[-1])
         q, k, padded = (pad_channels(y, width) for y in (q, k, v))
         o = kernels.apply(q, k, padded, mask, None, dropout, config)

@@ -38,6 +38,7 @@ STACK = builders.stack(  # few parameters: compiling takes time by the array
     ffn=FeedForwardConfig(width=16, activation="relu"),
     norm=NormConfig(kind="rms"),
 )
+SINKS = dataclasses.replace(STACK, attention=dataclasses.replace(STACK.attention, sink=True))
 LEARNED = dataclasses.replace(STACK, encoding=EncodingConfig(kind="learned", max_length=16))
 GRU = RecurrentConfig(cell="gru", layers=2, width=8, embed=EmbedConfig(vocab=VOCAB))
 ADDITIVE = dataclasses.replace(GRU, attention="additive")
@@ -56,7 +57,7 @@ PARTS = {
             moe=MoEConfig(experts=2, shared=1, dense_layers=1),
         )
     ),
-    "translation": ModelConfig(encoder=STACK, decoder=STACK),
+    "translation": ModelConfig(encoder=SINKS, decoder=SINKS),
     "classification": ModelConfig(encoder=STACK, head=HeadConfig(kind="classes", classes=3, pooling="mean")),
     "rnn": ModelConfig(recurrent_encoder=GRU, recurrent_decoder=ADDITIVE),
     "rnn_lm": ModelConfig(recurrent_decoder=GRU),

@@ -144,7 +144,7 @@ def gradients_by_hand(model, batch, explained, places):
             if not isinstance(own, (Attention, LatentAttention)) or context.method_name != "apply_kernel":
                 return function(*args, **kwargs)
             q, k, v, mask, *bias = args
-            probs = dense.probabilities(q, k, mask, *(bias or [None]), None, own.config)
+            probs = dense.probabilities(q, k, mask, *(bias or [None]), None, own.config, getattr(own, "sink", None))
             for name, (path, kind, head, query, key) in places.items():
                 if own.path[: len(path)] == path and own.name == kind:
                     probs = probs.at[0, head, query, key].add(amounts[name])

@@ -1,6 +1,7 @@
 """Attention kernels: implementations of softmax(q k^T + bias) v that are equal in value and gradient.
 
-Each file of this folder defines one, as `KERNEL`.
+Each file of this folder defines one, as `KERNEL`. A kernel from outside of the project may compute other weights than
+those of softmax attention; it then defines `weights`.
 """
 
 from __future__ import annotations
@@ -107,12 +108,15 @@ class Kernel:
         them.
       missing: `missing(site)` returns what the call lacks for the kernel (a device, a dtype, a shape), or None.
       has_sinks: `apply` takes a further argument `sink`, `[H]`: a score that each softmax has beside those of the keys.
+      weights: `weights(q, k, mask, bias, config) -> [B,H,T,S]`, float32: the weights with which `apply` sums values,
+        without dropout; None: those of softmax attention. No other kernel takes the place of one with `weights`.
     """
 
     apply: Callable[..., Array]
     refuse: Callable[[AttentionConfig, bool, bool], str | None] = lambda config, bias, dropout: None
     missing: Callable[[CallSite], str | None] = lambda site: None
     has_sinks: bool = False
+    weights: Callable[..., Array] | None = None
 
     def needs(self, config: AttentionConfig, bias: bool, dropout: bool) -> str | None:
         """The requirement that a config does not meet: the answer of `refuse`, or that there is no sink."""
@@ -123,6 +127,11 @@ class Kernel:
 def get(kind: str) -> Kernel:
     """The kernel that the file `kind` of this folder defines."""
     return registry.member(__name__, kind, "KERNEL")
+
+
+def own_weights(config: AttentionConfig) -> Callable[..., Array] | None:
+    """The `weights` of the config's kernel, or None if it computes softmax attention, as all that "auto" chooses do."""
+    return None if config.kernel == "auto" else get(config.kernel).weights
 
 
 def apply(
@@ -160,14 +169,15 @@ def choose_kernel(config: AttentionConfig, site: CallSite) -> tuple[str, str]:
     """Name of the kernel for `site`, and the reason for the choice.
 
     The kernel of the config is used for full sequences. Against a cache, where few queries see all keys, any kernel but
-    "dense" means "auto". "auto" takes dense if the mask has `hidden_pairs`; ulysses or ring if sequences are sharded
+    "dense" and those with `weights` means "auto". "auto" takes dense if the mask has `hidden_pairs`; ulysses or ring if sequences are sharded
     and there is no sink; the fused kernel of the device; else dense up to 1024 x 1024 scores and blockwise beyond.
 
     Raises:
       ConfigError: the kernel of the config does not support `site`.
     """
     cached = site.causal and not site.same_slots
-    if config.kernel == "dense" or (config.kernel != "auto" and not cached):
+    is_named = config.kernel != "auto" and not cached
+    if is_named or config.kernel == "dense" or own_weights(config) is not None:
         lacking = _unable(config.kernel, config, site)
         if lacking:
             raise ConfigError(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Float32
 
 from jaxformer.config import AttentionConfig
+from jaxformer.nn import kernels
 from jaxformer.nn.kernels import AttentionBias, AttentionDropout, Kernel, Keys, Queries
 from jaxformer.nn.layers import soft_cap
 from jaxformer.nn.masks import Mask
@@ -29,6 +30,19 @@ def probabilities(
     return jnp.where(
         jnp.any(see, axis=-1)[:, None, :, None], _probabilities(q, k, see, mask, bias, dropout, config, sink), 0.0
     )
+
+
+def kernel_weights(
+    q: Queries,
+    k: Keys,
+    mask: Mask,
+    bias: AttentionBias | None,
+    config: AttentionConfig,
+    sink: Float[Array, " H"] | None = None,
+) -> Float32[Array, "B H T S"]:
+    """The weights `[B, H, T, S]` of the config's kernel without dropout: `probabilities`, or those it defines."""
+    own = kernels.own_weights(config)
+    return probabilities(q, k, mask, bias, None, config, sink) if own is None else own(q, k, mask, bias, config)
 
 
 def _probabilities(
