@@ -86,6 +86,26 @@ def test_the_commands_and_the_python_of_the_readme_run(tmp_path, monkeypatch, ca
         exec(compile(block, "README.md", "exec"), {})
 
 
+def test_the_parts_of_a_model_run_alone_and_in_a_block_of_ones_own():
+    names: dict = {}
+    for block in blocks(ROOT / "docs" / "components.md", "python"):  # one program
+        exec(compile(block, "components.md", "exec"), names)
+    (block,) = [block for block in blocks(ROOT / "docs" / "extending.md", "python") if "GatedBlock" in block]
+    exec(compile(block, "extending.md", "exec"), {})
+
+
+def test_what_is_closed_is_in_the_code_that_the_page_names():
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    schema = (ROOT / "jaxformer" / "config" / "schema.py").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.*\| `(jaxformer/\S+)`: (.*) \| `(\w+)` \|$", page, re.M)
+    assert len(rows) == 10
+    for file, names, section in rows:
+        code = (ROOT / file).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^ *(def|class) {name}\b|^{name}:", code, re.M), f"{file}: no {name}"
+        assert re.search(rf"^class {section}\b|^{section} =", schema, re.M), section
+
+
 def test_every_path_that_a_page_names_exists():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

@@ -3,11 +3,13 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import builders
+import numpy as np
 import pytest
 
 from jaxformer import cli, registry
@@ -210,8 +212,6 @@ def test_a_plain_name_of_no_module_is_refused_with_the_nearest(directory):
 
 
 def test_an_encoding_and_a_kernel_from_outside(directory):
-    import numpy as np
-
     from jaxformer.models import build
 
     (directory / "mine" / "encoding.py").write_text("from jaxformer.nn.encodings.rope import ENCODING\n")
@@ -232,6 +232,43 @@ def test_an_encoding_and_a_kernel_from_outside(directory):
     assert "expected a jaxformer.nn.kernels.Kernel" in refused(
         parse, directory, "model.decoder.attention.kernel=mine.kernel"
     )
+
+
+def test_an_attention_kernel_with_weights_of_its_own_is_used_and_shown_everywhere(directory):
+    """The one of the guide: no other takes its place against a cache, its weights are sown, and export is refused."""
+    from jaxformer import testing
+    from jaxformer.hf import export
+    from jaxformer.models import build
+    from jaxformer.nn import kernels
+    from jaxformer.nn.attention import Attention
+    from jaxformer.nn.masks import Mask, slots_from_segments
+
+    (directory / "mine" / "sigmoid.py").write_text(own_kernel())
+    edits = ("model.decoder.attention.kernel=mine.sigmoid", "model.decoder.embed.vocab=32")
+    config = parse(directory, *edits, "model.decoder.attention.dropout=0.0")
+    site = kernels.CallSite("cpu", "float32", 2, 2, 8, queries=1, keys=8, causal=True, same_slots=False)
+    attention = config.model.decoder.attention
+    assert kernels.choose_kernel(attention, site)[0] == "mine.sigmoid"
+    module, variables = builders.make(config.model)
+    batch = testing.random_batch(config.model, lengths=[4, 4])
+    testing.assert_steps_equal_forward(module, variables, batch, prompt=2)
+
+    slots = slots_from_segments(np.ones((1, 3), np.int32))
+    layer = Attention(attention, config.model.decoder.encoding, width=4)
+    mask = Mask(slots, slots, causal=True, same_slots=True)
+    params = {name: {"kernel": np.zeros((4, 2, 2)), "bias": np.zeros((2, 2))} for name in ("query", "key", "value")}
+    params["out"] = {"kernel": np.zeros((2, 2, 4)), "bias": np.zeros(4)}
+    _, sown = layer.apply({"params": params}, np.ones((1, 3, 4), np.float32), mask, mutable=["intermediates"])
+    expected = [[1 / 2, 0, 0], [1 / 3, 1 / 3, 0], [1 / 4, 1 / 4, 1 / 4]]  # sigmoid(0 - log n) = 1 / (1 + n)
+    np.testing.assert_allclose(sown["intermediates"]["probabilities"][0][0, 1], expected, rtol=1e-5)
+    assert "which defines weights of its own" in refused(export._check_objective, config)
+
+
+def own_kernel() -> str:
+    """The attention variant of the guide."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    (code,) = [code for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "KERNEL" in code]
+    return code
 
 
 def test_a_hugging_face_family_from_outside(directory, monkeypatch):
@@ -266,7 +303,9 @@ def test_a_task_with_options_trains_resumes_evaluates_and_decodes_from_the_comma
         printed = capsys.readouterr()
         return code, printed.out + printed.err
 
-    train = ("train", "--config=recipe.py", "--config.task.options.alpha=0.2")
+    (directory / "mine" / "sigmoid.py").write_text(own_kernel())
+    kernel = "--config.model.decoder.attention.kernel=mine.sigmoid"
+    train = ("train", "--config=recipe.py", "--config.task.options.alpha=0.2", kernel)
     code, printed = jaxformer(*train)
     assert code == 0, printed
     config = json.loads((directory / "run" / "config.json").read_text())
@@ -274,7 +313,7 @@ def test_a_task_with_options_trains_resumes_evaluates_and_decodes_from_the_comma
     rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
     loss = next(row["loss"] for row in rows if row["split"] == "train")
     assert loss < 2.0  # a fifth of log(256) and more
-    code, printed = jaxformer("train", "--config=recipe.py")
+    code, printed = jaxformer("train", "--config=recipe.py", kernel)
     assert code == 2 and "task.options.alpha: here 0.1, there 0.2" in printed
     code, printed = jaxformer(*train, "--config.train.steps=3")
     assert code == 0 and "resumed at step 2" in printed
