@@ -117,6 +117,21 @@ def test_every_path_that_a_page_names_exists():
             assert "NAME" in path or (ROOT / path).exists(), f"{page.name}: {path}"
 
 
+def test_readme_and_index_name_every_page():
+    docs = ROOT / "docs"
+    pages = {str(path.relative_to(docs).with_suffix("")) for path in docs.rglob("*") if path.suffix in (".md", ".ipynb")}
+    pages -= {"index", *(page for page in pages if page.startswith("measurements/") and page != "measurements/README")}
+    index = (docs / "index.md").read_text(encoding="utf-8")
+    tree = [line for block in re.findall(r"^```{toctree}\n(.*?)^```", index, re.M | re.S) for line in block.splitlines()]
+    assert sorted(line for line in tree if line and not line.startswith(":")) == sorted(pages)
+    table = "".join(line for line in index.splitlines() if line.startswith("|"))
+    assert {Path(path).with_suffix("").as_posix() for path in re.findall(r"\]\(([^)]+)\)", table)} == pages
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    linked = {Path(path).with_suffix("").as_posix() for path in re.findall(r"\]\(docs/([^)]+)\)", readme)}
+    assert "notebooks" in linked
+    assert linked - {"notebooks", "images/overview"} == {page for page in pages if not page.startswith("notebooks/")}
+
+
 def test_every_recipe_says_how_to_run_it():
     for recipe, variant, words in recipes.each():
         text = recipe.read_text(encoding="utf-8").split('"""')[1]
