@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -130,6 +131,12 @@ def test_readme_and_index_name_every_page():
     linked = {Path(path).with_suffix("").as_posix() for path in re.findall(r"\]\(docs/([^)]+)\)", readme)}
     assert "notebooks" in linked
     assert linked - {"notebooks", "images/overview"} == {page for page in pages if not page.startswith("notebooks/")}
+
+
+def test_the_list_of_modules_is_todays():
+    writer = runpy.run_path(str(ROOT / "docs" / "reference" / "write_modules.py"))
+    page = (ROOT / "docs" / "reference" / "modules.md").read_text(encoding="utf-8")
+    assert page == writer["page"](), "write it: python docs/reference/write_modules.py > docs/reference/modules.md"
 
 
 def test_every_recipe_says_how_to_run_it():
