@@ -10,6 +10,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 VARIANTS = {
     "bert_mlm": ("tiny", "pairs", "base"),
     "btc_ner": ("transformer", "lstm"),
+    "chat": ("sft", "dpo"),
     "digits": ("classify", "caption"),
     "distil": ("teacher", "student", "alone"),
     "ett": ("patch", "linear", "dlinear"),
