@@ -517,7 +517,8 @@ def add_probes(
         return function(*args, **kwargs)
     q, k, v, mask, *rest = args
     bias = rest[0] if rest else None
-    probs = dense.kernel_weights(q, k, mask, bias, module.config, getattr(module, "sink", None)) + probes[str(module.name)]
+    sink = getattr(module, "sink", None)  # latent attention has none
+    probs = dense.kernel_weights(q, k, mask, bias, module.config, sink) + probes[str(module.name)]
     values = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
     return jnp.einsum("bhts,bshk->bthk", probs.astype(v.dtype), values).astype(q.dtype)
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import builders
@@ -237,6 +238,7 @@ def test_an_encoding_and_a_kernel_from_outside(directory):
 def test_an_attention_kernel_with_weights_of_its_own_is_used_and_shown_everywhere(directory):
     """The one of the guide: no other takes its place against a cache, its weights are sown, and export is refused."""
     from jaxformer import testing
+    from jaxformer.analysis import layers
     from jaxformer.hf import export
     from jaxformer.models import build
     from jaxformer.nn import kernels
@@ -261,6 +263,11 @@ def test_an_attention_kernel_with_weights_of_its_own_is_used_and_shown_everywher
     _, sown = layer.apply({"params": params}, np.ones((1, 3, 4), np.float32), mask, mutable=["intermediates"])
     expected = [[1 / 2, 0, 0], [1 / 3, 1 / 3, 0], [1 / 4, 1 / 4, 1 / 4]]  # sigmoid(0 - log n) = 1 / (1 + n)
     np.testing.assert_allclose(sown["intermediates"]["probabilities"][0][0, 1], expected, rtol=1e-5)
+
+    read = types.SimpleNamespace(module=layer.copy(name="attention"), method_name="apply_kernel")
+    q, v = np.zeros((1, 3, 2, 2), np.float32), np.arange(12, dtype=np.float32).reshape(1, 3, 2, 2)
+    o = layers.add_probes({"attention": np.zeros((1, 2, 3, 3))}, None, (q, q, v, mask), {}, read)
+    np.testing.assert_allclose(o, np.einsum("ts,bshk->bthk", expected, v), rtol=1e-5)  # the forward pass of gradients
     assert "which defines weights of its own" in refused(export._check_objective, config)
 
 
