@@ -1,7 +1,9 @@
 """A Hugging Face language model made to answer: replies of conversations (SFT), then preferences (DPO), with LoRA.
 
-Command:  jaxformer train --config=configs/chat.py:sft --workdir=runs/sft --config.init.directory=HF_DIR --config.data.dir=DIR
-          jaxformer train --config=configs/chat.py:dpo --workdir=runs/dpo --config.init.directory=runs/sft --config.data.dir=DIR
+Command:  jaxformer train --config=configs/chat.py:sft --workdir=runs/sft \
+              --config.init.directory=HF_DIR --config.data.dir=DIR
+          jaxformer train --config=configs/chat.py:dpo --workdir=runs/dpo \
+              --config.init.directory=runs/sft --config.data.dir=DIR
           jaxformer chat --workdir=runs/dpo
           jaxformer export --workdir=runs/dpo --target=out/chat
 Files:    DIR/conversations.jsonl, DIR/preferences.jsonl (docs/post-training.md)

@@ -75,7 +75,7 @@ def _variable_shapes(module: nn.Module, batch: Batch | None) -> PyTree:
 
 
 def _stream(tokens: np.ndarray, position: np.ndarray, segment: np.ndarray) -> Stream:
-    """A stream of numpy arrays, which stand for jax's as in jax itself."""
+    """A stream of numpy arrays; jax accepts them wherever it takes its own."""
     return Stream(cast(Array, tokens), Slots(cast(Array, position), cast(Array, segment)))
 
 

@@ -120,10 +120,11 @@ def test_every_path_that_a_page_names_exists():
 
 def test_readme_and_index_name_every_page():
     docs = ROOT / "docs"
-    pages = {str(path.relative_to(docs).with_suffix("")) for path in docs.rglob("*") if path.suffix in (".md", ".ipynb")}
+    files = [path.relative_to(docs) for path in docs.rglob("*") if path.suffix in (".md", ".ipynb")]
+    pages = {str(path.with_suffix("")) for path in files}
     pages -= {"index", *(page for page in pages if page.startswith("measurements/") and page != "measurements/README")}
     index = (docs / "index.md").read_text(encoding="utf-8")
-    tree = [line for block in re.findall(r"^```{toctree}\n(.*?)^```", index, re.M | re.S) for line in block.splitlines()]
+    tree = "".join(re.findall(r"^```{toctree}\n(.*?)^```", index, re.M | re.S)).splitlines()
     assert sorted(line for line in tree if line and not line.startswith(":")) == sorted(pages)
     table = "".join(line for line in index.splitlines() if line.startswith("|"))
     assert {Path(path).with_suffix("").as_posix() for path in re.findall(r"\]\(([^)]+)\)", table)} == pages

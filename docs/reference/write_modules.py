@@ -11,6 +11,11 @@ WITH_MEMBERS = (
 )
 """Modules whose functions and classes the site shows."""
 
+INTRODUCTION = """\
+The site made by `make docs` (`build/site/reference/modules.html`) shows every function and class of the modules at the
+end of this page. Elsewhere the page has this list alone, with the first sentence of each module.
+`python docs/reference/write_modules.py > docs/reference/modules.md` writes it again."""
+
 
 def first_sentence(path: Path) -> str:
     """The first sentence of a module's docstring, on one line."""
@@ -27,10 +32,7 @@ def page() -> str:
         parts = path.relative_to(PACKAGE).parts
         if not any(part.startswith("_") for part in parts[:-1]) and (path.stem == "__init__" or path.stem[0] != "_"):
             modules.setdefault("/".join(parts[:-1]), []).append(path)
-    lines = ["# Modules", ""]
-    lines += ["The site made by `make docs` (`build/site/reference/modules.html`) shows every function and class of the"]
-    lines += ["modules at the end of this page. Elsewhere the page has this list alone, with the first sentence of each"]
-    lines += ["module. `python docs/reference/write_modules.py > docs/reference/modules.md` writes it again.", ""]
+    lines = ["# Modules", "", INTRODUCTION, ""]
     for package, paths in sorted(modules.items()):
         lines += [f"## `jaxformer/{package}`".replace("/`", "`"), ""]
         own = next((path for path in paths if path.stem == "__init__"), None)

@@ -175,7 +175,7 @@ class AttentionMaps:
         return measures.relevance(self.maps, self.explained.gradients, self.explained.position)
 
     def require_all_layers(self, method: str, kind: str) -> None:
-        """Raises a ConfigError if only some layers of a kind are here."""
+        """Raises a ConfigError if maps of some layers of a kind are missing."""
         if len(self.layers[kind]) != self.total_layers[kind]:
             got = f"{len(self.layers[kind])} of {self.total_layers[kind]} layers"
             expected = "all of them, with attention in each; call attention without layers="

@@ -239,7 +239,7 @@ class TokenStream:
 
 
 class ShardedDocuments:
-    """The documents of a split, as examples with "text": the text of its tokens, which brings these along.
+    """The documents of a split, as examples with "text": the decoded text, a string that also carries its token ids.
 
     Attributes:
       directory: target of the build.
@@ -255,7 +255,7 @@ class ShardedDocuments:
         self._has_text = True
 
     def without_text(self) -> ShardedDocuments:
-        """The same documents with empty texts that bring their ids along: decoding takes most of the time to read."""
+        """The same documents with empty texts that carry their ids: decoding is most of the time of reading."""
         found = copy.copy(self)
         found._has_text = False
         return found

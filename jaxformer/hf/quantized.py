@@ -85,7 +85,7 @@ def dequantized(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor
 
 @dataclass(frozen=True, eq=False)
 class _Dequantized(Tensor):
-    """A tensor that two of the file stand for.
+    """A tensor computed from two tensors of the file.
 
     Attributes:
       codes: the numbers of few bits.

@@ -130,7 +130,7 @@ def add(config: AdapterConfig, params: PyTree, layers: Layers, key: Key[Array, "
 
 
 def also_trained(config: ModelConfig, paths: Iterable[str]) -> set[str]:
-    """Those of a model's parameter paths that are trained beside its adapters.
+    """The parameter paths, out of `paths`, that are trained in addition to the adapters.
 
     Raises:
       ConfigError: a pattern of `adapter.train` matches none.

@@ -161,7 +161,7 @@ class Head(nn.Module):
         return Norm(norm, name="transform_norm")(ACTIVATIONS[config.activation](dense(x)))
 
     def forecast(self, x: Float[Array, "B T D"], slots: Slots) -> Float[Array, "B _"]:
-        """The linear map of all slots together; padding counts as 0."""
+        """Forecast, float32: one linear map of the states of all T slots together, those of padding set to 0."""
         if self.outputs is None:
             raise ValueError("head.horizon: got None, expected a number; resolve the config with the data first")
         x = Dropout(self.config.dropout)(jnp.where((slots.segment != 0)[..., None], x, 0).astype(x.dtype))

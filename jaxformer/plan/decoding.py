@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Needs of decoding. Bytes and seconds are those of one device unless a name says otherwise.
+    """Memory and time of decoding. Bytes and seconds are those of one device unless a name says otherwise.
 
     Attributes:
       config: the config, with all sizes resolved.

@@ -126,9 +126,9 @@ def delta_sizes(delta: DeltaConfig, width: int) -> tuple[float, float, float, fl
 
 
 def feed_forward(stack: StackConfig) -> tuple[float, float, float, int]:
-    """A layer's parameters of a token: into and out of the feed-forward layer, hidden activations, routed experts.
+    """Sizes of the feed-forward layer for one token: parameters into and out of it, hidden activations, routed experts.
 
-    Of layers with and without experts this is the mean.
+    In a stack of layers with and without experts these are means over the layers.
     """
     if stack.moe is not None and stack.ffn is not None and stack.dense_numbers:
         ffn = dataclasses.replace(stack.ffn, width=stack.moe.dense_width or stack.ffn.width)

@@ -47,7 +47,7 @@ class State:
         self._next = 0.0
 
     def page(self) -> str:
-        """The page, which asks for data afterwards."""
+        """The page as HTML. It requests the data of its curves after it has loaded."""
         with self._lock:
             self._refresh()
             return page.render(self._runs, live=self._answer["page"])

@@ -64,7 +64,7 @@ class Download:
     subfolder: str = ""
 
     def wishes(self) -> list[str]:
-        """Names of the options that ask for something of a download."""
+        """Names of the options that differ from their defaults."""
         plain = {"revision": DEFAULT_REVISION, "cache_dir": ""}
         options = ("revision", "token", "cache_dir", "local_files_only", "force_download")
         return [name for name in options if getattr(self, name) not in (None, False, plain.get(name))]

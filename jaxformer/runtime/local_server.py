@@ -84,7 +84,7 @@ class LocalServer(http.server.ThreadingHTTPServer):
 
 
 class LocalHandler(http.server.BaseHTTPRequestHandler):
-    """Sends answers that nobody keeps or reads as something else."""
+    """Sends answers that are not cached, and whose content type a browser does not guess."""
 
     server: LocalServer  # ty: ignore[incompatible-mutable-override]
     timeout = TIMEOUT_SECONDS

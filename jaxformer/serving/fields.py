@@ -71,7 +71,7 @@ class Fields:
             raise Refusal(f"{got}; this server does not support it", param=name, code="unsupported_parameter")
 
     def end(self) -> None:
-        """Refuses fields that nobody has read."""
+        """Refuses the fields that have not been read."""
         for name in self.values:
             if name not in self._names:
                 hint = nearest(name, self._names)

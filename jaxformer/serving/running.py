@@ -28,7 +28,7 @@ class Running:
     """
 
     def __init__(self, worker: Worker, seconds: float) -> None:
-        """Begins the time, after `seconds` of which the request is given up."""
+        """Begins the time, after `seconds` of which the request is cancelled."""
         self.choices: list[Choice] = []
         self.prompt_tokens = 0
         self._worker, self._seconds = worker, seconds

@@ -183,7 +183,7 @@ class Mirror:
             return bucket
 
     def _fetch_selected(self, select: Select, markers: dict[str, tuple[str, bytes]], listed: list[str]) -> None:
-        """Brings as many intact checkpoints here as are needed, of those that are tried first."""
+        """Fetches as many intact checkpoints as are needed, in the order in which they are tried."""
         directories, count = select(self.root)
         for directory in directories:
             name = f"{directory.parent.name}/{directory.name}"
@@ -291,7 +291,7 @@ class Mirror:
         self.store.for_each(download, ((key, entry["bytes"]) for key, entry in wanted.items()))
 
     def _fetch_files(self, keys: set[str], bucket: Bucket) -> None:
-        """Brings all files outside of checkpoints here."""
+        """Fetches all files outside of checkpoints."""
 
         def download(key: str) -> None:
             found = self.store.read(key)

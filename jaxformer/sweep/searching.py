@@ -1,8 +1,8 @@
-"""Executes a search: suggests trials, trains each as a run of its own, judges their validations, ends the bad ones.
+"""Executes a search: suggests trials, trains each as a run of its own, and prunes those with bad validations.
 
 A trial's folder is named as every run's of a sweep, and its config is the frozen config of the submission with the
-trial's edits. The next command goes on from three things: the journal has the trials (`study`), each run's
-`metrics.jsonl` the validations that are judged, and its checkpoints the state that training resumes from.
+trial's edits. A later command resumes from three things: the trials in the journal (`study`), the validations
+in each run's `metrics.jsonl`, and each run's checkpoints.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class _Worker:
 
     Attributes:
       signals: how many times the process was asked to stop.
-      seen: identity of the `metrics.jsonl` that was read last.
+      seen: inode, size and time of the `metrics.jsonl` that was read last.
       is_pruned: the pruner has judged against the trial.
     """
 
@@ -290,7 +290,7 @@ class _Execution:
             return None
 
     def start(self, trial: Trial, index: int) -> None:
-        """Starts the trial's run, or resumes it, or goes on with the process that is there."""
+        """Starts or resumes the trial's run, or takes over the process that an earlier search left."""
         try:
             run = self.plan.run_of(trial.edits)
         except ConfigError as error:
@@ -334,7 +334,7 @@ class _Execution:
                 return
 
     def poll(self) -> None:
-        """Judges every worker, asks the pruned ones to stop, and concludes what has ended."""
+        """Reports new validations of every worker, asks pruned ones to stop, and ends the trials of ended processes."""
         for index, worker in list(self.active.items()):
             has_ended = worker.process.poll() is not None  # before the rows are read, so that none is missed
             self.judge(worker)
@@ -368,15 +368,15 @@ class _Execution:
             self.has_stopped = True
             self.table.end(run, "stopped")
         elif code == WRONG_INPUT and owner_pid(run.workdir) is not None:
-            self._again(trial, run)  # an orphan had not locked its folder yet when this one was started
+            self._requeue(trial, run)  # an orphan had not locked its folder yet when this one was started
         elif (code == STALLED or code < 0) and self.restarts.get(trial.number, 0) < MAX_RESTARTS:
             if not isinstance(worker.process, Orphan):
                 self.restarts[trial.number] = self.restarts.get(trial.number, 0) + 1
-            self._again(trial, run)
+            self._requeue(trial, run)
         else:
             self.fail(trial, run, local.describe_failure(run, code))
 
-    def _again(self, trial: Trial, run: Run) -> None:
+    def _requeue(self, trial: Trial, run: Run) -> None:
         self.waiting.insert(0, trial)
         self.table.running.pop(run.workdir, None)
         self.table.log(f"again     {run.workdir.name}")
@@ -408,34 +408,34 @@ def execute(plan: SearchPlan, workers: int) -> int:
     ended = [trial for trial in study.trials if trial.state != "running"]
     for trial in ended:
         table.count(plan.run_of(trial.edits), "pruned" if trial.state == "pruned" else "finished")
-    going = _Execution(plan, study, table, workers)
-    table.log(f"{plan.search.trials} trials: {len(ended)} ended, {len(going.waiting)} to resume, {workers} at a time")
-    handlers = {
-        s: signal.signal(s, lambda number, frame: going.signals.append(number)) for s in (signal.SIGTERM, signal.SIGINT)
-    }
+    execution = _Execution(plan, study, table, workers)
+    open_count = len(execution.waiting)
+    table.log(f"{plan.search.trials} trials: {len(ended)} ended, {open_count} to resume, {workers} at a time")
+    note_signal = lambda number, frame: execution.signals.append(number)  # noqa: E731
+    handlers = {number: signal.signal(number, note_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         while True:
-            while len(going.active) < workers and not going.is_stopping:
-                trial = going.next_trial()
+            while len(execution.active) < workers and not execution.is_stopping:
+                trial = execution.next_trial()
                 if trial is None:
                     break
-                going.start(trial, min(set(range(workers)) - set(going.active)))
-            if not going.active:
+                execution.start(trial, min(set(range(workers)) - set(execution.active)))
+            if not execution.active:
                 break
             time.sleep(local.POLL_SECONDS)
-            going.poll()
+            execution.poll()
             table.draw()
     finally:
         table.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for worker in going.active.values():
+        for worker in execution.active.values():
             worker.process.kill()
-    if going.problem:
-        raise ConfigError(going.problem)
+    if execution.problem:
+        raise ConfigError(execution.problem)
     _write_ranking(plan, study)
     states = [trial.state for trial in study.trials]
-    if going.signals or "running" in states:
+    if execution.signals or "running" in states:
         table.log(f"stopped after {len(states)} of {plan.search.trials} trials; run the same command to go on")
         return PREEMPTED
     return CRASHED if "failed" in states else DONE

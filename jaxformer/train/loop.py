@@ -137,7 +137,7 @@ def training_loop(run: Run, stop: PreemptionListener) -> int:
 
 
 def is_finished(run: Run) -> bool:
-    """True, and a line says so, if a restored run has nothing left to do."""
+    """True if a restored run has nothing left to do, which is logged."""
     if run.has_steps_left or results.finished_result(run.workdir) is None:
         return False
     field = "steps" if run.step >= run.config.train.steps else "patience"

@@ -114,7 +114,7 @@ class ProgressLine:
         self._show()
 
     def _parts(self, step: int, values: Values) -> dict[str, str]:
-        """The words of a line by their meaning, in the order of a log."""
+        """The parts of a log line by name, in their order."""
         return {
             "step": f"step {step:,}/{self.clock.config.steps:,}",
             "loss": f"loss {values['loss']:.4f}",

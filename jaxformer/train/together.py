@@ -337,7 +337,7 @@ class _Loop:
             run.save()
 
     def _guarded(self, member: Member, act: Callable[[], None]) -> None:
-        """Calls `act`; a run whose error that is ends, and the others go on."""
+        """Calls `act`. If it raises, its run ends, and the others go on."""
         try:
             act()
         except ConfigError as error:

@@ -240,7 +240,6 @@ def test_an_attention_kernel_with_weights_of_its_own_is_used_and_shown_everywher
     from jaxformer import testing
     from jaxformer.analysis import layers
     from jaxformer.hf import export
-    from jaxformer.models import build
     from jaxformer.nn import kernels
     from jaxformer.nn.attention import Attention
     from jaxformer.nn.masks import Mask, slots_from_segments

@@ -39,7 +39,7 @@ VECTOR_WORDS = ("bias", "scale")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter: the words of its path in its block, the logical names of its axes, and its shape, one layer's."""
+    """A parameter of one layer: the components of its path in its block, logical names of its axes, and its shape."""
 
     words: tuple[str, ...]
     axes: tuple[str | None, ...]

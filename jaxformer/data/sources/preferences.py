@@ -115,7 +115,7 @@ def _reply(value: Any, where: str) -> str:
 
 
 def _stored(split: str, rows: Iterable[tuple[str, Pair]]) -> Iterator[dict[str, str]]:
-    """Pairs as they are stored. Those that teach nothing are left out of training, and refused elsewhere."""
+    """Pairs as they are stored. Empty texts and equal replies are left out of training, and refused in other splits."""
     dropped, first = 0, ""
     for where, pair in rows:
         problem = _problem(pair)

@@ -99,7 +99,7 @@ class Search(Protocol[S]):
 
     @property
     def lookahead(self) -> int:
-        """Tokens that a step may append to a sequence beside the one that it is sure of."""
+        """Largest number of tokens that a step may append to a sequence beyond the first."""
         ...
 
     def init(

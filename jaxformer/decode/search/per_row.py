@@ -35,7 +35,7 @@ class PerRowSearch(SampleSearch):
         return RowSampling(*map(jnp.asarray, _sampling(rows.sampling)))
 
     def next_token(self, logits: Float32[Array, "R V"], state: Draws) -> Int[Array, " R"]:
-        """The token of every row. Nothing is drawn, or sorted, as long as no row asks for it."""
+        """The next token of every row. If no row samples, nothing is drawn or sorted."""
         sampling = _sampling(state.sampling)
         greedy = top_k(logits, 1)[1][:, 0]
         samples = (jnp.asarray(sampling.temperature) > 0) & ~state.done

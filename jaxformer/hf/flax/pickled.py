@@ -35,7 +35,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Name:
-    """A name of the file, `module.name`, which nothing looks up."""
+    """A name in the file, `module.name`. It is never imported."""
 
     module: str
     name: str
@@ -158,7 +158,7 @@ class _Machine:
             self.combine(name, argument)
 
     def combine(self, name: str, argument: Any) -> None:
-        """An opcode that makes one thing of several."""
+        """Executes an opcode that takes several values from the stack and pushes one."""
         stack = self.stack
         if name == "TUPLE":
             stack.append(tuple(self.pop_to_mark()))

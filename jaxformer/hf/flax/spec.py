@@ -63,7 +63,7 @@ class Spec:
 
     @property
     def module(self) -> nn.Module:
-        """The module here."""
+        """The Linen module of this package that computes the class."""
         return build.build(self.config)
 
     @property

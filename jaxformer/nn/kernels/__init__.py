@@ -169,8 +169,9 @@ def choose_kernel(config: AttentionConfig, site: CallSite) -> tuple[str, str]:
     """Name of the kernel for `site`, and the reason for the choice.
 
     The kernel of the config is used for full sequences. Against a cache, where few queries see all keys, any kernel but
-    "dense" and those with `weights` means "auto". "auto" takes dense if the mask has `hidden_pairs`; ulysses or ring if sequences are sharded
-    and there is no sink; the fused kernel of the device; else dense up to 1024 x 1024 scores and blockwise beyond.
+    "dense" and those with `weights` means "auto". "auto" takes dense if the mask has `hidden_pairs`; ulysses or ring if
+    sequences are sharded and there is no sink; the fused kernel of the device; else dense up to 1024 x 1024 scores and
+    blockwise beyond.
 
     Raises:
       ConfigError: the kernel of the config does not support `site`.
