@@ -267,6 +267,8 @@ def test_an_attention_kernel_with_weights_of_its_own_is_used_and_shown_everywher
     q, v = np.zeros((1, 3, 2, 2), np.float32), np.arange(12, dtype=np.float32).reshape(1, 3, 2, 2)
     o = layers.add_probes({"attention": np.zeros((1, 2, 3, 3))}, None, (q, q, v, mask), {}, read)
     np.testing.assert_allclose(o, np.einsum("ts,bshk->bthk", expected, v), rtol=1e-5)  # the forward pass of gradients
+    capped = refused(parse, directory, *edits, "model.decoder.attention.soft_cap=50.0")
+    assert "attention.soft_cap None" in capped
     assert "which defines weights of its own" in refused(export._check_objective, config)
 
 
