@@ -39,6 +39,7 @@ SHORT = {"queries": 256, "keys": 256}
     [
         ({"causal": False}, "dense", "512 x 512 scores are few; splash needs a TPU; cudnn needs an NVIDIA GPU"),
         ({}, "blockwise", "512 x 512 scores are many"),
+        ({"bias": True}, "dense", "512 x 512 scores are few"),
         ({"prefix": True}, "dense", "512 x 512 scores are few"),
         ({"same_slots": False}, "dense", "512 x 512 scores are few"),
         (SHORT, "rowwise", "256 x 256 causal scores on a CPU"),

@@ -189,7 +189,7 @@ def choose_kernel(config: AttentionConfig, site: CallSite) -> tuple[str, str]:
         if reason is None:
             return name, f"the fused kernel of this {site.platform}"
     # Speeds of the three on a CPU: docs/measurements/training.md.
-    leaves_out = site.platform == "cpu" and site.causal and site.same_slots and not site.prefix
+    leaves_out = site.platform == "cpu" and site.causal and site.same_slots and not (site.prefix or site.bias)
     small = site.queries * site.keys <= (511 * 511 if leaves_out else 1024 * 1024)
     divided = site.context * site.tensor > 1
     if leaves_out and small and site.queries >= 128 and not divided and _unable("rowwise", config, site) is None:
