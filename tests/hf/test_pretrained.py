@@ -387,6 +387,26 @@ def test_a_model_of_ours_is_exported_and_computes_the_same(family, tmp_path):
     np.testing.assert_allclose(again(**given).logits, model(**given).logits, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(("kind", "lowercase"), [("character", False), ("byte", False), ("word", True)])
+def test_a_tokenizer_that_was_learned_here_goes_along_where_the_other_library_has_its_kind(
+    kind, lowercase, tmp_path, caplog
+):
+    data = DataConfig(tokenizer=TokenizerConfig(kind=kind, lowercase=lowercase))
+    texts = Tokenizers.build(data, [{"text": "what says the dog"}], ["text"])
+    config = EXPORTS["gpt2"]
+    embed = dataclasses.replace(config.decoder.embed, vocab=texts.target.size)
+    model = ours(dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, embed=embed)))
+    model = dataclasses.replace(model, tokenizers=texts)
+    model.save_pretrained(tmp_path / "out")
+    again = jaxformer.from_pretrained(tmp_path / "out")
+    if lowercase:
+        assert again.tokenizers is None
+        assert "cannot express a word tokenizer" in caplog.text
+        return
+    assert again.tokenizers.target.encode("the dog says") == texts.target.encode("the dog says")
+    assert not caplog.text
+
+
 def test_experts_are_read_one_by_one_each_device_its_own(tmp_path):
     model = ours(EXPORTS["mixtral"])
     model.save_pretrained(tmp_path / "out")
