@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import builders
 import jax
@@ -544,6 +545,18 @@ def test_a_model_that_no_task_trains_is_imported_all_the_same(family, head, tmp_
     jax.tree.map(np.testing.assert_array_equal, dict(before), dict(after))
     assert cli.main(["decode", f"--workdir={workdir}", f"--input={source / 'config.json'}"]) == 2
     assert "can only be called" in capsys.readouterr().err
+
+
+def test_an_import_without_a_tokenizer_says_so_and_so_does_decode(gpt2, tmp_path, capsys, caplog):
+    source, workdir = shutil.copytree(gpt2, tmp_path / "source"), tmp_path / "run"
+    (source / "tokenizer.json").unlink()
+    assert cli.main(["import", f"--source={source}", f"--workdir={workdir}"]) == 0
+    assert "no tokenizer, so" in caplog.text
+    capsys.readouterr()
+    assert cli.main(["decode", f"--workdir={workdir}", f"--input={source / 'config.json'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"tokenizer: got no jaxformer_tokenizer.json in {workdir}" in error
+    assert error.count("\n") == 1
 
 
 def test_import_of_nothing_is_one_line(tmp_path, capsys):
