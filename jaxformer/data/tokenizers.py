@@ -492,6 +492,11 @@ class Tokenizers:
         path = Path(directory) / cls.FILE
         if not path.exists() and (Path(directory) / cls.LIBRARY).exists():
             path = Path(directory) / cls.LIBRARY
+        if not path.exists():
+            raise ConfigError(
+                f"tokenizer: got no {cls.FILE} in {directory}, expected one; a model imported from a directory without "
+                "a tokenizer has none, and takes token ids in Python"
+            )
         template = Path(directory) / cls.TEMPLATE
         try:
             chat_template = read_file(template).decode("utf-8") if template.exists() else None

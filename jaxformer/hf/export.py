@@ -12,7 +12,6 @@ from typing import Any
 from jaxformer import tasks
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.tokenizers import Tokenizers, write
-from jaxformer.data.vocabularies import LibraryVocabulary
 from jaxformer.errors import ConfigError
 from jaxformer.hf import convert, keys, rewrite, writing
 from jaxformer.hf.comparison import config_differences
@@ -169,8 +168,11 @@ def _save_tokenizer(model: Model, origin: HuggingFaceOrigin, family: Family, dir
             (directory / folder).mkdir(exist_ok=True)
             side.export(directory / folder / "tokenizer.json")
         return
-    if not model.tokenizers.joint or not isinstance(tokenizer.vocabulary, LibraryVocabulary):
-        log.warning("%s: no tokenizer.json, the other library has none of this kind; encode texts here", directory)
+    if not model.tokenizers.joint or not tokenizer.is_exportable:
+        reason = f"cannot express a {tokenizer.vocabulary.kind} tokenizer that is set as this one is"
+        if not model.tokenizers.joint:
+            reason = "has one tokenizer for both sides, and this model has two"
+        log.warning("%s: no tokenizer.json, the other library %s; encode texts here", directory, reason)
         return
     trained_here = origin.family is None
     heads = ("masked_lm", "pretraining", "sequence", "token", "qa")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from jaxformer.runtime import files, object_store
 from jaxformer.runtime import hub as runtime_hub
 from jaxformer.train import warm_start
 from jaxformer.types import PyTree, TrainState
+
+log = logging.getLogger("jaxformer")
 
 SETTINGS_FILE = "huggingface.json"
 """File of an imported workdir that keeps the config.json and generation_config.json of the source."""
@@ -70,6 +73,8 @@ def import_checkpoint(
     checkpoints.close()
     if model.tokenizers is not None:
         model.tokenizers.save(workdir)
+    elif config.model.reads_tokens:
+        log.warning("%s: no tokenizer, so %s has none, and jaxformer decode needs one", source, workdir)
     content = {"config": dict(origin.settings.values), "generation": dict(origin.defaults), "head": origin.head}
     files.write_atomic(workdir / SETTINGS_FILE, json.dumps(content, indent=2) + "\n")
     files.write_atomic(workdir / "config.json", overrides.to_json(config))

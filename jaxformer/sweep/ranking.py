@@ -13,7 +13,7 @@ from jaxformer.sweep.planning import Plan, Run, format_value, run_name
 from jaxformer.sweep.space import SEED
 
 BEST = "best.py"
-"""The recipe of the best run, in the sweep's folder."""
+"""The recipe of the best run of the first row, in the sweep's folder."""
 
 BEST_TEMPLATE = '''"""The best run of a sweep: {score}. Written by jaxformer sweep; every field is in it."""
 
@@ -59,8 +59,12 @@ def write_ranking(
     if trials is not None:
         missing = [trial["run"] for trial in trials if trial["state"] in ("open", "failed")]
     if rows and rows[0]["mean"] is not None:
-        best = next(run for run in plan.runs if run.workdir.name in rows[0]["runs"])
-        files.write_atomic(plan.workdir / BEST, recipe(best.config, f"{checkpoint.metric} {rows[0]['mean']:.5g}"))
+        values = rows[0]["runs"]
+        best = min(groups[rows[0]["name"]], key=lambda member: sign * values[member[0].workdir.name])[0]
+        score = f"{checkpoint.metric} {values[best.workdir.name]:.5g}"
+        if len(values) > 1:
+            score += f"; the mean of its {len(values)} seeds is {rows[0]['mean']:.5g}"
+        files.write_atomic(plan.workdir / BEST, recipe(best.config, score))
     ranking = {"metric": checkpoint.metric, "mode": checkpoint.mode, "missing": missing, "rows": rows}
     if trials is not None:
         ranking["trials"] = trials
@@ -109,7 +113,7 @@ def _markdown(rows: list[dict[str, Any]], metric: str) -> str:
         mean, deviation = (f"{row[key]:.5g}" if row[key] is not None else "" for key in ("mean", "deviation"))
         bounds = "" if row["interval"] is None else " to ".join(f"{bound:.5g}" for bound in row["interval"])
         lines.append(f"| {rank} | {mean} | {deviation} | {bounds} | {len(row['runs'])} | {row['name']} |")
-    return "\n".join(lines)
+    return "\n".join(lines) if rows else "no run is finished yet"
 
 
 def _trials_markdown(trials: list[dict[str, Any]], metric: str) -> str:

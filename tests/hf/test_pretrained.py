@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import builders
 import jax
@@ -387,6 +388,26 @@ def test_a_model_of_ours_is_exported_and_computes_the_same(family, tmp_path):
     np.testing.assert_allclose(again(**given).logits, model(**given).logits, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(("kind", "lowercase"), [("character", False), ("byte", False), ("word", True)])
+def test_a_tokenizer_that_was_learned_here_goes_along_where_the_other_library_has_its_kind(
+    kind, lowercase, tmp_path, caplog
+):
+    data = DataConfig(tokenizer=TokenizerConfig(kind=kind, lowercase=lowercase))
+    texts = Tokenizers.build(data, [{"text": "what says the dog"}], ["text"])
+    config = EXPORTS["gpt2"]
+    embed = dataclasses.replace(config.decoder.embed, vocab=texts.target.size)
+    model = ours(dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, embed=embed)))
+    model = dataclasses.replace(model, tokenizers=texts)
+    model.save_pretrained(tmp_path / "out")
+    again = jaxformer.from_pretrained(tmp_path / "out")
+    if lowercase:
+        assert again.tokenizers is None
+        assert "cannot express a word tokenizer" in caplog.text
+        return
+    assert again.tokenizers.target.encode("the dog says") == texts.target.encode("the dog says")
+    assert not caplog.text
+
+
 def test_experts_are_read_one_by_one_each_device_its_own(tmp_path):
     model = ours(EXPORTS["mixtral"])
     model.save_pretrained(tmp_path / "out")
@@ -524,6 +545,18 @@ def test_a_model_that_no_task_trains_is_imported_all_the_same(family, head, tmp_
     jax.tree.map(np.testing.assert_array_equal, dict(before), dict(after))
     assert cli.main(["decode", f"--workdir={workdir}", f"--input={source / 'config.json'}"]) == 2
     assert "can only be called" in capsys.readouterr().err
+
+
+def test_an_import_without_a_tokenizer_says_so_and_so_does_decode(gpt2, tmp_path, capsys, caplog):
+    source, workdir = shutil.copytree(gpt2, tmp_path / "source"), tmp_path / "run"
+    (source / "tokenizer.json").unlink()
+    assert cli.main(["import", f"--source={source}", f"--workdir={workdir}"]) == 0
+    assert "no tokenizer, so" in caplog.text
+    capsys.readouterr()
+    assert cli.main(["decode", f"--workdir={workdir}", f"--input={source / 'config.json'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"tokenizer: got no jaxformer_tokenizer.json in {workdir}" in error
+    assert error.count("\n") == 1
 
 
 def test_import_of_nothing_is_one_line(tmp_path, capsys):

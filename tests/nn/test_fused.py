@@ -31,12 +31,25 @@ from jaxformer.parallel import mesh as meshes
 
 SITE = CallSite("cpu", "bfloat16", heads=8, kv_heads=4, head_width=64, queries=512, keys=512, causal=True)
 LONG = {"queries": 4096, "keys": 4096}
+SHORT = {"queries": 256, "keys": 256}
 
 
 @pytest.mark.parametrize(
     ("edits", "name", "reason"),
     [
-        ({}, "dense", "512 x 512 scores are few; splash needs a TPU; cudnn needs an NVIDIA GPU"),
+        ({"causal": False}, "dense", "512 x 512 scores are few; splash needs a TPU; cudnn needs an NVIDIA GPU"),
+        ({}, "blockwise", "512 x 512 scores are many"),
+        ({"bias": True}, "dense", "512 x 512 scores are few"),
+        ({"prefix": True}, "dense", "512 x 512 scores are few"),
+        ({"same_slots": False}, "dense", "512 x 512 scores are few"),
+        (SHORT, "rowwise", "256 x 256 causal scores on a CPU"),
+        ({**SHORT, "causal": False}, "dense", "few"),
+        ({**SHORT, "prefix": True}, "dense", "few"),
+        ({**SHORT, "bias": True}, "dense", "few"),
+        ({**SHORT, "dropout": True}, "dense", "few"),
+        ({**SHORT, "tensor": 2}, "dense", "few"),
+        ({**SHORT, "platform": "gpu"}, "dense", "few"),
+        ({"queries": 127, "keys": 127}, "dense", "127 x 127 scores are few"),
         (LONG, "blockwise", "are many"),
         ({"platform": "tpu"}, "splash", "tpu"),
         ({"platform": "tpu", "bias": True}, "dense", "splash needs an encoding that adds no bias"),

@@ -15,7 +15,7 @@ import pytest
 from jaxformer import registry
 from jaxformer.config import AttentionConfig, ConfigError, MeshConfig
 from jaxformer.nn import kernels
-from jaxformer.nn.kernels import blockwise
+from jaxformer.nn.kernels import blockwise, rowwise
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.parallel import mesh as meshes
 from jaxformer.types import Slots
@@ -161,7 +161,29 @@ def sees(mask: Mask, b: int, t: int, s: int, causal: bool, window: int | None) -
     return window is None or abs(back) < window
 
 
-@pytest.mark.parametrize("name", KERNELS)
+def test_rowwise_takes_all_keys_where_a_member_of_a_vmap_is_out_of_order():
+    """Members of `vmap` share the branch: one whose positions run backwards, beside one in order."""
+    ordered = side(("full",))
+    masks = [
+        Mask(s, s, causal=True, same_slots=True) for s in (ordered, ordered._replace(position=7 - ordered.position))
+    ]
+    both = jax.tree.map(lambda *x: np.stack(x), *masks)
+    got = jax.device_get(jax.vmap(compiled, (None, 0, None, *[None] * 4))("rowwise", both, None, *inputs(masks[0])))
+    wanted = jax.tree.map(lambda *x: np.stack(x), *(run("dense", mask) for mask in masks))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=2e-5)
+
+
+def test_rowwise_leaves_out_the_keys_behind_each_block():
+    assert rowwise._divide(256, 128) == ((0, 64, 64), (64, 128, 128), (128, 192, 192), (192, 256, 256))
+    assert rowwise._divide(7, 4) == ((0, 2, 2), (2, 4, 4), (4, 7, 7))
+    assert rowwise._divide(127, 128) == ()
+    see, blocks = np.tril(np.ones((1, 7, 7), bool)), rowwise._divide(7, 4)
+    assert rowwise._in_order(blocks, see)
+    see[0, 3, 4] = True
+    assert not rowwise._in_order(blocks, see)
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "rowwise"])
 def test_a_table_of_pairs_is_refused(name):
     mask = mask_of("").replace(hidden_pairs=np.zeros((len(SEGMENTS), LENGTH, LENGTH), bool))
     with pytest.raises(ConfigError, match="single pairs"):

@@ -384,7 +384,7 @@ def test_slurm_without_slurm_is_refused(planned, monkeypatch):
 
 def test_the_best_run_is_written_as_a_recipe_that_is_its_config(planned, capsys):
     plan = planned("SWEEP = cross(grid({'schedule.peak': [0.3, 0.1]}), seeds(2, 4))")
-    for run, loss in zip(plan.runs, (3.0, 4.0, 1.0, 2.0)):
+    for run, loss in zip(plan.runs, (3.0, 4.0, 2.0, 1.0)):
         finish(run, loss=loss)
     rows = ranking.write_ranking(plan)
     assert [row["interval"] for row in rows] == [
@@ -392,9 +392,9 @@ def test_the_best_run_is_written_as_a_recipe_that_is_its_config(planned, capsys)
         pytest.approx((-2.8531, 9.8531)),
     ]
     best = plan.workdir / "best.py"
-    assert overrides.parse([f"--config={best}"]) == plan.runs[2].config
-    assert overrides.parse([f"--config={best}", "--config.train.seed=5"]) == plan.runs[3].config
-    assert best.read_text().startswith('"""The best run of a sweep: loss 1.5.')
+    assert overrides.parse([f"--config={best}"]) == plan.runs[3].config
+    assert overrides.parse([f"--config={best}", "--config.train.seed=4"]) == plan.runs[2].config
+    assert best.read_text().startswith('"""The best run of a sweep: loss 1; the mean of its 2 seeds is 1.5. Written')
 
 
 def test_one_run_has_no_interval_and_a_diverged_best_is_no_recipe(planned):
