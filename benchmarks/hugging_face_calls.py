@@ -43,22 +43,22 @@ def vocabulary(config: Any) -> int:
 
 
 def calls_of(
-    kind: str, head: str, model: Any, rng: np.random.Generator, extra: int
+    kind: str, head: str, model: Any, rng: np.random.Generator, extra: list[str]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The first three calls and `extra` others, by name."""
+    """The first three calls and those of `extra`, by name."""
     config = model.config
     rows = 1 if sides(config)[0].pad_token_id is None and head == "sequence" else 2
-    names = [*BASE, *rng.choice(EXTRA, extra, replace=False).tolist()]
-    found = []
+    names = [*BASE, *extra]
+    types, found = rng.random() < 0.7, []  # one form of arguments is one compilation
     for which in names:
-        given = text_of(kind, head, config, which, rows, rng)
+        given = text_of(kind, head, config, which, rows, types, rng)
         change = CHANGES.get(which)
         if change is None or change(kind, head, model, given, rng):
             found.append((which, choices_of(given) if head == "multiple_choice" else given))
     return found
 
 
-def text_of(kind: str, head: str, config: Any, which: str, rows: int, rng: np.random.Generator) -> dict[str, Any]:
+def text_of(kind: str, head: str, config: Any, which: str, rows: int, types: bool, rng: np.random.Generator) -> dict[str, Any]:
     """The arguments of a call with padding as its name says."""
     source, _ = sides(config)
     length = 1 if which == "one token" else 17 if kind in IN_BLOCKS else 11
@@ -78,14 +78,14 @@ def text_of(kind: str, head: str, config: Any, which: str, rows: int, rng: np.ra
     if which in padded and which != "no mask":
         given["attention_mask"] = mask
     kinds = getattr(source, "type_vocab_size", 0) or (2 if kind == "xlnet" else 0)
-    if kinds and rng.random() < 0.7:
+    if kinds and types:
         given["token_type_ids"] = rng.integers(0, kinds, ids.shape)
     if which != "whole":
         given |= labels_of(kind, head, config, ids, mask, rng)
     from_source = kind in ENDED and rng.random() < 0.5  # the decoder reads the source
     if getattr(config, "is_encoder_decoder", False) and "labels" not in given and head != "qa" and not from_source:
         plain = plain_tokens(sides(config)[1])
-        given["decoder_input_ids"] = plain[rng.integers(0, len(plain), (rows, 6))]
+        given["decoder_input_ids"] = plain[rng.integers(0, len(plain), (rows, 7))]
     return given
 
 

@@ -56,14 +56,24 @@ from jaxformer.hf.families import encoder_decoder
 from jaxformer.hf.table import families
 
 BOUND, ATTENTION_BOUND = 5e-6, 2e-5
-EXTRA, SEARCHES, EXPORTED = 2, 2, 0.3
-"""Calls beside the first three, searches of a model that writes text, and the share of models that are saved again."""
+EXTRA, EXPORTED = 2, 0.3
+"""Calls beside the first three, and the share of models that are saved again."""
 CONSTANT = ("embed_positions.weight", "position_ids")
 OUTPUTS = ("loss", "logits", "start_logits", "end_logits", "prediction_logits", "seq_relationship_logits", "sop_logits",
     "last_hidden_state", "pooler_output", "hidden_states", "attentions", "encoder_hidden_states",
     "decoder_hidden_states",
     "encoder_attentions", "decoder_attentions", "cross_attentions", "encoder_last_hidden_state",
     "router_logits", "aux_loss")  # fmt: skip
+
+
+class Options(NamedTuple):
+    """What each draw compares: calls beside the first three ([]: two at random), and a number of searches."""
+
+    extra: list[str] = []
+    searches: int = 1
+
+
+OPTIONS = Options()
 
 
 class TheirsFails(Exception):
@@ -236,7 +246,8 @@ def compare(kind: str, name: str, head: str, config: dict[str, Any], style: Styl
         place = Path(folder) / "theirs"
         try:
             model = saved(kind, name, head, config, style, place, seed)
-            made = calls.calls_of(kind, head, model, rng, EXTRA)
+            extra = OPTIONS.extra or rng.choice(calls.EXTRA, EXTRA, replace=False).tolist()
+            made = calls.calls_of(kind, head, model, rng, extra)
             ours = jaxformer.from_pretrained(place)
             if ours.hf.head != head:
                 return "different", f"head {ours.hf.head}"
@@ -255,7 +266,7 @@ def compare(kind: str, name: str, head: str, config: dict[str, Any], style: Styl
                     return "different", f"{which}: {found}"
             texts = dict(made)
             if ours.hf.head in ("causal_lm", "seq2seq") and kind != "xlnet":
-                for _ in range(SEARCHES):
+                for _ in range(OPTIONS.searches):
                     found = compare_search(kind, model, ours, texts, rng)
                     if found.startswith("refused"):
                         refused.append(found)
@@ -436,11 +447,15 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:3", help="first:after the last")
     parser.add_argument("--only", default="", help="only classes of a family or head that contains this")
     parser.add_argument("--heads", default="", help="only these heads, separated by commas")
+    parser.add_argument("--extra", default="", help="these calls beside the first three, separated by commas")
+    parser.add_argument("--searches", type=int, default=1, help="searches of each model that writes text")
     parser.add_argument("--rate", type=float, default=0.25)
     arguments = parser.parse_args()
     if arguments.table:
         print(table([json.loads(line) for line in Path(arguments.table).read_text().splitlines()]))
         return 0
+    global OPTIONS
+    OPTIONS = Options([name for name in arguments.extra.split(",") if name], arguments.searches)
     logging.getLogger("jaxformer").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

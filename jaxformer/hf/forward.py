@@ -54,7 +54,7 @@ def call(
     if model.config.task.name != "none" and tasks.get(model.config.task.name).has_prefix:
         raise ConfigError("call: got a prefix language model, expected another: no argument says where a prefix ends")
     renamed = origin.convention.renamed
-    names = tuple(renamed.get(name, name) for name in argument_names(config, head, origin.convention.is_pair))
+    names = tuple(renamed.get(name, name) for name in argument_names(config, head, origin.convention))
     hides_question = head == "qa" and origin.convention.hides_question
     names += ("question_lengths",) if hides_question else ()
     given = check_arguments(inputs, names)

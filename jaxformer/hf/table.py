@@ -85,6 +85,7 @@ class CallConvention:
     Attributes:
       positions: slots that get a position id: "slots" (all), "ids" (those without the padding token, as RoBERTa
         counts), or "mask" (those that the attention mask shows, as OPT and BLOOM count).
+      takes_position_ids: False where the family's classes have no argument `position_ids`, which is then refused.
       decoder_positions: the same for the decoder beside an encoder; None: as `positions` says.
       is_pair: the model is put together of two (`families/encoder_decoder.py`). A call then takes token types and
         positions of either side, and hides the padding in a decoder's input that is made of labels.
@@ -111,6 +112,7 @@ class CallConvention:
     """
 
     positions: str = "slots"
+    takes_position_ids: bool = True
     decoder_positions: str | None = None
     is_pair: bool = False
     decoder_start_token: int | None = 0

@@ -13,9 +13,10 @@ import pytest
 import tokenizers
 
 import jaxformer
-from jaxformer.config import ConfigError
+from jaxformer.config import AttentionConfig, ConfigError, EmbedConfig, EncodingConfig, SparseConfig, StackConfig
 from jaxformer.data.vocabularies import MAX_IDS
-from jaxformer.hf import reading, writing
+from jaxformer.hf import arguments, keys, reading, writing
+from jaxformer.hf.table import CallConvention, Settings, family_of
 
 SIZES = {
     "vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -85,6 +86,49 @@ def test_under_jit_an_id_without_a_row_is_nan(bert):
     call = jax.jit(lambda ids: bert(input_ids=ids).logits)
     assert np.isnan(call(jnp.asarray([[3, -1]]))).all()
     assert not np.isnan(call(jnp.asarray([[3, 23]]))).any()
+
+
+COUNTED, SHIFTED, AGAIN, GAPS = [0, 0, 0, 1, 2], [2, 3, 4, 5, 6], [0, 1, 2, 0, 1], [0, 1, 2, 4, 7]
+LEFT_PADDED = [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("attention", "encoding", "causal", "refused"),
+    [
+        ({}, "rope", True, {"again", "counted"}),
+        ({"window": 3}, "rope", True, {"again", "gaps", "counted"}),
+        ({"window": 3}, "rope", False, {"again", "gaps", "counted"}),
+        ({}, "deberta", False, {"again", "gaps", "counted"}),
+        ({"sparse": SparseConfig()}, "learned", False, {"again", "gaps", "counted", "shifted", "padded"}),
+        ({}, "learned", False, set()),
+    ],
+)
+def test_positions_that_would_order_slots_unlike_the_other_library_are_refused(attention, encoding, causal, refused):
+    stack = StackConfig(
+        embed=EmbedConfig(vocab=8), attention=AttentionConfig(**attention), encoding=EncodingConfig(kind=encoding)
+    )
+    calls = {"shifted": (SHIFTED, None), "again": (AGAIN, None), "gaps": (GAPS, None), "counted": (COUNTED, None)}
+    calls["padded"] = (COUNTED, LEFT_PADDED)
+    for name, (positions, mask) in calls.items():
+        given = {"input_ids": jnp.asarray([[3, 4, 5, 6, 7]]), "position_ids": jnp.asarray([positions])}
+        given |= {} if mask is None else {"attention_mask": jnp.asarray([mask])}
+        tokens = jax.jit(lambda given: arguments.make_stream(CallConvention(), stack, given, causal).tokens)(given)
+        assert bool((tokens == -1).all()) == (name in refused), name
+        if name in refused:
+            with pytest.raises(ConfigError, match=r"got position_ids \[\d, .*\] in row 0, expected .*; give each text"):
+                arguments.make_stream(CallConvention(), stack, given, causal)
+        else:
+            arguments.make_stream(CallConvention(), stack, given, causal)
+
+
+def test_only_families_whose_classes_take_position_ids_take_them():
+    heads = {"bloom": "qa", "roformer": "token", "t5": "encoder", "mt5": "token", "longt5": "encoder", "gpt2": "qa"}
+    for model_type, head in heads.items():
+        settings = Settings({"model_type": model_type})
+        family = family_of(settings)
+        model = keys.read_model(family, keys.with_defaults(family, settings), head)
+        names = arguments.argument_names(model, head, family.convention)
+        assert ("position_ids" in names) == (model_type == "gpt2")
 
 
 def test_weights_that_are_no_numbers_are_refused_and_infinities_named(tmp_path, caplog):

@@ -115,5 +115,5 @@ FAMILY = Family(
         ),
     },
     tied_tensors=("lm_head.weight", "transformer.word_embeddings.weight"),
-    convention=CallConvention(positions="mask"),
+    convention=CallConvention(positions="mask", takes_position_ids=False),
 )
