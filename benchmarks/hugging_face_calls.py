@@ -58,7 +58,9 @@ def calls_of(
     return found
 
 
-def text_of(kind: str, head: str, config: Any, which: str, rows: int, types: bool, rng: np.random.Generator) -> dict[str, Any]:
+def text_of(
+    kind: str, head: str, config: Any, which: str, rows: int, types: bool, rng: np.random.Generator
+) -> dict[str, Any]:
     """The arguments of a call with padding as its name says."""
     source, _ = sides(config)
     length = 1 if which == "one token" else 17 if kind in IN_BLOCKS else 11
@@ -169,6 +171,10 @@ def embedded(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.ra
         return False  # the last end token, and the decoder's input, are those of `input_ids`
     width = model.get_input_embeddings().weight.shape[-1]
     given["inputs_embeds"] = rng.normal(size=(*given.pop("input_ids").shape, width)).astype(np.float32)
+    if takes(model, "decoder_inputs_embeds") and kind != "encoder-decoder" and rng.random() < 0.5:
+        given.pop("decoder_input_ids", None)
+        width = getattr(getattr(model.config, "decoder", None), "hidden_size", width)
+        given["decoder_inputs_embeds"] = rng.normal(size=(len(given["inputs_embeds"]), 7, width)).astype(np.float32)
     return True
 
 

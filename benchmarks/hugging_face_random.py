@@ -224,6 +224,8 @@ def difference(got: dict[str, Any], expected: dict[str, Any], exact: Any, mask: 
         off = np.abs(ours - theirs).max(initial=0.0) / size
         if not off <= bound and exact is not None:
             truth = seen(name, exact()[name], mask, is_pair)
+            if not np.isfinite(truth).all() and off <= 4 * bound:  # theirs in float64 is NaN behind hidden rows
+                continue
             if np.abs(ours - truth).max() <= 4 * max(np.abs(theirs - truth).max(), bound * size):
                 continue
         if not off <= max(worst, bound):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -262,6 +263,8 @@ def make_stream(
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
     if tokens.ndim != (2 if "input_ids" in inputs else 3):
         raise ConfigError(f"call: got inputs of shape {list(tokens.shape)}, expected [batch, length] ids; add an axis")
+    if "inputs_embeds" in inputs and stack.embed.scale and not convention.scales_embeddings:
+        tokens = tokens / math.sqrt(stack.width)  # which the model multiplies by
     shape = tokens.shape[:2]
     if 0 in shape:
         raise ConfigError(f"call: got inputs of shape {list(tokens.shape)}, expected at least one token")

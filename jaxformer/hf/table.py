@@ -87,6 +87,9 @@ class CallConvention:
         counts), or "mask" (those that the attention mask shows, as OPT and BLOOM count).
       takes_position_ids: False where the family's classes have no argument `position_ids`, which is then refused.
       decoder_positions: the same for the decoder beside an encoder; None: as `positions` says.
+      scales_embeddings: True where `inputs_embeds` are multiplied by the square root of the width as rows of the table are
+        (`embed.scale`); False where the classes only scale what they look up.
+      decoder_scales_embeddings: the same for the decoder beside an encoder; None: as `scales_embeddings` says.
       is_pair: the model is put together of two (`families/encoder_decoder.py`). A call then takes token types and
         positions of either side, and hides the padding in a decoder's input that is made of labels.
       decoder_start_token: first token of a decoder's input if config.json names none; None: it has to name one.
@@ -114,6 +117,8 @@ class CallConvention:
     positions: str = "slots"
     takes_position_ids: bool = True
     decoder_positions: str | None = None
+    scales_embeddings: bool = False
+    decoder_scales_embeddings: bool | None = None
     is_pair: bool = False
     decoder_start_token: int | None = 0
     decoder_input_from_source: bool | tuple[str, ...] = False
@@ -137,8 +142,13 @@ class CallConvention:
 
     @property
     def of_decoder(self) -> CallConvention:
-        """The convention with the positions of the decoder's side."""
-        return self if self.decoder_positions is None else replace(self, positions=self.decoder_positions)
+        """The convention with what the decoder's side has of its own."""
+        positions, scales = self.decoder_positions, self.decoder_scales_embeddings
+        return replace(
+            self,
+            positions=self.positions if positions is None else positions,
+            scales_embeddings=self.scales_embeddings if scales is None else scales,
+        )
 
 
 @dataclass(frozen=True)

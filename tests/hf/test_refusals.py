@@ -131,6 +131,52 @@ def test_only_families_whose_classes_take_position_ids_take_them():
         assert ("position_ids" in names) == (model_type == "gpt2")
 
 
+def test_embeddings_of_a_call_are_scaled_where_the_classes_scale_more_than_what_they_look_up():
+    """As version 5.24 of transformers: given rows are divided where only rows of the table are multiplied there."""
+    scaled = {"scale_embedding": True}
+    expected = {
+        ("gemma", "causal_lm"): (None, False), ("gemma2", "model"): (None, False), ("xglm", "causal_lm"): (None, False),
+        ("llama", "causal_lm"): (None, True), ("bart", "seq2seq"): (False, False), ("blenderbot", "model"): (False, False),
+        ("marian", "seq2seq"): (False, True), ("pegasus", "seq2seq"): (False, True), ("t5", "seq2seq"): (True, True),
+        ("blenderbot-small", "seq2seq"): (False, True), ("t5gemma", "seq2seq"): (True, True),
+    }  # fmt: skip
+    for (model_type, head), sides in expected.items():
+        settings = Settings({"model_type": model_type, **({} if model_type[:2] in ("ge", "ll", "t5") else scaled)})
+        family = family_of(settings)
+        settings = keys.with_defaults(family, settings)
+        model = keys.read_model(family, settings, head)
+        names = ("inputs_embeds", "decoder_inputs_embeds") if sides[0] is not None else ("inputs_embeds",)
+        widths = [stack.width for stack in (model.encoder, model.decoder) if stack is not None]
+        given = {name: np.ones((1, 2, width), np.float32) for name, width in zip(names, widths, strict=True)}
+        batch = arguments.make_batch(family.convention, settings, model, head, given)
+        for stream, width, is_kept in zip((batch.source, batch.target), (widths[0], widths[-1]), sides, strict=True):
+            if stream is not None:
+                np.testing.assert_allclose(
+                    stream.tokens, 1.0 if is_kept else width**-0.5, rtol=1e-6, err_msg=model_type
+                )
+
+
+def test_a_big_bird_that_scales_embeddings_scales_those_of_a_call():
+    settings = Settings({"model_type": "big_bird", "rescale_embeddings": True})
+    family = family_of(settings)
+    settings = keys.with_defaults(family, settings)
+    model = keys.read_model(family, settings, "masked_lm")
+    given = {"inputs_embeds": np.ones((1, 2, 768), np.float32)}
+    assert (arguments.make_batch(family.convention, settings, model, "masked_lm", given).source.tokens == 1).all()
+    assert model.encoder.embed.scale
+
+
+def test_bloom_refuses_sums_of_parts_that_leave_biases_out():
+    def read(edit):
+        settings = Settings({"model_type": "bloom", **edit})
+        family = family_of(settings)
+        return keys.read_model(family, keys.with_defaults(family, settings), "causal_lm")
+
+    assert read({"pretraining_tp": 2}) == read({"slow_but_exact": True}) == read({})
+    with pytest.raises(ConfigError, match="slow_but_exact True with pretraining_tp 2, expected one of them off"):
+        read({"pretraining_tp": 2, "slow_but_exact": True})
+
+
 def test_weights_that_are_no_numbers_are_refused_and_infinities_named(tmp_path, caplog):
     name = "bert.encoder.layer.0.intermediate.dense.weight"
     for value in (np.nan, np.inf):
