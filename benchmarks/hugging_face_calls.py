@@ -185,7 +185,12 @@ def ignored(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.ran
     return not (kind == "electra" and head == "pretraining")
 
 
+def hidden(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
+    return not model.config.is_encoder_decoder  # a decoder that sees no source: theirs differ between themselves
+
+
 CHANGES = {
+    "padded row": hidden,
     "counted positions": counted,
     "shifted positions": shifted,
     "other positions": other,

@@ -67,9 +67,9 @@ OUTPUTS = ("loss", "logits", "start_logits", "end_logits", "prediction_logits", 
 
 
 class Options(NamedTuple):
-    """What each draw compares: calls beside the first three ([]: two at random), and a number of searches."""
+    """What each draw compares: calls beside the first three ((): two at random), and a number of searches."""
 
-    extra: list[str] = []
+    extra: tuple[str, ...] = ()
     searches: int = 1
 
 
@@ -248,7 +248,7 @@ def compare(kind: str, name: str, head: str, config: dict[str, Any], style: Styl
         place = Path(folder) / "theirs"
         try:
             model = saved(kind, name, head, config, style, place, seed)
-            extra = OPTIONS.extra or rng.choice(calls.EXTRA, EXTRA, replace=False).tolist()
+            extra = list(OPTIONS.extra) or rng.choice(calls.EXTRA, EXTRA, replace=False).tolist()
             made = calls.calls_of(kind, head, model, rng, extra)
             ours = jaxformer.from_pretrained(place)
             if ours.hf.head != head:
@@ -457,7 +457,7 @@ def main() -> int:
         print(table([json.loads(line) for line in Path(arguments.table).read_text().splitlines()]))
         return 0
     global OPTIONS
-    OPTIONS = Options([name for name in arguments.extra.split(",") if name], arguments.searches)
+    OPTIONS = Options(tuple(filter(None, arguments.extra.split(","))), arguments.searches)
     logging.getLogger("jaxformer").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -87,8 +87,8 @@ class CallConvention:
         counts), or "mask" (those that the attention mask shows, as OPT and BLOOM count).
       takes_position_ids: False where the family's classes have no argument `position_ids`, which is then refused.
       decoder_positions: the same for the decoder beside an encoder; None: as `positions` says.
-      scales_embeddings: True where `inputs_embeds` are multiplied by the square root of the width as rows of the table are
-        (`embed.scale`); False where the classes only scale what they look up.
+      scales_embeddings: True where `inputs_embeds` are multiplied by the square root of the width as rows of the table
+        are (`embed.scale`); False where the classes only scale what they look up.
       decoder_scales_embeddings: the same for the decoder beside an encoder; None: as `scales_embeddings` says.
       is_pair: the model is put together of two (`families/encoder_decoder.py`). A call then takes token types and
         positions of either side, and hides the padding in a decoder's input that is made of labels.
