@@ -20,6 +20,8 @@ are all ignored."""
 
 IN_BLOCKS = ("longt5", "big_bird")
 """Families whose attention is not one table in the other library."""
+ENCODERS = ("albert", "bert", "big_bird", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "roberta",
+    "roberta-prelayernorm", "roformer", "xlm-roberta")  # fmt: skip
 ENDED = ("bart", "mbart")
 """Families whose classifier reads the hidden state of the last end token."""
 
@@ -186,7 +188,8 @@ def ignored(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.ran
 
 
 def hidden(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
-    return not model.config.is_encoder_decoder  # a decoder that sees no source: theirs differ between themselves
+    """Encoders alone: what a decoder computes without a token or a source differs between their attentions."""
+    return "ForCausalLM" not in type(model).__name__ and not model.config.is_encoder_decoder and kind in ENCODERS
 
 
 CHANGES = {

@@ -146,7 +146,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "file": ("whole", "few keys", "older keys"),
     "weights": ("one file", "several files", "older format", "bfloat16"),
 }  # fmt: skip
-"""Key -> values; the first is that of the small model. `file`: how config.json is written, `weights`: how tensors are."""
+"""Key -> values; the first is that of the small model. `file` and `weights`: how they are written."""
 
 FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "deepseek_v2": {"num_key_value_heads": (4,), "num_attention_heads": (4, 2), "head_dim": (None,)},

@@ -136,7 +136,8 @@ def test_embeddings_of_a_call_are_scaled_where_the_classes_scale_more_than_what_
     scaled = {"scale_embedding": True}
     expected = {
         ("gemma", "causal_lm"): (None, False), ("gemma2", "model"): (None, False), ("llama", "token"): (None, True),
-        ("xglm", "causal_lm"): (None, False), ("bart", "seq2seq"): (False, False), ("blenderbot", "model"): (False,) * 2,
+        ("xglm", "causal_lm"): (None, False), ("bart", "seq2seq"): (False, False),
+        ("blenderbot", "model"): (False, False),
         ("marian", "seq2seq"): (False, True), ("pegasus", "seq2seq"): (False, True), ("t5", "seq2seq"): (True, True),
         ("blenderbot-small", "seq2seq"): (False, True), ("t5gemma", "seq2seq"): (True, True),
     }  # fmt: skip
