@@ -26,7 +26,7 @@ def out_of_order(stack: StackConfig, position: Array, real: Array, causal: bool)
 
     In the other library `position_ids` choose rows of a table or angles of a rotation, and slots are ordered by their
     numbers. Here one number does both. So the two are equal if a causal stack's positions increase, and if those of
-    windows and of relative distances differ as slots do. Blocks of sparse attention begin with slot 0.
+    windows and of relative distances differ as slots do. Blocks of sparse attention are of slots in both.
 
     Args:
       position: given positions, int32 `[B, T]`.
@@ -34,8 +34,6 @@ def out_of_order(stack: StackConfig, position: Array, real: Array, causal: bool)
       causal: each slot sees those before it.
     """
     index = jnp.arange(position.shape[1])
-    if stack.attention.sparse is not None:
-        return jnp.any((position != index) & (real == 1), axis=1), "the number of each slot"
     if stack.attention.window is not None or stack.encoding.kind == "deberta":
         ahead = position - index
         low = jnp.min(jnp.where(real == 1, ahead, jnp.iinfo(jnp.int32).max), axis=1)
