@@ -52,8 +52,9 @@ def calls_of(
     rows = 1 if sides(config)[0].pad_token_id is None and head == "sequence" else 2
     names = [*BASE, *extra]
     types, found = rng.random() < 0.7, []  # one form of arguments is one compilation
+    shares = rng.random() < 0.3  # their config keeps the kind of the first labels
     for which in names:
-        given = text_of(kind, head, config, which, rows, types, rng)
+        given = text_of(kind, head, config, which, rows, types, shares, rng)
         change = CHANGES.get(which)
         if change is None or change(kind, head, model, given, rng):
             found.append((which, choices_of(given) if head == "multiple_choice" else given))
@@ -61,7 +62,7 @@ def calls_of(
 
 
 def text_of(
-    kind: str, head: str, config: Any, which: str, rows: int, types: bool, rng: np.random.Generator
+    kind: str, head: str, config: Any, which: str, rows: int, types: bool, shares: bool, rng: np.random.Generator
 ) -> dict[str, Any]:
     """The arguments of a call with padding as its name says."""
     source, _ = sides(config)
@@ -85,7 +86,7 @@ def text_of(
     if kinds and types:
         given["token_type_ids"] = rng.integers(0, kinds, ids.shape)
     if which != "whole":
-        given |= labels_of(kind, head, config, ids, mask, rng)
+        given |= labels_of(kind, head, config, ids, mask, shares, rng)
     from_source = kind in ENDED and rng.random() < 0.5  # the decoder reads the source
     if getattr(config, "is_encoder_decoder", False) and "labels" not in given and head != "qa" and not from_source:
         plain = plain_tokens(sides(config)[1])
@@ -98,7 +99,9 @@ def choices_of(given: dict[str, Any]) -> dict[str, Any]:
     return {key: x if key == "labels" else np.stack([x, x[:, ::-1]], 1) for key, x in given.items()}
 
 
-def labels_of(kind: str, head: str, config: Any, ids: np.ndarray, mask: np.ndarray, rng: np.random.Generator):
+def labels_of(
+    kind: str, head: str, config: Any, ids: np.ndarray, mask: np.ndarray, shares: bool, rng: np.random.Generator
+):
     """Labels of a head."""
     rows, classes = len(ids), getattr(config, "num_labels", 2)
     if head == "qa":
@@ -111,7 +114,7 @@ def labels_of(kind: str, head: str, config: Any, ids: np.ndarray, mask: np.ndarr
         problem = config.problem_type or ("regression" if classes == 1 else "single_label_classification")
         if problem == "regression":
             return {"labels": rng.normal(size=(rows, classes) if classes > 1 else rows).astype(np.float32)}
-        if problem.startswith("multi"):
+        if problem.startswith("multi") or (shares and config.problem_type is None):
             return {"labels": rng.integers(0, 2, (rows, classes)).astype(np.float32)}
         return {"labels": rng.integers(0, classes, rows)}
     if head == "token":

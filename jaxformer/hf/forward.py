@@ -77,7 +77,7 @@ def call(
     logits = logits if hidden is None else logits - HIDDEN_SPAN_SCORE * hidden[..., None]
     if head == "pretraining" and config.head.kind == "slots":
         logits = logits[..., 0]
-    loss = compute_loss(head, origin.settings, logits, arguments)
+    loss = compute_loss(head, origin.settings, logits, arguments, origin.convention.labels_are_shares)
     outputs = named_outputs(head, config, logits, loss, sown, arguments)
     has_loss = origin.family is None or "router_aux_loss_coef" in keys.default_values(origin.family)
     outputs = add_router_outputs(outputs, origin.settings, config, sown, arguments, has_loss)

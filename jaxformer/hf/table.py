@@ -102,6 +102,8 @@ class CallConvention:
       last_token_type: token type of the last special token if it has one of its own (XLNet).
       reads_last_token: classifiers of texts decide at the rightmost token that is not padding, by its id; beside an
         encoder they read the source, shifted right, with its padding hidden (T5Gemma).
+      labels_are_shares: a classifier of texts without a `problem_type` takes labels `[B, C]` as shares of the classes,
+        and leaves out negative classes (DeBERTa).
       start_and_padding: `settings -> (start token, padding token)` of a decoder's input that is made of labels or of
         the source; None: `decoder_start_token_id` and `pad_token_id`.
       hides_padding: `model -> bool`, True where tokens equal to the padding token are hidden in a call without an
@@ -128,6 +130,7 @@ class CallConvention:
     suffix_tokens: tuple[str, ...] = ()
     last_token_type: int | None = None
     reads_last_token: bool = False
+    labels_are_shares: bool = False
     start_and_padding: Callable[[Settings], tuple[Any, Any]] | None = None
     hides_padding: Callable[[ModelConfig], bool] | None = None
     choices_begin_first: bool = False
