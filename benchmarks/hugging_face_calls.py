@@ -76,7 +76,7 @@ def text_of(
     padded["counted positions"] = padded["left"]
     if which in padded:
         mask[padded[which]], ids[padded[which]] = 0, pad if pad is not None and 0 <= pad < vocab else 0
-    if head == "sequence" and kind in ENDED:
+    if head == "sequence" and kind in (*ENDED, "t5", "mt5"):
         ids[ids == config.eos_token_id] = plain[0]
         ids[:, max(length - 5, 0)] = config.eos_token_id
     given: dict[str, Any] = {"input_ids": ids}

@@ -154,7 +154,11 @@ FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "gemma": {"use_bidirectional_attention": (None,)},  # theirs is bidirectional with `sdpa` alone
     "distilbert": {"pad_token_id": (0, 3)},
     "roformer": {"max_position_embeddings": (40, 64)},
-    "gemma3_text": {"final_logit_softcapping": (None, 2.0), "attn_logit_softcapping": (None, 1.5)},
+    "gemma3_text": {
+        "sliding_window": (3, 5, 40),
+        "final_logit_softcapping": (None, 2.0),
+        "attn_logit_softcapping": (None, 1.5),
+    },
     "marian": {"pad_token_id": (36, 0, 3), "decoder_vocab_size": (None, 33), "decoder_start_token_id": (36, 0)},
     "pegasus": {"eos_token_id": (1, 2)},
     "opt": {
@@ -171,7 +175,10 @@ FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "gptj": {"n_inner": (None, 20)},
     "gpt_neo": {"intermediate_size": (None, 20)},
     "albert": {"embedding_size": (16, 9, 24)},
-    "electra": {"embedding_size": (24, 16, 9)},
+    "electra": {"embedding_size": (24, 16, 9), "summary_activation": ("gelu", "tanh")},
+    "big_bird": {"num_random_blocks": (1, 2)},
+    "ministral": {"sliding_window": (3, 5, 40)},
+    "bart": {"num_labels": (3, 1, 5)},
     "deberta": {"position_biased_input": (True, False), "relative_attention": (True, False)},
     "deberta-v2": {"position_biased_input": (True, False), "relative_attention": (True, False)},
     "modernbert": {
@@ -224,6 +231,8 @@ def draw(kind: str, head: str, listed: dict[str, Any], rng: np.random.Generator,
         found.pop("num_labels", None)
     if head != "sequence":
         found.pop("problem_type", None)
+    if "decoder_start_token_id" in listed["defaults"] and found.get("pad_token_id", 0) is None:
+        del found["pad_token_id"]  # labels need one there
     return found
 
 

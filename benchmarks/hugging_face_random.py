@@ -435,7 +435,11 @@ def of_round(seed: int, only: str, heads: str) -> list[tuple[str, str, str]]:
         kind, listed = family.model_types[0], keys.key_lists()["families"]
         if kind not in listed and kind != "encoder-decoder":
             continue
-        wanted = [(head, name) for head, name in family.heads.items() if only in f"{kind} {head} {name}".lower()]
+        wanted = [
+            (head, name)
+            for head, name in family.heads.items()
+            if any(word in f"{kind} {head} {name}".lower() for word in only.split(","))
+        ]
         wanted = [pair for pair in wanted if not heads or pair[0] in heads.split(",")]
         if wanted:
             found.append((kind, *wanted[seed % len(wanted)]))
@@ -457,7 +461,11 @@ def main() -> int:
     parser.add_argument("--output", default="")
     parser.add_argument("--table", default="", help="rows of an earlier run; nothing is measured")
     parser.add_argument("--seeds", default="0:3", help="first:after the last")
-    parser.add_argument("--only", default="", help="only classes of a family or head that contains this")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only classes whose family, head and name contain one of these words, separated by commas",
+    )
     parser.add_argument("--heads", default="", help="only these heads, separated by commas")
     parser.add_argument("--extra", default="", help="these calls beside the first three, separated by commas")
     parser.add_argument("--searches", type=int, default=1, help="searches of each model that writes text")
