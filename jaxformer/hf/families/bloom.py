@@ -106,6 +106,7 @@ FAMILY = Family(
     prefix="transformer.",
     droppable_tensors=_decoder.DROPPABLE_TENSORS,
     ignored_keys={
+        "pretraining_tp": "number of parts of a matrix product, whose sum is the same without slow_but_exact",
         **dict.fromkeys(
             (
                 "masked_softmax_fusion",
