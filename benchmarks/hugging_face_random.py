@@ -7,7 +7,8 @@ Needs the extra [bench]. For every family of jaxformer/hf/keys.json, one head cl
 key of config.json gets another value than the small model's with probability `rate` (`hugging_face_draws.py`). Their
 model gets random weights in every tensor and is saved; both libraries read that directory. Compared are outputs,
 hidden states, attention probabilities and the loss, of texts padded on the right, on the left and not at all,
-greedy and beam search, and what theirs computes with what ours saves. Each draw is a line of JSON, with one of these
+of a few other calls (`hugging_face_calls.py`), of a search with random options (`hugging_face_searches.py`), and
+sometimes what theirs computes with what ours saves. Each draw is a line of JSON, with one of these
 results:
 
     equal      all within 5e-6 of the largest value, or as near to theirs in float64 as theirs in float32 is
