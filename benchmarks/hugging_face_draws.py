@@ -144,8 +144,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "num_labels": (3, 1, 2, 5),
     "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
     "file": ("whole", "few keys", "older keys"),
+    "weights": ("one file", "several files", "older format", "bfloat16"),
 }  # fmt: skip
-"""Key -> values; the first is that of the small model. `file` is how config.json is written."""
+"""Key -> values; the first is that of the small model. `file` and `weights`: how they are written."""
 
 FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "deepseek_v2": {"num_key_value_heads": (4,), "num_attention_heads": (4, 2), "head_dim": (None,)},
@@ -153,7 +154,11 @@ FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "gemma": {"use_bidirectional_attention": (None,)},  # theirs is bidirectional with `sdpa` alone
     "distilbert": {"pad_token_id": (0, 3)},
     "roformer": {"max_position_embeddings": (40, 64)},
-    "gemma3_text": {"final_logit_softcapping": (None, 2.0), "attn_logit_softcapping": (None, 1.5)},
+    "gemma3_text": {
+        "sliding_window": (3, 5, 40),
+        "final_logit_softcapping": (None, 2.0),
+        "attn_logit_softcapping": (None, 1.5),
+    },
     "marian": {"pad_token_id": (36, 0, 3), "decoder_vocab_size": (None, 33), "decoder_start_token_id": (36, 0)},
     "pegasus": {"eos_token_id": (1, 2)},
     "opt": {
@@ -170,7 +175,10 @@ FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "gptj": {"n_inner": (None, 20)},
     "gpt_neo": {"intermediate_size": (None, 20)},
     "albert": {"embedding_size": (16, 9, 24)},
-    "electra": {"embedding_size": (24, 16, 9)},
+    "electra": {"embedding_size": (24, 16, 9), "summary_activation": ("gelu", "tanh")},
+    "big_bird": {"num_random_blocks": (1, 2)},
+    "ministral": {"sliding_window": (3, 5, 40)},
+    "bart": {"num_labels": (3, 1, 5)},
     "deberta": {"position_biased_input": (True, False), "relative_attention": (True, False)},
     "deberta-v2": {"position_biased_input": (True, False), "relative_attention": (True, False)},
     "modernbert": {
@@ -192,12 +200,12 @@ TIED = ("gpt2", "opt", "bloom", "xglm", "gpt_neo", "bert", "roberta", "xlm-rober
     "albert", "distilbert", "deberta", "deberta-v2", "modernbert", "xlnet", "roformer", "big_bird", "gemma", "gemma2",
     "gemma3_text", "bart", "mbart", "marian", "pegasus", "blenderbot", "blenderbot-small", "t5", "longt5",
     "mt5")  # fmt: skip
-MINOR = {"rope_parameters", "layer_types", "attention_types", "file"}
+MINOR = {"rope_parameters", "layer_types", "attention_types", "file", "weights"}
 
 
 def choices(kind: str, listed: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     """The values that each key of a family may have; the first is the small model's."""
-    names = [*listed["defaults"], *listed["beside"], "num_labels", "problem_type", "file"]
+    names = [*listed["defaults"], *listed["beside"], "num_labels", "problem_type", "file", "weights"]
     found = {name: CHOICES[name] for name in names if name in CHOICES}
     found |= FAMILY.get(kind, {})
     if "tie_word_embeddings" in found and kind in TIED:
@@ -223,13 +231,15 @@ def draw(kind: str, head: str, listed: dict[str, Any], rng: np.random.Generator,
         found.pop("num_labels", None)
     if head != "sequence":
         found.pop("problem_type", None)
+    if "decoder_start_token_id" in listed["defaults"] and found.get("pad_token_id", 0) is None:
+        del found["pad_token_id"]  # labels need one there
     return found
 
 
 def build(kind: str, head: str, listed: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the config class of a draw."""
     config = {name: values[0] for name, values in choices(kind, listed).items()} | changed
-    config.pop("file", None)
+    config.pop("file", None), config.pop("weights", None)
     for name in listed["beside"]:  # keys that only code reads stay absent unless they were drawn
         if name not in changed and config.get(name) in (None, 0, "none", -1, False):
             config.pop(name, None)
@@ -265,6 +275,35 @@ def build(kind: str, head: str, listed: dict[str, Any], changed: dict[str, Any])
     rope = config.pop("rope_parameters", None)
     if rope or "partial_rotary_factor" in config:
         config |= rope_of(kind, config, rope or "default")
+    return config
+
+
+PAIR = {"decoder_start_token_id": (1, 4), "pad_token_id": (0, 3), "eos_token_id": (2, 7), "bos_token_id": (1, None),
+    "weights": CHOICES["weights"]}  # fmt: skip
+"""Keys of a pair itself, with values as in `CHOICES`."""
+
+
+def draw_pair(sides: dict[str, str], listed: dict[str, Any], rng: np.random.Generator, rate: float) -> dict[str, Any]:
+    """Values of both sides of a pair, as "encoder.key" and "decoder.key", and those of the pair itself."""
+    found = {}
+    for side, head in (("encoder", "bare"), ("decoder", "causal_lm")):
+        own = draw(sides[side], head, listed[side], rng, rate)
+        for name in ("file", "weights", "is_decoder", "add_cross_attention", "tie_word_embeddings"):
+            own.pop(name, None)
+        found |= {f"{side}.{name}": value for name, value in own.items()}
+    found |= {name: values[1] for name, values in PAIR.items() if rng.random() < rate}
+    if "weights" in found:
+        found["weights"] = str(rng.choice(PAIR["weights"][1:]))
+    return found
+
+
+def build_pair(sides: dict[str, str], listed: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the config class of a pair."""
+    config = {name: changed.get(name, values[0]) for name, values in PAIR.items() if name != "weights"}
+    for side, head in (("encoder", "bare"), ("decoder", "causal_lm")):
+        own = {name.removeprefix(f"{side}."): x for name, x in changed.items() if name.startswith(f"{side}.")}
+        config[side] = {"model_type": sides[side], **build(sides[side], head, listed[side], own)}
+    config["decoder"] |= {"is_decoder": True, "add_cross_attention": True}
     return config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.core import Tracer
 
 from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.errors import ConfigError
+from jaxformer.hf.positions import out_of_order, positions_of_mask, refuse_order
 from jaxformer.hf.table import CallConvention, Settings
 from jaxformer.registry import nearest
 from jaxformer.types import Array, Batch, Slots, Stream
@@ -37,19 +39,17 @@ INTEGER_ARGUMENTS = (
 """Arguments that hold integers; `labels` may be scores."""
 
 
-def argument_names(model: ModelConfig, head: str, is_pair: bool = False) -> tuple[str, ...]:
-    """Names of the arguments that a call of this model accepts.
-
-    Args:
-      is_pair: the model is put together of two, see `CallConvention.is_pair`.
-    """
+def argument_names(model: ModelConfig, head: str, convention: CallConvention) -> tuple[str, ...]:
+    """Names of the arguments that a call of this model accepts."""
     stack = model.encoder or model.decoder
     names = ENCODER_ARGUMENTS if stack is not None and stack.embed.kinds else DECODER_ARGUMENTS
     names = SEQ2SEQ_ARGUMENTS if model.is_seq2seq else names
-    if is_pair and model.encoder is not None and model.decoder is not None:
+    if convention.is_pair and model.encoder is not None and model.decoder is not None:
         names += ("position_ids", "decoder_position_ids")
         names += ("token_type_ids",) if model.encoder.embed.kinds else ()
         names += ("decoder_token_type_ids",) if model.decoder.embed.kinds else ()
+    if not convention.takes_position_ids:
+        names = tuple(name for name in names if name != "position_ids")
     labels = {"qa": ("start_positions", "end_positions"), "model": (), "bare": (), "encoder": ()}
     if model.head.relation:
         labels["pretraining"] = ("labels", "next_sentence_label")
@@ -217,8 +217,7 @@ def make_batch(
     targets = {name.removeprefix("decoder_"): x for name, x in sources.items() if name.startswith("decoder_")}
     if convention.reads_last_token and classifies and "input_ids" in targets:
         targets.setdefault("attention_mask", (targets["input_ids"] != _padding(decoder)).astype(jnp.int32))
-    causal = convention.is_pair  # of the others' decoders, none counts by ids
-    target = make_stream(convention.of_decoder, decoder, targets, causal)
+    target = make_stream(convention.of_decoder, decoder, targets, causal=True)
     if head == "sequence" and "input_ids" in sources and not convention.reads_last_token:
         target = _up_to_the_end(target, sources["input_ids"] == settings("eos_token_id", 2))
     return Batch(source, target)
@@ -264,6 +263,8 @@ def make_stream(
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
     if tokens.ndim != (2 if "input_ids" in inputs else 3):
         raise ConfigError(f"call: got inputs of shape {list(tokens.shape)}, expected [batch, length] ids; add an axis")
+    if "inputs_embeds" in inputs and stack.embed.scale and not convention.scales_embeddings:
+        tokens = tokens / math.sqrt(stack.width)  # which the model multiplies by
     shape = tokens.shape[:2]
     if 0 in shape:
         raise ConfigError(f"call: got inputs of shape {list(tokens.shape)}, expected at least one token")
@@ -282,10 +283,17 @@ def make_stream(
         count = jnp.cumsum(text, axis=1) * text - 1  # padding: the row before the first position's
     prefix = None
     if convention.positions == "mask" and "attention_mask" in inputs:
-        count, prefix = _positions_of_mask(real, encoding.kind == "learned")
+        count, prefix = positions_of_mask(real, encoding.kind == "learned")
     if "position_ids" in inputs:
         first = pad + 1 if convention.positions == "ids" else 0
         count, prefix = jnp.broadcast_to(inputs["position_ids"], shape).astype(jnp.int32) - first, None
+        wrong, expected = out_of_order(stack, count, real, causal)
+        if has_concrete_values(wrong):
+            refuse_order(count + first, wrong, expected)
+        elif "input_ids" in inputs:
+            tokens = jnp.where(wrong[:, None], -1, tokens)  # without a row in the table, so NaN
+        else:
+            tokens = jnp.where(wrong[:, None, None], jnp.nan, tokens)
     if "input_ids" in inputs:
         check_ids("input_ids", tokens, stack.embed.vocab)
     if "token_type_ids" in inputs and stack.embed.kinds:
@@ -295,18 +303,6 @@ def make_stream(
     elif "position_ids" in inputs:
         check_ids("position_ids", count, MAX_INT32)
     return Stream(tokens, Slots(count, 2 * real - 1, prefix), inputs.get("token_type_ids"))
-
-
-def _positions_of_mask(real: Array, has_table: bool) -> tuple[Array, Array | None]:
-    """Positions `[B, T]` that count the real tokens, and the prefix that padding sees.
-
-    Padding sees the real tokens before it. With a table it reads the row before the first position's, as if it stood
-    before the text, and the tokens that it sees are its prefix (see `types.Slots`).
-    """
-    count = jnp.cumsum(real, axis=1)
-    if not has_table:
-        return count - 1, None
-    return count * real - 1, count * (1 - real)
 
 
 def shift_right(convention: CallConvention, settings: Settings, labels: Array) -> Array:

@@ -54,7 +54,7 @@ def call(
     if model.config.task.name != "none" and tasks.get(model.config.task.name).has_prefix:
         raise ConfigError("call: got a prefix language model, expected another: no argument says where a prefix ends")
     renamed = origin.convention.renamed
-    names = tuple(renamed.get(name, name) for name in argument_names(config, head, origin.convention.is_pair))
+    names = tuple(renamed.get(name, name) for name in argument_names(config, head, origin.convention))
     hides_question = head == "qa" and origin.convention.hides_question
     names += ("question_lengths",) if hides_question else ()
     given = check_arguments(inputs, names)
@@ -77,7 +77,7 @@ def call(
     logits = logits if hidden is None else logits - HIDDEN_SPAN_SCORE * hidden[..., None]
     if head == "pretraining" and config.head.kind == "slots":
         logits = logits[..., 0]
-    loss = compute_loss(head, origin.settings, logits, arguments)
+    loss = compute_loss(head, origin.settings, logits, arguments, origin.convention.labels_are_shares)
     outputs = named_outputs(head, config, logits, loss, sown, arguments)
     has_loss = origin.family is None or "router_aux_loss_coef" in keys.default_values(origin.family)
     outputs = add_router_outputs(outputs, origin.settings, config, sown, arguments, has_loss)

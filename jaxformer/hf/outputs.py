@@ -51,9 +51,17 @@ def _binary_cross_entropy(logits: Array, labels: Array) -> Array:
 
 
 def compute_loss(
-    head: str, settings: Settings, logits: Array | RelationLogits, inputs: Mapping[str, Any]
+    head: str,
+    settings: Settings,
+    logits: Array | RelationLogits,
+    inputs: Mapping[str, Any],
+    labels_are_shares: bool = False,
 ) -> Array | None:
-    """The loss that the other library computes for this head; None without labels."""
+    """The loss that the other library computes for this head; None without labels.
+
+    Args:
+      labels_are_shares: see `CallConvention`.
+    """
     if isinstance(logits, RelationLogits):
         if not {"labels", "next_sentence_label"} <= set(inputs):
             return None
@@ -77,7 +85,33 @@ def compute_loss(
         return jnp.sum(jnp.where(weights, losses, 0.0)) / jnp.sum(weights)
     if head == "causal_lm":
         return mean_cross_entropy(logits[:, :-1], labels[:, 1:])
-    return sequence_loss(settings, logits, labels) if head == "sequence" else mean_cross_entropy(logits, labels)
+    if head != "sequence":
+        return mean_cross_entropy(logits, labels)
+    if labels_are_shares and settings("problem_type", None) is None and logits.shape[-1] > 1:
+        return share_loss(logits, labels)
+    return sequence_loss(settings, logits, labels)
+
+
+def share_loss(logits: Array, labels: Array) -> Array:
+    """The loss of DeBERTa's classifiers without a `problem_type`.
+
+    Labels `[B]` or `[B, 1]` are classes, of which negative ones are left out (0 if all are); labels `[B, C]` are shares
+    of the classes.
+    """
+    if labels.ndim < 2 or labels.shape[-1] == 1:
+        labels = labels.reshape(-1).astype(jnp.int32)
+        loss = mean_cross_entropy(logits, jnp.where(labels < 0, IGNORED_LABEL, labels))
+        return jnp.where(jnp.any(labels >= 0), loss, 0.0)
+    check_shape(logits, labels)
+    return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * labels, axis=-1))
+
+
+def check_shape(logits: Array, labels: Array) -> None:
+    """Raises a ConfigError for labels that are not one number for each output."""
+    expected = [logits.shape] if logits.shape[-1] > 1 else [logits.shape, logits.shape[:-1]]
+    if labels.shape not in expected:
+        found = " or ".join(str(list(shape)) for shape in expected)
+        raise ConfigError(f"call: got labels of shape {list(labels.shape)}, expected {found}: a number for each output")
 
 
 def sequence_loss(settings: Settings, logits: Array, labels: Array) -> Array:
@@ -91,6 +125,8 @@ def sequence_loss(settings: Settings, logits: Array, labels: Array) -> Array:
     elif problem is None:
         one_label = jnp.issubdtype(labels.dtype, jnp.integer)
         problem = "single_label_classification" if one_label else "multi_label_classification"
+    if problem in ("regression", "multi_label_classification"):
+        check_shape(logits, labels)
     if problem == "regression":
         return jnp.mean(jnp.square(logits.reshape(labels.shape) - labels))
     if problem == "multi_label_classification":

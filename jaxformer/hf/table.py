@@ -85,7 +85,11 @@ class CallConvention:
     Attributes:
       positions: slots that get a position id: "slots" (all), "ids" (those without the padding token, as RoBERTa
         counts), or "mask" (those that the attention mask shows, as OPT and BLOOM count).
+      takes_position_ids: False where the family's classes have no argument `position_ids`, which is then refused.
       decoder_positions: the same for the decoder beside an encoder; None: as `positions` says.
+      scales_embeddings: True where `inputs_embeds` are multiplied by the square root of the width as rows of the table
+        are (`embed.scale`); False where the classes only scale what they look up.
+      decoder_scales_embeddings: the same for the decoder beside an encoder; None: as `scales_embeddings` says.
       is_pair: the model is put together of two (`families/encoder_decoder.py`). A call then takes token types and
         positions of either side, and hides the padding in a decoder's input that is made of labels.
       decoder_start_token: first token of a decoder's input if config.json names none; None: it has to name one.
@@ -98,6 +102,8 @@ class CallConvention:
       last_token_type: token type of the last special token if it has one of its own (XLNet).
       reads_last_token: classifiers of texts decide at the rightmost token that is not padding, by its id; beside an
         encoder they read the source, shifted right, with its padding hidden (T5Gemma).
+      labels_are_shares: a classifier of texts without a `problem_type` takes labels `[B, C]` as shares of the classes,
+        and leaves out negative classes (DeBERTa).
       start_and_padding: `settings -> (start token, padding token)` of a decoder's input that is made of labels or of
         the source; None: `decoder_start_token_id` and `pad_token_id`.
       hides_padding: `model -> bool`, True where tokens equal to the padding token are hidden in a call without an
@@ -111,7 +117,10 @@ class CallConvention:
     """
 
     positions: str = "slots"
+    takes_position_ids: bool = True
     decoder_positions: str | None = None
+    scales_embeddings: bool = False
+    decoder_scales_embeddings: bool | None = None
     is_pair: bool = False
     decoder_start_token: int | None = 0
     decoder_input_from_source: bool | tuple[str, ...] = False
@@ -121,6 +130,7 @@ class CallConvention:
     suffix_tokens: tuple[str, ...] = ()
     last_token_type: int | None = None
     reads_last_token: bool = False
+    labels_are_shares: bool = False
     start_and_padding: Callable[[Settings], tuple[Any, Any]] | None = None
     hides_padding: Callable[[ModelConfig], bool] | None = None
     choices_begin_first: bool = False
@@ -135,8 +145,13 @@ class CallConvention:
 
     @property
     def of_decoder(self) -> CallConvention:
-        """The convention with the positions of the decoder's side."""
-        return self if self.decoder_positions is None else replace(self, positions=self.decoder_positions)
+        """The convention with what the decoder's side has of its own."""
+        positions, scales = self.decoder_positions, self.decoder_scales_embeddings
+        return replace(
+            self,
+            positions=self.positions if positions is None else positions,
+            scales_embeddings=self.scales_embeddings if scales is None else scales,
+        )
 
 
 @dataclass(frozen=True)

@@ -193,12 +193,13 @@ class Attention(nn.Module):
     def append_summaries(
         self, x: Float[Array, "B T D"], k: Float[Array, "B S G K"], v: Float[Array, "B S G K"], mask: Mask, size: int
     ) -> tuple[Float[Array, "B _ G K"], Float[Array, "B _ G K"], Mask]:
-        """Keys, values and mask with one more key for each block of `size` slots: T // size keys at positions < 0.
+        """Keys, values and mask with one more key for each block of `size` positions, at positions < 0.
 
-        Padding is left out of the sums, and blocks without a full one's end are visible to nobody.
+        There are T / size of them, rounded up: a text that begins within a block can end as many. Padding is left out
+        of the sums, and blocks without a full one's end are visible to nobody.
         """
-        slots, count = mask.query, x.shape[1] // size
-        full = full_blocks(slots.segment, size)
+        slots, count = mask.query, -(-x.shape[1] // size)
+        full = full_blocks(slots, size)
         block = jnp.where(slots.segment > 0, block_of_slot(slots.position, full, size), -1)
         members = jax.nn.one_hot(block, count, dtype=x.dtype)
         sums = jnp.einsum("btd,btn->bnd", x, members, preferred_element_type=jnp.float32).astype(x.dtype)

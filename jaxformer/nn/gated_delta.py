@@ -35,7 +35,8 @@ class GatedDelta(nn.Module):
 
     Query and key head h // (H / G) serve value head h, for G key heads and H value heads. The convolution is causal and
     of each channel by itself. Texts that are packed into a row have states and convolutions of their own, and padding
-    changes neither.
+    changes neither. Padding whose output is used (a negative segment) is a slot with input 0, as in the other library:
+    its output is 0, and the state decays.
 
     Attributes:
       width: model width D.
@@ -65,7 +66,8 @@ class GatedDelta(nn.Module):
         """Output `[B, T, D]`, and the state after the last slot (None without one).
 
         Args:
-          segment: number of the text that each slot belongs to; 0 is padding. The first text goes on with `state`.
+          segment: number of the text that each slot belongs to; 0 is padding, and so are negative ones. The first text
+            goes on with `state`.
           state: what earlier slots have left in the cache. With `DeltaSteps` the slots are of one text, and all states
             are returned.
         """
@@ -73,16 +75,16 @@ class GatedDelta(nn.Module):
         recorded = isinstance(state, DeltaSteps)
         start = DeltaState(state.state[0], state.inputs[0]) if isinstance(state, DeltaSteps) else state
         real, run = segment > 0, text_numbers(segment)
+        x = jnp.where(real[..., None], x, 0)
         projected = (self.query(x), self.key(x), self.value(x))
-        mixed, inputs = self.convolve(
-            jnp.where(real[..., None], jnp.concatenate(projected, axis=-1), 0), run, real, start, recorded
-        )
+        mixed, inputs = self.convolve(jnp.concatenate(projected, axis=-1), run, real, start, recorded)
         q, k, v = self.split_heads(mixed)
         names = zip(("query", "key", "value"), (q, k, v), strict=True)
         q, k, v = (constrain(remat.name_activation(y, name), "batch", "length", "act_heads", None) for name, y in names)
         step = jax.nn.softplus(self.decay(x).astype(jnp.float32) + self.step_bias)
-        log_decay = jnp.where(real[..., None], -jnp.exp(self.log_scale) * step, 0.0)
-        beta = jnp.where(real[..., None], jax.nn.sigmoid(self.beta(x).astype(jnp.float32)), 0.0)
+        moves = (segment != 0)[..., None]
+        log_decay = jnp.where(moves, -jnp.exp(self.log_scale) * step, 0.0)
+        beta = jnp.where(moves, jax.nn.sigmoid(self.beta(x).astype(jnp.float32)), 0.0)
         rows = (x.shape[0], config.heads, config.key_width, config.value_width)
         before = jnp.zeros(rows, jnp.float32) if start is None else start.state
         before = constrain(before, "batch", "act_heads", None, None)

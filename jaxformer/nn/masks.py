@@ -121,9 +121,10 @@ def sees_ahead(query: Slots, causal: bool) -> bool:
     return not causal or query.prefix is not None
 
 
-def full_blocks(segment: Int[Array, "B T"], size: int) -> Int[Array, " B"]:
-    """Number of blocks of `size` slots, counted from slot 0, whose last slot is not padding."""
-    return jnp.sum(segment[:, size - 1 :: size] > 0, axis=1, dtype=jnp.int32)
+def full_blocks(slots: Slots, size: int) -> Int[Array, " B"]:
+    """Number of blocks of `size` positions, counted from 0, whose last position has a slot that is not padding."""
+    is_last = slots.position % size == size - 1
+    return jnp.sum(is_last & (slots.segment > 0), axis=1, dtype=jnp.int32)
 
 
 def block_of_slot(position: Int[Array, "B T"], full: Int[Array, " B"], size: int) -> Int[Array, "B T"]:

@@ -345,7 +345,7 @@ class Stack(nn.Module):
 def self_attention_mask(config: StackConfig, causal: bool, slots: Slots, cache_slots: Slots | None = None) -> Mask:
     """Mask of self-attention over the slots themselves or those of a cache.
 
-    With blocks of slots (`attention.sparse`, `attention.summary`) positions are the numbers of the slots in their row.
+    With blocks of slots (`attention.sparse`) positions are the numbers of the slots in their row.
 
     Raises:
       ConfigError: there are blocks in a causal stack or with a cache.
@@ -360,6 +360,8 @@ def self_attention_mask(config: StackConfig, causal: bool, slots: Slots, cache_s
         raise ConfigError(
             f"attention.{name}: got it in a causal stack or with a cache, expected None: it reads whole rows"
         )
+    if own.sparse is None:
+        return mask
     length = slots.segment.shape[1]
     number = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), slots.segment.shape)
     numbered = Slots(number, slots.segment)

@@ -4,11 +4,14 @@ import re
 
 import flax
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 
 from jaxformer.config import ConfigError
 from jaxformer.hf.families import deberta, deberta_v2
+from jaxformer.hf.outputs import compute_loss
 from jaxformer.hf.table import Settings
 from jaxformer.models import build
 
@@ -73,6 +76,29 @@ def test_variants_that_are_not_computed_are_refused(head, values, message):
     for family in (deberta, deberta_v2):
         with pytest.raises(ConfigError, match=message):
             family.read_config(Settings(values), head)
+
+
+def test_labels_without_a_problem_type_are_classes_or_shares_of_them():
+    """The loss of the library's classes; negative classes are left out."""
+    logits = jnp.array([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]])
+    logs, settings = np.asarray(jax.nn.log_softmax(logits)), Settings({})
+    shares = np.array([[0.5, 0.5, 0.0], [1.0, 1.0, 0.0]], np.float32)
+    labels = {
+        -(logs * shares).sum(1).mean(): shares, -logs[1, 2]: [-1, 2], -(logs[0, 1] + logs[1, 0]) / 2: [[1.0], [0.0]],
+        0.0: [-1, -100],
+    }  # fmt: skip
+    for expected, given in labels.items():
+        given = {"labels": np.asarray(given)}
+        for family in (deberta, deberta_v2):
+            shared = family.FAMILY.convention.labels_are_shares
+            np.testing.assert_allclose(compute_loss("sequence", settings, logits, given, shared), expected, rtol=1e-6)
+    single = Settings({"problem_type": "single_label_classification"})
+    given = {"labels": np.array([1, 0])}
+    np.testing.assert_allclose(
+        compute_loss("sequence", single, logits, given, True), -(logs[0, 1] + logs[1, 0]) / 2, 1e-6
+    )
+    with pytest.raises(ConfigError, match=r"labels of shape \[3\], expected \[3, 3\]: a number for each output"):
+        compute_loss("sequence", Settings({}), jnp.zeros((3, 3)), {"labels": np.zeros(3, np.float32)})
 
 
 def test_the_newer_head_has_the_older_names():

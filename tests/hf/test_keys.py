@@ -18,6 +18,7 @@ TABLES = FAMILIES | {"t5gemma_side": t5gemma.SIDE}
 SOURCES = "".join(path.read_text() for path in (Path(jaxformer.__file__).parent / "hf").glob("*.py"))
 
 BASE = {
+    "bloom": {"pretraining_tp": 2},  # else slow_but_exact changes nothing
     "qwen3_next": {"mlp_only_layers": [0]},
     "phi3": {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p"]},

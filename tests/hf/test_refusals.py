@@ -13,9 +13,10 @@ import pytest
 import tokenizers
 
 import jaxformer
-from jaxformer.config import ConfigError
+from jaxformer.config import AttentionConfig, ConfigError, EmbedConfig, EncodingConfig, SparseConfig, StackConfig
 from jaxformer.data.vocabularies import MAX_IDS
-from jaxformer.hf import reading, writing
+from jaxformer.hf import arguments, keys, reading, writing
+from jaxformer.hf.table import CallConvention, Settings, family_of
 
 SIZES = {
     "vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -85,6 +86,96 @@ def test_under_jit_an_id_without_a_row_is_nan(bert):
     call = jax.jit(lambda ids: bert(input_ids=ids).logits)
     assert np.isnan(call(jnp.asarray([[3, -1]]))).all()
     assert not np.isnan(call(jnp.asarray([[3, 23]]))).any()
+
+
+COUNTED, SHIFTED, AGAIN, GAPS = [0, 0, 0, 1, 2], [2, 3, 4, 5, 6], [0, 1, 2, 0, 1], [0, 1, 2, 4, 7]
+LEFT_PADDED = [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("attention", "encoding", "causal", "refused"),
+    [
+        ({}, "rope", True, {"again", "counted"}),
+        ({"window": 3}, "rope", True, {"again", "gaps", "counted"}),
+        ({"window": 3}, "rope", False, {"again", "gaps", "counted"}),
+        ({}, "deberta", False, {"again", "gaps", "counted"}),
+        ({"sparse": SparseConfig()}, "learned", False, set()),
+        ({}, "learned", False, set()),
+    ],
+)
+def test_positions_that_would_order_slots_unlike_the_other_library_are_refused(attention, encoding, causal, refused):
+    stack = StackConfig(
+        embed=EmbedConfig(vocab=8), attention=AttentionConfig(**attention), encoding=EncodingConfig(kind=encoding)
+    )
+    calls = {"shifted": (SHIFTED, None), "again": (AGAIN, None), "gaps": (GAPS, None), "counted": (COUNTED, None)}
+    calls["padded"] = (COUNTED, LEFT_PADDED)
+    for name, (positions, mask) in calls.items():
+        given = {"input_ids": jnp.asarray([[3, 4, 5, 6, 7]]), "position_ids": jnp.asarray([positions])}
+        given |= {} if mask is None else {"attention_mask": jnp.asarray([mask])}
+        tokens = jax.jit(lambda given: arguments.make_stream(CallConvention(), stack, given, causal).tokens)(given)
+        assert bool((tokens == -1).all()) == (name in refused), name
+        if name in refused:
+            with pytest.raises(ConfigError, match=r"got position_ids \[\d, .*\] in row 0, expected .*; give each text"):
+                arguments.make_stream(CallConvention(), stack, given, causal)
+        else:
+            arguments.make_stream(CallConvention(), stack, given, causal)
+
+
+def test_only_families_whose_classes_take_position_ids_take_them():
+    heads = {"bloom": "qa", "roformer": "token", "t5": "encoder", "mt5": "token", "longt5": "encoder", "gpt2": "qa"}
+    for model_type, head in heads.items():
+        settings = Settings({"model_type": model_type})
+        family = family_of(settings)
+        model = keys.read_model(family, keys.with_defaults(family, settings), head)
+        names = arguments.argument_names(model, head, family.convention)
+        assert ("position_ids" in names) == (model_type == "gpt2")
+
+
+def test_embeddings_of_a_call_are_scaled_where_the_classes_scale_more_than_what_they_look_up():
+    """As version 5.24 of transformers: given rows are divided where only rows of the table are multiplied there."""
+    scaled = {"scale_embedding": True}
+    expected = {
+        ("gemma", "causal_lm"): (None, False), ("gemma2", "model"): (None, False), ("llama", "token"): (None, True),
+        ("xglm", "causal_lm"): (None, False), ("bart", "seq2seq"): (False, False),
+        ("blenderbot", "model"): (False, False),
+        ("marian", "seq2seq"): (False, True), ("pegasus", "seq2seq"): (False, True), ("t5", "seq2seq"): (True, True),
+        ("blenderbot-small", "seq2seq"): (False, True), ("t5gemma", "seq2seq"): (True, True),
+    }  # fmt: skip
+    for (model_type, head), sides in expected.items():
+        settings = Settings({"model_type": model_type, **({} if model_type[:2] in ("ge", "ll", "t5") else scaled)})
+        family = family_of(settings)
+        settings = keys.with_defaults(family, settings)
+        model = keys.read_model(family, settings, head)
+        names = ("inputs_embeds", "decoder_inputs_embeds") if sides[0] is not None else ("inputs_embeds",)
+        widths = [stack.width for stack in (model.encoder, model.decoder) if stack is not None]
+        given = {name: np.ones((1, 2, width), np.float32) for name, width in zip(names, widths, strict=True)}
+        batch = arguments.make_batch(family.convention, settings, model, head, given)
+        for stream, width, is_kept in zip((batch.source, batch.target), (widths[0], widths[-1]), sides, strict=True):
+            if stream is not None:
+                np.testing.assert_allclose(
+                    stream.tokens, 1.0 if is_kept else width**-0.5, rtol=1e-6, err_msg=model_type
+                )
+
+
+def test_a_big_bird_that_scales_embeddings_scales_those_of_a_call():
+    settings = Settings({"model_type": "big_bird", "rescale_embeddings": True})
+    family = family_of(settings)
+    settings = keys.with_defaults(family, settings)
+    model = keys.read_model(family, settings, "masked_lm")
+    given = {"inputs_embeds": np.ones((1, 2, 768), np.float32)}
+    assert (arguments.make_batch(family.convention, settings, model, "masked_lm", given).source.tokens == 1).all()
+    assert model.encoder.embed.scale
+
+
+def test_bloom_refuses_sums_of_parts_that_leave_biases_out():
+    def read(edit):
+        settings = Settings({"model_type": "bloom", **edit})
+        family = family_of(settings)
+        return keys.read_model(family, keys.with_defaults(family, settings), "causal_lm")
+
+    assert read({"pretraining_tp": 2}) == read({"slow_but_exact": True}) == read({})
+    with pytest.raises(ConfigError, match="slow_but_exact True with pretraining_tp 2, expected one of them off"):
+        read({"pretraining_tp": 2, "slow_but_exact": True})
 
 
 def test_weights_that_are_no_numbers_are_refused_and_infinities_named(tmp_path, caplog):

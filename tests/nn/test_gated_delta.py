@@ -114,11 +114,19 @@ def layer():
 
 def test_the_layer_is_that_of_loops_over_texts_heads_and_slots(layer):
     module, variables, x, segment = layer
-    got = jax.jit(module.apply)(variables, x, segment)[0]
+    apply = jax.jit(module.apply)
+    got = apply(variables, x, segment)[0]
     for row in range(2):
         expected = by_slots(variables["params"], DELTA, x[row].astype(np.float64), segment[row])
         real = segment[row] > 0
         np.testing.assert_allclose(np.asarray(got[row])[real], expected[real], rtol=1e-4, atol=2e-5)
+    shown = np.array([[-1, -1, 1, 1, 1, 1, 1, 1, -1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1]], np.int32)
+    got = apply(variables, x, shown)[0]
+    for row in range(2):  # padding whose output is used is a slot of its text with input 0
+        inputs = np.where(shown[row][:, None] > 0, x[row].astype(np.float64), 0)
+        expected = by_slots(variables["params"], DELTA, inputs, np.ones(11, int))
+        np.testing.assert_allclose(np.asarray(got[row]), expected, rtol=1e-4, atol=2e-5)
+    assert (np.asarray(got[1, 8:]) == 0).all()
 
 
 def test_chunks_of_any_size_and_single_slots_give_the_outputs_and_gradients_of_the_recurrence(layer):

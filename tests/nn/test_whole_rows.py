@@ -63,11 +63,28 @@ def test_short_rows_have_full_attention_unless_they_are_to_be_sparse():
 
 def test_the_slots_after_the_last_full_block_are_summed_in_it():
     side = slots(11, 11, 8, 2)
-    full = full_blocks(side.segment, 3)
+    full = full_blocks(side, 3)
     assert full.tolist() == [3, 2, 0]
     block = block_of_slot(side.position, full, 3)
     assert block[0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2] and block[1, :8].tolist() == [0, 0, 0] + [1] * 5
     assert (block[2] == -1).all()
+
+
+def test_a_text_without_the_padding_before_it_has_the_blocks_of_its_padded_row():
+    """Decoding drops padding and keeps positions: 5 slots at positions 2 to 6 end two blocks of 3."""
+    config, table = builders.stack(layers=1, attention=SUMMARY, encoding=T5), None
+    encoding = dataclasses.replace(T5, bidirectional=True)
+    shared = stack.encodings.get("t5").shared(encoding, SUMMARY, config.width // 2)
+    layer, outputs = Attention(SUMMARY, encoding, config.width), []
+    x = jax.random.normal(jax.random.key(1), (1, 7, config.width))
+    whole = Slots(jnp.arange(7)[None], jnp.array([[0, 0, 1, 1, 1, 1, 1]]))
+    for side, own in ((whole, x), (Slots(whole.position[:, 2:], whole.segment[:, 2:]), x[:, 2:])):
+        mask = stack.self_attention_mask(config, False, side)
+        if table is None:
+            table = shared.init(jax.random.key(2), side)
+            params = layer.init(jax.random.key(3), own, mask, shared.apply(table, side))
+        outputs.append(layer.apply(params, own, mask, shared.apply(table, side))[0][:, -5:])
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("own", [SPARSE, SUMMARY], ids=["sparse", "summary"])

@@ -112,6 +112,10 @@ FAMILY = Family(
     duplicate_tensors=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
     tied_tensors=("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
     convention=CallConvention(
-        prefix_tokens=("[CLS]",), separator_tokens=("[SEP]",), suffix_tokens=("[SEP]",), hides_question=True
+        scales_embeddings=True,
+        prefix_tokens=("[CLS]",),
+        separator_tokens=("[SEP]",),
+        suffix_tokens=("[SEP]",),
+        hides_question=True,
     ),
 )

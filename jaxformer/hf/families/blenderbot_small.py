@@ -16,6 +16,6 @@ FAMILY = family(
         positions=512,
         vocab=50265,
         pad=0,
-        convention=CallConvention(decoder_start_token=1),
+        convention=CallConvention(decoder_scales_embeddings=True, decoder_start_token=1),
     )
 )

@@ -32,6 +32,12 @@ from jaxformer.hf.table import (
 def read_config(settings: Settings, head: str) -> ModelConfig:
     width = settings.size("n_embed", None) or settings.size("hidden_size", 64)  # an older key, which wins
     dropout = settings("hidden_dropout", 0.0)
+    parts, are_summed = settings("pretraining_tp", 1), settings("slow_but_exact", False)
+    if are_summed and parts > 1:
+        raise ConfigError(
+            f"{settings.path}: got slow_but_exact True with pretraining_tp {parts}, expected one of them off: the "
+            "library then leaves out the biases of `dense` and `dense_4h_to_h`; this variant is not supported"
+        )
     decoder = StackConfig(
         layers=settings.size("n_layer", 2),
         width=width,
@@ -100,7 +106,7 @@ FAMILY = Family(
     prefix="transformer.",
     droppable_tensors=_decoder.DROPPABLE_TENSORS,
     ignored_keys={
-        **dict.fromkeys(("pretraining_tp", "slow_but_exact"), "parts of a matrix product, whose sum is the same"),
+        "pretraining_tp": "number of parts of a matrix product, whose sum is the same without slow_but_exact",
         **dict.fromkeys(
             (
                 "masked_softmax_fusion",
@@ -115,5 +121,5 @@ FAMILY = Family(
         ),
     },
     tied_tensors=("lm_head.weight", "transformer.word_embeddings.weight"),
-    convention=CallConvention(positions="mask"),
+    convention=CallConvention(positions="mask", takes_position_ids=False),
 )

@@ -54,5 +54,10 @@ FAMILY = Family(
     duplicate_tensors=_deberta.DUPLICATE_TENSORS,
     renamed_tensors=_deberta.RENAMED_TENSORS,
     tied_tensors=("cls.predictions.decoder.weight", "deberta.embeddings.word_embeddings.weight"),
-    convention=CallConvention(prefix_tokens=("[CLS]",), separator_tokens=("[SEP]",), suffix_tokens=("[SEP]",)),
+    convention=CallConvention(
+        labels_are_shares=True,
+        prefix_tokens=("[CLS]",),
+        separator_tokens=("[SEP]",),
+        suffix_tokens=("[SEP]",),
+    ),
 )

@@ -230,6 +230,7 @@ def pair_family(encoder_type: str, decoder_type: str, is_tied: bool = False) -> 
         convention=dataclasses.replace(
             FAMILY.convention,
             positions=encoder.convention.positions,
+            takes_position_ids=encoder.convention.takes_position_ids,
             decoder_positions=decoder.convention.positions,
             prefix_tokens=encoder.convention.prefix_tokens,
             separator_tokens=encoder.convention.separator_tokens,

@@ -59,5 +59,5 @@ FAMILY = Family(
     embedding_tables=_bart.EMBEDDING_TABLES,
     ignored_tensors=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
     tied_tensors=("lm_head.weight", "model.shared.weight"),
-    convention=CallConvention(suffix_tokens=("</s>",)),
+    convention=CallConvention(decoder_scales_embeddings=True, suffix_tokens=("</s>",)),
 )

@@ -62,5 +62,5 @@ FAMILY = Family(
     ignored_tensors=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
     constant_tensors=constants,
     tied_tensors=("lm_head.weight", "model.shared.weight"),
-    convention=CallConvention(suffix_tokens=("</s>",)),
+    convention=CallConvention(decoder_scales_embeddings=True, suffix_tokens=("</s>",)),
 )

@@ -85,5 +85,10 @@ FAMILY = Family(
     ignored_tensors=(r"roformer\.encoder\.embed_positions\.weight",),
     duplicate_tensors=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
     tied_tensors=("cls.predictions.decoder.weight", "roformer.embeddings.word_embeddings.weight"),
-    convention=CallConvention(prefix_tokens=("[CLS]",), separator_tokens=("[SEP]",), suffix_tokens=("[SEP]",)),
+    convention=CallConvention(
+        takes_position_ids=False,
+        prefix_tokens=("[CLS]",),
+        separator_tokens=("[SEP]",),
+        suffix_tokens=("[SEP]",),
+    ),
 )

@@ -202,6 +202,9 @@ FAMILY = Family(
     tied_tensors=("lm_head.weight", "shared.weight"),
     embedding_tables=EMBEDDING_TABLES,
     convention=CallConvention(
-        decoder_input_from_source=("sequence", "qa"), separator_tokens=("</s>",), suffix_tokens=("</s>",)
+        takes_position_ids=False,
+        decoder_input_from_source=("sequence", "qa"),
+        separator_tokens=("</s>",),
+        suffix_tokens=("</s>",),
     ),
 )

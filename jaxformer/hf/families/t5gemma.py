@@ -216,6 +216,7 @@ FAMILY = Family(
     ),
     tied_tensors=("lm_head.out_proj.weight", "model.decoder.embed_tokens.weight"),
     convention=CallConvention(
+        scales_embeddings=True,
         prefix_tokens=("<bos>",),
         reads_last_token=True,
         start_and_padding=start_and_padding,

@@ -70,7 +70,9 @@ class FlaxSeq2SeqModel(FlaxPreTrainedModel):
         """Outputs of a whole target at once."""
         decoder = self.spec.stack
         inputs = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
-        target: Stream = make_stream(self.spec.convention.of_decoder, decoder, {"input_ids": tokens, **inputs})
+        target: Stream = make_stream(
+            self.spec.convention.of_decoder, decoder, {"input_ids": tokens, **inputs}, causal=True
+        )
         x, logits, _, sown = cached.advance(self.spec, params, target, None, None, memory, options.key, options.flags)
         return self.step_outputs(x, logits, None, sown, options)
 

@@ -97,7 +97,7 @@ class Table(nn.Module):
         if size is None:
             return table
         summaries = parameter(self, "summary_table", init, names, shape)
-        return Tables(table, summaries, full_blocks(slots.segment, size), size)
+        return Tables(table, summaries, full_blocks(slots, size), size)
 
 
 def heads_axes(shared: Float32[Array, "R H"] | Tables) -> PyTree:
