@@ -1,5 +1,6 @@
 """The Flax classes as scripts use them: parameters in the old layout, calls, caches, generation, files, refusals."""
 
+import functools
 import itertools
 import json
 import logging
@@ -163,6 +164,23 @@ def test_the_module_computes_the_same(bert, gpt2):
     np.testing.assert_array_equal(dropped.logits, again.logits)
     with pytest.raises(ConfigError, match="method"):
         gpt2.module.apply(variables, IDS, method="encode")
+
+
+def test_a_head_mask_hides_what_heads_read(bert):
+    mask = np.array([[1, 0], [1, 1]], np.int32)
+    # the second head of the first layer, without values: 8 columns are 2 heads
+    params = jax.tree.map(lambda x: 20 * np.array(x), bert.params)
+    call = functools.partial(bert, IDS, MASK, output_attentions=True)
+    got, whole = call(params=params, head_mask=mask), call(params=params)
+    half = bert.module.apply({"params": params}, IDS, MASK, head_mask=mask + 0.5, output_attentions=True)
+    # the classes took whole numbers, their modules any
+    np.testing.assert_array_equal(call(params=params, head_mask=mask + 0.5).logits, got.logits)
+    np.testing.assert_allclose(half.attentions[0], whole.attentions[0] * np.array([[[1.5]], [[0.5]]]), rtol=1e-5)
+    value = params["bert"]["encoder"]["layer"]["0"]["attention"]["self"]["value"]
+    value["kernel"][:, 4:], value["bias"][4:] = 0, 0
+    close(got.logits, call(params=params).logits)
+    assert np.abs(got.logits - whole.logits).max() > 1e-3
+    assert not np.any(got.attentions[0][:, 1]) and np.all(np.sum(got.attentions[1], -1) > 0.99)
 
 
 def test_dropout_needs_train_and_a_key(bert):
@@ -341,6 +359,31 @@ def test_options_of_a_config_that_nothing_reads_are_named(gpt2, caplog):
     assert "the generation config has repetition_penalty, which the old Flax classes never read" in caplog.text
 
 
+def test_options_set_in_a_config_after_loading_count(tmp_path, caplog):
+    model = flax.FlaxT5ForConditionalGeneration(T5)
+    model.config.num_beams, model.config.max_length = 2, 5
+    with caplog.at_level(logging.WARNING):
+        found = generation._read_options(model, None, {})[0]
+    assert (found.num_beams, found.max_length) == (2, 5) and "generation_config is the place" in caplog.text
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["_from_model_config"] is True
+    again = flax.FlaxT5ForConditionalGeneration.from_pretrained(tmp_path, num_beams=3)
+    assert generation._read_options(again, None, {})[0].num_beams == 3
+    again.generation_config.max_length = 7  # from here on the config says nothing
+    again.config.num_beams = 4
+    found = generation._read_options(again, None, {"num_beams": None})[0]
+    assert (found.num_beams, found.max_length) == (3, 7)
+    again.save_pretrained(tmp_path)
+    assert "_from_model_config" not in json.loads((tmp_path / "generation_config.json").read_text())
+
+
+def test_a_pair_generates_with_what_its_decoder_says():
+    sides = {"encoder": BERT, "decoder": {**GPT2, "add_cross_attention": True, "forced_eos_token_id": 9}}
+    config = flax.EncoderDecoderConfig(**sides, eos_token_id=7)
+    found = flax.FlaxEncoderDecoderModel(config, _do_init=False).generation_config
+    assert (found.eos_token_id, found.bos_token_id, found.forced_eos_token_id) == (7, 30, 9)
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -490,7 +533,14 @@ def test_the_old_rules_of_families_that_changed(caplog):
 def test_refusals_say_what_to_do(bert, gpt2, t5, tmp_path):
     refused = [
         (lambda: bert(IDS, MASK, heads=3), "expected some of input_ids"),
-        (lambda: bert(IDS, MASK, head_mask=np.zeros((2, 2))), "head_mask"),
+        (lambda: bert(IDS, MASK, head_mask=np.zeros(2)), "got a head_mask [2], expected [layers, heads], [2, 2]"),
+        (
+            lambda: flax.FlaxDistilBertModel({"model_type": "distilbert"}, _do_init=False)(
+                IDS, head_mask=np.ones((6, 12)), params={}
+            ),
+            "the old class of distilbert did not read it",
+        ),
+        (lambda: flax.BertConfig(model_type="gpt2"), "got model_type 'gpt2', expected 'bert'"),
         (lambda: gpt2(IDS, encoder_hidden_states=np.zeros((2, 4, 8))), "encoder_hidden_states"),
         (lambda: bert(np.full((1, 2), 99)), "expected 0 to 30"),
         (lambda: bert.generate(IDS), "expected a class with a language-model head"),
@@ -516,6 +566,22 @@ def test_refusals_say_what_to_do(bert, gpt2, t5, tmp_path):
         with pytest.raises(ConfigError) as error:
             call()
         assert text in str(error.value) and "\n" not in str(error.value), number
+
+
+def test_mappings_and_config_classes():
+    kinds = [config.model_type for config in flax.FLAX_MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
+    assert kinds == list(flax.FLAX_MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING._classes) and "pegasus" in kinds
+    assert len(flax.FLAX_MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING) == 1
+    assert flax.FLAX_MODEL_FOR_CAUSAL_LM_MAPPING[flax.GPT2Config] is flax.FlaxGPT2LMHeadModel
+    assert flax.FLAX_MODEL_FOR_CAUSAL_LM_MAPPING.get(flax.T5Config) is None
+    config = flax.FlaxBertModel.config_class(hidden_size=8, num_attention_heads=2, num_labels=3)
+    assert (config.model_type, config.num_labels, config.intermediate_size) == ("bert", 3, 3072)
+    pair = flax.EncoderDecoderConfig.from_encoder_decoder_configs(config, flax.GPT2Config(n_embd=8))
+    assert pair.decoder["add_cross_attention"] and pair.encoder["hidden_size"] == 8
+    module = __import__(flax.FlaxBartModel.__module__, fromlist=["shift_tokens_right"])  # as scripts find it
+    labels = np.array([[5, 6, 2, -100], [7, 2, 1, -100]])
+    np.testing.assert_array_equal(module.shift_tokens_right(labels, 1, 9), [[9, 5, 6, 2], [9, 7, 2, 1]])
+    np.testing.assert_array_equal(module.shift_tokens_right(labels, 1), [[2, 5, 6, 2], [2, 7, 2, 1]])
 
 
 def test_missing_families_are_refused_by_name():

@@ -27,10 +27,15 @@ def typed_key(key: Any) -> Array | None:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of a call, beside its inputs."""
+    """Options of a call, beside its inputs.
+
+    Attributes:
+      heads: factors of the heads `[L, H]`, already in `params`; None: all are 1.
+    """
 
     params: PyTree
     key: Array | None
+    heads: Array | None = None
     attentions: bool = False
     hidden_states: bool = False
     return_dict: bool = True

@@ -6,6 +6,8 @@ import inspect
 import os
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxformer.errors import ConfigError
 from jaxformer.hf.flax import configs, files, names, signatures
 from jaxformer.hf.flax.calls import call_with, outputs_of
@@ -25,11 +27,14 @@ def _members(model_type: str, head: str, group: Group) -> dict[str, Any]:
     @call_with(call)
     def __call__(self: FlaxPreTrainedModel, **given: Any) -> Any:
         """The outputs of a forward pass; see `FlaxPreTrainedModel.__call__`."""
+        if given.get("head_mask") is not None:  # the classes, but not their modules, took whole numbers
+            given["head_mask"] = jnp.asarray(given["head_mask"]).astype(jnp.int32)
         return self._call(**given)
 
     members: dict[str, Any] = {
         "model_type": model_type,
         "head": head,
+        "config_class": configs.CLASSES[f"{group.prefix}Config"],
         "call_signature": call,
         "__call__": __call__,
         "output_class": outputs_of(model_type, head),
@@ -73,16 +78,20 @@ def make_classes() -> dict[str, type[FlaxPreTrainedModel]]:
 CLASSES = make_classes()
 
 
+def auto_types(name: str) -> tuple[str, ...]:
+    """The `model_type`s for which an automatic class has a class."""
+    heads = set(names.AUTO_HEADS[name])
+    return names.AUTO_TYPES.get(name, tuple(t for t, group in GROUPS.items() if heads & set(group.heads)))
+
+
 def auto_class(name: str, config: Any) -> type[FlaxPreTrainedModel]:
     """The class that an automatic one takes for a config.
 
     Raises:
       ConfigError: the family has none, or is not here.
     """
-    values = configs.values_of(config)
-    model_type = str(values.get("model_type", ""))
-    heads = names.AUTO_HEADS[name]
-    types = names.AUTO_TYPES.get(name, tuple(t for t, group in GROUPS.items() if set(heads) & set(group.heads)))
+    model_type = str(configs.values_of(config).get("model_type", ""))
+    heads, types = names.AUTO_HEADS[name], auto_types(name)
     if model_type not in types:
         raise ConfigError(f"{name}: got model_type {model_type!r}, expected one of {', '.join(types)}")
     head = next(head for head in heads if head in GROUPS[model_type].heads)

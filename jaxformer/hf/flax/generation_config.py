@@ -10,6 +10,8 @@ from typing import Any
 from jaxformer.hf import reading
 
 FILE = "generation_config.json"
+COPY_KEY = "_from_model_config"
+"""Key of that file, true where its options were taken from config.json."""
 
 DEFAULTS: dict[str, Any] = {
     "max_length": 20, "max_new_tokens": None, "min_length": 0, "do_sample": False, "num_beams": 1,
@@ -57,17 +59,22 @@ class GenerationConfig:
 
     @classmethod
     def from_model_config(cls, values: Mapping[str, Any]) -> GenerationConfig:
-        """The options that a config.json holds."""
+        """The options that a config.json holds; those of a pair that it lacks are its decoder's."""
         known = {**DEFAULTS, **UNREAD}
+        decoder = values["decoder"] if isinstance(values.get("decoder"), Mapping) else {}
         wished = {name: values[name] for name in known if values.get(name) is not None}
+        for name, default in known.items():
+            if wished.get(name, default) == default and decoder.get(name) is not None:
+                wished[name] = decoder[name]
         for name in ("output_attentions", "output_hidden_states", "use_cache"):
             wished.pop(name, None)  # of calls
         return cls(**wished)
 
     @classmethod
-    def of_directory(cls, directory: Path, values: Mapping[str, Any]) -> GenerationConfig:
-        """The options of generation_config.json, or of config.json (`values`) where there is no such file."""
+    def of_directory(cls, directory: Path) -> tuple[GenerationConfig | None, bool]:
+        """The options of generation_config.json, None without it, and whether they only repeat those of config.json."""
         if not (directory / FILE).exists():
-            return cls.from_model_config(values)
+            return None, True
         found = reading.read_config(directory, FILE)
-        return cls(**{name: value for name, value in found.items() if name != "transformers_version"})
+        is_copy = bool(found.pop(COPY_KEY, False))
+        return cls(**{name: value for name, value in found.items() if name != "transformers_version"}), is_copy

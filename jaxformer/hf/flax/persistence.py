@@ -16,8 +16,8 @@ from flax import traverse_util
 from jaxformer.errors import ConfigError
 from jaxformer.hf import reading
 from jaxformer.hf.flax import configs, files
+from jaxformer.hf.flax.generation_config import COPY_KEY
 from jaxformer.hf.flax.generation_config import FILE as GENERATION_FILE
-from jaxformer.hf.flax.generation_config import GenerationConfig
 from jaxformer.runtime import hub
 from jaxformer.types import PyTree
 
@@ -83,7 +83,7 @@ class Persistence:
         params = traverse_util.unflatten_dict({path: jnp.asarray(value) for path, value in leaves.items()})
         model.name_or_path = str(pretrained_model_name_or_path)
         if model.can_generate():
-            model.generation_config = GenerationConfig.of_directory(directory, model.settings.values)
+            model.read_options(directory)
         if not _do_init:
             return model, params
         model._is_initialized, model._params = True, model.init_weights(model.key, input_shape, params)
@@ -130,7 +130,8 @@ class Persistence:
         values = {**values, "architectures": [type(self).__name__.removeprefix("Flax")], "model_type": model.model_type}
         _write_json(directory / reading.CONFIG_FILE, values)
         if model.can_generate():
-            _write_json(directory / GENERATION_FILE, model.generation_config.to_dict())
+            options = {COPY_KEY: True} if model.is_options_copy() else {}
+            _write_json(directory / GENERATION_FILE, options | model.generation_config.to_dict())
         files.save_leaves(directory, jax.device_get(params), _bytes(max_shard_size))
 
     def push_to_hub(

@@ -18,6 +18,25 @@ from jaxformer.hf.flax.spec import converted
 from jaxformer.hf.table import require_stack
 from jaxformer.types import Array, PyTree, Stream
 
+IGNORED_LABEL = -100
+
+
+def shift_tokens_right(input_ids: Any, pad_token_id: int, decoder_start_token_id: int | None = None) -> Array:
+    """A decoder's inputs int `[B, T]` for labels `[B, T]`: these one slot later, with a start before them.
+
+    Args:
+      pad_token_id: takes the place of -100, the label that counts in no loss.
+      decoder_start_token_id: the first token; None, as for mBART: a row's last token that is no padding.
+    """
+    labels = jnp.asarray(input_ids)
+    labels = jnp.where(labels == IGNORED_LABEL, pad_token_id, labels)
+    if decoder_start_token_id is None:
+        last = jnp.sum(labels != pad_token_id, axis=1, keepdims=True) - 1
+        first = jnp.take_along_axis(labels, last, axis=1)
+    else:
+        first = jnp.full_like(labels[:, :1], decoder_start_token_id)
+    return jnp.concatenate([first, labels[:, :-1]], axis=1)
+
 
 class FlaxSeq2SeqModel(FlaxPreTrainedModel):
     """A model with an encoder and a decoder."""
