@@ -371,7 +371,7 @@ def test_options_set_in_a_config_after_loading_count(tmp_path, caplog):
     assert generation._read_options(again, None, {})[0].num_beams == 3
     again.generation_config.max_length = 7  # from here on the config says nothing
     again.config.num_beams = 4
-    found = generation._read_options(again, None, {"num_beams": None})[0]
+    found = generation._read_options(again, None, {})[0]
     assert (found.num_beams, found.max_length) == (3, 7)
     again.save_pretrained(tmp_path)
     assert "_from_model_config" not in json.loads((tmp_path / "generation_config.json").read_text())
