@@ -377,6 +377,21 @@ def test_options_set_in_a_config_after_loading_count(tmp_path, caplog):
     assert "_from_model_config" not in json.loads((tmp_path / "generation_config.json").read_text())
 
 
+def test_generation_configs_of_either_version(gpt2, tmp_path):
+    class Theirs:
+        def __init__(self, **values):
+            self.to_dict = lambda: values
+
+    unset = {name: None for name in generation.DEFAULTS}
+    for version, top_k in (("5.0.0", 50), ("4.55.4", None)):
+        given = Theirs(**{**unset, "num_beams": 3, "_from_model_config": None, "transformers_version": version})
+        found = generation._read_options(gpt2, given, {})[0]
+        assert (found.num_beams, found.max_length, found.length_penalty, found.top_k) == (3, 20, 1.0, top_k)
+    found.save_pretrained(tmp_path)
+    again = flax.GenerationConfig.from_pretrained(tmp_path, max_length=9)
+    assert (again.num_beams, again.max_length, again.top_k) == (3, 9, None)
+
+
 def test_a_pair_generates_with_what_its_decoder_says():
     sides = {"encoder": BERT, "decoder": {**GPT2, "add_cross_attention": True, "forced_eos_token_id": 9}}
     config = flax.EncoderDecoderConfig(**sides, eos_token_id=7)
@@ -412,6 +427,17 @@ def test_saved_directories_load_again(gpt2, tmp_path):
         np.testing.assert_array_equal(again(IDS).logits, gpt2(IDS).logits)
     model, params = flax.FlaxGPT2LMHeadModel.from_pretrained(tmp_path / "one", _do_init=False)
     np.testing.assert_array_equal(model(IDS, params=params).logits, gpt2(IDS).logits)
+
+
+def test_safetensors_and_arguments_of_an_upload_that_is_not_asked_for(gpt2, tmp_path):
+    gpt2.save_pretrained(tmp_path, push_to_hub=False, commit_message="step 3", use_auth_token=True)
+    params = gpt2.to_bf16(gpt2.params)
+    gpt2.save_pretrained(tmp_path, params=params, safe_serialization=True)
+    assert not list(tmp_path.glob("*.msgpack"))  # which would be read first
+    again = flax.FlaxGPT2LMHeadModel.from_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, again.params, params)
+    again.config.save_pretrained(tmp_path / "new")
+    assert flax.GPT2Config.from_pretrained(tmp_path / "new").to_dict() == again.config.to_dict()
 
 
 def test_a_body_and_a_head_load_each_other(bert, tmp_path, caplog):
@@ -549,7 +575,9 @@ def test_refusals_say_what_to_do(bert, gpt2, t5, tmp_path):
         (lambda: gpt2.generate(IDS, max_length=4), "expected room for a token"),
         (lambda: gpt2.generate(IDS, max_length=9, do_sample=True, num_beams=2), "do_sample with num_beams"),
         (lambda: gpt2.generate(IDS, max_length=9, num_return_sequences=2), "at most num_beams"),
-        (lambda: gpt2.save_pretrained(tmp_path, push_to_hub=True), "push_to_hub"),
+        (lambda: gpt2.save_pretrained(tmp_path, push_to_hub=True, repo_id="a b"), "push_to_hub: got 'a b'"),
+        (lambda: gpt2.save_pretrained(tmp_path, push_to_hub=True, create_pr=True), "got create_pr, expected some of"),
+        (lambda: gpt2.save_pretrained(tmp_path, commit="x"), "got commit, expected some of repo_id"),
         (lambda: flax.FlaxBertModel(BERT, dtype=jnp.float16), "float16"),
         (lambda: flax.FlaxBertModel(GPT2), "got a config of model_type 'gpt2'"),
         (lambda: flax.FlaxAutoModelForSeq2SeqLM.from_config(BERT), "expected one of bart"),

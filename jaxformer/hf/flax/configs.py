@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxformer.errors import ConfigError
@@ -147,6 +148,11 @@ class PretrainedConfig:
     def to_dict(self) -> dict[str, Any]:
         """The keys that were set."""
         return copy.deepcopy(self._values)
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Writes config.json."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / reading.CONFIG_FILE).write_text(self.to_json_string(), encoding="utf-8")
 
     def to_json_string(self) -> str:
         """The keys that were set, as JSON."""
