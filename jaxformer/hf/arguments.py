@@ -180,6 +180,47 @@ def check_ids(name: str, ids: Any, count: int | None, ignored: int | None = None
         raise ConfigError(f"call: got {name} {ids[outside][0]}, expected 0 to {count - 1}; check the tokenizer")
 
 
+def check_order(
+    stack: StackConfig, tokens: Array, position: Array, real: Array, after: Array | int = -MAX_INT32
+) -> Array:
+    """The tokens `[B, T]` of a decoder whose positions rise from each real slot to the next.
+
+    Masks compare positions: without this a token would see later slots. With a window, distances in positions have to
+    be those in slots, too. Under jit, rows where they do not are NaN.
+
+    Args:
+      real: `[B, T]`, 0 at padding.
+      after: `[B, 1]` or one number for all, the last position before these slots.
+
+    Raises:
+      ConfigError: they do not rise.
+    """
+    reached = jax.lax.cummax(jnp.where(real != 0, position, -MAX_INT32), axis=1)
+    before = jnp.maximum(jnp.pad(reached[:, :-1], ((0, 0), (1, 0)), constant_values=-MAX_INT32), after)
+    wrong = (real != 0) & (position <= before)
+    if stack.attention.window is not None:
+        shift = position - jnp.arange(position.shape[1])
+        least = jnp.min(jnp.where(real != 0, shift, MAX_INT32), axis=1, keepdims=True)
+        wrong |= (real != 0) & (shift != least)
+    if not has_concrete_values(wrong):
+        return jnp.where(jnp.any(wrong, axis=1, keepdims=True), stack.embed.vocab, tokens)
+    if bool(wrong.any()):
+        row, slot = np.argwhere(np.asarray(wrong))[0]
+        raise ConfigError(
+            f"call: got position_ids {np.asarray(position)[row].tolist()!s:.60}, expected each real token's above the "
+            f"one before (see slot {slot}), in steps of one if there is a window: a causal model orders tokens by them"
+        )
+    return tokens
+
+
+def ordered(stack: StackConfig, stream: Stream) -> Stream:
+    """The stream of a decoder whose positions a caller gave; see `check_order`."""
+    if stream.tokens.ndim != 2:  # embeddings
+        return stream
+    position, segment, *_ = stream.slots
+    return stream._replace(tokens=check_order(stack, stream.tokens, position, segment > 0))
+
+
 def make_batch(
     convention: CallConvention,
     settings: Settings,
@@ -199,7 +240,9 @@ def make_batch(
             raise ConfigError("call: got a model without transformer parts, expected an encoder or a decoder")
         return Batch(make_stream(convention, encoder, hide_padding(convention, model, sources)), None)
     if encoder is None:
-        return Batch(None, make_stream(convention, decoder, sources, causal=decoder.causal is not False))
+        causal = decoder.causal is not False
+        stream = make_stream(convention, decoder, sources, causal)
+        return Batch(None, ordered(decoder, stream) if causal and "position_ids" in sources else stream)
     source = make_stream(convention, encoder, hide_padding(convention, model, sources))
     classifies = head in ("sequence", "token")
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & set(sources):
@@ -219,6 +262,7 @@ def make_batch(
         targets.setdefault("attention_mask", (targets["input_ids"] != _padding(decoder)).astype(jnp.int32))
     causal = convention.is_pair  # of the others' decoders, none counts by ids
     target = make_stream(convention.of_decoder, decoder, targets, causal)
+    target = ordered(decoder, target) if "position_ids" in targets else target
     if head == "sequence" and "input_ids" in sources and not convention.reads_last_token:
         target = _up_to_the_end(target, sources["input_ids"] == settings("eos_token_id", 2))
     return Batch(source, target)

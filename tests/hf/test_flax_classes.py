@@ -222,6 +222,28 @@ def test_a_cache_gives_what_the_whole_call_gives(gpt2):
         gpt2(LEFT[:, :1], past_key_values=gpt2.init_cache(2, 6), attention_mask=LEFT_MASK)
 
 
+def test_positions_that_do_not_rise_are_refused(gpt2):
+    twice, text = np.array([[0, 1, 1, 2]]), "got position_ids [0, 1, 1, 2], expected each real token's above"
+    with pytest.raises(ConfigError) as error:  # a token would see the next one of its position
+        gpt2(IDS, position_ids=twice)
+    assert text in str(error.value)
+    assert np.isfinite(gpt2(IDS, [[1, 0, 1, 1]] * 2, position_ids=twice).logits).all()  # one of them is hidden
+    step = jax.jit(lambda at, cache: gpt2(IDS[:, 2:3], position_ids=at, past_key_values=cache).logits)
+    cache = gpt2(IDS[:, :2], position_ids=twice[:, :2], past_key_values=gpt2.init_cache(2, 4)).past_key_values
+    assert np.isnan(step(twice[:, 2:3], cache)).all() and np.isfinite(step(twice[:, 3:], cache)).all()
+    with pytest.raises(ConfigError, match="expected each real token's above"):
+        gpt2(IDS[:, 2:3], position_ids=twice[:, 2:3], past_key_values=cache)
+    model = flax.FlaxBartModel({"model_type": "bart", "d_model": 16}, _do_init=False)
+    given = {"decoder_input_ids": IDS, "decoder_position_ids": twice}
+    with pytest.raises(ConfigError, match="expected each real token's above"):
+        model(IDS, **given, params={})
+    with pytest.raises(ConfigError, match="expected each real token's above"):
+        model._decode_all({}, IDS, {"position_ids": twice}, None, None)
+    mistral = {"model_type": "mistral", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 31}
+    with pytest.raises(ConfigError, match="in steps of one"):
+        flax.FlaxMistralModel(mistral, _do_init=False)(IDS, position_ids=[[0, 1, 2, 4]], params={})
+
+
 def test_the_two_sides_of_an_encoder_decoder(t5):
     target, target_mask = IDS[::-1], MASK[::-1]
     whole = t5(IDS, MASK, target, target_mask)

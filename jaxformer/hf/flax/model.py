@@ -372,7 +372,8 @@ class FlaxPreTrainedModel(persistence.Persistence):
             )
         position = given.get("position_ids")
         if position is not None:
-            position = jnp.asarray(position) - self.first_position
+            position = jnp.broadcast_to(jnp.asarray(position) - self.first_position, tokens.shape)
+            tokens = cached.check_order(self.spec, cache, tokens, mask, position)
         slots, cache_slots, written = cached.query_slots(self.spec, cache, tokens.shape[1], mask, position)
         kinds = self.spec.stack.embed.kinds
         token_type = given.get("token_type_ids")

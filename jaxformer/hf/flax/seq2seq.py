@@ -8,11 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxformer.errors import ConfigError
-from jaxformer.hf.arguments import make_stream
+from jaxformer.hf.arguments import make_stream, ordered
 from jaxformer.hf.flax import cached, old, outputs
 from jaxformer.hf.flax.cached import Cache, Memory
 from jaxformer.hf.flax.calls import Options
 from jaxformer.hf.flax.model import FlaxPreTrainedModel
+from jaxformer.hf.flax.names import T5_TYPES
 from jaxformer.hf.flax.search import memory_slots
 from jaxformer.hf.flax.spec import converted
 from jaxformer.hf.table import require_stack
@@ -56,7 +57,8 @@ class FlaxSeq2SeqModel(FlaxPreTrainedModel):
             values["hidden_states"] = old.hidden_states(self.spec.type_of("encoder"), sown)
         if options.attentions:
             values["attentions"] = tuple(sown["blocks"]["attention"]["probabilities"][0])
-        return options.finish(outputs.CLASSES["FlaxBaseModelOutput"](**values))
+        with_cross = "WithPastAndCrossAttentions" if self.model_type in T5_TYPES else ""  # T5's two sides are one class
+        return options.finish(outputs.CLASSES[f"FlaxBaseModelOutput{with_cross}"](**values))
 
     def _decode(self, **given: Any) -> Any:
         mask = given.pop("encoder_attention_mask", None)
@@ -90,6 +92,8 @@ class FlaxSeq2SeqModel(FlaxPreTrainedModel):
         decoder = self.spec.stack
         inputs = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
         target: Stream = make_stream(self.spec.convention.of_decoder, decoder, {"input_ids": tokens, **inputs})
+        if "position_ids" in inputs:
+            target = ordered(decoder, target)
         x, logits, _, sown = cached.advance(self.spec, params, target, None, None, memory, options.key, options.flags)
         return self.step_outputs(x, logits, None, sown, options)
 
