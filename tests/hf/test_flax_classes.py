@@ -637,6 +637,9 @@ def test_mappings_and_config_classes():
 def test_missing_families_are_refused_by_name():
     with pytest.raises(ImportError, match=r"FlaxVisionEncoderDecoderModel \(vision\), expected a class of one"):
         from jaxformer.hf.flax import FlaxVisionEncoderDecoderModel  # noqa: F401
+    assert issubclass(flax.FlaxBartForCausalLM, flax.FlaxBartDecoderPreTrainedModel)
+    with pytest.raises(ImportError, match=r"FLAX_MODEL_FOR_VISION_2_SEQ_MAPPING \(vision\)"):
+        _ = flax.FLAX_MODEL_FOR_VISION_2_SEQ_MAPPING
     with pytest.raises(ImportError, match="speech"):
         _ = flax.FlaxWhisperForConditionalGeneration
     assert not hasattr(flax, "FlaxNothing")

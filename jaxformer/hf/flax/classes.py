@@ -68,10 +68,14 @@ def make_classes() -> dict[str, type[FlaxPreTrainedModel]]:
         parent = type(f"Flax{group.prefix}PreTrainedModel", bases, {"__module__": "jaxformer.hf.flax"})
         made[parent.__name__] = parent
         for head in group.heads:
-            alone = (FlaxGenerationMixin, FlaxPreTrainedModel)
-            decoder_alone = pair and head in ("causal_lm", "encoder")
-            name = names.class_name(model_type, head)
-            made[name] = type(name, alone if decoder_alone else (parent,), _members(model_type, head, group))
+            name, parents = names.class_name(model_type, head), (parent,)
+            if pair and head in ("causal_lm", "encoder"):  # one side alone
+                parents = (FlaxGenerationMixin, FlaxPreTrainedModel)
+            if pair and head == "causal_lm":
+                decoder = f"Flax{group.prefix}DecoderPreTrainedModel"
+                made[decoder] = type(decoder, parents, {"__module__": "jaxformer.hf.flax"})
+                parents = (made[decoder],)
+            made[name] = type(name, parents, _members(model_type, head, group))
     return made
 
 
