@@ -203,7 +203,7 @@ def check_order(
         least = jnp.min(jnp.where(real != 0, shift, MAX_INT32), axis=1, keepdims=True)
         wrong |= (real != 0) & (shift != least)
     if not has_concrete_values(wrong):
-        return jnp.where(jnp.any(wrong, axis=1, keepdims=True), stack.embed.vocab, tokens)
+        return jnp.where(jnp.any(wrong, axis=1, keepdims=True), MAX_INT32, tokens)  # no row of a table: NaN
     if bool(wrong.any()):
         row, slot = np.argwhere(np.asarray(wrong))[0]
         raise ConfigError(
