@@ -101,7 +101,7 @@ def outputs_of(model_type: str, head: str) -> type[ModelOutput]:
     if (model_type, head) == ("big_bird", "qa"):
         names["qa"] = "FlaxBigBirdForQuestionAnsweringModelOutput"
     if head == "causal_lm" and GROUPS[model_type].call in ("gptj", "bloom", "opt"):
-        names["causal_lm"] = "FlaxMaskedLMOutput" if model_type == "opt" else "FlaxCausalLMOutput"
+        names["causal_lm"] = "FlaxCausalLMOutput"
     elif head == "model" and encoder:
         with_pooler = model_type not in ("distilbert", "electra", "roformer")
         pooled = "WithPooling" if model_type == "albert" else "WithPoolingAndCrossAttentions"
