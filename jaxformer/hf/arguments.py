@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.errors import ConfigError
-from jaxformer.hf.positions import out_of_order, positions_of_mask, refuse_order
+from jaxformer.hf.positions import check_order, positions_of_mask
 from jaxformer.hf.table import CallConvention, Settings
 from jaxformer.registry import nearest
 from jaxformer.types import Array, Batch, Slots, Stream
@@ -287,13 +287,7 @@ def make_stream(
     if "position_ids" in inputs:
         first = pad + 1 if convention.positions == "ids" else 0
         count, prefix = jnp.broadcast_to(inputs["position_ids"], shape).astype(jnp.int32) - first, None
-        wrong, expected = out_of_order(stack, count, real, causal)
-        if has_concrete_values(wrong):
-            refuse_order(count + first, wrong, expected)
-        elif "input_ids" in inputs:
-            tokens = jnp.where(wrong[:, None], -1, tokens)  # without a row in the table, so NaN
-        else:
-            tokens = jnp.where(wrong[:, None, None], jnp.nan, tokens)
+        tokens = check_order(stack, tokens, count, real, causal, first=first)
     if "input_ids" in inputs:
         check_ids("input_ids", tokens, stack.embed.vocab)
     if "token_type_ids" in inputs and stack.embed.kinds:

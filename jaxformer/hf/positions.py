@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxformer.config import StackConfig
 from jaxformer.errors import ConfigError
@@ -21,33 +22,62 @@ def positions_of_mask(real: Array, has_table: bool) -> tuple[Array, Array | None
     return count * real - 1, count * (1 - real)
 
 
-def out_of_order(stack: StackConfig, position: Array, real: Array, causal: bool) -> tuple[Array, str]:
-    """Rows whose given positions would change which slots see each other, bool `[B]`, and what is expected of them.
+def check_order(
+    stack: StackConfig,
+    tokens: Array,
+    position: Array,
+    real: Array,
+    causal: bool,
+    after: Array | None = None,
+    first: int = 0,
+) -> Array:
+    """The tokens `[B, T]` (or embeddings `[B, T, D]`) of a call with given positions, if these order slots as there.
 
     In the other library `position_ids` choose rows of a table or angles of a rotation, and slots are ordered by their
     numbers. Here one number does both. So the two are equal if a causal stack's positions increase, and if those of
     windows and of relative distances differ as slots do. Blocks of sparse attention are of slots in both.
+    Under `jit`, or over several hosts, rows where they are not equal become NaN.
 
     Args:
       position: given positions, int32 `[B, T]`.
-      real: 1 where the attention mask shows a token, int32 `[B, T]`; other slots have any position.
+      real: 1 where the attention mask shows a token `[B, T]`; other slots have any position.
       causal: each slot sees those before it.
+      after: `[B, 1]`, the last position in a cache; None without one.
+      first: the caller's number of position 0, for the message.
+
+    Raises:
+      ConfigError: a row has other positions.
     """
-    index = jnp.arange(position.shape[1])
+    wrong, expected = _out_of_order(stack, position, real, causal, after)
+    if not isinstance(wrong, Tracer) and getattr(wrong, "is_fully_addressable", True):
+        _refuse_order(position + first, wrong, expected)
+        return tokens
+    if tokens.ndim == 2:
+        return jnp.where(wrong[:, None], -1, tokens)  # without a row in the table, so NaN
+    return jnp.where(wrong[:, None, None], jnp.nan, tokens)
+
+
+def _out_of_order(
+    stack: StackConfig, position: Array, real: Array, causal: bool, after: Array | None
+) -> tuple[Array, str]:
+    """Rows whose positions would change which slots see each other, bool `[B]`, and what is expected of them."""
+    low, high = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+    wrong, expected = jnp.zeros(position.shape[:1], bool), "positions that increase"
+    if causal:
+        shown = jnp.where(real == 1, position, low)
+        start = jnp.full_like(shown[:, :1], low) if after is None else after
+        largest = jnp.maximum.accumulate(jnp.concatenate([start, shown], axis=1), axis=1)[:, :-1]
+        wrong = jnp.any((shown <= largest) & (real == 1), axis=1)
     if stack.attention.window is not None or stack.encoding.kind == "deberta":
-        ahead = position - index
-        low = jnp.min(jnp.where(real == 1, ahead, jnp.iinfo(jnp.int32).max), axis=1)
-        high = jnp.max(jnp.where(real == 1, ahead, jnp.iinfo(jnp.int32).min), axis=1)
-        return low < high, "positions that grow by 1 from slot to slot"
-    if not causal:
-        return jnp.zeros(position.shape[:1], bool), ""
-    shown = jnp.where(real == 1, position, jnp.iinfo(jnp.int32).min)
-    largest = jnp.maximum.accumulate(shown, axis=1)
-    return jnp.any((shown[:, 1:] <= largest[:, :-1]) & (real[:, 1:] == 1), axis=1), "positions that increase"
+        ahead = position - jnp.arange(position.shape[1])
+        least = jnp.min(jnp.where(real == 1, ahead, high), axis=1)
+        wrong |= least < jnp.max(jnp.where(real == 1, ahead, low), axis=1)
+        expected = "positions that grow by 1 from slot to slot"
+    return wrong, expected
 
 
-def refuse_order(position: Array, wrong: Array, expected: str) -> None:
-    """Raises a ConfigError for the first row that is `out_of_order`."""
+def _refuse_order(position: Array, wrong: Array, expected: str) -> None:
+    """Raises a ConfigError for the first row that is `wrong`."""
     if bool(wrong.any()):
         row = int(jnp.argmax(wrong))
         shown = ", ".join(str(number) for number in position[row, :8].tolist())

@@ -1,5 +1,6 @@
 """The Flax classes as scripts use them: parameters in the old layout, calls, caches, generation, files, refusals."""
 
+import functools
 import itertools
 import json
 import logging
@@ -165,6 +166,23 @@ def test_the_module_computes_the_same(bert, gpt2):
         gpt2.module.apply(variables, IDS, method="encode")
 
 
+def test_a_head_mask_hides_what_heads_read(bert):
+    mask = np.array([[1, 0], [1, 1]], np.int32)
+    # the second head of the first layer, without values: 8 columns are 2 heads
+    params = jax.tree.map(lambda x: 20 * np.array(x), bert.params)
+    call = functools.partial(bert, IDS, MASK, output_attentions=True)
+    got, whole = call(params=params, head_mask=mask), call(params=params)
+    half = bert.module.apply({"params": params}, IDS, MASK, head_mask=mask + 0.5, output_attentions=True)
+    # the classes took whole numbers, their modules any
+    np.testing.assert_array_equal(call(params=params, head_mask=mask + 0.5).logits, got.logits)
+    np.testing.assert_allclose(half.attentions[0], whole.attentions[0] * np.array([[[1.5]], [[0.5]]]), rtol=1e-5)
+    value = params["bert"]["encoder"]["layer"]["0"]["attention"]["self"]["value"]
+    value["kernel"][:, 4:], value["bias"][4:] = 0, 0
+    close(got.logits, call(params=params).logits)
+    assert np.abs(got.logits - whole.logits).max() > 1e-3
+    assert not np.any(got.attentions[0][:, 1]) and np.all(np.sum(got.attentions[1], -1) > 0.99)
+
+
 def test_dropout_needs_train_and_a_key(bert):
     plain, key = bert(IDS, MASK).logits, jax.random.PRNGKey(3)
     np.testing.assert_array_equal(bert(IDS, MASK, dropout_rng=key).logits, plain)
@@ -202,6 +220,28 @@ def test_a_cache_gives_what_the_whole_call_gives(gpt2):
     assert out.attentions[0].shape == (2, 2, 1, 6)
     with pytest.raises(ConfigError, match="expected one of all 6 slots"):
         gpt2(LEFT[:, :1], past_key_values=gpt2.init_cache(2, 6), attention_mask=LEFT_MASK)
+
+
+def test_positions_that_do_not_rise_are_refused(gpt2):
+    twice, text = np.array([[0, 1, 1, 2]]), "got position_ids [0, 1, 1, 2] in row 0, expected positions that increase"
+    with pytest.raises(ConfigError) as error:  # a token would see the next one of its position
+        gpt2(IDS, position_ids=twice)
+    assert text in str(error.value)
+    assert np.isfinite(gpt2(IDS, [[1, 0, 1, 1]] * 2, position_ids=twice).logits).all()  # one of them is hidden
+    step = jax.jit(lambda at, cache: gpt2(IDS[:, 2:3], position_ids=at, past_key_values=cache).logits)
+    cache = gpt2(IDS[:, :2], position_ids=twice[:, :2], past_key_values=gpt2.init_cache(2, 4)).past_key_values
+    assert np.isnan(step(twice[:, 2:3], cache)).all() and np.isfinite(step(twice[:, 3:], cache)).all()
+    with pytest.raises(ConfigError, match="expected positions that increase"):
+        gpt2(IDS[:, 2:3], position_ids=twice[:, 2:3], past_key_values=cache)
+    model = flax.FlaxBartModel({"model_type": "bart", "d_model": 16}, _do_init=False)
+    given = {"decoder_input_ids": IDS, "decoder_position_ids": twice}
+    with pytest.raises(ConfigError, match="expected positions that increase"):
+        model(IDS, **given, params={})
+    with pytest.raises(ConfigError, match="expected positions that increase"):
+        model._decode_all({}, IDS, {"position_ids": twice}, None, None)
+    mistral = {"model_type": "mistral", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 31}
+    with pytest.raises(ConfigError, match="expected positions that grow by 1"):
+        flax.FlaxMistralModel(mistral, _do_init=False)(IDS, position_ids=[[0, 1, 2, 4]], params={})
 
 
 def test_the_two_sides_of_an_encoder_decoder(t5):
@@ -341,6 +381,46 @@ def test_options_of_a_config_that_nothing_reads_are_named(gpt2, caplog):
     assert "the generation config has repetition_penalty, which the old Flax classes never read" in caplog.text
 
 
+def test_options_set_in_a_config_after_loading_count(tmp_path, caplog):
+    model = flax.FlaxT5ForConditionalGeneration(T5)
+    model.config.num_beams, model.config.max_length = 2, 5
+    with caplog.at_level(logging.WARNING):
+        found = generation._read_options(model, None, {})[0]
+    assert (found.num_beams, found.max_length) == (2, 5) and "generation_config is the place" in caplog.text
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["_from_model_config"] is True
+    again = flax.FlaxT5ForConditionalGeneration.from_pretrained(tmp_path, num_beams=3)
+    assert generation._read_options(again, None, {})[0].num_beams == 3
+    again.generation_config.max_length = 7  # from here on the config says nothing
+    again.config.num_beams = 4
+    found = generation._read_options(again, None, {})[0]
+    assert (found.num_beams, found.max_length) == (3, 7)
+    again.save_pretrained(tmp_path)
+    assert "_from_model_config" not in json.loads((tmp_path / "generation_config.json").read_text())
+
+
+def test_generation_configs_of_either_version(gpt2, tmp_path):
+    class Theirs:
+        def __init__(self, **values):
+            self.to_dict = lambda: values
+
+    unset = {name: None for name in generation.DEFAULTS}
+    for version, top_k in (("5.0.0", 50), ("4.55.4", None)):
+        given = Theirs(**{**unset, "num_beams": 3, "_from_model_config": None, "transformers_version": version})
+        found = generation._read_options(gpt2, given, {})[0]
+        assert (found.num_beams, found.max_length, found.length_penalty, found.top_k) == (3, 20, 1.0, top_k)
+    found.save_pretrained(tmp_path)
+    again = flax.GenerationConfig.from_pretrained(tmp_path, max_length=9)
+    assert (again.num_beams, again.max_length, again.top_k) == (3, 9, None)
+
+
+def test_a_pair_generates_with_what_its_decoder_says():
+    sides = {"encoder": BERT, "decoder": {**GPT2, "add_cross_attention": True, "forced_eos_token_id": 9}}
+    config = flax.EncoderDecoderConfig(**sides, eos_token_id=7)
+    found = flax.FlaxEncoderDecoderModel(config, _do_init=False).generation_config
+    assert (found.eos_token_id, found.bos_token_id, found.forced_eos_token_id) == (7, 30, 9)
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -369,6 +449,17 @@ def test_saved_directories_load_again(gpt2, tmp_path):
         np.testing.assert_array_equal(again(IDS).logits, gpt2(IDS).logits)
     model, params = flax.FlaxGPT2LMHeadModel.from_pretrained(tmp_path / "one", _do_init=False)
     np.testing.assert_array_equal(model(IDS, params=params).logits, gpt2(IDS).logits)
+
+
+def test_safetensors_and_arguments_of_an_upload_that_is_not_asked_for(gpt2, tmp_path):
+    gpt2.save_pretrained(tmp_path, push_to_hub=False, commit_message="step 3", use_auth_token=True)
+    params = gpt2.to_bf16(gpt2.params)
+    gpt2.save_pretrained(tmp_path, params=params, safe_serialization=True)
+    assert not list(tmp_path.glob("*.msgpack"))  # which would be read first
+    again = flax.FlaxGPT2LMHeadModel.from_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, again.params, params)
+    again.config.save_pretrained(tmp_path / "new")
+    assert flax.GPT2Config.from_pretrained(tmp_path / "new").to_dict() == again.config.to_dict()
 
 
 def test_a_body_and_a_head_load_each_other(bert, tmp_path, caplog):
@@ -490,7 +581,14 @@ def test_the_old_rules_of_families_that_changed(caplog):
 def test_refusals_say_what_to_do(bert, gpt2, t5, tmp_path):
     refused = [
         (lambda: bert(IDS, MASK, heads=3), "expected some of input_ids"),
-        (lambda: bert(IDS, MASK, head_mask=np.zeros((2, 2))), "head_mask"),
+        (lambda: bert(IDS, MASK, head_mask=np.zeros(2)), "got a head_mask [2], expected [layers, heads], [2, 2]"),
+        (
+            lambda: flax.FlaxDistilBertModel({"model_type": "distilbert"}, _do_init=False)(
+                IDS, head_mask=np.ones((6, 12)), params={}
+            ),
+            "the old class of distilbert did not read it",
+        ),
+        (lambda: flax.BertConfig(model_type="gpt2"), "got model_type 'gpt2', expected 'bert'"),
         (lambda: gpt2(IDS, encoder_hidden_states=np.zeros((2, 4, 8))), "encoder_hidden_states"),
         (lambda: bert(np.full((1, 2), 99)), "expected 0 to 30"),
         (lambda: bert.generate(IDS), "expected a class with a language-model head"),
@@ -499,7 +597,9 @@ def test_refusals_say_what_to_do(bert, gpt2, t5, tmp_path):
         (lambda: gpt2.generate(IDS, max_length=4), "expected room for a token"),
         (lambda: gpt2.generate(IDS, max_length=9, do_sample=True, num_beams=2), "do_sample with num_beams"),
         (lambda: gpt2.generate(IDS, max_length=9, num_return_sequences=2), "at most num_beams"),
-        (lambda: gpt2.save_pretrained(tmp_path, push_to_hub=True), "push_to_hub"),
+        (lambda: gpt2.save_pretrained(tmp_path, push_to_hub=True, repo_id="a b"), "push_to_hub: got 'a b'"),
+        (lambda: gpt2.save_pretrained(tmp_path, push_to_hub=True, create_pr=True), "got create_pr, expected some of"),
+        (lambda: gpt2.save_pretrained(tmp_path, commit="x"), "got commit, expected some of repo_id"),
         (lambda: flax.FlaxBertModel(BERT, dtype=jnp.float16), "float16"),
         (lambda: flax.FlaxBertModel(GPT2), "got a config of model_type 'gpt2'"),
         (lambda: flax.FlaxAutoModelForSeq2SeqLM.from_config(BERT), "expected one of bart"),
@@ -518,9 +618,28 @@ def test_refusals_say_what_to_do(bert, gpt2, t5, tmp_path):
         assert text in str(error.value) and "\n" not in str(error.value), number
 
 
+def test_mappings_and_config_classes():
+    kinds = [config.model_type for config in flax.FLAX_MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
+    assert kinds == list(flax.FLAX_MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING._classes) and "pegasus" in kinds
+    assert len(flax.FLAX_MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING) == 1
+    assert flax.FLAX_MODEL_FOR_CAUSAL_LM_MAPPING[flax.GPT2Config] is flax.FlaxGPT2LMHeadModel
+    assert flax.FLAX_MODEL_FOR_CAUSAL_LM_MAPPING.get(flax.T5Config) is None
+    config = flax.FlaxBertModel.config_class(hidden_size=8, num_attention_heads=2, num_labels=3)
+    assert (config.model_type, config.num_labels, config.intermediate_size) == ("bert", 3, 3072)
+    pair = flax.EncoderDecoderConfig.from_encoder_decoder_configs(config, flax.GPT2Config(n_embd=8))
+    assert pair.decoder["add_cross_attention"] and pair.encoder["hidden_size"] == 8
+    module = __import__(flax.FlaxBartModel.__module__, fromlist=["shift_tokens_right"])  # as scripts find it
+    labels = np.array([[5, 6, 2, -100], [7, 2, 1, -100]])
+    np.testing.assert_array_equal(module.shift_tokens_right(labels, 1, 9), [[9, 5, 6, 2], [9, 7, 2, 1]])
+    np.testing.assert_array_equal(module.shift_tokens_right(labels, 1), [[2, 5, 6, 2], [2, 7, 2, 1]])
+
+
 def test_missing_families_are_refused_by_name():
     with pytest.raises(ImportError, match=r"FlaxVisionEncoderDecoderModel \(vision\), expected a class of one"):
         from jaxformer.hf.flax import FlaxVisionEncoderDecoderModel  # noqa: F401
+    assert issubclass(flax.FlaxBartForCausalLM, flax.FlaxBartDecoderPreTrainedModel)
+    with pytest.raises(ImportError, match=r"FLAX_MODEL_FOR_VISION_2_SEQ_MAPPING \(vision\)"):
+        _ = flax.FLAX_MODEL_FOR_VISION_2_SEQ_MAPPING
     with pytest.raises(ImportError, match="speech"):
         _ = flax.FlaxWhisperForConditionalGeneration
     assert not hasattr(flax, "FlaxNothing")

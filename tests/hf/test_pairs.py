@@ -249,6 +249,15 @@ def test_the_old_class_puts_two_checkpoints_together(tmp_path, caplog):
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
     with pytest.raises(ConfigError, match="got no decoder_input_ids, expected them; a pair makes none of its own"):
         again(np.ones((1, 3), int))
+    sides_given = {
+        "encoder_model": flax.FlaxBertModel.from_pretrained(encoder),
+        "decoder_config": flax.AutoConfig.from_pretrained(decoder, resid_pdrop=0.3),
+    }
+    own = make(None, decoder, decoder_from_pt=True, decoder_start_token_id=7, pad_token_id=0, seed=0, **sides_given)
+    jax.tree.map(np.testing.assert_array_equal, own.params, tree)
+    assert own.config.decoder["resid_pdrop"] == 0.3 and own.spec.config.decoder != model.spec.config.decoder
+    with pytest.raises(ConfigError, match="got both or none of a path and encoder_model"):
+        make(encoder, decoder, **sides_given)
     with pytest.raises(ConfigError, match="got 'bert' as the decoder|got 'gpt2' as the encoder of a pair"):
         make(decoder, encoder)
     writing.write_checkpoint(tmp_path / "deberta", {"model_type": "deberta"}, {"a": np.zeros(1, np.float32)})

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxformer.hf.flax import classes, logits_process, names, outputs
+from jaxformer.hf.flax import classes, configs, logits_process, mappings, names, outputs
 from jaxformer.hf.flax.configs import AutoConfig, PretrainedConfig
 from jaxformer.hf.flax.generation import FlaxGenerationMixin
 from jaxformer.hf.flax.generation_config import GenerationConfig
+from jaxformer.hf.flax.seq2seq import shift_tokens_right
 
-OTHERS = (AutoConfig, PretrainedConfig, GenerationConfig, FlaxGenerationMixin, *logits_process.CLASSES)
+OTHERS = (
+    AutoConfig, PretrainedConfig, GenerationConfig, FlaxGenerationMixin, shift_tokens_right, *logits_process.CLASSES,
+)  # fmt: skip
 
 _names: dict[str, Any] = {
     **classes.CLASSES,
     **classes.AUTO_CLASSES,
     **outputs.CLASSES,
+    **configs.CLASSES,
+    **mappings.MAPPINGS,
     **{item.__name__: item for item in OTHERS},
 }
 __all__ = list(_names)

@@ -13,6 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxformer.hf import positions
 from jaxformer.hf.flax.spec import Spec
 from jaxformer.models.transformer import Transformer
 from jaxformer.nn.cache import KeyValues, StackKeyValues
@@ -50,6 +51,15 @@ def empty(spec: Spec, rows: int, length: int) -> Cache:
     stack = spec.module.bind({}).decoder
     keys_values = stack.empty_cache(rows, length, jnp.dtype(spec.config.dtype))
     return Cache(keys_values, jnp.zeros((rows, length), jnp.int32), jnp.zeros((), jnp.int32))
+
+
+def check_order(spec: Spec, cache: Cache, tokens: Array, mask: Array, position: Array) -> Array:
+    """New tokens `[B, N]`, if their positions rise and follow those in the cache; see `positions.check_order`."""
+    real = jnp.broadcast_to(jnp.not_equal(mask, 0), cache.position.shape)
+    written = real & (jnp.arange(real.shape[1]) < cache.index)
+    after = jnp.max(jnp.where(written, cache.position, jnp.iinfo(jnp.int32).min), axis=1, keepdims=True)
+    real = jax.lax.dynamic_slice_in_dim(real, cache.index, tokens.shape[1], axis=1)
+    return positions.check_order(spec.stack, tokens, position, real, causal=True, after=after)
 
 
 def query_slots(

@@ -27,10 +27,15 @@ def typed_key(key: Any) -> Array | None:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of a call, beside its inputs."""
+    """Options of a call, beside its inputs.
+
+    Attributes:
+      heads: factors of the heads `[L, H]`, already in `params`; None: all are 1.
+    """
 
     params: PyTree
     key: Array | None
+    heads: Array | None = None
     attentions: bool = False
     hidden_states: bool = False
     return_dict: bool = True
@@ -96,7 +101,7 @@ def outputs_of(model_type: str, head: str) -> type[ModelOutput]:
     if (model_type, head) == ("big_bird", "qa"):
         names["qa"] = "FlaxBigBirdForQuestionAnsweringModelOutput"
     if head == "causal_lm" and GROUPS[model_type].call in ("gptj", "bloom", "opt"):
-        names["causal_lm"] = "FlaxMaskedLMOutput" if model_type == "opt" else "FlaxCausalLMOutput"
+        names["causal_lm"] = "FlaxCausalLMOutput"
     elif head == "model" and encoder:
         with_pooler = model_type not in ("distilbert", "electra", "roformer")
         pooled = "WithPooling" if model_type == "albert" else "WithPoolingAndCrossAttentions"

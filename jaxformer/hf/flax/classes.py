@@ -6,6 +6,8 @@ import inspect
 import os
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxformer.errors import ConfigError
 from jaxformer.hf.flax import configs, files, names, signatures
 from jaxformer.hf.flax.calls import call_with, outputs_of
@@ -25,11 +27,14 @@ def _members(model_type: str, head: str, group: Group) -> dict[str, Any]:
     @call_with(call)
     def __call__(self: FlaxPreTrainedModel, **given: Any) -> Any:
         """The outputs of a forward pass; see `FlaxPreTrainedModel.__call__`."""
+        if given.get("head_mask") is not None:  # the classes, but not their modules, took whole numbers
+            given["head_mask"] = jnp.asarray(given["head_mask"]).astype(jnp.int32)
         return self._call(**given)
 
     members: dict[str, Any] = {
         "model_type": model_type,
         "head": head,
+        "config_class": configs.CLASSES[f"{group.prefix}Config"],
         "call_signature": call,
         "__call__": __call__,
         "output_class": outputs_of(model_type, head),
@@ -63,14 +68,24 @@ def make_classes() -> dict[str, type[FlaxPreTrainedModel]]:
         parent = type(f"Flax{group.prefix}PreTrainedModel", bases, {"__module__": "jaxformer.hf.flax"})
         made[parent.__name__] = parent
         for head in group.heads:
-            alone = (FlaxGenerationMixin, FlaxPreTrainedModel)
-            decoder_alone = pair and head in ("causal_lm", "encoder")
-            name = names.class_name(model_type, head)
-            made[name] = type(name, alone if decoder_alone else (parent,), _members(model_type, head, group))
+            name, parents = names.class_name(model_type, head), (parent,)
+            if pair and head in ("causal_lm", "encoder"):  # one side alone
+                parents = (FlaxGenerationMixin, FlaxPreTrainedModel)
+            if pair and head == "causal_lm":
+                decoder = f"Flax{group.prefix}DecoderPreTrainedModel"
+                made[decoder] = type(decoder, parents, {"__module__": "jaxformer.hf.flax"})
+                parents = (made[decoder],)
+            made[name] = type(name, parents, _members(model_type, head, group))
     return made
 
 
 CLASSES = make_classes()
+
+
+def auto_types(name: str) -> tuple[str, ...]:
+    """The `model_type`s for which an automatic class has a class."""
+    heads = set(names.AUTO_HEADS[name])
+    return names.AUTO_TYPES.get(name, tuple(t for t, group in GROUPS.items() if heads & set(group.heads)))
 
 
 def auto_class(name: str, config: Any) -> type[FlaxPreTrainedModel]:
@@ -79,10 +94,8 @@ def auto_class(name: str, config: Any) -> type[FlaxPreTrainedModel]:
     Raises:
       ConfigError: the family has none, or is not here.
     """
-    values = configs.values_of(config)
-    model_type = str(values.get("model_type", ""))
-    heads = names.AUTO_HEADS[name]
-    types = names.AUTO_TYPES.get(name, tuple(t for t, group in GROUPS.items() if set(heads) & set(group.heads)))
+    model_type = str(configs.values_of(config).get("model_type", ""))
+    heads, types = names.AUTO_HEADS[name], auto_types(name)
     if model_type not in types:
         raise ConfigError(f"{name}: got model_type {model_type!r}, expected one of {', '.join(types)}")
     head = next(head for head in heads if head in GROUPS[model_type].heads)

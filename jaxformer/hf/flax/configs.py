@@ -7,10 +7,12 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from jaxformer.errors import ConfigError
 from jaxformer.hf import keys, reading
+from jaxformer.hf.flax import names
 from jaxformer.hf.hub import locate
 from jaxformer.hf.table import Settings, family_of
 from jaxformer.runtime import hub
@@ -147,6 +149,11 @@ class PretrainedConfig:
         """The keys that were set."""
         return copy.deepcopy(self._values)
 
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Writes config.json."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / reading.CONFIG_FILE).write_text(self.to_json_string(), encoding="utf-8")
+
     def to_json_string(self) -> str:
         """The keys that were set, as JSON."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True, default=str) + "\n"
@@ -154,6 +161,37 @@ class PretrainedConfig:
 
 class AutoConfig(PretrainedConfig):
     """`PretrainedConfig` under the name that scripts import."""
+
+
+class FamilyConfig(PretrainedConfig):
+    """`PretrainedConfig` of one architecture, under the name that it has in the other library (`BertConfig`)."""
+
+    model_type: ClassVar[str]
+
+    def __init__(self, **values: Any) -> None:
+        own = type(self).model_type
+        if values.get("model_type", own) != own:
+            raise ConfigError(f"{type(self).__name__}: got model_type {values['model_type']!r}, expected {own!r}")
+        super().__init__(**{**values, "model_type": own})
+
+
+class EncoderDecoderConfig(FamilyConfig):
+    """The config of a pair."""
+
+    model_type = "encoder-decoder"
+
+    @classmethod
+    def from_encoder_decoder_configs(cls, encoder_config: Any, decoder_config: Any, **values: Any) -> PretrainedConfig:
+        """The config of a pair of these two, the decoder with cross-attention."""
+        decoder = {**values_of(decoder_config), "is_decoder": True, "add_cross_attention": True}
+        return cls(encoder=values_of(encoder_config), decoder=decoder, is_encoder_decoder=True, **values)
+
+
+CLASSES: dict[str, type[FamilyConfig]] = {
+    f"{group.prefix}Config": type(f"{group.prefix}Config", (FamilyConfig,), {"model_type": model_type})
+    for model_type, group in names.GROUPS.items()
+} | {"EncoderDecoderConfig": EncoderDecoderConfig}
+"""Config classes by name."""
 
 
 def values_of(config: Any) -> dict[str, Any]:

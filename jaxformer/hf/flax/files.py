@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import safetensors.numpy
 from flax import serialization, traverse_util
 
 from jaxformer.errors import ConfigError
@@ -165,6 +166,14 @@ def save_leaves(directory: FilePath, params: PyTree, max_shard_bytes: int) -> No
         weight_map |= {"/".join(path): name for path in shard}
     index: dict[str, Any] = {"metadata": {"total_size": sum(x.nbytes for x in flat.values())}, "weight_map": weight_map}
     _write(directory / FLAX_INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+
+
+def save_safetensors(directory: FilePath, params: PyTree) -> None:
+    """Writes `model.safetensors` with the leaves under their paths, joined by dots, as the old library did."""
+    flat = {".".join(path): np.ascontiguousarray(x) for path, x in traverse_util.flatten_dict(params).items()}
+    _write(directory / reading.WEIGHTS_FILE, safetensors.numpy.save(flat, {"format": "flax"}))
+    for name in [*directory.glob("flax_model*.msgpack"), directory / FLAX_INDEX_FILE]:
+        name.unlink(missing_ok=True)  # it would be read first
 
 
 def _write(path: FilePath, content: bytes) -> None:

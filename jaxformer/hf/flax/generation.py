@@ -176,10 +176,11 @@ def _read_options(model: Any, given: Any, kwargs: Mapping[str, Any]) -> tuple[Ge
         wrong = [name for name in arrays if name != "attention_mask"]
         if wrong:
             raise ConfigError(f"generate: got {', '.join(wrong)}, expected none: this model has no encoder")
+    if given is None:
+        model.follow_config()
     source = model.generation_config if given is None else given
-    values = dict(source if isinstance(source, Mapping) else source.to_dict())
-    _warn_of_unread(values)
-    config = GenerationConfig(**values)
+    config = GenerationConfig.of(source)
+    _warn_of_unread(config.to_dict())
     config.update(**options)
     return config, arrays
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 from jaxformer.hf import reading
 
 FILE = "generation_config.json"
+COPY_KEY = "_from_model_config"
+"""Key of that file, true where its options were taken from config.json."""
 
 DEFAULTS: dict[str, Any] = {
     "max_length": 20, "max_new_tokens": None, "min_length": 0, "do_sample": False, "num_beams": 1,
@@ -30,12 +34,40 @@ UNREAD: dict[str, Any] = {
 }  # fmt: skip
 """Options that the old Flax `generate` knew and did not read, with the values that ask for nothing."""
 
+COUNTS = ("max_length", "min_length", "do_sample", "num_beams", "num_return_sequences", "early_stopping",
+          "length_penalty")  # fmt: skip
+"""Options of `DEFAULTS` for which None has no meaning of its own."""
+
 
 class GenerationConfig:
     """Options of `generate` as attributes; those that are not set have their defaults."""
 
     def __init__(self, **options: Any) -> None:
         self.__dict__.update({**DEFAULTS, **options})
+
+    @classmethod
+    def of(cls, source: Any) -> GenerationConfig:
+        """A copy of the options of a dict, of `GenerationConfig`, or of the other library's object of either version.
+
+        Version 5 says None for what is not set. In version 4, where a number stands for that, None switches a limit off
+        (`top_k`).
+        """
+        values = dict(source if isinstance(source, Mapping) else source.to_dict())
+        unset = DEFAULTS if str(values.get("transformers_version", "4")).split(".")[0] != "4" else COUNTS
+        return cls(**{name: value for name, value in values.items() if value is not None or name not in unset})
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str], **changes: Any) -> GenerationConfig:
+        """The generation_config.json of a local directory, with `changes`."""
+        found = reading.read_config(Path(directory), FILE)
+        found = {name: value for name, value in found.items() if name not in (COPY_KEY, "transformers_version")}
+        return cls(**{**found, **changes})
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Writes generation_config.json."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        (Path(directory) / FILE).write_text(text, encoding="utf-8")
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__[name] = value
@@ -57,17 +89,22 @@ class GenerationConfig:
 
     @classmethod
     def from_model_config(cls, values: Mapping[str, Any]) -> GenerationConfig:
-        """The options that a config.json holds."""
+        """The options that a config.json holds; those of a pair that it lacks are its decoder's."""
         known = {**DEFAULTS, **UNREAD}
+        decoder = values["decoder"] if isinstance(values.get("decoder"), Mapping) else {}
         wished = {name: values[name] for name in known if values.get(name) is not None}
+        for name, default in known.items():
+            if wished.get(name, default) == default and decoder.get(name) is not None:
+                wished[name] = decoder[name]
         for name in ("output_attentions", "output_hidden_states", "use_cache"):
             wished.pop(name, None)  # of calls
         return cls(**wished)
 
     @classmethod
-    def of_directory(cls, directory: Path, values: Mapping[str, Any]) -> GenerationConfig:
-        """The options of generation_config.json, or of config.json (`values`) where there is no such file."""
+    def of_directory(cls, directory: Path) -> tuple[GenerationConfig | None, bool]:
+        """The options of generation_config.json, None without it, and whether they only repeat those of config.json."""
         if not (directory / FILE).exists():
-            return cls.from_model_config(values)
+            return None, True
         found = reading.read_config(directory, FILE)
-        return cls(**{name: value for name, value in found.items() if name != "transformers_version"})
+        is_copy = bool(found.pop(COPY_KEY, False))
+        return cls(**{name: value for name, value in found.items() if name != "transformers_version"}), is_copy

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Mapping
+from pathlib import Path as FilePath
 from typing import Any, ClassVar
 
 import jax
@@ -18,10 +19,10 @@ from jaxformer.hf import keys
 from jaxformer.hf.arguments import (
     HIDDEN_SPAN_SCORE,
     flatten_choices,
-    has_concrete_values,
     make_batch,
     split_question,
 )
+from jaxformer.hf.families import encoder_decoder
 from jaxformer.hf.flax import cached, configs, initial, old, persistence, signatures
 from jaxformer.hf.flax.cached import Cache
 from jaxformer.hf.flax.calls import Options, bind, typed_key
@@ -31,7 +32,7 @@ from jaxformer.hf.flax.modules import Module
 from jaxformer.hf.flax.names import T5_TYPES
 from jaxformer.hf.flax.outputs import ModelOutput
 from jaxformer.hf.flax.spec import Spec, converted, family, forward
-from jaxformer.hf.table import Settings
+from jaxformer.hf.table import Settings, family_of
 from jaxformer.types import Array, PyTree, Stream
 
 log = logging.getLogger("jaxformer")
@@ -47,6 +48,7 @@ class FlaxPreTrainedModel(persistence.Persistence):
 
     Attributes:
       model_type, head: the class, by family and head.
+      config_class: class of the family's configs.
       config: the config as it was given.
       spec: the model here.
       key: PRNG key of `seed`.
@@ -56,6 +58,7 @@ class FlaxPreTrainedModel(persistence.Persistence):
     model_type: ClassVar[str] = ""
     head: ClassVar[str] = ""
     framework: ClassVar[str] = "flax"
+    config_class: ClassVar[type[configs.PretrainedConfig] | None] = None
     main_input_name: ClassVar[str] = "input_ids"
     base_model_prefix: ClassVar[str] = ""
 
@@ -90,7 +93,8 @@ class FlaxPreTrainedModel(persistence.Persistence):
         self.dtype, self._is_initialized = jnp.dtype(dtype), _do_init
         self.settings = self._read_settings()
         self.spec = self._make_spec(gradient_checkpointing)
-        self.generation_config = GenerationConfig.from_model_config(self.settings.values)
+        self.generation_config = self._options_of_config()
+        self._followed: dict[str, Any] | None = self.generation_config.to_dict()
         self.name_or_path = str(getattr(self.config, "name_or_path", "") or "")
         self._params: PyTree = self.init_weights(self.key, input_shape) if _do_init else None
 
@@ -101,6 +105,30 @@ class FlaxPreTrainedModel(persistence.Persistence):
             raise ConfigError(f"{type(self).__name__}: got {got}, expected {self.model_type!r}")
         settings = keys.with_defaults(family(self.model_type, self.head), Settings(values, "config"))
         return settings.with_values(self._old_values(settings.values))
+
+    def _options_of_config(self) -> GenerationConfig:
+        """The options of `generate` that the config holds now."""
+        values = configs.values_of(self.config)
+        for name in ("decoder",) if self._sides() else ():
+            side = Settings(encoder_decoder.side_values(Settings(values, "config"), name), name)
+            values[name] = keys.with_defaults(family_of(side), side).values
+        return GenerationConfig.from_model_config(keys.with_defaults(self.spec.family, Settings(values)).values)
+
+    def read_options(self, directory: FilePath) -> None:
+        """Sets `generation_config` from generation_config.json, where a directory has one."""
+        found, is_copy = GenerationConfig.of_directory(directory)
+        self.generation_config = self.generation_config if found is None else found
+        self._followed = self.generation_config.to_dict() if is_copy else None
+
+    def is_options_copy(self) -> bool:
+        """True if `generation_config` came from the config, and is unchanged."""
+        return self._followed is not None and self.generation_config.to_dict() == self._followed
+
+    def follow_config(self) -> None:
+        """Sets `generation_config` anew if it came from the config, and a script has changed only the config since."""
+        if self.is_options_copy() and (current := self._options_of_config()).to_dict() != self._followed:
+            log.warning("generate: the config says other options than it did; generation_config is the place for them")
+            self.generation_config, self._followed = current, current.to_dict()
 
     def _old_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of a config.json as the old class read them."""
@@ -270,8 +298,6 @@ class FlaxPreTrainedModel(persistence.Persistence):
                 )
         given.pop("indices_rng", None)  # of random blocks, in whose place the first block is read (docs/migration.md)
         heads = given.pop("head_mask", None)
-        if heads is not None and not (has_concrete_values(heads) and bool(np.all(np.asarray(heads) == 1))):
-            raise ConfigError("call: got a head_mask that hides heads, expected None; multiply the kernels instead")
         train = bool(given.pop("train", None) or False) or given.pop("deterministic", True) is False
         key, params = given.pop("dropout_rng", None), given.pop("params", None)
         if train and key is None and self.spec.has_dropout:
@@ -282,8 +308,10 @@ class FlaxPreTrainedModel(persistence.Persistence):
         flags = {name: defaults[name] if value is None else value for name, value in wished.items()}
         params = self.params if params is None else params
         params = params.unfreeze() if hasattr(params, "unfreeze") else params
+        heads = None if heads is None else old.checked_heads(self.model_type, self.spec.stack, heads)
         return Options(
-            params=params,
+            params=params if heads is None else old.without_heads(params, heads),
+            heads=heads,
             key=typed_key(key) if train else None,
             attentions=bool(flags["output_attentions"]),
             hidden_states=bool(flags["output_hidden_states"]),
@@ -294,6 +322,8 @@ class FlaxPreTrainedModel(persistence.Persistence):
         """The class's output object, or a tuple."""
         renamed = self.spec.convention.renamed
         values = {renamed.get(name, name): value for name, value in values.items()}
+        if options.heads is not None and "attentions" in values:
+            values["attentions"] = old.masked_attentions(values["attentions"], options.heads)
         if choices:
             values["logits"] = values["logits"].reshape(-1, choices)
         return options.finish(self.output_class(**values))
@@ -342,7 +372,8 @@ class FlaxPreTrainedModel(persistence.Persistence):
             )
         position = given.get("position_ids")
         if position is not None:
-            position = jnp.asarray(position) - self.first_position
+            position = jnp.broadcast_to(jnp.asarray(position) - self.first_position, tokens.shape)
+            tokens = cached.check_order(self.spec, cache, tokens, mask, position)
         slots, cache_slots, written = cached.query_slots(self.spec, cache, tokens.shape[1], mask, position)
         kinds = self.spec.stack.embed.kinds
         token_type = given.get("token_type_ids")
@@ -368,6 +399,8 @@ class FlaxPreTrainedModel(persistence.Persistence):
             values["hidden_states"] = old.hidden_states(self.spec.type_of("decoder"), sown)
         if options.attentions:
             values["attentions"] = tuple(sown["blocks"]["attention"]["probabilities"][0])
+            if options.heads is not None:
+                values["attentions"] = old.masked_attentions(values["attentions"], options.heads)
             if "cross" in sown["blocks"]:
                 values["cross_attentions"] = tuple(sown["blocks"]["cross"]["probabilities"][0])
         return values

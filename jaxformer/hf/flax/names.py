@@ -114,6 +114,9 @@ MISSING_FAMILIES = {
 }  # fmt: skip
 """Start of the old library's class names, after "Flax" -> what is missing here."""
 
+MISSING_MAPPINGS = {"AUDIO": "speech", "IMAGE": "vision", "SPEECH": "speech", "VISION": "vision"}
+"""Start of the old library's mappings, after "FLAX_MODEL_FOR_" -> what is missing here."""
+
 
 def class_name(model_type: str, head: str) -> str:
     """Name of a class: `class_name("bert", "qa")` is "FlaxBertForQuestionAnswering"."""
@@ -121,7 +124,10 @@ def class_name(model_type: str, head: str) -> str:
 
 
 def missing_family(name: str) -> str | None:
-    """The family of a class of the old library that is missing here; None for a name that the library did not have."""
+    """What a class or a mapping of the old library is of that is missing here; None for names that it did not have."""
+    for start, family in MISSING_MAPPINGS.items():
+        if name.startswith(f"FLAX_MODEL_FOR_{start}"):
+            return family
     rest = name.removeprefix("Flax")
     starts = [start for start in MISSING_FAMILIES if name.startswith("Flax") and rest.startswith(start)]
     return MISSING_FAMILIES[max(starts, key=len)] if starts else None

@@ -11,7 +11,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxformer.config import ModelConfig
+import jax.numpy as jnp
+from flax import traverse_util
+
+from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.errors import ConfigError
 from jaxformer.hf.flax.names import T5_TYPES
 from jaxformer.hf.table import Settings, require_stack
@@ -174,3 +177,42 @@ def hidden_states(model_type: str, sown: PyTree) -> tuple[Array, ...]:
     layers = sown["blocks"]["output"][0]
     last = layers[-1] if model_type == "roberta-prelayernorm" else sown["output"][0]
     return (sown["input"][0], *layers[:-1], last)
+
+
+HEAD_MASK_TYPES = ("bert", "big_bird", "electra", "roberta", "roberta-prelayernorm", "roformer", "xlm-roberta")
+"""`model_type`s whose calls read a `head_mask`."""
+
+OUTPUT_KERNEL = ("attention", "output", "dense", "kernel")
+"""End of the path of a layer's output projection in their trees; the layer's number stands before it."""
+
+
+def checked_heads(model_type: str, stack: StackConfig, heads: Any) -> Array | None:
+    """A call's `head_mask` as an array `[L, H]`; None if the class never read it.
+
+    Raises:
+      ConfigError: the class has no such argument in effect, or the shape is another.
+    """
+    if model_type not in HEAD_MASK_TYPES:
+        raise ConfigError(f"call: got a head_mask, expected None: the old class of {model_type} did not read it")
+    heads, expected = jnp.asarray(heads), (stack.layers, stack.attention.heads)
+    if heads.shape != expected:
+        raise ConfigError(f"call: got a head_mask {list(heads.shape)}, expected [layers, heads], {list(expected)}")
+    return None if stack.attention.sparse is not None else heads  # BigBird's blocks never read it
+
+
+def without_heads(params: PyTree, heads: Array) -> PyTree:
+    """An old tree whose output projections have the factors `heads` `[L, H]` in them.
+
+    A head's probabilities times a factor is its output times the factor: rows of the kernel that reads it.
+    """
+    leaves = traverse_util.flatten_dict(params)
+    for path, kernel in leaves.items():
+        if path[-4:] == OUTPUT_KERNEL:
+            factors = jnp.repeat(heads[int(path[-5])], kernel.shape[0] // heads.shape[1])
+            leaves[path] = kernel * factors[:, None].astype(kernel.dtype)
+    return traverse_util.unflatten_dict(leaves)
+
+
+def masked_attentions(attentions: Sequence[Array], heads: Array) -> tuple[Array, ...]:
+    """Probabilities `[B, H, T, S]` of each layer, times the factors of the heads."""
+    return tuple(layer * factors[:, None, None] for layer, factors in zip(attentions, heads, strict=True))

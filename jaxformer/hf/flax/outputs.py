@@ -76,7 +76,6 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "last_hidden_state", "pooler_output", "hidden_states", "past_key_values", "attentions", "cross_attentions",
     ),
     "FlaxBaseModelOutputWithPastAndCrossAttentions": ("last_hidden_state", "past_key_values", *_CROSS),
-    "FlaxCausalLMOutput": ("logits", "past_key_values", *_STATES),
     "FlaxCausalLMOutputWithCrossAttentions": ("logits", "past_key_values", *_CROSS),
     "FlaxMaskedLMOutput": ("logits", "past_key_values", *_STATES),
     "FlaxBertForPreTrainingOutput": ("prediction_logits", "seq_relationship_logits", *_STATES),
@@ -102,6 +101,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 CLASSES: dict[str, type[ModelOutput]] = {
     name: type(name, (ModelOutput,), {"FIELDS": fields, "__module__": __name__}) for name, fields in FIELDS.items()
 }
+CLASSES["FlaxCausalLMOutput"] = CLASSES["FlaxMaskedLMOutput"]  # two names of one class, as there
 
 
 def __getattr__(name: str) -> type[ModelOutput]:

@@ -16,8 +16,12 @@ from jaxformer.hf.families import encoder_decoder
 from jaxformer.hf.flax import configs, names, old
 from jaxformer.hf.flax.seq2seq import FlaxSeq2SeqModel
 from jaxformer.hf.table import Settings, family_of
+from jaxformer.types import PyTree
 
 log = logging.getLogger("jaxformer")
+
+LOADING = ("from_pt", "subfolder", "ignore_mismatched_sizes")
+"""Arguments of one side's loading, beside those of a download."""
 
 
 class FlaxPair(FlaxSeq2SeqModel):
@@ -53,8 +57,8 @@ class FlaxPair(FlaxSeq2SeqModel):
     @classmethod
     def from_encoder_decoder_pretrained(
         cls,
-        encoder_pretrained_model_name_or_path: str | os.PathLike[str],
-        decoder_pretrained_model_name_or_path: str | os.PathLike[str],
+        encoder_pretrained_model_name_or_path: str | os.PathLike[str] | None = None,
+        decoder_pretrained_model_name_or_path: str | os.PathLike[str] | None = None,
         dtype: Any = jnp.float32,
         seed: int = 0,
         **changes: Any,
@@ -64,31 +68,23 @@ class FlaxPair(FlaxSeq2SeqModel):
         Args:
           dtype: precision of the computation.
           seed: of the random parameters.
-          changes: keys of the pair's config; with "encoder_" or "decoder_" before them, of one side's.
+          changes: keys of the pair's config; with "encoder_" or "decoder_" before them, of one side's. Of a side there
+            are also `model` (in place of its checkpoint), `config` (in place of the checkpoint's), `from_pt`,
+            `subfolder`, and the arguments of a download.
 
         Raises:
           ConfigError: a checkpoint cannot be read, or its family is none of a pair.
         """
-        from jaxformer.hf.flax.classes import CLASSES
-
         places = {"encoder": encoder_pretrained_model_name_or_path, "decoder": decoder_pretrained_model_name_or_path}
         values: dict[str, Any] = {"model_type": "encoder-decoder", "is_encoder_decoder": True}
         own = {name: value for name, value in changes.items() if _side_of(name) == ""}
         leaves: dict[tuple[str, ...], Any] = {}
         for side, place in places.items():
             edits = {name.removeprefix(f"{side}_"): x for name, x in changes.items() if _side_of(name) == side}
-            side_config = configs.PretrainedConfig.from_pretrained(place, **edits).to_dict()
-            encoder_decoder.check_type(str(place), side, side_config.get("model_type"))
+            side_config, params = _side(side, place, edits)
             joined = encoder_decoder.JOINED if side == "decoder" else dict.fromkeys(encoder_decoder.JOINED, False)
             values[side] = side_config | joined
-            flags = {"add_cross_attention": False, "is_decoder": side == "decoder"}
-            alone = {name: x for name, x in side_config.items() if name not in flags}
-            known = keys.default_values(family_of(Settings(side_config)))
-            alone |= {name: x for name, x in flags.items() if name in known}
-            head = "model" if side == "encoder" else "causal_lm"
-            _check_class(str(place), side, side_config["model_type"])
-            model = CLASSES[names.class_name(side_config["model_type"], head)].from_pretrained(place, config=alone)
-            leaves |= {(side, *path): x for path, x in traverse_util.flatten_dict(model.params).items()}
+            leaves |= {(side, *path): x for path, x in traverse_util.flatten_dict(params).items()}
         make: Any = cls
         pair = make(values | own, dtype=dtype, seed=seed, _do_init=False)
         fresh = sorted("/".join(path) for path in set(pair.spec.leaves) - set(leaves))
@@ -97,6 +93,34 @@ class FlaxPair(FlaxSeq2SeqModel):
         params = traverse_util.unflatten_dict(kept)
         pair._is_initialized, pair._params = True, pair.init_weights(pair.key, pair.input_shape, params)
         return pair
+
+
+def _side(side: str, place: Any, edits: dict[str, Any]) -> tuple[dict[str, Any], PyTree]:
+    """The config and the parameters of the encoder or the decoder, from a model or a checkpoint."""
+    from jaxformer.hf.flax.classes import CLASSES
+
+    model, config = edits.pop("model", None), edits.pop("config", None)
+    if (model is None) == (place is None):
+        raise ConfigError(f"from_encoder_decoder_pretrained: got both or none of a path and {side}_model, expected one")
+    loading = {name: edits.pop(name) for name in (*configs.OF_DOWNLOADS, *configs.UNUSED, *LOADING) if name in edits}
+    if model is not None or config is not None:
+        source = configs.values_of(config if model is None else model.config)
+        values = configs.PretrainedConfig.from_dict(source, **edits).to_dict()
+    else:
+        found = {name: value for name, value in loading.items() if name in configs.OF_DOWNLOADS or name == "subfolder"}
+        values = configs.PretrainedConfig.from_pretrained(place, **edits, **found).to_dict()
+    model_type = values.get("model_type")
+    encoder_decoder.check_type(str(place or side), side, model_type)
+    _check_class(str(place or side), side, str(model_type))
+    if model is not None:
+        return values, model.params
+    flags = {"add_cross_attention": False, "is_decoder": side == "decoder"}
+    known = keys.default_values(family_of(Settings(values)))
+    alone = {name: x for name, x in values.items() if name not in flags}
+    alone |= {name: x for name, x in flags.items() if name in known}
+    head = "model" if side == "encoder" else "causal_lm"
+    made = CLASSES[names.class_name(str(model_type), head)].from_pretrained(place, config=alone, **loading)
+    return values, made.params
 
 
 def _check_class(path: str, side: str, model_type: str) -> None:

@@ -16,14 +16,20 @@ from flax import traverse_util
 from jaxformer.errors import ConfigError
 from jaxformer.hf import reading
 from jaxformer.hf.flax import configs, files
+from jaxformer.hf.flax.generation_config import COPY_KEY
 from jaxformer.hf.flax.generation_config import FILE as GENERATION_FILE
-from jaxformer.hf.flax.generation_config import GenerationConfig
 from jaxformer.runtime import hub
 from jaxformer.types import PyTree
 
 log = logging.getLogger("jaxformer")
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+UPLOAD = ("repo_id", "commit_message", "private", "revision")
+"""Arguments of `save_pretrained` that say where and how to upload."""
+
+WITHOUT_UPLOAD = ("use_temp_dir", "repo_url", "organization", "create_pr", "commit_description", "tags")
+"""Further ones of the old library, which change nothing where nothing is uploaded."""
 
 
 class Persistence:
@@ -83,7 +89,7 @@ class Persistence:
         params = traverse_util.unflatten_dict({path: jnp.asarray(value) for path, value in leaves.items()})
         model.name_or_path = str(pretrained_model_name_or_path)
         if model.can_generate():
-            model.generation_config = GenerationConfig.of_directory(directory, model.settings.values)
+            model.read_options(directory)
         if not _do_init:
             return model, params
         model._is_initialized, model._params = True, model.init_weights(model.key, input_shape, params)
@@ -97,28 +103,26 @@ class Persistence:
         max_shard_size: int | str = "10GB",
         token: Any = None,
         safe_serialization: bool = False,
-        **unknown: Any,
+        **upload: Any,
     ) -> None:
         """Writes config.json and `flax_model.msgpack` (or shards of it), which the old library loads as well.
 
         Args:
           params: parameters to write in place of the model's.
+          push_to_hub: uploads them too, see `push_to_hub`.
           max_shard_size: greatest size of a file, in bytes or as "10GB".
+          safe_serialization: writes one `model.safetensors` in place of the msgpack, under the same names.
+          upload: `repo_id` (without it the name of the directory), `commit_message`, `private`, `revision` and
+            `use_auth_token` of an upload.
 
         Raises:
           ConfigError: an option is not supported.
         """
-        if push_to_hub or safe_serialization or unknown:
-            wrong = [
-                *unknown,
-                *(["push_to_hub"] if push_to_hub else []),
-                *(["safe_serialization"] if safe_serialization else []),
-            ]
-            raise ConfigError(
-                f"save_pretrained: got {', '.join(wrong)}, expected msgpack in a local directory; push_to_hub(name) "
-                "uploads; for safetensors load "
-                "the directory with jaxformer"
-            )
+        token = upload.pop("use_auth_token", None) if token is None else token
+        names = upload if push_to_hub else [name for name in upload if name not in WITHOUT_UPLOAD]
+        wrong = [name for name in names if name not in UPLOAD]
+        if wrong:
+            raise ConfigError(f"save_pretrained: got {', '.join(wrong)}, expected some of {', '.join(UPLOAD)}")
         model: Any = self
         directory = Path(save_directory)
         if directory.is_file():
@@ -130,8 +134,16 @@ class Persistence:
         values = {**values, "architectures": [type(self).__name__.removeprefix("Flax")], "model_type": model.model_type}
         _write_json(directory / reading.CONFIG_FILE, values)
         if model.can_generate():
-            _write_json(directory / GENERATION_FILE, model.generation_config.to_dict())
-        files.save_leaves(directory, jax.device_get(params), _bytes(max_shard_size))
+            options = {COPY_KEY: True} if model.is_options_copy() else {}
+            _write_json(directory / GENERATION_FILE, options | model.generation_config.to_dict())
+        params = jax.device_get(params)
+        if safe_serialization:
+            files.save_safetensors(directory, params)
+        else:
+            files.save_leaves(directory, params, _bytes(max_shard_size))
+        if push_to_hub:
+            repo_id = upload.pop("repo_id", directory.resolve().name)
+            self.push_to_hub(repo_id, token=token, max_shard_size=max_shard_size, params=params, **upload)
 
     def push_to_hub(
         self,

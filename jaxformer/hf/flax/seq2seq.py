@@ -13,10 +13,30 @@ from jaxformer.hf.flax import cached, old, outputs
 from jaxformer.hf.flax.cached import Cache, Memory
 from jaxformer.hf.flax.calls import Options
 from jaxformer.hf.flax.model import FlaxPreTrainedModel
+from jaxformer.hf.flax.names import T5_TYPES
 from jaxformer.hf.flax.search import memory_slots
 from jaxformer.hf.flax.spec import converted
 from jaxformer.hf.table import require_stack
 from jaxformer.types import Array, PyTree, Stream
+
+IGNORED_LABEL = -100
+
+
+def shift_tokens_right(input_ids: Any, pad_token_id: int, decoder_start_token_id: int | None = None) -> Array:
+    """A decoder's inputs int `[B, T]` for labels `[B, T]`: these one slot later, with a start before them.
+
+    Args:
+      pad_token_id: takes the place of -100, the label that counts in no loss.
+      decoder_start_token_id: the first token; None, as for mBART: a row's last token that is no padding.
+    """
+    labels = jnp.asarray(input_ids)
+    labels = jnp.where(labels == IGNORED_LABEL, pad_token_id, labels)
+    if decoder_start_token_id is None:
+        last = jnp.sum(labels != pad_token_id, axis=1, keepdims=True) - 1
+        first = jnp.take_along_axis(labels, last, axis=1)
+    else:
+        first = jnp.full_like(labels[:, :1], decoder_start_token_id)
+    return jnp.concatenate([first, labels[:, :-1]], axis=1)
 
 
 class FlaxSeq2SeqModel(FlaxPreTrainedModel):
@@ -37,7 +57,8 @@ class FlaxSeq2SeqModel(FlaxPreTrainedModel):
             values["hidden_states"] = old.hidden_states(self.spec.type_of("encoder"), sown)
         if options.attentions:
             values["attentions"] = tuple(sown["blocks"]["attention"]["probabilities"][0])
-        return options.finish(outputs.CLASSES["FlaxBaseModelOutput"](**values))
+        with_cross = "WithPastAndCrossAttentions" if self.model_type in T5_TYPES else ""  # T5's two sides are one class
+        return options.finish(outputs.CLASSES[f"FlaxBaseModelOutput{with_cross}"](**values))
 
     def _decode(self, **given: Any) -> Any:
         mask = given.pop("encoder_attention_mask", None)
