@@ -65,7 +65,7 @@ def _runs(name: str, value: str) -> list[str]:
 
 @contextlib.contextmanager
 def _published_page(url: str) -> Generator[str]:
-    """Path of a page of several runs, in the cache. The page and its figure are published at the runs' common address."""
+    """Path in the cache of a page of several runs. The page and its figure are published at their common address."""
     store = object_store.Store(url.rstrip("/"))
     name = hashlib.sha256(str(store.address).encode()).hexdigest()[:16]
     folder = directories.cache() / "pages" / name

@@ -19,7 +19,8 @@ RESUMABLE = (
 """Fields and sections that may change when a run is resumed: length, intervals, reports and devices."""
 
 EXECUTION_ONLY = (
-    "train.log_every", "train.skip_limit", "train.deadline", "train.watchdog", "train.trackers", "mesh", "data.cache", "data.workers",
+    "train.log_every", "train.skip_limit", "train.deadline", "train.watchdog", "train.trackers", "mesh", "data.cache",
+    "data.workers",
 )  # fmt: skip
 """Fields and sections without effect on a run's final numbers (`mesh` changes their rounding only)."""
 

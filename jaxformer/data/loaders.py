@@ -150,7 +150,7 @@ class LoadedBatches(grain.DatasetIterator):
             try:
                 self.loaded = iter(dataset)
                 found.append(next(self.loaded))
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 found.append(error)
 
         thread = threading.Thread(target=first, name="start of loader processes", daemon=True)

@@ -11,7 +11,7 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 def follow_parent() -> None:
-    """Ends this process when its parent has ended, even if that was killed. Called in a process of `multiprocessing`."""
+    """Ends this process, one of `multiprocessing`, when its parent has ended, even if that was killed."""
     parent = multiprocessing.parent_process()
 
     def follow() -> None:

@@ -270,8 +270,11 @@ def test_loader_processes_leave_signals_to_their_parent_and_their_death_is_one_l
 
 
 def test_what_loader_processes_cannot_do_is_one_line(monkeypatch):
-    def encode(config, tokenizers, example, rng, lock=threading.Lock()):
-        return encode_text(config, tokenizers, example, rng)
+    lock = threading.Lock()
+
+    def encode(config, tokenizers, example, rng):
+        with lock:
+            return encode_text(config, tokenizers, example, rng)
 
     iterator = made({"workers": 1}, record(encode)).train()
     with pytest.raises(ConfigError, match=r"config.data.workers: got 1 and data that cannot be sent .*lock.*set it to"):
