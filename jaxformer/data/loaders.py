@@ -85,11 +85,11 @@ class EveryNthIterator(grain.DatasetIterator):
         self.noted = number
         return Loaded(self.batches.fill(block, planned), self.planned.get_state(), number, note)
 
-    def get_state(self) -> int:
+    def get_state(self) -> dict[str, Any]:
         """Only grain reads it: a run resumes from `Loaded.position`."""
-        return self.number
+        return {"number": self.number}
 
-    def set_state(self, state: int) -> None:
+    def set_state(self, state: dict[str, Any]) -> None:
         raise NotImplementedError("a run that resumes starts new processes")
 
 
