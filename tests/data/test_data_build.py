@@ -307,6 +307,7 @@ def test_what_only_the_build_reads_is_made_again_if_it_is_torn(tmp_path, damage,
         torn = [torn[0], work / "plan.json", work / "train-00001.survivors.npy"]
         (tmp_path / "out" / "train-00000.json").rename(torn[0])
         torn[1].write_text("{")
+        (work / "sample.json").write_text("{}")
         units.save_array(torn[2], ~np.load(torn[2]))
     else:
         for path in torn:
