@@ -284,7 +284,10 @@ def test_faults_of_managed_jobs(fault, tmp_path):
         (["--volume=disk"], "--volume: got disk"),
         ([], "--workdir: got /shared/runs/x y, expected a path below a --volume"),
         (["--nodes=0"], "--nodes: got 0"),
-        (["--", "--workdir=gs://b/run"], "got gs://b/run, expected a path below a --volume: the count of restarts is"),
+        (
+            ["--", "--config=x.py", "--workdir=gs://b/run"],
+            "got gs://b/run, expected a path below a --volume: the count of restarts is",
+        ),
     ],
 )
 def test_what_sky_cannot_honour_is_refused(argv, word, capsys):
