@@ -121,7 +121,7 @@ class LoadedBatches(grain.DatasetIterator):
                 raise
             raise StorageError(
                 f"config.data.workers: got a loader process that ended ({' '.join(str(error).split())[:90]}), expected "
-                "it to go on; if memory was short, lower it, and in a script of your own train below "
+                "it to go on; if memory or /dev/shm was short, lower it, and in a script of your own train below "
                 "`if __name__ == '__main__':`; earlier checkpoints are complete"
             ) from None
         if found.note is not None:
