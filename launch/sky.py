@@ -163,7 +163,10 @@ def check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     workdir = launch.train_argument(flags, "workdir")
     paths = [volume.split("=")[0].rstrip("/") for volume in flags.volume]
     if workdir and not any(f"{workdir}/".startswith(f"{path}/") for path in paths):
-        parser.error(f"--workdir: got {workdir}, expected a path below a --volume: a node's own disk ends with it")
+        why = (
+            "the count of restarts is kept there" if launch.is_in_bucket(workdir) else "a node's own disk ends with it"
+        )
+        parser.error(f"--workdir: got {workdir}, expected a path below a --volume: {why}")
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None, programs: Programs | None = None) -> int:

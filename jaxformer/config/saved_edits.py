@@ -35,6 +35,7 @@ REASONS = {
     TOKENIZER: "the model was trained on the ids of its own tokenizer",
     "data.examples": "it is of training; give --config.evaluate.examples",
     "data.batch": "it is of training; give --config.evaluate.batch or --config.decode.batch",
+    "data.workers": "it is of training",
     "data.tokens": "it is of training; give --config.evaluate.batch or --config.decode.batch",
 }
 """Path -> why the field is refused or has no effect, for the message about it."""

@@ -737,6 +737,7 @@ class DataConfig(SourceConfig):
     # language models; first_fit: several examples share a row, of pairs each side its own; evaluation packs no pairs
     shuffle: bool = True  # a new random order of the training examples every epoch; False: the order of the data
     skip_long: bool = False  # training: drop examples over `length`; False: truncate them
+    workers: Count = 0  # loader processes of each host that make training batches; 0: threads of the run's own
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from jaxformer.data import packing
+from jaxformer.data import loaders, packing
 from jaxformer.data.packing import Features, PlannedBatch, Shape
 from jaxformer.data.planning import BlockPlanner, PlannedBlock
 from jaxformer.errors import ConfigError
@@ -18,7 +18,7 @@ from jaxformer.types import Batch
 PREFETCHED_BATCHES = 2
 """Batches filled ahead in the background."""
 
-Fill = Callable[[PlannedBlock, PlannedBatch], Batch]
+Fill = Callable[[int, PlannedBlock, PlannedBatch], Any]
 
 
 class Batches(grain.IterDataset):
@@ -27,7 +27,7 @@ class Batches(grain.IterDataset):
     Args:
       blocks: planned blocks, endless.
       per_epoch: blocks per epoch.
-      fill: makes the arrays of a planned batch.
+      fill: makes the arrays of a planned batch, given the number of its block, the block and the batch.
     """
 
     def __init__(self, blocks: grain.IterDataset, per_epoch: int, fill: Fill):
@@ -47,7 +47,7 @@ class BatchIterator(grain.DatasetIterator):
         self._number, self._batch = 0, 0
         self._block: PlannedBlock | None = None
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         block: PlannedBlock = next(self._parent) if self._block is None else self._block
         empty = 0
         while self._batch >= len(block.batches):
@@ -59,7 +59,7 @@ class BatchIterator(grain.DatasetIterator):
         self._block = block
         planned = block.batches[self._batch]
         self._batch += 1
-        return self._fill(block, planned)
+        return self._fill(self._number, block, planned)
 
     def get_state(self) -> dict[str, int]:
         epoch, block = divmod(self._number, self._per_epoch)
@@ -80,12 +80,14 @@ class TrainingBatches:
     Args:
       process_index, process_count: number of this host, and of hosts; each fills its own slice of a batch's rows.
       multiple: the rows of a batch are a multiple of this, and of `process_count`.
+      workers: loader processes of this host; 0: threads of this process fill the batches.
     """
 
     _plan: BlockPlanner
     _template: Features
 
-    def __init__(self, process_index: int, process_count: int, multiple: int) -> None:
+    def __init__(self, process_index: int, process_count: int, multiple: int, workers: int = 0) -> None:
+        self._workers = workers
         self._process, self._processes = process_index, process_count
         self._multiple = math.lcm(multiple, process_count)
 
@@ -93,12 +95,21 @@ class TrainingBatches:
         """An endless iterator over this host's rows of the training batches, numpy `[B / process_count, T]`.
 
         `get_state()` returns {"epoch", "block", "batch"} of the next batch; `set_state` seeks to it. A background
-        thread encodes the next block and fills the next batches until `close()`.
+        thread encodes the next block and fills the next batches until `close()`, or the loader processes do.
         """
+        if self._workers:
+            return loaders.LoadedBatches(self, self._workers)
+        batches = self._batches(lambda number, block, planned: self.fill(block, planned))
+        return iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=PREFETCHED_BATCHES))
+
+    def planned_batches(self) -> grain.DatasetIterator:
+        """As `train()`, of (number of the block, block, planned batch): nothing is filled."""
+        return iter(self._batches(lambda *planned: planned))
+
+    def _batches(self, fill: Fill) -> Batches:
         blocks = grain.MapDataset.range(2**40).map(self._planned)
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-        batches = Batches(blocks.to_iter_dataset(ahead), self._plan.blocks, self._fill)
-        return iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=PREFETCHED_BATCHES))
+        return Batches(blocks.to_iter_dataset(ahead), self._plan.blocks, fill)
 
     def data_state(self, batches: grain.DatasetIterator) -> dict[str, Any]:
         """The position of `batches` as JSON values, with the shapes of its batches: what a checkpoint stores."""
@@ -143,7 +154,17 @@ class TrainingBatches:
         """Block `number`, as it is planned ahead in the background."""
         return self._plan(number)
 
-    def _fill(self, block: PlannedBlock, planned: PlannedBatch) -> Batch:
+    def note(self, number: int) -> Any:
+        """What `learn` needs to know of block `number`, which has been planned in this process."""
+        block = number % self._plan.blocks
+        return {"skipped": self._plan.skipped.get(block)}
+
+    def learn(self, number: int, note: Any) -> None:
+        """Takes over what a loader process noted of block `number`."""
+        if note["skipped"] is not None:
+            self._plan.skipped[number % self._plan.blocks] = note["skipped"]
+
+    def fill(self, block: PlannedBlock, planned: PlannedBatch) -> Batch:
         """This host's rows of a planned batch."""
         part = packing.process_rows(planned.shape.rows, self._process, self._processes)
         members, rows = planned.rows[part], part.stop - part.start

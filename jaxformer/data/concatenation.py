@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +61,18 @@ class ConcatenatedRows:
         self.encode = encode
         self.seed = seed
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A file is opened again where this is unpickled: a copy of an array on disk would be in memory."""
+        tokens = self.tokens
+        if isinstance(tokens, np.memmap):
+            tokens = _File(str(tokens.filename), tokens.dtype, len(tokens))
+        return {**self.__dict__, "tokens": tokens}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.tokens, _File):
+            self.tokens = _open(self.tokens)
+
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.length)
 
@@ -103,7 +116,17 @@ def token_stream(directory: Path, key: str, examples: Examples, tokenizer: Token
         except OSError as error:
             what = f"{path}: {error.strerror or error}, expected to write the tokens of the text there"
             raise ConfigError(f"{what}; set --config.data.cache or $JAXFORMER_CACHE to a writable folder") from error
-    return np.memmap(path, dtype, mode="r", shape=((path.stat().st_size - DIGEST_BYTES) // dtype.itemsize,))
+    return _open(_File(str(path), dtype, (path.stat().st_size - DIGEST_BYTES) // dtype.itemsize))
+
+
+class _File(NamedTuple):
+    path: str
+    dtype: np.dtype
+    length: int
+
+
+def _open(file: _File) -> np.ndarray:
+    return np.memmap(file.path, file.dtype, mode="r", shape=(file.length,))
 
 
 def _file_problem(path: Path) -> str | None:

@@ -102,7 +102,7 @@ class Mixture(TrainingBatches):
         process_count: int = 1,
         multiple: int = 1,
     ):
-        super().__init__(process_index, process_count, multiple)
+        super().__init__(process_index, process_count, multiple, config.data.workers)
         mixture, data = config.data.mixture, config.data
         if mixture is None:
             raise ValueError("mixture: got a config without data.mixture, expected one")
@@ -169,10 +169,20 @@ class Mixture(TrainingBatches):
 
     def _planned(self, number: int) -> PlannedBlock:
         block = self._plan(number)
-        self._draws[number] = list(_draws_of_batches(block))
+        self._remember(number, list(_draws_of_batches(block)))
+        return block
+
+    def _remember(self, number: int, draws: list[Counter[int]]) -> None:
+        self._draws[number] = draws
         for old in sorted(self._draws)[:-REMEMBERED_BLOCKS]:
             del self._draws[old]
-        return block
+
+    def note(self, number: int) -> Any:
+        return super().note(number) | {"draws": self._draws[number]}
+
+    def learn(self, number: int, note: Any) -> None:
+        super().learn(number, note)
+        self._remember(number, note["draws"])
 
 
 def _draws_of_batches(block: PlannedBlock) -> Iterator[Counter[int]]:

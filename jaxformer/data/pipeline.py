@@ -63,7 +63,7 @@ class Pipeline(TrainingBatches):
         multiple: int = 1,
         cache_bytes: int = TOKEN_CACHE_BYTES,
     ):
-        super().__init__(process_index, process_count, multiple)
+        super().__init__(process_index, process_count, multiple, config.data.workers)
         data = config.data
         if data.packing not in PACKINGS:
             raise ConfigError(f"data.packing: got {data.packing!r}, expected one of {', '.join(PACKINGS)}; change it")
@@ -111,7 +111,7 @@ class Pipeline(TrainingBatches):
           ConfigError: there is no such split, or it is empty.
         """
         plan = self._evaluation_plan(split, examples, rows)
-        return (self._fill(block, batch) for block in map(plan, range(plan.blocks)) for batch in block.batches)
+        return (self.fill(block, batch) for block in map(plan, range(plan.blocks)) for batch in block.batches)
 
     def evaluate_with_indices(self, split: str, examples: int | None = None) -> Iterator[tuple[list[int], Batch]]:
         """`evaluate` of rows with one example each: with every batch the indices of the examples in its rows.
@@ -121,7 +121,7 @@ class Pipeline(TrainingBatches):
         """
         plan = self._evaluation_plan(split, examples)
         return (
-            ([block.indices[member] for row in batch.rows for member in row], self._fill(block, batch))
+            ([block.indices[member] for row in batch.rows for member in row], self.fill(block, batch))
             for block in map(plan, range(plan.blocks))
             for batch in block.batches
         )

@@ -372,6 +372,10 @@ class CachingTokenizer(Tokenizer):
         self._seen: dict[str, array[int]] = {}
         self._spans: dict[str, array[int]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the cache: another process fills its own."""
+        return {**self.__dict__, "_seen": {}, "_spans": {}}
+
     def encode(self, text: str) -> list[int]:
         if isinstance(text, EncodedText):
             return text.ids

@@ -43,7 +43,7 @@ def build_pipelines(
 ) -> dict[str, Pipeline]:
     """The pipeline of each component of `dataset`, by name; `{"": pipeline}` without a mixture. See `Pipeline`."""
     views, parts = components.views(config), dataset.components
-    cache_bytes = TOKEN_CACHE_BYTES // len(parts)
+    cache_bytes = TOKEN_CACHE_BYTES // len(parts) // (1 + config.data.workers)  # every loader process has one
     return {
         name: Pipeline(
             views[name],

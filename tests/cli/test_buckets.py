@@ -1,13 +1,19 @@
 """Commands that read a run in a bucket: which checkpoints of it they ask for."""
 
 import contextlib
+import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
 from jaxformer import storage
 from jaxformer.cli import buckets, decode, export_checkpoint, report
 from jaxformer.errors import ConfigError
+from jaxformer.runtime.object_store import Store
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "storage"))
+import fake_bucket
 
 URL = "gs://bucket/run"
 
@@ -30,6 +36,8 @@ def test_a_command_fetches_the_checkpoints_that_it_reads(command, given, which, 
         yield tmp_path
 
     monkeypatch.setattr(storage, "opened", opened)
+    fake_bucket.install(monkeypatch, tmp_path)
+    Store(URL).write("config.json", b"{}")
     arguments = Namespace(**{name: "" for name in command.flags} | given)
     with buckets.local_copies(command, arguments):
         assert arguments.workdir == (str(tmp_path) if isinstance(given["workdir"], str) else [str(tmp_path)])

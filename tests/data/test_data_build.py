@@ -1,5 +1,6 @@
 """Building token shards: what they hold, whatever the workers and interruptions; cleaning; and what is refused."""
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxformer import cli
 from jaxformer.config import ComponentConfig, Config, ConfigError, DataConfig, MixtureConfig, TokenizerConfig
 from jaxformer.data import build, sources, token_shards
 from jaxformer.data.build import Options, deduplication, pieces, units
@@ -154,6 +156,48 @@ def test_parquet_files_are_read_by_row_group_and_by_row(tmp_path):
         sources.build(config.data).splits["train"][30]
 
 
+def test_damaged_parquet_files_are_one_line(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    def file(name, **columns):
+        parquet.write_table(pyarrow.table(columns), tmp_path / name, row_group_size=20, compression="none")
+        return tmp_path / name
+
+    whole = file("whole.parquet", body=LINES)
+    raw = whole.read_bytes()
+    found = {
+        "empty.parquet": (b"", "got no readable parquet file"),
+        "text.parquet": (b"some text, and no parquet at all\n", "got no readable parquet file"),
+        "short.parquet": (raw[: len(raw) // 2], "got no readable parquet file"),
+        "end.parquet": (raw[:-4] + b"PARE", "got no readable parquet file"),
+        "body.parquet": (raw[:4] + b"\xff" * 60 + raw[64:], r"got a damaged row group 0 \("),
+    }
+    for name, (content, _) in found.items():
+        (tmp_path / name).write_bytes(content)
+    file("numbers.parquet", body=range(60))
+    file("lists.parquet", body=[["a"], ["b"]])
+    file("none.parquet", body=pyarrow.array([], pyarrow.string()))
+    file("nulls.parquet", body=[*LINES[:6], None, "x"])
+    expected = {name: line for name, (_, line) in found.items()} | {
+        "numbers.parquet": "got column 'body' of type int64, expected strings",
+        "lists.parquet": "got column 'body' of type list<.*>, expected strings",
+        "none.parquet": "got a file without rows, expected some",
+    }
+    for number, (name, line) in enumerate(expected.items()):
+        config = config_of(tmp_path, "parquet", files=(name,), columns={"text": "body"})
+        with pytest.raises(ConfigError, match=f"{name}: {line}") as caught:
+            build.build(config, tmp_path / f"target-{number}")
+        assert "\n" not in str(caught.value) and not (tmp_path / f"target-{number}" / "index.json").exists()
+        with pytest.raises(ConfigError, match=f"{name}: {line}"):
+            sources.build(config.data).splits["train"][0]
+    config = config_of(
+        tmp_path, "parquet", files=("whole.parquet",), columns={"text": "body"}, others={"test": ("nulls.parquet",)}
+    )
+    with pytest.raises(ConfigError, match="nulls.parquet: row 6 of row group 0: got an empty text, expected some"):
+        build.build(config, tmp_path / "nulls")
+
+
 # --- workers and interruptions ----------------------------------------------------------------------------------------
 
 DEADLY = """
@@ -168,11 +212,14 @@ def keep(text):
 
 
 def test_killed_and_resumed_by_other_workers_the_files_are_the_same(tmp_path, monkeypatch, caplog):
-    """Two workers whose parent is killed in mid-build, then one process, against one process without a break."""
+    """Two workers whose parent is killed in mid-build, then one process, against one process without a break.
+
+    One document is longer than two shards: a shard lies within it, and has no document.
+    """
     monkeypatch.undo()  # other processes have the usual sizes
     monkeypatch.chdir(tmp_path)
     lines = [f"line {number} " + "abcdefgh" * 20 for number in range(20000)]
-    lines[3] = "drop me"
+    lines[3], lines[100] = "drop me", "giant " * 450_000
     write(tmp_path, lines)
     (tmp_path / "deadly.py").write_text(DEADLY)
     (tmp_path / "recipe.py").write_text(
@@ -189,7 +236,7 @@ def test_killed_and_resumed_by_other_workers_the_files_are_the_same(tmp_path, mo
     assert subprocess.run(command, env=environment, capture_output=True).returncode == -9
     (tmp_path / "armed").unlink()
     finished = sorted(path.name for path in (tmp_path / "out").glob("train-*.json"))
-    assert "train-00002.json" not in finished and finished and not (tmp_path / "out" / "index.json").exists()
+    assert "train-00004.json" not in finished and finished and not (tmp_path / "out" / "index.json").exists()
     with pytest.raises(
         ConfigError, match="without index.json, expected the target of a finished `jaxformer data build`"
     ):
@@ -198,12 +245,92 @@ def test_killed_and_resumed_by_other_workers_the_files_are_the_same(tmp_path, mo
     options = Options(filters=("deadly:keep",), shard_mb=1)
     caplog.set_level("INFO")
     index = build.build(config, "out", options=options)
-    assert f"{len(finished)} of 4 shards are finished" in caplog.text
+    assert f"{len(finished)} of 6 shards are finished" in caplog.text
     build.build(config, "whole", options=options)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not list((tmp_path / "out" / units.WORK).glob("*.partial"))
     assert index["dropped"]["train"] == {"filter": 1}
     assert index["splits"]["train"]["bytes"] == sum(map(len, lines)) + len(lines) - len("drop me\n")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.mark.parametrize("kind", ["exact", "minhash"])
+def test_killed_at_a_write_a_build_without_duplicates_goes_on(tmp_path, monkeypatch, kind):
+    words = [f"{'many words of one line ' * 3}{number % 9} end" for number in range(20)]
+    lines = [*LINES[:8], *words, "a line alone " + "x" * 300]
+    config = config_of(write(tmp_path, lines), tokenizer=TokenizerConfig(kind="character"))
+    options = Options(deduplicate=kind, held_out=0.2)
+    left = [10**9]
+
+    def limited(act):
+        def limit(*arguments, **flags):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return act(*arguments, **flags)
+
+        return limit
+
+    monkeypatch.setattr(os, "replace", limited(os.replace))
+    monkeypatch.setattr(Path, "unlink", limited(Path.unlink))
+    index = build.build(config, tmp_path / "whole", options=options)
+    assert index["dropped"]["train"]["duplicate"] > 8 and len(content(tmp_path / "whole")) > 8
+    writes = 10**9 - left[0]
+    assert writes > 25
+    for count in range(2, writes, writes // 6):
+        target = tmp_path / f"killed-{count}"
+        left[0] = count
+        with pytest.raises(Killed):
+            build.build(config, target, options=options)
+        assert not (target / "index.json").exists()
+        left[0] = (writes - count) // 2 + 3  # and once more
+        with contextlib.suppress(Killed):
+            build.build(config, target, options=options)
+        left[0] = 10**9
+        assert build.build(config, target, options=options) == index
+        assert content(target) == content(tmp_path / "whole"), count
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"{}", b"[]", "half", "stale"])
+def test_what_only_the_build_reads_is_made_again_if_it_is_torn(tmp_path, damage, caplog):
+    """Manifests, the plan, the sample, the tokenizer, and which documents survive."""
+    tokenizer, options = TokenizerConfig(kind="character"), Options(deduplicate="exact")
+    config = config_of(write(tmp_path), tokenizer=tokenizer)
+    build.build(config, tmp_path / "out", options=options)
+    before, work = content(tmp_path / "out"), tmp_path / "out" / units.WORK
+    torn = [tmp_path / "out" / name for name in ("train-00001.json", Tokenizers.FILE)]
+    torn += [work / name for name in ("plan.json", "sample.json", "train-00001.survivors.npy")]
+    if damage == "stale":  # of another shard, and of a build with other options, which was killed in this folder
+        torn = [torn[0], work / "plan.json", work / "train-00001.survivors.npy"]
+        (tmp_path / "out" / "train-00000.json").rename(torn[0])
+        torn[1].write_text("{")
+        (work / "sample.json").write_text("{}")
+        units.save_array(torn[2], ~np.load(torn[2]))
+    else:
+        for path in torn:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if damage == "half" else damage)
+    build.build(config, tmp_path / "out", options=options)
+    assert content(tmp_path / "out") == before and "plan.json is damaged" in caplog.text
+    torn[-1].write_bytes(torn[-1].read_bytes()[:9])
+    torn[0].unlink()
+    build.build(config, tmp_path / "out", options=options)
+    assert content(tmp_path / "out") == before, "survivors alone"
+    (tmp_path / "out" / "index.json").write_bytes(damage if isinstance(damage, bytes) else b'{"format"')
+    with pytest.raises(ConfigError, match="index.json: got"):
+        texts_of(tmp_path / "out")
+
+
+def test_an_address_is_refused_as_a_target(tmp_path, capsys):
+    command = ["data", "build", "--config=configs/wikitext2.py", "--target=gs://bucket/corpus"]
+    assert cli.main(command) == 2
+    line = capsys.readouterr().err
+    assert "--target: got 'gs://bucket/corpus', expected a folder" in line and "copy it" in line
+    assert line.count("\n") == 1
+    with pytest.raises(ConfigError, match="--target: got 'gs://bucket/corpus', expected a folder"):
+        build.build(config_of(write(tmp_path)), "gs://bucket/corpus")
 
 
 def test_a_second_build_mends_what_is_damaged(tmp_path):

@@ -7,6 +7,7 @@ import math
 
 import chex
 import jax
+import loader_stand_in
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -188,6 +189,25 @@ def test_resuming_and_its_counts_are_exact(name, small_blocks):
             half = jax.tree.map(lambda array: array[: len(array) // 2], batches[start + offset])
             chex.assert_trees_all_equal(batch, half)
             assert fresh.progress(resumed) == progress[start + offset]
+        resumed.close()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_loader_processes_change_no_batch_and_no_count(name, small_blocks, monkeypatch):
+    loader_stand_in.install(monkeypatch)
+    pipe = made(SETTINGS[name])
+    iterator, found = pipe.train(), []
+    for _ in range(20):
+        state = pipe.data_state(iterator)
+        found.append((state, next(iterator), pipe.progress(iterator)))
+    iterator.close()
+    for start, workers in ((0, 2), (5, 3)):
+        other = made({**SETTINGS[name], "workers": workers})
+        resumed = other.resume(json.loads(json.dumps(found[start][0])))
+        for state, batch, progress in found[start:]:
+            assert other.data_state(resumed) == state
+            chex.assert_trees_all_equal(next(resumed), batch)
+            assert other.progress(resumed) == progress
         resumed.close()
 
 

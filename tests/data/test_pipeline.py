@@ -1,9 +1,15 @@
 """The pipeline: every example once an epoch, the same global batches on any number of hosts, exact resuming."""
 
+import concurrent.futures
 import dataclasses
 import json
+import multiprocessing
+import os
+import signal
+import threading
 
 import chex
+import loader_stand_in
 import numpy as np
 import pytest
 import recipes
@@ -26,6 +32,7 @@ from jaxformer.data import packing, planning
 from jaxformer.data.pipeline import Pipeline
 from jaxformer.data.sources import Dataset, FirstExamples
 from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.errors import StorageError
 from jaxformer.tasks import _datasets
 from jaxformer.train import by_length
 
@@ -201,6 +208,82 @@ def test_resuming_is_exact(name, small_blocks):
             chex.assert_trees_all_equal(next(fresh), batches[start + offset])
             assert fresh.get_state() == states[start + offset + 1]
     fresh.close()
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "skip_long"])
+def test_loader_processes_change_neither_order_nor_state(name, small_blocks, monkeypatch):
+    loader_stand_in.install(monkeypatch)
+    data = SETTINGS.get(name, {"skip_long": True})
+    hosts = {"process_index": 1, "process_count": 2}
+    splits = {"train": [*names(37), {"text": "z" * 30}]}
+    pipe = made(data, NOISE if name == "fixed" else LANGUAGE, splits=splits, **hosts)
+    iterator, batches, states = pipe.train(), [], []
+    for _ in range(24):
+        states.append(pipe.data_state(iterator))
+        batches.append(next(iterator))
+    iterator.close()
+    assert states[-1]["epoch"] >= 1
+    for start, workers in ((0, 3), (7, 1), (14, 2), (5, 0)):
+        other = made({**data, "workers": workers}, pipe.task, splits=splits, **hosts)
+        resumed = other.resume(json.loads(json.dumps(states[start])))
+        assert resumed.get_state() == {name: states[start][name] for name in ("epoch", "block", "batch")}
+        for offset in range(10):
+            assert other.data_state(resumed) == states[start + offset]
+            chex.assert_trees_all_equal(next(resumed), batches[start + offset])
+        resumed.set_state({name: states[3][name] for name in ("epoch", "block", "batch")})
+        chex.assert_trees_all_equal(next(resumed), batches[3])
+        assert start or other.skipped_examples == (name == "skip_long"), "of the epoch's blocks that were read"
+        resumed.close()
+
+
+def test_loader_processes_open_a_long_text_and_learn_no_cached_text(tmp_path, monkeypatch):
+    sent = loader_stand_in.install(monkeypatch)
+    data = {"packing": "concat", "cache": str(tmp_path), "length": 4}
+    splits = {"train": [{"text": "abc " * 9000}]}
+    whole = take(made(data, splits=splits).train(), 5)
+    for batch, expected in zip(take(made({**data, "workers": 2}, splits=splits).train(), 5), whole, strict=True):
+        chex.assert_trees_all_equal(batch, expected)
+    assert sent[0].size < 60_000, "36,000 tokens of two bytes are in a file"
+    monkeypatch.chdir(tmp_path)
+    pipe = made({"workers": 2}, splits={"train": names(9)})
+    pipe._caching_tokenizers.target.encode("x" * 50_000)
+    assert len(take(pipe.train(), 1)) == 1 and sent[1].size < 40_000
+
+
+def test_loader_processes_leave_signals_to_their_parent_and_their_death_is_one_line():
+    """Two processes, started off the main thread."""
+    iterator = made({"workers": 2}).train()
+    expected = take(made().train(), 8)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        chex.assert_trees_all_equal(pool.submit(next, iterator).result(), expected[0])
+    children = multiprocessing.active_children()
+    assert len(children) == 2
+    for child in children:
+        os.kill(child.pid, signal.SIGINT)
+        os.kill(child.pid, signal.SIGTERM)
+    for batch in expected[1:]:
+        chex.assert_trees_all_equal(next(iterator), batch)
+    children[0].kill()
+    with pytest.raises(StorageError, match=r"^config.data.workers: got a loader process that ended \(.*-9.*lower it"):
+        take(iterator, 8)
+    assert not multiprocessing.active_children()
+
+
+def test_what_loader_processes_cannot_do_is_one_line(monkeypatch):
+    lock = threading.Lock()
+
+    def encode(config, tokenizers, example, rng):
+        with lock:
+            return encode_text(config, tokenizers, example, rng)
+
+    iterator = made({"workers": 1}, record(encode)).train()
+    with pytest.raises(ConfigError, match=r"config.data.workers: got 1 and data that cannot be sent .*lock.*set it to"):
+        next(iterator)
+    assert not multiprocessing.active_children()
+    loader_stand_in.install(monkeypatch)
+    iterator = made({"skip_long": True, "workers": 2}, splits={"train": [{"text": "z" * 30}] * 3}).train()
+    with pytest.raises(ConfigError, match=r"^data\.skip_long: got an epoch without examples"):
+        next(iterator)
 
 
 def test_state_does_not_depend_on_the_number_of_hosts(small_blocks):

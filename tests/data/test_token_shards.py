@@ -137,7 +137,7 @@ def test_a_host_reads_the_documents_of_its_rows_alone(built, tmp_path, monkeypat
         read.clear()
         plan = ours._plan(0)
         assert not read
-        halves.append(ours._fill(plan, plan.batches[0]))
+        halves.append(ours.fill(plan, plan.batches[0]))
         assert len(read) == len(set(read)) == sum(map(len, plan.batches[0].rows[2 * host : 2 * host + 2]))
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *halves)
     chex.assert_trees_all_equal(joined, expected)

@@ -284,11 +284,15 @@ def test_faults_of_managed_jobs(fault, tmp_path):
         (["--volume=disk"], "--volume: got disk"),
         ([], "--workdir: got /shared/runs/x y, expected a path below a --volume"),
         (["--nodes=0"], "--nodes: got 0"),
+        (
+            ["--", "--config=x.py", "--workdir=gs://b/run"],
+            "got gs://b/run, expected a path below a --volume: the count of restarts is",
+        ),
     ],
 )
 def test_what_sky_cannot_honour_is_refused(argv, word, capsys):
     with pytest.raises(SystemExit) as end:
-        sky.main(["--name=a", *argv, "--dry-run", "--", *TRAIN])
+        sky.main(["--name=a", "--dry-run", *argv, *([] if "--" in argv else ["--", *TRAIN])])
     assert end.value.code == 2
     assert word in capsys.readouterr().err
 

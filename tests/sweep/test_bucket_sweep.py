@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,23 @@ def test_a_sweep_runs_and_is_ranked_in_the_bucket(started, monkeypatch, tmp_path
     assert "3 finished, 0 to go" in capsys.readouterr().out
     assert sweep("--report") == 0 and sweep("--watch") == 0
     assert "3 of 3 done" in capsys.readouterr().out
+
+
+def test_a_page_compares_the_runs_of_a_sweep_in_the_bucket(started, monkeypatch, tmp_path, capsys):
+    assert sweep() == 0
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "other"))
+    Store(URL).write("../config.json", b"{}")  # no run
+    assert cli.main(["report", f"--workdir={URL}/"]) == 0
+    page = Store(URL).read("comparison.html").value.decode()
+    assert all(run in page for run in started) and "published gs://bucket/sweeps/rates/" in capsys.readouterr().err
+    arguments = Namespace(workdir=["mine", URL], serve=False, output="mine.html")
+    with cli.buckets.local_copies(cli.COMMANDS["report"], arguments):
+        assert [Path(path).name for path in arguments.workdir] == ["mine", *sorted(started)]
+        assert arguments.output == "mine.html"
+    assert cli.main(["report", f"--workdir={URL}/claims"]) == 2
+    assert "claims', where no run is" in capsys.readouterr().err
+    assert cli.main(["report", f"--workdir={URL}", "--workdir=gs://bucket/other"]) == 2
+    assert "without --output" in capsys.readouterr().err
 
 
 def test_a_run_that_another_machine_claims_is_left_to_it(bucket, started):

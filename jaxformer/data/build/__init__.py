@@ -95,11 +95,15 @@ def build(
     run = Runner(workers, beam)
     found, plan = _plan(config, directory, options)
     work = directory / WORK
-    _check_target(directory, plan)
+    is_known = _check_target(directory, plan)
     work.mkdir(parents=True, exist_ok=True)
     with _lock(work):
-        for leftover in itertools.chain(*(part.directory.glob(f"{WORK}/*.partial") for part in found.values())):
-            leftover.unlink(missing_ok=True)  # of a killed process
+        useless = (
+            ("*.partial",) if is_known else ("*.partial", "*.npy")
+        )  # of a killed process; of another plan, perhaps
+        for part, pattern in itertools.product(found.values(), useless):
+            for leftover in part.directory.glob(f"{WORK}/{pattern}"):
+                leftover.unlink(missing_ok=True)
         files.write_json(work / PLAN, {"plan": plan})
         tokenizer, sample = _tokenizer(config, directory, found, options)
         for part in found.values():
@@ -212,24 +216,34 @@ def _hash_file(path: str) -> str:
         return ""  # `Tokenizer.load` says what is wrong
 
 
-def _check_target(directory: Path, plan: str) -> None:
-    """Raises a ConfigError if the target is no folder for this build."""
+def _check_target(directory: Path, plan: str) -> bool:
+    """True if what is in the target is of this build; False if its plan cannot be read: then every shard says itself.
+
+    Raises:
+      ConfigError: the target is no folder for this build.
+    """
     files.check_directory("--target", str(directory), new=True)
     if not directory.is_dir() or not any(directory.iterdir()):
-        return
+        return True
+    built = None
     try:
-        built = files.read_json(directory / WORK / PLAN)["plan"]
+        with contextlib.suppress(ConfigError):
+            built = files.read_json(directory / WORK / PLAN).get("plan")
     except FileNotFoundError:
         if {path.name for path in directory.iterdir()} == {WORK}:  # killed before the plan was written
-            return
+            return True
         raise ConfigError(
             f"--target: got {str(directory)!r}, which holds other files, expected a new or empty folder"
         ) from None
+    if built is None:
+        LOG.warning("%s is damaged: made again, and what is without a checksum, too", directory / WORK / PLAN)
+        return False
     if built != plan:
         raise ConfigError(
             f"--target: got {str(directory)!r}, which holds shards of other input, settings or options, expected the "
             "same or a new folder; name another, or remove it"
         )
+    return True
 
 
 @contextlib.contextmanager
@@ -253,13 +267,16 @@ def _tokenizer(
 ) -> tuple[Tokenizer, dict[str, int]]:
     """The tokenizer of all shards, and the size of the sample that it was learned from.
 
-    An earlier start of the same build may have saved it. The sample is the first documents of every training shard.
+    An earlier start of the same build may have saved it; a damaged one is made again. The sample is the first documents
+    of every training shard.
     """
     settings = config.data.tokenizer
     path, sizes = directory / Tokenizers.FILE, directory / WORK / "sample.json"
-    if path.exists() and sizes.exists():
-        return Tokenizers.load(directory).target, files.read_json(sizes)
     sample = {"documents": 0, "bytes": 0}
+    with contextlib.suppress(ConfigError, FileNotFoundError):
+        saved = files.read_json(sizes)
+        if saved.keys() == sample.keys() and path.exists():
+            return Tokenizers.load(directory).target, saved
     if settings.kind == "file":
         tokenizer = Tokenizer.load(settings.path, settings.multiple)
     else:
@@ -300,7 +317,7 @@ def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 def _deduplicate(train: Sequence[Unit], options: Options, run: Runner) -> None:
     """Writes which documents of each unit survive, unless it is known."""
-    if all(unit.survivors.exists() for unit in train):
+    if all(units.is_whole_array(unit.survivors) for unit in train):
         return
     run.keys(train)
     keys = [unit.keys for unit in train]

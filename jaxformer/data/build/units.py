@@ -101,7 +101,7 @@ def _tokenizer(directory: Path, fingerprint: str) -> Tokenizer:
 
 def write_keys(unit: Unit) -> None:
     """Writes the keys by which duplicates of the documents of a unit are found, unless they are there."""
-    if unit.keys.exists():
+    if is_whole_array(unit.keys):
         return
     make = deduplication.exact_keys if unit.options.deduplicate == "exact" else deduplication.signatures
     parts = [make(texts) for texts in _batches(unit.texts({}))] or [make([])]
@@ -119,6 +119,15 @@ def save_array(path: Path, values: np.ndarray) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def is_whole_array(path: Path) -> bool:
+    """True if a .npy file is there that is as long as it says."""
+    try:
+        np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return False
+    return True
 
 
 def _unique() -> str:

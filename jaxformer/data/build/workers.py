@@ -7,17 +7,14 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from jaxformer.errors import StorageError
+from jaxformer.runtime import children
 
 T = TypeVar("T")
-
-PARALLELISM = "TOKENIZERS_PARALLELISM"
-"""Variable by which the `tokenizers` library uses one thread: a build has a process for each core."""
 
 
 def run(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], workers: int) -> Iterator[tuple[int, T]]:
@@ -54,26 +51,19 @@ def run(work: Callable[..., T], calls: Sequence[tuple[Any, ...]], workers: int) 
 @contextlib.contextmanager
 def one_thread() -> Generator[None, None, None]:
     """The `tokenizers` library uses one thread inside the context."""
-    before = os.environ.get(PARALLELISM)
-    os.environ[PARALLELISM] = "false"
+    before = os.environ.get(children.PARALLELISM)
+    os.environ[children.PARALLELISM] = "false"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[PARALLELISM]
+            del os.environ[children.PARALLELISM]
         else:
-            os.environ[PARALLELISM] = before
+            os.environ[children.PARALLELISM] = before
 
 
 def _start_worker(directory: str) -> None:
     """Prepares a process: it leaves Ctrl-C to its parent, and ends if its parent is killed."""
     os.chdir(directory)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-
-    def follow() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    children.follow_parent()
