@@ -371,8 +371,8 @@ def test_rates_of_layers_follow_their_numbers_in_all_groups():
 
 def test_gradients_on_eight_devices_with_recomputation_and_tiles_are_those_of_one(both):
     module, variables = both
-    batch = builders.batch(BOTH, [6, 3, 2, 5])  # with more rows, sums in the table of embeddings nearly cancel
-    weights = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6, builders.VOCAB)), jnp.float32)
+    batch = builders.batch(BOTH, [6, 3, 2, 5])  # with more rows, or weights of seed 1, sums nearly cancel
+    weights = jnp.asarray(np.random.default_rng(2).normal(size=(4, 6, builders.VOCAB)), jnp.float32)
     gradient = lambda module: jax.jit(  # noqa: E731
         jax.grad(lambda v, batch: jnp.sum(weights * module.apply(v, batch)))
     )
