@@ -38,7 +38,7 @@ def test_kernels_are_measured_side_by_side(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
     script("attention").main(["--lengths=8,16", "--rounds=2", f"--output={output}"])
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    names = ("blockwise", "dense")  # the others need devices or a mesh that are not here
+    names = ("blockwise", "dense", "rowwise")  # the others need devices or a mesh that are not here
     assert [(row["kernel"], row["length"]) for row in rows] == [(n, length) for length in (8, 16) for n in names]
     assert all(row["ratio"] == 1.0 for row in rows if row["kernel"] == "dense")
     assert all(row["milliseconds"] > 0 for row in rows)

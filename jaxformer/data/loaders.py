@@ -8,7 +8,6 @@ with any number of them.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -157,7 +156,8 @@ class LoadedBatches(grain.DatasetIterator):
         thread.start()
         thread.join()
         result = found[0]
-        if isinstance(result, (pickle.PicklingError, TypeError, AttributeError)):
+        # By name: cloudpickle's error is that of the module `pickle`, which nothing here may load.
+        if isinstance(result, (TypeError, AttributeError)) or type(result).__name__ == "PicklingError":
             raise ConfigError(
                 f"config.data.workers: got {self.processes} and data that cannot be sent to other processes "
                 f"({' '.join(str(result).split())[:120]}), expected what can be pickled; set it to 0"

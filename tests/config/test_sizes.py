@@ -106,7 +106,7 @@ def counted(config: Config) -> int:
     return build.count_params(nn.meta.unbox(build.shapes(build.build(config.model)))["params"])
 
 
-STARTING = ("finetune", "order_preferences")
+STARTING = ("finetune", "order_preferences", "/chat.py")
 """In the names of recipes that take the model of a directory."""
 
 

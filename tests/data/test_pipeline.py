@@ -265,7 +265,7 @@ def test_loader_processes_leave_signals_to_their_parent_and_their_death_is_one_l
         chex.assert_trees_all_equal(next(iterator), batch)
     children[0].kill()
     with pytest.raises(StorageError, match=r"^config.data.workers: got a loader process that ended \(.*-9.*lower it"):
-        take(iterator, 8)
+        take(iterator, 64)
     assert not multiprocessing.active_children()
 
 

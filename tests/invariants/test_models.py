@@ -39,7 +39,9 @@ def lean(kind: str, **edits) -> dict:
 
 @pytest.mark.parametrize(
     ("kind", "kernel"),
-    [(kind, "dense") for kind in ENCODINGS] + [("t5", kernel) for kernel in KERNELS if kernel != "dense"],
+    [(kind, "dense") for kind in ENCODINGS]
+    + [("rope", "rowwise")]  # it takes no bias
+    + [("t5", kernel) for kernel in KERNELS if kernel not in ("dense", "rowwise")],
 )
 def test_a_decoder_is_causal_by_gradient(kind, kernel):
     config = builders.decoder(**lean(kind, kernel=kernel, block=4))

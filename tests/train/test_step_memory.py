@@ -33,7 +33,7 @@ DEFAULT = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_DEFAULT"}
 @pytest.fixture(scope="module")
 def planned() -> tuple[int, int]:
     """Bytes of temporary arrays of a decoder's step: as a run compiles it, and in XLA's default order."""
-    attention, ffn = AttentionConfig(heads=2), FeedForwardConfig(activation="gelu_tanh")
+    attention, ffn = AttentionConfig(heads=2, kernel="dense"), FeedForwardConfig(activation="gelu_tanh")
     model = ModelConfig(decoder=builders.stack(layers=1, attention=attention, ffn=ffn), dtype="bfloat16")
     config = Config(
         model=model,
