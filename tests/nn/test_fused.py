@@ -38,7 +38,9 @@ SHORT = {"queries": 256, "keys": 256}
     ("edits", "name", "reason"),
     [
         ({"causal": False}, "dense", "512 x 512 scores are few; splash needs a TPU; cudnn needs an NVIDIA GPU"),
-        ({}, "blockwise", "512 x 512 scores are many"),
+        ({}, "rowwise", "512 x 512 causal scores on a CPU"),
+        ({"dropout": True}, "blockwise", "512 x 512 scores are many"),
+        ({"queries": 513, "keys": 513}, "blockwise", "513 x 513 scores are many"),
         ({"bias": True}, "dense", "512 x 512 scores are few"),
         ({"prefix": True}, "dense", "512 x 512 scores are few"),
         ({"same_slots": False}, "dense", "512 x 512 scores are few"),

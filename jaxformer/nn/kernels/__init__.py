@@ -170,7 +170,7 @@ def choose_kernel(config: AttentionConfig, site: CallSite) -> tuple[str, str]:
 
     The kernel of the config is used for full sequences. Against a cache, where few queries see all keys, any kernel but
     "dense" and those with `weights` means "auto". "auto" takes dense if the mask has `hidden_pairs`; ulysses or ring if
-    sequences are sharded and there is no sink; the fused kernel of the device; rowwise for causal texts of 128 to 511
+    sequences are sharded and there is no sink; the fused kernel of the device; rowwise for causal texts of 128 to 512
     slots on one CPU; else dense up to 1024 x 1024 scores (causal on a CPU 511 x 511) and blockwise beyond.
 
     Raises:
@@ -198,12 +198,13 @@ def choose_kernel(config: AttentionConfig, site: CallSite) -> tuple[str, str]:
     for name, reason in lacking.items():
         if reason is None:
             return name, f"the fused kernel of this {site.platform}"
-    # Speeds of the three on a CPU: docs/measurements/training.md.
+    # Speed and memory of the three on a CPU: docs/measurements/training.md.
     leaves_out = site.platform == "cpu" and site.causal and site.same_slots and not (site.prefix or site.bias)
-    small = site.queries * site.keys <= (511 * 511 if leaves_out else 1024 * 1024)
-    divided = site.context * site.tensor > 1
-    if leaves_out and small and site.queries >= 128 and not divided and _unable("rowwise", config, site) is None:
+    scores = site.queries * site.keys
+    short = site.queries >= 128 and scores <= 512 * 512 and site.context * site.tensor == 1
+    if leaves_out and short and _unable("rowwise", config, site) is None:
         return "rowwise", f"{site.queries} x {site.keys} causal scores on a CPU"
+    small = scores < 512 * 512 if leaves_out else scores <= 1024 * 1024
     size = f"{site.queries} x {site.keys} scores are {'few' if small else 'many'}"
     return "dense" if small else "blockwise", "; ".join([size, *(f"{n} needs {why}" for n, why in lacking.items())])
 
