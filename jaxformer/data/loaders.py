@@ -156,15 +156,15 @@ class LoadedBatches(grain.DatasetIterator):
         thread.start()
         thread.join()
         result = found[0]
+        if not isinstance(result, BaseException):
+            return result
         # By name: cloudpickle's error is that of the module `pickle`, which nothing here may load.
         if isinstance(result, (TypeError, AttributeError)) or type(result).__name__ == "PicklingError":
             raise ConfigError(
                 f"config.data.workers: got {self.processes} and data that cannot be sent to other processes "
                 f"({' '.join(str(result).split())[:120]}), expected what can be pickled; set it to 0"
             ) from result
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        raise result
 
     def get_state(self) -> Position:
         return self.position
