@@ -7,6 +7,7 @@ functions of jax while it traces a model itself.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import logging
 import os
@@ -54,6 +55,7 @@ def export(
     target = new_path("export_onnx", path)
     check_model("export_onnx", config)
     inputs = program_inputs("export_onnx", config, length, rows)
+    module = module.clone(config=with_dense_attention(config))
     names: list[str] = []
 
     def run(*arrays: Array) -> list[Array]:
@@ -101,6 +103,16 @@ def check_model(command: str, config: ModelConfig) -> None:
         raise ConfigError(f"{command}: got a model that computes in {config.dtype}, expected float32")
     if config.permutation is not None or config.generator is not None:
         raise ConfigError(f"{command}: got a model of permutations or with a generator, which is not supported")
+
+
+def with_dense_attention(config: ModelConfig) -> ModelConfig:
+    """`config` with the attention kernel "dense" in place of "auto", which may take one that jax2onnx does not know."""
+    sides = {}
+    for side in ("encoder", "decoder"):
+        stack = getattr(config, side)
+        if stack is not None and stack.attention.kernel == "auto":
+            sides[side] = dataclasses.replace(stack, attention=dataclasses.replace(stack.attention, kernel="dense"))
+    return dataclasses.replace(config, **sides)
 
 
 def check_sizes(command: str, **sizes: int | None) -> None:

@@ -85,7 +85,7 @@ def programs(
     decoder = _decoder(config, length, source_length)
     onnx.check_sizes(COMMAND, length=length, source_length=source_length, rows=rows)
     config = dataclasses.replace(config, decoder=dataclasses.replace(decoder, unroll=decoder.layers))
-    module: Any = build.build(config)
+    module: Any = build.build(onnx.with_dense_attention(config))
     variables, count = module.unstack(variables), onnx.batch_size(rows)
     inputs, found = _inputs(module, variables, count, length), {}
     if source_length is not None:

@@ -155,7 +155,7 @@ class TrainingBatches:
         return self._plan(number)
 
     def note(self, number: int) -> Any:
-        """What `learn` needs to know of block `number`, which has been planned in this process."""
+        """Facts of block `number`, planned in this process, that `learn` takes over in another one."""
         block = number % self._plan.blocks
         return {"skipped": self._plan.skipped.get(block)}
 

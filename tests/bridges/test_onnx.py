@@ -49,6 +49,28 @@ def test_the_file_computes_what_the_model_does(family, tmp_path):
         np.testing.assert_allclose(got[real], want[real], rtol=1e-5, atol=1e-5)
 
 
+def test_a_causal_text_of_a_length_at_which_a_run_has_another_kernel(tmp_path):
+    pytest.importorskip("jax2onnx", reason="needs the extra [onnx]")
+    runtime = pytest.importorskip("onnxruntime")
+    length = 130
+    config = builders.decoder(layers=1, encoding=builders.EncodingConfig(kind="learned", max_length=length))
+    module, variables = builders.make(config)
+    path = bridge.export(module, variables, config, tmp_path / "model.onnx", length, rows=1)
+    tokens, segment = np.arange(length, dtype=np.int32)[None] % builders.VOCAB, np.ones((1, length), np.int32)
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {"target_tokens": tokens, "target_segment": segment})
+    batch = Batch(None, Stream(tokens, Slots(np.cumsum(segment, 1, dtype=np.int32) - 1, segment)))
+    np.testing.assert_allclose(got, jax.jit(module.apply)(variables, batch), rtol=1e-5, atol=1e-5)
+
+
+def test_the_program_of_a_file_has_dense_attention_where_the_config_leaves_the_choice():
+    config = builders.FAMILIES["seq2seq"]()
+    attention = dataclasses.replace(config.decoder.attention, kernel="blockwise")
+    config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, attention=attention))
+    changed = bridge.with_dense_attention(config)
+    assert changed.encoder.attention.kernel == "dense" and changed.decoder is config.decoder
+
+
 @pytest.mark.parametrize(
     ("edits", "options", "message"),
     [

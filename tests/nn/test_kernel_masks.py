@@ -6,6 +6,7 @@ each kernel is compiled once for every rule of order.
 
 import functools
 
+import builders
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 
 from jaxformer import registry
-from jaxformer.config import AttentionConfig, ConfigError, MeshConfig
+from jaxformer.config import AttentionConfig, ConfigError, EncodingConfig, MeshConfig
+from jaxformer.models import build
 from jaxformer.nn import kernels
 from jaxformer.nn.kernels import blockwise, rowwise
 from jaxformer.nn.masks import Mask, visible
 from jaxformer.parallel import mesh as meshes
+from jaxformer.parallel import rules
+from jaxformer.train import step as steps
 from jaxformer.types import Slots
 
 LENGTH, HEADS, GROUPS, WIDTH = 8, 4, 2, 4
@@ -171,6 +175,25 @@ def test_rowwise_takes_all_keys_where_a_member_of_a_vmap_is_out_of_order():
     got = jax.device_get(jax.vmap(compiled, (None, 0, None, *[None] * 4))("rowwise", both, None, *inputs(masks[0])))
     wanted = jax.tree.map(lambda *x: np.stack(x), *(run("dense", mask) for mask in masks))
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=2e-5)
+
+
+def test_rowwise_on_eight_devices_with_recomputation_has_the_gradients_of_dense():
+    def gradients(kernel, remat, mesh):
+        attention = AttentionConfig(heads=2, kernel=kernel, block=4)
+        config = builders.decoder(layers=1, encoding=EncodingConfig("rope"), attention=attention, remat=remat)
+        module, variables = builders.make(config)
+        batch = builders.batch(config, [8, 5, 8, 2, 8, 7, 8, 3])
+        total = jax.jit(jax.grad(lambda v, batch: jnp.sum(jnp.sin(module.apply(v, batch)))))
+        if mesh is None:
+            return jax.device_get(total(variables, batch))
+        with jax.set_mesh(mesh):
+            placed = jax.tree.map(jax.device_put, dict(variables), rules.shardings(build.shapes(module), mesh))
+            return jax.device_get(total(placed, steps.shard_batch(batch, mesh)))
+
+    mesh = meshes.make(MeshConfig(data=2, fsdp=2, tensor=2))
+    chex.assert_trees_all_close(
+        gradients("rowwise", "full", mesh), gradients("dense", "none", None), rtol=1e-4, atol=2e-5
+    )
 
 
 def test_rowwise_leaves_out_the_keys_behind_each_block():

@@ -98,9 +98,8 @@ def build(
     is_known = _check_target(directory, plan)
     work.mkdir(parents=True, exist_ok=True)
     with _lock(work):
-        useless = (
-            ("*.partial",) if is_known else ("*.partial", "*.npy")
-        )  # of a killed process; of another plan, perhaps
+        # Partial files are of a killed process. Where the plan was lost, arrays may be of another one.
+        useless = ("*.partial",) if is_known else ("*.partial", "*.npy")
         for part, pattern in itertools.product(found.values(), useless):
             for leftover in part.directory.glob(f"{WORK}/{pattern}"):
                 leftover.unlink(missing_ok=True)

@@ -124,7 +124,7 @@ def class_name(model_type: str, head: str) -> str:
 
 
 def missing_family(name: str) -> str | None:
-    """What a class or a mapping of the old library is of that is missing here; None for names that it did not have."""
+    """The family, or "vision" or "speech", of a missing name of the old library; None for a name it did not have."""
     for start, family in MISSING_MAPPINGS.items():
         if name.startswith(f"FLAX_MODEL_FOR_{start}"):
             return family
