@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxformer import cli
 from jaxformer.config import ComponentConfig, Config, ConfigError, DataConfig, MixtureConfig, TokenizerConfig
 from jaxformer.data import build, sources, token_shards
 from jaxformer.data.build import Options, deduplication, pieces, targets, units
