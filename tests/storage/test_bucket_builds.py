@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import pickle
 
 import fake_bucket
 import pytest
+import test_docs
 
 from jaxformer import cli
-from jaxformer.config import Config, DataConfig, ModelConfig, StackConfig, TaskConfig, TokenizerConfig, TrainConfig
+from jaxformer.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    StackConfig,
+    TaskConfig,
+    TokenizerConfig,
+    TrainConfig,
+    overrides,
+)
 from jaxformer.data import build, shard_copies, sources, token_shards
 from jaxformer.data.build import Options, beam, pieces, targets
 from jaxformer.data.pipeline import Pipeline
@@ -291,3 +302,20 @@ def test_damage_is_refused_by_name(bucket, config, tmp_path):
     store.delete("jaxformer_tokenizer.json")
     with pytest.raises(ConfigError, match=f"{URL}/jaxformer_tokenizer.json: got none, expected the tokenizer"):
         sources.build(DataConfig(source="shards", dir=URL))
+
+
+def test_the_commands_of_the_guide_build_and_find_the_shards(bucket, config, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(test_docs.ROOT)
+    mine = [words for page, words in test_docs.commands() if page == "data.md" and "gs://my-bucket" in " ".join(words)]
+    assert [words[:2] for words in mine] == [["data", "build"], ["train", "--config=configs/wikitext2.py"]]
+    (source,) = [word.partition("=")[2] for word in mine[0] if word.startswith("--config.data.dir=")]
+    words = [word for word in mine[0] if not word.startswith("--workers=")]  # processes have no bucket in memory
+    files = overrides.parse([words[2]]).data.splits
+    for name in {name for names in files.values() for name in names}:
+        raw = (tmp_path / "train.txt").read_bytes()
+        Store(source).write(name, gzip.compress(raw) if name.endswith(".gz") else raw)
+    assert cli.main([*words, "--config.data.tokenizer.kind=byte"]) == 0, capsys.readouterr().err
+    assert "built in gs://my-bucket/corpus" in capsys.readouterr().out
+    name, command, rest = cli.find(mine[1])
+    trained = overrides.parse([*cli.parse(name, command, rest).config, "--config.data.tokenizer.kind=byte"])
+    assert sources.build(trained.data, ("text",)).splits.keys() == files.keys()

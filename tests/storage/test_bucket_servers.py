@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -88,6 +90,14 @@ def test_shards_are_built_and_read_by_processes_while_requests_fail(url, monkeyp
     storage_servers.control(server, faults=FAULTS)
     assert build.build(config, address, workers=2, options=options) == index
     assert sum(count for kind, count in storage_servers.control(server).items() if kind != "passed") > 0
+
+    if importlib.util.find_spec("apache_beam"):
+        Store(f"{url[0]}/text").write("train.txt", (tmp_path / "train.txt").read_bytes())
+        there = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=f"{url[0]}/text"))
+        assert build.build(there, f"{address}-beam", options=options, beam="--runner=DirectRunner") == index
+        for key in Store(address).list_keys():
+            if key.endswith((".array_record", "index.json", "tokenizer.json")):
+                assert Store(f"{address}-beam").read(key).value == Store(address).read(key).value, key
 
     def pipeline(where, workers):
         data = DataConfig(source="shards", dir=str(where), batch=8, length=64, packing="concat", workers=workers,
