@@ -1,4 +1,4 @@
-"""Folders of files in a bucket (`gs://`, `s3://`), fetched whole to the cache before they are read.
+"""Folders of files in a bucket (`gs://`, `s3://`), fetched to the cache before they are read: whole, or file by file.
 
 An object is fetched again only if its generation (or ETag) has changed, or if the copy differs from its checksum.
 """
