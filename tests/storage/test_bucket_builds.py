@@ -165,7 +165,8 @@ def test_one_build_at_a_time(bucket, config, monkeypatch, capsys):
     assert "has its lock; waiting" in capsys.readouterr().err
     with pytest.raises(StorageError, match="another run that has taken over its lock"):
         other.renew()
-    Store(URL).delete("train-00001.json")
+    for number in (1, 3):
+        Store(URL).delete(f"train-0000{number}.json")
 
     def take_over(verb, key):
         if (verb, key) == ("write", "train-00001.json"):
@@ -175,6 +176,7 @@ def test_one_build_at_a_time(bucket, config, monkeypatch, capsys):
     bucket.before = take_over
     with pytest.raises(StorageError, match=f"target {URL}: got another run that has taken over its lock"):
         build.build(config, URL)
+    assert Store(URL).read("train-00001.json") is not None and Store(URL).read("train-00003.json") is None
 
 
 def test_what_cannot_be_honoured_is_one_line(bucket, config, monkeypatch, capsys):
