@@ -46,7 +46,7 @@ ENDINGS = (".py", ".pyi", ".md", ".rst", ".txt", ".html", ".h")
 ROWS, LENGTH = 16, 1024
 LINES = 250_000
 HOSTS = (1, 8, 64)
-SHARD_MEGABYTES = (1, 4, 30)
+SHARD_MEGABYTES = (1, 30)
 HOST_BATCHES = 20
 """Batches after the first one: few, since 64 hosts have 1,024 rows in each, and the smaller corpus has about 10,000."""
 
@@ -289,6 +289,10 @@ def buckets(text: Path, vocabulary: Path, folder: Path, scheme: str) -> Iterator
             what = f"{scheme}, {shards} shards of {megabytes} MB"
             tokens = index["splits"]["train"]["tokens"]
             yield {"table": "bucket", "what": f"{what}: build", "tokens_per_processor_second": round(tokens / used)}
+            local = folder / f"bucket-{megabytes}"
+            build.build(config, local, options=options)
+            measured = first_batch({"source": "shards", "dir": str(local)}, vocabulary, 200)
+            yield {"table": "bucket", "what": f"{what}, in a folder", **measured}
             fields = {"source": "shards", "dir": url}
             for workers, copies in ((0, "no copies"), (0, "copies"), (2, "no copies")):
                 if copies == "no copies":
