@@ -1,6 +1,7 @@
 """Token shards: what building costs beside the `tokenizers` library alone, and what the first batch of a run costs.
 
     python benchmarks/data_build.py --folder=DIR [--megabytes=30] [--large 300 3000] [--output=FILE.jsonl]
+    python benchmarks/data_build.py --folder=DIR --bucket=s3,gs [--megabytes=30]
 
 The text is the source code and the documentation of the running Python and its packages, a file a document, as JSONL. A
 larger corpus than there are files begins again with the first file, each line marked with the number of the round, so
@@ -17,6 +18,8 @@ that no document is a copy.
    many. Then 10^10 examples: a shard of 250,000 lines of the text, again and again, read without packing.
 4. Hosts: what host 0 of 1, 8 and 64 does for its 16 rows of each global batch, for running text and for packed
    documents, which every host plans from the lengths of a block's documents.
+5. With `--bucket`, instead: shards of several sizes are built into a bucket on this machine (`storage_servers.py`);
+   then the first batch, without copies of shards in the cache and with them, and the same with two loader processes.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import site
 import subprocess
 import sys
@@ -36,12 +40,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 VOCABULARY = 16000
 ENDINGS = (".py", ".pyi", ".md", ".rst", ".txt", ".html", ".h")
 ROWS, LENGTH = 16, 1024
 LINES = 250_000
 HOSTS = (1, 8, 64)
+SHARD_MEGABYTES = (1, 30)
 HOST_BATCHES = 20
 """Batches after the first one: few, since 64 hosts have 1,024 rows in each, and the smaller corpus has about 10,000."""
 
@@ -65,6 +70,9 @@ batches = Pipeline(config, dataset, tokenizers, task, process_index=0, process_c
 next(batches)
 PEAK
 found = dict(seconds=time.perf_counter() - start, cpu=time.process_time() - cpu, megabytes=peak())
+children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+if children:
+    found |= dict(loader_megabytes=max(map(peak, children)))
 start, cpu = time.perf_counter(), time.process_time()
 for _ in range(more):
     next(batches)
@@ -90,7 +98,7 @@ print(json.dumps(rates | dict(megabytes=peak(), shards=len(index["splits"]["trai
 """
 
 # Not ru_maxrss: a new process begins with that of the process which started it.
-PEAK = 'peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024'
+PEAK = 'peak = lambda pid="self": int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]) / 1024'
 
 
 def documents(size: int) -> Iterator[str]:
@@ -263,6 +271,36 @@ def lines_shard(text: Path, vocabulary: Path, target: Path) -> Path:
     return target
 
 
+def buckets(text: Path, vocabulary: Path, folder: Path, scheme: str) -> Iterator[dict[str, Any]]:
+    """First batches of shards in a bucket, by size of the shards."""
+    import storage_servers
+
+    from jaxformer.data import build
+
+    with storage_servers.serve(scheme, 0.0, 0, folder) as server:
+        os.environ |= storage_servers.environment(scheme, server)
+        for megabytes in SHARD_MEGABYTES:
+            url = f"{scheme}://{storage_servers.BUCKET}/corpus-{megabytes}"
+            os.environ["JAXFORMER_CACHE"] = str(folder / f"cache-{scheme}-{megabytes}")
+            options = build.Options(shard_mb=megabytes)
+            config = data_config(text, vocabulary)
+            index, _, used = timed(lambda: build.build(config, url, options=options))  # noqa: B023
+            shards = len(index["splits"]["train"]["shards"])
+            what = f"{scheme}, {shards} shards of {megabytes} MB"
+            tokens = index["splits"]["train"]["tokens"]
+            yield {"table": "bucket", "what": f"{what}: build", "tokens_per_processor_second": round(tokens / used)}
+            local = folder / f"bucket-{megabytes}"
+            build.build(config, local, options=options)
+            measured = first_batch({"source": "shards", "dir": str(local)}, vocabulary, 200)
+            yield {"table": "bucket", "what": f"{what}, in a folder", **measured}
+            fields = {"source": "shards", "dir": url}
+            for workers, copies in ((0, "no copies"), (0, "copies"), (2, "no copies")):
+                if copies == "no copies":
+                    shutil.rmtree(Path(os.environ["JAXFORMER_CACHE"]) / "data", ignore_errors=True)
+                measured = first_batch({**fields, "workers": workers}, vocabulary, 200)
+                yield {"table": "bucket", "what": f"{what}, {workers} workers, {copies}", **measured}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=30, help="of the smaller corpus")
@@ -271,6 +309,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=10**10, help="of the simulated index of examples")
     parser.add_argument("--batches", type=int, default=2000, help="read after the first one")
     parser.add_argument("--rounds", type=int, default=1, help="beside the library, of which the best counts")
+    parser.add_argument("--bucket", default="", help="schemes, as s3,gs: only shards in a bucket are measured")
     parser.add_argument("--folder", type=Path, required=True, help="for the texts and the shards; kept")
     parser.add_argument("--output", help="a file that rows are appended to")
     chosen = parser.parse_args()
@@ -286,6 +325,11 @@ def main() -> None:
             flush=True,
         )
 
+    if chosen.bucket:
+        for scheme in chosen.bucket.split(","):
+            for row in buckets(text, vocabulary, folder, scheme):
+                show(row)
+        return
     if chosen.rounds:
         for name, rates in building(text, vocabulary, folder, chosen.rounds).items():
             show({"table": "building", "what": name, **rates})

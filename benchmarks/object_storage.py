@@ -47,7 +47,8 @@ SCAN_SECONDS = 0.1
 
 def hurry() -> None:
     """Makes leases shorter than in earnest, so that many kills fit into a minute."""
-    from jaxformer.storage import lease, publishing
+    from jaxformer.runtime import lease
+    from jaxformer.storage import publishing
 
     for name, value in LEASE.items():
         setattr(lease, name, value)

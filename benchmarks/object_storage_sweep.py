@@ -31,7 +31,8 @@ import tiny_runs  # noqa: E402
 HURRY = """
 import os
 if "DRILL" in os.environ:
-    from jaxformer.storage import lease, publishing
+    from jaxformer.runtime import lease
+    from jaxformer.storage import publishing
     lease.LEASE_SECONDS, lease.RENEW_SECONDS, lease.MARGIN_SECONDS, lease.POLL_SECONDS = 20.0, 3.0, 5.0, 0.2
     publishing.SCAN_SECONDS = 0.1
 """

@@ -59,11 +59,15 @@ BUILD = Command(
     "build: a corpus to token shards, which training reads by random access",
     build,
     {
-        "target": Flag("folder of the shards; a stopped build goes on there", directory="create"),
+        "target": Flag(
+            "folder of the shards, or its address in a bucket; a stopped build goes on there",
+            directory="create",
+            bucket="itself",
+        ),
         "workers": Flag("processes, each of which uses one core", default=1, type=positive),
         "beam": Flag(
             "options of Apache Beam, as '--runner=FlinkRunner --flink_master=HOST:8081', whose pipeline makes the "
-            "shards; all machines share the folders",
+            "shards; all machines share the folders, or the bucket",
             default="",
         ),
         "filter": Flag("MODULE:FUNCTION from a text to True (keep it) or False; may be repeated", [], repeats=True),

@@ -8,6 +8,8 @@ The tokens of a shard are those of its documents, each followed by the end token
 The table has one row a document: where its tokens end in the shard, and the size of its text. Token number n of a
 split, and document number i, are found by bisection over the cumulative counts of the shards.
 
+Shards in a bucket are fetched one by one, when something of them is read for the first time (`shard_copies`).
+
 Records are not compressed: a row of a batch is read from one or two of them in about 50 microseconds. array_record
 checks a hash of each record as it is read, so damage shows without hashing the corpus when a run starts.
 """
@@ -24,17 +26,20 @@ import importlib
 import itertools
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxformer.data import shard_copies
 from jaxformer.data.encoded_text import EncodedText
+from jaxformer.data.shard_copies import REBUILD
 from jaxformer.data.sources import Dataset, Example
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import files
+from jaxformer.runtime.object_store import Store
 
 INDEX = "index.json"
 FORMAT = 1
@@ -82,27 +87,40 @@ def read_index(directory: Path) -> dict[str, Any]:
     Raises:
       ConfigError: there is none, or it is damaged or of another format.
     """
-    path = directory / INDEX
     try:
-        index = files.read_json(path)
+        content = (directory / INDEX).read_bytes()
     except FileNotFoundError:
-        what = f"data.dir: got {str(directory)!r} without {INDEX}"
+        content = None
+    except OSError as error:
+        got = f"{directory / INDEX}: got an unreadable file ({error.strerror})"
+        raise ConfigError(f"{got}, expected the index of shards; restore it") from None
+    return parse_index(content, str(directory))
+
+
+def parse_index(content: bytes | None, where: str) -> dict[str, Any]:
+    """The index in the file `index.json` of a folder, which the error calls `where`. See `read_index`."""
+    path = f"{where}/{INDEX}"
+    if content is None:
+        what = f"data.dir: got {where!r} without {INDEX}"
         expected = "expected the target of a finished `jaxformer data build`"
-        raise ConfigError(f"{what}, {expected}; run it, or run it again where it was stopped") from None
+        raise ConfigError(f"{what}, {expected}; run it, or run it again where it was stopped")
     try:
+        index = files.parse_json(content.decode())
         if index["format"] != FORMAT:
             raise ConfigError(f"{path}: got format {index['format']}, expected {FORMAT}; build the shards again")
         if index["components"]:
             names = ", ".join(index["components"])
             raise ConfigError(
-                f"data.dir: got {str(directory)!r}, the shards of a mixture, expected those of one of its components "
+                f"data.dir: got {where!r}, the shards of a mixture, expected those of one of its components "
                 f"({names}); name each as a component of data.mixture with source=shards and dir=NAME"
             )
         _ = index["tokenizer"], index["separator"], index["dtype"], index["settings"]
         for split in index["splits"].values():
             for shard in split["shards"]:
                 Shard(**shard)
-    except (KeyError, TypeError, AttributeError) as error:
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path}: got no index of shards ({error}), expected one; build the shards again") from None
     return index
 
@@ -114,34 +132,40 @@ def content_key(index: Mapping[str, Any]) -> str:
 
 
 class ShardFiles:
-    """The records of shards in one directory. A bounded number of files is open at a time.
+    """The records of shards in one folder or bucket. A bounded number of files is open at a time.
+
+    Args:
+      where: the folder, or its address.
 
     Raises:
       ConfigError: a shard is missing, or its size is not the index's.
     """
 
-    def __init__(self, directory: Path, shards: Sequence[Shard], dtype: np.dtype):
-        self.directory, self.shards, self.dtype = directory, shards, dtype
-        self._check()
+    def __init__(self, where: Path | str, shards: Sequence[Shard], dtype: np.dtype):
+        self.where, self.shards, self.dtype = where, shards, dtype
+        if isinstance(where, Path):
+            self._check()
         self._start()
 
     def _check(self) -> None:
         for shard in self.shards:
-            path = self.directory / shard.file
+            path = self._path(shard)
             try:
                 size = path.stat().st_size
             except OSError as error:
-                raise ConfigError(f"{path}: got no shard ({error.strerror}), {_REBUILD}") from None
+                raise ConfigError(f"{path}: got no shard ({error.strerror}), {REBUILD}") from None
             if size != shard.size:
-                raise ConfigError(f"{path}: got {size:,} bytes, expected {shard.size:,}, {_REBUILD}")
+                raise ConfigError(f"{path}: got {size:,} bytes, expected {shard.size:,}, {REBUILD}")
 
     def _start(self) -> None:
         self._open: collections.OrderedDict[int, Any] = collections.OrderedDict()
         self._lock = threading.Lock()
+        self._store = Store(self.where, "data.dir") if isinstance(self.where, str) else None
+        self._fetched: set[int] = set()
         self._table = functools.lru_cache(maxsize=1024)(self._read_table)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"directory": self.directory, "shards": self.shards, "dtype": self.dtype}
+        return {"where": self.where, "shards": self.shards, "dtype": self.dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -177,18 +201,59 @@ class ShardFiles:
         return (int(self.table(number, part - 1)["end"][-1]) if part else 0), end
 
     def _records(self, number: int, numbers: range) -> list[bytes]:
+        self.fetch([number])
         try:
-            with self._lock:  # a reader that is dropped while another thread uses it would be closed under it
-                return self._reader(number).read(list(numbers))
+            return self._read(number, numbers)
+        except (RuntimeError, IndexError, ValueError) as error:
+            if self._store is None:
+                raise self._damage(number, str(error)) from None
+        self._fetch(number)  # the copy is damaged
+        with self._lock:
+            self._open.pop(number, None)
+        try:
+            return self._read(number, numbers)
         except (RuntimeError, IndexError, ValueError) as error:
             raise self._damage(number, str(error)) from None
+
+    def _read(self, number: int, numbers: range) -> list[bytes]:
+        with self._lock:  # a reader that is dropped while another thread uses it would be closed under it
+            return self._reader(number).read(list(numbers))
+
+    def fetch(self, numbers: Iterable[int]) -> None:
+        """Fetches shards in a bucket that this host has no copies of, several small ones at a time.
+
+        Raises:
+          ConfigError: one is missing or damaged.
+          StorageError: the storage does not answer.
+        """
+        if self._store is None:
+            return
+        missing = sorted(set(numbers) - self._fetched)
+        self._store.for_each(self._fetch_missing, ((number, self.shards[number].size) for number in missing))
+
+    def _fetch_missing(self, number: int) -> None:
+        shard = self.shards[number]
+        path = self._path(shard)
+        if not path.is_file() or path.stat().st_size != shard.size:
+            self._fetch(number)
+        self._fetched.add(number)
+
+    def _fetch(self, number: int) -> None:
+        shard = self.shards[number]
+        if self._store is not None:
+            shard_copies.fetch(self._store, shard.file, shard.size, shard.sha256)
+
+    def _path(self, shard: Shard) -> Path:
+        """Path of a shard, or of its copy."""
+        if isinstance(self.where, Path):
+            return self.where / shard.file
+        return shard_copies.copy_path(shard.file, shard.sha256)
 
     def _reader(self, number: int) -> Any:
         reader = self._open.pop(number, None)
         if reader is None:
-            path = str(self.directory / self.shards[number].file)
             try:
-                reader = array_record().ArrayRecordReader(path, READER_OPTIONS)
+                reader = array_record().ArrayRecordReader(str(self._path(self.shards[number])), READER_OPTIONS)
             except OSError as error:
                 raise RuntimeError(error.strerror) from None
             if not reader.ok():
@@ -199,11 +264,8 @@ class ShardFiles:
         return reader
 
     def _damage(self, number: int, reason: str) -> ConfigError:
-        path, reason = self.directory / self.shards[number].file, " ".join(reason.split())[:120]
-        return ConfigError(f"{path}: got a damaged shard ({reason}), {_REBUILD}")
-
-
-_REBUILD = "expected the one that the index lists; run the same `jaxformer data build` again, which makes it anew"
+        reason = " ".join(reason.split())[:120]
+        return ConfigError(f"{self.where}/{self.shards[number].file}: got a damaged shard ({reason}), {REBUILD}")
 
 
 class TokenStream:
@@ -237,20 +299,25 @@ class TokenStream:
             position, number = stop, number + 1
         return np.concatenate(found) if found else np.zeros(0, self.files.dtype)
 
+    def fetch(self, begins: Iterable[int]) -> None:
+        """Fetches the shards of the tokens at these positions together, if they are in a bucket."""
+        last = len(self._ends) - 1
+        self.files.fetch(min(bisect.bisect_right(self._ends, max(begin - 1, 0)), last) for begin in begins)
+
 
 class ShardedDocuments:
     """The documents of a split, as examples with "text": the decoded text, a string that also carries its token ids.
 
     Attributes:
-      directory: target of the build.
+      where: target of the build, a folder or an address.
       split: name of the split in the index.
     """
 
-    def __init__(self, directory: Path, split: str, index: Mapping[str, Any], tokenizer: Tokenizer):
-        self.directory, self.split, self.tokenizer = directory, split, tokenizer
+    def __init__(self, where: Path | str, split: str, index: Mapping[str, Any], tokenizer: Tokenizer):
+        self.where, self.split, self.tokenizer = where, split, tokenizer
         self.separator: int | None = index["separator"]
         shards = [Shard(**shard) for shard in index["splits"][split]["shards"]]
-        self.files = ShardFiles(directory, shards, np.dtype(index["dtype"]))
+        self.files = ShardFiles(where, shards, np.dtype(index["dtype"]))
         self._ends = _cumulative(shard.documents for shard in shards)
         self._has_text = True
 
@@ -262,11 +329,17 @@ class ShardedDocuments:
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
         """Number of ids of the documents at `indices`, from the tables of the shards."""
-        found = [self.files.ends(*self._find(index)) for index in indices]
+        places = [self._find(index) for index in indices]
+        self.files.fetch({number for number, _ in places})
+        found = [self.files.ends(*place) for place in places]
         return [end - begin - (self.separator is not None) for begin, end in found]
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Example]:
+        self.files.fetch({self._find(index)[0] for index in indices if 0 <= index < len(self)})
+        return [self[index] for index in indices]
 
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
@@ -317,7 +390,7 @@ class ShardedDocuments:
         same = tokenizer.vocabulary_fingerprint == self.tokenizer.vocabulary_fingerprint
         if same and (self.separator is None or tokenizer.eos == self.separator):
             return
-        got = f"data.dir: got shards in {str(self.directory)!r} of another tokenizer than the model's"
+        got = f"data.dir: got shards in {str(self.where)!r} of another tokenizer than the model's"
         raise ConfigError(
             f"{got}, expected the same; build them with config.data.tokenizer.kind=file and the model's tokenizer.json"
         )

@@ -96,7 +96,12 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> None:
 def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 1) -> None:
     """Writes a JSON value atomically, and creates the directory of `path` if it is missing."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
+    write_atomic(path, json_text(value, indent))
+
+
+def json_text(value: Any, indent: int | None = 1) -> str:
+    """A JSON value as `write_json` writes it."""
+    return json.dumps(value, indent=indent, ensure_ascii=False) + "\n"
 
 
 def _open_special(path: str) -> int:

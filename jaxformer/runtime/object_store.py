@@ -156,18 +156,19 @@ class Store:
         self.retries = 0
         self._kvstore: Any = None
 
-    def read(self, key: str, seconds: float | None = None, unless: bytes | None = None) -> Stored | None:
+    def read(self, key: str, seconds: float | None = None, unless: bytes | None = None, size: int = 0) -> Stored | None:
         """An object; None if it does not exist.
 
         Args:
           seconds: time after which it is given up; None: the store's.
           unless: a generation. An object that has it is not sent: the result is then this generation, and no value.
+          size: bytes of the object, if they are known: a large one takes longer than an answer may.
         """
 
         def call(store: Any) -> Any:
             return store.read(key) if unless is None else store.read(key, if_not_equal=unless)
 
-        found = self._request(f"reading {key}", call, 0, seconds, unless is not None)
+        found = self._request(f"reading {key}", call, size, seconds, unless is not None)
         if found.state == "unspecified":
             return Stored(b"", unless or b"")
         return Stored(bytes(found.value), found.stamp.generation) if found.state == "value" else None

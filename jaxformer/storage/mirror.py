@@ -32,9 +32,8 @@ from typing import Any
 from jaxformer.checkpoint import manifest
 from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import directories, files
+from jaxformer.runtime import directories, files, lease
 from jaxformer.runtime.object_store import ABSENT, Store, is_safe
-from jaxformer.storage import lease
 
 LOG = logging.getLogger("jaxformer")
 

@@ -19,8 +19,8 @@ from jaxformer.checkpoint import manifest
 from jaxformer.checkpoint.manifest import FileList
 from jaxformer.errors import StorageError
 from jaxformer.parallel.messages import Messages
+from jaxformer.runtime import lease
 from jaxformer.runtime.object_store import Store
-from jaxformer.storage import lease
 from jaxformer.storage.mirror import Mirror, digest
 
 SIGN = "lease"

@@ -28,8 +28,8 @@ from pathlib import Path
 from jaxformer.checkpoint import manifest
 from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.errors import StorageError
+from jaxformer.runtime.lease import Lease
 from jaxformer.runtime.object_store import Conflict
-from jaxformer.storage.lease import Lease
 from jaxformer.storage.mirror import INDEX, REPLACED, Bucket, Mirror, digest, index_content
 from jaxformer.storage.processes import Leader, present, upload
 

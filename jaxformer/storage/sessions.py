@@ -18,8 +18,8 @@ from jaxformer.checkpoint.own_disks import OwnDisks
 from jaxformer.errors import ConfigError, StorageError
 from jaxformer.parallel.messages import Messages
 from jaxformer.runtime import files, object_store
+from jaxformer.runtime.lease import Lease
 from jaxformer.runtime.object_store import Store
-from jaxformer.storage.lease import Lease
 from jaxformer.storage.mirror import Bucket, Mirror, Select
 from jaxformer.storage.processes import Follower, Leader
 from jaxformer.storage.publishing import Publisher

@@ -25,10 +25,9 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import directories, files, workdir_lock
+from jaxformer.runtime import directories, files, lease, workdir_lock
+from jaxformer.runtime.lease import Lease
 from jaxformer.runtime.object_store import ABSENT, Conflict, Store
-from jaxformer.storage import lease
-from jaxformer.storage.lease import Lease
 from jaxformer.sweep import ranking, submission
 from jaxformer.sweep.planning import Plan, Run
 from jaxformer.train import results

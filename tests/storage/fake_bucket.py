@@ -10,8 +10,7 @@ from typing import Any
 import tensorstore as ts
 
 from jaxformer.checkpoint import manifest
-from jaxformer.runtime import object_store
-from jaxformer.storage import lease
+from jaxformer.runtime import lease, object_store
 
 
 class Answer:

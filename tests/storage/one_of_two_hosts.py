@@ -19,8 +19,7 @@ def open_bucket(folder: Path):
     """Replaces buckets by folders of this disk."""
     import tensorstore as ts
 
-    from jaxformer.runtime import object_store
-    from jaxformer.storage import lease
+    from jaxformer.runtime import lease, object_store
 
     def open_kvstore(address):
         path = folder / "bucket" / address.path

@@ -23,10 +23,10 @@ from jaxformer.checkpoint import manifest, own_disks
 from jaxformer.checkpoint.own_disks import OwnDisks
 from jaxformer.errors import StorageError
 from jaxformer.parallel import messages
-from jaxformer.runtime import object_store
+from jaxformer.runtime import lease, object_store
+from jaxformer.runtime.lease import Lease
 from jaxformer.runtime.object_store import Store
-from jaxformer.storage import lease, processes
-from jaxformer.storage.lease import Lease
+from jaxformer.storage import processes
 from jaxformer.storage.mirror import Mirror
 from jaxformer.storage.processes import Follower, Leader
 from jaxformer.storage.publishing import Publisher

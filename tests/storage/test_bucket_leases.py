@@ -8,9 +8,9 @@ import fake_bucket
 import pytest
 
 from jaxformer.errors import ConfigError, StorageError
+from jaxformer.runtime import lease as leases
+from jaxformer.runtime.lease import Lease
 from jaxformer.runtime.object_store import Store
-from jaxformer.storage import lease as leases
-from jaxformer.storage.lease import Lease
 
 URL = "s3://bucket/runs/one"
 LOST = ValueError("ABORTED: Empty reply from server")

@@ -12,10 +12,10 @@ import pytest
 from jaxformer.checkpoint import manifest
 from jaxformer.checkpoint.manifest import Damaged
 from jaxformer.errors import ConfigError, StorageError
+from jaxformer.runtime.lease import Lease
 from jaxformer.runtime.object_store import Store
 from jaxformer.storage import mirror as mirrors
 from jaxformer.storage import publishing
-from jaxformer.storage.lease import Lease
 from jaxformer.storage.mirror import INDEX, Mirror
 from jaxformer.storage.publishing import Publisher
 

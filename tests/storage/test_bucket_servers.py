@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib.util
+import shutil
 import sys
 from pathlib import Path
 
 import fake_bucket
 import pytest
 
-from jaxformer import storage
+from jaxformer import storage, tasks
+from jaxformer.config import Config, DataConfig, ModelConfig, StackConfig, TaskConfig, TokenizerConfig
+from jaxformer.data import build, sources
+from jaxformer.data.build import Options
+from jaxformer.data.pipeline import Pipeline
 from jaxformer.errors import ConfigError
 from jaxformer.runtime import object_store
 from jaxformer.runtime.object_store import ABSENT, Conflict, Store
+from jaxformer.train import setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import storage_servers
@@ -67,3 +76,54 @@ def test_a_run_moves_to_another_host_while_requests_fail(url, monkeypatch, tmp_p
         assert fake_bucket.contents(session.root) == {"last/1": "state 1", "last/2": "state 2"}
         assert (session.root / "metrics.jsonl").read_text() == "row 2\n"
     assert sum(count for kind, count in storage_servers.control(server).items() if kind != "passed") > 0
+
+
+def test_shards_are_built_and_read_by_processes_while_requests_fail(url, monkeypatch, tmp_path):
+    """Two workers build; loader processes give the batches of the folder, resume, and name a damaged shard."""
+    address, server = f"{url[0]}/corpus", url[1]
+    lines = [f"line {number} " + "abcdefgh" * 20 for number in range(13000)]
+    (tmp_path / "train.txt").write_text("\n".join(lines))
+    data = {"source": "text", "dir": str(tmp_path), "splits": {"train": ("train.txt",)}}
+    config = Config(data=DataConfig(**data, tokenizer=TokenizerConfig(kind="byte")))
+    options = Options(shard_mb=1, deduplicate="exact")
+    index = build.build(config, tmp_path / "whole", options=options)
+    storage_servers.control(server, faults=FAULTS)
+    assert build.build(config, address, workers=2, options=options) == index
+    assert sum(count for kind, count in storage_servers.control(server).items() if kind != "passed") > 0
+
+    if importlib.util.find_spec("apache_beam"):
+        Store(f"{url[0]}/text").write("train.txt", (tmp_path / "train.txt").read_bytes())
+        there = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=f"{url[0]}/text"))
+        assert build.build(there, f"{address}-beam", options=options, beam="--runner=DirectRunner") == index
+        for key in Store(address).list_keys():
+            if key.endswith((".array_record", "index.json", "tokenizer.json")):
+                assert Store(f"{address}-beam").read(key).value == Store(address).read(key).value, key
+
+    def pipeline(where, workers):
+        data = DataConfig(source="shards", dir=str(where), batch=8, length=64, packing="concat", workers=workers,
+                          cache=str(tmp_path / "prepared"))  # fmt: skip
+        config = Config(model=ModelConfig(decoder=StackConfig()), data=data, task=TaskConfig(name="language_modelling"))
+        dataset = sources.build(config.data, ("text",))
+        tokenizers = setup.build_or_load_tokenizers(config, dataset, tmp_path / "prepared")
+        return Pipeline(config, dataset, tokenizers, tasks.get("language_modelling"))
+
+    def ids(batches, count):
+        return [next(batches).target.tokens.tolist() for _ in range(count)]
+
+    with contextlib.closing(pipeline(tmp_path / "whole", 0).train()) as batches:
+        expected = ids(batches, 6)
+    storage_servers.control(server, faults=0.0)
+    loaded = pipeline(address, 2)
+    with contextlib.closing(loaded.train()) as batches:
+        assert ids(batches, 3) == expected[:3]
+        position = loaded.data_state(batches)
+    with contextlib.closing(pipeline(address, 0).resume(position)) as batches:
+        assert ids(batches, 3) == expected[3:]
+    shutil.rmtree(tmp_path / "host" / "data")
+    for number in range(1, 3):  # the main process reads an example of the first
+        Store(address).write(f"train-0000{number}.array_record", b"damaged")
+    with (
+        contextlib.closing(pipeline(address, 2).train()) as batches,
+        pytest.raises(ConfigError, match=rf"{address}/train-0000\d.array_record: got a damaged shard"),
+    ):
+        ids(batches, 6)

@@ -21,9 +21,9 @@ from jaxformer.cli import import_checkpoint
 from jaxformer.config import StackConfig, overrides
 from jaxformer.errors import ConfigError, StorageError
 from jaxformer.runtime import object_store
+from jaxformer.runtime.lease import Lease
 from jaxformer.storage import mirror as mirrors
 from jaxformer.storage import sessions
-from jaxformer.storage.lease import Lease
 from jaxformer.train import loop, metric_window
 
 URL = "s3://bucket/runs/one"
@@ -123,7 +123,7 @@ def test_leaving_publishes_and_an_error_of_the_run_stays_the_error(bucket):
 
 
 def test_a_storage_that_stays_away_stops_the_run_with_one_line(bucket, monkeypatch):
-    monkeypatch.setattr("jaxformer.storage.lease.RELEASE_SECONDS", 0.01)
+    monkeypatch.setattr("jaxformer.runtime.lease.RELEASE_SECONDS", 0.01)
     monkeypatch.setattr("jaxformer.storage.publishing.SCAN_SECONDS", 0.01)
     monkeypatch.setattr(sessions, "Store", lambda url: object_store.Store(url, retry_seconds=0.01))
     words = "expected the storage to answer"

@@ -11,9 +11,9 @@ import pytest
 
 from jaxformer import cli
 from jaxformer.config import ConfigError, overrides
+from jaxformer.runtime import lease
+from jaxformer.runtime.lease import Lease
 from jaxformer.runtime.object_store import ABSENT, Store
-from jaxformer.storage import lease
-from jaxformer.storage.lease import Lease
 from jaxformer.sweep import bucket as buckets
 from jaxformer.sweep import planning, submission, watching
 from jaxformer.sweep.executors import local

@@ -8,21 +8,20 @@
     index       counts and checksums of all shards, written last
 
 A build that was stopped goes on with the same command: finished shards are checked and kept. The files have the same
-bytes whatever the number of workers. `jaxformer.data.token_shards` says how the shards are read.
+bytes whatever the number of workers. They lie in a folder or in a bucket (`targets`). How the shards are read is in
+`jaxformer.data.token_shards`.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
-import itertools
 import json
 import logging
+import tempfile
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,19 @@ import numpy as np
 from jaxformer.config import Config, components
 from jaxformer.data import token_shards, vocabularies
 from jaxformer.data.build import beam as pipelines
-from jaxformer.data.build import deduplication, pieces, units, workers
+from jaxformer.data.build import deduplication, pieces, targets, units, workers
 from jaxformer.data.build.options import Options
-from jaxformer.data.build.units import WORK, Unit
+from jaxformer.data.build.targets import PLAN, WORK, Target
+from jaxformer.data.build.units import Unit
 from jaxformer.data.sources import shards as shards_source
 from jaxformer.data.token_shards import COUNTS, INDEX
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import directories, files, object_store
+from jaxformer.runtime import object_store
 
 LOG = logging.getLogger("jaxformer")
 LOG_SECONDS = 10.0
-PLAN = "plan.json"
+SAMPLE = f"{WORK}/sample.json"
 
 __all__ = ["Options", "build"]
 
@@ -52,12 +52,12 @@ class Component:
     """One data set of a build: the only one, named "", or a component of a mixture.
 
     Attributes:
-      directory: of its shards.
+      target: of its shards.
       settings: how its text is read and tokenized, for the index.
       units: by split, in order.
     """
 
-    directory: Path
+    target: Target
     settings: dict[str, Any]
     units: Mapping[str, Sequence[Unit]]
 
@@ -69,7 +69,7 @@ def build(
     options: Options = Options(),  # noqa: B008
     beam: str = "",
 ) -> dict[str, Any]:
-    """Builds token shards of the data of `config` in the folder `target`, or completes them.
+    """Builds token shards of the data of `config` in `target`, a folder or an address in a bucket, or completes them.
 
     A mixture becomes a folder of shards for each component, with one tokenizer.
 
@@ -83,36 +83,41 @@ def build(
     Raises:
       ConfigError: the input is missing or damaged, a value is out of range, `target` holds other data or the shards of
         other input or settings, or another build writes there.
-      StorageError: a shard could not be written. Finished ones are kept.
+      StorageError: a shard could not be written, or another build has taken over. Finished ones are kept.
     """
     options.check()
-    directory = directories.expand_user(str(target), "--target")
     if beam:
         _check_beam(config, beam, workers)
         # Workers may run in another folder, and open sources without pieces of their own themselves.
         paths = {name: _absolute(getattr(config.data, name)) for name in ("dir", "cache")}
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, **paths))
+    goal = targets.open_target(str(target), options.shard_mb)
     run = Runner(workers, beam)
-    found, plan = _plan(config, directory, options)
-    work = directory / WORK
-    is_known = _check_target(directory, plan)
-    work.mkdir(parents=True, exist_ok=True)
-    with _lock(work):
-        # Partial files are of a killed process. Where the plan was lost, arrays may be of another one.
-        useless = ("*.partial",) if is_known else ("*.partial", "*.npy")
-        for part, pattern in itertools.product(found.values(), useless):
-            for leftover in part.directory.glob(f"{WORK}/{pattern}"):
-                leftover.unlink(missing_ok=True)
-        files.write_json(work / PLAN, {"plan": plan})
-        tokenizer, sample = _tokenizer(config, directory, found, options)
+    found, plan = _plan(config, goal, options, bool(beam))
+    _check_target(goal, plan)
+    with goal.locked() as check:
+        if not _check_target(goal, plan):  # it may have changed; and arrays may be of another plan
+            LOG.warning("%s/%s is damaged: made again, and what is without a checksum, too", goal, PLAN)
+            every = [unit for part in found.values() for each in part.units.values() for unit in each]
+            targets.for_each(goal, _delete_arrays, every)
         for part in found.values():
-            if part.directory != directory:
-                part.directory.mkdir(exist_ok=True)
-                _save_tokenizer(tokenizer, part.directory)
+            for leftover in part.target.partials.glob("*.partial"):  # of a process that was killed
+                leftover.unlink(missing_ok=True)
+        targets.write_json(goal, PLAN, {"plan": plan})
+        tokenizer, sample = _tokenizer(config, goal, found, options)
+        for part in found.values():
+            if part.target != goal:
+                _save_tokenizer(tokenizer, part.target)
         if options.deduplicate != "none":
             for part in found.values():
                 _deduplicate(part.units.get("train", ()), options, run)
-        return _make_shards(directory, found, tokenizer, sample, options, run)
+        check()
+        return _make_shards(goal, found, tokenizer, sample, options, run, check)
+
+
+def _delete_arrays(unit: Unit) -> None:
+    unit.target.delete(unit.keys)
+    unit.target.delete(unit.survivors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,24 +136,28 @@ class Runner:
         """Writes the keys of the documents of units."""
         calls = [(unit,) for unit in train]
         if self.beam:
-            list(pipelines.run(units.write_keys, calls, self.beam, lambda unit: unit.keys))
+            pipelines.run(units.write_keys, calls, self.beam)
         else:
             list(workers.run(units.write_keys, calls, self.workers))
 
     def shards(self, todo: Sequence[Unit], fingerprint: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """(index, manifest) of each unit, in the order in which they finish."""
         calls = [(unit, fingerprint) for unit in todo]
-        if not self.beam:
+        if not self.beam or not todo:
             yield from workers.run(units.make, calls, self.workers)
             return
-        for unit in todo:  # one of a damaged shard would stand for what the pipeline makes elsewhere
-            unit.manifest.unlink(missing_ok=True)
-        for index in pipelines.run(units.make, calls, self.beam, lambda unit: unit.manifest):
-            yield index, files.read_json(todo[index].manifest)
+        # One of a damaged shard would stand for what the pipeline makes elsewhere.
+        targets.for_each(todo[0].target, lambda unit: unit.target.delete(unit.manifest), todo)
+        pipelines.run(units.make, calls, self.beam)
+        read = targets.for_each(todo[0].target, lambda unit: targets.read_json(unit.target, unit.manifest), todo)
+        for index, manifest in enumerate(read):
+            if not manifest:
+                raise pipelines.not_written(todo[index], todo[index].manifest)
+            yield index, manifest
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute()) if path else ""
+    return str(Path(path).expanduser().absolute()) if path and not object_store.is_url(path) else path
 
 
 def _check_beam(config: Config, beam: str, workers: int) -> None:
@@ -157,19 +166,20 @@ def _check_beam(config: Config, beam: str, workers: int) -> None:
             f"--workers: got {workers} beside --beam, expected one of them; the engine's own options say how many, as "
             "--direct_num_workers"
         )
-    if object_store.is_url(config.data.dir):
-        got = f"data.dir: got {config.data.dir!r} beside --beam"
-        raise ConfigError(f"{got}, expected a folder that all machines share; copy it there")
     pipelines.check(beam)
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 
-def _plan(config: Config, directory: Path, options: Options) -> tuple[dict[str, Component], str]:
-    """The components with their units, and the hash of all that decides their content."""
+def _plan(config: Config, target: Target, options: Options, by_address: bool) -> tuple[dict[str, Component], str]:
+    """The components with their units, and the hash of all that decides their content.
+
+    Args:
+      by_address: workers fetch the files of a bucket themselves.
+    """
     views = components.views(config)
-    sources = {name: pieces.inputs(view.data) for name, view in views.items()}
+    sources = {name: pieces.inputs(view.data, by_address) for name, view in views.items()}
     settings = {name: shards_source.read_settings(view.data) for name, view in views.items()}
     for name, each in sources.items():
         where = f"data.mixture.components.{name}" if name else "data.splits"
@@ -193,7 +203,7 @@ def _plan(config: Config, directory: Path, options: Options) -> tuple[dict[str, 
     size = None if options.shard_mb is None else options.shard_mb << 20
     found = {}
     for name, each in sources.items():
-        folder = directory / name
+        folder = target.child(name)
         found[name] = Component(
             folder,
             settings[name],
@@ -215,54 +225,32 @@ def _hash_file(path: str) -> str:
         return ""  # `Tokenizer.load` says what is wrong
 
 
-def _check_target(directory: Path, plan: str) -> bool:
+def _check_target(target: Target, plan: str) -> bool:
     """True if what is in the target is of this build; False if its plan cannot be read: then every shard says itself.
 
     Raises:
       ConfigError: the target is no folder for this build.
     """
-    files.check_directory("--target", str(directory), new=True)
-    if not directory.is_dir() or not any(directory.iterdir()):
+    target.check()
+    found = targets.read_json(target, PLAN)
+    if found is None:
+        if target.holds_others():  # a build that was killed before it wrote the plan has left `WORK` alone
+            raise ConfigError(f"--target: got {str(target)!r}, which holds other files, expected a new or empty folder")
         return True
-    built = None
-    try:
-        with contextlib.suppress(ConfigError):
-            built = files.read_json(directory / WORK / PLAN).get("plan")
-    except FileNotFoundError:
-        if {path.name for path in directory.iterdir()} == {WORK}:  # killed before the plan was written
-            return True
+    built = found.get("plan")
+    if built is not None and built != plan:
         raise ConfigError(
-            f"--target: got {str(directory)!r}, which holds other files, expected a new or empty folder"
-        ) from None
-    if built is None:
-        LOG.warning("%s is damaged: made again, and what is without a checksum, too", directory / WORK / PLAN)
-        return False
-    if built != plan:
-        raise ConfigError(
-            f"--target: got {str(directory)!r}, which holds shards of other input, settings or options, expected the "
+            f"--target: got {str(target)!r}, which holds shards of other input, settings or options, expected the "
             "same or a new folder; name another, or remove it"
         )
-    return True
-
-
-@contextlib.contextmanager
-def _lock(work: Path) -> Generator[None, None, None]:
-    """Holds the target. The operating system releases it if the process dies."""
-    with open(work / "lock", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--target: got {str(work.parent)!r}, where another process builds, expected one at a time; wait for it"
-            ) from None
-        yield
+    return built is not None
 
 
 # --- vocabulary -------------------------------------------------------------------------------------------------------
 
 
 def _tokenizer(
-    config: Config, directory: Path, found: Mapping[str, Component], options: Options
+    config: Config, target: Target, found: Mapping[str, Component], options: Options
 ) -> tuple[Tokenizer, dict[str, int]]:
     """The tokenizer of all shards, and the size of the sample that it was learned from.
 
@@ -270,12 +258,12 @@ def _tokenizer(
     of every training shard.
     """
     settings = config.data.tokenizer
-    path, sizes = directory / Tokenizers.FILE, directory / WORK / "sample.json"
     sample = {"documents": 0, "bytes": 0}
-    with contextlib.suppress(ConfigError, FileNotFoundError):
-        saved = files.read_json(sizes)
-        if saved.keys() == sample.keys() and path.exists():
-            return Tokenizers.load(directory).target, saved
+    saved = targets.read_json(target, SAMPLE) or {}
+    path = target.copy(Tokenizers.FILE)
+    if saved.keys() == sample.keys() and path is not None:
+        with contextlib.suppress(ConfigError):
+            return Tokenizers.load(path.parent).target, saved
     if settings.kind == "file":
         tokenizer = Tokenizer.load(settings.path, settings.multiple)
     else:
@@ -286,8 +274,8 @@ def _tokenizer(
             sample = {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
             LOG.info("learning a vocabulary from %s documents, %s bytes", *(f"{n:,}" for n in sample.values()))
         tokenizer = Tokenizer(vocabularies.learn(settings, texts), settings.multiple)
-    _save_tokenizer(tokenizer, directory)
-    files.write_json(sizes, sample)
+    _save_tokenizer(tokenizer, target)
+    targets.write_json(target, SAMPLE, sample)
     return tokenizer, sample
 
 
@@ -307,8 +295,11 @@ def _sample(trained: Sequence[Unit], size: int) -> list[str]:
     return texts
 
 
-def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    Tokenizers(tokenizer, tokenizer).save(directory)
+def _save_tokenizer(tokenizer: Tokenizer, target: Target) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Tokenizers(tokenizer, tokenizer).save(folder)
+        for path in sorted(Path(folder).iterdir()):
+            target.write(path.name, path.read_bytes())
 
 
 # --- duplicates, shards, index ----------------------------------------------------------------------------------------
@@ -316,41 +307,59 @@ def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 def _deduplicate(train: Sequence[Unit], options: Options, run: Runner) -> None:
     """Writes which documents of each unit survive, unless it is known."""
-    if all(units.is_whole_array(unit.survivors) for unit in train):
+    if not train or all(targets.for_each(train[0].target, _has_survivors, train)):
         return
     run.keys(train)
-    keys = [unit.keys for unit in train]
+    keys = targets.for_each(train[0].target, _keys_file, train)
     if options.deduplicate == "exact":
         survivors = deduplication.exact_survivors(keys)
     else:
         survivors = deduplication.near_survivors(keys, options.similarity)
     for unit, survives in zip(train, survivors, strict=True):
-        units.save_array(unit.survivors, survives)
-    for path in keys:
-        path.unlink()
+        units.save_array(unit.target, unit.survivors, survives)
+    targets.for_each(train[0].target, lambda unit: unit.target.delete(unit.keys), train)
     total = sum(map(len, survivors))
     LOG.info("%s of %s documents are duplicates", f"{total - sum(map(np.sum, survivors)):,}", f"{total:,}")
 
 
+def _has_survivors(unit: Unit) -> bool:
+    return units.load_array(unit.target, unit.survivors) is not None
+
+
+def _keys_file(unit: Unit) -> Path:
+    """Path on this machine of the keys of a unit."""
+    path = unit.target.copy(unit.keys)
+    if path is None:
+        raise pipelines.not_written(unit, unit.keys)
+    return path
+
+
 def _make_shards(
-    directory: Path,
+    target: Target,
     found: Mapping[str, Component],
     tokenizer: Tokenizer,
     sample: dict[str, int],
     options: Options,
     run: Runner,
+    check: Callable[[], None],
 ) -> dict[str, Any]:
-    """Makes the shards of all components, then the index of each, and returns that of the target."""
+    """Makes the shards of all components, then the index of each, and returns that of the target.
+
+    Args:
+      check: raises if the target is no longer this build's.
+    """
     every = [unit for part in found.values() for each in part.units.values() for unit in each]
-    with concurrent.futures.ThreadPoolExecutor(run.workers) as pool:  # hashing leaves Python's lock
-        finished = list(pool.map(lambda unit: units.finished_manifest(unit, tokenizer.fingerprint), every))
-    manifests = {unit.manifest: found for unit, found in zip(every, finished, strict=True) if found is not None}
+    finished = targets.for_each(
+        target, lambda unit: units.finished_manifest(unit, tokenizer.fingerprint), every, run.workers
+    )
+    manifests = {(unit.target, unit.name): known for unit, known in zip(every, finished, strict=True) if known}
     if manifests:
         LOG.info("%d of %d shards are finished", len(manifests), len(every))
-    todo = [unit for unit in every if unit.manifest not in manifests]
+    todo = [unit for unit in every if (unit.target, unit.name) not in manifests]
     start = logged = time.monotonic()
     for index, manifest in run.shards(todo, tokenizer.fingerprint):
-        manifests[todo[index].manifest] = manifest
+        check()
+        manifests[todo[index].target, todo[index].name] = manifest
         if time.monotonic() - logged > LOG_SECONDS or len(manifests) == len(every):
             logged = time.monotonic()
             tokens = sum(shard["tokens"] for each in manifests.values() for shard in each["shards"].values() if shard)
@@ -359,15 +368,16 @@ def _make_shards(
     for name, part in found.items():
         if not indices[name]["splits"].get("train", {}).get("documents"):
             raise ConfigError(
-                f"{part.directory}: got no training document after cleaning, expected some; mend the filters"
+                f"{part.target}: got no training document after cleaning, expected some; mend the filters"
             )
+    check()
     if "" in indices:
-        files.write_json(directory / INDEX, indices[""])
+        targets.write_json(target, INDEX, indices[""])
         return indices[""]
     for name, part in found.items():
-        files.write_json(part.directory / INDEX, indices[name])
+        targets.write_json(part.target, INDEX, indices[name])
     whole = _mixture_index(indices, tokenizer, sample, options)
-    files.write_json(directory / INDEX, whole)
+    targets.write_json(target, INDEX, whole)
     return whole
 
 
@@ -384,7 +394,7 @@ def _head(tokenizer: Tokenizer, sample: dict[str, int], options: Options) -> dic
 
 def _index(
     part: Component,
-    manifests: Mapping[Path, dict[str, Any]],
+    manifests: Mapping[tuple[Target, str], dict[str, Any]],
     tokenizer: Tokenizer,
     sample: dict[str, int],
     options: Options,
@@ -393,7 +403,7 @@ def _index(
     splits: dict[str, Any] = {}
     dropped: dict[str, dict[str, int]] = {}
     for split, each in part.units.items():
-        made = [manifests[unit.manifest] for unit in each]
+        made = [manifests[unit.target, unit.name] for unit in each]
         reasons = sorted({reason for manifest in made for reason in manifest["dropped"]})
         dropped[split] = {reason: sum(manifest["dropped"].get(reason, 0) for manifest in made) for reason in reasons}
         for name in dict.fromkeys(name for manifest in made for name in manifest["shards"]):

@@ -1,23 +1,22 @@
-"""Runs the units of a build as an Apache Beam pipeline: on this machine, or on many that share a folder.
+"""Runs the units of a build as an Apache Beam pipeline: on this machine, or on many.
 
 The work on a unit is the same function as of local processes (`units.make`), so the shards have the same bytes. Workers
-read the input and write shards and manifests in folders that all machines see under the same path. The pipeline brings
-nothing back: this process reads the manifests when it has ended.
+read the input and write shards and manifests in a bucket, or in folders that all machines see under the same path. The
+pipeline brings nothing back: this process reads the manifests when it has ended.
 """
 
 from __future__ import annotations
 
 import importlib
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxformer import registry
-from jaxformer.data.build import workers
-from jaxformer.data.build.units import WORK, Unit
+from jaxformer.data.build import targets, workers
+from jaxformer.data.build.targets import WORK
+from jaxformer.data.build.units import Unit
 from jaxformer.errors import ConfigError, StorageError
-from jaxformer.runtime import files
 
 ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "StorageError": StorageError}
 """Errors of one line that a worker leaves in a file beside the manifest it could not write."""
@@ -59,25 +58,22 @@ def _options(flags: str) -> Any:
     return options
 
 
-def run(
-    work: Callable[..., Any], calls: Sequence[tuple[Any, ...]], flags: str, result: Callable[[Unit], Path]
-) -> Iterator[int]:
-    """The index of each call, when the pipeline has made all of them.
+def run(work: Callable[..., Any], calls: Sequence[tuple[Any, ...]], flags: str) -> None:
+    """Makes all calls by a pipeline.
 
     Args:
       work: a function of a module whose first argument is a unit.
       flags: options of Beam, as on a command line.
-      result: the file that `work` writes last for a unit.
 
     Raises:
       ConfigError: of a call.
-      StorageError: of a call; or the pipeline failed, or its workers wrote into another folder.
+      StorageError: of a call; or the pipeline failed.
     """
     if not calls:
         return
     options, apache_beam = _options(flags), importlib.import_module("apache_beam")
-    for unit, *_ in calls:
-        _error_file(unit).unlink(missing_ok=True)
+    made = [unit for unit, *_ in calls]
+    targets.for_each(made[0].target, lambda unit: unit.target.delete(_error_file(unit)), made)
     try:
         with apache_beam.Pipeline(options=options) as pipeline:
             # Without a reshuffle a runner may make all units in one worker, fused with their creation.
@@ -86,20 +82,21 @@ def run(
     except (ConfigError, StorageError):
         raise
     except Exception as error:
-        _raise_first([unit for unit, *_ in calls])
+        _raise_first(made)
         reason = " ".join(str(error).split())[:200]
         raise StorageError(
             f"--beam: got {type(error).__name__} ({reason}) from the pipeline, expected it to finish; see its log, "
             "then run the same command: finished shards are kept"
         ) from error
-    _raise_first([unit for unit, *_ in calls])
-    for index, (unit, *_) in enumerate(calls):
-        if not result(unit).exists():
-            raise StorageError(
-                f"--beam: got no {result(unit)} after the pipeline, expected its workers to write it; give a --target "
-                "and a data.dir that all machines share under the same path"
-            )
-        yield index
+    _raise_first(made)
+
+
+def not_written(unit: Unit, key: str) -> StorageError:
+    """The error for a file that no worker of the pipeline has written."""
+    return StorageError(
+        f"--beam: got no {unit.target}/{key} after the pipeline, expected its workers to write it; give a --target and "
+        "a data.dir in a bucket, or folders that all machines share under the same path"
+    )
 
 
 def _call(call: tuple[Any, ...], work: Callable[..., Any]) -> None:
@@ -108,18 +105,15 @@ def _call(call: tuple[Any, ...], work: Callable[..., Any]) -> None:
         with workers.one_thread():
             work(*call)
     except tuple(ERRORS.values()) as error:  # a runner would try it again, and show its traceback alone
-        files.write_json(_error_file(unit), {"type": type(error).__name__, "message": str(error)})
+        targets.write_json(unit.target, _error_file(unit), {"type": type(error).__name__, "message": str(error)})
 
 
-def _error_file(unit: Unit) -> Path:
-    return unit.directory / WORK / f"{unit.name}.error.json"
+def _error_file(unit: Unit) -> str:
+    return f"{WORK}/{unit.name}.error.json"
 
 
 def _raise_first(units: Sequence[Unit]) -> None:
     """Raises the error that a worker left for the first of these units that has one."""
-    for unit in units:
-        try:
-            found = files.read_json(_error_file(unit))
-        except FileNotFoundError:
-            continue
+    left = targets.for_each(units[0].target, lambda unit: targets.read_json(unit.target, _error_file(unit)), units)
+    for found in filter(None, left):
         raise ERRORS[found["type"]](found["message"])

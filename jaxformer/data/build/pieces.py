@@ -18,7 +18,7 @@ from jaxformer.config import DataConfig
 from jaxformer.data import sources
 from jaxformer.data.sources import Dataset, _files, datasets, parquet, table, warc
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import bucket_folders
+from jaxformer.runtime import bucket_folders, object_store
 
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 4 << 20, 256 << 20
 USUAL_SHARDS = 256
@@ -33,7 +33,7 @@ class Piece:
     """A part of the input.
 
     Attributes:
-      path: its file; "" for the examples of another source.
+      path: its file, or the address of it; "" for the examples of another source.
       begin, end: bytes, row groups, record batches or examples, by the kind of input.
       size: bytes of the input, for other sources about as many.
     """
@@ -53,12 +53,14 @@ class Input:
       split: its name.
       kind: a key of `READERS`.
       column: table, parquet and datasets: column of the text.
+      by_address: files in a bucket are known by their addresses: workers on other machines fetch them there.
     """
 
     data: DataConfig
     split: str
     kind: str
     column: str = ""
+    by_address: bool = False
 
     def documents(self, piece: Piece, dropped: dict[str, int]) -> Iterator[str]:
         """The texts of a piece. Rows without text are left out of "train", and counted in `dropped["empty"]`.
@@ -66,7 +68,21 @@ class Input:
         Raises:
           ConfigError: the input is damaged, not UTF-8, or a row outside of "train" has no text; with file and line.
         """
+        if object_store.is_url(piece.path):
+            path = bucket_folders.local_file(self.data.dir, piece.path.removeprefix(f"{self._url}/"), "data.dir")
+            piece = dataclasses.replace(piece, path=str(path))
         yield from READERS[self.kind](self, piece, dropped)
+
+    @property
+    def _url(self) -> str:
+        return self.data.dir.rstrip("/")
+
+    def name(self, path: Path) -> str:
+        """Path or address by which workers find a file."""
+        if not self.by_address or not object_store.is_url(self.data.dir):
+            return str(path)
+        folder = bucket_folders.local_folder(self.data.dir, "data.dir")
+        return f"{self._url}/{path.relative_to(folder).as_posix()}"
 
     def _nonempty(self, where: Callable[[], str], text: str, dropped: dict[str, int]) -> bool:
         if text.strip():
@@ -77,8 +93,11 @@ class Input:
         return False
 
 
-def inputs(data: DataConfig) -> dict[str, Input]:
+def inputs(data: DataConfig, by_address: bool = False) -> dict[str, Input]:
     """The input of each split of a data set.
+
+    Args:
+      by_address: as in `Input`.
 
     Raises:
       ConfigError: a file is missing, or the source has no running text.
@@ -92,7 +111,7 @@ def inputs(data: DataConfig) -> dict[str, Input]:
     if kind != "examples":
         if kind == "datasets" and not data.splits:  # the folder's own
             data = dataclasses.replace(data, splits={name: (name,) for name in datasets.saved_splits(data)})
-        return {split: Input(_of_split(data, split), split, kind, column) for split in data.splits}
+        return {split: Input(_of_split(data, split), split, kind, column, by_address) for split in data.splits}
     dataset = _dataset(data)
     for examples in dataset.splits.values():
         if len(examples) and "text" not in examples[0]:
@@ -151,13 +170,17 @@ def _dataset(data: DataConfig) -> Dataset:
 
 
 def identity(source: Input) -> list[Any]:
-    """Names, sizes and times of the files of an input as JSON values; of another source the key of its data set."""
+    """Names, sizes and times of the files of an input as JSON values; of another source the key of its data set.
+
+    Files in a bucket have checksums in the place of times: the copies of several machines have different times.
+    """
     if source.kind == "examples":
         return [_dataset(source.data).key]
     found, directory = [], bucket_folders.local_folder(source.data.dir, "data.dir")
+    checksums = bucket_folders.checksums(source.data.dir, "data.dir") if object_store.is_url(source.data.dir) else {}
     for path in _paths(source):
-        status = path.stat()
-        found.append([str(path.relative_to(directory)), status.st_size, status.st_mtime_ns])
+        status, name = path.stat(), path.relative_to(directory).as_posix()
+        found.append([name, status.st_size, checksums[name] if checksums else status.st_mtime_ns])
     return found
 
 
@@ -227,17 +250,17 @@ def _units(source: Input) -> Iterator[Piece]:
         if source.kind == "parquet":
             for number, group in enumerate(parquet.row_groups(_files.FileSlice(path), [source.column])):
                 metadata = parquet.library().ParquetFile(path).metadata.row_group(group.number)
-                yield Piece(str(path), number, number + 1, max(metadata.total_byte_size, 1))
+                yield Piece(source.name(path), number, number + 1, max(metadata.total_byte_size, 1))
             continue
         size = path.stat().st_size
         if source.kind == "datasets":
             count = len(datasets.read_batches(path, {"text": source.column}))
             if count:
-                yield Piece(str(path), 0, count, size)
+                yield Piece(source.name(path), 0, count, size)
             continue
         if not size:
             raise ConfigError(f"{path}: got an empty file, expected text; fill it or name another")
-        yield Piece(str(path), 0, size, size)
+        yield Piece(source.name(path), 0, size, size)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -20,18 +21,16 @@ from typing import Any
 import numpy as np
 
 from jaxformer.data import token_shards
-from jaxformer.data.build import deduplication
+from jaxformer.data.build import deduplication, targets
 from jaxformer.data.build.options import Cleaner, Options
 from jaxformer.data.build.pieces import Input, Piece
+from jaxformer.data.build.targets import WORK, Target
 from jaxformer.data.token_shards import COUNTS, TABLE
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError, StorageError
-from jaxformer.runtime import files
 
 BATCH_CHARACTERS = 2**18
 """Characters that are tokenized at a time."""
-WORK = ".build"
-"""Folder in the target of what only the build reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Unit:
     """The input of one shard.
 
     Attributes:
-      directory: where its shard goes: the target, or the folder of a component in it.
+      target: where its shard goes: the target of the build, or the folder of a component in it.
       source: the input.
       number: of the shard in its split.
       pieces: what it reads.
@@ -47,7 +46,7 @@ class Unit:
       plan: hash of everything that decides the content of the build but the tokenizer.
     """
 
-    directory: Path
+    target: Target
     source: Input
     number: int
     pieces: tuple[Piece, ...]
@@ -60,18 +59,19 @@ class Unit:
         return f"{self.source.split}-{self.number:05d}"
 
     @property
-    def manifest(self) -> Path:
-        return self.directory / f"{self.name}.json"
+    def manifest(self) -> str:
+        """Key of its manifest."""
+        return f"{self.name}.json"
 
     @property
-    def keys(self) -> Path:
-        """File of the hashes or signatures of its documents."""
-        return self.directory / WORK / f"{self.name}.keys.npy"
+    def keys(self) -> str:
+        """Key of the hashes or signatures of its documents."""
+        return f"{WORK}/{self.name}.keys.npy"
 
     @property
-    def survivors(self) -> Path:
-        """File of which of its documents survive deduplication."""
-        return self.directory / WORK / f"{self.name}.survivors.npy"
+    def survivors(self) -> str:
+        """Key of which of its documents survive deduplication."""
+        return f"{WORK}/{self.name}.survivors.npy"
 
     def texts(self, dropped: dict[str, int]) -> Iterator[str]:
         """The documents that cleaning keeps. The number of others is added to `dropped`, by reason."""
@@ -91,9 +91,19 @@ def _cleaner(options: Options, split: str) -> Cleaner:
 
 
 @functools.lru_cache(maxsize=2)
-def _tokenizer(directory: Path, fingerprint: str) -> Tokenizer:
+def _tokenizer(target: Target, fingerprint: str) -> Tokenizer:
     del fingerprint  # part of the cache's key: another build in this process may have replaced the file
-    return Tokenizers.load(directory).target
+    return load_tokenizer(target)
+
+
+def load_tokenizer(target: Target) -> Tokenizer:
+    """The tokenizer of the shards in a target.
+
+    Raises:
+      ConfigError: it is missing or damaged.
+    """
+    path = target.copy(Tokenizers.FILE)
+    return Tokenizers.load((path or target.local(Tokenizers.FILE)).parent).target
 
 
 # --- keys of documents ------------------------------------------------------------------------------------------------
@@ -101,33 +111,27 @@ def _tokenizer(directory: Path, fingerprint: str) -> Tokenizer:
 
 def write_keys(unit: Unit) -> None:
     """Writes the keys by which duplicates of the documents of a unit are found, unless they are there."""
-    if is_whole_array(unit.keys):
+    if load_array(unit.target, unit.keys) is not None:
         return
     make = deduplication.exact_keys if unit.options.deduplicate == "exact" else deduplication.signatures
     parts = [make(texts) for texts in _batches(unit.texts({}))] or [make([])]
-    save_array(unit.keys, np.concatenate(parts))
+    save_array(unit.target, unit.keys, np.concatenate(parts))
 
 
-def save_array(path: Path, values: np.ndarray) -> None:
+def save_array(target: Target, key: str, values: np.ndarray) -> None:
     """Writes a .npy file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{_unique()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            np.save(file, values)
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    content = io.BytesIO()
+    np.save(content, values)
+    target.write(key, content.getvalue())
 
 
-def is_whole_array(path: Path) -> bool:
-    """True if a .npy file is there that is as long as it says."""
+def load_array(target: Target, key: str) -> np.ndarray | None:
+    """A .npy file, mapped into memory; None if there is none that is as long as it says."""
+    path = target.copy(key)
     try:
-        np.load(path, mmap_mode="r")
+        return None if path is None else np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError):
-        return False
-    return True
+        return None
 
 
 def _unique() -> str:
@@ -161,8 +165,8 @@ def make(unit: Unit, fingerprint: str) -> dict[str, Any]:
       ConfigError: the input is damaged, or a filter fails.
       StorageError: the shard cannot be written. Nothing of it is left behind.
     """
-    unit.manifest.unlink(missing_ok=True)
-    tokenizer = _tokenizer(unit.directory, fingerprint)
+    unit.target.delete(unit.manifest)
+    tokenizer = _tokenizer(unit.target, fingerprint)
     names = [unit.source.split, *(["validation"] if unit.options.held_out and unit.source.split == "train" else [])]
     writers = {split: _ShardWriter(unit, split, tokenizer) for split in names}
     dropped: dict[str, int] = {}
@@ -171,10 +175,11 @@ def make(unit: Unit, fingerprint: str) -> dict[str, Any]:
             _write_texts(unit, writers, tokenizer, texts)
         shards = {split: writer.close() for split, writer in writers.items()}
         content = {"unit": _identity(unit, fingerprint), "shards": shards, "dropped": dict(sorted(dropped.items()))}
-        files.write_json(unit.manifest, content)
+        generations = {writer.key: writer.generation for writer in writers.values() if writer.generation}
+        targets.write_json(unit.target, unit.manifest, content | ({"generations": generations} if generations else {}))
         return content
     except OSError as error:
-        raise _cannot_write(unit.manifest, error.strerror or str(error)) from error
+        raise _cannot_write(unit.target.local(unit.manifest), error.strerror or str(error)) from error
     finally:
         for writer in writers.values():
             writer.discard()
@@ -185,7 +190,12 @@ def _surviving(unit: Unit, dropped: dict[str, int]) -> Iterator[str]:
     if unit.options.deduplicate == "none" or unit.source.split != "train":
         yield from unit.texts(dropped)
         return
-    survives = np.load(unit.survivors)
+    survives = load_array(unit.target, unit.survivors)
+    if survives is None:
+        raise StorageError(
+            f"{unit.target}/{unit.survivors}: got no list of the documents that survive, expected the one that this "
+            "build wrote; run the same command again"
+        )
     number = -1
     for number, text in enumerate(unit.texts(dropped)):
         if number < len(survives) and survives[number]:
@@ -208,15 +218,20 @@ def _write_texts(unit: Unit, writers: dict[str, _ShardWriter], tokenizer: Tokeni
 
 
 def finished_manifest(unit: Unit, fingerprint: str) -> dict[str, Any] | None:
-    """The manifest of a unit if it is finished and its files are whole, else None. Reads every byte of the files."""
+    """The manifest of a unit if it is finished and its files are whole, else None.
+
+    Reads every byte of the files, but of those in a bucket that have the generation with which they were written.
+    """
     try:
-        found = files.read_json(unit.manifest)
-        if found["unit"] != _identity(unit, fingerprint):
+        found = targets.read_json(unit.target, unit.manifest)
+        if found is None or found["unit"] != _identity(unit, fingerprint):
             return None
-        for shard in found["shards"].values():
-            if shard is not None and _file_hash(unit.directory / shard["file"]) != (shard["size"], shard["sha256"]):
+        generations = found.get("generations", {})
+        for shard in filter(None, found["shards"].values()):
+            known = generations.get(shard["file"], "")
+            if not unit.target.is_whole(shard["file"], shard["size"], shard["sha256"], known):
                 return None
-    except (OSError, ConfigError, LookupError, TypeError, AttributeError):
+    except (OSError, LookupError, TypeError, AttributeError):
         return None
     return found
 
@@ -225,11 +240,6 @@ def _identity(unit: Unit, fingerprint: str) -> str:
     pieces = [[Path(piece.path).name, piece.begin, piece.end] for piece in unit.pieces]
     content = json.dumps([token_shards.FORMAT, unit.plan, fingerprint, unit.name, pieces])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def _file_hash(path: Path) -> tuple[int, str]:
-    with open(path, "rb") as file:
-        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _cannot_write(path: Path, reason: str) -> StorageError:
@@ -241,11 +251,17 @@ def _cannot_write(path: Path, reason: str) -> StorageError:
 
 
 class _ShardWriter:
-    """Writes a shard into a temporary file, which `close` renames. Memory: one record, and the table of documents."""
+    """Writes a shard into a partial file, which `close` publishes. Memory: one record, and the table of documents.
+
+    Attributes:
+      key: of the shard in the target.
+      generation: of its object in a bucket, once it is written.
+    """
 
     def __init__(self, unit: Unit, split: str, tokenizer: Tokenizer):
-        self._path = unit.directory / f"{split}-{unit.number:05d}.array_record"
-        self._partial = unit.directory / WORK / f"{self._path.stem}.{_unique()}.partial"
+        self.key, self.generation = f"{split}-{unit.number:05d}.array_record", ""
+        self._target, self._path = unit.target, unit.target.local(self.key)
+        self._partial = unit.target.partials / f"{self._path.stem}.{_unique()}.partial"
         self._dtype = token_shards.token_dtype(tokenizer.size)
         self._separator = [] if tokenizer.eos is None else [tokenizer.eos]
         self._writer: Any = None
@@ -286,7 +302,7 @@ class _ShardWriter:
     def close(self) -> dict[str, Any] | None:
         """Completes the file, and returns its entry of the index; None, and no file, if it has no document."""
         if not self._rows:
-            self._path.unlink(missing_ok=True)
+            self._target.delete(self.key)
             return None
         self._flush(self._count)
         table: Any = np.array(self._rows, TABLE)
@@ -296,16 +312,13 @@ class _ShardWriter:
             self._writer.close()
         except RuntimeError as error:
             raise _cannot_write(self._path, str(error)) from None
-        with open(self._partial, "rb") as file:
-            os.fsync(file.fileno())
-        size, sha256 = _file_hash(self._partial)
-        os.replace(self._partial, self._path)
+        size, sha256, self.generation = self._target.publish(self._partial, self.key)
         sums = {name: int(table[name].sum(dtype=np.int64)) for name in ("bytes", "words", "lines")}
         counts = {"documents": len(table), "tokens": self._tokens, **sums}
-        return {"file": self._path.name, "size": size, "sha256": sha256, **{name: counts[name] for name in COUNTS}}
+        return {"file": self.key, "size": size, "sha256": sha256, **{name: counts[name] for name in COUNTS}}
 
     def discard(self) -> None:
-        """Removes the temporary file if `close` has not renamed it."""
+        """Removes the partial file if `close` has not published it."""
         if self._writer is not None and self._writer.is_open():
             with contextlib.suppress(RuntimeError):
                 self._writer.close()

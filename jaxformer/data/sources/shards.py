@@ -1,7 +1,7 @@
 """Token shards that `jaxformer data build` wrote: a corpus of any size, read by random access.
 
     config.source = "shards"
-    config.dir = "corpus"        the target of the build
+    config.dir = "corpus"        the target of the build, a folder or an address in a bucket
 
 The splits are those of the index. Fields that say how the corpus was read (`splits`, `document`, `columns`) are at
 their defaults, or what they were when the shards were built, so that one recipe serves for both. The tokenizer comes
@@ -11,15 +11,18 @@ with the shards. See `jaxformer.data.token_shards`.
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from jaxformer.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxformer.data import token_shards
 from jaxformer.data.sources import Dataset
 from jaxformer.data.token_shards import ShardedDocuments
-from jaxformer.data.tokenizers import Tokenizers
+from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import bucket_folders
+from jaxformer.runtime import directories, object_store
+from jaxformer.runtime.object_store import Store
 
 READ_FIELDS = ("splits", "columns", "document", "name", "format", "score_range")
 """Fields of a source that decide how a corpus was read, and nothing once it is shards."""
@@ -46,15 +49,34 @@ def build(config: DataConfig) -> Dataset:
     """
     if not config.dir:
         raise ConfigError("data.dir: got '', expected the folder that `jaxformer data build --target` wrote; set it")
-    directory = bucket_folders.local_folder(config.dir, "data.dir")
-    index = token_shards.read_index(directory)
+    where: Path | str
+    if object_store.is_url(config.dir):
+        where = str(object_store.parse("data.dir", config.dir))
+        index, tokenizer = _read_address(where)
+    else:
+        where = directories.expand_user(config.dir, "data.dir")
+        index = token_shards.read_index(where)
+        tokenizer = Tokenizers.load(where).target
     _check_same_settings(config, index["settings"])
-    tokenizer = Tokenizers.load(directory).target
     if tokenizer.fingerprint != index["tokenizer"]:
-        path = directory / Tokenizers.FILE
-        raise ConfigError(f"{path}: got another tokenizer than the shards were made with, expected theirs; restore it")
-    splits = {name: ShardedDocuments(directory, name, index, tokenizer) for name in index["splits"]}
+        raise ConfigError(
+            f"{where}/{Tokenizers.FILE}: got another tokenizer than that of the shards, expected theirs; restore it"
+        )
+    splits = {name: ShardedDocuments(where, name, index, tokenizer) for name in index["splits"]}
     return Dataset(splits, f"shards-{token_shards.content_key(index)}")
+
+
+def _read_address(url: str) -> tuple[dict[str, Any], Tokenizer]:
+    """Index and tokenizer of shards in a bucket. Nothing else is fetched."""
+    store = Store(url, "data.dir")
+    found = store.read(token_shards.INDEX)
+    index = token_shards.parse_index(None if found is None else found.value, url)
+    found = store.read(Tokenizers.FILE)
+    if found is None:
+        raise ConfigError(f"{url}/{Tokenizers.FILE}: got none, expected the tokenizer of the shards; restore it")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / Tokenizers.FILE).write_bytes(found.value)
+        return index, Tokenizers.load(folder).target
 
 
 def _check_same_settings(config: DataConfig, built: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Lease of a workdir in a bucket: an object that its owner renews, and that others take over once it has expired.
+"""Lease of a folder in a bucket: an object that its owner renews, and that others take over once it has expired.
 
 Every write of it is conditional on the generation that the writer saw, so of two processes one wins. Expiry is measured
 by the waiting process, from when it first saw the generation: the clocks of hosts are never compared.
@@ -40,22 +40,29 @@ POLL_SECONDS = 1.0
 
 
 class Lease:
-    """The lease of the workdir in `store`.
+    """The lease of the folder in `store`.
 
     Args:
       mirror: id of this host's mirror. Its file lock says that no other process works there, so a lease with this id
         is that of a dead process, and need not expire.
       key: the object.
       sign: called at each renewal with a text that differs from the one before, and with "lost".
+      holder: who holds such a lease, for errors.
 
     Attributes:
       lost: another process has taken over.
     """
 
     def __init__(
-        self, store: Store, mirror: str, sign: Callable[[str], None] = lambda text: None, key: str = KEY
+        self,
+        store: Store,
+        mirror: str,
+        sign: Callable[[str], None] = lambda text: None,
+        key: str = KEY,
+        holder: str = "a run that is training in it",
     ) -> None:
-        self.store, self.mirror, self.sign, self.key = store, mirror, sign, key
+        self.store, self.mirror, self.sign, self.key, self.holder = store, mirror, sign, key, holder
+        self.what = f"{store.what.removeprefix('--')} {store.address}"
         self.token, self.count = secrets.token_hex(8), 0
         self.generation = ABSENT
         self.renewed = -math.inf
@@ -96,8 +103,8 @@ class Lease:
           ConfigError: it changed `SIGNS_OF_LIFE` times.
         """
         print(
-            f"workdir {self.store.address}: {_describe(owner)} has its lock; waiting up to {LEASE_SECONDS:.0f} s for "
-            f"signs of life (delete the object {self.key} if that run is dead)",
+            f"{self.what}: {_describe(owner)} has its lock; waiting up to {LEASE_SECONDS:.0f} s for "
+            f"signs of life (delete the object {self.key} if that process is dead)",
             file=sys.stderr,
             flush=True,
         )
@@ -116,8 +123,8 @@ class Lease:
 
     def _held(self, owner: dict[str, Any]) -> ConfigError:
         return ConfigError(
-            f"workdir {self.store.address}: got a run that is training in it ({_describe(owner)} since "
-            f"{owner.get('started', '?')}), expected none; wait for it or stop it, or use another --workdir"
+            f"{self.what}: got {self.holder} ({_describe(owner)} since {owner.get('started', '?')}), expected none; "
+            f"wait for it or stop it, or use another {self.store.what}"
         )
 
     def _write(self, generation: bytes, seconds: float | None = None) -> bool:
@@ -155,7 +162,7 @@ class Lease:
                 self.sign("lost")
             if self.lost:
                 raise StorageError(
-                    f"workdir {self.store.address}: got another run that has taken over its lock, expected to hold it; "
+                    f"{self.what}: got another run that has taken over its lock, expected to hold it; "
                     "nothing more is published: stop one of the two"
                 )
 

@@ -1,0 +1,344 @@
+"""Token shards built into a bucket, and read from there: what is promised of a folder holds, on any host."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import pickle
+
+import fake_bucket
+import pytest
+import test_docs
+
+from jaxformer import cli
+from jaxformer.config import (
+    ComponentConfig,
+    Config,
+    DataConfig,
+    MixtureConfig,
+    ModelConfig,
+    StackConfig,
+    TaskConfig,
+    TokenizerConfig,
+    TrainConfig,
+    overrides,
+)
+from jaxformer.data import build, shard_copies, sources, token_shards
+from jaxformer.data.build import Options, beam, pieces, targets
+from jaxformer.data.pipeline import Pipeline
+from jaxformer.errors import ConfigError, StorageError
+from jaxformer.runtime import bucket_folders
+from jaxformer.runtime import lease as leases
+from jaxformer.runtime.object_store import Store
+from jaxformer.tasks import get as get_task
+from jaxformer.train import setup
+
+URL, TEXT = "gs://bucket/corpus", "s3://texts/all"
+LINES = [f"line {number} " + "ä€😀x"[number % 4] * (number * 7 % 23) for number in range(60)]
+OPTIONS = Options(deduplicate="exact", held_out=0.2)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.fixture
+def bucket(monkeypatch, tmp_path):
+    """The bucket, and shards of a few hundred bytes of text."""
+    monkeypatch.setattr(pieces, "MIN_SHARD_BYTES", 300)
+    monkeypatch.setattr(pieces, "USUAL_SHARDS", 10**6)
+    monkeypatch.setattr(token_shards, "RECORD_TOKENS", 16)
+    monkeypatch.setattr(leases, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(bucket_folders, "_fetch", bucket_folders._fetch.__wrapped__)  # each call is a new process
+    monkeypatch.setattr(bucket_folders, "local_file", bucket_folders.local_file.__wrapped__)
+    return fake_bucket.install(monkeypatch, tmp_path)
+
+
+def config_of(folder, **fields):
+    splits = {"train": ("train.txt",)}
+    tokenizer = TokenizerConfig(kind="character")
+    return Config(data=DataConfig(source="text", dir=str(folder), splits=splits, tokenizer=tokenizer, **fields))
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "train.txt").write_text("".join(f"{line}\n" for line in [*LINES, *LINES[20:25]]))
+    return config_of(tmp_path)
+
+
+def objects(url=URL):
+    """Content of the objects that are of the corpus; manifests without generations, which no folder has."""
+    store, found = Store(url), {}
+    for key in store.list_keys():
+        if not key.startswith(targets.WORK):
+            found[key] = store.read(key).value
+            if key.startswith(("train-", "validation-")) and key.endswith(".json"):
+                manifest = json.loads(found[key])
+                assert manifest.pop("generations").keys() == {s["file"] for s in manifest["shards"].values() if s}
+                found[key] = (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode()
+    return found
+
+
+def written(bucket):
+    return [key for verb, key in bucket.log if verb == "write"]
+
+
+def in_folder(config, folder, **arguments):
+    index = build.build(config, folder, **arguments)
+    return index, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_the_objects_are_the_files_of_a_folder_whatever_is_killed(bucket, config, tmp_path):
+    index, expected = in_folder(config, tmp_path / "whole", options=OPTIONS)
+    bucket.after = lambda verb, key: (  # every fifth answer is lost
+        OSError("UNAVAILABLE: lost") if verb == "write" and len(bucket.log) % 5 == 0 else None
+    )
+    assert build.build(config, URL, options=OPTIONS) == index and objects() == expected
+    assert not list((tmp_path / "host" / "builds").rglob("*.array_record")), "partial files are gone"
+    assert not list((tmp_path / "host" / "builds").rglob("*.partial"))
+    bucket.reset()
+    build.build(config, URL, options=OPTIONS)
+    changes = [key for verb, key in bucket.log if verb != "read"]
+    count, (_, second, *_) = len(changes), [i for i, key in enumerate(changes) if key.endswith("survivors.npy")]
+    assert len(expected) > 10 and count > 40
+    for number in (1, 5, second, count // 2, count - 6, count - 2):  # the last request releases the lease
+        bucket.reset()
+        left = [number]
+
+        def kill(verb, key, left=left):
+            left[0] -= verb != "read"
+            if left[0] < 0:
+                raise Killed
+
+        bucket.before = kill
+        with pytest.raises(Killed):
+            build.build(config, URL, options=OPTIONS)
+        bucket.before = lambda verb, key: None
+        assert Store(URL).read(token_shards.INDEX) is None, number
+        done = {key for key in written(bucket) if key.startswith("train-") and key.endswith(".json")}
+        bucket.log.clear()
+        assert build.build(config, URL, options=OPTIONS) == index
+        assert objects() == expected, number
+        assert not done & set(written(bucket)), "finished shards are kept"
+    assert done
+
+
+def test_what_is_damaged_is_made_again_and_nothing_else(bucket, config, tmp_path):
+    index, store = build.build(config, URL, options=OPTIONS), Store(URL)
+    expected = objects()
+    keys = [f"train-0000{number}" for number in range(5)]
+    raw = store.read(f"{keys[0]}.array_record").value
+    store.write(f"{keys[0]}.array_record", raw[:70000] + bytes([raw[70000] ^ 1]) + raw[70001:])
+    store.delete(f"{keys[1]}.array_record")
+    store.write(f"{keys[2]}.json", b"{")
+    store.write(f"{keys[3]}.json", store.read(f"{keys[4]}.json").value)  # of another shard
+    store.write(f"{keys[4]}.array_record", store.read(f"{keys[4]}.array_record").value)  # the same bytes
+    bucket.log.clear()
+    assert build.build(config, URL, options=OPTIONS) == index and objects() == expected
+    made = {key.partition(".")[0] for key in written(bucket) if key.endswith(".array_record")}
+    assert made - {key.replace("train", "validation") for key in keys} == set(keys[:4])
+    bucket.log.clear()
+    build.build(config, URL, options=OPTIONS)
+    read = [key for verb, key in bucket.log if verb == "read"]
+    assert f"{keys[0]}.json" in read and not [key for key in written(bucket) if key.endswith(".array_record")]
+    store.write(targets.PLAN, b"{")  # then arrays without a checksum may be of another plan
+    survivors = targets.Bucket(URL).copy(f"{targets.WORK}/{keys[0]}.survivors.npy")
+    store.write(f"{targets.WORK}/{keys[0]}.survivors.npy", survivors.read_bytes().replace(b"\x01", b"\x00"))
+    for key in (f"{keys[0]}.json", f"{targets.WORK}/sample.json"):
+        store.delete(key)
+    assert build.build(config, URL, options=OPTIONS) == index and objects() == expected
+
+
+def test_one_build_at_a_time(bucket, config, monkeypatch, capsys):
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 0.05)
+    other = leases.Lease(Store(URL), "another host", key=f"{targets.WORK}/lock")
+    other.acquire()
+    bucket.before = lambda verb, key: other.renew() if (verb, key) == ("read", f"{targets.WORK}/lock") and not (
+        other.mutex.locked()
+    ) else None  # fmt: skip
+    with pytest.raises(ConfigError, match=rf"target {URL}: got a build that writes to it \(process .*another --target"):
+        build.build(config, URL)
+    bucket.before = lambda verb, key: None
+    assert not written(bucket)[1:-1] or set(written(bucket)) == {f"{targets.WORK}/lock"}
+    build.build(config, URL)  # once the other lease has expired
+    assert "has its lock; waiting" in capsys.readouterr().err
+    with pytest.raises(StorageError, match="another run that has taken over its lock"):
+        other.renew()
+    for number in (1, 3):
+        Store(URL).delete(f"train-0000{number}.json")
+
+    def take_over(verb, key):
+        if (verb, key) == ("write", "train-00001.json"):
+            monkeypatch.setattr(leases, "LEASE_SECONDS", 0.0)  # a renewal is due
+            Store(URL).write(f"{targets.WORK}/lock", b'{"token": "of another host"}')
+
+    bucket.before = take_over
+    with pytest.raises(StorageError, match=f"target {URL}: got another run that has taken over its lock"):
+        build.build(config, URL)
+    assert Store(URL).read("train-00001.json") is not None and Store(URL).read("train-00003.json") is None
+
+
+def test_what_cannot_be_honoured_is_one_line(bucket, config, monkeypatch, capsys):
+    with pytest.raises(ConfigError, match="--shard-mb: got 2048 with a --target in a bucket, expected at most 1024"):
+        build.build(config, URL, options=Options(shard_mb=2048))
+    build.build(config, URL)
+    with pytest.raises(ConfigError, match=f"--target: got '{URL}', which holds shards of other input, settings or opt"):
+        build.build(config, URL, options=Options(min_length=3))
+    Store("s3://bucket/other").write("thesis.tex", b"")
+    with pytest.raises(ConfigError, match="'s3://bucket/other', which holds other files, expected a new or empty fol"):
+        build.build(config, "s3://bucket/other")
+    assert Store("s3://bucket/other").list_keys() == ["thesis.tex"]
+    bucket.before = lambda verb, key: OSError("PERMISSION_DENIED: no")
+    flags = ["--config=configs/wikitext2.py", "--config.data.dir=nothing-there", "--target=s3://bucket/new"]
+    assert cli.main(["data", "build", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--target: got 's3://bucket/new', which S3 refuses" in error, error
+    assert "set AWS_ACCESS_KEY_ID" in error
+    bucket.before = lambda verb, key: OSError("UNAVAILABLE: down") if key.endswith(".array_record") else None
+    monkeypatch.setattr(Store.__init__, "__defaults__", ("--workdir", 0.0))
+    with pytest.raises(
+        StorageError, match=r"got UNAVAILABLE: down while writing train-0000.*what is there is complete"
+    ):
+        build.build(config, "gs://bucket/down")
+
+
+def test_text_in_a_bucket_is_the_same_input_on_every_host_and_for_beam(bucket, config, monkeypatch, tmp_path):
+    index, expected = in_folder(config, tmp_path / "whole", options=OPTIONS)
+    Store(TEXT).write("train.txt", (tmp_path / "train.txt").read_bytes())
+    config = config_of(TEXT)
+    assert build.build(config, URL, options=OPTIONS) == index
+    first = objects()
+    shards = {key: value for key, value in expected.items() if key.endswith(".array_record")}
+    assert shards and shards.items() <= first.items(), "manifests name their input"
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "second"))
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 0.0)
+    bucket.log.clear()
+    assert build.build(config, URL, options=OPTIONS) == index, "the plan is that of the first host"
+    assert not [key for key in written(bucket) if key.endswith(".array_record")]
+
+    def pipeline(work, calls, flags):
+        """On other machines, which share nothing."""
+        targets._opened.cache_clear()
+        for number, call in enumerate(calls):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("JAXFORMER_CACHE", str(tmp_path / f"machine-{number % 2}"))
+                beam._call(pickle.loads(pickle.dumps(call)), work)
+
+    monkeypatch.setattr(beam, "run", pipeline)
+    monkeypatch.setattr(beam, "check", lambda flags: None)
+    assert build.build(config, f"{URL}-2", options=OPTIONS, beam="--runner=X") == index
+    assert objects(f"{URL}-2") == first
+    assert (tmp_path / "machine-1" / "data").is_dir()
+    Store(TEXT).write("train.txt", b"other text\n")
+    with pytest.raises(ConfigError, match="holds shards of other input"):
+        build.build(config, URL, options=OPTIONS)
+
+
+def test_a_mixture_is_a_folder_for_each_component(bucket, config, tmp_path):
+    parts = {
+        name: ComponentConfig(source="text", dir=str(tmp_path), splits={"train": (f"train.txt[{part}]",)})
+        for name, part in (("one", ":40"), ("two", "40:"))
+    }
+    tokenizer, cache = TokenizerConfig(kind="character"), str(tmp_path / "prepared")
+    mixed = Config(data=DataConfig(mixture=MixtureConfig(components=parts), tokenizer=tokenizer, cache=cache))
+    index = build.build(mixed, tmp_path / "whole")
+    assert build.build(mixed, URL) == index and build.build(mixed, URL) == index
+    for name in parts:
+        (documents,) = sources.build(DataConfig(source="shards", dir=f"{URL}/{name}")).splits.values()
+        (expected,) = sources.build(DataConfig(source="shards", dir=str(tmp_path / "whole" / name))).splits.values()
+        indices = range(len(expected))
+        assert sources.examples_at(documents, indices) == sources.examples_at(expected, indices) != []
+    with pytest.raises(ConfigError, match=rf"got '{URL}', the shards of a mixture, expected those of one of its compo"):
+        sources.build(DataConfig(source="shards", dir=URL))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def pipeline_of(where, tmp_path, **fields):
+    data = DataConfig(source="shards", dir=str(where), batch=4, length=8, cache=str(tmp_path / "prepared"), **fields)
+    config = Config(
+        model=ModelConfig(decoder=StackConfig()),
+        data=data,
+        task=TaskConfig("language_modelling"),
+        train=TrainConfig(seed=3),
+    )
+    dataset = sources.build(config.data, ("text",))
+    tokenizers = setup.build_or_load_tokenizers(config, dataset, tmp_path / "prepared")
+    return Pipeline(config, dataset, tokenizers, get_task("language_modelling"))
+
+
+def first_batches(pipe, count=12):
+    batches = pipe.train()
+    try:
+        return [next(batches).target.tokens.tolist() for _ in range(count)]
+    finally:
+        batches.close()
+
+
+@pytest.mark.parametrize("packing", ["concat", "none"])
+def test_training_reads_the_shards_that_it_needs_and_mends_copies(bucket, config, tmp_path, packing):
+    build.build(config, tmp_path / "whole")
+    build.build(config, URL)
+    bucket.log.clear()
+    pipe = pipeline_of(URL, tmp_path, packing=packing)
+    start = ["index.json", "jaxformer_tokenizer.json", "train-00000.array_record"]
+    assert [key for _, key in bucket.log] == start, "an example shows what the features are"
+    expected = first_batches(pipeline_of(tmp_path / "whole", tmp_path, packing=packing))
+    assert first_batches(pipe) == expected
+    read = [key for _, key in bucket.log if key.endswith(".array_record")]
+    assert len(read) == len(set(read)) > 3, "each once"
+    bucket.log.clear()
+    for path in (tmp_path / "host" / "data" / "shards").glob("*.array_record"):  # bytes of the first record
+        path.write_bytes(path.read_bytes().replace(path.read_bytes()[100:140], b"\xff" * 40, 1))
+    assert first_batches(pipeline_of(URL, tmp_path, packing=packing)) == expected
+    assert len([key for _, key in bucket.log if key.endswith(".array_record")]) > 3
+
+
+def test_damage_is_refused_by_name(bucket, config, tmp_path):
+    build.build(config, URL)
+    store = Store(URL)
+    index = json.loads(store.read("index.json").value)
+    (documents,) = sources.build(DataConfig(source="shards", dir=URL)).splits.values()
+    raw = store.read("train-00001.array_record").value
+    store.write("train-00001.array_record", raw[:-1] + b"\xff")
+    store.delete("train-00002.array_record")
+    documents = pickle.loads(pickle.dumps(documents))  # as loader processes get it
+    assert str(documents[0]["text"]) == LINES[0]
+    count = index["splits"]["train"]["shards"][0]["documents"]
+    bucket.log.clear()
+    with pytest.raises(ConfigError, match=f"{URL}/train-00001.array_record: got a damaged shard .it differs from its"):
+        documents[count]
+    assert len(bucket.log) == shard_copies.DOWNLOADS
+    count += index["splits"]["train"]["shards"][1]["documents"]
+    with pytest.raises(ConfigError, match=f"{URL}/train-00002.array_record: got no shard, expected the one that the"):
+        documents[count]
+    build.build(config, URL)
+    (documents,) = sources.build(DataConfig(source="shards", dir=URL)).splits.values()
+    assert [str(each["text"]) for each in sources.examples_at(documents, range(60))] == LINES
+    for content, line in ((None, f"data.dir: got '{URL}' without index.json"), (b"{", f"{URL}/index.json: got no ind")):
+        store.delete("index.json") if content is None else store.write("index.json", content)
+        with pytest.raises(ConfigError, match=line):
+            sources.build(DataConfig(source="shards", dir=URL))
+    store.write("index.json", json.dumps(dataclasses.asdict(OPTIONS) | index).encode())
+    store.delete("jaxformer_tokenizer.json")
+    with pytest.raises(ConfigError, match=f"{URL}/jaxformer_tokenizer.json: got none, expected the tokenizer"):
+        sources.build(DataConfig(source="shards", dir=URL))
+
+
+def test_the_commands_of_the_guide_build_and_find_the_shards(bucket, config, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(test_docs.ROOT)
+    mine = [words for page, words in test_docs.commands() if page == "data.md" and "gs://my-bucket" in " ".join(words)]
+    assert [words[:2] for words in mine] == [["data", "build"], ["train", "--config=configs/wikitext2.py"]]
+    (source,) = [word.partition("=")[2] for word in mine[0] if word.startswith("--config.data.dir=")]
+    words = [word for word in mine[0] if not word.startswith("--workers=")]  # processes have no bucket in memory
+    files = overrides.parse([words[2]]).data.splits
+    for name in {name for names in files.values() for name in names}:
+        raw = (tmp_path / "train.txt").read_bytes()
+        Store(source).write(name, gzip.compress(raw) if name.endswith(".gz") else raw)
+    assert cli.main([*words, "--config.data.tokenizer.kind=byte"]) == 0, capsys.readouterr().err
+    assert "built in gs://my-bucket/corpus" in capsys.readouterr().out
+    name, command, rest = cli.find(mine[1])
+    trained = overrides.parse([*cli.parse(name, command, rest).config, "--config.data.tokenizer.kind=byte"])
+    assert sources.build(trained.data, ("text",)).splits.keys() == files.keys()
