@@ -18,10 +18,13 @@ EXTRA = ("one token", "padded row", "no mask", "counted positions", "shifted pos
 positions (counted by the mask, from another first one, in any order or from 0 again), embeddings, and labels that
 are all ignored."""
 
+LONG = 300
+"""Tokens of a text in bfloat16, which tells whole numbers apart up to 256."""
+
 IN_BLOCKS = ("longt5", "big_bird")
 """Families whose attention is not one table in the other library."""
-ENCODERS = ("albert", "bert", "big_bird", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "roberta",
-    "roberta-prelayernorm", "roformer", "xlm-roberta")  # fmt: skip
+READ_PADDING = ("bloom", "gemma2", "gpt_neo", "longt5", "mt5", "roformer", "t5", "t5gemma", "xglm", "xlnet")
+"""Families for which a row of padding alone differs (docs/hugging-face.md)."""
 ENDED = ("bart", "mbart")
 """Families whose classifier reads the hidden state of the last end token."""
 
@@ -92,6 +95,26 @@ def text_of(
         plain = plain_tokens(sides(config)[1])
         given["decoder_input_ids"] = plain[rng.integers(0, len(plain), (rows, 7))]
     return given
+
+
+def long_text(kind: str, head: str, model: Any, rng: np.random.Generator) -> dict[str, Any]:
+    """A text of `LONG` tokens, and one that is padded: on the right, but before a decoder's text."""
+    config, length = model.config, LONG
+    source, target = sides(config)
+    plain = plain_tokens(source)
+    ids = plain[rng.integers(0, len(plain), (2, length))]
+    mask = np.ones_like(ids)
+    mask[1, slice(-40, None)] = 0
+    if source.pad_token_id is not None and 0 <= source.pad_token_id < vocabulary(source):
+        ids[mask == 0] = source.pad_token_id
+    if head == "sequence" and kind in (*ENDED, "t5", "mt5"):
+        ids[ids == config.eos_token_id] = plain[0]
+        ids[:, length - 50] = config.eos_token_id
+    given = {"input_ids": ids, "attention_mask": mask}
+    if config.is_encoder_decoder and head != "qa" and not (kind in ENDED and head == "sequence"):
+        plain = plain_tokens(target)
+        given["decoder_input_ids"] = plain[rng.integers(0, len(plain), (2, length))]
+    return choices_of(given) if head == "multiple_choice" else given
 
 
 def choices_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -191,8 +214,8 @@ def ignored(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.ran
 
 
 def hidden(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
-    """Encoders alone: what a decoder computes without a token or a source differs between their attentions."""
-    return "ForCausalLM" not in type(model).__name__ and not model.config.is_encoder_decoder and kind in ENCODERS
+    """Not of the families whose only attention reads all slots of such a row alike, and of encoder-decoders."""
+    return kind not in READ_PADDING and not model.config.is_encoder_decoder
 
 
 CHANGES = {
