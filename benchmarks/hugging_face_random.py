@@ -318,7 +318,7 @@ def compare(kind: str, name: str, head: str, config: dict[str, Any], style: Styl
 def compare_bfloat16(kind: str, head: str, model: Any, place: Path, rng: np.random.Generator) -> tuple[str, str]:
     """Outputs computed in bfloat16 from weights that bfloat16 holds, of a text of `calls.LONG` tokens.
 
-    Both libraries round after every operation, by at most 2^-9 of a value, so that the error of theirs (bfloat16 against
+    Both libraries round after each operation, by at most 2^-9 of a value, so that the error of theirs (bfloat16 against
     float32 of the same weights) says what rounding does to this model. Ours may be twice that, of the typical token and
     of the 95th percentile, and one rounding more. A mixture's rounded scores send tokens to other experts: there the
     typical token alone is compared.
