@@ -13,10 +13,12 @@ import numpy as np
 
 BASE = ("right", "left", "whole")
 EXTRA = ("one token", "padded row", "no mask", "counted positions", "shifted positions", "other positions",
-    "embeddings", "ignored labels")  # fmt: skip
+    "embeddings", "ignored labels", "holes", "hidden target",
+    "permutation")  # fmt: skip
 """Calls beside the first three: a text of one token, a row of padding alone, padding that no mask hides, explicit
-positions (counted by the mask, from another first one, in any order or from 0 again), embeddings, and labels that
-are all ignored."""
+positions (counted by the mask, from another first one, in any order or from 0 again), embeddings, labels that
+are all ignored, a mask that hides tokens anywhere, a mask of the decoder's input, and XLNet's masks of permutations,
+its targets and its memories."""
 
 LONG = 300
 """Tokens of a text in bfloat16, which tells whole numbers apart up to 256."""
@@ -218,6 +220,41 @@ def hidden(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.rand
     return kind not in READ_PADDING and not model.config.is_encoder_decoder
 
 
+def with_holes(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
+    """Hides tokens anywhere but at the ends, where families differ from their `eager` attention."""
+    mask = rng.random(given["input_ids"].shape) < 0.7
+    mask[:, [0, -1]] = True
+    given["attention_mask"] = mask if rng.random() < 0.3 and not kind.startswith("deberta") else mask.astype(np.int64)
+    return True
+
+
+def hidden_target(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
+    """Hides tokens of the decoder's input, but the first."""
+    target = given.get("decoder_input_ids", given.get("labels"))
+    if not takes(model, "decoder_attention_mask") or target is None or target.ndim != 2 or head == "sequence":
+        return False
+    mask = rng.random(target.shape) < 0.7
+    mask[:, 0] = True
+    given["decoder_attention_mask"] = mask.astype(np.int64)
+    return True
+
+
+def permuted(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
+    """XLNet with what each slot does not see, at times with predicted slots, and with earlier hidden states."""
+    if kind != "xlnet" or head == "multiple_choice":
+        return False
+    rows, length = given["input_ids"].shape
+    given["perm_mask"] = (rng.random((rows, length, length)) < 0.4).astype(np.float32)
+    if head in ("causal_lm", "model") and rng.random() < 0.6:
+        slots = rng.integers(0, length, (rows, 3))
+        given["target_mapping"] = np.eye(length, dtype=np.float32)[slots]
+        if "labels" in given:
+            given["labels"] = np.take_along_axis(given["labels"], slots, axis=1)
+    if rng.random() < 0.5:
+        given["mems"] = rng.normal(size=(model.config.n_layer, 4, rows, model.config.d_model)).astype(np.float32)
+    return True
+
+
 CHANGES = {
     "padded row": hidden,
     "counted positions": counted,
@@ -225,5 +262,8 @@ CHANGES = {
     "other positions": other,
     "embeddings": embedded,
     "ignored labels": ignored,
+    "holes": with_holes,
+    "hidden target": hidden_target,
+    "permutation": permuted,
 }
 """What is changed in the arguments of a call; False if the model has no such call."""

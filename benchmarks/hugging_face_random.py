@@ -174,9 +174,9 @@ def class_arguments(head: str) -> dict[str, Any]:
     return {"add_pooling_layer": False} if head == "bare" else {}
 
 
-def read_back(kind: str, name: str, head: str, place: Path) -> Any:
+def read_back(kind: str, name: str, head: str, place: Path, dtype: Any = torch.float32) -> Any:
     """Their model of a directory. Their other products of experts refuse widths as small as these."""
-    options = {"attn_implementation": attention(kind, head), "dtype": torch.float32}
+    options = {"attn_implementation": attention(kind, head), "dtype": dtype}
     model = getattr(transformers, name).from_pretrained(place, **options, **class_arguments(head)).eval()
     model.config._experts_implementation = "eager"
     return model
@@ -273,7 +273,7 @@ def compare(kind: str, name: str, head: str, config: dict[str, Any], style: Styl
         try:
             model = saved(kind, name, head, config, style, place, seed)
             if OPTIONS.bfloat16:
-                return compare_bfloat16(kind, head, model, place, rng)
+                return compare_bfloat16(kind, name, head, model, style, place, rng)
             extra = list(OPTIONS.extra) or rng.choice(calls.EXTRA, EXTRA, replace=False).tolist()
             made = calls.calls_of(kind, head, model, rng, extra)
             ours = jaxformer.from_pretrained(place)
@@ -315,7 +315,9 @@ def compare(kind: str, name: str, head: str, config: dict[str, Any], style: Styl
             return "error", f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno})"
 
 
-def compare_bfloat16(kind: str, head: str, model: Any, place: Path, rng: np.random.Generator) -> tuple[str, str]:
+def compare_bfloat16(
+    kind: str, name: str, head: str, model: Any, style: Style, place: Path, rng: np.random.Generator
+) -> tuple[str, str]:
     """Outputs computed in bfloat16 from weights that bfloat16 holds, of a text of `calls.LONG` tokens.
 
     Both libraries round after each operation, by at most 2^-9 of a value, so that the error of theirs (bfloat16 against
@@ -323,16 +325,15 @@ def compare_bfloat16(kind: str, head: str, model: Any, place: Path, rng: np.rand
     of the 95th percentile, and one rounding more. A mixture's rounded scores send tokens to other experts: there the
     typical token alone is compared.
     """
-    low = copy.deepcopy(model).to(torch.bfloat16)
-    model = copy.deepcopy(low).float()
-    model.config._experts_implementation = low.config._experts_implementation = "eager"
     given = calls.long_text(kind, head, model, rng)
     tensors = {key: torch.as_tensor(np.ascontiguousarray(x)) for key, x in given.items()}
     with their_code():
-        model.save_pretrained(place)
+        if style.weights != "bfloat16":
+            save(model, "bfloat16", place)
+            rewrite(place / "config.json", style.config)
         exact, theirs = (
-            parts_of(x(**tensors, output_hidden_states=True, **({"use_cache": False} if kind != "xlnet" else {})))
-            for x in (model, low)
+            parts_of(read_back(kind, name, head, place, x)(**tensors, output_hidden_states=True))
+            for x in (torch.float32, torch.bfloat16)
         )
     ours = parts_of(jaxformer.from_pretrained(place, dtype="bfloat16")(**given, output_hidden_states=True))
     mask, is_pair = given.get("attention_mask"), bool(getattr(model.config, "is_encoder_decoder", False))

@@ -9,7 +9,7 @@ import numpy as np
 
 OPTION_RATE = 0.25
 """The share of searches that have each option."""
-COUNTS_PADDING = ("no_repeat_ngram_size", "bad_words_ids")
+COUNTS_PADDING = ("no_repeat_ngram_size", "bad_words_ids", "repetition_penalty")
 """Options that count a prompt's padding in the other library and not here (docs/hugging-face.md)."""
 
 
