@@ -93,7 +93,8 @@ def text_of(
     if which != "whole":
         given |= labels_of(kind, head, config, ids, mask, shares, rng)
     from_source = kind in ENDED and rng.random() < 0.5  # the decoder reads the source
-    if getattr(config, "is_encoder_decoder", False) and "labels" not in given and head != "qa" and not from_source:
+    has_target = getattr(config, "is_encoder_decoder", False) and head not in ("qa", "encoder")
+    if has_target and "labels" not in given and not from_source:
         plain = plain_tokens(sides(config)[1])
         given["decoder_input_ids"] = plain[rng.integers(0, len(plain), (rows, 7))]
     return given
@@ -113,7 +114,7 @@ def long_text(kind: str, head: str, model: Any, rng: np.random.Generator) -> dic
         ids[ids == config.eos_token_id] = plain[0]
         ids[:, length - 50] = config.eos_token_id
     given = {"input_ids": ids, "attention_mask": mask}
-    if config.is_encoder_decoder and head != "qa" and not (kind in ENDED and head == "sequence"):
+    if config.is_encoder_decoder and head not in ("qa", "encoder") and not (kind in ENDED and head == "sequence"):
         plain = plain_tokens(target)
         given["decoder_input_ids"] = plain[rng.integers(0, len(plain), (2, length))]
     return choices_of(given) if head == "multiple_choice" else given
