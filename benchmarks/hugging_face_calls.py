@@ -225,7 +225,8 @@ def with_holes(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.
     """Hides tokens anywhere but at the ends, where families differ from their `eager` attention."""
     mask = rng.random(given["input_ids"].shape) < 0.7
     mask[:, [0, -1]] = True
-    given["attention_mask"] = mask if rng.random() < 0.3 and not kind.startswith("deberta") else mask.astype(np.int64)
+    takes_bools = kind != "xlnet" and not kind.startswith("deberta")
+    given["attention_mask"] = mask if takes_bools and rng.random() < 0.3 else mask.astype(np.int64)
     return True
 
 

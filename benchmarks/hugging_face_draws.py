@@ -39,7 +39,8 @@ BOOLS = ("scale_embedding", "tie_word_embeddings", "attention_bias", "mlp_bias",
     "sparse_prediction")  # fmt: skip
 RARE = ("is_decoder", "add_cross_attention", "talking_head", "sparse_prediction", "use_sliding_window", "legacy",
     "num_hidden_groups", "inner_group_num", "encoder_layerdrop", "decoder_layerdrop", "layerdrop", "mlp_only_layers",
-    "decoder_sparse_step", "chunk_size_feed_forward", "bos_token_id", "mem_len", "reuse_len", "bi_data")  # fmt: skip
+    "decoder_sparse_step", "chunk_size_feed_forward", "bos_token_id", "mem_len", "reuse_len", "bi_data",
+    "same_length")  # fmt: skip
 """Keys whose other values are refused, or change nothing: drawn less often."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -175,6 +176,13 @@ FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {"summary_type": ("cls_index", "first"), "scale_attn_weights": (True, False), "n_inner": (None, 20, 33)},
     "gptj": {"n_inner": (None, 20)},
     "gpt_neo": {"intermediate_size": (None, 20)},
+    "xlnet": {
+        "summary_activation": ("tanh", "gelu", "relu"),
+        "summary_type": ("last", "first", "mean"),
+        "summary_proj_to_labels": (False,),
+        "n_layers": (None,),
+        "d_head": (None,),
+    },
     "albert": {"embedding_size": (16, 9, 24)},
     "electra": {"embedding_size": (24, 16, 9), "summary_activation": ("gelu", "tanh")},
     "big_bird": {"num_random_blocks": (1, 2)},
@@ -258,7 +266,7 @@ def build(kind: str, head: str, listed: dict[str, Any], changed: dict[str, Any])
         config.pop("num_labels", None)
     for name in ("head_dim", "num_key_value_heads", "embedding_size", "n_inner", "intermediate_size", "layer_types",
                  "sep_token_id", "num_decoder_layers", "classifier_dropout", "attention_head_size", "d_head",
-                 "original_max_position_embeddings"):  # fmt: skip
+                 "n_layers", "original_max_position_embeddings"):  # fmt: skip
         if name in config and config[name] is None:
             del config[name]
     layers = next(config[name] for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers")

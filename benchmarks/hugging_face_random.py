@@ -103,7 +103,8 @@ class Style(NamedTuple):
 
 def attention(kind: str, head: str) -> str:
     """Their attention. Padding before a text, which spans compete with, is ours in `sdpa` alone."""
-    return "sdpa" if kind == "modernbert" or (head == "qa" and "decoder" in sides_of(kind)) else "eager"
+    has_padding = head == "qa" and kind != "xlnet" and "decoder" in sides_of(kind)
+    return "sdpa" if kind == "modernbert" or has_padding else "eager"
 
 
 @functools.cache
