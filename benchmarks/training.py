@@ -8,7 +8,9 @@ PYTHON is an interpreter with torch and transformers. After `--warm` steps of ea
 process does a few steps in every round while the others wait. What other processes of the machine did meanwhile is
 read from /proc/stat: a window in which they had more than QUIET of a core does not count, and a model without three
 windows that do has no ratio. (Torch's threads wait for each other, so others slow them more than XLA's: disturbed
-ratios are wrong in our favour.) Exits with 1 where a ratio fell below the recorded one by more than both spreads.
+ratios are wrong in our favour.) A virtual machine's host can take free pages back while a process waits, and fetching
+them again is the kernel's time: its share of each process's processor time is printed. Exits with 1 where a ratio fell
+below the recorded one by more than both spreads.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ class Child:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         self.about = self.read()
+        self.processor_seconds = self.kernel_seconds = 0.0
 
     def read(self) -> dict:
         for line in self.process.stdout:
@@ -78,6 +81,8 @@ class Child:
         self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
         row = self.read()
+        self.processor_seconds += row["processor_seconds"]
+        self.kernel_seconds += row["kernel_seconds"]
         others = processor_seconds() - busy - row["processor_seconds"]
         return statistics.fmean(row["seconds"]), max(0.0, others / (time.perf_counter() - begun))
 
@@ -100,6 +105,7 @@ def measure(name: str, shape: shared.Shape, dtype: str, systems: list[str], flag
     taken: dict[str, list[tuple[float, float]]] = {system: [] for system in systems}
     first: dict[str, list[float]] = {system: [] for system in systems}
     about: dict[str, dict] = {}
+    kernel: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as caches:
         for _ in range(flags.starts):
             children: dict[str, Child] = {}
@@ -108,10 +114,12 @@ def measure(name: str, shape: shared.Shape, dtype: str, systems: list[str], flag
                     children[system] = child = Child(system, shape, dtype, flags.peer, caches)
                     first[system].append(child.about["first_step_seconds"])
                     child.window(flags.warm)
+                    child.processor_seconds = child.kernel_seconds = 0.0
                 for _ in range(flags.rounds):
                     for system, child in children.items():
                         taken[system].append(child.window())
                 about = {system: child.about | child.end() for system, child in children.items()}
+                kernel = {name: child.kernel_seconds / child.processor_seconds for name, child in children.items()}
             finally:
                 for child in children.values():
                     child.process.kill()
@@ -124,6 +132,7 @@ def measure(name: str, shape: shared.Shape, dtype: str, systems: list[str], flag
         "hardware": hardware(), "parameters": about["jaxformer"]["parameters"], "tokens": shared.positions(shape),
         "windows": taken, "peak_bytes": {system: each["peak_bytes"] for system, each in about.items()},
         "first_step_seconds": first, "overhead_seconds": about["jaxformer"]["overhead_seconds"],
+        "kernel_share": kernel,
     }  # fmt: skip
     return row | judged(taken)
 
@@ -263,7 +272,9 @@ def main(argv: list[str] | None = None) -> int:
         for dtype in flags.dtypes.split(","):
             shape = (shared.TOYS if flags.smoke else shared.SHAPES)[name]
             row = measure(name, shape, dtype, systems, flags)
-            print(" | ".join(cells(row)), flush=True)
+            print(" | ".join(cells(row)))
+            shares = (f"{system} {share:.1%}" for system, share in row["kernel_share"].items())
+            print("the kernel's share of the processor time:", ", ".join(shares), flush=True)
             failed += not flags.smoke and fell(row, known.get(key(row)))
             with open(flags.output, "a") as file:
                 file.write(json.dumps(row) + "\n")

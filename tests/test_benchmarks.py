@@ -174,7 +174,31 @@ def test_training_steps_are_timed(tmp_path, capsys):
         len(row["windows"]["jaxformer"]) == 2
         and 0 < row["overhead_seconds"] < row["first_step_seconds"]["jaxformer"][0]
     )
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    *_, shares = capsys.readouterr().out.splitlines()
+    assert 0 <= row["kernel_share"]["jaxformer"] < 1
+    assert shares == f"the kernel's share of the processor time: jaxformer {row['kernel_share']['jaxformer']:.1%}"
+
+
+def test_free_pages_go_back_while_a_timed_step_runs(monkeypatch):
+    """What a step holds must stay: fetching a page again from a virtual machine's host takes long."""
+    timed, order = script("training_jax"), []
+    training = object.__new__(timed.Training)
+    training.mesh, training.turn, training.state = jax.make_mesh((1,), ("data",)), itertools.repeat(None), None
+    monkeypatch.setattr(timed.steps, "shard_batch", lambda batch, mesh: batch)
+    training.step = lambda state, batch: order.append("started") or (state, {"loss": (6.0, 2.0)})
+    training.heap = SimpleNamespace(after_step=lambda: order.append("pages went back"))
+    monkeypatch.setattr(timed.jax, "device_get", lambda sums: order.append("ended") or sums)
+    assert training.run() == 3.0 and order == ["started", "pages went back", "ended"]
+
+
+def test_bare_products_are_all_done(monkeypatch):
+    """One program of them all would leave out those that are equal: the gradients of kernels of one shape."""
+    timed, done = script("training_jax"), []
+    shape = dataclasses.replace(timed.shared.TOYS["gpt"], layers=2)
+    monkeypatch.setattr(timed.jax, "block_until_ready", done.append)
+    timed.bare(shape, "float32")()
+    shapes = [(y.shape, *(each.shape for each in gradients)) for y, gradients in done]
+    assert shapes == [((n, o), (n, m), (m, o)) for n, m, o in timed.shared.products(shape)]
 
 
 def test_a_fall_beyond_the_spreads_is_an_error():

@@ -72,7 +72,8 @@ class HeapTrimmer:
     into the same place, so that a heap comes to hold several copies of a step's temporary arrays, all but one of them
     free. Their pages, and what the compiler left, are returned after each of the first steps. Later they are returned
     when resident memory exceeds `GROWTH` times what it was after the first step that followed the last return, when the
-    heap held one copy. They are not returned at every step: a page that is used again has to be cleared by the kernel.
+    heap held one copy. They are not returned at every step: a page that is used again has to be cleared by the kernel,
+    and where it had been idle a virtual machine's host may have to find it again, which takes ten times as long.
 
     Args:
       platform: that of the devices: accelerators have the temporary arrays in a memory of their own, and nothing is
@@ -88,7 +89,10 @@ class HeapTrimmer:
         self._trim, self._resident = trim or _malloc_trim, resident or _resident_pages
 
     def after_step(self) -> None:
-        """Counts a step, and returns free pages where that is due."""
+        """Counts a step, and returns free pages where that is due.
+
+        Call it when the step was started, not when it has ended: what it holds then stays.
+        """
         self.steps += 1
         if not self._on_cpu:
             return
