@@ -2,11 +2,12 @@
 #   make quickstart   install, train on embedded data, evaluate, translate a handful, write the report
 #   make docs         the documentation site, in build/site
 #   make test-fast    a part of the tests in less than a minute, for each change
+#   make test-all     the slow tests too: before a release, and on the public forge
 #   make test lint    PYTHON chooses the interpreter of a new environment, VENV its folder
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast goldens lint format bench lock package docs
+.PHONY: help quickstart test test-all test-fast goldens lint format bench lock package docs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -34,7 +35,11 @@ quickstart: $(VENV)/.installed
 	paste -d '=' $(RUN)/handful.txt $(RUN)/handful.out.txt | sed 's/=/  ->  /'
 	$(BIN)/python -m jaxformer report --workdir=$(RUN)
 
+# All but those in tests/slow.txt. Every planted mistake (benchmarks/mutants.py) is caught by one of these.
 test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal -m "not slow" $(TESTS)
+
+test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist=worksteal $(TESTS)
 
 # For each change: tests of every room that need no long run, in less than a minute on two quiet cores.

@@ -13,15 +13,20 @@ import numpy as np
 
 BASE = ("right", "left", "whole")
 EXTRA = ("one token", "padded row", "no mask", "counted positions", "shifted positions", "other positions",
-    "embeddings", "ignored labels")  # fmt: skip
+    "embeddings", "ignored labels", "holes", "hidden target",
+    "permutation")  # fmt: skip
 """Calls beside the first three: a text of one token, a row of padding alone, padding that no mask hides, explicit
-positions (counted by the mask, from another first one, in any order or from 0 again), embeddings, and labels that
-are all ignored."""
+positions (counted by the mask, from another first one, in any order or from 0 again), embeddings, labels that
+are all ignored, a mask that hides tokens anywhere, a mask of the decoder's input, and XLNet's masks of permutations,
+its targets and its memories."""
+
+LONG = 300
+"""Tokens of a text in bfloat16, which tells whole numbers apart up to 256."""
 
 IN_BLOCKS = ("longt5", "big_bird")
 """Families whose attention is not one table in the other library."""
-ENCODERS = ("albert", "bert", "big_bird", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "roberta",
-    "roberta-prelayernorm", "roformer", "xlm-roberta")  # fmt: skip
+READ_PADDING = ("bloom", "gemma2", "gpt_neo", "longt5", "mt5", "roformer", "t5", "t5gemma", "xglm", "xlnet")
+"""Families for which a row of padding alone differs (docs/hugging-face.md)."""
 ENDED = ("bart", "mbart")
 """Families whose classifier reads the hidden state of the last end token."""
 
@@ -88,10 +93,31 @@ def text_of(
     if which != "whole":
         given |= labels_of(kind, head, config, ids, mask, shares, rng)
     from_source = kind in ENDED and rng.random() < 0.5  # the decoder reads the source
-    if getattr(config, "is_encoder_decoder", False) and "labels" not in given and head != "qa" and not from_source:
+    has_target = getattr(config, "is_encoder_decoder", False) and head not in ("qa", "encoder")
+    if has_target and "labels" not in given and not from_source:
         plain = plain_tokens(sides(config)[1])
         given["decoder_input_ids"] = plain[rng.integers(0, len(plain), (rows, 7))]
     return given
+
+
+def long_text(kind: str, head: str, model: Any, rng: np.random.Generator) -> dict[str, Any]:
+    """A text of `LONG` tokens, and one that is padded: on the right, but before a decoder's text."""
+    config, length = model.config, LONG
+    source, target = sides(config)
+    plain = plain_tokens(source)
+    ids = plain[rng.integers(0, len(plain), (2, length))]
+    mask = np.ones_like(ids)
+    mask[1, slice(-40, None)] = 0
+    if source.pad_token_id is not None and 0 <= source.pad_token_id < vocabulary(source):
+        ids[mask == 0] = source.pad_token_id
+    if head == "sequence" and kind in (*ENDED, "t5", "mt5"):
+        ids[ids == config.eos_token_id] = plain[0]
+        ids[:, length - 50] = config.eos_token_id
+    given = {"input_ids": ids, "attention_mask": mask}
+    if config.is_encoder_decoder and head not in ("qa", "encoder") and not (kind in ENDED and head == "sequence"):
+        plain = plain_tokens(target)
+        given["decoder_input_ids"] = plain[rng.integers(0, len(plain), (2, length))]
+    return choices_of(given) if head == "multiple_choice" else given
 
 
 def choices_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -191,8 +217,44 @@ def ignored(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.ran
 
 
 def hidden(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
-    """Encoders alone: what a decoder computes without a token or a source differs between their attentions."""
-    return "ForCausalLM" not in type(model).__name__ and not model.config.is_encoder_decoder and kind in ENCODERS
+    """Not of the families whose only attention reads all slots of such a row alike, and of encoder-decoders."""
+    return kind not in READ_PADDING and not model.config.is_encoder_decoder
+
+
+def with_holes(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
+    """Hides tokens anywhere but at the ends, where families differ from their `eager` attention."""
+    mask = rng.random(given["input_ids"].shape) < 0.7
+    mask[:, [0, -1]] = True
+    takes_bools = kind != "xlnet" and not kind.startswith("deberta")
+    given["attention_mask"] = mask if takes_bools and rng.random() < 0.3 else mask.astype(np.int64)
+    return True
+
+
+def hidden_target(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
+    """Hides tokens of the decoder's input, but the first."""
+    target = given.get("decoder_input_ids", given.get("labels"))
+    if not takes(model, "decoder_attention_mask") or target is None or target.ndim != 2 or head == "sequence":
+        return False
+    mask = rng.random(target.shape) < 0.7
+    mask[:, 0] = True
+    given["decoder_attention_mask"] = mask.astype(np.int64)
+    return True
+
+
+def permuted(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
+    """XLNet with what each slot does not see, at times with predicted slots, and with earlier hidden states."""
+    if kind != "xlnet" or head == "multiple_choice":
+        return False
+    rows, length = given["input_ids"].shape
+    given["perm_mask"] = (rng.random((rows, length, length)) < 0.4).astype(np.float32)
+    if head in ("causal_lm", "model") and rng.random() < 0.6:
+        slots = rng.integers(0, length, (rows, 3))
+        given["target_mapping"] = np.eye(length, dtype=np.float32)[slots]
+        if "labels" in given:
+            given["labels"] = np.take_along_axis(given["labels"], slots, axis=1)
+    if rng.random() < 0.5:
+        given["mems"] = rng.normal(size=(model.config.n_layer, 4, rows, model.config.d_model)).astype(np.float32)
+    return True
 
 
 CHANGES = {
@@ -202,5 +264,8 @@ CHANGES = {
     "other positions": other,
     "embeddings": embedded,
     "ignored labels": ignored,
+    "holes": with_holes,
+    "hidden target": hidden_target,
+    "permutation": permuted,
 }
 """What is changed in the arguments of a call; False if the model has no such call."""

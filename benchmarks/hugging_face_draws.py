@@ -39,7 +39,8 @@ BOOLS = ("scale_embedding", "tie_word_embeddings", "attention_bias", "mlp_bias",
     "sparse_prediction")  # fmt: skip
 RARE = ("is_decoder", "add_cross_attention", "talking_head", "sparse_prediction", "use_sliding_window", "legacy",
     "num_hidden_groups", "inner_group_num", "encoder_layerdrop", "decoder_layerdrop", "layerdrop", "mlp_only_layers",
-    "decoder_sparse_step", "chunk_size_feed_forward", "bos_token_id", "mem_len", "reuse_len", "bi_data")  # fmt: skip
+    "decoder_sparse_step", "chunk_size_feed_forward", "bos_token_id", "mem_len", "reuse_len", "bi_data",
+    "same_length")  # fmt: skip
 """Keys whose other values are refused, or change nothing: drawn less often."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -119,7 +120,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (4, 3, 6),
     "n_routed_experts": (4, 6),
     "num_experts_per_tok": (2, 1, 3),
-    "n_shared_experts": (1, 2, None),
+    "n_shared_experts": (1, 2),
     "moe_intermediate_size": (10, 7),
     "first_k_dense_replace": (1, 0, 2),
     "kv_lora_rank": (6, 9),
@@ -155,6 +156,7 @@ FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "distilbert": {"pad_token_id": (0, 3)},
     "roformer": {"max_position_embeddings": (40, 64)},
     "gemma3_text": {
+        "query_pre_attn_scalar": (16, 8, 5),
         "sliding_window": (3, 5, 40),
         "final_logit_softcapping": (None, 2.0),
         "attn_logit_softcapping": (None, 1.5),
@@ -174,6 +176,13 @@ FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {"summary_type": ("cls_index", "first"), "scale_attn_weights": (True, False), "n_inner": (None, 20, 33)},
     "gptj": {"n_inner": (None, 20)},
     "gpt_neo": {"intermediate_size": (None, 20)},
+    "xlnet": {
+        "summary_activation": ("tanh", "gelu", "relu"),
+        "summary_type": ("last", "first", "mean"),
+        "summary_proj_to_labels": (False,),
+        "n_layers": (None,),
+        "d_head": (None,),
+    },
     "albert": {"embedding_size": (16, 9, 24)},
     "electra": {"embedding_size": (24, 16, 9), "summary_activation": ("gelu", "tanh")},
     "big_bird": {"num_random_blocks": (1, 2)},
@@ -257,7 +266,7 @@ def build(kind: str, head: str, listed: dict[str, Any], changed: dict[str, Any])
         config.pop("num_labels", None)
     for name in ("head_dim", "num_key_value_heads", "embedding_size", "n_inner", "intermediate_size", "layer_types",
                  "sep_token_id", "num_decoder_layers", "classifier_dropout", "attention_head_size", "d_head",
-                 "original_max_position_embeddings"):  # fmt: skip
+                 "n_layers", "original_max_position_embeddings"):  # fmt: skip
         if name in config and config[name] is None:
             del config[name]
     layers = next(config[name] for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers")
@@ -276,6 +285,16 @@ def build(kind: str, head: str, listed: dict[str, Any], changed: dict[str, Any])
     if rope or "partial_rotary_factor" in config:
         config |= rope_of(kind, config, rope or "default")
     return config
+
+
+def lengthen(config: dict[str, Any]) -> None:
+    """Gives a configuration positions for long texts."""
+    for name in ("max_position_embeddings", "n_positions"):
+        if name in config:
+            config[name] = 320
+    for side in ("encoder", "decoder"):
+        if isinstance(config.get(side), dict):
+            lengthen(config[side])
 
 
 PAIR = {"decoder_start_token_id": (1, 4), "pad_token_id": (0, 3), "eos_token_id": (2, 7), "bos_token_id": (1, None),
@@ -305,6 +324,40 @@ def build_pair(sides: dict[str, str], listed: dict[str, Any], changed: dict[str,
         config[side] = {"model_type": sides[side], **build(sides[side], head, listed[side], own)}
     config["decoder"] |= {"is_decoder": True, "add_cross_attention": True}
     return config
+
+
+GEMMA_SIDE = ("attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "head_dim", "hidden_activation",
+    "hidden_size", "intermediate_size", "layer_types", "max_position_embeddings", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "query_pre_attn_scalar", "rms_norm_eps", "rope_parameters",
+    "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id")  # fmt: skip
+"""Keys that either side of a T5Gemma has."""
+
+
+def draw_t5gemma(head: str, gemma: dict[str, Any], rng: np.random.Generator, rate: float) -> dict[str, Any]:
+    """Values of both sides of a T5Gemma, as "encoder.key" and "decoder.key", and those of the whole."""
+    found = {}
+    for side in ("encoder", "decoder"):
+        own = draw("gemma2", "causal_lm", gemma, rng, rate)
+        found |= {f"{side}.{name}": value for name, value in own.items() if name in GEMMA_SIDE}
+        if found.get(f"{side}.pad_token_id", 0) is None or head not in ("sequence", "token"):
+            found.pop(f"{side}.pad_token_id", None)
+    whole = {"tie_word_embeddings": (False,), "weights": CHOICES["weights"][1:], "dropout_rate": (0.1,)}
+    if head in ("sequence", "token"):
+        whole |= {"num_labels": (1, 2, 5), "is_encoder_decoder": (False,), "classifier_dropout_rate": (0.2,)}
+    if head == "sequence":
+        whole["problem_type"] = CHOICES["problem_type"][1:]
+    return found | {name: values[rng.integers(len(values))] for name, values in whole.items() if rng.random() < rate}
+
+
+def build_t5gemma(head: str, gemma: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the config class of a T5Gemma."""
+    config = {name: x for name, x in changed.items() if "." not in name and name != "weights"}
+    for side in ("encoder", "decoder"):
+        own = {name.removeprefix(f"{side}."): x for name, x in changed.items() if name.startswith(f"{side}.")}
+        config[side] = {
+            name: x for name, x in build("gemma2", "causal_lm", gemma, own).items() if name in GEMMA_SIDE
+        } | {"vocab_size": VOCAB}
+    return {"vocab_size": VOCAB, "is_encoder_decoder": head != "encoder"} | config
 
 
 def rope_of(kind: str, config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class Options(NamedTuple):
 
     extra: tuple[str, ...] = ()
     searches: int = 1
+    bfloat16: bool = False
 
 
 OPTIONS = Options()
@@ -102,7 +103,8 @@ class Style(NamedTuple):
 
 def attention(kind: str, head: str) -> str:
     """Their attention. Padding before a text, which spans compete with, is ours in `sdpa` alone."""
-    return "sdpa" if kind == "modernbert" or (head == "qa" and "decoder" in sides_of(kind)) else "eager"
+    has_padding = head == "qa" and kind != "xlnet" and "decoder" in sides_of(kind)
+    return "sdpa" if kind == "modernbert" or has_padding else "eager"
 
 
 @functools.cache
@@ -138,7 +140,22 @@ def saved(kind: str, name: str, head: str, config: dict[str, Any], style: Style,
                 tensor.copy_(scale * torch.randn_like(tensor))
         save(model, style.weights, place)
         rewrite(place / "config.json", style.config)
+        if head in ("causal_lm", "seq2seq"):
+            add_options(place / "generation_config.json", model, seed)
         return read_back(kind, name, head, place)
+
+
+def add_options(path: Path, model: Any, seed: int) -> None:
+    """Random options of a search in generation_config.json, or in config.json without that file, as was once usual."""
+    vocab = calls.vocabulary(calls.sides(model.config)[1])
+    is_pair = bool(getattr(model.config, "is_encoder_decoder", False))
+    rng = np.random.default_rng([seed, 1])
+    found = searches.file_options(is_pair, vocab, rng)
+    if rng.random() < 0.3:
+        path.unlink(missing_ok=True)
+        path = path.with_name("config.json")
+    if found and path.exists():
+        path.write_text(json.dumps(json.loads(path.read_text()) | found))
 
 
 def save(model: Any, weights: str, place: Path) -> None:
@@ -158,9 +175,9 @@ def class_arguments(head: str) -> dict[str, Any]:
     return {"add_pooling_layer": False} if head == "bare" else {}
 
 
-def read_back(kind: str, name: str, head: str, place: Path) -> Any:
+def read_back(kind: str, name: str, head: str, place: Path, dtype: Any = torch.float32) -> Any:
     """Their model of a directory. Their other products of experts refuse widths as small as these."""
-    options = {"attn_implementation": attention(kind, head), "dtype": torch.float32}
+    options = {"attn_implementation": attention(kind, head), "dtype": dtype}
     model = getattr(transformers, name).from_pretrained(place, **options, **class_arguments(head)).eval()
     model.config._experts_implementation = "eager"
     return model
@@ -169,7 +186,7 @@ def read_back(kind: str, name: str, head: str, place: Path) -> Any:
 def rewrite(path: Path, style: str) -> None:
     """config.json without keys that have their defaults, or with rotary keys of version 4."""
     content = json.loads(path.read_text())
-    if style == "few keys" and content["model_type"] != "encoder-decoder":
+    if style == "few keys" and content["model_type"] not in ("encoder-decoder", "t5gemma"):
         defaults = keys.key_lists()["families"][content["model_type"]]["defaults"]
         content = {key: value for key, value in content.items() if key not in defaults or value != defaults[key]}
     if style == "older keys" and isinstance(content.get("rope_parameters"), dict):
@@ -256,6 +273,8 @@ def compare(kind: str, name: str, head: str, config: dict[str, Any], style: Styl
         place = Path(folder) / "theirs"
         try:
             model = saved(kind, name, head, config, style, place, seed)
+            if OPTIONS.bfloat16:
+                return compare_bfloat16(kind, name, head, model, style, place, rng)
             extra = list(OPTIONS.extra) or rng.choice(calls.EXTRA, EXTRA, replace=False).tolist()
             made = calls.calls_of(kind, head, model, rng, extra)
             ours = jaxformer.from_pretrained(place)
@@ -266,7 +285,7 @@ def compare(kind: str, name: str, head: str, config: dict[str, Any], style: Styl
                 if which != "whole" and batch_decides(kind, model.config):
                     continue
                 try:
-                    found = compare_call(model, ours, given, is_pair)
+                    found = compare_call(model, ours, given, is_pair, which == "padded row")
                 except (TheirsFails, ConfigError) as error:
                     if which in calls.BASE:
                         raise
@@ -297,8 +316,55 @@ def compare(kind: str, name: str, head: str, config: dict[str, Any], style: Styl
             return "error", f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno})"
 
 
-def compare_call(model: Any, ours: Any, given: dict[str, Any], is_pair: bool) -> str:
+def compare_bfloat16(
+    kind: str, name: str, head: str, model: Any, style: Style, place: Path, rng: np.random.Generator
+) -> tuple[str, str]:
+    """Outputs computed in bfloat16 from weights that bfloat16 holds, of a text of `calls.LONG` tokens.
+
+    Both libraries round after each operation, by at most 2^-9 of a value, so that the error of theirs (bfloat16 against
+    float32 of the same weights) says what rounding does to this model. Ours may be twice that, of the typical token and
+    of the 95th percentile, and one rounding more. A mixture's rounded scores send tokens to other experts: there the
+    typical token alone is compared.
+    """
+    given = calls.long_text(kind, head, model, rng)
+    tensors = {key: torch.as_tensor(np.ascontiguousarray(x)) for key, x in given.items()}
+    with their_code():
+        if style.weights != "bfloat16":
+            save(model, "bfloat16", place)
+            rewrite(place / "config.json", style.config)
+        exact, theirs = (
+            parts_of(read_back(kind, name, head, place, x)(**tensors, output_hidden_states=True))
+            for x in (torch.float32, torch.bfloat16)
+        )
+    ours = parts_of(jaxformer.from_pretrained(place, dtype="bfloat16")(**given, output_hidden_states=True))
+    mask, is_pair = given.get("attention_mask"), bool(getattr(model.config, "is_encoder_decoder", False))
+    mask = mask.reshape(-1, mask.shape[-1]) if mask is not None else None
+    worst, what = 1.0, ""
+    shares = (0.5,) if any("expert" in key for key in model.config.to_dict()) else (0.5, 0.95)
+    for output, truth in exact.items():
+        if output not in ours or truth.ndim < 2 or "router" in output:
+            continue
+        found = [
+            seen(output, np.asarray(x[output], np.float64), mask, is_pair) for x in (ours, theirs, {output: truth})
+        ]
+        found = [x.reshape(-1, x.shape[-1] if truth.ndim > 2 else 1) for x in found]
+        finite = np.isfinite(found[2]).all(1)
+        errors = [np.sqrt(np.square(x - found[2])[finite].mean(1)) for x in found[:2]]
+        size = np.sqrt(np.square(found[2][finite]).mean()) * 2.0**-9
+        for share in shares:
+            mine, bound = (np.quantile(x, share) for x in errors)
+            if not mine <= worst * (2 * bound + size):
+                worst = mine / (2 * bound + size) if mine == mine else np.inf
+                what = f"bfloat16: {output}: error {mine / size:.1f} roundings, theirs {bound / size:.1f}, at {share}"
+    return ("different", what) if what else ("equal", "")
+
+
+def compare_call(model: Any, ours: Any, given: dict[str, Any], is_pair: bool, hidden: bool = False) -> str:
+    """The output that differs; `hidden`: of rows without a token, in their default attention, which is `sdpa`."""
     flags = {"output_hidden_states": True, "output_attentions": model.config.model_type not in calls.IN_BLOCKS}
+    if hidden and type(model)._supports_sdpa:
+        model, flags = copy.deepcopy(model), {"output_hidden_states": True}
+        model.set_attn_implementation("sdpa")
     tensors = {key: torch.as_tensor(np.ascontiguousarray(x)) for key, x in given.items()}
     with their_code():
         expected = parts_of(model(**tensors, **flags))
@@ -312,7 +378,7 @@ def compare_call(model: Any, ours: Any, given: dict[str, Any], is_pair: bool) ->
     try:
         got = ours(**given, **flags)
     except ConfigError as error:
-        if "attentions" not in str(error):
+        if hidden or "attentions" not in str(error):
             raise
         got = ours(**given, output_hidden_states=True)
     mask = given.get("attention_mask")
@@ -336,7 +402,7 @@ def compare_search(kind: str, model: Any, ours: Any, texts: dict[str, dict[str, 
     which, given = searches.search_inputs(model.config, chosen, rng)
     tensors = {key: torch.as_tensor(np.ascontiguousarray(x)) for key, x in given.items()}
     with their_code():
-        written = model.generate(**tensors, max_new_tokens=6, do_sample=False).numpy()
+        written = model.generate(**tensors, max_new_tokens=6, do_sample=False, num_beams=1).numpy()
     prompt = (
         given.get("decoder_input_ids", given["input_ids"][:, :0]).shape[1] + 1
         if is_pair
@@ -346,32 +412,55 @@ def compare_search(kind: str, model: Any, ours: Any, texts: dict[str, dict[str, 
     vocab = calls.vocabulary(calls.sides(model.config)[1])
     options = searches.options_of(is_pair, vocab, new.reshape(-1) if new.size else written.reshape(-1), prompt, rng)
     options = searches.drop_counting(options, given, is_pair)
-    asked = options | {"return_dict_in_generate": True, "output_scores": options["num_beams"] > 1}
+    if "prompt_lookup_num_tokens" in options:
+        given = {key: x[:1] for key, x in given.items()}
+    tensors = {key: torch.as_tensor(np.ascontiguousarray(x)) for key, x in given.items()}
+    in_file = {x: y for x, y in model.generation_config.to_dict().items() if x in searches.IN_FILE and y is not None}
+    if searches.drop_counting(in_file, given, is_pair) != in_file:
+        return ""
+    options = searches.beside_file(options, in_file, rng)
+    beams = (in_file | options).get("num_beams", 1)
     with their_code():
-        expected = model.generate(**tensors, **asked)
-    asked.pop("output_scores")
+        expected = model.generate(**tensors, **options, return_dict_in_generate=True, output_scores=beams > 1)
     try:
-        got = ours.generate(**given, **asked)
+        got = ours.generate(**given, **options, return_dict_in_generate=True)
     except ConfigError as error:
         return f"refused search: {error}"
     mine, theirs = np.asarray(got["sequences"]), expected.sequences.numpy()
-    if options["num_beams"] > 1:  # what no hypothesis fills is theirs to fill
-        real = np.isfinite(np.asarray(got["sequences_scores"]))
-        mine, theirs = (mine[real], theirs[real]) if mine.shape == theirs.shape else (mine, theirs)
-    if mine.shape == theirs.shape and (mine == theirs).all():
-        if options["num_beams"] == 1:
-            return ""
-        mine, theirs = np.asarray(got["sequences_scores"]), expected.sequences_scores.numpy()
-        size = max(np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0), 1e-9)
-        with np.errstate(invalid="ignore"):
-            if not (np.abs(mine - theirs)[np.isfinite(theirs) & np.isfinite(mine)] > 2e-5 * size).any():
-                return ""
-        return f"scores of {which}, {options}: {mine.tolist()}, theirs {theirs.tolist()}"
+    if beams == 1 and mine.shape == theirs.shape and (mine == theirs).all():
+        return ""
+    told = f"of {which}, {options}" + (f" beside {in_file}" if in_file else "")
+    if beams > 1 and mine.shape == theirs.shape:
+        ends = (in_file | options).get("forced_eos_token_id")
+        return compare_beams(got, expected, len(given["input_ids"]), ends if isinstance(ends, list) else [], told)
     with their_code():
         exact = copy.deepcopy(model).double().generate(**tensors, **options).numpy()
     if mine.shape == exact.shape and (mine == exact).all():
         return ""
-    return f"search of {which}, {options}: {mine.tolist()}, theirs {theirs.tolist()}"
+    return f"search {told}: {mine.tolist()}, theirs {theirs.tolist()}"
+
+
+def as_one(texts: np.ndarray, tokens: list[int]) -> list[tuple[int, ...]]:
+    """The texts with one name for all of `tokens`."""
+    return [tuple(np.where(np.isin(text, tokens), -1, text).tolist()) for text in texts]
+
+
+def compare_beams(got: Any, expected: Any, rows: int, ends: list[int], told: str) -> str:
+    """The difference of hypotheses and their scores. Equal scores may have any order, and fillers any tokens.
+
+    Several forced ends (`ends`) have equal scores, so which of them ends a text is chance.
+    """
+    scores, sequences = np.asarray(got["sequences_scores"], np.float64), np.asarray(got["sequences"])
+    their_scores, theirs = expected.sequences_scores.double().numpy(), expected.sequences.numpy()
+    real = np.isfinite(scores) & np.isfinite(their_scores) & (their_scores > -1e8)
+    size = max(np.abs(their_scores[real]).max(initial=0.0), 1e-9)
+    same = np.abs(scores - their_scores)[real] <= 2e-5 * size
+    row = np.arange(len(scores)) * rows // len(scores)
+    texts = [sorted(zip(row[real], as_one(x[real], ends), strict=True)) for x in (sequences, theirs)]
+    is_missing = ~np.isfinite(scores) & (their_scores > -1e8)
+    if same.all() and texts[0] == texts[1] and not is_missing.any():
+        return ""
+    return f"search {told}: {sequences.tolist()} {scores.tolist()}, theirs {theirs.tolist()} {their_scores.tolist()}"
 
 
 def compare_saved(
@@ -415,6 +504,10 @@ def measure(kind: str, head: str, name: str, seed: int, rate: float) -> dict[str
         lists = {side: listed_of(other) for side, other in sides.items()}
         changed = draws.draw_pair(sides, lists, rng, rate)
         build = functools.partial(draws.build_pair, sides, lists)
+    elif kind == "t5gemma":
+        sides, gemma = {}, listed_of("gemma2")
+        changed = draws.draw_t5gemma(head, gemma, rng, rate)
+        build = functools.partial(draws.build_t5gemma, head, gemma)
     else:
         sides, listed = {}, listed_of(kind)
         changed = draws.draw(kind, head, listed, rng, rate)
@@ -423,6 +516,8 @@ def measure(kind: str, head: str, name: str, seed: int, rate: float) -> dict[str
     def test(values: dict[str, Any]) -> tuple[str, str]:
         try:
             config = build(values)
+            if OPTIONS.bfloat16:
+                draws.lengthen(config)
         except (ZeroDivisionError, KeyError) as error:
             return "theirs", f"draw: {error!r}"
         style = Style(values.get("file", "whole"), values.get("weights", "one file"))
@@ -479,13 +574,14 @@ def main() -> int:
     parser.add_argument("--heads", default="", help="only these heads, separated by commas")
     parser.add_argument("--extra", default="", help="these calls beside the first three, separated by commas")
     parser.add_argument("--searches", type=int, default=1, help="searches of each model that writes text")
+    parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16, a text of 300 tokens, no more")
     parser.add_argument("--rate", type=float, default=0.25)
     arguments = parser.parse_args()
     if arguments.table:
         print(table([json.loads(line) for line in Path(arguments.table).read_text().splitlines()]))
         return 0
     global OPTIONS
-    OPTIONS = Options(tuple(filter(None, arguments.extra.split(","))), arguments.searches)
+    OPTIONS = Options(tuple(filter(None, arguments.extra.split(","))), arguments.searches, arguments.bfloat16)
     logging.getLogger("jaxformer").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

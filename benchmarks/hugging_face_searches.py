@@ -9,8 +9,36 @@ import numpy as np
 
 OPTION_RATE = 0.25
 """The share of searches that have each option."""
-COUNTS_PADDING = ("no_repeat_ngram_size", "bad_words_ids")
+COUNTS_PADDING = ("no_repeat_ngram_size", "bad_words_ids", "repetition_penalty")
 """Options that count a prompt's padding in the other library and not here (docs/hugging-face.md)."""
+
+
+ONE_TOKEN = ({"top_k": 1}, {"top_k": 1, "temperature": 1.7}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-5},
+    {"top_k": 2, "top_p": 1e-6, "temperature": 0.5})  # fmt: skip
+"""Options of sampling that leave the likeliest token alone, so that its ids can be compared."""
+IN_FILE = ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "forced_eos_token_id",
+    "forced_bos_token_id", "min_length", "length_penalty", "early_stopping", "max_length", "max_new_tokens",
+    "eos_token_id", "pad_token_id", "num_beams", "bad_words_ids", "decoder_start_token_id")  # fmt: skip
+"""Options that generation_config.json may hold. A call sets them to another value, to None, or leaves them."""
+TO_NONE = ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "forced_eos_token_id",
+    "forced_bos_token_id", "bad_words_ids", "eos_token_id")  # fmt: skip
+"""Options that the other library's calls may set to None."""
+
+
+def file_options(is_pair: bool, vocab: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Options of a generation_config.json: {} half of the time."""
+    if rng.random() < 0.5:
+        return {}
+    found = options_of(is_pair, vocab, np.arange(3, vocab), int(rng.integers(1, 12)), rng)
+    return {name: value for name, value in found.items() if name in IN_FILE}
+
+
+def beside_file(options: dict[str, Any], in_file: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """A call's options beside those of the file: some of the file's are left as they are, or set to None."""
+    lengths = {"max_length", "max_new_tokens"}
+    kept = {name: x for name, x in options.items() if name not in in_file or name in lengths or rng.random() < 0.5}
+    off = {name: None for name in in_file if name in TO_NONE and name not in kept and rng.random() < 0.4}
+    return kept | off
 
 
 def options_of(is_pair: bool, vocab: int, likely: np.ndarray, prompt: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -50,6 +78,11 @@ def options_of(is_pair: bool, vocab: int, likely: np.ndarray, prompt: int, rng: 
     if may():
         del found["max_new_tokens"]
         found["max_length"] = prompt + new
+    if beams == 1 and may(0.4):
+        found |= {"do_sample": True, "num_return_sequences": int(rng.choice([1, 3]))}
+        found |= ONE_TOKEN[int(rng.integers(len(ONE_TOKEN)))]
+    elif beams == 1 and may(0.2):
+        found["prompt_lookup_num_tokens"] = int(rng.integers(1, 4))
     if beams > 1:
         found["num_return_sequences"] = int(rng.integers(1, beams + 1))
         if may(0.5):

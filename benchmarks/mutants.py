@@ -1,14 +1,16 @@
 """Classic mistakes planted one by one, and whether the test suite notices.
 
-    python benchmarks/mutants.py                       every mistake that was not caught yet, or was changed since
+    python benchmarks/mutants.py                       every mistake that was not caught yet, or was changed since,
+                                                       or was caught by a test that is among the slow ones by now
     python benchmarks/mutants.py --only=beam,rope-sign-lost --again --jobs=2
     python benchmarks/mutants.py --check               without mistakes, the tests that noticed one: they must pass
     python benchmarks/mutants.py --page                only the page, from the results there are
 
 A mistake is data, a table of a file in `benchmarks/mutants/` (the file's name is its category): `old` occurs exactly
 once in `file` of the package, and `new` takes its place. It is planted in a temporary copy of the checkout, never in
-the checkout, and its `tests` run there until one fails. That every mistake still applies to today's code is a test
-itself (`tests/test_mutants.py`). Results go to `benchmarks/results/mutants.json`, the table to `docs/mutants.md`.
+the checkout, and its `tests` run there until one fails. Slow tests, which `make test` leaves out, are not run. That
+every mistake still applies to today's code is a test itself (`tests/test_mutants.py`). Results go to
+`benchmarks/results/mutants.json`, the table to `docs/mutants.md`.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "benchmarks" / "mutants"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 PAGE = ROOT / "docs" / "mutants.md"
+SLOW = ROOT / "tests" / "slow.txt"
 LIMIT_SECONDS = 900
 """A mistake that makes its tests take longer than this is noticed by whoever waits for them."""
 CAUGHT = ("caught", "too slow")
@@ -203,6 +206,7 @@ def run_tests(tree: Path, scratch: Path, tests: Sequence[str], goldens: str, sto
 
         tally = Tally()
         options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=line", *(["-x"] if stop else [])]
+        options += ["-m", "not slow"]  # what `make test` notices
         if importlib.util.find_spec("xdist"):
             options += ["-n", "0"]
         code = int(pytest.main([*options, f"--basetemp={scratch / 'tmp'}", *tests], plugins=[tally]))
@@ -282,6 +286,11 @@ def unsound(found: dict[str, dict], mutants: Sequence[Mutant], tree: Tree, folde
     return failed
 
 
+def slow(test: str) -> bool:
+    """Whether `make test` leaves the test out."""
+    return bool({test, test.partition("[")[0]} & set(SLOW.read_text(encoding="utf-8").splitlines()))
+
+
 def write_results(found: dict[str, dict], path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
@@ -339,7 +348,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = wanted
     if not options.again:
         done = {each.id for each in wanted if found.get(each.id, {}).get("digest") == each.digest}
-        left = [each for each in wanted if each.id not in done or found[each.id]["verdict"] not in CAUGHT]
+        left = [
+            each
+            for each in wanted
+            if each.id not in done or found[each.id]["verdict"] not in CAUGHT or slow(found[each.id].get("by", ""))
+        ]
     if options.check:
         left = []
     sys.path.insert(0, str(ROOT / "tests"))

@@ -1,6 +1,7 @@
 """The tests' process, before anything imports jax: see environment.py and shapes.py."""
 
 import gc
+from pathlib import Path
 
 import environment
 import pytest
@@ -29,8 +30,24 @@ LONG = (
 """Files with tests of five seconds and more."""
 
 
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines())
+"""What `make test` leaves to `make test-all`: a test with all of its cases, or one case."""
+GONE: set[str] = set()
+"""Slow tests that do not exist: test_fast.py says so. Known where all tests were collected."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by the marks
 def pytest_collection_modifyitems(config, items):
-    """Long tests first, where processes share the tests: what is left at the end is then short, and none waits long."""
+    """Marks the slow tests, and moves the long ones to the front where processes share the tests.
+
+    What is left at the end is then short, and no process waits long.
+    """
+    names = {item.nodeid: item.nodeid.partition("[")[0] for item in items}
+    for item in items:
+        if SLOW & {item.nodeid, names[item.nodeid]}:
+            item.add_marker("slow")
+    if config.args == [Path(__file__).parent.name]:
+        GONE.update(SLOW - names.keys() - set(names.values()))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path.name not in LONG)
 

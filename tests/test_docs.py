@@ -87,6 +87,39 @@ def test_the_commands_and_the_python_of_the_readme_run(tmp_path, monkeypatch, ca
         exec(compile(block, "README.md", "exec"), {})
 
 
+def scripts() -> list[tuple[str, Path, list[str]]]:
+    """(page, script, its flags) of every `python FILE.py` in pages and in the docstrings of benchmarks."""
+    found = []
+    for page in [*PAGES, *sorted((ROOT / "benchmarks").glob("*.py"))]:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for path, rest in re.findall(
+            r"\bpython ((?:benchmarks|docs|examples|experiments|tests)/\S+\.py)\b([^\n`]*)", text
+        ):
+            found.append((page.name, ROOT / path, re.findall(r"--[a-z][a-z0-9-]*", rest)))
+    return found
+
+
+def test_scripts_take_the_flags_that_pages_show():
+    found = scripts()
+    assert len(found) > 60
+    for page, script, flags in found:
+        assert script.is_file(), f"{page}: {script.relative_to(ROOT)}"
+        code = script.read_text(encoding="utf-8")
+        for name in re.findall(r"^ *(?:import|from) (\w+)", code, re.M):  # with parsers that benchmarks share
+            beside = script.with_name(f"{name}.py")
+            code += beside.read_text(encoding="utf-8") if beside.is_file() else ""
+        for flag in flags:
+            if flag == "--config":  # the project's own
+                assert re.search(r"\boverrides\b|parse_known_args|--config", code.split('"""', 2)[2]), (
+                    f"{page}: {script.name}"
+                )
+                continue
+            field = flag[2:].replace("-", "_")  # flags are made of names and of a dataclass's fields, too
+            assert re.search(rf"""["']({flag}|{flag[2:]})["']|^    {field}: (int|str|float)\b""", code, re.M), (
+                f"{page}: {script.name} has no {flag}"
+            )
+
+
 def test_the_parts_of_a_model_run_alone_and_in_a_block_of_ones_own():
     names: dict = {}
     for block in blocks(ROOT / "docs" / "components.md", "python"):  # one program

@@ -1,5 +1,7 @@
-"""The lists of files: those of `make test-fast`, in tests/fast.txt, and the long ones, which run first."""
+"""The lists of tests: fast.txt for `make test-fast`, slow.txt for `make test-all` alone, and the long files."""
 
+import re
+import types
 from pathlib import Path
 
 import conftest
@@ -28,6 +30,45 @@ def test_every_folder_of_tests_has_a_file_in_it():
 
 def test_make_reads_the_list():
     assert "@tests/fast.txt" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_every_slow_test_is_there_once_and_none_is_a_fast_one():
+    lines = (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
+    assert sorted(set(lines)) == lines
+    for line in lines:
+        path, *classes, name = line.partition("[")[0].partition("__with")[0].split("::")
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert all(f"class {name}" in text for name in classes), f"tests/slow.txt names {line}"
+        assert re.search(rf"def {name}\(" if not classes else rf"def {name[:-1]}", text), f"tests/slow.txt names {line}"
+        assert line.partition("[")[0] not in LISTED, f"{line} is in tests/fast.txt, too"
+
+
+def test_every_slow_case_exists():
+    assert not conftest.GONE, "delete these lines of tests/slow.txt, or name the cases anew"
+
+
+def test_slow_tests_are_marked_by_name_or_case_and_unknown_ones_are_found(monkeypatch):
+    def item(nodeid):
+        marks: list[str] = []
+        return types.SimpleNamespace(nodeid=nodeid, marks=marks, add_marker=marks.append)
+
+    items = [
+        item("tests/a.py::one[x]"),
+        item("tests/a.py::one[y]"),
+        item("tests/a.py::two[x]"),
+        item("tests/a.py::three"),
+    ]
+    monkeypatch.setattr(conftest, "SLOW", {"tests/a.py::one[y]", "tests/a.py::two"})
+    conftest.pytest_collection_modifyitems(types.SimpleNamespace(args=["tests"]), items)
+    assert [each.marks for each in items] == [[], ["slow"], ["slow"], []]
+    gone: set[str] = set()
+    monkeypatch.setattr(conftest, "GONE", gone)
+    monkeypatch.setattr(conftest, "SLOW", {"tests/a.py::four", "tests/a.py::two"})
+    conftest.pytest_collection_modifyitems(types.SimpleNamespace(args=["tests/a.py"]), items)
+    assert not gone  # only a part was collected
+    conftest.pytest_collection_modifyitems(types.SimpleNamespace(args=["tests"]), items)
+    assert gone == {"tests/a.py::four"}
+    assert '-m "not slow" $(TESTS)' in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_every_long_file_is_there():

@@ -36,16 +36,14 @@ OFF = {**DEFAULTS, "top_k": 0}
 """Values for options that a call sets to None: switched off, whatever generation_config.json says."""
 
 STOPPING = {True: "first", False: "estimate", "never": "exact"}
-NEUTRAL_VALUES = (None, False, 0, 1.0, [])
-"""Values with which an unsupported option has no effect."""
-
-UNSUPPORTED = (
-    "begin_suppress_tokens", "constraints", "diversity_penalty", "encoder_no_repeat_ngram_size",
-    "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
-    "force_words_ids", "guidance_scale", "max_time", "num_beam_groups", "penalty_alpha", "renormalize_logits",
-    "sequence_bias", "stop_strings", "top_h", "typical_p", "watermarking_config",
-)  # fmt: skip
-"""Options of the other library that a config.json may hold and that are not supported here."""
+UNSUPPORTED: dict[str, Any] = {
+    "begin_suppress_tokens": None, "constraints": None, "diversity_penalty": 0.0, "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None, "force_words_ids": None, "guidance_scale": 1.0, "max_time": None,
+    "num_beam_groups": 1, "penalty_alpha": 0.0, "renormalize_logits": False, "sequence_bias": None,
+    "stop_strings": None, "top_h": None, "typical_p": 1.0, "watermarking_config": None,
+}  # fmt: skip
+"""Options of the other library that are not supported here, with the values that ask for nothing."""
 
 
 class TokenLimits(NamedTuple):
@@ -68,10 +66,15 @@ def read_defaults(directory: str | os.PathLike[str], settings: Mapping[str, Any]
     else:
         path, found = Path(directory) / "config.json", config_defaults(settings)
         unknown = [name for name in UNSUPPORTED if name in settings]
-    unknown = [name for name in unknown if {**settings, **found}[name] not in NEUTRAL_VALUES]
+    unknown = [name for name in unknown if _asks(name, {**settings, **found}[name])]
     if unknown:
         log.warning("%s: generation here knows no %s, and goes without", path, ", ".join(unknown))
     return found
+
+
+def _asks(name: str, value: Any) -> bool:
+    """True if the value of an option that is not supported asks for something."""
+    return value is not None and value is not False and value != [] and value != UNSUPPORTED.get(name)
 
 
 def config_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:

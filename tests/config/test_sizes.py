@@ -110,7 +110,11 @@ STARTING = ("finetune", "order_preferences", "/chat.py")
 """In the names of recipes that take the model of a directory."""
 
 
-@pytest.mark.parametrize("recipe", [recipe for *_, recipe in recipes.each() if not any(s in recipe for s in STARTING)])
+@pytest.mark.parametrize(
+    "recipe",
+    [recipe for *_, recipe in recipes.each() if not any(s in recipe for s in STARTING)],
+    ids=lambda recipe: recipe.rpartition("/")[2],
+)
 def test_the_bound_is_just_below_the_parameters_of_every_recipe(recipe):
     config = overrides.parse([f"--config={recipe}"])
     stack = config.model.decoder or config.model.encoder

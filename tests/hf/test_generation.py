@@ -197,6 +197,23 @@ def test_generation_config_replaces_the_options_of_config_json(models, caplog):
     assert "generation_config.json: generation here knows no typical_p, and" in caplog.text
 
 
+def test_values_that_ask_for_nothing_are_told_from_those_that_do(tmp_path, caplog):
+    asks = {
+        "renormalize_logits": True,
+        "encoder_no_repeat_ngram_size": 1,
+        "diversity_penalty": 1.0,
+        "guidance_scale": 0.0,
+    }
+    nothing = {"num_beam_groups": 1, "typical_p": 1.0, "epsilon_cutoff": 0.0, "penalty_alpha": 0, "sequence_bias": []}
+    (tmp_path / "generation_config.json").write_text(json.dumps(asks | nothing | {"token_healing": False}))
+    generation_options.read_defaults(tmp_path, {})
+    assert f"knows no {', '.join(asks)}, and" in caplog.text
+    caplog.clear()
+    (tmp_path / "generation_config.json").write_text(json.dumps(nothing))
+    generation_options.read_defaults(tmp_path, {})
+    assert not caplog.text
+
+
 def test_a_forced_start_of_the_oldest_files_is_read():
     assert generation_options.config_defaults({"force_bos_token_to_be_generated": True, "bos_token_id": 4}) == {
         "bos_token_id": 4,

@@ -169,10 +169,22 @@ def with_classes(dataset: Dataset, classes: Sequence[str]) -> Dataset:
     unknown = [name for name in dataset.classes if name not in classes]
     if unknown:
         expected = f"expected those of the model: {', '.join(classes)}"
-        raise ConfigError(f"data: got the classes {', '.join(map(repr, unknown[:5]))}, {expected}; mend the files")
+        got = f"got the classes {', '.join(map(repr, unknown[:5]))}{_first_of(unknown[0], dataset)}"
+        raise ConfigError(f"data: {got}, {expected}; mend the files")
     ids = tuple(list(classes).index(name) for name in dataset.classes)
     splits = {name: RelabelledExamples(examples, ids) for name, examples in dataset.splits.items()}
     return dataclasses.replace(dataset, splits=splits, classes=tuple(classes))
+
+
+def _first_of(name: str, dataset: Dataset) -> str:
+    """Where an error says that the first example of a class lies, such as " (example 7 of test)"."""
+    number = (dataset.classes or ()).index(name)
+    for split, examples in dataset.splits.items():
+        for index in range(len(examples)):
+            example = examples[index]
+            if number in (example.get("label"), *example.get("labels", ()), *example.get("tags", ())):
+                return f" (the first, {name!r}, in example {index + 1} of {split})"
+    return ""
 
 
 def check_channels(dataset: Dataset, names: Sequence[str]) -> None:
