@@ -237,6 +237,8 @@ def difference(got: dict[str, Any], expected: dict[str, Any], exact: Any, mask: 
         ours, theirs = np.asarray(got[name], np.float64), value
         if kind_of_shape(ours) == kind_of_shape(theirs):
             ours = ours.reshape(theirs.shape)  # DeBERTa's regression returns its logits as a row
+        if "hidden_states" in name and ours.ndim == 3 and theirs.shape[1] > ours.shape[1]:
+            theirs = theirs[:, : ours.shape[1]]  # BigBird's are of the row that is padded to whole blocks
         if ours.shape != theirs.shape:
             return f"{name}: shape {ours.shape}, theirs {theirs.shape}"
         ours, theirs = seen(name, ours, mask, is_pair), seen(name, theirs, mask, is_pair)
