@@ -92,7 +92,8 @@ def text_of(
         given["token_type_ids"] = rng.integers(0, kinds, ids.shape)
     if which != "whole":
         given |= labels_of(kind, head, config, ids, mask, shares, rng)
-    from_source = kind in ENDED and rng.random() < 0.5  # the decoder reads the source
+    from_source = kind in (*ENDED, "t5", "mt5") and (head == "sequence" or rng.random() < 0.5)
+    from_source &= head == "sequence" or kind in ENDED  # the decoder reads the source
     has_target = getattr(config, "is_encoder_decoder", False) and head not in ("qa", "encoder")
     if has_target and "labels" not in given and not from_source:
         plain = plain_tokens(sides(config)[1])

@@ -218,17 +218,7 @@ def make_batch(
     if convention.reads_last_token and classifies and "input_ids" in targets:
         targets.setdefault("attention_mask", (targets["input_ids"] != _padding(decoder)).astype(jnp.int32))
     target = make_stream(convention.of_decoder, decoder, targets, causal=True)
-    if head == "sequence" and "input_ids" in sources and not convention.reads_last_token:
-        target = _up_to_the_end(target, sources["input_ids"] == settings("eos_token_id", 2))
     return Batch(source, target)
-
-
-def _up_to_the_end(target: Stream, ends: Array) -> Stream:
-    """The stream without the slots after the last end token, whose hidden state a decoder's classifier reads."""
-    index = jnp.arange(ends.shape[1])
-    last = jnp.max(jnp.where(ends, index, -1), axis=1, keepdims=True)
-    inside = (index <= last) | (last < 0)
-    return target._replace(slots=target.slots._replace(segment=jnp.where(inside, target.slots.segment, 0)))
 
 
 def hide_padding(convention: CallConvention, model: ModelConfig, sources: Mapping[str, Array]) -> Mapping[str, Array]:

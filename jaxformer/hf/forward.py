@@ -65,7 +65,8 @@ def call(
         check_first_slots(arguments)
     by_last = origin.convention.reads_last_token and head == "sequence"
     classifies_last_token = origin.family is not None and (by_last or reads_last_token(config, head))
-    if classifies_last_token:
+    classifies_end = reads_end_token(config, head) and not by_last and "input_ids" in arguments
+    if classifies_last_token or classifies_end:
         module = build.build(with_slot_head(config))
     arguments, hidden = split_question(origin.settings, arguments) if hides_question else (arguments, None)
     batch = make_batch(origin.convention, origin.settings, config, head, arguments)
@@ -73,6 +74,8 @@ def call(
     logits, sown = apply(module, model.inference_variables(params), batch, with_intermediates, dropout_key)
     if classifies_last_token:
         logits = last_token_logits(origin.settings, logits, arguments, int(config.is_seq2seq))
+    elif classifies_end:
+        logits = end_logits(origin.settings, logits, arguments)
     logits = logits.reshape(-1, choices) if choices else logits
     logits = logits if hidden is None else logits - HIDDEN_SPAN_SCORE * hidden[..., None]
     if head == "pretraining" and config.head.kind == "slots":
@@ -102,9 +105,29 @@ def reads_last_token(model: ModelConfig, head: str) -> bool:
     return head == "sequence" and model.encoder is None and top.pooling == "last" and top.width is None
 
 
+def reads_end_token(model: ModelConfig, head: str) -> bool:
+    """True if the model is an encoder-decoder that classifies the slot of the source's last end token, as BART."""
+    return head == "sequence" and model.is_seq2seq
+
+
 def with_slot_head(model: ModelConfig) -> ModelConfig:
     """The model with the decision of its classifier at every slot, by the same parameters."""
     return dataclasses.replace(model, head=dataclasses.replace(model.head, kind="slots"))
+
+
+def end_logits(settings: Settings, logits: Array, inputs: Mapping[str, Any]) -> Array:
+    """The decision `[B, C]` of a decoder's slot where the source has its last end token; without one, of the last slot.
+
+    Raises:
+      ConfigError: the decoder's input is not as long as the source.
+    """
+    ends = jnp.asarray(inputs["input_ids"]) == settings("eos_token_id", 2)
+    if ends.shape != logits.shape[:2]:
+        got = f"a decoder's input {list(logits.shape[:2])} beside input_ids {list(ends.shape)}"
+        raise ConfigError(f"call: got {got}, expected one shape: the slot of the last end token is classified")
+    index = jnp.arange(ends.shape[1])
+    last = jnp.max(jnp.where(ends, index, -1), axis=1)
+    return jnp.take_along_axis(logits, jnp.where(last < 0, index[-1], last)[:, None, None], axis=1)[:, 0]
 
 
 def last_token_logits(settings: Settings, logits: Array, inputs: Mapping[str, Any], shift: int = 0) -> Array:

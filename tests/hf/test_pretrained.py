@@ -36,7 +36,7 @@ from jaxformer.config import (
 from jaxformer.data import vocabulary_learning
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.data.vocabularies import LibraryVocabulary
-from jaxformer.hf import comparison, convert, origin, reading, table, workdirs, writing
+from jaxformer.hf import comparison, convert, flax, origin, reading, table, workdirs, writing
 from jaxformer.hf.pretrained import HuggingFace
 from jaxformer.model import Model
 from jaxformer.models import build
@@ -135,6 +135,23 @@ def test_another_head_on_the_same_body(bert, masked, caplog):
     jax.tree.map(np.testing.assert_array_equal, model.params["encoder"], masked.params["encoder"])
     results = model.classify(["the cat sat"])
     assert set(results[0]["probabilities"]) == {"LABEL_0", "LABEL_1", "LABEL_2"}
+
+
+def test_a_classifier_of_the_end_token_computes_the_slots_after_it(tmp_path):
+    head = write_directory(tmp_path, "bart", "sequence", {**BART, "num_labels": 3})[1]["head"]
+    model, body = jaxformer.from_pretrained(tmp_path), jaxformer.from_pretrained(tmp_path, head="model")
+    ids = np.asarray([[7, 2, 8, 2, 9, 10], [8, 9, 11, 11, 12, 2]])
+    out, whole = (x(input_ids=ids, output_hidden_states=True) for x in (model, body))
+    old = flax.FlaxBartForSequenceClassification.from_pretrained(tmp_path)(ids, output_hidden_states=True)
+    ends = np.asarray(whole.last_hidden_state)[[0, 1], [3, 5]]
+    inner = np.tanh(ends @ head["hidden"]["kernel"] + head["hidden"]["bias"])
+    expected = inner @ head["decision"]["kernel"] + head["decision"]["bias"]
+    for found in (out, old):
+        np.testing.assert_allclose(found.logits, expected, atol=1e-6)
+        for x, y in zip(found.decoder_hidden_states, whole.decoder_hidden_states, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-6)
+    with pytest.raises(ConfigError, match="expected one shape"):
+        model(input_ids=ids, decoder_input_ids=ids[:, :4])
 
 
 def test_another_number_of_classes_keeps_the_pooler(tmp_path):

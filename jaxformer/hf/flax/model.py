@@ -32,6 +32,7 @@ from jaxformer.hf.flax.modules import Module
 from jaxformer.hf.flax.names import T5_TYPES
 from jaxformer.hf.flax.outputs import ModelOutput
 from jaxformer.hf.flax.spec import Spec, converted, family, forward
+from jaxformer.hf.forward import end_logits, reads_end_token
 from jaxformer.hf.table import Settings, family_of
 from jaxformer.types import Array, PyTree, Stream
 
@@ -258,6 +259,8 @@ class FlaxPreTrainedModel(persistence.Persistence):
         old.check_length(self.spec.config, inputs["input_ids"].shape[-1])
         batch = make_batch(self.spec.convention, self.settings, self.spec.config, self.head, inputs)
         values = forward(self.spec, options.params, batch, options.key, options.flags)
+        if reads_end_token(self.spec.config, self.head):
+            values["logits"] = end_logits(self.settings, values["logits"], inputs)
         if hidden is not None:
             values |= {name: values[name] - HIDDEN_SPAN_SCORE * hidden for name in ("start_logits", "end_logits")}
         return self._named(values, choices, options)

@@ -15,6 +15,7 @@ from jaxformer.config import HeadConfig, ModelConfig, StackConfig
 from jaxformer.hf.families import big_bird, encoder_decoder
 from jaxformer.hf.flax import bart_decoder, layout, names, old
 from jaxformer.hf.flax.layout import Entry, Path
+from jaxformer.hf.forward import reads_end_token, with_slot_head
 from jaxformer.hf.origin import BODIES
 from jaxformer.hf.outputs import named_outputs
 from jaxformer.hf.table import CallConvention, Family, Settings, family_of, require_stack
@@ -146,6 +147,8 @@ def converted(spec: Spec, tree: PyTree) -> PyTree:
 def forward(spec: Spec, tree: PyTree, batch: Batch, key: Array | None, flags: tuple[bool, bool]) -> dict[str, Any]:
     """The outputs of a call by the names of the newer library, as `Outputs` but without a loss.
 
+    A classifier that reads the last end token of its source gives logits for every slot.
+
     Args:
       tree: parameters in the old layout.
       key: of dropout; None: without.
@@ -154,7 +157,9 @@ def forward(spec: Spec, tree: PyTree, batch: Batch, key: Array | None, flags: tu
     wished = dict(zip(("output_attentions", "output_hidden_states"), flags, strict=True))
     rngs = {} if key is None else {"dropout": key}
     variables = {"params": spec.params(tree)}
-    logits, sown = spec.module.apply(variables, batch, rngs=rngs, mutable=["intermediates"])
+    by_slot = reads_end_token(spec.config, spec.head)
+    module = build.build(with_slot_head(spec.config)) if by_slot else spec.module
+    logits, sown = module.apply(variables, batch, rngs=rngs, mutable=["intermediates"])
     if spec.head == "pretraining" and spec.config.head.kind == "slots":
         logits = logits[..., 0]
     values = dict(named_outputs(spec.head, spec.config, logits, None, sown["intermediates"], wished))
