@@ -286,7 +286,10 @@ def make_stream(
         check_ids("a position (row of the table)", count + encoding.offset, encoding.max_length)
     elif "position_ids" in inputs:
         check_ids("position_ids", count, MAX_INT32)
-    return Stream(tokens, Slots(count, 2 * real - 1, prefix), inputs.get("token_type_ids"))
+    segment = 2 * real - 1
+    if causal and "position_ids" in inputs:  # padding before a text sees no token, whatever its own position is
+        segment = jnp.where(jnp.cumsum(real, axis=1) == 0, -2, segment)
+    return Stream(tokens, Slots(count, segment, prefix), inputs.get("token_type_ids"))
 
 
 def shift_right(convention: CallConvention, settings: Settings, labels: Array) -> Array:

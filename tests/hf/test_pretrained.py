@@ -137,6 +137,15 @@ def test_another_head_on_the_same_body(bert, masked, caplog):
     assert set(results[0]["probabilities"]) == {"LABEL_0", "LABEL_1", "LABEL_2"}
 
 
+def test_padding_before_a_text_sees_no_token_whatever_its_position_is(causal):
+    mask, position = np.asarray([[0, 0, 1, 1, 1]] * 2), np.asarray([[0, 1, 0, 1, 2]] * 2)
+    ids = np.asarray([[7, 8, 9, 10, 11], [7, 8, 12, 10, 9]])
+    out = causal(input_ids=ids, attention_mask=mask, position_ids=position, output_hidden_states=True)
+    for hidden in out.hidden_states:  # the texts differ from their first token on
+        np.testing.assert_array_equal(hidden[0, :2], hidden[1, :2])
+        assert (np.asarray(hidden[0, 2:]) != np.asarray(hidden[1, 2:])).any()
+
+
 def test_a_classifier_of_the_end_token_computes_the_slots_after_it(tmp_path):
     head = write_directory(tmp_path, "bart", "sequence", {**BART, "num_labels": 3})[1]["head"]
     model, body = jaxformer.from_pretrained(tmp_path), jaxformer.from_pretrained(tmp_path, head="model")
