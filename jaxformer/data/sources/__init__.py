@@ -177,13 +177,13 @@ def with_classes(dataset: Dataset, classes: Sequence[str]) -> Dataset:
 
 
 def _first_of(name: str, dataset: Dataset) -> str:
-    """Where an error says that the first example of a class lies, such as " (example 7 of test)"."""
+    """Where an error says that the first example of a class lies, such as " ('d' in example 7 of test)"."""
     number = (dataset.classes or ()).index(name)
     for split, examples in dataset.splits.items():
         for index in range(len(examples)):
             example = examples[index]
             if number in (example.get("label"), *example.get("labels", ()), *example.get("tags", ())):
-                return f" (the first, {name!r}, in example {index + 1} of {split})"
+                return f" ({name!r} in example {index + 1} of {split})"
     return ""
 
 
