@@ -67,7 +67,10 @@ def test_a_new_test_file_is_measured_without_the_training_files(run, tmp_path, c
     assert '"evaluate.batch": {"run": 64, "here": 2}' in capsys.readouterr().out
     (tmp_path / "new.csv").write_text("label,text\nd,it is blue\n")
     assert cli.main(argv) == 2
-    assert "data: got the classes 'd' ('d' in example 1 of test), expected those of the model: a, b, c" in capsys.readouterr().err
+    assert (
+        "data: got the classes 'd' ('d' in example 1 of test), expected those of the model: a, b, c"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_was_not_changed_is_not_said(run):
