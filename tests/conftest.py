@@ -32,8 +32,6 @@ LONG = (
 
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines())
 """What `make test` leaves to `make test-all`: a test with all of its cases, or one case."""
-GONE: set[str] = set()
-"""Slow tests that do not exist: test_fast.py says so. Known where all tests were collected."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by the marks
@@ -42,12 +40,9 @@ def pytest_collection_modifyitems(config, items):
 
     What is left at the end is then short, and no process waits long.
     """
-    names = {item.nodeid: item.nodeid.partition("[")[0] for item in items}
     for item in items:
-        if SLOW & {item.nodeid, names[item.nodeid]}:
+        if SLOW & {item.nodeid, item.nodeid.partition("[")[0]}:
             item.add_marker("slow")
-    if config.args == [Path(__file__).parent.name]:
-        GONE.update(SLOW - names.keys() - set(names.values()))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path.name not in LONG)
 

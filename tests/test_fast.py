@@ -43,11 +43,7 @@ def test_every_slow_test_is_there_once_and_none_is_a_fast_one():
         assert line.partition("[")[0] not in LISTED, f"{line} is in tests/fast.txt, too"
 
 
-def test_every_slow_case_exists():
-    assert not conftest.GONE, "delete these lines of tests/slow.txt, or name the cases anew"
-
-
-def test_slow_tests_are_marked_by_name_or_case_and_unknown_ones_are_found(monkeypatch):
+def test_slow_tests_are_marked_by_name_or_case(monkeypatch):
     def item(nodeid):
         marks: list[str] = []
         return types.SimpleNamespace(nodeid=nodeid, marks=marks, add_marker=marks.append)
@@ -59,15 +55,8 @@ def test_slow_tests_are_marked_by_name_or_case_and_unknown_ones_are_found(monkey
         item("tests/a.py::three"),
     ]
     monkeypatch.setattr(conftest, "SLOW", {"tests/a.py::one[y]", "tests/a.py::two"})
-    conftest.pytest_collection_modifyitems(types.SimpleNamespace(args=["tests"]), items)
+    conftest.pytest_collection_modifyitems(types.SimpleNamespace(), items)
     assert [each.marks for each in items] == [[], ["slow"], ["slow"], []]
-    gone: set[str] = set()
-    monkeypatch.setattr(conftest, "GONE", gone)
-    monkeypatch.setattr(conftest, "SLOW", {"tests/a.py::four", "tests/a.py::two"})
-    conftest.pytest_collection_modifyitems(types.SimpleNamespace(args=["tests/a.py"]), items)
-    assert not gone  # only a part was collected
-    conftest.pytest_collection_modifyitems(types.SimpleNamespace(args=["tests"]), items)
-    assert gone == {"tests/a.py::four"}
     assert '-m "not slow" $(TESTS)' in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
