@@ -56,6 +56,12 @@ def test_the_first_layer_alone_goes_without():
     )
 
 
+def test_only_the_norm_of_attention_is_missing():
+    encoder = build.shapes(build.build(MODEL))["params"]["encoder"]
+    assert {name for name in encoder["dense_blocks"] if "norm" in name} == {"ffn_norm"}
+    assert {name for name in encoder["blocks"] if "norm" in name} == {"attention_norm", "ffn_norm"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
