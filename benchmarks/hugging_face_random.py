@@ -237,8 +237,6 @@ def difference(got: dict[str, Any], expected: dict[str, Any], exact: Any, mask: 
         ours, theirs = np.asarray(got[name], np.float64), value
         if kind_of_shape(ours) == kind_of_shape(theirs):
             ours = ours.reshape(theirs.shape)  # DeBERTa's regression returns its logits as a row
-        length = ours.shape[1] if "hidden_states" in name and ours.ndim == 3 else None
-        theirs = theirs[:, :length] if length else theirs  # BigBird's are of the row that is padded to whole blocks
         if ours.shape != theirs.shape:
             return f"{name}: shape {ours.shape}, theirs {theirs.shape}"
         ours, theirs = seen(name, ours, mask, is_pair), seen(name, theirs, mask, is_pair)
@@ -250,8 +248,7 @@ def difference(got: dict[str, Any], expected: dict[str, Any], exact: Any, mask: 
         bound = ATTENTION_BOUND if "attentions" in name else BOUND
         off = np.abs(ours - theirs).max(initial=0.0) / size
         if not off <= bound and exact is not None:
-            truth = exact()[name]
-            truth = seen(name, truth[:, :length] if length else truth, mask, is_pair)
+            truth = seen(name, exact()[name], mask, is_pair)
             if not np.isfinite(truth).all() and off <= 4 * bound:  # theirs in float64 is NaN behind hidden rows
                 continue
             if np.abs(ours - truth).max() <= 4 * max(np.abs(theirs - truth).max(), bound * size):
@@ -370,14 +367,21 @@ def compare_call(model: Any, ours: Any, given: dict[str, Any], is_pair: bool, hi
         model, flags = copy.deepcopy(model), {"output_hidden_states": True}
         model.set_attn_implementation("sdpa")
     tensors = {key: torch.as_tensor(np.ascontiguousarray(x)) for key, x in given.items()}
-    with their_code():
-        expected = parts_of(model(**tensors, **flags))
+
+    def theirs(model, tensors):
+        with their_code():
+            found = parts_of(model(**tensors, **flags))
+        if model.config.model_type != "big_bird":
+            return found
+        # Its hidden states are those of the row that is padded to whole blocks.
+        length = tensors["input_ids"].shape[-1] if "input_ids" in tensors else tensors["inputs_embeds"].shape[-2]
+        return {name: x[:, :length] if "hidden_states" in name else x for name, x in found.items()}
 
     def exact():
-        with their_code():
-            whole = copy.deepcopy(model).double()
-            raised = {key: x.double() if x.is_floating_point() else x for key, x in tensors.items()}
-            return parts_of(whole(**raised, **flags))
+        raised = {key: x.double() if x.is_floating_point() else x for key, x in tensors.items()}
+        return theirs(copy.deepcopy(model).double(), raised)
+
+    expected = theirs(model, tensors)
 
     try:
         got = ours(**given, **flags)
@@ -436,35 +440,18 @@ def compare_search(kind: str, model: Any, ours: Any, texts: dict[str, dict[str, 
     told = f"of {which}, {options}" + (f" beside {in_file}" if in_file else "")
     if beams > 1 and mine.shape == theirs.shape:
         ends = (in_file | options).get("forced_eos_token_id")
-        return compare_beams(got, expected, len(given["input_ids"]), ends if isinstance(ends, list) else [], told)
+        found = [
+            (np.asarray(x.sequences), np.asarray(x.sequences_scores, np.float64), len(given["input_ids"]))
+            for x in (got, expected)
+        ]
+        if searches.same_hypotheses(*found, ends if isinstance(ends, list) else []):
+            return ""
+        return f"search {told}: {found[0]}, theirs {found[1]}"
     with their_code():
         exact = copy.deepcopy(model).double().generate(**tensors, **options).numpy()
     if mine.shape == exact.shape and (mine == exact).all():
         return ""
     return f"search {told}: {mine.tolist()}, theirs {theirs.tolist()}"
-
-
-def as_one(texts: np.ndarray, tokens: list[int]) -> list[tuple[int, ...]]:
-    """The texts with one name for all of `tokens`."""
-    return [tuple(np.where(np.isin(text, tokens), -1, text).tolist()) for text in texts]
-
-
-def compare_beams(got: Any, expected: Any, rows: int, ends: list[int], told: str) -> str:
-    """The difference of hypotheses and their scores. Equal scores may have any order, and fillers any tokens.
-
-    Several forced ends (`ends`) have equal scores, so which of them ends a text is chance.
-    """
-    scores, sequences = np.asarray(got["sequences_scores"], np.float64), np.asarray(got["sequences"])
-    their_scores, theirs = expected.sequences_scores.double().numpy(), expected.sequences.numpy()
-    real = np.isfinite(scores) & np.isfinite(their_scores) & (their_scores > -1e8)
-    size = max(np.abs(their_scores[real]).max(initial=0.0), 1e-9)
-    same = np.abs(scores - their_scores)[real] <= 2e-5 * size
-    row = np.arange(len(scores)) * rows // len(scores)
-    texts = [sorted(zip(row[real], as_one(x[real], ends), strict=True)) for x in (sequences, theirs)]
-    is_missing = ~np.isfinite(scores) & (their_scores > -1e8)
-    if same.all() and texts[0] == texts[1] and not is_missing.any():
-        return ""
-    return f"search {told}: {sequences.tolist()} {scores.tolist()}, theirs {theirs.tolist()} {their_scores.tolist()}"
 
 
 def compare_saved(

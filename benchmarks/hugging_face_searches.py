@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import hugging_face_calls as calls
 import numpy as np
+
+Hypotheses = tuple[np.ndarray, np.ndarray, int]
+"""Of a beam search: tokens `[rows * n, length]`, scores `[rows * n]`, rows."""
 
 OPTION_RATE = 0.25
 """The share of searches that have each option."""
@@ -112,3 +116,23 @@ def drop_counting(options: dict[str, Any], given: dict[str, Any], is_pair: bool)
     if is_pair or given["attention_mask"].all():
         return options
     return {name: value for name, value in options.items() if name not in COUNTS_PADDING}
+
+
+def same_hypotheses(ours: Hypotheses, theirs: Hypotheses, alike: Sequence[int] = ()) -> bool:
+    """True if each row has the same texts with the same scores. Texts of equal scores may have any order.
+
+    Args:
+      alike: tokens that count as one: several forced ends have equal scores, and which of them ends a text is chance.
+    """
+    is_missing = ~np.isfinite(ours[1])  # theirs fills such a place with tokens, and with a score of nearly -1e9
+    if ours[0].shape != theirs[0].shape or (is_missing != ~(theirs[1] > -1e8)).any():
+        return False
+    found = []
+    for sequences, scores, rows in (ours, theirs):
+        row = np.arange(len(scores)) * rows // len(scores)
+        texts = [tuple(np.where(np.isin(text, alike), -1, text).tolist()) for text in sequences]
+        found.append(
+            sorted(x for x, gone in zip(zip(row, texts, scores, strict=True), is_missing, strict=True) if not gone)
+        )
+    size = np.abs(theirs[1][~is_missing]).max(initial=1e-9)
+    return all(a[:2] == b[:2] and abs(a[2] - b[2]) <= 2e-5 * size for a, b in zip(*found, strict=True))

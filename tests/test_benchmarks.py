@@ -591,3 +591,23 @@ def test_every_task_has_a_run_that_the_drill_can_train(tmp_path):
             continue  # of a package that may be missing
         dataset = sources.build(config.data, tasks.get(name).roles)
         assert len(dataset.splits["train"]) >= 60 and len(dataset.splits["validation"]) >= 20
+
+
+def test_hypotheses_of_equal_scores_alone_may_have_another_order():
+    script("hugging_face_calls")  # the other imports it
+    compare = script("hugging_face_searches").same_hypotheses
+    texts, scores = np.asarray([[3, 4], [3, 5], [6, 2], [7, 2]]), np.asarray([-1.0, -1.0, -2.0, -3.0])
+
+    def same(order, other=scores, alike=()):
+        return compare((texts, scores, 2), (texts[order], other, 2), alike)
+
+    assert same([0, 1, 2, 3]) and same([1, 0, 2, 3])
+    assert not same([0, 1, 3, 2]), "the texts of a row have each other's scores"
+    assert not same([2, 1, 0, 3]), "a text of another row"
+    assert not same([0, 1, 2, 3], scores + np.asarray([0, 0, 0, 1e-3]))
+    gone = np.asarray([-1.0, -1.0, -2.0, -np.inf])
+    assert not same([0, 1, 2, 3], gone) and not compare((texts, gone, 2), (texts, scores, 2))
+    filled = (np.asarray([[3, 4], [3, 5], [6, 2], [0, 0]]), np.asarray([-1.0, -1.0, -2.0, -1e9]), 2)
+    assert compare((texts, gone, 2), filled)
+    other_end = (np.asarray([[3, 9], [3, 5], [6, 2], [7, 2]]), scores, 2)
+    assert compare((texts, scores, 2), other_end, (4, 9)) and not compare((texts, scores, 2), other_end)

@@ -106,7 +106,7 @@ class _Copy:
             yield
 
     def index(self) -> dict[str, Any]:
-        """What is known of the files."""
+        """Generation and SHA-256 of each fetched file, by key; empty if the index is missing or damaged."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
             return files.read_json(self.folder / INDEX)
         return {}
