@@ -232,9 +232,7 @@ class ShardFiles:
         self._store.for_each(self._fetch_missing, ((number, self.shards[number].size) for number in missing))
 
     def _fetch_missing(self, number: int) -> None:
-        shard = self.shards[number]
-        path = self._path(shard)
-        if not path.is_file() or path.stat().st_size != shard.size:
+        if not self._path(self.shards[number]).is_file():
             self._fetch(number)
         self._fetched.add(number)
 

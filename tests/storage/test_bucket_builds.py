@@ -290,8 +290,9 @@ def test_training_reads_the_shards_that_it_needs_and_mends_copies(bucket, config
     read = [key for _, key in bucket.log if key.endswith(".array_record")]
     assert len(read) == len(set(read)) > 3, "each once"
     bucket.log.clear()
-    for path in (tmp_path / "host" / "data" / "shards").glob("*.array_record"):  # bytes of the first record
-        path.write_bytes(path.read_bytes().replace(path.read_bytes()[100:140], b"\xff" * 40, 1))
+    for number, path in enumerate((tmp_path / "host" / "data" / "shards").glob("*.array_record")):
+        raw = path.read_bytes()  # bytes of the first record, or cut
+        path.write_bytes(raw.replace(raw[100:140], b"\xff" * 40, 1) if number else raw[:-1000])
     assert first_batches(pipeline_of(URL, tmp_path, packing=packing)) == expected
     assert len([key for _, key in bucket.log if key.endswith(".array_record")]) > 3
 
