@@ -238,6 +238,8 @@ def hidden_target(kind: str, head: str, model: Any, given: dict[str, Any], rng: 
         return False
     mask = rng.random(target.shape) < 0.7
     mask[:, 0] = True
+    if kind == "t5gemma":  # no window, of 3 slots or more, of hidden tokens alone, which its only attention reads
+        mask[:, ::3] = True
     given["decoder_attention_mask"] = mask.astype(np.int64)
     return True
 

@@ -19,6 +19,7 @@ ACTIVATIONS = ("gelu", "relu", "silu", "gelu_new", "gelu_pytorch_tanh", "gelu_fa
 PROJECTIONS = tuple(f"{gate}{act}" for gate in ("", "gated-") for act in ("relu", "gelu", "silu", "gelu_new", "tanh"))
 WIDTHS, HEADS, LAYERS, INNER = (24, 12, 36), (2, 1, 3, 4), (2, 1, 3), (20, 16, 33)
 RATES = (0.0, 0.1, 0.3)
+ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "base")
 SUMMARY = {
     "summary_type": ("first", "last", "mean", "cls_index"),
     "summary_use_proj": (True, False),
@@ -79,7 +80,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "decoder_start_token_id": (2, 4, 0),
     "forced_eos_token_id": (None, 2),
     "classifier_dropout": (None, 0.2),
-    "rope_parameters": (None, "default", "linear", "dynamic", "yarn", "longrope", "llama3", "base"),
+    "rope_parameters": (None, *ROPES),
     "sliding_window": (None, 3, 5, 40),
     "max_window_layers": (0, 1, 2),
     "layer_types": (None, "mixed", "full", "sliding"),
@@ -169,13 +170,18 @@ FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         "layer_norm_elementwise_affine": (True, False),
     },
     "xglm": {"pad_token_id": (1, 0)},
-    "gpt_neox": {"attention_bias": (True, False), "use_parallel_residual": (True, False)},
+    "gpt_neox": {
+        "rope_parameters": ROPES,  # theirs turns a quarter of a head without, here an odd number of channels
+        "head_dim": (None,),
+        "attention_bias": (True, False),
+        "use_parallel_residual": (True, False),
+    },
     "gpt_oss": {"attention_bias": (True, False), "sliding_window": (3, 5, 40)},
     "gemma2": {"sliding_window": (3, 5, 40)},
     "phi3": {"original_max_position_embeddings": (40, 8, 4096)},
     "gpt2": {"summary_type": ("cls_index", "first"), "scale_attn_weights": (True, False), "n_inner": (None, 20, 33)},
     "gptj": {"n_inner": (None, 20)},
-    "gpt_neo": {"intermediate_size": (None, 20)},
+    "gpt_neo": {"intermediate_size": (None, 20), "window_size": (4, 5, 256)},  # 3 slots of padding see a token
     "xlnet": {
         "summary_activation": ("tanh", "gelu", "relu"),
         "summary_type": ("last", "first", "mean"),
@@ -186,7 +192,7 @@ FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "albert": {"embedding_size": (16, 9, 24)},
     "electra": {"embedding_size": (24, 16, 9), "summary_activation": ("gelu", "tanh")},
     "big_bird": {"num_random_blocks": (1, 2)},
-    "ministral": {"sliding_window": (3, 5, 40)},
+    "ministral": {"rope_parameters": ROPES, "sliding_window": (3, 5, 40)},  # theirs fails without
     "bart": {"num_labels": (3, 1, 5)},
     "deberta": {"position_biased_input": (True, False), "relative_attention": (True, False)},
     "deberta-v2": {"position_biased_input": (True, False), "relative_attention": (True, False)},
@@ -256,6 +262,8 @@ def build(kind: str, head: str, listed: dict[str, Any], changed: dict[str, Any])
         config["pos_att_type"] = None
     if "num_key_value_heads" in config and config["num_key_value_heads"] is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
+    if "topk_group" in config:
+        config["topk_group"] = min(config["topk_group"], config["n_group"])
     if "kv_lora_rank" in config:
         config["num_key_value_heads"] = config["num_attention_heads"]
     if head == "causal_lm" and kind in CAUSAL_ENCODERS:
@@ -357,6 +365,11 @@ def build_t5gemma(head: str, gemma: dict[str, Any], changed: dict[str, Any]) -> 
         config[side] = {
             name: x for name, x in build("gemma2", "causal_lm", gemma, own).items() if name in GEMMA_SIDE
         } | {"vocab_size": VOCAB}
+    if head in (
+        "sequence",
+        "token",
+    ):  # after 3 slots of padding before a text, the first token's classifier sees a token
+        config["decoder"]["sliding_window"] = max(config["decoder"]["sliding_window"], 4)
     return {"vocab_size": VOCAB, "is_encoder_decoder": head != "encoder"} | config
 
 

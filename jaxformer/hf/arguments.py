@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jaxformer.config import ModelConfig, StackConfig
 from jaxformer.errors import ConfigError
-from jaxformer.hf.positions import check_order, positions_of_mask
+from jaxformer.hf.positions import check_order, positions_of_mask, tokens_before
 from jaxformer.hf.table import CallConvention, Settings
 from jaxformer.registry import nearest
 from jaxformer.types import Array, Batch, Slots, Stream
@@ -155,6 +155,31 @@ def split_question(settings: Settings, given: Mapping[str, Any]) -> tuple[dict[s
     return inputs, question & (index > 0)
 
 
+def check_spans(given: Mapping[str, Any], window: int | None) -> None:
+    """Refuses a loss of spans beside padding that sees no token in a causal stack, if the mask can be read.
+
+    Args:
+      window: slots that a slot sees, its own included, in some layers; None: all before it.
+
+    Raises:
+      ConfigError: there is such padding.
+    """
+    mask = given.get("attention_mask")
+    if mask is None or "start_positions" not in given or not has_concrete_values(mask):
+        return
+    shown = np.asarray(mask) != 0
+    index = np.arange(shown.shape[-1])
+    last = np.maximum.accumulate(np.where(shown, index, -1), axis=-1)
+    blind = (last < 0) | (index - last >= (window or len(index)))
+    if blind.any():
+        row, slot = np.argwhere(blind)[0]
+        least = "" if window is None else f", with at most {window - 1} slots of padding in a row"
+        raise ConfigError(
+            f"call: got start_positions and padding in slot {slot} of row {row} that sees no token, expected padding "
+            f"behind the text alone{least}: spans compete with it, and its scores are other ones in the other library"
+        )
+
+
 HIDDEN_SPAN_SCORE = 1e6
 """Subtracted from the scores of a hidden slot."""
 
@@ -262,7 +287,7 @@ def make_stream(
     if real.shape != shape:
         raise ConfigError(f"call: got an attention_mask of shape {list(real.shape)}, expected {list(shape)}")
     real = jnp.not_equal(real, 0).astype(jnp.int32)
-    count = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    count, prefix = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape), None
     if convention.positions == "ids" and "input_ids" in inputs:
         text = (tokens != pad).astype(jnp.int32)
         if causal and has_concrete_values(text * real) and bool(((text == 0) & (real == 1)).any()):
@@ -271,12 +296,13 @@ def make_stream(
                 "position, by which a causal model orders tokens"
             )
         count = jnp.cumsum(text, axis=1) * text - 1  # padding: the row before the first position's
-    prefix = None
+        prefix = tokens_before(count, text) if causal else None
     if convention.positions == "mask" and "attention_mask" in inputs:
         count, prefix = positions_of_mask(real, encoding.kind == "learned")
     if "position_ids" in inputs:
         first = pad + 1 if convention.positions == "ids" else 0
-        count, prefix = jnp.broadcast_to(inputs["position_ids"], shape).astype(jnp.int32) - first, None
+        count = jnp.broadcast_to(inputs["position_ids"], shape).astype(jnp.int32) - first
+        prefix = tokens_before(count, real) if causal and stack.attention.window is None else None
         tokens = check_order(stack, tokens, count, real, causal, first=first)
     if "input_ids" in inputs:
         check_ids("input_ids", tokens, stack.embed.vocab)

@@ -21,6 +21,7 @@ from jaxformer.hf.arguments import (
     argument_names,
     check_arguments,
     check_first_slots,
+    check_spans,
     flatten_choices,
     make_batch,
     split_question,
@@ -69,6 +70,8 @@ def call(
     if classifies_last_token or classifies_end:
         module = build.build(with_slot_head(config))
     arguments, hidden = split_question(origin.settings, arguments) if hides_question else (arguments, None)
+    if head == "qa" and origin.convention.spans_read_padding and config.decoder is not None:
+        check_spans(arguments, config.decoder.attention.window)
     batch = make_batch(origin.convention, origin.settings, config, head, arguments)
     with_intermediates = needs_intermediates(head, config, arguments)
     logits, sown = apply(module, model.inference_variables(params), batch, with_intermediates, dropout_key)

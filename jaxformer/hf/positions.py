@@ -9,6 +9,9 @@ from jaxformer.config import StackConfig
 from jaxformer.errors import ConfigError
 from jaxformer.types import Array
 
+NO_POSITION = -(2**30)
+"""Below all positions: those that are given may be below 0, where a family's first one has another number."""
+
 
 def positions_of_mask(real: Array, has_table: bool) -> tuple[Array, Array | None]:
     """Positions `[B, T]` that count the real tokens, and the prefix that padding sees.
@@ -20,6 +23,17 @@ def positions_of_mask(real: Array, has_table: bool) -> tuple[Array, Array | None
     if not has_table:
         return count - 1, None
     return count * real - 1, count * (1 - real)
+
+
+def tokens_before(position: Array, real: Array) -> Array:
+    """The prefix `[B, T]` (see `types.Slots`) by which slots that are no token see the tokens before them.
+
+    Args:
+      position: int32 `[B, T]`, which rises from token to token; of other slots it may be any.
+      real: 1 for a token, else 0, `[B, T]`.
+    """
+    before = jnp.maximum.accumulate(jnp.where(real == 1, position, NO_POSITION), axis=1)
+    return jnp.where(real == 1, NO_POSITION, before + 1)
 
 
 def check_order(

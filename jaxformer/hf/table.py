@@ -112,6 +112,8 @@ class CallConvention:
         first token there, and not the first slot (ModernBERT).
       hides_question: in the head for spans, the tokens before the context lose all scores, and have token type 0
         where the others have 1 (BigBird).
+      spans_read_padding: padding that sees no token has scores of other slots in the library's only attention, so a
+        loss of spans is refused where there is some.
       renamed: names of arguments and outputs -> the family's own.
       call: a function that replaces the usual call of `jaxformer/hf/forward.py`; None: the usual one.
     """
@@ -135,6 +137,7 @@ class CallConvention:
     hides_padding: Callable[[ModelConfig], bool] | None = None
     choices_begin_first: bool = False
     hides_question: bool = False
+    spans_read_padding: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     call: Callable[..., Any] | None = None
 

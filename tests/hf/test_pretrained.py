@@ -146,6 +146,15 @@ def test_padding_before_a_text_sees_no_token_whatever_its_position_is(causal):
         assert (np.asarray(hidden[0, 2:]) != np.asarray(hidden[1, 2:])).any()
 
 
+def test_padding_beside_a_loss_of_spans_is_refused_by_a_call(tmp_path):
+    sizes = {"vocab_size": 14, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_position_embeddings": 24}
+    local = {"attention_types": [[["local"], 1]], "window_size": 2}
+    write_directory(tmp_path, "gpt_neo", "qa", {**sizes, **local})
+    given = {"input_ids": np.full((1, 4), 7), "attention_mask": np.asarray([[1, 1, 0, 0]])}
+    with pytest.raises(ConfigError, match=r"padding in slot 3 of row 0 .* with at most 1 slots of padding in a row"):
+        jaxformer.from_pretrained(tmp_path)(**given, start_positions=[0], end_positions=[1])
+
+
 def test_a_classifier_of_the_end_token_computes_the_slots_after_it(tmp_path):
     head = write_directory(tmp_path, "bart", "sequence", {**BART, "num_labels": 3})[1]["head"]
     model, body = jaxformer.from_pretrained(tmp_path), jaxformer.from_pretrained(tmp_path, head="model")

@@ -17,6 +17,7 @@ from jaxformer.config import AttentionConfig, ConfigError, EmbedConfig, Encoding
 from jaxformer.data.vocabularies import MAX_IDS
 from jaxformer.hf import arguments, keys, reading, writing
 from jaxformer.hf.table import CallConvention, Settings, family_of
+from jaxformer.nn import masks
 
 SIZES = {
     "vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -119,6 +120,40 @@ def test_positions_that_would_order_slots_unlike_the_other_library_are_refused(a
                 arguments.make_stream(CallConvention(), stack, given, causal)
         else:
             arguments.make_stream(CallConvention(), stack, given, causal)
+
+
+@pytest.mark.parametrize("positions", [None, "counted", "low", "below the first"])
+@pytest.mark.parametrize("convention", ["ids", "slots"])
+def test_slots_of_padding_see_the_tokens_before_them_whatever_their_positions_are(convention, positions):
+    """Hidden slots have outputs, too, which labels read: as in the library, whose masks count slots."""
+    real = np.array([[0, 1, 1, 0, 0, 1, 0], [1, 1, 1, 1, 1, 0, 0]])
+    count = np.maximum(np.cumsum(real, axis=1) - 1, 0)
+    given = {"input_ids": jnp.asarray(np.where(real == 1, 3, 0)), "attention_mask": jnp.asarray(real)}
+    found = {"counted": count + 1, "low": np.where(real == 1, count + 1, 0), "below the first": count - 3}
+    given |= {} if positions is None else {"position_ids": jnp.asarray(found[positions])}
+    encoding = EncodingConfig(kind="learned", offset=4, max_length=16)
+    stack = StackConfig(embed=EmbedConfig(vocab=8, pad=0), encoding=encoding)
+    slots = arguments.make_stream(CallConvention(positions=convention), stack, given, causal=True).slots
+    expected = np.tril(np.ones((7, 7), bool)) & (real[:, None, :] == 1)
+    np.testing.assert_array_equal(masks.Mask(slots, slots, causal=True).dense(), expected)
+
+
+def test_a_loss_of_spans_is_refused_beside_padding_whose_scores_are_of_other_slots():
+    """GPT-Neo and BLOOM, which have no other attention; the loss alone reads such slots, so scores are given."""
+    shown = np.ones((2, 9), int)
+    spans = {"start_positions": [0, 1], "end_positions": [1, 2]}
+    left, behind = shown * (np.arange(9) > 1), shown * (np.arange(9) < 6)
+    for mask, window, where in ((left, None, 0), (left, 4, 0), (behind, 3, 8)):
+        with pytest.raises(
+            ConfigError, match=rf"got start_positions and padding in slot {where} of row 0 that sees no"
+        ):
+            arguments.check_spans({"attention_mask": mask, **spans}, window)
+        arguments.check_spans({"attention_mask": mask}, window)
+    for mask, window in ((shown, 3), (behind, 4), (behind, None)):
+        arguments.check_spans({"attention_mask": mask, **spans}, window)
+    jax.jit(lambda mask: arguments.check_spans({"attention_mask": mask, **spans}, 3))(left)
+    for model_type in ("gpt_neo", "bloom", "gpt2"):
+        assert family_of(Settings({"model_type": model_type})).convention.spans_read_padding == (model_type != "gpt2")
 
 
 def test_only_families_whose_classes_take_position_ids_take_them():

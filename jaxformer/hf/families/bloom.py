@@ -121,5 +121,5 @@ FAMILY = Family(
         ),
     },
     tied_tensors=("lm_head.weight", "transformer.word_embeddings.weight"),
-    convention=CallConvention(positions="mask", takes_position_ids=False),
+    convention=CallConvention(positions="mask", takes_position_ids=False, spans_read_padding=True),
 )

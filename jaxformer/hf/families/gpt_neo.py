@@ -16,6 +16,7 @@ from jaxformer.config import (
 from jaxformer.errors import ConfigError
 from jaxformer.hf.families import _decoder
 from jaxformer.hf.table import (
+    CallConvention,
     Family,
     Row,
     Settings,
@@ -142,4 +143,5 @@ FAMILY = Family(
     droppable_tensors=_decoder.DROPPABLE_TENSORS,
     ignored_tensors=(r"transformer\.h\.\d+\.attn\.attention\.(masked_)?bias",),
     tied_tensors=("lm_head.weight", "transformer.wte.weight"),
+    convention=CallConvention(spans_read_padding=True),
 )
