@@ -13,11 +13,12 @@ import numpy as np
 
 BASE = ("right", "left", "whole")
 EXTRA = ("one token", "padded row", "no mask", "counted positions", "shifted positions", "other positions",
-    "embeddings", "ignored labels", "holes", "hidden target",
+    "embeddings", "ignored labels", "padded labels", "holes", "positions of holes", "hidden target",
     "permutation")  # fmt: skip
 """Calls beside the first three: a text of one token, a row of padding alone, padding that no mask hides, explicit
 positions (counted by the mask, from another first one, in any order or from 0 again), embeddings, labels that
-are all ignored, a mask that hides tokens anywhere, a mask of the decoder's input, and XLNet's masks of permutations,
+are all ignored or stand at padding, too, a mask that hides tokens anywhere, also with positions of the others and any
+for the hidden ones, a mask of the decoder's input, and XLNet's masks of permutations,
 its targets and its memories."""
 
 LONG = 300
@@ -27,6 +28,8 @@ IN_BLOCKS = ("longt5", "big_bird")
 """Families whose attention is not one table in the other library."""
 READ_PADDING = ("bloom", "gemma2", "gpt_neo", "longt5", "mt5", "roformer", "t5", "t5gemma", "xglm", "xlnet")
 """Families for which a row of padding alone differs (docs/hugging-face.md)."""
+READS_HIDDEN = ("padded row", "padded labels")
+"""Calls whose results read slots of padding that may see no token."""
 ENDED = ("bart", "mbart")
 """Families whose classifier reads the hidden state of the last end token."""
 
@@ -78,7 +81,7 @@ def text_of(
         ids[:, 4] = rng.integers(0, vocab, rows)  # special tokens in the text
     mask = np.ones_like(ids)
     padded = {"right": np.s_[-1, -3:], "no mask": np.s_[-1, -3:], "left": np.s_[-1, :3], "padded row": np.s_[-1, :]}
-    padded["counted positions"] = padded["left"]
+    padded |= {"counted positions": padded["left"], "padded labels": padded["right"]}
     if which in padded:
         mask[padded[which]], ids[padded[which]] = 0, pad if pad is not None and 0 <= pad < vocab else 0
     if head == "sequence" and kind in (*ENDED, "t5", "mt5"):
@@ -217,6 +220,15 @@ def ignored(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.ran
     return not (kind == "electra" and head == "pretraining")
 
 
+def labelled(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
+    """Labels at padding behind a text. Not of families whose only attention reads other slots there."""
+    labels = given.get("labels")
+    if kind in READ_PADDING or labels is None or labels.shape != given["input_ids"].shape or labels.dtype == np.float32:
+        return False
+    given["labels"] = np.where(labels == -100, rng.integers(0, max(labels.max(), 1), labels.shape), labels)
+    return True
+
+
 def hidden(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
     """Not of the families whose only attention reads all slots of such a row alike, and of encoder-decoders."""
     return kind not in READ_PADDING and not model.config.is_encoder_decoder
@@ -229,6 +241,15 @@ def with_holes(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.
     takes_bools = kind != "xlnet" and not kind.startswith("deberta")
     given["attention_mask"] = mask if takes_bools and rng.random() < 0.3 else mask.astype(np.int64)
     return True
+
+
+def holes_positions(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
+    """Hides tokens anywhere but at the ends; positions count the others, and hidden slots have these or lower ones."""
+    mask = rng.random(given["input_ids"].shape) < 0.7
+    mask[:, [0, -1]] = True
+    given["attention_mask"], counts = mask.astype(np.int64), np.cumsum(mask, axis=1) - 1
+    lower = rng.integers(0, counts + 1)
+    return give_positions(model, given, kind, np.where(mask, counts, counts if rng.random() < 0.3 else lower))
 
 
 def hidden_target(kind: str, head: str, model: Any, given: dict[str, Any], rng: np.random.Generator) -> bool:
@@ -267,7 +288,9 @@ CHANGES = {
     "other positions": other,
     "embeddings": embedded,
     "ignored labels": ignored,
+    "padded labels": labelled,
     "holes": with_holes,
+    "positions of holes": holes_positions,
     "hidden target": hidden_target,
     "permutation": permuted,
 }

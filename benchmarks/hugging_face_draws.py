@@ -192,7 +192,7 @@ FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "albert": {"embedding_size": (16, 9, 24)},
     "electra": {"embedding_size": (24, 16, 9), "summary_activation": ("gelu", "tanh")},
     "big_bird": {"num_random_blocks": (1, 2)},
-    "ministral": {"rope_parameters": ROPES, "sliding_window": (3, 5, 40)},  # theirs fails without
+    "ministral": {"rope_parameters": ROPES, "head_dim": (12, 8, 6), "sliding_window": (3, 5, 40)},  # theirs needs both
     "bart": {"num_labels": (3, 1, 5)},
     "deberta": {"position_biased_input": (True, False), "relative_attention": (True, False)},
     "deberta-v2": {"position_biased_input": (True, False), "relative_attention": (True, False)},
@@ -395,6 +395,8 @@ def rope_of(kind: str, config: dict[str, Any], name: str) -> dict[str, Any]:
                  "original_max_position_embeddings": config.get("original_max_position_embeddings") or 8}  # fmt: skip
         if kind != "phi3":
             rope["factor"] = 5.0
+    if kind == "ministral3":
+        rope = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8} | rope
     if kind in ("gemma3_text", "modernbert"):
         return {
             "rope_parameters": {
