@@ -444,10 +444,22 @@ def shown_targets(outputs: dict[str, np.ndarray], labels: np.ndarray) -> dict[st
     return {name: x for name, x in outputs.items() if not (is_hidden and name.startswith(own))}
 
 
+def with_own_positions(kind: str, model: Any) -> Any:
+    """The model, whose searches count positions as its calls do; theirs counts RoBERTa's from 0 in searches."""
+    first = calls.first_position(kind, model.config)
+    if not first:
+        return model
+    model = copy.deepcopy(model)
+    counted = model._prepare_position_ids_for_generation
+    model._prepare_position_ids_for_generation = lambda *given: counted(*given) + first
+    return model
+
+
 def compare_search(kind: str, model: Any, ours: Any, texts: dict[str, dict[str, Any]], rng: np.random.Generator) -> str:
     """A search with random options; "" if the ids are equal."""
     is_pair = ours.config.model.encoder is not None
     chosen = {"whole": texts["whole"]} if batch_decides(kind, model.config) else texts
+    model = with_own_positions(kind, model)
     which, given = searches.search_inputs(model.config, chosen, rng)
     tensors = {key: torch.as_tensor(np.ascontiguousarray(x)) for key, x in given.items()}
     with their_code():
@@ -460,7 +472,6 @@ def compare_search(kind: str, model: Any, ours: Any, texts: dict[str, dict[str, 
     new = written[:, prompt:]
     vocab = calls.vocabulary(calls.sides(model.config)[1])
     options = searches.options_of(is_pair, vocab, new.reshape(-1) if new.size else written.reshape(-1), prompt, rng)
-    options = searches.drop_counting(options, given, is_pair)
     if "prompt_lookup_num_tokens" in options:
         given = {key: x[:1] for key, x in given.items()}
     tensors = {key: torch.as_tensor(np.ascontiguousarray(x)) for key, x in given.items()}
@@ -468,6 +479,10 @@ def compare_search(kind: str, model: Any, ours: Any, texts: dict[str, dict[str, 
     if searches.drop_counting(in_file, given, is_pair) != in_file:
         return ""
     options = searches.beside_file(options, in_file, rng)
+    decoder = getattr(model.config, "decoder", None)
+    if "roberta" in getattr(decoder, "model_type", "") and decoder.pad_token_id is not None:
+        # A padding token that such a decoder writes has no position in theirs (docs/hugging-face.md).
+        options["suppress_tokens"] = [*(options.get("suppress_tokens") or []), decoder.pad_token_id]
     beams = (in_file | options).get("num_beams", 1)
     with their_code():
         expected = model.generate(**tensors, **options, return_dict_in_generate=True, output_scores=beams > 1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer import tasks
-from jaxformer.config import DecodeConfig
+from jaxformer.config import DecodeConfig, StackConfig
 from jaxformer.decode.compiled import Vocabulary
 from jaxformer.decode.generate import Hypothesis
 from jaxformer.decode.runner import Runner, max_positions
@@ -66,6 +66,7 @@ def generate(model: Model, origin: HuggingFaceOrigin, options: Mapping[str, Any]
     rows = [row[keep] for row, keep in zip(ids, real, strict=True)]
     if config.is_seq2seq:
         begin = _decoder_prompts(options, settings, len(ids), vocab)
+        _check_positions_of(begin, config.decoder, origin)
         counted = _source_positions(model, origin, ids)
         prompts = [
             {"source": row, "position": position[keep], "target": start}
@@ -99,6 +100,20 @@ def _with_draft(decode: DecodeConfig, speculate: int) -> DecodeConfig:
         got = "num_beams > 1" if decode.method == "beam" else "prompt_lookup_num_tokens"
         raise ConfigError(f"generate: got {got} with a draft, expected one of them; generate without the draft")
     return dataclasses.replace(decode, speculate=speculate)
+
+
+def _check_positions_of(begin: np.ndarray, decoder: StackConfig | None, origin: HuggingFaceOrigin) -> None:
+    """Refuses padding tokens in a decoder's prompt `[B, T]` where these have no position (RoBERTa).
+
+    Raises:
+      ConfigError: there are some.
+    """
+    pad = None if decoder is None else decoder.embed.pad
+    if origin.convention.of_decoder.positions == "ids" and pad is not None and (begin == pad).any():
+        raise ConfigError(
+            f"generate: got padding ({pad}) as decoder_start_token_id or in decoder_input_ids, expected tokens: "
+            "padding has no position in this decoder; give others"
+        )
 
 
 def _source_positions(model: Model, origin: HuggingFaceOrigin, ids: np.ndarray) -> np.ndarray:

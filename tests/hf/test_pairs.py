@@ -133,6 +133,9 @@ def test_positions_of_a_padded_source_are_those_of_a_call(tmp_path):
     found = model.generate(**left, max_new_tokens=3, eos_token_id=None)
     logits = model(**left, decoder_input_ids=found[:, :-1]).logits
     np.testing.assert_array_equal(found[:, 1:], np.argmax(logits, axis=-1))
+    for padded in ({"decoder_input_ids": np.asarray([[2, 1, 3]])}, {"decoder_start_token_id": 1}):
+        with pytest.raises(ConfigError, match=r"got padding \(1\) as decoder_start_token_id or in decoder_input_ids"):
+            model.generate(**left, **padded, max_new_tokens=3)
 
 
 def test_one_set_of_layers_is_read_as_two(tmp_path, caplog):
