@@ -3,17 +3,20 @@
 By default some of the cases are compared, each rule at least once; `GOLDENS=all` (`make goldens`) compares all of them.
 """
 
+import contextlib
 import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import jaxformer
-from jaxformer.config import ConfigError
+from jaxformer.config import ConfigError, EmbedConfig, StackConfig
 from jaxformer.hf import generation, generation_options, workdirs
+from jaxformer.hf.table import CallConvention
 
 PLACE = Path(__file__).parent / "generation"
 FEW = {
@@ -99,6 +102,18 @@ def test_a_decoders_input_begins_as_theirs(given, expected):
     assert generation._decoder_prompts({"decoder_input_ids": given}, settings, 2, 28).tolist() == expected
     each = generation._decoder_prompts({}, {"decoder_start_token_id": [4, 5]}, 2, 28)
     assert each.tolist() == [[4], [5]]
+
+
+@pytest.mark.parametrize(("positions", "refused"), [("ids", True), ("slots", False)])
+def test_padding_in_a_decoders_prompt_is_refused_where_it_has_no_position(positions, refused):
+    """RoBERTa beside an encoder; its own counting is that of the other side."""
+    stack = StackConfig(embed=EmbedConfig(vocab=28, pad=1))
+    other = {"ids": "slots", "slots": "ids"}[positions]
+    origin = SimpleNamespace(convention=CallConvention(positions=other, decoder_positions=positions))
+    for begin in ([[1], [2]], [[2, 3], [2, 1]]):
+        with pytest.raises(ConfigError, match=r"got padding \(1\) as") if refused else contextlib.nullcontext():
+            generation._check_positions_of(np.asarray(begin), stack, origin)
+    generation._check_positions_of(np.asarray([[2, 3], [2, 4]]), stack, origin)
 
 
 def test_arguments_become_decoding_options():
