@@ -313,7 +313,10 @@ def compare(kind: str, name: str, head: str, config: dict[str, Any], style: Styl
             texts = dict(made)
             if ours.hf.head in ("causal_lm", "seq2seq") and kind != "xlnet":
                 for _ in range(OPTIONS.searches):
-                    found = compare_search(kind, model, ours, texts, rng)
+                    try:
+                        found = compare_search(kind, model, ours, texts, rng)
+                    except TheirsFails as error:  # on these options, which say nothing of others
+                        found = f"refused search there: {error}"
                     if found.startswith("refused"):
                         refused.append(found)
                     elif found:
