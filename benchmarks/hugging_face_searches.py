@@ -118,6 +118,11 @@ def drop_counting(options: dict[str, Any], given: dict[str, Any], is_pair: bool)
     return {name: value for name, value in options.items() if name not in COUNTS_PADDING}
 
 
+def first_of(tokens: np.ndarray, alike: Sequence[int]) -> np.ndarray:
+    """The tokens, with the first of `alike` in place of the others."""
+    return np.where(np.isin(tokens, alike), alike[0], tokens)
+
+
 def same_hypotheses(ours: Hypotheses, theirs: Hypotheses, alike: Sequence[int] = ()) -> bool:
     """True if each row has the same texts with the same scores. Texts of equal scores may have any order.
 
