@@ -280,6 +280,19 @@ def test_a_mesh_changes_nothing_but_where_things_lie(single):
     assert moment.sharding.is_equivalent_to(kernel.sharding, kernel.ndim)
 
 
+def test_zero1_shards_the_moments_over_the_rows_devices_and_no_parameter():
+    model = builders.decoder(**SMALL)
+    for zero1, parts in ((False, {1}), (True, {8})):
+        sizes = MeshConfig(data=8, zero1=zero1)
+        config, module, mesh = dataclasses.replace(config_of(model), mesh=sizes), build.build(model), meshes.make(sizes)
+        with jax.set_mesh(mesh):
+            optimizer = optim.optimizer(config.optimizer, lambda _: 0.1, nn.meta.unbox(build.shapes(module))["params"])
+            state = step.abstract_state(config, module, optimizer, mesh)
+        divided = lambda x: x.size // np.prod(x.sharding.shard_shape(x.shape), dtype=int)  # noqa: E731
+        assert {divided(x) for x in jax.tree.leaves(state.params)} == {1}
+        assert {divided(x) for x in jax.tree.leaves(state.opt_state) if x.size % 8 == 0 and x.ndim} == parts
+
+
 def test_zero1_divides_the_optimizer_state_and_changes_nothing_else(single):
     config, batches, (reference, sums) = single
     config = dataclasses.replace(config, mesh=MeshConfig(data=8, zero1=True))
