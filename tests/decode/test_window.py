@@ -46,9 +46,10 @@ def expected(text, prefix):
 
 
 def found(stream):
-    for tokens, position, segment, prefix in zip(
-        *map(np.asarray, (stream.tokens, stream.slots.position, stream.slots.segment, stream.slots.prefix)), strict=True
-    ):
+    """`expected` of each row of a stream."""
+    slots = stream.slots
+    rows = zip(*map(np.asarray, (stream.tokens, slots.position, slots.segment, slots.prefix)), strict=True)
+    for tokens, position, segment, prefix in rows:
         text = segment == 1
         assert np.array_equal(text, np.arange(SIZE) >= SIZE - text.sum()), "texts end in the last column"
         assert len(set(prefix)) == 1
