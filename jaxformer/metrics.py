@@ -273,6 +273,12 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     return _corpus(_metric("BLEU"), hypotheses, references)
 
 
+def bleu_is_defined(references: Sequence[str]) -> bool:
+    """True if a reference has the four words in a row that BLEU counts: else it is 0 for perfect text, too."""
+    tokenise = _metric("BLEU").tokenizer
+    return any(len(tokenise(reference).split()) >= 4 for reference in references)
+
+
 def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     """Character n-gram F2, 0 to 100 (Popović 2015)."""
     return _corpus(_metric("CHRF"), hypotheses, references)

@@ -43,7 +43,10 @@ def derived_metrics(config: Config, values: Mapping[str, float], size: Mapping[s
 
 
 def score(config: Config, results: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
-    """BLEU and chrF (0 to 100), the fraction of exact matches, and tokenised BLEU if the config names a language."""
+    """BLEU and chrF (0 to 100), the fraction of exact matches, and tokenised BLEU if the config names a language.
+
+    BLEU is left out where no reference has four words (`metrics.bleu_is_defined`).
+    """
     references = [example["target"] for example in examples]
     scores = {name: score.value for name, score in _scores(config, results, references).items()}
     return {**scores, "exact_match": metrics.exact_match(results, references)}
@@ -51,12 +54,13 @@ def score(config: Config, results: Sequence[str], examples: Sequence[Example]) -
 
 def score_signatures(config: Config) -> dict[str, str]:
     """The signature of each score of `score`. It does not depend on the text."""
-    return {name: score.signature for name, score in _scores(config, ["a"], ["a"]).items()}
+    return {name: score.signature for name, score in _scores(config, ["a b c d"], ["a b c d"]).items()}
 
 
 def _scores(config: Config, results: Sequence[str], references: Sequence[str]) -> dict[str, metrics.Score]:
-    scores = {"bleu": metrics.bleu(results, references), "chrf": metrics.chrf(results, references)}
-    if config.task.language:
+    has_bleu, chrf = metrics.bleu_is_defined(references), {"chrf": metrics.chrf(results, references)}
+    scores = {"bleu": metrics.bleu(results, references)} | chrf if has_bleu else chrf
+    if config.task.language and has_bleu:
         scores["bleu_lc_tok"] = metrics.bleu_tokenised(results, references, config.task.language)
     return scores
 

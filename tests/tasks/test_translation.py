@@ -76,5 +76,17 @@ def test_scores_and_their_signatures():
     assert "tok:none" in signatures["bleu_lc_tok"]
 
 
+def test_bleu_is_left_out_where_no_reference_has_four_words():
+    """Perfect text would have a BLEU of 0."""
+    few = [{"source": "x", "target": "Zwei Hunde."}, {"source": "y", "target": "drei"}]
+    settings = config("translation", language="de")
+    assert TASK.score(settings, ["Zwei Hunde.", "drei"], few) == {"chrf": 100.0, "exact_match": 1.0}
+    enough = [*few, {"source": "z", "target": "Zwei Hunde laufen."}]  # the full stop is the fourth
+    scores = TASK.score(settings, ["Zwei Hunde.", "drei", "Zwei Hunde laufen."], enough)
+    assert scores["bleu"] == pytest.approx(100.0) and scores["bleu_lc_tok"] == pytest.approx(100.0)
+    # A hypothesis that is too short is an error of the model, not of the measure.
+    assert TASK.score(settings, ["Zwei Hunde.", "drei", "Zwei"], enough)["bleu"] == 0.0
+
+
 def test_perplexity_is_of_the_bare_loss():
     assert TASK.derived_metrics(config("translation"), {"loss": np.log(4.0)}, {})["perplexity"] == pytest.approx(4.0)
