@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxformer import metrics
 from jaxformer.config import Config
+from jaxformer.config.checks.sections import BLEU_LANGUAGES
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.tasks import Features, Task, _generation, _tokens
@@ -45,7 +46,8 @@ def derived_metrics(config: Config, values: Mapping[str, float], size: Mapping[s
 def score(config: Config, results: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
     """BLEU and chrF (0 to 100), the fraction of exact matches, and tokenised BLEU if the config names a language.
 
-    BLEU is left out where no reference has four words (`metrics.bleu_is_defined`).
+    Languages of which BLEU has words of its own (`BLEU_LANGUAGES`) have no other tokenised one. BLEU is left out where
+    no reference has four words (`metrics.bleu_is_defined`).
     """
     references = [example["target"] for example in examples]
     scores = {name: score.value for name, score in _scores(config, results, references).items()}
@@ -58,10 +60,12 @@ def score_signatures(config: Config) -> dict[str, str]:
 
 
 def _scores(config: Config, results: Sequence[str], references: Sequence[str]) -> dict[str, metrics.Score]:
-    has_bleu, chrf = metrics.bleu_is_defined(references), {"chrf": metrics.chrf(results, references)}
-    scores = {"bleu": metrics.bleu(results, references)} | chrf if has_bleu else chrf
-    if config.task.language and has_bleu:
-        scores["bleu_lc_tok"] = metrics.bleu_tokenised(results, references, config.task.language)
+    language, scores = config.task.language, {"chrf": metrics.chrf(results, references)}
+    if not metrics.bleu_is_defined(references, language):
+        return scores
+    scores = {"bleu": metrics.bleu(results, references, language), **scores}
+    if language and language not in BLEU_LANGUAGES:
+        scores["bleu_lc_tok"] = metrics.bleu_tokenised(results, references, language)
     return scores
 
 
