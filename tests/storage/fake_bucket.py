@@ -14,14 +14,16 @@ from jaxformer.runtime import lease, object_store
 
 
 class Answer:
-    """A future that is done, or fails, or never comes."""
+    """A future that is done, or fails, or comes after `seconds`, which nobody waits for."""
 
-    def __init__(self, result: Any = None, error: Exception | None = None) -> None:
-        self.value, self.error = result, error
+    def __init__(self, result: Any = None, error: Exception | None = None, seconds: float = 0.0) -> None:
+        self.value, self.error, self.seconds = result, error, seconds
 
     def result(self, timeout: float | None = None) -> Any:
         if self.error is not None:
             raise self.error
+        if timeout is not None and self.seconds > timeout:
+            raise TimeoutError
         return self.value
 
     def cancel(self) -> None:
@@ -36,6 +38,7 @@ class Bucket:
       before: called with (verb, key) before each; an error that it returns is the answer, an exception is a kill.
       after: the same, once the request was carried out: an answer that is lost.
       listing: changes what a listing says.
+      rate: bytes per second of an answer.
     """
 
     def __init__(self) -> None:
@@ -48,6 +51,7 @@ class Bucket:
         self.before: Callable[[str, str], Exception | None] = lambda verb, key: None
         self.after: Callable[[str, str], Exception | None] = lambda verb, key: None
         self.listing: Callable[[list[str]], list[str]] = lambda keys: keys
+        self.rate = float("inf")
 
     def open(self, address: object_store.Address) -> Requests:
         spec = {"driver": "memory", "path": f"{address.scheme}/{address.bucket}/{address.path}/"}
@@ -80,7 +84,7 @@ class Requests:
             return Answer(error=error)
         self.bucket.log.append((verb, key))
         result = act()
-        return Answer(result, self.bucket.after(verb, key))
+        return Answer(result, self.bucket.after(verb, key), len(getattr(result, "value", b"")) / self.bucket.rate)
 
 
 def install(monkeypatch: Any, tmp_path: Path) -> Bucket:

@@ -17,7 +17,7 @@ from jaxformer.config import Config, DataConfig, ModelConfig, StackConfig, TaskC
 from jaxformer.data import build, sources
 from jaxformer.data.build import Options
 from jaxformer.data.pipeline import Pipeline
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, StorageError
 from jaxformer.runtime import object_store
 from jaxformer.runtime.object_store import ABSENT, Conflict, Store
 from jaxformer.train import setup
@@ -61,6 +61,25 @@ def test_conditions_hold(url):
     assert store.list_keys() == []
     with pytest.raises(ConfigError, match="expected a folder in a bucket that exists"):
         Store(url[0].replace(storage_servers.BUCKET, "nobucket")).write("a", b"1")
+
+
+def test_a_checkpoint_may_take_longer_than_an_answer(url, monkeypatch, tmp_path):
+    """Of files that come in 1.5 s each, with 0.5 s for an answer; then a server that sends too little of anything."""
+    address, server = url
+    monkeypatch.setattr(object_store, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(object_store, "PART_BYTES", 50_000)
+    with storage.TrainingSession(address) as session:
+        fake_bucket.write_checkpoint(session.root, "last/1", "state" * 60_000)
+        (session.root / "metrics.jsonl").write_text("row" * 100_000)
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "other"))
+    storage_servers.control(server, rate=200_000)
+    with storage.TrainingSession(address) as session:
+        assert fake_bucket.contents(session.root) == {"last/1": "state" * 60_000}
+        assert (session.root / "metrics.jsonl").read_text() == "row" * 100_000
+    storage_servers.control(server, rate=20_000)
+    key = "checkpoints/last/1/state/arrays"
+    with pytest.raises(StorageError, match=f"got DEADLINE_EXCEEDED: no answer in time while reading {key}"):
+        Store(address, retry_seconds=1.0).read(key, size=300_000)
 
 
 def test_a_run_moves_to_another_host_while_requests_fail(url, monkeypatch, tmp_path):
