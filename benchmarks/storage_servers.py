@@ -105,7 +105,7 @@ def make_bucket(scheme: str, port: int) -> None:
 
 
 def control(url: str, **settings: Any) -> dict[str, int]:
-    """Changes the proxy's settings (`faults`, `rate`); faults that it has injected so far, by kind."""
+    """Changes the proxy's settings (`faults`, `rate`, `latency`); faults that it has injected so far, by kind."""
     query = "&".join(f"{name}={value}" for name, value in settings.items())
     with urllib.request.urlopen(f"{url}/__control__?{query}") as answer:
         return json.load(answer)
@@ -113,9 +113,12 @@ def control(url: str, **settings: Any) -> dict[str, int]:
 
 class Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else small answers wait 40 ms for an acknowledgement
     behind, scheme, faults = 0, "s3", 0.0
     rate = 0.0
     """Bytes per second of an answer; 0: as fast as it can be."""
+    latency = 0.0
+    """Seconds before each answer."""
     rng, counts = random.Random(0), Counter()
     listings: ClassVar[dict[str, tuple[int, list[tuple[str, str]], bytes]]] = {}
     mutex = threading.Lock()
@@ -146,10 +149,8 @@ class Proxy(BaseHTTPRequestHandler):
         split = urlsplit(self.path)
         if split.path == "/__control__":
             found = parse_qs(split.query)
-            if "faults" in found:
-                Proxy.faults = float(found["faults"][0])
-            if "rate" in found:
-                Proxy.rate = float(found["rate"][0])
+            for name in found.keys() & {"faults", "rate", "latency"}:
+                setattr(Proxy, name, float(found[name][0]))
             self.answer(200, [("Content-Type", "application/json")], json.dumps(Proxy.counts).encode())
             return
         is_listing = self.command == "GET" and (
@@ -177,8 +178,7 @@ class Proxy(BaseHTTPRequestHandler):
         if kind == "refused":
             self.answer(code, [], b"injected")
             return
-        if kind == "slow":
-            time.sleep(SLOW_SECONDS)
+        time.sleep(self.latency + (SLOW_SECONDS if kind == "slow" else 0.0))
         if kind == "old listing":
             self.answer(*self.listings[self.path])
             return

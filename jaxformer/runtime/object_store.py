@@ -208,14 +208,14 @@ class Store:
         file.write(found.value)
         return found.generation
 
-    def read_range(self, key: str, begin: int, end: int) -> bytes | None:
+    def read_range(self, key: str, begin: int, end: int) -> Stored | None:
         """Bytes `begin` to `end` of an object; None if it does not exist or is shorter."""
         try:
             found = self._request(f"reading {key}", lambda store: store.read(key, byte_range=slice(begin, end)),
                                   end - begin, None)  # fmt: skip
         except _OutOfRange:
             return None
-        return bytes(found.value) if found.state == "value" else None
+        return Stored(bytes(found.value), found.stamp.generation) if found.state == "value" else None
 
     def _read_parts(self, file: BinaryIO, key: str, size: int) -> bytes | None:
         """`read_into` by parts. An object that changes meanwhile is read from its beginning again.

@@ -10,6 +10,7 @@ from typing import Any
 import tensorstore as ts
 
 from jaxformer.checkpoint import manifest
+from jaxformer.data import shard_copies
 from jaxformer.runtime import lease, object_store
 
 
@@ -94,6 +95,7 @@ def install(monkeypatch: Any, tmp_path: Path) -> Bucket:
     monkeypatch.setattr(object_store, "FIRST_DELAY_SECONDS", 0.001)
     monkeypatch.setattr(object_store, "PARALLEL_REQUESTS", 1)
     monkeypatch.setattr(lease, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(shard_copies, "FREE_FRACTION", 0.0)
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "host"))
     return bucket
 
