@@ -111,8 +111,10 @@ class Room:
                 delete_unused(partial)
             copies = _sizes(path.parent)
             total = sum(copies.values())
-            for oldest in sorted((copy for copy in copies if copy.suffix != ".partial"), key=_time_used):
-                if self._spare(path.parent, total) >= size or _time_used(oldest) >= self.since:
+            unused = [copy for copy in copies if copy.suffix != ".partial" and _time_used(copy) < self.since]
+            fits = self._spare(path.parent, total) + sum(copies[copy] for copy in unused) >= size
+            for oldest in sorted(unused, key=_time_used):
+                if self._spare(path.parent, total) >= (size if fits else 0):
                     break
                 if delete_unused(oldest):
                     total -= copies[oldest]
