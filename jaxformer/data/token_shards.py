@@ -8,8 +8,8 @@ The tokens of a shard are those of its documents, each followed by the end token
 The table has one row a document: where its tokens end in the shard, and the size of its text. Token number n of a
 split, and document number i, are found by bisection over the cumulative counts of the shards.
 
-Shards in a bucket are fetched one by one, when something of them is read for the first time (`shard_copies`); of those
-that the disk has no room for, records are (`record_ranges`).
+Shards in a bucket are copied one by one, when something of them is read for the first time (`shard_copies`). Until a
+large one is copied, and if the disk has no room for it, its records are read one by one (`record_ranges`).
 
 Records are not compressed: a row of a batch is read from one or two of them in about 50 microseconds. array_record
 checks a hash of each record as it is read, so damage shows without hashing the corpus when a run starts.
@@ -56,6 +56,8 @@ COUNTS = ("documents", "tokens", "bytes", "words", "lines")
 """Counts of a shard, which the index sums up for each split. Tokens include the separators."""
 MAX_OPEN_SHARDS = 64
 """Shards that one process keeps open: a corpus may have more of them than a process may have files."""
+MAX_AWAITED_BYTES = 16 << 20
+"""Larger shards are copied in the background: a batch may have rows of as many shards as it has rows."""
 WRITER_OPTIONS = "group_size:1,uncompressed"
 READER_OPTIONS = "index_storage_option:in_memory,readahead_buffer_size:0"
 
@@ -204,6 +206,9 @@ class ShardFiles:
             self._remote = RemoteRecords(self._store, array_record(), WRITER_OPTIONS, READER_OPTIONS)
         self._fetched: set[int] = set()
         self._without_copy: set[int] = set()
+        self._to_copy: collections.deque[int] = collections.deque()
+        self._copier: threading.Thread | None = None
+        self._failure: BaseException | None = None
         self._table = functools.lru_cache(maxsize=1024)(self._read_table)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -311,18 +316,48 @@ class ShardFiles:
         """
         if self._store is None:
             return
+        if self._failure is not None:
+            raise self._failure
         missing = sorted(set(numbers) - self._fetched)
-        self._store.for_each(self._fetch_missing, ((number, self.shards[number].size) for number in missing))
+        self._store.for_each(self._fetch_missing, ((number, 0) for number in missing))
 
     def _fetch_missing(self, number: int) -> None:
         if not self._path(self.shards[number]).is_file():
-            self._fetch(number)
+            if self.shards[number].size > MAX_AWAITED_BYTES:
+                self._copy_later(number)
+            else:
+                self._fetch(number)
         self._fetched.add(number)
 
+    def _copy_later(self, number: int) -> None:
+        """Copies a shard in the background. Until that is done its records are read one by one."""
+        self._without_copy.add(number)
+        with self._lock:
+            self._to_copy.append(number)
+            if self._copier is None:
+                self._copier = threading.Thread(target=self._copy, name="copies of shards", daemon=True)
+                self._copier.start()
+
+    def _copy(self) -> None:
+        while True:
+            with self._lock:
+                if not self._to_copy or self._failure is not None:
+                    self._copier = None
+                    return
+                number = self._to_copy.popleft()
+            try:
+                if self._path(self.shards[number]).is_file() or self._make_copy(number):
+                    self._without_copy.discard(number)
+            except BaseException as error:
+                self._failure = error
+
     def _fetch(self, number: int) -> None:
-        shard = self.shards[number]
-        if self._store is not None and not self.room.fetch(self._store, shard.file, shard.size, shard.sha256):
+        if not self._make_copy(number):
             self._without_copy.add(number)
+
+    def _make_copy(self, number: int) -> bool:
+        shard = self.shards[number]
+        return self._store is None or self.room.fetch(self._store, shard.file, shard.size, shard.sha256)
 
     def _path(self, shard: Shard) -> Path:
         """Path of a shard, or of its copy."""

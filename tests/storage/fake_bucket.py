@@ -39,7 +39,7 @@ class Bucket:
       before: called with (verb, key) before each; an error that it returns is the answer, an exception is a kill.
       after: the same, once the request was carried out: an answer that is lost.
       listing: changes what a listing says.
-      rate: bytes per second of an answer.
+      rate: bytes per second of an answer, or of what is written.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,8 @@ class Requests:
 
     def write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> Answer:
         verb = "delete" if value is None else "write"
-        return self._carry_out(verb, key, lambda: self.store.write(key, value, if_equal=if_equal).result())
+        act = lambda: self.store.write(key, value, if_equal=if_equal).result()  # noqa: E731
+        return self._carry_out(verb, key, act, len(value or b""))
 
     def list(self) -> Answer:
         return self._carry_out("list", "", self._list)
@@ -79,13 +80,14 @@ class Requests:
         keys = sorted(key.decode() for key in self.store.list().result())
         return [key.encode() for key in self.bucket.listing(keys)]
 
-    def _carry_out(self, verb: str, key: str, act: Callable[[], Any]) -> Answer:
+    def _carry_out(self, verb: str, key: str, act: Callable[[], Any], size: int = 0) -> Answer:
         error = self.bucket.before(verb, key)
         if error is not None:
             return Answer(error=error)
         self.bucket.log.append((verb, key))
         result = act()
-        return Answer(result, self.bucket.after(verb, key), len(getattr(result, "value", b"")) / self.bucket.rate)
+        size += len(getattr(result, "value", b""))
+        return Answer(result, self.bucket.after(verb, key), size / self.bucket.rate)
 
 
 def install(monkeypatch: Any, tmp_path: Path) -> Bucket:

@@ -13,6 +13,8 @@ import json
 import os
 import pickle
 import signal
+import threading
+import time
 
 import builders
 import chex
@@ -336,6 +338,40 @@ def test_shards_without_room_are_read_record_by_record(bucket, config, tmp_path,
             assert not shard_copies.delete_unused(path) or path.name not in copies(tmp_path)
         found += [next(batches).target.tokens.tolist() for _ in range(8)]
     assert found == expected
+
+
+def test_large_shards_are_copied_while_their_records_are_read(bucket, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_shards, "MAX_AWAITED_BYTES", 0)
+    build.build(config, tmp_path / "whole")
+    index, gate = build.build(config, URL), threading.Event()
+    expected = first_batches(pipeline_of(tmp_path / "whole", tmp_path, packing="concat"))
+    real = Store.read_into
+    monkeypatch.setattr(Store, "read_into", lambda *given: gate.wait(60) and real(*given))
+    pipe = pipeline_of(URL, tmp_path, packing="concat")
+    with contextlib.closing(pipe.train()) as batches:
+        found = [next(batches).target.tokens.tolist() for _ in range(6)]
+        assert not [name for name in copies(tmp_path) if name.endswith("record")], "no batch waits for a copy"
+        gate.set()
+        shard_files = pipe.dataset.splits["train"].files
+        for each in (shard_files, pipe.train_examples.tokens.files):
+            for _ in range(1000):
+                if each._copier is None:
+                    break
+                time.sleep(0.01)
+            assert each._copier is None and not each._without_copy
+        assert len(copies(tmp_path)) > 3
+        requests = len(bucket.log)
+        found += [next(batches).target.tokens.tolist() for _ in range(6)]
+    assert found == expected and len(bucket.log) <= requests + 2 * len(index["splits"]["train"]["shards"])
+    store = Store(URL)
+    for path in (tmp_path / "host" / "data" / "shards").glob("*.array_record"):
+        path.unlink()
+    raw = store.read("train-00001.array_record").value
+    store.write("train-00001.array_record", raw[:-1] + b"\xff")  # its records are whole
+    documents = sources.build(DataConfig(source="shards", dir=URL)).splits["train"]
+    count = index["splits"]["train"]["shards"][0]["documents"]
+    with pytest.raises(ConfigError, match=f"{URL}/train-00001.array_record: got a damaged shard .it differs from its"):
+        sources.examples_at(documents, [count] * 10**6)
 
 
 def test_damaged_records_are_refused_by_name(bucket, config, tmp_path, monkeypatch):

@@ -162,6 +162,17 @@ def test_a_large_object_may_take_longer_than_an_answer(bucket, monkeypatch, size
         store.read("a", size=size)
 
 
+def test_writing_a_large_object_may_take_longer_than_retries_do(bucket, monkeypatch):
+    monkeypatch.setattr(object_store, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(object_store, "MIN_BYTES_PER_SECOND", 100)
+    store, bucket.rate = Store(URL, retry_seconds=0.5), 100
+    store.write("a", bytes(5000))
+    assert store.retries == 0
+    bucket.rate = 99
+    with pytest.raises(StorageError, match="got DEADLINE_EXCEEDED: no answer in time while writing a"):
+        Store(URL, retry_seconds=-50.0).write("a", bytes(5000))
+
+
 def test_an_object_that_changes_while_its_parts_are_read_is_read_again(bucket, monkeypatch):
     monkeypatch.setattr(object_store, "PART_BYTES", 10)
     store, reads = Store(URL), []
