@@ -123,7 +123,7 @@ class Room:
             file = open(path.with_suffix(".partial"), "w+b")  # noqa: SIM115 (the caller closes it)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                os.posix_fallocate(file.fileno(), 0, max(size, 1))  # a full disk says so before anything is fetched
+                _allocate(file, size)
             except OSError:
                 os.unlink(file.name)
                 file.close()
@@ -138,6 +138,18 @@ class Room:
         if self.limit is None:
             return disk.free - FREE_FRACTION * disk.total
         return min(self.limit - total, disk.free)
+
+
+def _allocate(file: io.BufferedRandom, size: int) -> None:
+    """Makes a file of `size` bytes. A full disk says so here, before anything is fetched, if the system can tell."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, max(size, 1))
+    except AttributeError:  # macOS
+        file.truncate(size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        file.truncate(size)
 
 
 def _download(file: io.BufferedRandom, store: Store, key: str, size: int, sha256: str) -> None:
@@ -170,7 +182,7 @@ def mark_used(path: Path) -> None:
 def delete_unused(path: Path) -> bool:
     """Deletes a file of the folder, unless a process has it locked. True if it is gone."""
     try:
-        with path.open("rb") as file:
+        with path.open("r+b") as file:  # on NFS a lock that excludes others needs a file that may be written
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
     except FileNotFoundError:
