@@ -102,6 +102,12 @@ class TrainingBatches:
         batches = self._batches(lambda number, block, planned: self.fill(block, planned))
         return iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=PREFETCHED_BATCHES))
 
+    @staticmethod
+    def start(batches: grain.DatasetIterator) -> None:
+        """Begins to fill the batches of `train()` or `resume()` in the background, before the first is asked for."""
+        batches.get_state()  # kept by the iterator, whose parent runs ahead from here on
+        batches.start_prefetch()
+
     def planned_batches(self) -> grain.DatasetIterator:
         """As `train()`, of (number of the block, block, planned batch): nothing is filled."""
         return iter(self._batches(lambda *planned: planned))

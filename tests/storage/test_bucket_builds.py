@@ -529,9 +529,14 @@ def test_a_run_on_a_bucket_is_the_run_on_a_folder(bucket, config, tmp_path, monk
     monkeypatch.setattr(metric_window.MetricWindow, "add", interrupt)
     assert loop.train(run_of(URL, shard_copies_gb=0), tmp_path / "run") == loop.EXIT_PREEMPTED
     assert not copies(tmp_path)
+    restore, fill, filled = checkpoint.Checkpoints.restore, Pipeline.fill, threading.Event()
+    monkeypatch.setattr(checkpoint.Checkpoints, "restore", lambda *given: filled.wait(60) and restore(*given))
+    monkeypatch.setattr(Pipeline, "fill", lambda *given: filled.set() or fill(*given))
+    (tmp_path / "run" / "checkpoints" / "last" / "3" / "about" / "metadata").write_text("{}")  # back to step 2
     assert loop.train(run_of(URL, shard_copies_gb=2 * size / 1e9), tmp_path / "run") == 0
-    assert len(copies(tmp_path)) == 2
-    assert losses(tmp_path / "run") == losses(tmp_path / "expected") and len(calls) == 5
+    assert filled.is_set(), "batches are filled while the checkpoint is restored"
+    assert len(copies(tmp_path)) == 2 and len(calls) == 6
+    assert losses(tmp_path / "run") == losses(tmp_path / "expected")
     found, expected = (checkpoint.load_run(tmp_path / name).params for name in ("run", "expected"))
     chex.assert_trees_all_equal(found, expected)
 
