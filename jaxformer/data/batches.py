@@ -95,18 +95,13 @@ class TrainingBatches:
         """An endless iterator over this host's rows of the training batches, numpy `[B / process_count, T]`.
 
         `get_state()` returns {"epoch", "block", "batch"} of the next batch; `set_state` seeks to it. A background
-        thread encodes the next block and fills the next batches until `close()`, or the loader processes do.
+        thread encodes the next block and fills the next batches until `close()`, or the loader processes do; from the
+        first `next` on, or from `start_prefetch()`.
         """
         if self._workers:
             return loaders.LoadedBatches(self, self._workers)
         batches = self._batches(lambda number, block, planned: self.fill(block, planned))
         return iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=PREFETCHED_BATCHES))
-
-    @staticmethod
-    def start(batches: grain.DatasetIterator) -> None:
-        """Begins to fill the batches of `train()` or `resume()` in the background, before the first is asked for."""
-        batches.get_state()  # kept by the iterator, whose parent runs ahead from here on
-        batches.start_prefetch()
 
     def planned_batches(self) -> grain.DatasetIterator:
         """As `train()`, of (number of the block, block, planned batch): nothing is filled."""

@@ -207,7 +207,7 @@ class Run:
             batches = self.pipeline.train() if position is None else self.pipeline.resume(position)
         except (ConfigError, Damaged, OSError):
             return None, None
-        self.pipeline.start(batches)
+        batches.start_prefetch()
         return position, batches
 
     def _log_start(self, lines: Sequence[str]) -> None:

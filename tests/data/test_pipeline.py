@@ -215,7 +215,7 @@ def test_batches_begun_early_are_at_their_position(small_blocks):
     """The first position is asked for only after the background has filled its buffer."""
     pipe = made({}, splits={"train": names(37)})
     iterator = pipe.train()
-    pipe.start(iterator)
+    iterator.start_prefetch()
     while iterator._buffer.qsize() < 2:
         time.sleep(0.001)
     assert iterator.get_state() == {"epoch": 0, "block": 0, "batch": 0}
@@ -239,8 +239,8 @@ def test_loader_processes_change_neither_order_nor_state(name, small_blocks, mon
         other = made({**data, "workers": workers}, pipe.task, splits=splits, **hosts)
         resumed = other.resume(json.loads(json.dumps(states[start])))
         if start:
-            other.start(resumed)  # and once more, which changes nothing
-            other.start(resumed)
+            resumed.start_prefetch()  # and once more, which changes nothing
+            resumed.start_prefetch()
             time.sleep(0.02)
         assert resumed.get_state() == {name: states[start][name] for name in ("epoch", "block", "batch")}
         for offset in range(10):
