@@ -9,6 +9,9 @@ it. Medians of rounds by turns, in milliseconds a row:
 1. records: no copies; a record is 16 KiB, and 8 are fetched at a time.
 2. copies: all shards are there.
 3. a copy a row: what a cache of copies costs that is so small that each row misses it.
+
+Then seconds to the first batch of a process without copies: with copies made in the background, as it is for shards of
+more than 16 MiB, and with copies that the batch waits for.
 """
 
 from __future__ import annotations
@@ -79,6 +82,20 @@ def seconds_per_row(url: str, shards: list[Shard], how: str, seed: int) -> float
     return (time.perf_counter() - start) / (BATCHES[how] * ROWS)
 
 
+def seconds_to_first_batch(url: str, shards: list[Shard], waits: bool) -> float:
+    token_shards.MAX_AWAITED_BYTES = 2**60 if waits else 0
+    start = time.perf_counter()
+    stream = TokenStream(ShardFiles(url, shards, np.dtype("<u2")), 0, sum(shard.tokens for shard in shards) + 1)
+    begins = np.random.default_rng(0).integers(0, len(stream) // LENGTH - 1, ROWS) * LENGTH
+    stream.fetch((begin, begin + LENGTH + 1) for begin in begins)
+    for begin in begins:
+        stream[begin : begin + LENGTH + 1]
+    found = time.perf_counter() - start
+    while stream.files._copier is not None:
+        time.sleep(0.1)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schemes", default="gs,s3")
@@ -86,7 +103,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[4, 64])
     parser.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args()
-    print("| shards | " + " | ".join(BATCHES) + " |\n" + "| --- " * 4 + "|")
+    heads = ["shards", *BATCHES, "first batch, s", "first batch that waits, s"]
+    print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
     for scheme in chosen.schemes.split(","):
         with tempfile.TemporaryDirectory() as name, storage_servers.serve(scheme, 0.0, 0, Path(name)) as server:
             os.environ |= storage_servers.environment(scheme, server) | {"JAXFORMER_CACHE": f"{name}/cache"}
@@ -100,8 +118,14 @@ def main() -> None:
                         found.append(seconds_per_row(url, shards, how, number))
                         for path in shard_copies.folder().glob("*.array_record"):
                             path.unlink()
+                first = {}
+                for waits in (False, True):
+                    first[waits] = seconds_to_first_batch(url, shards, waits)
+                    for path in shard_copies.folder().glob("*.array_record"):
+                        path.unlink()
                 storage_servers.control(server, latency=0.0)
                 cells = [f"{1000 * statistics.median(found):.2f}" for found in times.values()]
+                cells += [f"{first[False]:.2f}", f"{first[True]:.2f}"]
                 print(f"| `{scheme}://`, {megabytes} MB | {' | '.join(cells)} |", flush=True)
 
 
