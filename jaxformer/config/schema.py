@@ -738,6 +738,8 @@ class DataConfig(SourceConfig):
     shuffle: bool = True  # a new random order of the training examples every epoch; False: the order of the data
     skip_long: bool = False  # training: drop examples over `length`; False: truncate them
     workers: Count = 0  # loader processes of each host that make training batches; 0: threads of the run's own
+    shard_copies_gb: NotNegative | None = None  # GB that copies of token shards in a bucket take on each host at most;
+    # other shards are read record by record; 0: all are; None: copies leave a tenth of the disk free
 
 
 @dataclass(frozen=True)
