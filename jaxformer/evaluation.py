@@ -76,9 +76,10 @@ def evaluate(workdir: str | Path, split: str = "test", which: str = "", edits: S
         if binned is not None:
             rows = _add_scores(model, rows, binned, decoded[""])
         signatures = {
-            components.measure(score, name): signature
+            measure: signature
             for name in decoded
             for score, signature in tasks.get(views[name].task.name).score_signatures(views[name]).items()
+            if (measure := components.measure(score, name)) in values
         }
         values |= {"signatures": signatures} if signatures else {}
         values |= _diagnose(views, decoded)

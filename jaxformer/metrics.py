@@ -268,9 +268,20 @@ def bits_per_byte(nats: float, size: float) -> float:
 # --- text
 
 
-def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
-    """BLEU of detokenised text, 0 to 100: sacreBLEU, cased, tokenised by 13a (Papineni et al. 2002; Post 2018)."""
-    return _corpus(_metric("BLEU"), hypotheses, references)
+def bleu(hypotheses: Sequence[str], references: Sequence[str], language: str = "") -> Score:
+    """BLEU of detokenised text, 0 to 100: sacreBLEU, cased (Papineni et al. 2002; Post 2018).
+
+    Args:
+      language: two-letter code of the references. Words are those of sacreBLEU for it: of `zh` the characters, of `ja`
+        and `ko` MeCab's, else 13a.
+    """
+    return _corpus(_metric("BLEU", trg_lang=language), hypotheses, references)
+
+
+def bleu_is_defined(references: Sequence[str], language: str = "") -> bool:
+    """True if a reference has the four words in a row that BLEU counts: else it is 0 for perfect text, too."""
+    tokenise = _metric("BLEU", trg_lang=language).tokenizer
+    return any(len(tokenise(reference).split()) >= 4 for reference in references)
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
@@ -296,20 +307,39 @@ def rouge(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Sco
     """ROUGE-1, ROUGE-2 and ROUGE-L, 0 to 100, as means over texts (Lin 2004).
 
     They are the F1 of shared words, of shared pairs of words, and of the longest common subsequence. Words are
-    lower-case letters and digits, stemmed if longer than 3.
+    lower-case letters a to z and digits, stemmed if longer than 3. Of references most of whose letters are others, such
+    as Russian ones, these would be none: words are then of Unicode's letters (`_UnicodeWords`), not stemmed.
     """
     from rouge_score import rouge_scorer
 
     _paired(hypotheses, references)
     names = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rouge_l"}
-    scorer = rouge_scorer.RougeScorer(list(names), use_stemmer=True)
+    letters = [letter.isascii() for letter in "".join(references) if letter.isalpha()]
+    tokenizer = _UnicodeWords() if sum(letters) < len(letters) / 2 else None
+    scorer = rouge_scorer.RougeScorer(list(names), use_stemmer=True, tokenizer=tokenizer)
     scores = [scorer.score(*pair) for pair in zip(references, hypotheses, strict=True)]
-    signature = f"f1|stem:porter|mean|version:rouge-score {importlib.metadata.version('rouge-score')}"
+    version = importlib.metadata.version("rouge-score")
+    signature = f"f1|stem:porter|mean|version:rouge-score {version}|words:a-z0-9, of other scripts unicode unstemmed"
     mean = {
         name: 100.0 * float(np.mean([score[name].fmeasure for score in scores])) if scores else math.nan
         for name in names
     }
     return {key: Score(mean[name], signature) for name, key in names.items()}
+
+
+UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+"""Scripts without blanks between words."""
+
+
+class _UnicodeWords:
+    """A tokenizer for rouge-score: words of letters and digits in any script, or single characters of `UNSPACED`."""
+
+    def tokenize(self, text: str) -> list[str]:
+        """The words of a text, in lower case."""
+        import regex
+
+        words = rf"(?V1)[{UNSPACED}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}]--[{UNSPACED}]]+"
+        return regex.findall(words, text.lower())
 
 
 def moses(texts: Sequence[str], language: str) -> list[str]:

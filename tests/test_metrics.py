@@ -318,6 +318,32 @@ def test_rouge_by_hand():
         metrics.rouge(["a"], ["a", "b"])
 
 
+def test_rouge_of_other_scripts_counts_their_words():
+    """rouge-score's own words are of a to z and digits: a perfect Russian text has none, and an F1 of 0."""
+
+    def values(hypothesis, reference):
+        return [score.value for score in metrics.rouge([hypothesis], [reference]).values()]
+
+    assert values("Кот сидел, на ковре.", "кот сидел на ковре") == [100.0] * 3
+    # 3 words of 4 and 4, a pair of 3 and 3; the common subsequence has 3.
+    assert values("кот спал на ковре", "Кот сидел на ковре") == pytest.approx([75.0, 100 / 3, 75.0])
+    # Characters where no blanks divide words, with their vowel signs: 2 of 3 and 3. Latin words and digits stay whole.
+    assert values("猫が好", "猫が犬")[0] == pytest.approx(200 / 3)
+    assert metrics._UnicodeWords().tokenize("GPT-2は猫123 กี่") == ["gpt", "2", "は", "猫", "123", "กี่"]
+    assert metrics._UnicodeWords().tokenize("हिन्दी Ünder") == ["हिन्दी", "ünder"]
+    # Most letters are a to z: as published figures count.
+    assert values("Die Tür", "die tur")[0] == pytest.approx(40.0)  # die t r; die tur
+
+
+def test_bleu_counts_the_characters_of_chinese():
+    text, other = "猫坐在垫子上", "猫坐在椅子上"
+    assert metrics.bleu_is_defined([text], "zh") and not metrics.bleu_is_defined([text])
+    score = metrics.bleu([text, other], [text, text], "zh")
+    assert "tok:zh" in score.signature and "tok:13a" in metrics.bleu(["a"], ["a"], "de").signature
+    # 11 of 12 characters, 8 of 10 pairs, 5 of 8, 3 of 6.
+    assert score.value == pytest.approx(100 * (11 / 12 * 8 / 10 * 5 / 8 * 3 / 6) ** 0.25)
+
+
 def test_exact_match_is_a_share():
     assert metrics.exact_match(["a b ", "c", "D"], ["a b", "c", "d"]) == pytest.approx(2 / 3)
     assert math.isnan(metrics.exact_match([], []))

@@ -14,13 +14,13 @@ RESUMABLE = (
     "train.steps", "train.log_every", "train.evaluate_every", "train.checkpoint_every", "train.skip_limit",
     "train.patience", "train.deadline", "train.watchdog", "train.trackers",
     "checkpoint.keep_last", "checkpoint.keep_best", "checkpoint.average", "checkpoint.average_of",
-    "evaluate", "decode", "mesh", "data.cache", "data.workers",
+    "evaluate", "decode", "mesh", "data.cache", "data.workers", "data.shard_copies_gb",
 )  # fmt: skip
 """Fields and sections that may change when a run is resumed: length, intervals, reports and devices."""
 
 EXECUTION_ONLY = (
     "train.log_every", "train.skip_limit", "train.deadline", "train.watchdog", "train.trackers", "mesh", "data.cache",
-    "data.workers",
+    "data.workers", "data.shard_copies_gb",
 )  # fmt: skip
 """Fields and sections without effect on a run's final numbers (`mesh` changes their rounding only)."""
 

@@ -20,8 +20,9 @@ TOKENIZER = "data.tokenizer"
 
 EVALUATE_FIELDS = (
     "data.mixture", "data.source", "data.name", "data.dir", "data.cache", "data.splits", "data.columns",
-    "data.score_range", "data.format", "data.document", "data.length", "data.buckets", "data.packing", "evaluate.batch",
-    "evaluate.examples", "evaluate.decode_examples", "evaluate.samples", "evaluate.length_bins", "decode",
+    "data.score_range", "data.format", "data.document", "data.length", "data.buckets", "data.packing",
+    "data.shard_copies_gb", "evaluate.batch", "evaluate.examples", "evaluate.decode_examples", "evaluate.samples",
+    "evaluate.length_bins", "decode",
 )  # fmt: skip
 """Fields and sections that `evaluate` reads: the data, its batches, and decoding."""
 

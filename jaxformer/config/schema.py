@@ -738,6 +738,8 @@ class DataConfig(SourceConfig):
     shuffle: bool = True  # a new random order of the training examples every epoch; False: the order of the data
     skip_long: bool = False  # training: drop examples over `length`; False: truncate them
     workers: Count = 0  # loader processes of each host that make training batches; 0: threads of the run's own
+    shard_copies_gb: NotNegative | None = None  # GB that copies of token shards in a bucket take on each host at most;
+    # other shards are read record by record; 0: all are; None: copies leave a tenth of the disk free
 
 
 @dataclass(frozen=True)
@@ -793,7 +795,10 @@ class TaskConfig:
     # small beta lets the model move far from where it started
     label_noise: Rate = 0.0  # preference: fraction of pairs whose labels are taken to be swapped, below 0.5
     # (conservative DPO)
-    language: str = ""  # translation: code of the target language, for its tokenised BLEU; "": not computed
+    language: str = (
+        ""  # translation: code of the target language, for its tokenised BLEU; "": not computed. BLEU counts
+    )
+    # the characters of zh and the words of MeCab in ja and ko
     template: TemplateConfig | None = None  # text_to_text: the texts made of an example; None: its source and target
     classes: tuple[str, ...] = ()  # classification, tagging: names of the classes; (): taken from the data
     class_weights: tuple[str, ...] = ()  # classification, tagging: weights of classes in the training loss, as

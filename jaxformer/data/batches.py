@@ -95,7 +95,8 @@ class TrainingBatches:
         """An endless iterator over this host's rows of the training batches, numpy `[B / process_count, T]`.
 
         `get_state()` returns {"epoch", "block", "batch"} of the next batch; `set_state` seeks to it. A background
-        thread encodes the next block and fills the next batches until `close()`, or the loader processes do.
+        thread encodes the next block and fills the next batches until `close()`, or the loader processes do; from the
+        first `next` on, or from `start_prefetch()`.
         """
         if self._workers:
             return loaders.LoadedBatches(self, self._workers)

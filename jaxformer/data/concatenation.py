@@ -79,7 +79,7 @@ class ConcatenatedRows:
     def __call__(self, indices: Sequence[int], epoch: int) -> list[Features]:
         """The rows at `indices`. Every `epoch` has the same tokens; what `encode` draws differs."""
         if isinstance(self.tokens, TokenStream):
-            self.tokens.fetch(index * self.length for index in indices)
+            self.tokens.fetch((index * self.length, (index + 1) * self.length + 1) for index in indices)
         if self.encode is None:
             return [{"target": tokens[:-1], "labels": tokens[1:]} for tokens in map(self._tokens, indices)]
         generators = Generators(self.seed, epoch)

@@ -93,7 +93,7 @@ class EveryNthIterator(grain.DatasetIterator):
 
 
 class LoadedBatches(grain.DatasetIterator):
-    """The training batches, from `processes` loader processes that the first call of `next` starts.
+    """The training batches, from `processes` loader processes that `start_prefetch` starts, or the first `next`.
 
     Its state is the position of the next batch, as of a `batches.BatchIterator`.
 
@@ -111,10 +111,11 @@ class LoadedBatches(grain.DatasetIterator):
         self.batches, self.processes = batches, processes
         self.position = {"epoch": 0, "block": 0, "batch": 0}
         self.loaded: grain.DatasetIterator | None = None
+        self.starting: tuple[threading.Thread, list[Loaded | BaseException]] | None = None
 
     def __next__(self) -> Batch:
         try:
-            found: Loaded = self._start() if self.loaded is None else next(self.loaded)
+            found: Loaded = self._first() if self.loaded is None or self.starting else next(self.loaded)
         except RuntimeError as error:
             if "terminated unexpectedly" not in str(error):
                 raise
@@ -128,12 +129,14 @@ class LoadedBatches(grain.DatasetIterator):
         self.position = found.position
         return found.batch
 
-    def _start(self) -> Loaded:
-        """Starts the processes, and returns the first batch.
+    def start_prefetch(self) -> None:
+        """Starts the processes, which takes seconds, and returns at once.
 
         They are started by a thread that SIGINT and SIGTERM do not reach, and inherit this: the main process decides
         what a signal means, and may need batches until it has saved.
         """
+        if self.starting is not None or self.loaded is not None:
+            return
         if not flags.FLAGS.is_parsed():  # grain asks for flags of its own, and the command line has none
             flags.FLAGS.mark_as_parsed()
         parallelism = os.environ.get(children.PARALLELISM, "")
@@ -153,9 +156,17 @@ class LoadedBatches(grain.DatasetIterator):
                 found.append(error)
 
         thread = threading.Thread(target=first, name="start of loader processes", daemon=True)
+        self.starting = thread, found
         thread.start()
+
+    def _first(self) -> Loaded:
+        """The first batch of the processes, which are started unless they have been."""
+        self.start_prefetch()
+        if self.starting is None:
+            raise RuntimeError("no loader processes")
+        thread, found = self.starting
         thread.join()
-        result = found[0]
+        self.starting, result = None, found[0]
         if not isinstance(result, BaseException):
             return result
         # By name: cloudpickle's error is that of the module `pickle`, which nothing here may load.
@@ -175,6 +186,9 @@ class LoadedBatches(grain.DatasetIterator):
 
     def close(self) -> None:
         """Ends the processes."""
+        if self.starting is not None:
+            self.starting[0].join()
+            self.starting = None
         if self.loaded is not None:
             self.loaded.close()
             self.loaded = None

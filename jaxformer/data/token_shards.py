@@ -8,7 +8,8 @@ The tokens of a shard are those of its documents, each followed by the end token
 The table has one row a document: where its tokens end in the shard, and the size of its text. Token number n of a
 split, and document number i, are found by bisection over the cumulative counts of the shards.
 
-Shards in a bucket are fetched one by one, when something of them is read for the first time (`shard_copies`).
+Shards in a bucket are copied one by one, when something of them is read for the first time (`shard_copies`). Until a
+large one is copied, and if the disk has no room for it, its records are read one by one (`record_ranges`).
 
 Records are not compressed: a row of a batch is read from one or two of them in about 50 microseconds. array_record
 checks a hash of each record as it is read, so damage shows without hashing the corpus when a run starts.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -26,15 +28,16 @@ import importlib
 import itertools
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxformer.data import shard_copies
+from jaxformer.data import record_ranges, shard_copies
 from jaxformer.data.encoded_text import EncodedText
-from jaxformer.data.shard_copies import REBUILD
+from jaxformer.data.record_ranges import RemoteRecords
+from jaxformer.data.shard_copies import REBUILD, Room
 from jaxformer.data.sources import Dataset, Example
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
@@ -53,6 +56,8 @@ COUNTS = ("documents", "tokens", "bytes", "words", "lines")
 """Counts of a shard, which the index sums up for each split. Tokens include the separators."""
 MAX_OPEN_SHARDS = 64
 """Shards that one process keeps open: a corpus may have more of them than a process may have files."""
+MAX_AWAITED_BYTES = 16 << 20
+"""Larger shards are copied in the background: a batch may have rows of as many shards as it has rows."""
 WRITER_OPTIONS = "group_size:1,uncompressed"
 READER_OPTIONS = "index_storage_option:in_memory,readahead_buffer_size:0"
 
@@ -131,18 +136,53 @@ def content_key(index: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+class _Reader:
+    """An open shard. A copy is not deleted until it is closed.
+
+    Raises:
+      RuntimeError: it cannot be read.
+    """
+
+    def __init__(self, path: Path, is_copy: bool) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                if is_copy:
+                    stack.enter_context(shard_copies.open_locked(path))
+                self.reader = array_record().ArrayRecordReader(str(path), READER_OPTIONS)
+            except OSError as error:
+                raise RuntimeError(error.strerror) from None
+            if not self.reader.ok():
+                raise RuntimeError("it is no array_record file")
+            self._lock = stack.pop_all()
+
+    def close(self) -> None:
+        self.reader.close()
+        self._lock.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
+            self._lock.close()
+
+
+def _token_records(begin: int, end: int) -> range:
+    """Numbers of the records of a shard that hold its tokens `begin` to `end`."""
+    return range(begin // RECORD_TOKENS, -(-end // RECORD_TOKENS))
+
+
 class ShardFiles:
     """The records of shards in one folder or bucket. A bounded number of files is open at a time.
 
     Args:
       where: the folder, or its address.
+      room: for copies of shards in a bucket.
 
     Raises:
       ConfigError: a shard is missing, or its size is not the index's.
     """
 
-    def __init__(self, where: Path | str, shards: Sequence[Shard], dtype: np.dtype):
+    def __init__(self, where: Path | str, shards: Sequence[Shard], dtype: np.dtype, room: Room | None = None):
         self.where, self.shards, self.dtype = where, shards, dtype
+        self.room = Room() if room is None else room
         if isinstance(where, Path):
             self._check()
         self._start()
@@ -158,14 +198,21 @@ class ShardFiles:
                 raise ConfigError(f"{path}: got {size:,} bytes, expected {shard.size:,}, {REBUILD}")
 
     def _start(self) -> None:
-        self._open: collections.OrderedDict[int, Any] = collections.OrderedDict()
+        self._open: collections.OrderedDict[int, _Reader] = collections.OrderedDict()
         self._lock = threading.Lock()
-        self._store = Store(self.where, "data.dir") if isinstance(self.where, str) else None
+        self._store: Store | None = None
+        if isinstance(self.where, str):
+            self._store = Store(self.where, "data.dir")
+            self._remote = RemoteRecords(self._store, array_record(), WRITER_OPTIONS, READER_OPTIONS)
         self._fetched: set[int] = set()
+        self._without_copy: set[int] = set()
+        self._to_copy: collections.deque[int] = collections.deque()
+        self._copier: threading.Thread | None = None
+        self._failure: BaseException | None = None
         self._table = functools.lru_cache(maxsize=1024)(self._read_table)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"where": self.where, "shards": self.shards, "dtype": self.dtype}
+        return {"where": self.where, "shards": self.shards, "dtype": self.dtype, "room": self.room}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -175,10 +222,10 @@ class ShardFiles:
         """Tokens `begin` to `end` of shard `number`, which must have them."""
         if begin >= end:
             return np.zeros(0, self.dtype)
-        first, last = begin // RECORD_TOKENS, -(-end // RECORD_TOKENS)
-        parts = [np.frombuffer(record, self.dtype) for record in self._records(number, range(first, last))]
+        numbers = _token_records(begin, end)
+        parts = [np.frombuffer(record, self.dtype) for record in self._records(number, numbers)]
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        found = joined[begin - first * RECORD_TOKENS : end - first * RECORD_TOKENS]
+        found = joined[begin - numbers.start * RECORD_TOKENS : end - numbers.start * RECORD_TOKENS]
         if len(found) != end - begin:
             raise self._damage(number, f"{end - begin - len(found)} tokens are missing")
         return found
@@ -188,9 +235,12 @@ class ShardFiles:
         return self._table(number, part)
 
     def _read_table(self, number: int, part: int) -> np.ndarray:
-        first = -(-self.shards[number].tokens // RECORD_TOKENS)
-        (record,) = self._records(number, range(first + part, first + part + 1))
+        (record,) = self._records(number, self._table_record(number, part))
         return np.frombuffer(record, TABLE)
+
+    def _table_record(self, number: int, part: int) -> range:
+        first = -(-self.shards[number].tokens // RECORD_TOKENS)
+        return range(first + part, first + part + 1)
 
     def ends(self, number: int, document: int) -> tuple[int, int]:
         """Where the tokens of a document begin and end in its shard."""
@@ -202,14 +252,18 @@ class ShardFiles:
 
     def _records(self, number: int, numbers: range) -> list[bytes]:
         self.fetch([number])
+        if number in self._without_copy:
+            return self._read_remote([(number, numbers)])
         try:
             return self._read(number, numbers)
         except (RuntimeError, IndexError, ValueError) as error:
             if self._store is None:
                 raise self._damage(number, str(error)) from None
-        self._fetch(number)  # the copy is damaged
         with self._lock:
-            self._open.pop(number, None)
+            self._drop(number)
+        self._fetch(number)  # the copy is damaged, or was deleted
+        if number in self._without_copy:
+            return self._read_remote([(number, numbers)])
         try:
             return self._read(number, numbers)
         except (RuntimeError, IndexError, ValueError) as error:
@@ -219,8 +273,42 @@ class ShardFiles:
         with self._lock:  # a reader that is dropped while another thread uses it would be closed under it
             return self._reader(number).read(list(numbers))
 
+    def _read_remote(self, records: Iterable[tuple[int, range]]) -> list[bytes]:
+        """Records of shards that have no copies, each given as the number of the shard and those of records."""
+        try:
+            places = [self._place(number, record) for number, numbers in records for record in numbers]
+            return self._remote.read(places)
+        except record_ranges.Damaged as error:
+            number = next(n for n, shard in enumerate(self.shards) if shard.file == error.key)
+            raise self._damage(number, str(error)) from None
+
+    def _place(self, number: int, record: int) -> record_ranges.Place:
+        shard, runs = self.shards[number], []
+        for total, most, width in ((shard.tokens, RECORD_TOKENS, self.dtype.itemsize),
+                                   (shard.documents, TABLE_DOCUMENTS, TABLE.itemsize)):  # fmt: skip
+            full, rest = divmod(total, most)
+            runs += [(full, most * width), (int(rest > 0), rest * width)]
+        return record_ranges.place(shard.file, runs, record)
+
+    def fetch_tokens(self, parts: Iterable[tuple[int, int, int]]) -> None:
+        """Fetches what is in a bucket of tokens that will be read: (shard, begin, end) as of `tokens`."""
+        if self._store is not None:
+            self._fetch_records([(number, _token_records(begin, end)) for number, begin, end in parts if begin < end])
+
+    def fetch_tables(self, places: Iterable[tuple[int, int]]) -> None:
+        """Fetches what is in a bucket of what `ends` will read: (shard, document)."""
+        if self._store is not None:
+            parts = {
+                (number, row // TABLE_DOCUMENTS) for number, document in places for row in (document - 1, document)
+            }
+            self._fetch_records([(number, self._table_record(number, part)) for number, part in parts if part >= 0])
+
+    def _fetch_records(self, records: list[tuple[int, range]]) -> None:
+        self.fetch(number for number, _ in records)
+        self._read_remote(each for each in records if each[0] in self._without_copy)
+
     def fetch(self, numbers: Iterable[int]) -> None:
-        """Fetches shards in a bucket that this host has no copies of, several small ones at a time.
+        """Fetches shards in a bucket that this host has no copies of, and room for, several small ones at a time.
 
         Raises:
           ConfigError: one is missing or damaged.
@@ -228,18 +316,48 @@ class ShardFiles:
         """
         if self._store is None:
             return
+        if self._failure is not None:
+            raise self._failure
         missing = sorted(set(numbers) - self._fetched)
-        self._store.for_each(self._fetch_missing, ((number, self.shards[number].size) for number in missing))
+        self._store.for_each(self._fetch_missing, ((number, 0) for number in missing))
 
     def _fetch_missing(self, number: int) -> None:
         if not self._path(self.shards[number]).is_file():
-            self._fetch(number)
+            if self.shards[number].size > MAX_AWAITED_BYTES:
+                self._copy_later(number)
+            else:
+                self._fetch(number)
         self._fetched.add(number)
 
+    def _copy_later(self, number: int) -> None:
+        """Copies a shard in the background. Until that is done its records are read one by one."""
+        self._without_copy.add(number)
+        with self._lock:
+            self._to_copy.append(number)
+            if self._copier is None:
+                self._copier = threading.Thread(target=self._copy, name="copies of shards", daemon=True)
+                self._copier.start()
+
+    def _copy(self) -> None:
+        while True:
+            with self._lock:
+                if not self._to_copy or self._failure is not None:
+                    self._copier = None
+                    return
+                number = self._to_copy.popleft()
+            try:
+                if self._path(self.shards[number]).is_file() or self._make_copy(number):
+                    self._without_copy.discard(number)
+            except BaseException as error:
+                self._failure = error
+
     def _fetch(self, number: int) -> None:
+        if not self._make_copy(number):
+            self._without_copy.add(number)
+
+    def _make_copy(self, number: int) -> bool:
         shard = self.shards[number]
-        if self._store is not None:
-            shard_copies.fetch(self._store, shard.file, shard.size, shard.sha256)
+        return self._store is None or self.room.fetch(self._store, shard.file, shard.size, shard.sha256)
 
     def _path(self, shard: Shard) -> Path:
         """Path of a shard, or of its copy."""
@@ -250,16 +368,16 @@ class ShardFiles:
     def _reader(self, number: int) -> Any:
         reader = self._open.pop(number, None)
         if reader is None:
-            try:
-                reader = array_record().ArrayRecordReader(str(self._path(self.shards[number])), READER_OPTIONS)
-            except OSError as error:
-                raise RuntimeError(error.strerror) from None
-            if not reader.ok():
-                raise RuntimeError("it is no array_record file")
+            reader = _Reader(self._path(self.shards[number]), is_copy=self._store is not None)
             while len(self._open) >= MAX_OPEN_SHARDS:
-                self._open.popitem(last=False)[1].close()
+                self._drop(next(iter(self._open)))
         self._open[number] = reader
-        return reader
+        return reader.reader
+
+    def _drop(self, number: int) -> None:
+        reader = self._open.pop(number, None)
+        if reader is not None:
+            reader.close()
 
     def _damage(self, number: int, reason: str) -> ConfigError:
         reason = " ".join(reason.split())[:120]
@@ -288,19 +406,22 @@ class TokenStream:
     def __getitem__(self, part: slice) -> np.ndarray:
         begin, end, _ = part.indices(self.length)
         found = [np.array([self.first], self.files.dtype)] if begin == 0 < end else []
+        found += [self.files.tokens(*each) for each in self._parts(begin, end)]
+        return np.concatenate(found) if found else np.zeros(0, self.files.dtype)
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The tokens of a slice that are in shards: number of the shard, first and last (not included) in it."""
         position, end = max(begin - 1, 0), end - 1
         number = bisect.bisect_right(self._ends, position)
         while position < end:
             before = self._ends[number - 1] if number else 0
             stop = min(end, self._ends[number])
-            found.append(self.files.tokens(number, position - before, stop - before))
+            yield number, position - before, stop - before
             position, number = stop, number + 1
-        return np.concatenate(found) if found else np.zeros(0, self.files.dtype)
 
-    def fetch(self, begins: Iterable[int]) -> None:
-        """Fetches the shards of the tokens at these positions together, if they are in a bucket."""
-        last = len(self._ends) - 1
-        self.files.fetch(min(bisect.bisect_right(self._ends, max(begin - 1, 0)), last) for begin in begins)
+    def fetch(self, slices: Iterable[tuple[int, int]]) -> None:
+        """Fetches what these slices will read (begin, end) together, if it is in a bucket."""
+        self.files.fetch_tokens(part for begin, end in slices for part in self._parts(begin, min(end, self.length)))
 
 
 class ShardedDocuments:
@@ -309,13 +430,21 @@ class ShardedDocuments:
     Attributes:
       where: target of the build, a folder or an address.
       split: name of the split in the index.
+      room: for copies of shards in a bucket.
     """
 
-    def __init__(self, where: Path | str, split: str, index: Mapping[str, Any], tokenizer: Tokenizer):
+    def __init__(
+        self,
+        where: Path | str,
+        split: str,
+        index: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        room: Room | None = None,
+    ):
         self.where, self.split, self.tokenizer = where, split, tokenizer
         self.separator: int | None = index["separator"]
         shards = [Shard(**shard) for shard in index["splits"][split]["shards"]]
-        self.files = ShardFiles(where, shards, np.dtype(index["dtype"]))
+        self.files = ShardFiles(where, shards, np.dtype(index["dtype"]), room)
         self._ends = _cumulative(shard.documents for shard in shards)
         self._has_text = True
 
@@ -328,7 +457,7 @@ class ShardedDocuments:
     def lengths(self, indices: Sequence[int]) -> list[int]:
         """Number of ids of the documents at `indices`, from the tables of the shards."""
         places = [self._find(index) for index in indices]
-        self.files.fetch({number for number, _ in places})
+        self.files.fetch_tables(places)
         found = [self.files.ends(*place) for place in places]
         return [end - begin - (self.separator is not None) for begin, end in found]
 
@@ -336,7 +465,9 @@ class ShardedDocuments:
         return self._ends[-1] if self._ends else 0
 
     def __getitems__(self, indices: Sequence[int]) -> list[Example]:
-        self.files.fetch({self._find(index)[0] for index in indices if 0 <= index < len(self)})
+        places = [self._find(index) for index in indices if 0 <= index < len(self)]
+        self.files.fetch_tables(places)
+        self.files.fetch_tokens((number, *self.files.ends(number, document)) for number, document in places)
         return [self[index] for index in indices]
 
     def __getitem__(self, index: int) -> Example:

@@ -52,7 +52,7 @@ def interval(run: Run, split: str, measure: str) -> Interval | None:
         return Interval(low, high, f"bootstrap over {decoded:,} examples, {RESAMPLES:,} resamples")
     records = run.samples.get(split, [])
     if measure in ("bleu", "chrf") and records and len(records) == decoded:
-        found = bootstrap(measure, records)
+        found = bootstrap(measure, records, run.config.task.language if run.config else "")
         # The same text gives the same score. If it does not, the file is of another evaluation.
         return found[1] if found is not None and abs(found[0] - value) < 0.01 else None
     return None
@@ -66,17 +66,17 @@ def wilson(share: float, count: int) -> Interval:
     return Interval(max(middle - half, 0.0), min(middle + half, 1.0), f"Wilson interval of {count:,} examples")
 
 
-def bootstrap(measure: str, records: Sequence[dict[str, Any]]) -> tuple[float, Interval] | None:
+def bootstrap(measure: str, records: Sequence[dict[str, Any]], language: str = "") -> tuple[float, Interval] | None:
     """sacreBLEU's score of the outputs, and its bootstrap interval (Koehn 2004): mean and half-width over resamples.
 
-    None if a record lacks its text.
+    None if a record lacks its text. `language` is that of the references, by whose words BLEU counts.
     """
     import sacrebleu
 
     outputs, references = ([text for r in records if isinstance(text := r.get(key), str)] for key in TEXTS)
     if not len(outputs) == len(references) == len(records):
         return None
-    metric = sacrebleu.BLEU() if measure == "bleu" else sacrebleu.CHRF()
+    metric = sacrebleu.BLEU(trg_lang=language) if measure == "bleu" else sacrebleu.CHRF()
     score = metric.corpus_score(outputs, [references], n_bootstrap=RESAMPLES)
     found = json.loads(score.format(is_json=True, signature=metric.get_signature().format()))
     mean, half = as_float(found.get("confidence_mean")), as_float(found.get("confidence_var"))

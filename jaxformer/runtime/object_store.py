@@ -9,6 +9,7 @@ AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL_S3, AWS_ENDPOIN
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import random
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from jaxformer.errors import ConfigError, StorageError
 
@@ -45,6 +46,10 @@ PARALLEL_REQUESTS = 8
 """Requests for small objects at a time."""
 MAX_PARALLEL_BYTES = 16 << 20
 """Larger objects are read and written one after another, since each is held in memory."""
+PART_BYTES = 16 << 20
+"""Larger objects are read in parts of this size. Each has a time limit of its own, so a large object may take long."""
+MAX_CHANGES = 3
+"""Times that an object may change while its parts are read."""
 
 PERMANENT = ("PERMISSION_DENIED", "UNAUTHENTICATED", "NOT_FOUND", "INVALID_ARGUMENT")
 """Codes of errors that another attempt would meet again."""
@@ -58,6 +63,14 @@ CREDENTIALS = {
 
 class Conflict(Exception):
     """A conditional write was refused: the object is not the one that it was made for."""
+
+
+class _OutOfRange(Exception):
+    """The object ends before the part that was asked for."""
+
+
+class _Late(Exception):
+    """No answer in time. A smaller part may come in time."""
 
 
 class Address(NamedTuple):
@@ -162,16 +175,95 @@ class Store:
         Args:
           seconds: time after which it is given up; None: the store's.
           unless: a generation. An object that has it is not sent: the result is then this generation, and no value.
-          size: bytes of the object, if they are known: a large one takes longer than an answer may.
+          size: bytes of the object, if they are known: a large one is read in parts, others if no answer comes in time.
         """
 
         def call(store: Any) -> Any:
             return store.read(key) if unless is None else store.read(key, if_not_equal=unless)
 
-        found = self._request(f"reading {key}", call, size, seconds, unless is not None)
-        if found.state == "unspecified":
-            return Stored(b"", unless or b"")
+        if size <= PART_BYTES or unless is not None:
+            try:
+                found = self._request(f"reading {key}", call, 0, seconds, unless is not None, has_parts=seconds is None)
+            except _Late:
+                pass
+            else:
+                if found.state == "unspecified":
+                    return Stored(b"", unless or b"")
+                return Stored(bytes(found.value), found.stamp.generation) if found.state == "value" else None
+        content = io.BytesIO()
+        generation = self._read_parts(content, key, size if size > PART_BYTES else 0)
+        return None if generation is None else Stored(content.getvalue(), generation)
+
+    def read_into(self, file: BinaryIO, key: str, size: int = 0) -> bytes | None:
+        """Writes an object to an open file, with no more than a part of it in memory, if its size is known.
+
+        Returns:
+          Its generation; None if it does not exist. What the file then has is undefined.
+        """
+        if size > PART_BYTES:
+            return self._read_parts(file, key, size)
+        found = self.read(key, size=size)
+        if found is None:
+            return None
+        file.write(found.value)
+        return found.generation
+
+    def read_range(self, key: str, begin: int, end: int) -> Stored | None:
+        """Bytes `begin` to `end` of an object; None if it does not exist or is shorter."""
+        try:
+            found = self._request(f"reading {key}", lambda store: store.read(key, byte_range=slice(begin, end)),
+                                  end - begin, None)  # fmt: skip
+        except _OutOfRange:
+            return None
         return Stored(bytes(found.value), found.stamp.generation) if found.state == "value" else None
+
+    def _read_parts(self, file: BinaryIO, key: str, size: int) -> bytes | None:
+        """`read_into` by parts. An object that changes meanwhile is read from its beginning again.
+
+        Args:
+          size: bytes of the object, as far as is known; 0: not known.
+        """
+        start, changes = file.tell(), 0
+        begin, known, generation = 0, size, None
+        is_sure = False
+        while True:
+            is_last = 0 < known <= begin + PART_BYTES
+            part = slice(begin, None if is_last else begin + PART_BYTES)
+            whole = is_last and not begin  # an empty object has no ranges
+            options = {} if whole else {"byte_range": part}
+            try:
+                found = self._request(
+                    f"reading {key}",
+                    lambda store, options=options: store.read(key, **options),
+                    PART_BYTES,
+                    None,
+                    has_parts=is_last and not is_sure,
+                )
+            except _Late:  # the object may be larger than was said
+                known, is_sure = 0, True
+                continue
+            except _OutOfRange:
+                if is_last:  # it ends where this part begins
+                    return generation
+                known, is_sure = begin + 1, True  # it ends within this part
+                continue
+            if found.state != "value":
+                return None
+            if generation is not None and found.stamp.generation != generation:
+                changes += 1
+                if changes > MAX_CHANGES:
+                    raise StorageError(
+                        f"{self.what} {self.address}: got {key}, which changes while it is read, expected the same "
+                        "object for all of its parts; run the same command when nothing writes there"
+                    )
+                file.seek(start)
+                file.truncate()
+                begin, known, generation = 0, size, None
+                continue
+            file.write(found.value)
+            begin, generation = begin + len(found.value), found.stamp.generation
+            if is_last:
+                return generation
 
     def write(self, key: str, value: bytes, generation: bytes | None = None, seconds: float | None = None) -> bytes:
         """Writes an object and returns its generation.
@@ -217,34 +309,53 @@ class Store:
                 act(item)
 
     def _request(
-        self, doing: str, call: Callable[[Any], Any], size: int, seconds: float | None, may_be_unchanged: bool = False
+        self,
+        doing: str,
+        call: Callable[[Any], Any],
+        size: int,
+        seconds: float | None,
+        may_be_unchanged: bool = False,
+        has_parts: bool = False,
     ) -> Any:
         """The result of a request, which is tried again as long as the server may come back.
 
+        Args:
+          size: bytes of the request or of its answer, which lengthen all limits.
+          seconds: time after which it is given up; None: the store's.
+          has_parts: an answer that does not come in time is asked for in parts by the caller.
+
         Raises:
+          _Late: `has_parts`, and no answer came in time.
+          _OutOfRange: the object does not have the bytes that were asked for.
           ConfigError: the credentials or the bucket are wrong.
           StorageError: no attempt succeeded.
         """
-        limit = time.monotonic() + (self.retry_seconds if seconds is None else seconds)
+        transfer = size / MIN_BYTES_PER_SECOND
+        limit = time.monotonic() + (self.retry_seconds if seconds is None else seconds) + transfer
         delay = FIRST_DELAY_SECONDS
         while True:
             try:
                 if self._kvstore is None:
                     self._kvstore = open_kvstore(self.address)
                 future = call(self._kvstore)
-                patience = REQUEST_SECONDS + size / MIN_BYTES_PER_SECOND
+                patience = REQUEST_SECONDS + transfer
                 try:
                     result = future.result(timeout=min(patience, max(limit - time.monotonic(), 1.0)))
                 except TimeoutError:
                     future.cancel()
+                    if has_parts:
+                        self.retries += 1
+                        raise _Late from None
                     raise
                 if getattr(result, "state", "") == "unspecified" and not may_be_unchanged:
                     raise ValueError("UNKNOWN: an answer without an object")
                 return result
             except Exception as error:
-                if isinstance(error, (MemoryError, ConfigError)):
+                if isinstance(error, (MemoryError, ConfigError, _Late)):
                     raise
                 reason = describe_error(error)
+                if reason.startswith("OUT_OF_RANGE"):
+                    raise _OutOfRange from error
                 self._refuse(reason, error)
                 if time.monotonic() + delay > limit:
                     raise StorageError(

@@ -279,15 +279,18 @@ class Mirror:
 
         def download(key: str) -> None:
             for _ in range(DOWNLOADS):
-                found = self.store.read(prefix + key)
-                if found is None:
-                    return
                 (target / key).parent.mkdir(parents=True, exist_ok=True)
-                (target / key).write_bytes(found.value)
-                if hashlib.sha256(found.value).hexdigest() == wanted[key]["sha256"]:
-                    return
+                with open(target / key, "w+b") as file:
+                    if self.store.read_into(file, prefix + key, wanted[key]["bytes"]) is None:
+                        break
+                    file.seek(0)
+                    if hashlib.file_digest(file, "sha256").hexdigest() == wanted[key]["sha256"]:
+                        return
+            else:
+                return
+            (target / key).unlink()
 
-        self.store.for_each(download, ((key, entry["bytes"]) for key, entry in wanted.items()))
+        self.store.for_each(download, ((key, 0) for key in wanted))  # of each no more than a part is in memory
 
     def _fetch_files(self, keys: set[str], bucket: Bucket) -> None:
         """Fetches all files outside of checkpoints."""

@@ -121,12 +121,12 @@ def score(config: Config, results: Sequence[str], examples: Sequence[Example]) -
 
 def score_signatures(config: Config) -> dict[str, str]:
     """The signature of each score that has one. It does not depend on the text."""
-    return {name: each.signature for name, each in _text_scores(config, ["a"], ["a"]).items()}
+    return {name: each.signature for name, each in _text_scores(config, ["a b c d"], ["a b c d"]).items()}
 
 
 def _text_scores(config: Config, results: Sequence[str], targets: Sequence[str]) -> dict[str, metrics.Score]:
     names, scores = config.task.texts.scores, {}
-    if "bleu" in names:
+    if "bleu" in names and metrics.bleu_is_defined(targets):
         scores["bleu"] = metrics.bleu(results, targets)
     if "chrf" in names:
         scores["chrf"] = metrics.chrf(results, targets)

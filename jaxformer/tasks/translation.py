@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxformer import metrics
 from jaxformer.config import Config
+from jaxformer.config.checks.sections import BLEU_LANGUAGES
 from jaxformer.data.sources import Example
 from jaxformer.data.tokenizers import Tokenizers
 from jaxformer.tasks import Features, Task, _generation, _tokens
@@ -43,7 +44,11 @@ def derived_metrics(config: Config, values: Mapping[str, float], size: Mapping[s
 
 
 def score(config: Config, results: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
-    """BLEU and chrF (0 to 100), the fraction of exact matches, and tokenised BLEU if the config names a language."""
+    """BLEU and chrF (0 to 100), the fraction of exact matches, and tokenised BLEU if the config names a language.
+
+    Languages of which BLEU has words of its own (`BLEU_LANGUAGES`) have no other tokenised one. BLEU is left out where
+    no reference has four words (`metrics.bleu_is_defined`).
+    """
     references = [example["target"] for example in examples]
     scores = {name: score.value for name, score in _scores(config, results, references).items()}
     return {**scores, "exact_match": metrics.exact_match(results, references)}
@@ -51,13 +56,16 @@ def score(config: Config, results: Sequence[str], examples: Sequence[Example]) -
 
 def score_signatures(config: Config) -> dict[str, str]:
     """The signature of each score of `score`. It does not depend on the text."""
-    return {name: score.signature for name, score in _scores(config, ["a"], ["a"]).items()}
+    return {name: score.signature for name, score in _scores(config, ["a b c d"], ["a b c d"]).items()}
 
 
 def _scores(config: Config, results: Sequence[str], references: Sequence[str]) -> dict[str, metrics.Score]:
-    scores = {"bleu": metrics.bleu(results, references), "chrf": metrics.chrf(results, references)}
-    if config.task.language:
-        scores["bleu_lc_tok"] = metrics.bleu_tokenised(results, references, config.task.language)
+    language, scores = config.task.language, {"chrf": metrics.chrf(results, references)}
+    if not metrics.bleu_is_defined(references, language):
+        return scores
+    scores = {"bleu": metrics.bleu(results, references, language), **scores}
+    if language and language not in BLEU_LANGUAGES:
+        scores["bleu_lc_tok"] = metrics.bleu_tokenised(results, references, language)
     return scores
 
 

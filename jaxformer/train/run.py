@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import grain
 import jax
 from flax import linen as nn
 
 from jaxformer import framing
-from jaxformer.checkpoint import Checkpoints, list_checkpoints, read_about
+from jaxformer.checkpoint import Checkpoints, Damaged, list_checkpoints, read_about, read_data
 from jaxformer.config import Config, overrides
 from jaxformer.data import token_shards
 from jaxformer.data.mixture import Mixture
@@ -166,20 +167,48 @@ class Run:
         """
         config = self.config
         target = steps.abstract_state(config, self.module, self.optimizer, self.mesh)
-        saved = self.checkpoints.restore(target)
+        position, batches = self._start_batches()
+        try:
+            saved = self.checkpoints.restore(target)
+            if batches is None or position != (None if saved is None else saved.data):
+                if batches is not None:
+                    batches.close()
+                batches = self.pipeline.train() if saved is None else self.pipeline.resume(saved.data)
+        except BaseException:
+            if batches is not None:
+                batches.close()
+            raise
+        self.batches = batches
         if saved is None:
-            self.batches = self.pipeline.train()
             self.state = steps.init_state(config, self.module, self.optimizer, self.mesh)
             if config.init.directory:
                 self.state = warm_start.load_initial_params(self.state, config, self.init_format)
             return []
         self._check_same_teacher(saved.about.get("progress", {}).get("teacher"))
-        self.state, self.batches = saved.state, self.pipeline.resume(saved.data)
+        self.state = saved.state
         if has_same_measurement(config, saved.about):
             self.values = dict(saved.about.get("values", {}))
         self.progress |= saved.about.get("progress", {})
         updates = int(optim.update_count(saved.state.opt_state))
         return describe_changes(saved.about.get("config"), config, updates, build.model_width(config.model))
+
+    def _start_batches(self) -> tuple[dict[str, Any] | None, grain.DatasetIterator | None]:
+        """Begins to read the batches of the newest checkpoint, since its arrays may take long to restore.
+
+        Returns:
+          Their position, None at the start of a run; and the batches, None if `restore` has to say what is wrong.
+        """
+        newest, position = self.checkpoints.newest(), None
+        try:
+            if newest is not None:
+                position = read_data(newest)
+            if newest is not None and int(newest.name) >= self.config.train.steps:
+                return None, None  # no more batches are needed
+            batches = self.pipeline.train() if position is None else self.pipeline.resume(position)
+        except (ConfigError, Damaged, OSError):
+            return None, None
+        batches.start_prefetch()
+        return position, batches
 
     def _log_start(self, lines: Sequence[str]) -> None:
         start = f"resumed at step {self.step:,}" if self.step else "started"

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 
 import chex
 import loader_stand_in
@@ -210,6 +211,17 @@ def test_resuming_is_exact(name, small_blocks):
     fresh.close()
 
 
+def test_batches_begun_early_are_at_their_position(small_blocks):
+    """The first position is asked for only after the background has filled its buffer."""
+    pipe = made({}, splits={"train": names(37)})
+    iterator = pipe.train()
+    iterator.start_prefetch()
+    while iterator._buffer.qsize() < 2:
+        time.sleep(0.001)
+    assert iterator.get_state() == {"epoch": 0, "block": 0, "batch": 0}
+    iterator.close()
+
+
 @pytest.mark.parametrize("name", [*SETTINGS, "skip_long"])
 def test_loader_processes_change_neither_order_nor_state(name, small_blocks, monkeypatch):
     loader_stand_in.install(monkeypatch)
@@ -226,6 +238,10 @@ def test_loader_processes_change_neither_order_nor_state(name, small_blocks, mon
     for start, workers in ((0, 3), (7, 1), (14, 2), (5, 0)):
         other = made({**data, "workers": workers}, pipe.task, splits=splits, **hosts)
         resumed = other.resume(json.loads(json.dumps(states[start])))
+        if start:
+            resumed.start_prefetch()  # and once more, which changes nothing
+            resumed.start_prefetch()
+            time.sleep(0.02)
         assert resumed.get_state() == {name: states[start][name] for name in ("epoch", "block", "batch")}
         for offset in range(10):
             assert other.data_state(resumed) == states[start + offset]

@@ -24,7 +24,7 @@ from jaxformer.config import (
     TokenizerConfig,
     TrainConfig,
 )
-from jaxformer.data import build, cache, sources, token_shards
+from jaxformer.data import build, cache, record_ranges, sources, token_shards
 from jaxformer.data.build import pieces
 from jaxformer.data.mixture import MixedExamples, Mixture
 from jaxformer.data.pipeline import Pipeline
@@ -224,6 +224,38 @@ def test_an_index_of_ten_billion_tokens_is_read_at_once(built, monkeypatch):
     order = ShuffledOrder(len(documents), 4, 0)
     found = {int(index) for number in range(50) for index in order(number)}
     assert len(found) == 200 and max(found) < len(documents) and max(found) > 2**32
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 1000, 16384, 32768])
+def test_a_record_is_where_the_sizes_of_those_before_it_say(tmp_path, size):
+    """Across several blocks of the file, with a shorter record after equal ones, and others after it."""
+    generator = np.random.default_rng(0)
+    runs = [(280_000 // size % 20_000 + 5, size), (1, size // 3 + 1), (9, 160), (0, 7)]
+    records = [generator.bytes(each) for count, each in runs for _ in range(count)]
+    writer = token_shards.array_record().ArrayRecordWriter(str(tmp_path / "x"), token_shards.WRITER_OPTIONS)
+    for record in records:
+        writer.write(record)
+    writer.close()
+    raw, checks = (tmp_path / "x").read_bytes(), {}
+    module, options = token_shards.array_record(), (token_shards.WRITER_OPTIONS, token_shards.READER_OPTIONS)
+    for number, record in enumerate(records):
+        place = record_ranges.place("x", runs, number)
+        chunk = record_ranges.without_block_headers(raw[place.begin : place.end], place.begin)
+        assert chunk.endswith(record) and len(chunk) == record_ranges.chunk_bytes(len(record)), number
+        if 9 < number < len(records) - 12 and number % 97:
+            continue
+        check = checks.setdefault(place.size, record_ranges.RecordCheck(module, place.size, *options))
+        assert check.record(chunk) == record, number
+    for position in (0, 39, 41, len(chunk) - 1):
+        damaged = bytearray(chunk)
+        damaged[position] ^= 1
+        with pytest.raises((RuntimeError, ValueError)):
+            check.record(bytes(damaged))
+    with pytest.raises(ValueError, match="bytes of a record"):
+        check.record(chunk + b"x")
+    assert check.record(chunk) == records[number]
+    with pytest.raises(IndexError, match="there is no record"):
+        record_ranges.place("x", runs, len(records))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -191,6 +191,12 @@ def test_intervals(tmp_path):
     assert intervals.interval(run, "test", "accuracy") is None  # of tokens, which depend on each other
     run.evaluations["test"]["bleu"] = score + 1  # the samples are of another evaluation
     assert intervals.interval(run, "test", "bleu") is None
+    chinese = [{"output": "猫坐在垫子上", "reference": text} for text in ("猫坐在垫子上", "猫坐在椅子上")] * 5
+    evaluation = {"split": "test", "examples": 10, "bleu": intervals.bootstrap("bleu", chinese, "zh")[0]}
+    task = dataclasses.replace(CONFIG.task, language="zh")
+    files = {"eval-test": evaluation, "samples__test": chinese}
+    (other,) = runs.read([put(tmp_path / "zh", [], dataclasses.replace(CONFIG, task=task), **files)])
+    assert intervals.interval(other, "test", "bleu").low > 10.0  # by characters; by blanks its BLEU is 0
     cards, _ = sections.results([run])
     assert cards.cards[0].value == "0.5" and "exact matches" in cards.cards[0].title
     assert cards.cards[0].details[0].startswith("95 %: 0.2993 to 0.7007 (Wilson interval of 20 examples)")

@@ -10,18 +10,21 @@ from typing import Any
 import tensorstore as ts
 
 from jaxformer.checkpoint import manifest
+from jaxformer.data import shard_copies
 from jaxformer.runtime import lease, object_store
 
 
 class Answer:
-    """A future that is done, or fails, or never comes."""
+    """A future that is done, or fails, or comes after `seconds`, which nobody waits for."""
 
-    def __init__(self, result: Any = None, error: Exception | None = None) -> None:
-        self.value, self.error = result, error
+    def __init__(self, result: Any = None, error: Exception | None = None, seconds: float = 0.0) -> None:
+        self.value, self.error, self.seconds = result, error, seconds
 
     def result(self, timeout: float | None = None) -> Any:
         if self.error is not None:
             raise self.error
+        if timeout is not None and self.seconds > timeout:
+            raise TimeoutError
         return self.value
 
     def cancel(self) -> None:
@@ -36,6 +39,7 @@ class Bucket:
       before: called with (verb, key) before each; an error that it returns is the answer, an exception is a kill.
       after: the same, once the request was carried out: an answer that is lost.
       listing: changes what a listing says.
+      rate: bytes per second of an answer, or of what is written.
     """
 
     def __init__(self) -> None:
@@ -48,6 +52,7 @@ class Bucket:
         self.before: Callable[[str, str], Exception | None] = lambda verb, key: None
         self.after: Callable[[str, str], Exception | None] = lambda verb, key: None
         self.listing: Callable[[list[str]], list[str]] = lambda keys: keys
+        self.rate = float("inf")
 
     def open(self, address: object_store.Address) -> Requests:
         spec = {"driver": "memory", "path": f"{address.scheme}/{address.bucket}/{address.path}/"}
@@ -65,7 +70,8 @@ class Requests:
 
     def write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> Answer:
         verb = "delete" if value is None else "write"
-        return self._carry_out(verb, key, lambda: self.store.write(key, value, if_equal=if_equal).result())
+        act = lambda: self.store.write(key, value, if_equal=if_equal).result()  # noqa: E731
+        return self._carry_out(verb, key, act, len(value or b""))
 
     def list(self) -> Answer:
         return self._carry_out("list", "", self._list)
@@ -74,13 +80,14 @@ class Requests:
         keys = sorted(key.decode() for key in self.store.list().result())
         return [key.encode() for key in self.bucket.listing(keys)]
 
-    def _carry_out(self, verb: str, key: str, act: Callable[[], Any]) -> Answer:
+    def _carry_out(self, verb: str, key: str, act: Callable[[], Any], size: int = 0) -> Answer:
         error = self.bucket.before(verb, key)
         if error is not None:
             return Answer(error=error)
         self.bucket.log.append((verb, key))
         result = act()
-        return Answer(result, self.bucket.after(verb, key))
+        size += len(getattr(result, "value", b""))
+        return Answer(result, self.bucket.after(verb, key), size / self.bucket.rate)
 
 
 def install(monkeypatch: Any, tmp_path: Path) -> Bucket:
@@ -90,6 +97,7 @@ def install(monkeypatch: Any, tmp_path: Path) -> Bucket:
     monkeypatch.setattr(object_store, "FIRST_DELAY_SECONDS", 0.001)
     monkeypatch.setattr(object_store, "PARALLEL_REQUESTS", 1)
     monkeypatch.setattr(lease, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(shard_copies, "FREE_FRACTION", 0.0)
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "host"))
     return bucket
 

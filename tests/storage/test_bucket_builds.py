@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import gzip
+import hashlib
 import json
+import os
 import pickle
+import signal
+import threading
+import time
 
+import builders
+import chex
 import fake_bucket
 import pytest
 import test_docs
 
-from jaxformer import cli
+from jaxformer import checkpoint, cli
 from jaxformer.config import (
     ComponentConfig,
     Config,
     DataConfig,
+    EmbedConfig,
+    EvaluateConfig,
     MixtureConfig,
     ModelConfig,
     StackConfig,
@@ -24,7 +37,7 @@ from jaxformer.config import (
     TrainConfig,
     overrides,
 )
-from jaxformer.data import build, shard_copies, sources, token_shards
+from jaxformer.data import build, record_ranges, shard_copies, sources, token_shards
 from jaxformer.data.build import Options, beam, pieces, targets
 from jaxformer.data.pipeline import Pipeline
 from jaxformer.errors import ConfigError, StorageError
@@ -32,7 +45,7 @@ from jaxformer.runtime import bucket_folders
 from jaxformer.runtime import lease as leases
 from jaxformer.runtime.object_store import Store
 from jaxformer.tasks import get as get_task
-from jaxformer.train import setup
+from jaxformer.train import loop, metric_window, setup
 
 URL, TEXT = "gs://bucket/corpus", "s3://texts/all"
 LINES = [f"line {number} " + "ä€😀x"[number % 4] * (number * 7 % 23) for number in range(60)]
@@ -295,6 +308,237 @@ def test_training_reads_the_shards_that_it_needs_and_mends_copies(bucket, config
         path.write_bytes(raw.replace(raw[100:140], b"\xff" * 40, 1) if number else raw[:-1000])
     assert first_batches(pipeline_of(URL, tmp_path, packing=packing)) == expected
     assert len([key for _, key in bucket.log if key.endswith(".array_record")]) > 3
+
+
+def copies(tmp_path):
+    """Bytes of the copies in the cache, by name."""
+    return {path.name: path.stat().st_size for path in (tmp_path / "host" / "data" / "shards").glob("*.*[ld]")}
+
+
+@pytest.mark.parametrize("packing", ["concat", "none", "first_fit"])
+def test_shards_without_room_are_read_record_by_record(bucket, config, tmp_path, packing, caplog):
+    """No copy at all, two at most, and then copies that another run deletes: always the batches of a folder."""
+    build.build(config, tmp_path / "whole")
+    index = build.build(config, URL)
+    sizes = sorted(shard["size"] for shard in index["splits"]["train"]["shards"])
+    expected = first_batches(pipeline_of(tmp_path / "whole", tmp_path, packing=packing))
+    for limit in (0, 2 * sizes[-1]):
+        caplog.clear()
+        pipe = pipeline_of(URL, tmp_path, packing=packing, shard_copies_gb=limit / 1e9)
+        assert first_batches(pipe) == expected
+        assert "of the other shards records are read one by one" in caplog.text
+        assert len(copies(tmp_path)) == limit // sizes[-1] and sum(copies(tmp_path).values()) <= limit
+    bucket.log.clear()
+    pipe = pipeline_of(URL, tmp_path, packing=packing)
+    batches = pipe.train()
+    with contextlib.closing(batches):
+        found = [next(batches).target.tokens.tolist() for _ in range(4)]
+        assert len(copies(tmp_path)) > 2
+        for path in (tmp_path / "host" / "data" / "shards").glob("*.array_record"):
+            assert not shard_copies.delete_unused(path) or path.name not in copies(tmp_path)
+        found += [next(batches).target.tokens.tolist() for _ in range(8)]
+    assert found == expected
+
+
+def test_large_shards_are_copied_while_their_records_are_read(bucket, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_shards, "MAX_AWAITED_BYTES", 0)
+    build.build(config, tmp_path / "whole")
+    index, gate = build.build(config, URL), threading.Event()
+    expected = first_batches(pipeline_of(tmp_path / "whole", tmp_path, packing="concat"))
+    real = Store.read_into
+    monkeypatch.setattr(Store, "read_into", lambda *given: gate.wait(60) and real(*given))
+    pipe = pipeline_of(URL, tmp_path, packing="concat")
+    with contextlib.closing(pipe.train()) as batches:
+        found = [next(batches).target.tokens.tolist() for _ in range(6)]
+        assert not [name for name in copies(tmp_path) if name.endswith("record")], "no batch waits for a copy"
+        gate.set()
+        shard_files = pipe.dataset.splits["train"].files
+        for each in (shard_files, pipe.train_examples.tokens.files):
+            for _ in range(1000):
+                if each._copier is None:
+                    break
+                time.sleep(0.01)
+            assert each._copier is None and not each._without_copy
+        assert len(copies(tmp_path)) > 3
+        requests = len(bucket.log)
+        found += [next(batches).target.tokens.tolist() for _ in range(6)]
+    assert found == expected and len(bucket.log) <= requests + 2 * len(index["splits"]["train"]["shards"])
+    store = Store(URL)
+    for path in (tmp_path / "host" / "data" / "shards").glob("*.array_record"):
+        path.unlink()
+    raw = store.read("train-00001.array_record").value
+    store.write("train-00001.array_record", raw[:-1] + b"\xff")  # its records are whole
+    documents = sources.build(DataConfig(source="shards", dir=URL)).splits["train"]
+    count = index["splits"]["train"]["shards"][0]["documents"]
+    assert str(documents[count]["text"]) in LINES
+    for _ in range(1000):
+        if documents.files._failure is not None:
+            break
+        time.sleep(0.01)
+    with pytest.raises(ConfigError, match=f"{URL}/train-00001.array_record: got a damaged shard .it differs from its"):
+        documents[count]
+
+
+def test_damaged_records_are_refused_by_name(bucket, config, tmp_path, monkeypatch):
+    index = build.build(config, URL)
+    store, shards = Store(URL), index["splits"]["train"]["shards"]
+    raw = store.read(shards[1]["file"]).value
+    documents = sources.build(DataConfig(source="shards", dir=URL, shard_copies_gb=0)).splits["train"]
+    texts = [str(each["text"]) for each in sources.examples_at(documents, range(len(documents)))]
+    assert texts == [*LINES, *LINES[20:25]] and not copies(tmp_path)
+    requests = len(bucket.log)
+    assert str(documents[0]["text"]) == LINES[0] and len(bucket.log) == requests, "records are kept"
+    monkeypatch.setattr(record_ranges, "MAX_KEPT_RECORDS", 0)
+    first = shards[0]["documents"]
+    answers = [raw[:110] + b"\xff\xff" + raw[112:], raw[:110] + b"\xff\xff" + raw[112:], raw]
+
+    def torn(verb, key, real=fake_bucket.Requests.read):
+        """The first two answers of a new process are damaged on their way."""
+        if key == shards[1]["file"] and answers:
+            bucket.open(store.address).store.write(key, answers.pop(0)).result()
+
+    bucket.before = torn
+    documents = pickle.loads(pickle.dumps(documents))
+    with pytest.raises(ConfigError, match=f"{URL}/train-00001.array_record: got a damaged shard .it was written again"):
+        documents[first]
+    bucket.before = lambda verb, key: None
+    for content, reason in (
+        (raw[:110] + b"\xff\xff" + raw[112:], "Corrupted Riegeli/records file: chunk data hash"),
+        (raw[:90], "it is missing or too short"),
+        (None, "it is missing or too short"),
+    ):
+        store.delete(shards[1]["file"]) if content is None else store.write(shards[1]["file"], content)
+        documents = pickle.loads(pickle.dumps(documents))
+        bucket.log.clear()
+        with pytest.raises(
+            ConfigError, match=f"{URL}/train-00001.array_record: got a damaged shard .{reason}"
+        ) as caught:
+            documents[first]
+        assert "\n" not in str(caught.value) and len(bucket.log) <= record_ranges.DOWNLOADS + 1
+    assert str(documents[0]["text"]) == LINES[0], "others are read"
+
+
+@pytest.fixture
+def room(bucket, monkeypatch, tmp_path):
+    """Four objects of 1,000 bytes and a larger one, with a function that fetches one of them at a time of its own."""
+    store, now = Store(URL), [1000.0]
+    contents = {f"{name}.array_record": name.encode() * 1000 for name in "abcd"} | {"e.array_record": b"e" * 3001}
+    for key, content in contents.items():
+        store.write(key, content)
+    monkeypatch.setattr(shard_copies.time, "time", lambda: now[0])
+
+    def fetch(name, limit=3000, since=None):
+        now[0] += 10
+        content = contents[f"{name}.array_record"]
+        room = shard_copies.Room(limit, now[0] if since is None else since)
+        return room.fetch(store, f"{name}.array_record", len(content), hashlib.sha256(content).hexdigest())
+
+    def path(name):
+        content = contents[f"{name}.array_record"]
+        return shard_copies.copy_path(f"{name}.array_record", hashlib.sha256(content).hexdigest())
+
+    fetch.path, fetch.there = path, lambda: "".join(name for name in "abcd" if path(name).exists())
+    return fetch
+
+
+def test_the_copies_used_least_recently_make_room(room, tmp_path):
+    assert [room(name) for name in "abc"] == [True] * 3
+    assert room("a") and room.there() == "abc"  # so "b" is the oldest
+    assert room("d") and room.there() == "acd"
+    assert room("c")
+    reader = shard_copies.open_locked(room.path("a"))  # a process reads it; it is the oldest again
+    os.utime(room.path("a"), (0, 0))
+    assert room("b") and room.there() == "abc"
+    assert not room("e") and room.there() == "abc", "nothing is deleted in vain"
+    assert not room("d", since=0) and room.there() == "abc", "copies of this run stay"
+    assert room("d", limit=1000) is False and room.there() == "a", "what is open stays"
+    assert reader.read() == b"a" * 1000
+    reader.close()
+    dead = room.path("d").with_suffix(".partial")
+    dead.write_bytes(bytes(2000))
+    assert room("d", limit=2000, since=0) and room.there() == "ad" and not dead.exists(), "a killed process's"
+    with open(dead, "wb") as file:  # another process fetches
+        file.write(bytes(1000))
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not room("b", limit=2500, since=0) and room.there() == "ad" and dead.exists()
+        assert room("b", limit=2500) and room.there() == "b"
+    assert set(copies(tmp_path)) == {room.path("b").name, dead.name}
+
+
+def test_a_full_disk_leaves_no_part_of_a_copy(room, monkeypatch, tmp_path):
+    assert room("a", limit=None)
+    real, usage = os.posix_fallocate, collections.namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", lambda *given: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        assert not room("b", limit=None) and set(copies(tmp_path)) == {room.path("a").name}
+    for error in (OSError(errno.ENOSPC, "full"), Killed()):  # something else has filled it meanwhile
+        with monkeypatch.context() as patch:
+
+            def read_into(self, file, key, size, error=error):
+                file.write(b"half")
+                raise error
+
+            patch.setattr(Store, "read_into", read_into)
+            with contextlib.suppress(Killed):
+                assert not room("b", limit=None)
+        assert set(copies(tmp_path)) == {room.path("a").name}
+    assert real is os.posix_fallocate
+    monkeypatch.setattr(shard_copies, "FREE_FRACTION", 0.1)
+    free = [10_000 + 999]
+    monkeypatch.setattr(shard_copies.shutil, "disk_usage", lambda path: usage(100_000, 0, free[0]))
+    assert shard_copies.Room().available() == 1999 and shard_copies.Room(500).available() == 500
+    assert not room("b", limit=None, since=0) and room.there() == "a"
+    assert room("b", limit=1000) and room.there() == "b", "a limit of the user's own may fill the disk"
+    free[0] += 1
+    assert room("c", limit=None) and room.there() == "bc"
+
+
+def test_a_run_on_a_bucket_is_the_run_on_a_folder(bucket, config, tmp_path, monkeypatch, programs):
+    """Stopped and resumed, first without copies, then with a few: parameters and losses have the same bits."""
+    builders.one_device(monkeypatch)
+    builders.drawn_parameters(monkeypatch)
+    builders.share_programs(monkeypatch, programs)
+    build.build(config, tmp_path / "whole")
+    index = build.build(config, URL)
+    size = max(shard["size"] for shard in index["splits"]["train"]["shards"])
+
+    def run_of(where, **fields):
+        data = DataConfig(source="shards", dir=str(where), batch=4, length=8, packing="concat", **fields)
+        return Config(
+            model=ModelConfig(decoder=builders.stack(embed=EmbedConfig(dropout=0.1), layers=1)),
+            data=data,
+            task=TaskConfig("language_modelling"),
+            train=TrainConfig(steps=5, checkpoint_every=2, log_every=1),
+            evaluate=EvaluateConfig(decode_examples=0),
+        )
+
+    def losses(workdir):
+        rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+        return [(row["step"], row["loss"]) for row in rows]
+
+    assert loop.train(run_of(tmp_path / "whole"), tmp_path / "expected") == 0
+    add, calls = metric_window.MetricWindow.add, []
+
+    def interrupt(self, sums, batch):
+        calls.append(None)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(self, sums, batch)
+
+    monkeypatch.setattr(metric_window.MetricWindow, "add", interrupt)
+    assert loop.train(run_of(URL, shard_copies_gb=0), tmp_path / "run") == loop.EXIT_PREEMPTED
+    assert not copies(tmp_path)
+    restore, fill, filled = checkpoint.Checkpoints.restore, Pipeline.fill, threading.Event()
+    monkeypatch.setattr(checkpoint.Checkpoints, "restore", lambda *given: filled.wait(60) and restore(*given))
+    monkeypatch.setattr(Pipeline, "fill", lambda *given: filled.set() or fill(*given))
+    (tmp_path / "run" / "checkpoints" / "last" / "3" / "about" / "metadata").write_text("{}")  # back to step 2
+    assert loop.train(run_of(URL, shard_copies_gb=2 * size / 1e9), tmp_path / "run") == 0
+    assert filled.is_set(), "batches are filled while the checkpoint is restored"
+    assert len(copies(tmp_path)) == 2 and len(calls) == 6
+    assert losses(tmp_path / "run") == losses(tmp_path / "expected")
+    found, expected = (checkpoint.load_run(tmp_path / name).params for name in ("run", "expected"))
+    chex.assert_trees_all_equal(found, expected)
 
 
 def test_damage_is_refused_by_name(bucket, config, tmp_path):

@@ -5,22 +5,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
+import builders
+import chex
 import fake_bucket
 import pytest
 
-from jaxformer import storage, tasks
-from jaxformer.config import Config, DataConfig, ModelConfig, StackConfig, TaskConfig, TokenizerConfig
+from jaxformer import checkpoint, storage, tasks
+from jaxformer.config import (
+    Config,
+    DataConfig,
+    EmbedConfig,
+    EvaluateConfig,
+    ModelConfig,
+    StackConfig,
+    TaskConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
 from jaxformer.data import build, sources
 from jaxformer.data.build import Options
 from jaxformer.data.pipeline import Pipeline
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, StorageError
 from jaxformer.runtime import object_store
 from jaxformer.runtime.object_store import ABSENT, Conflict, Store
-from jaxformer.train import setup
+from jaxformer.train import loop, metric_window, setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import storage_servers
@@ -61,6 +75,25 @@ def test_conditions_hold(url):
     assert store.list_keys() == []
     with pytest.raises(ConfigError, match="expected a folder in a bucket that exists"):
         Store(url[0].replace(storage_servers.BUCKET, "nobucket")).write("a", b"1")
+
+
+def test_a_checkpoint_may_take_longer_than_an_answer(url, monkeypatch, tmp_path):
+    """Of files that come in 1.5 s each, with 0.5 s for an answer; then a server that sends too little of anything."""
+    address, server = url
+    monkeypatch.setattr(object_store, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(object_store, "PART_BYTES", 50_000)
+    with storage.TrainingSession(address) as session:
+        fake_bucket.write_checkpoint(session.root, "last/1", "state" * 60_000)
+        (session.root / "metrics.jsonl").write_text("row" * 100_000)
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "other"))
+    storage_servers.control(server, rate=200_000)
+    with storage.TrainingSession(address) as session:
+        assert fake_bucket.contents(session.root) == {"last/1": "state" * 60_000}
+        assert (session.root / "metrics.jsonl").read_text() == "row" * 100_000
+    storage_servers.control(server, rate=20_000)
+    key = "checkpoints/last/1/state/arrays"
+    with pytest.raises(StorageError, match=f"got DEADLINE_EXCEEDED: no answer in time while reading {key}"):
+        Store(address, retry_seconds=1.0).read(key, size=300_000)
 
 
 def test_a_run_moves_to_another_host_while_requests_fail(url, monkeypatch, tmp_path):
@@ -127,3 +160,52 @@ def test_shards_are_built_and_read_by_processes_while_requests_fail(url, monkeyp
         pytest.raises(ConfigError, match=rf"{address}/train-0000\d.array_record: got a damaged shard"),
     ):
         ids(batches, 6)
+
+
+def test_a_run_of_loader_processes_on_a_small_disk_is_the_run_on_a_folder(url, monkeypatch, tmp_path, programs):
+    """Room for one copy of three, which a copy of another corpus has: stopped, and resumed while requests fail."""
+    address, server = f"{url[0]}/corpus", url[1]
+    builders.one_device(monkeypatch)
+    builders.drawn_parameters(monkeypatch)
+    builders.share_programs(monkeypatch, programs)
+    (tmp_path / "train.txt").write_text("\n".join(f"line {number} " + "abcdefgh" * 20 for number in range(13000)))
+    data = {"source": "text", "dir": str(tmp_path), "splits": {"train": ("train.txt",)}}
+    config = Config(data=DataConfig(**data, tokenizer=TokenizerConfig(kind="byte")))
+    index = build.build(config, tmp_path / "whole", options=Options(shard_mb=1))
+    build.build(config, address, options=Options(shard_mb=1))
+    sizes = [shard["size"] for shard in index["splits"]["train"]["shards"]]
+    folder = tmp_path / "host" / "data" / "shards"
+
+    def run_of(where, **fields):
+        data = DataConfig(source="shards", dir=str(where), batch=4, length=8, packing="concat", **fields)
+        model = ModelConfig(decoder=builders.stack(embed=EmbedConfig(dropout=0.1), layers=1))
+        train = TrainConfig(steps=6, checkpoint_every=2, log_every=1)
+        evaluate = EvaluateConfig(decode_examples=0)
+        return Config(model=model, data=data, task=TaskConfig("language_modelling"), train=train, evaluate=evaluate)
+
+    assert loop.train(run_of(tmp_path / "whole"), tmp_path / "expected") == 0
+    folder.mkdir(parents=True)
+    (folder / "other.array_record").write_bytes(bytes(max(sizes)))
+    os.utime(folder / "other.array_record", (1, 1))
+    limit = int(1.2 * max(sizes))
+    small = run_of(address, workers=2, shard_copies_gb=limit / 1e9)
+    add, calls = metric_window.MetricWindow.add, []
+
+    def interrupt(self, sums, batch):
+        calls.append(None)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(self, sums, batch)
+
+    monkeypatch.setattr(metric_window.MetricWindow, "add", interrupt)
+    assert loop.train(small, tmp_path / "run") == loop.EXIT_PREEMPTED
+    copy, *others = folder.glob("*.array_record")
+    assert not (folder / "other.array_record").exists() and not list(folder.glob("*.partial"))
+    assert sum(each.stat().st_size for each in (copy, *others)) <= limit < sum(sizes)
+    copy.write_bytes(copy.read_bytes()[:-1000])  # and the disk damages it
+    storage_servers.control(server, faults=FAULTS)
+    assert loop.train(small, tmp_path / "run") == 0
+    assert sum(each.stat().st_size for each in folder.glob("*.*[ld]")) <= limit
+    found, expected = (checkpoint.load_run(tmp_path / name).params for name in ("run", "expected"))
+    chex.assert_trees_all_equal(found, expected)
+    assert len(calls) == 6

@@ -136,6 +136,63 @@ def test_an_answer_that_says_neither_yes_nor_no_is_asked_for_again(bucket, monke
     assert store.read("a").value == b"1" and store.retries == 1
 
 
+@pytest.mark.parametrize("size", [5000, 4000, 4001, 999, 0, 20_000], ids=lambda size: f"{size} expected")
+def test_a_large_object_may_take_longer_than_an_answer(bucket, monkeypatch, size, tmp_path):
+    """Whatever size is expected of an object of 5,000 bytes, of which 1,000 come in the time for an answer."""
+    monkeypatch.setattr(object_store, "PART_BYTES", 1000)
+    monkeypatch.setattr(object_store, "REQUEST_SECONDS", 10.0)
+    store, content = Store(URL, retry_seconds=12.0), bytes(range(250)) * 20
+    generation = store.write("a", content)
+    bucket.rate = 100.0
+    assert store.read("a", size=size) == (content, generation)
+    with open(tmp_path / "copy", "w+b") as file:
+        file.write(b"before")
+        assert store.read_into(file, "a", size) == generation
+        assert store.read_into(file, "none", size) is None
+    assert (tmp_path / "copy").read_bytes() == b"before" + content
+    assert store.read("none", size=size) is None
+    for count in (0, 1, 2000):  # a part ends where the object does, or there is none
+        bucket.rate = 1e9
+        generation = store.write("b", content[:count])
+        bucket.rate = 100.0
+        assert store.read("b", size=size) == (content[:count], generation)
+        assert store.read("b", unless=generation, size=size) == (b"", generation)
+    assert store.read_range("a", 4900, 5000).value == content[4900:] and store.read_range("a", 4900, 5001) is None
+    bucket.rate = 90.0  # less than a part
+    monkeypatch.setattr(store, "retry_seconds", 0.01)
+    with pytest.raises(StorageError, match="got DEADLINE_EXCEEDED: no answer in time while reading a"):
+        store.read("a", size=size)
+
+
+def test_writing_a_large_object_may_take_longer_than_retries_do(bucket, monkeypatch):
+    monkeypatch.setattr(object_store, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(object_store, "MIN_BYTES_PER_SECOND", 100)
+    store, bucket.rate = Store(URL, retry_seconds=0.5), 100
+    store.write("a", bytes(5000))
+    assert store.retries == 0
+    bucket.rate = 99
+    with pytest.raises(StorageError, match="got DEADLINE_EXCEEDED: no answer in time while writing a"):
+        Store(URL, retry_seconds=-50.0).write("a", bytes(5000))
+
+
+def test_an_object_that_changes_while_its_parts_are_read_is_read_again(bucket, monkeypatch):
+    monkeypatch.setattr(object_store, "PART_BYTES", 10)
+    store, reads = Store(URL), []
+    store.write("a", b"x" * 35)
+
+    def change(verb, key):
+        reads.append(key)
+        if verb == "read" and (len(reads) == 3 or changing):
+            bucket.open(store.address).store.write(key, b"y" * (30 + len(reads))).result()
+
+    changing = False
+    bucket.before = change
+    assert store.read("a", size=35).value == b"y" * 33
+    changing = True
+    with pytest.raises(StorageError, match="got a, which changes while it is read"):
+        store.read("a", size=35)
+
+
 def test_errors_in_threads_are_raised(bucket, monkeypatch):
     monkeypatch.setattr(object_store, "PARALLEL_REQUESTS", 2)
     store, seen = Store(URL), []

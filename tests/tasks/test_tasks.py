@@ -138,7 +138,7 @@ RESULTS = {
 
 @pytest.mark.parametrize("name", [name for name in NAMES if tasks.get(name).score is not None])
 def test_a_task_names_all_of_its_scores(name):
-    results, examples = RESULTS.get(name, (["a b c"], [{"target": "a b c"}]))
+    results, examples = RESULTS.get(name, (["a b c d"], [{"target": "a b c d"}]))
     found = set()
     templates = [TemplateConfig(scores=each) for each in (("squad",), ("bleu", "chrf", "rouge"))]
     for options in (

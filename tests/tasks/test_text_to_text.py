@@ -171,6 +171,7 @@ def test_scores_are_those_that_the_config_names():
     scores = TASK.score(settings, ["a b c d e"], [{"target": "a b c d e"}])
     assert scores == pytest.approx({"bleu": 100, "chrf": 100, "rouge1": 100, "rouge2": 100, "rouge_l": 100})
     assert set(TASK.score_signatures(settings)) == set(scores)
+    assert set(TASK.score(settings, ["a b c"], [{"target": "a b c"}])) == set(scores) - {"bleu"}  # no four words
 
 
 def test_names_of_fields_are_listed_once():

@@ -1,11 +1,15 @@
 """Translation: alignment, cuts, and scores with their signatures."""
 
+import dataclasses
+
+import builders
 import numpy as np
 import pytest
 from task_toys import config, encoded, learned, without, words
 
 from jaxformer import tasks
 from jaxformer.config import ConfigError, TokenizerConfig
+from jaxformer.config.checks import sections
 
 TASK = tasks.get("translation")
 
@@ -74,6 +78,35 @@ def test_scores_and_their_signatures():
     assert set(signatures) == {"bleu", "chrf", "bleu_lc_tok"}
     assert "tok:13a" in signatures["bleu"]
     assert "tok:none" in signatures["bleu_lc_tok"]
+
+
+def test_bleu_is_left_out_where_no_reference_has_four_words():
+    """Perfect text would have a BLEU of 0."""
+    few = [{"source": "x", "target": "Zwei Hunde."}, {"source": "y", "target": "drei"}]
+    settings = config("translation", language="de")
+    assert TASK.score(settings, ["Zwei Hunde.", "drei"], few) == {"chrf": 100.0, "exact_match": 1.0}
+    enough = [*few, {"source": "z", "target": "Zwei Hunde laufen."}]  # the full stop is the fourth
+    scores = TASK.score(settings, ["Zwei Hunde.", "drei", "Zwei Hunde laufen."], enough)
+    assert scores["bleu"] == pytest.approx(100.0) and scores["bleu_lc_tok"] == pytest.approx(100.0)
+    # A hypothesis that is too short is an error of the model, not of the measure.
+    assert TASK.score(settings, ["Zwei Hunde.", "drei", "Zwei"], enough)["bleu"] == 0.0
+
+
+def pairs(name, language):
+    return dataclasses.replace(config(name, language=language), model=builders.seq2seq())
+
+
+def test_languages_with_words_of_their_own(monkeypatch):
+    chinese = config("translation", language="zh")
+    assert TASK.score(chinese, ["猫坐在垫子上"], [{"target": "猫坐在垫子上"}])["bleu"] == pytest.approx(100.0)
+    assert set(TASK.score_signatures(chinese)) == {"bleu", "chrf"}
+    sections.check_task(pairs("translation", "zh"))
+    monkeypatch.setattr(sections.importlib.util, "find_spec", lambda name: None)
+    expected = r"task.language: got 'ja', expected .* the package MeCab; install it: pip install 'sacrebleu\[ja\]'"
+    with pytest.raises(ConfigError, match=expected):
+        sections.check_task(pairs("translation", "ja"))
+    with pytest.raises(ConfigError, match="task.language: got 'de', expected '' for the task summarisation"):
+        sections.check_task(pairs("summarisation", "de"))
 
 
 def test_perplexity_is_of_the_bare_loss():

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from test_step import SMALL, begin
+from test_step import NO_LAYERS, begin
 
 from jaxformer import tasks
 from jaxformer.config import (
@@ -279,10 +279,10 @@ def averaged(old, params, decay):
 
 
 def test_a_step_that_is_not_finite_changes_the_step_number_only():
-    model = builders.seq2seq(**SMALL)
+    model = builders.decoder(**NO_LAYERS)
     config = Config(
         model=model,
-        task=TaskConfig(name="translation"),
+        task=TaskConfig(name="language_modelling"),
         optimizer=OptimizerConfig(name="adamw"),
         schedule=ScheduleConfig(kind="linear", peak=0.1, warmup=5),
         train=TrainConfig(steps=10, ema=0.9, ema_warmup=True),
@@ -295,7 +295,7 @@ def test_a_step_that_is_not_finite_changes_the_step_number_only():
     with jax.set_mesh(mesh):
         optimizer = optim.optimizer(config.optimizer, schedule, nn.meta.unbox(build.shapes(module))["params"])
         state = begin(config, module, optimizer, mesh)
-        update = step.make_train_step(config, module, tasks.get("translation"), optimizer, schedule, mesh)
+        update = step.make_train_step(config, module, tasks.get("language_modelling"), optimizer, schedule, mesh)
         average = jax.device_get(state.variables["ema"])
         state, first = update(state, step.shard_batch(good, mesh))
         average = averaged(average, state.params, 1 / 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 from jaxformer import registry
@@ -66,6 +67,8 @@ SIDES_IN_WORDS = {
     ("encoder, decoder", "decoder"): "a decoder, with or without an encoder",
 }
 
+BLEU_LANGUAGES = {"zh": None, "ja": "MeCab", "ko": "mecab_ko"}
+"""Languages of which sacreBLEU has words of its own, and the module that finds them."""
 TEMPLATE_SCORES = ("exact_match", "squad", "bleu", "chrf", "rouge")
 """Entries of `task.template.scores`."""
 
@@ -136,6 +139,8 @@ def check_task(config: Config) -> None:
         raise invalid("config.data.tokenizer.chat_template", path, f"'' for the task {task}, which reads no turns")
     if config.task.replies != "all" and task in TASK_MODELS and task != "dialogue":
         raise invalid("config.task.replies", config.task.replies, f"all for the task {task}, which has no replies")
+    if config.task.language:
+        _check_language(config.task.language, task)
     if model.head.copy and not config.data.tokenizer.joint:
         raise invalid("config.model.head.copy", True, "a joint vocabulary to copy ids", "set data.tokenizer.joint=true")
     if model.head.copy and config.task.z_loss:
@@ -413,3 +418,13 @@ def check_decode(decode: DecodeConfig, model: ModelConfig) -> None:
         raise invalid("config.decode.forced_first", decode.forced_first, "a token that decode.suppress does not hold")
     if decode.forced_last and set(decode.forced_last) <= set(decode.suppress):
         raise invalid("config.decode.forced_last", decode.forced_last, "a token that decode.suppress does not hold")
+
+
+def _check_language(language: str, task: str) -> None:
+    """Raises ConfigError for a language that no score reads, or whose words no installed package finds."""
+    if task in TASK_MODELS and task not in ("translation", "captioning"):
+        raise invalid("config.task.language", language, f"'' for the task {task}, whose scores do not depend on it")
+    module = BLEU_LANGUAGES.get(language)
+    if module is not None and importlib.util.find_spec(module) is None:
+        expected = f"a language whose words are found without the package {module}"
+        raise invalid("config.task.language", language, expected, f"install it: pip install 'sacrebleu[{language}]'")

@@ -11,18 +11,22 @@ with the shards. See `jaxformer.data.token_shards`.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from jaxformer.config import DataConfig, SourceConfig, TokenizerConfig
-from jaxformer.data import token_shards
+from jaxformer.data import shard_copies, token_shards
+from jaxformer.data.shard_copies import Room
 from jaxformer.data.sources import Dataset
-from jaxformer.data.token_shards import ShardedDocuments
+from jaxformer.data.token_shards import Shard, ShardedDocuments
 from jaxformer.data.tokenizers import Tokenizer, Tokenizers
 from jaxformer.errors import ConfigError
-from jaxformer.runtime import directories, object_store
+from jaxformer.runtime import directories, object_store, units
 from jaxformer.runtime.object_store import Store
+
+LOG = logging.getLogger("jaxformer")
 
 READ_FIELDS = ("splits", "columns", "document", "name", "format", "score_range")
 """Fields of a source that decide how a corpus was read, and nothing once it is shards."""
@@ -62,7 +66,10 @@ def build(config: DataConfig) -> Dataset:
         raise ConfigError(
             f"{where}/{Tokenizers.FILE}: got another tokenizer than that of the shards, expected theirs; restore it"
         )
-    splits = {name: ShardedDocuments(where, name, index, tokenizer) for name in index["splits"]}
+    room = Room(None if config.shard_copies_gb is None else int(config.shard_copies_gb * 1e9))
+    splits = {name: ShardedDocuments(where, name, index, tokenizer, room) for name in index["splits"]}
+    if isinstance(where, str):
+        _warn_without_room(where, room, [shard for split in splits.values() for shard in split.files.shards])
     return Dataset(splits, f"shards-{token_shards.content_key(index)}")
 
 
@@ -77,6 +84,14 @@ def _read_address(url: str) -> tuple[dict[str, Any], Tokenizer]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / Tokenizers.FILE).write_bytes(found.value)
         return index, Tokenizers.load(folder).target
+
+
+def _warn_without_room(where: str, room: Room, shards: list[Shard]) -> None:
+    size, available = sum(shard.size for shard in shards), room.available()
+    if size > available:
+        LOG.warning("data.dir: %s has %s of shards, and this host has room for copies of %s in %s; of the other shards "
+                    "records are read one by one (data.shard_copies_gb)", where, units.format_size(size),
+                    units.format_size(available), shard_copies.folder())  # fmt: skip
 
 
 def _check_same_settings(config: DataConfig, built: dict[str, Any]) -> None:
