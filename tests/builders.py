@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from jaxformer.models import build
 from jaxformer.nn import masks
 from jaxformer.nn.layers import shapes_alone
 from jaxformer.parallel import mesh as meshes
+from jaxformer.train import metric_window
 from jaxformer.types import Batch, Stream
 
 VOCAB = 13
@@ -84,6 +87,20 @@ def make(config: ModelConfig, seed: int = 0):
 
 
 apply = testing.apply
+
+
+def interrupted(monkeypatch, step: int) -> list[None]:
+    """The process gets SIGTERM in this step of training, counted from 1, and finishes it. A list of all steps."""
+    add, calls = metric_window.MetricWindow.add, []
+
+    def interrupt(self, sums, batch):
+        calls.append(None)
+        if len(calls) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(self, sums, batch)
+
+    monkeypatch.setattr(metric_window.MetricWindow, "add", interrupt)
+    return calls
 
 
 def one_device(monkeypatch) -> None:

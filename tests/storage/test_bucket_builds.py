@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import pickle
-import signal
 import threading
 import time
 
@@ -45,7 +44,7 @@ from jaxformer.runtime import bucket_folders
 from jaxformer.runtime import lease as leases
 from jaxformer.runtime.object_store import Store
 from jaxformer.tasks import get as get_task
-from jaxformer.train import loop, metric_window, setup
+from jaxformer.train import loop, setup
 
 URL, TEXT = "gs://bucket/corpus", "s3://texts/all"
 LINES = [f"line {number} " + "ä€😀x"[number % 4] * (number * 7 % 23) for number in range(60)]
@@ -518,15 +517,7 @@ def test_a_run_on_a_bucket_is_the_run_on_a_folder(bucket, config, tmp_path, monk
         return [(row["step"], row["loss"]) for row in rows]
 
     assert loop.train(run_of(tmp_path / "whole"), tmp_path / "expected") == 0
-    add, calls = metric_window.MetricWindow.add, []
-
-    def interrupt(self, sums, batch):
-        calls.append(None)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        add(self, sums, batch)
-
-    monkeypatch.setattr(metric_window.MetricWindow, "add", interrupt)
+    calls = builders.interrupted(monkeypatch, 3)
     assert loop.train(run_of(URL, shard_copies_gb=0), tmp_path / "run") == loop.EXIT_PREEMPTED
     assert not copies(tmp_path)
     restore, fill, filled = checkpoint.Checkpoints.restore, Pipeline.fill, threading.Event()

@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from jaxformer.data.pipeline import Pipeline
 from jaxformer.errors import ConfigError, StorageError
 from jaxformer.runtime import object_store
 from jaxformer.runtime.object_store import ABSENT, Conflict, Store
-from jaxformer.train import loop, metric_window, setup
+from jaxformer.train import loop, setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import storage_servers
@@ -189,15 +188,7 @@ def test_a_run_of_loader_processes_on_a_small_disk_is_the_run_on_a_folder(url, m
     os.utime(folder / "other.array_record", (1, 1))
     limit = int(1.2 * max(sizes))
     small = run_of(address, workers=2, shard_copies_gb=limit / 1e9)
-    add, calls = metric_window.MetricWindow.add, []
-
-    def interrupt(self, sums, batch):
-        calls.append(None)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        add(self, sums, batch)
-
-    monkeypatch.setattr(metric_window.MetricWindow, "add", interrupt)
+    calls = builders.interrupted(monkeypatch, 3)
     assert loop.train(small, tmp_path / "run") == loop.EXIT_PREEMPTED
     copy, *others = folder.glob("*.array_record")
     assert not (folder / "other.array_record").exists() and not list(folder.glob("*.partial"))

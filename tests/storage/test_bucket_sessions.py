@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from jaxformer.runtime import object_store
 from jaxformer.runtime.lease import Lease
 from jaxformer.storage import mirror as mirrors
 from jaxformer.storage import sessions
-from jaxformer.train import loop, metric_window
+from jaxformer.train import loop
 
 URL = "s3://bucket/runs/one"
 STACK = dict(layers=1, width=8, attention=dict(heads=1, bias=False), ffn=dict(width=8, bias=False),
@@ -62,15 +60,7 @@ def test_a_run_that_moves_to_another_host_is_the_uninterrupted_run(
     (tmp_path / "train.txt").write_text("a few words of text\n" * 8)
     config = recipe(tmp_path)
     assert loop.train(config, tmp_path / "whole") == 0
-    add, calls = metric_window.MetricWindow.add, []
-
-    def interrupt(self, sums, batch):
-        calls.append(None)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        add(self, sums, batch)
-
-    monkeypatch.setattr(metric_window.MetricWindow, "add", interrupt)
+    builders.interrupted(monkeypatch, 3)
     assert loop.train(config, URL) == loop.EXIT_PREEMPTED
     first = object_store.Store(URL)
     keys = first.list_keys()
